@@ -1,0 +1,296 @@
+"""What is measured: the run as the coordinator reports it, the ledger and the GPUs as they are at scrape time.
+
+Nothing here imports the rest of raycloak. The ledger and the samplers are reached through callables that the wiring
+passes in; such a callable must return within a few seconds or raise, since a scrape waits for it.
+"""
+
+import math
+import platform
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from prometheus_client.core import Metric
+
+from metrics.exporter import Values
+from metrics.gpu import GpuReading
+from metrics.registry import (
+    ACCOUNT,
+    GPU_SERIES,
+    GPU_STATES,
+    LEDGER_SERIES,
+    RUN_SERIES,
+    Series,
+    exactness_mark,
+    privacy_mark,
+)
+
+
+@dataclass(frozen=True)
+class AccountView:
+    """One account as the ledger states it.
+
+    Args:
+        name: account name, an identifier (`registry.is_identifier`).
+        epsilon_cap, delta: fixed when the account was opened.
+        epsilon_spent: epsilon of all charges at ``delta``.
+        budget_spent_ratio: see :func:`spent_ratio`; 1 is the cap.
+        steps_charged: steps charged so far, never falling.
+    """
+
+    name: str
+    epsilon_cap: float
+    delta: float
+    epsilon_spent: float
+    budget_spent_ratio: float
+    steps_charged: int
+
+
+@dataclass(frozen=True)
+class LedgerView:
+    """What a ledger instance answers to a scrape."""
+
+    accounts: tuple[AccountView, ...]
+    entries: int
+    fencing: int
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Public facts that hold for the whole run.
+
+    Args:
+        run: run id.
+        account: account that pays.
+        evidence_class: weakest class among the admitted, for example ``simulated``.
+        steps_planned: planned steps.
+        virtual_workers: V.
+        workers_required: fewest workers the run goes on with.
+        parameters: trained parameters.
+        noise_multiplier: z; None when the run is declared not private, which is then marked NOT_PRIVATE.
+        exact: whether every operation has a deterministic kernel; else the run is marked NOT_EXACT.
+        version, ray_version, torch_version: of the software.
+    """
+
+    run: str
+    account: str
+    evidence_class: str
+    steps_planned: int
+    virtual_workers: int
+    workers_required: int
+    parameters: int
+    noise_multiplier: float | None
+    exact: bool
+    version: str
+    ray_version: str
+    torch_version: str
+
+
+def spent_ratio(spent: Sequence[float], caps: Sequence[float]) -> float:
+    """Share of a Rényi filter's budget that is spent, at the order that admits most.
+
+    For charges of one mechanism the best order does not move, so the ratio grows by the same amount each step; epsilon
+    itself is concave and would look as if spending slowed down. The filter refuses the charge that takes it above 1.
+
+    Args:
+        spent: Rényi divergence spent at each order of the account's grid.
+        caps: what each order may spend in all; an order with a cap <= 0 admits nothing.
+
+    Returns:
+        A ratio >= 0; infinity if something is spent and no order admits anything.
+    """
+    if not any(spent):
+        return 0.0
+    return min((s / cap for s, cap in zip(spent, caps, strict=True) if cap > 0), default=math.inf)
+
+
+class RunMetrics:
+    """The run's own series, updated by the coordinator with plain calls.
+
+    Counters start at zero with the process; Prometheus' ``rate`` treats a restart as a reset.
+    """
+
+    series: tuple[Series, ...] = RUN_SERIES
+
+    def __init__(self, facts: RunFacts, clock: Callable[[], float] = time.time) -> None:
+        self._run = facts.run
+        self._clock = clock
+        self._values = Values(RUN_SERIES)
+        self._set_facts(facts)
+        for name in (
+            "steps_committed",
+            "step_attempts",
+            "aggregates_released",
+            "virtual_workers_moved",
+            "workers_joined",
+            "masked_bytes",
+        ):
+            self._values.increment(f"raycloak_{name}_total", self._run, by=0)
+
+    def _set_facts(self, facts: RunFacts) -> None:
+        put, run = self._values.set, facts.run
+        put("raycloak_build_info", 1, facts.version, platform.python_version(), facts.ray_version, facts.torch_version)
+        put("raycloak_run_info", 1, run, facts.account, facts.evidence_class)
+        marks = privacy_mark(facts.noise_multiplier is not None), exactness_mark(facts.exact)
+        put("raycloak_run_claims_info", 1, run, *marks)
+        put("raycloak_run_start_timestamp_seconds", self._clock(), run)
+        put("raycloak_steps_planned", facts.steps_planned, run)
+        put("raycloak_virtual_workers", facts.virtual_workers, run)
+        put("raycloak_workers_required", facts.workers_required, run)
+        put("raycloak_workers_admitted", 0, run)
+        put("raycloak_parameters", facts.parameters, run)
+        if facts.noise_multiplier is not None:
+            put("raycloak_noise_multiplier_ratio", facts.noise_multiplier, run)
+
+    def attempt_started(self) -> None:
+        """An attempt at a step begins."""
+        self._values.increment("raycloak_step_attempts_total", self._run)
+
+    def phase_finished(self, phase: str, seconds: float) -> None:
+        """A phase of a step took ``seconds``; a name outside ``registry.PHASES`` counts as ``other``."""
+        self._values.observe("raycloak_step_phase_duration_seconds", seconds, self._run, phase)
+
+    def aggregate_released(self) -> None:
+        """A noised aggregate was decoded."""
+        self._values.increment("raycloak_aggregates_released_total", self._run)
+
+    def step_committed(self, seconds: float) -> None:
+        """A step was committed, ``seconds`` after it began."""
+        self._values.increment("raycloak_steps_committed_total", self._run)
+        self._values.observe("raycloak_step_duration_seconds", seconds, self._run)
+        self._values.set("raycloak_last_commit_timestamp_seconds", self._clock(), self._run)
+
+    def step_refused(self, code: str) -> None:
+        """The ledger or a worker refused a step with the stable ``code``."""
+        self._values.increment("raycloak_steps_refused_total", self._run, code)
+
+    def workers_admitted(self, count: int) -> None:
+        """``count`` workers are admitted and alive now."""
+        self._values.set("raycloak_workers_admitted", count, self._run)
+
+    def worker_refused(self, code: str) -> None:
+        """A worker was refused at admission with the stable ``code``."""
+        self._values.increment("raycloak_workers_refused_total", self._run, code)
+
+    def worker_failed(self, cause: str) -> None:
+        """An admitted worker was lost; ``cause`` is a code such as ``out_of_memory``."""
+        self._values.increment("raycloak_worker_failures_total", self._run, cause)
+
+    def worker_joined(self) -> None:
+        """A worker joined after the run began."""
+        self._values.increment("raycloak_workers_joined_total", self._run)
+
+    def worker_left(self, cause: str) -> None:
+        """A worker left between two steps because it was asked to; ``cause`` is a code such as ``preempted``."""
+        self._values.increment("raycloak_workers_left_total", self._run, cause)
+
+    def virtual_workers_moved(self, count: int) -> None:
+        """``count`` virtual workers changed their host."""
+        self._values.increment("raycloak_virtual_workers_moved_total", self._run, by=count)
+
+    def masked_bytes_received(self, count: int) -> None:
+        """``count`` bytes of masked vectors arrived."""
+        self._values.increment("raycloak_masked_bytes_total", self._run, by=count)
+
+    def accuracy_measured(self, ratio: float) -> None:
+        """Accuracy in [0, 1] of the released parameters on the public split."""
+        self._values.set("raycloak_evaluation_accuracy_ratio", ratio, self._run)
+
+    def loss_measured(self, loss: float) -> None:
+        """Mean loss of the released parameters on the public split."""
+        self._values.set("raycloak_evaluation_loss", loss, self._run)
+
+    def evidence_accepted(self, role: str, evidence_class: str, expiry_unix_s: float) -> None:
+        """The earliest evidence of ``role`` is of ``evidence_class`` and expires at ``expiry_unix_s``."""
+        self._values.set("raycloak_evidence_class_info", 1, self._run, role, evidence_class)
+        self._values.set("raycloak_evidence_expiry_timestamp_seconds", expiry_unix_s, self._run, role)
+
+    def checkpoint_written(self) -> None:
+        """A checkpoint was published."""
+        self._values.set("raycloak_last_checkpoint_timestamp_seconds", self._clock(), self._run)
+
+    def collect(self) -> Iterable[Metric]:
+        """See `exporter.Source`."""
+        return self._values.collect()
+
+
+class LedgerCollector:
+    """Privacy series, read from the ledger at every scrape.
+
+    Guarantee: a ledger that does not answer shows as ``raycloak_ledger_up 0`` and no privacy series at all; a number
+    from an earlier scrape is never repeated.
+
+    Of a ledger with many accounts, the ones that have spent the largest share are exported.
+    """
+
+    series: tuple[Series, ...] = LEDGER_SERIES
+
+    def __init__(self, view: Callable[[], LedgerView]) -> None:
+        self._view = view
+
+    def collect(self) -> Iterable[Metric]:
+        """See `exporter.Source`."""
+        values = Values(LEDGER_SERIES)
+        try:
+            view = self._view()
+        except Exception:  # noqa: BLE001 - whatever keeps it from answering, to who watches the ledger is absent
+            values.set("raycloak_ledger_up", 0)
+            return values.collect()
+        values.set("raycloak_ledger_up", 1)
+        values.set("raycloak_ledger_entries", view.entries)
+        values.set("raycloak_ledger_fencing", view.fencing)
+        values.set("raycloak_ledger_accounts", len(view.accounts))
+        most_spent = sorted(view.accounts, key=lambda account: account.budget_spent_ratio, reverse=True)
+        for account in most_spent[: ACCOUNT.at_most]:
+            _put_account(values, account)
+        return values.collect()
+
+
+def _put_account(values: Values, account: AccountView) -> None:
+    values.set("raycloak_privacy_epsilon_spent", account.epsilon_spent, account.name)
+    values.set("raycloak_privacy_epsilon_cap", account.epsilon_cap, account.name)
+    values.set("raycloak_privacy_delta", account.delta, account.name)
+    values.set("raycloak_privacy_budget_spent_ratio", account.budget_spent_ratio, account.name)
+    values.set("raycloak_privacy_steps_charged_total", account.steps_charged, account.name)
+
+
+class GpuCollector:
+    """GPU series of all nodes, read through ``read`` at every scrape; what NVML does not support is left out."""
+
+    series: tuple[Series, ...] = GPU_SERIES
+
+    def __init__(self, read: Callable[[], Sequence[GpuReading]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        """See `exporter.Source`; a node whose sampler cannot be reached exports nothing."""
+        values = Values(GPU_SERIES)
+        try:
+            readings = self._read()
+        except Exception:  # noqa: BLE001 - a lost node takes its sampler along; the run reports the loss itself
+            return []
+        for reading in readings:
+            _put_reading(values, reading)
+        return values.collect()
+
+
+def _put_reading(values: Values, reading: GpuReading) -> None:
+    labels = (reading.node, str(reading.index))
+    gauges = {
+        "raycloak_gpu_utilization_ratio": reading.utilization_ratio,
+        "raycloak_gpu_memory_used_bytes": reading.memory_used_bytes,
+        "raycloak_gpu_memory_total_bytes": reading.memory_total_bytes,
+        "raycloak_gpu_power_watts": reading.power_watts,
+        "raycloak_gpu_temperature_celsius": reading.temperature_celsius,
+    }
+    for name, value in gauges.items():
+        if value is not None:
+            values.set(name, value, *labels)
+    for kind, errors in (("corrected", reading.ecc_corrected_total), ("uncorrected", reading.ecc_uncorrected_total)):
+        if errors is not None:
+            values.set("raycloak_gpu_ecc_errors_total", errors, *labels, kind)
+    if reading.confidential_state is not None:
+        for state in GPU_STATES:
+            values.set(
+                "raycloak_gpu_confidential_compute_state", state == reading.confidential_state, reading.node, state
+            )

@@ -1,0 +1,119 @@
+"""The one exception tree.
+
+RaycloakError                      everything below; carries a stable code, a sentence, and what to do
+├── ConfigError          exit 2    the user's input cannot be used
+│   ├── DatasetError               the data cannot be opened, or does not fit the run
+│   └── ModelError                 the model cannot be trained privately
+├── RefusedError         exit 3    a promise would be broken
+│   ├── BudgetError                the ledger does not charge
+│   ├── EvidenceError              evidence or keys are not accepted; the code is the refusal
+│   └── ProtocolError              a message does not match what its receiver holds
+│       └── SenderError            the same, and the receiver knows whose message it is
+└── RunFailedError       exit 4    the run could not go on; says who, which step, the cause and what was spent
+
+A message never carries data-dependent text: workers answer codes from a fixed list.
+"""
+
+from typing import Any
+
+
+class RaycloakError(Exception):
+    """Base of all errors a user may catch.
+
+    Args:
+        code: stable machine-readable name, for example ``cap_exceeded``.
+        message: one sentence that says what is wrong.
+        remedy: what the reader can do about it; may be empty.
+
+    Attributes:
+        step: the step that did not finish, if the error ended a run that had begun to train.
+        spent_epsilon: what the account had been charged by then, if known.
+        result: the result so far, as `Trainer.train` returns it, if a step had finished.
+    """
+
+    exit_code = 4
+    step: int | None = None
+    spent_epsilon: float | None = None
+    result: dict[str, Any] | None = None
+
+    def __init__(self, code: str, message: str, remedy: str = "") -> None:
+        super().__init__(code, message, remedy)
+        self.code = code
+        self.message = message
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        text = f"{self.code}: {self.message}"
+        return f"{text} {self.remedy}" if self.remedy else text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.code, self.message, self.remedy)
+
+
+class ConfigError(RaycloakError):
+    """The user's input cannot be used as it is."""
+
+    exit_code = 2
+
+
+class DatasetError(ConfigError):
+    """A dataset cannot be opened or does not fit the run."""
+
+
+class ModelError(ConfigError):
+    """A model cannot be trained under per-example clipping."""
+
+
+class RefusedError(RaycloakError):
+    """Going on would break a promise."""
+
+    exit_code = 3
+
+
+class BudgetError(RefusedError):
+    """The ledger refuses to charge, or its record cannot be trusted."""
+
+
+class EvidenceError(RefusedError):
+    """Evidence or a key package is refused; ``code`` is the refusal code."""
+
+
+class ProtocolError(RefusedError):
+    """A message does not match what its receiver holds."""
+
+
+class SenderError(ProtocolError):
+    """What one member sent does not match.
+
+    Args:
+        member_id: the sender, as the receiver's roster names it.
+    """
+
+    def __init__(self, code: str, message: str, remedy: str = "", member_id: str = "") -> None:
+        super().__init__(code, message, remedy)
+        self.member_id = member_id
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.code, self.message, self.remedy, self.member_id)
+
+
+class RunFailedError(RaycloakError):
+    """A phase of a run failed for good.
+
+    Args:
+        code: the cause: ``out_of_memory``, ``preempted``, ``unreachable``, ``refused``, ``worker_error`` ...
+        message: one sentence that names who failed, in which step and phase.
+        remedy: what to do next.
+        step: the step that did not commit, if any.
+        spent_epsilon: what the ledger had charged by then, if known.
+    """
+
+    def __init__(
+        self, code: str, message: str, remedy: str = "", step: int | None = None, spent_epsilon: float | None = None
+    ) -> None:
+        super().__init__(code, message, remedy)
+        self.step = step
+        self.spent_epsilon = spent_epsilon
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.code, self.message, self.remedy, self.step, self.spent_epsilon)

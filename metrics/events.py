@@ -1,0 +1,172 @@
+"""metrics.jsonl: what a run may say about itself, one JSON object a line.
+
+Fields are declared with their privacy class, like series. Text values are identifiers and digests only, so a line
+never carries a message that was composed from private data.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+from metrics.errors import ConfigError, RefusedError
+from metrics.privacy_class import PrivacyClass
+from metrics.registry import is_identifier
+
+Value = str | int | float | None
+_INDEPENDENT, _RELEASED, _SECRET = PrivacyClass.DATA_INDEPENDENT, PrivacyClass.RELEASED, PrivacyClass.SECRET
+
+
+@dataclass(frozen=True)
+class EventField:
+    """A field of a line.
+
+    Args:
+        name: key in the JSON object; seconds end in ``seconds`` and bytes in ``bytes``.
+        kind: type of its value; a float field takes integers too.
+        privacy: what the value may depend on.
+    """
+
+    name: str
+    kind: type[str] | type[int] | type[float]
+    privacy: PrivacyClass = _INDEPENDENT
+
+
+FIELDS = (
+    EventField("event", str),
+    EventField("time", float),
+    EventField("run", str),
+    EventField("account", str),
+    EventField("evidence_class", str),
+    EventField("privacy", str),
+    EventField("exactness", str),
+    EventField("step", int),
+    EventField("steps", int),
+    EventField("steps_planned", int),
+    EventField("attempt", int),
+    EventField("attempts", int),
+    EventField("workers", int),
+    EventField("workers_refused", int),
+    EventField("virtual_workers", int),
+    EventField("virtual_workers_moved", int),
+    EventField("parameters", int),
+    EventField("noise_multiplier", float),
+    EventField("sample_rate", float),
+    EventField("epsilon_cap", float),
+    EventField("delta", float),
+    EventField("learning_rate", float),
+    EventField("masked_bytes", int),
+    EventField("ring_bits", int),
+    EventField("seconds", float),
+    EventField("charge_seconds", float),
+    EventField("roster_seconds", float),
+    EventField("compute_seconds", float),
+    EventField("reduce_seconds", float),
+    EventField("commit_seconds", float),
+    EventField("evaluate_seconds", float),
+    EventField("code", str),
+    EventField("cause", str),
+    EventField("role", str),
+    EventField("manifest_digest", str),
+    EventField("parameter_digest", str, _RELEASED),
+    EventField("epsilon", float, _RELEASED),
+    EventField("epsilon_one_worker", float, _RELEASED),
+    EventField("evaluation_accuracy", float, _RELEASED),
+    EventField("evaluation_loss", float, _RELEASED),
+    EventField("loss", float, _SECRET),
+    EventField("accuracy", float, _SECRET),
+    EventField("examples", int, _SECRET),
+    EventField("gradient_norm", float, _SECRET),
+    EventField("clipped_ratio", float, _SECRET),
+)
+FIELD_BY_NAME = {field.name: field for field in FIELDS}
+
+
+class EventWriter:
+    """Appends lines to a file; each is flushed to the operating system before :meth:`write` returns.
+
+    Guarantee: a line holds declared fields that are data-independent or released, and nothing else.
+
+    A last line that an earlier process left unfinished is cut off, so every line of the file parses.
+
+    Args:
+        path: the file; created if absent, its directory must exist.
+        clock: Unix time in seconds.
+
+    Raises:
+        ConfigError: ``events_file`` if the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        try:
+            self._file: BinaryIO = path.open("a+b")
+        except OSError as error:
+            raise ConfigError("events_file", f"cannot append to {path}: {error.strerror}") from None
+        _cut_unfinished_line(self._file)
+
+    def write(self, event: str, **fields: Value) -> None:
+        """Append ``{"event": event, "time": now, **fields}``; a field that is None is left out.
+
+        Raises:
+            RefusedError: ``event_field`` for an undeclared field, ``event_secret`` for a secret one, ``event_value``
+                for a value of another type, text that is no identifier, or a number that is not finite. Nothing is
+                written then.
+        """
+        line: dict[str, Value] = {"event": event, "time": round(self._clock(), 6)}
+        line |= {name: value for name, value in fields.items() if value is not None}
+        for name in fields:
+            _check_name(name)
+        for name, value in line.items():
+            _check_value(FIELD_BY_NAME[name], value)
+        self._file.write(json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; repeating it does nothing."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _check_name(name: str) -> None:
+    field = FIELD_BY_NAME.get(name)
+    if field is None or name in ("event", "time"):
+        raise RefusedError("event_field", f"'{name}' is not a declared field of an event")
+    if not field.privacy.exportable:
+        raise RefusedError("event_secret", f"'{name}' depends on private examples and is never written")
+
+
+def _check_value(field: EventField, value: Value) -> None:
+    if field.kind is str:
+        fits = isinstance(value, str) and is_identifier(value)
+    elif isinstance(value, bool):
+        fits = False
+    elif field.kind is int:
+        fits = isinstance(value, int)
+    else:
+        fits = isinstance(value, int | float) and math.isfinite(value)
+    if not fits:
+        raise RefusedError("event_value", f"the value of '{field.name}' is not a {_DESCRIPTION[field.kind]}")
+
+
+_DESCRIPTION = {str: "name, code or digest", int: "whole number", float: "finite number"}
+
+
+def _cut_unfinished_line(file: BinaryIO) -> None:
+    end = keep = file.seek(0, os.SEEK_END)
+    while keep and file.seek(keep - 1) >= 0 and file.read(1) != b"\n":
+        keep -= 1
+    if keep != end:
+        file.truncate(keep)

@@ -1,0 +1,171 @@
+"""The gate between what a process knows and what `/metrics` shows.
+
+    RunMetrics ─┐
+    LedgerCollector ─┼─ Exporter (declared? not secret?) ── CollectorRegistry ── MetricsServer
+    GpuCollector ─┘
+
+Everything goes through one :class:`Exporter`, so a series that is secret or undeclared cannot reach the page.
+"""
+
+import threading
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from metrics.errors import RefusedError
+from metrics.registry import BY_NAME, OTHER, Label, Series
+
+LabelValues = tuple[str, ...]
+
+
+class Source(Protocol):
+    """Something that can be scraped."""
+
+    @property
+    def series(self) -> tuple[Series, ...]:
+        """Every series :meth:`collect` may emit."""
+
+    def collect(self) -> Iterable[Metric]:
+        """Families with their current samples; called on a thread of the HTTP server."""
+
+
+def check_exportable(series: Series) -> None:
+    """Raise unless ``series`` is declared in the registry and not secret.
+
+    Raises:
+        RefusedError: ``metric_undeclared`` or ``metric_secret``.
+    """
+    if not series.privacy.exportable:
+        raise RefusedError("metric_secret", f"{series.name} depends on private examples and is never exported")
+    if BY_NAME.get(series.name) != series:
+        raise RefusedError("metric_undeclared", f"{series.name} is not declared in metrics/registry.py")
+
+
+def family(series: Series) -> Metric:
+    """An empty Prometheus family of ``series``."""
+    names = series.label_names
+    if series.kind == "counter":
+        return CounterMetricFamily(series.name, series.help, labels=names)
+    if series.kind == "histogram":
+        return HistogramMetricFamily(series.name, series.help, labels=names)
+    return GaugeMetricFamily(series.name, series.help, labels=names)
+
+
+class Exporter(Collector):
+    """Gathers sources behind one registry of its own; the process-wide default registry is not used.
+
+    Guarantee: no sample of a secret or undeclared series is ever in :attr:`registry`'s output.
+    """
+
+    def __init__(self) -> None:
+        self._sources: list[Source] = []
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
+
+    def add(self, source: Source) -> None:
+        """Export ``source`` from now on.
+
+        Raises:
+            RefusedError: ``metric_secret`` or ``metric_undeclared``; nothing of the source is exported then.
+        """
+        for series in source.series:
+            check_exportable(series)
+        taken = {series.name for other in self._sources for series in other.series}
+        assert taken.isdisjoint(series.name for series in source.series), "two sources emit one series"
+        self._sources.append(source)
+
+    def describe(self) -> Iterable[Metric]:
+        """Empty families of everything that may be exported."""
+        return [family(series) for series in BY_NAME.values() if series.privacy.exportable]
+
+    def collect(self) -> Iterable[Metric]:
+        """The families of all sources.
+
+        Raises:
+            RefusedError: ``metric_undeclared`` if a source emits what it did not declare; the scrape then fails.
+        """
+        for source in self._sources:
+            declared = {_family_name(series) for series in source.series}
+            for metric in source.collect():
+                if metric.name not in declared:
+                    raise RefusedError("metric_undeclared", f"a source emits {metric.name}, which it did not declare")
+                yield metric
+
+
+def _family_name(series: Series) -> str:
+    return series.name.removesuffix("_total") if series.kind == "counter" else series.name
+
+
+class Values:
+    """Current values of some series, safe to use from several threads.
+
+    They live in memory only: the library's own counters write files when its multi-process mode is switched on.
+    """
+
+    def __init__(self, series: Iterable[Series]) -> None:
+        self._series = {s.name: s for s in series}
+        self._numbers: dict[str, dict[LabelValues, float]] = {name: {} for name in self._series}
+        self._buckets: dict[str, dict[LabelValues, list[int]]] = {name: {} for name in self._series}
+        self._lock = threading.Lock()
+
+    def set(self, name: str, value: float, *labels: str) -> None:
+        """Set a gauge, or a counter whose total is kept elsewhere."""
+        with self._lock:
+            self._numbers[name][self._key(name, labels)] = float(value)
+
+    def increment(self, name: str, *labels: str, by: float = 1.0) -> None:
+        """Add ``by`` >= 0 to a counter."""
+        assert by >= 0, "a counter never falls"
+        with self._lock:
+            key = self._key(name, labels)
+            self._numbers[name][key] = self._numbers[name].get(key, 0.0) + by
+
+    def observe(self, name: str, value: float, *labels: str) -> None:
+        """Put one observation into a histogram."""
+        bounds = self._series[name].buckets
+        with self._lock:
+            key = self._key(name, labels)
+            counts = self._buckets[name].setdefault(key, [0] * (len(bounds) + 1))
+            counts[bisect_left(bounds, value)] += 1
+            self._numbers[name][key] = self._numbers[name].get(key, 0.0) + value
+
+    def collect(self) -> list[Metric]:
+        """A family for each series that has a value."""
+        with self._lock:
+            return [self._family(series) for name, series in self._series.items() if self._numbers[name]]
+
+    def _family(self, series: Series) -> Metric:
+        metric = family(series)
+        for labels, number in self._numbers[series.name].items():
+            if isinstance(metric, HistogramMetricFamily):
+                metric.add_metric(labels, _cumulative(series.buckets, self._buckets[series.name][labels]), number)
+            else:
+                assert isinstance(metric, CounterMetricFamily | GaugeMetricFamily)
+                metric.add_metric(labels, number)
+        return metric
+
+    def _key(self, name: str, values: tuple[str, ...]) -> LabelValues:
+        labels = self._series[name].labels
+        assert len(values) == len(labels), f"{name} takes labels {[label.name for label in labels]}"
+        folded = tuple(label.fold(value) for label, value in zip(labels, values, strict=True))
+        known = self._numbers[name]
+        return tuple(_bounded(label, i, folded[i], known) for i, label in enumerate(labels))
+
+
+def _bounded(label: Label, position: int, value: str, known: Mapping[LabelValues, float]) -> str:
+    if label.values:
+        return value
+    seen = {key[position] for key in known} - {OTHER}
+    return value if value in seen or len(seen) < label.at_most else OTHER
+
+
+def _cumulative(bounds: tuple[float, ...], counts: list[int]) -> list[tuple[str, float]]:
+    total, buckets = 0, []
+    for bound, count in zip((*map(str, bounds), "+Inf"), counts, strict=True):
+        total += count
+        buckets.append((bound, float(total)))
+    return buckets

@@ -1,0 +1,339 @@
+"""Every series raycloak exports, declared once: name, help, kind, labels, privacy class and unit.
+
+Series of class ``secret`` are declared too, so that the names of what must never be shown are reserved: the exporter
+refuses them (`metrics/exporter.py`). Names follow the Prometheus conventions: base units, ``_total`` on counters,
+the time of an event and never its age. Every label is bounded; none names a person, an example or a worker.
+"""
+
+import re
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+from metrics.privacy_class import PrivacyClass
+
+Kind = Literal["counter", "gauge", "histogram"]
+Unit = Literal["", "seconds", "bytes", "ratio", "watts", "celsius"]
+
+OTHER = "other"
+PHASES = ("admission", "charge", "roster", "compute", "reduce", "commit", "evaluate", "checkpoint", "recover")
+PRIVACY_MARKS = ("private", "NOT_PRIVATE")
+EXACTNESS_MARKS = ("exact", "NOT_EXACT")
+GPU_STATES = ("off", "on", "ppcie", "devtools", "simulated")
+DURATION_BUCKETS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+    300.0,
+)
+
+_IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}\Z")
+
+
+def is_identifier(text: str) -> bool:
+    """Whether ``text`` is a name or code: 1 to 128 characters, no white space, so never a sentence."""
+    return _IDENTIFIER.match(text) is not None
+
+
+@dataclass(frozen=True)
+class Label:
+    """A label and the bound on its values.
+
+    Args:
+        name: label name.
+        values: the closed set of values; empty if any identifier is allowed.
+        at_most: distinct values of an open label that one process exports; the rest are counted as ``other``.
+    """
+
+    name: str
+    values: tuple[str, ...] = ()
+    at_most: int = 64
+
+    def fold(self, value: str) -> str:
+        """``value``, or ``other`` if it is outside the closed set or is no identifier.
+
+        Guarantee: free text, such as an exception's message, cannot become a label value.
+        """
+        allowed = value in self.values if self.values else is_identifier(value)
+        return value if allowed else OTHER
+
+
+@dataclass(frozen=True)
+class Series:
+    """One exported time series family.
+
+    Args:
+        name: full name, as a query writes it.
+        help: one sentence.
+        kind: Prometheus type; an info series is a gauge that is always 1.
+        privacy: what its values may depend on.
+        labels: in the order in which values are given.
+        unit: base unit, which then is in the name.
+        buckets: upper bounds of a histogram, ascending, without +Inf.
+    """
+
+    name: str
+    help: str
+    kind: Kind
+    privacy: PrivacyClass = PrivacyClass.DATA_INDEPENDENT
+    labels: tuple[Label, ...] = ()
+    unit: Unit = ""
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """Label names in order."""
+        return tuple(label.name for label in self.labels)
+
+    @property
+    def sample_names(self) -> tuple[str, ...]:
+        """The names a query may use: a histogram's samples carry suffixes."""
+        if self.kind == "histogram":
+            return tuple(f"{self.name}_{suffix}" for suffix in ("bucket", "count", "sum"))
+        return (self.name,)
+
+
+def privacy_mark(private: bool) -> str:
+    """How metrics and events say whether the run has differential privacy: ``private`` or ``NOT_PRIVATE``."""
+    return PRIVACY_MARKS[0 if private else 1]
+
+
+def exactness_mark(exact: bool) -> str:
+    """How they say whether its bytes can be reproduced: ``exact`` or ``NOT_EXACT``."""
+    return EXACTNESS_MARKS[0 if exact else 1]
+
+
+ACCOUNT = Label("account")
+
+_RUN = Label("run", at_most=1)
+_ROLE = Label("role", at_most=8)
+_CODE = Label("code")
+_NODE = Label("node", at_most=1024)
+_GPU = Label("gpu", at_most=64)
+_RELEASED = PrivacyClass.RELEASED
+_SECRET = PrivacyClass.SECRET
+
+RUN_SERIES = (
+    Series(
+        "raycloak_build_info",
+        "Versions of raycloak and of what it computes with; always 1.",
+        "gauge",
+        labels=tuple(Label(name, at_most=1) for name in ("version", "python", "ray", "torch")),
+    ),
+    Series(
+        "raycloak_run_info",
+        "Names the run's account and evidence class; always 1.",
+        "gauge",
+        labels=(_RUN, Label("account", at_most=1), Label("evidence_class", at_most=8)),
+    ),
+    Series(
+        "raycloak_run_claims_info",
+        "Says NOT_PRIVATE or NOT_EXACT of a run that is so; always 1.",
+        "gauge",
+        labels=(_RUN, Label("privacy", PRIVACY_MARKS), Label("exactness", EXACTNESS_MARKS)),
+    ),
+    Series(
+        "raycloak_run_start_timestamp_seconds",
+        "Unix time at which the run started.",
+        "gauge",
+        labels=(_RUN,),
+        unit="seconds",
+    ),
+    Series("raycloak_steps_planned", "Steps the run is planned for.", "gauge", labels=(_RUN,)),
+    Series("raycloak_steps_committed_total", "Steps whose parameters are committed.", "counter", labels=(_RUN,)),
+    Series(
+        "raycloak_steps_refused_total", "Steps refused before anything was computed.", "counter", labels=(_RUN, _CODE)
+    ),
+    Series("raycloak_step_attempts_total", "Attempts at a step, retries included.", "counter", labels=(_RUN,)),
+    Series(
+        "raycloak_aggregates_released_total", "Noised aggregates decoded over a full cover.", "counter", labels=(_RUN,)
+    ),
+    Series("raycloak_parameters", "Trained parameters of the model.", "gauge", labels=(_RUN,)),
+    Series(
+        "raycloak_noise_multiplier_ratio",
+        "Noise deviation over the clipping norm.",
+        "gauge",
+        labels=(_RUN,),
+        unit="ratio",
+    ),
+    Series("raycloak_virtual_workers", "Virtual workers, fixed for the run.", "gauge", labels=(_RUN,)),
+    Series(
+        "raycloak_virtual_workers_moved_total", "Virtual workers moved to another worker.", "counter", labels=(_RUN,)
+    ),
+    Series("raycloak_workers_required", "Fewest workers the run goes on with.", "gauge", labels=(_RUN,)),
+    Series("raycloak_workers_admitted", "Workers admitted and alive.", "gauge", labels=(_RUN,)),
+    Series("raycloak_workers_refused_total", "Workers refused at admission.", "counter", labels=(_RUN, _CODE)),
+    Series(
+        "raycloak_worker_failures_total",
+        "Workers lost after admission, by cause.",
+        "counter",
+        labels=(_RUN, Label("cause", at_most=32)),
+    ),
+    Series("raycloak_workers_joined_total", "Workers that joined after the run began.", "counter", labels=(_RUN,)),
+    Series(
+        "raycloak_workers_left_total",
+        "Workers that left between two steps because they were asked to, by reason.",
+        "counter",
+        labels=(_RUN, Label("cause", at_most=32)),
+    ),
+    Series(
+        "raycloak_evidence_expiry_timestamp_seconds",
+        "Unix time at which the earliest evidence of a role expires.",
+        "gauge",
+        labels=(_RUN, _ROLE),
+        unit="seconds",
+    ),
+    Series(
+        "raycloak_evidence_class_info",
+        "Evidence class that a role was admitted under; always 1.",
+        "gauge",
+        labels=(_RUN, _ROLE, Label("evidence_class", at_most=8)),
+    ),
+    Series(
+        "raycloak_evaluation_accuracy_ratio",
+        "Accuracy of the released parameters on the declared public split.",
+        "gauge",
+        _RELEASED,
+        (_RUN,),
+        "ratio",
+    ),
+    Series(
+        "raycloak_evaluation_loss",
+        "Mean loss of the released parameters on the declared public split, where no accuracy is measured.",
+        "gauge",
+        _RELEASED,
+        (_RUN,),
+    ),
+    Series(
+        "raycloak_step_duration_seconds",
+        "Wall time of a committed step, all its attempts included.",
+        "histogram",
+        labels=(_RUN,),
+        unit="seconds",
+        buckets=DURATION_BUCKETS,
+    ),
+    Series(
+        "raycloak_step_phase_duration_seconds",
+        "Wall time of one phase of a step.",
+        "histogram",
+        labels=(_RUN, Label("phase", PHASES)),
+        unit="seconds",
+        buckets=DURATION_BUCKETS,
+    ),
+    Series("raycloak_masked_bytes_total", "Bytes of masked vectors received.", "counter", labels=(_RUN,), unit="bytes"),
+    Series(
+        "raycloak_last_commit_timestamp_seconds",
+        "Unix time of the last commit.",
+        "gauge",
+        labels=(_RUN,),
+        unit="seconds",
+    ),
+    Series(
+        "raycloak_last_checkpoint_timestamp_seconds",
+        "Unix time of the last checkpoint.",
+        "gauge",
+        labels=(_RUN,),
+        unit="seconds",
+    ),
+)
+
+LEDGER_SERIES = (
+    Series("raycloak_ledger_up", "1 if the ledger answered this scrape, else 0.", "gauge"),
+    Series("raycloak_ledger_entries", "Entries in the ledger's hash chain.", "gauge", _RELEASED),
+    Series("raycloak_ledger_fencing", "Fencing number of the ledger instance that answered.", "gauge"),
+    Series("raycloak_ledger_accounts", "Accounts in the ledger's answer.", "gauge"),
+    Series("raycloak_privacy_epsilon_spent", "Epsilon charged at the account's delta.", "gauge", _RELEASED, (ACCOUNT,)),
+    Series("raycloak_privacy_epsilon_cap", "Hard cap of the account.", "gauge", labels=(ACCOUNT,)),
+    Series("raycloak_privacy_delta", "Delta of every stated epsilon of the account.", "gauge", labels=(ACCOUNT,)),
+    Series(
+        "raycloak_privacy_budget_spent_ratio",
+        "Share of the budget spent, in the ledger's additive (Renyi) measure at its best order; 1 is the cap.",
+        "gauge",
+        _RELEASED,
+        (ACCOUNT,),
+        "ratio",
+    ),
+    Series("raycloak_privacy_steps_charged_total", "Steps charged to the account.", "counter", _RELEASED, (ACCOUNT,)),
+)
+
+GPU_SERIES = (
+    Series(
+        "raycloak_gpu_utilization_ratio",
+        "Share of the last sample period in which a kernel ran.",
+        "gauge",
+        labels=(_NODE, _GPU),
+        unit="ratio",
+    ),
+    Series(
+        "raycloak_gpu_memory_used_bytes",
+        "GPU memory in use, driver included.",
+        "gauge",
+        labels=(_NODE, _GPU),
+        unit="bytes",
+    ),
+    Series("raycloak_gpu_memory_total_bytes", "GPU memory installed.", "gauge", labels=(_NODE, _GPU), unit="bytes"),
+    Series("raycloak_gpu_power_watts", "Power drawn by the board.", "gauge", labels=(_NODE, _GPU), unit="watts"),
+    Series(
+        "raycloak_gpu_temperature_celsius", "Temperature of the GPU die.", "gauge", labels=(_NODE, _GPU), unit="celsius"
+    ),
+    Series(
+        "raycloak_gpu_ecc_errors_total",
+        "Memory errors over the life of the board.",
+        "counter",
+        labels=(_NODE, _GPU, Label("kind", ("corrected", "uncorrected"))),
+    ),
+    Series(
+        "raycloak_gpu_confidential_compute_state",
+        "1 for the confidential-compute state the driver reports, 0 for the others.",
+        "gauge",
+        labels=(_NODE, Label("state", GPU_STATES)),
+    ),
+)
+
+SECRET_SERIES = (
+    Series(
+        "raycloak_step_examples", "Examples drawn in a step; secret under Poisson sampling.", "gauge", _SECRET, (_RUN,)
+    ),
+    Series("raycloak_training_loss", "Loss on private examples.", "gauge", _SECRET, (_RUN,)),
+    Series("raycloak_gradient_norm", "Norm of a gradient before clipping.", "histogram", _SECRET, (_RUN,)),
+    Series(
+        "raycloak_clipped_examples_ratio",
+        "Share of examples whose gradient was clipped.",
+        "gauge",
+        _SECRET,
+        (_RUN,),
+        "ratio",
+    ),
+    Series(
+        "raycloak_nonfinite_gradients_total", "Examples whose gradient was not finite.", "counter", _SECRET, (_RUN,)
+    ),
+)
+
+SERIES = RUN_SERIES + LEDGER_SERIES + GPU_SERIES + SECRET_SERIES
+BY_NAME = {series.name: series for series in SERIES}
+
+
+def markdown_table() -> str:
+    """All series as the table of docs/metrics.md; ``python -m metrics.registry`` prints it."""
+    rows = ["| series | kind | labels | class | meaning |", "|---|---|---|---|---|"]
+    for series in SERIES:
+        labels = ", ".join(f"`{name}`" for name in series.label_names) or "none"
+        rows.append(f"| `{series.name}` | {series.kind} | {labels} | {series.privacy} | {series.help} |")
+    return "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(markdown_table())

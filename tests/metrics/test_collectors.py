@@ -1,0 +1,205 @@
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from metrics.collectors import AccountView, GpuCollector, LedgerCollector, LedgerView, RunFacts, RunMetrics, spent_ratio
+from metrics.exporter import Exporter
+from metrics.gpu import GpuReading
+from metrics.registry import ACCOUNT, BY_NAME, RUN_SERIES
+
+FACTS = RunFacts(
+    run="0123456789abcdef",
+    account="digits",
+    evidence_class="simulated",
+    steps_planned=200,
+    virtual_workers=8,
+    workers_required=2,
+    parameters=1210,
+    noise_multiplier=1.25,
+    exact=True,
+    version="0.1.0",
+    ray_version="2.60.0",
+    torch_version="2.13.0",
+)
+
+
+def scrape(source):
+    exporter = Exporter()
+    exporter.add(source)
+    page = generate_latest(exporter.registry).decode()
+    return {
+        (s.name, *sorted(s.labels.items())): s.value for f in text_string_to_metric_families(page) for s in f.samples
+    }
+
+
+def names(read):
+    return {key[0] for key in read}
+
+
+def account(name="digits", spent=0.25, steps=50):
+    return AccountView(name, 8.0, 1e-5, epsilon_spent=3.5, budget_spent_ratio=spent, steps_charged=steps)
+
+
+def test_a_run_exports_its_facts_before_the_first_step():
+    read = scrape(RunMetrics(FACTS, clock=lambda: 1000.0))
+    run = ("run", FACTS.run)
+    assert read["raycloak_run_info", ("account", "digits"), ("evidence_class", "simulated"), run] == 1
+    assert claims(read) == {"privacy": "private", "exactness": "exact", "run": FACTS.run}
+    assert read["raycloak_steps_planned", run] == 200
+    assert read["raycloak_run_start_timestamp_seconds", run] == 1000
+    assert read["raycloak_noise_multiplier_ratio", run] == 1.25
+    assert read["raycloak_steps_committed_total", run] == 0
+    assert read["raycloak_masked_bytes_total", run] == 0
+    assert {dict(key[1:])["torch"] for key in read if key[0] == "raycloak_build_info"} == {"2.13.0"}
+
+
+def claims(read):
+    (labels,) = (dict(key[1:]) for key in read if key[0] == "raycloak_run_claims_info")
+    return labels
+
+
+def test_a_run_that_is_not_private_says_so_and_has_no_noise_multiplier():
+    read = scrape(RunMetrics(replace(FACTS, noise_multiplier=None)))
+    assert claims(read)["privacy"] == "NOT_PRIVATE"
+    assert "raycloak_noise_multiplier_ratio" not in names(read)
+
+
+def test_a_run_that_is_not_exact_says_so():
+    assert claims(scrape(RunMetrics(replace(FACTS, exact=False))))["exactness"] == "NOT_EXACT"
+
+
+def test_every_run_series_is_reachable_through_a_method():
+    metrics = RunMetrics(FACTS, clock=lambda: 7.0)
+    metrics.attempt_started()
+    metrics.phase_finished("compute", 0.2)
+    metrics.aggregate_released()
+    metrics.step_committed(0.4)
+    metrics.step_refused("cap_exceeded")
+    metrics.workers_admitted(3)
+    metrics.worker_refused("nonce_replayed")
+    metrics.worker_failed("out_of_memory")
+    metrics.worker_joined()
+    metrics.worker_left("preempted")
+    metrics.virtual_workers_moved(2)
+    metrics.masked_bytes_received(4840)
+    metrics.accuracy_measured(0.93)
+    metrics.loss_measured(0.25)
+    metrics.evidence_accepted("worker", "simulated", 5000.0)
+    metrics.checkpoint_written()
+    read = scrape(metrics)
+    run = ("run", FACTS.run)
+    assert names(read) == {name for series in RUN_SERIES for name in series.sample_names}
+    assert read["raycloak_steps_committed_total", run] == 1
+    assert read["raycloak_step_attempts_total", run] == 1
+    assert read["raycloak_steps_refused_total", ("code", "cap_exceeded"), run] == 1
+    assert read["raycloak_workers_admitted", run] == 3
+    assert read["raycloak_workers_refused_total", ("code", "nonce_replayed"), run] == 1
+    assert read["raycloak_worker_failures_total", ("cause", "out_of_memory"), run] == 1
+    assert read["raycloak_virtual_workers_moved_total", run] == 2
+    assert read["raycloak_masked_bytes_total", run] == 4840
+    assert read["raycloak_evaluation_accuracy_ratio", run] == 0.93
+    assert read["raycloak_evaluation_loss", run] == 0.25
+    assert read["raycloak_evidence_expiry_timestamp_seconds", ("role", "worker"), run] == 5000
+    assert read["raycloak_evidence_class_info", ("evidence_class", "simulated"), ("role", "worker"), run] == 1
+    assert read["raycloak_last_commit_timestamp_seconds", run] == 7
+    assert read["raycloak_last_checkpoint_timestamp_seconds", run] == 7
+    assert read["raycloak_step_phase_duration_seconds_count", ("phase", "compute"), run] == 1
+    assert read["raycloak_step_duration_seconds_sum", run] == 0.4
+
+
+def test_privacy_series_are_read_at_every_scrape():
+    spent = iter((0.25, 0.5))
+    collector = LedgerCollector(lambda: LedgerView((account(spent=next(spent)),), entries=51, fencing=3))
+    exporter = Exporter()
+    exporter.add(collector)
+    first, second = (generate_latest(exporter.registry).decode() for _ in range(2))
+    assert 'raycloak_privacy_budget_spent_ratio{account="digits"} 0.25' in first
+    assert 'raycloak_privacy_budget_spent_ratio{account="digits"} 0.5' in second
+
+
+def test_an_answering_ledger_shows_all_its_series():
+    read = scrape(LedgerCollector(lambda: LedgerView((account(),), entries=51, fencing=3)))
+    label = ("account", "digits")
+    assert read == {
+        ("raycloak_ledger_up",): 1,
+        ("raycloak_ledger_entries",): 51,
+        ("raycloak_ledger_fencing",): 3,
+        ("raycloak_ledger_accounts",): 1,
+        ("raycloak_privacy_epsilon_spent", label): 3.5,
+        ("raycloak_privacy_epsilon_cap", label): 8,
+        ("raycloak_privacy_delta", label): 1e-5,
+        ("raycloak_privacy_budget_spent_ratio", label): 0.25,
+        ("raycloak_privacy_steps_charged_total", label): 50,
+    }
+
+
+def test_an_absent_ledger_shows_no_privacy_series():
+    answers = iter((LedgerView((account(),), 51, 3), None))
+
+    def view():
+        answer = next(answers)
+        if answer is None:
+            raise ConnectionError("gone")
+        return answer
+
+    collector = LedgerCollector(view)
+    assert len(scrape(collector)) > 1
+    assert scrape(collector) == {("raycloak_ledger_up",): 0}
+
+
+def test_of_many_accounts_the_ones_that_spent_most_are_named():
+    accounts = tuple(account(f"a{i}", spent=i / 1000) for i in range(ACCOUNT.at_most + 20))
+    read = scrape(LedgerCollector(lambda: LedgerView(accounts, 0, 1)))
+    shown = {dict(key[1:])["account"] for key in read if key[0] == "raycloak_privacy_epsilon_spent"}
+    assert shown == {f"a{i}" for i in range(20, ACCOUNT.at_most + 20)}
+    assert read["raycloak_ledger_accounts",] == ACCOUNT.at_most + 20
+
+
+def test_the_spent_ratio_grows_by_the_same_amount_each_step_and_reaches_one_at_the_cap():
+    step, caps = (0.01, 0.03, 0.09), (-1.0, 0.6, 1.2)
+    ratios = [spent_ratio([n * s for s in step], caps) for n in range(21)]
+    assert ratios[0] == 0
+    assert ratios[20] == pytest.approx(1.0)
+    assert all(after - before == pytest.approx(0.05) for before, after in pairwise(ratios))
+
+
+def test_the_spent_ratio_of_an_account_that_admits_nothing():
+    assert spent_ratio([0.0, 0.0], [-1.0, 0.0]) == 0
+    assert spent_ratio([0.1, 0.1], [-1.0, 0.0]) == math.inf
+
+
+def test_gpu_readings_become_series_and_what_is_unsupported_is_left_out():
+    readings = (
+        GpuReading("n0", 0, 0.5, 10, 80, 300.5, 41.0, 2, 0, "on"),
+        GpuReading("n1", 0, memory_total_bytes=80),
+    )
+    read = scrape(GpuCollector(lambda: readings))
+    n0 = (("gpu", "0"), ("node", "n0"))
+    assert read["raycloak_gpu_utilization_ratio", *n0] == 0.5
+    assert read["raycloak_gpu_memory_used_bytes", *n0] == 10
+    assert read["raycloak_gpu_power_watts", *n0] == 300.5
+    assert read["raycloak_gpu_temperature_celsius", *n0] == 41
+    assert read["raycloak_gpu_ecc_errors_total", ("gpu", "0"), ("kind", "corrected"), ("node", "n0")] == 2
+    states = {dict(k[1:])["state"]: v for k, v in read.items() if k[0] == "raycloak_gpu_confidential_compute_state"}
+    assert states == {"off": 0, "on": 1, "ppcie": 0, "devtools": 0, "simulated": 0}
+    assert {k for k in read if ("node", "n1") in k} == {
+        ("raycloak_gpu_memory_total_bytes", ("gpu", "0"), ("node", "n1"))
+    }
+
+
+@pytest.mark.parametrize("read", [tuple, pytest.param(lambda: 1 / 0, id="lost")])
+def test_no_gpu_or_no_sampler_exports_no_gpu_series(read):
+    assert scrape(GpuCollector(read)) == {}
+
+
+def test_all_sources_of_a_run_share_one_page():
+    exporter = Exporter()
+    exporter.add(RunMetrics(FACTS))
+    exporter.add(LedgerCollector(lambda: LedgerView((account(),), 51, 3)))
+    exporter.add(GpuCollector(tuple))
+    page = generate_latest(exporter.registry).decode()
+    assert {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")} <= set(BY_NAME)

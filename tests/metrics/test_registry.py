@@ -1,0 +1,85 @@
+import re
+
+import pytest
+
+from metrics.privacy_class import PrivacyClass
+from metrics.registry import BY_NAME, GPU_STATES, OTHER, SERIES, Label, is_identifier
+
+UNIT_IN_NAME = {"seconds": "seconds", "bytes": "bytes", "ratio": "ratio", "watts": "watts", "celsius": "celsius"}
+FORBIDDEN_LABELS = {"worker", "worker_id", "example", "user", "host", "pid", "message"}
+
+
+def test_every_name_is_declared_once():
+    assert len(BY_NAME) == len(SERIES)
+
+
+def test_there_are_enough_series_to_watch_a_run():
+    assert len([s for s in SERIES if s.privacy.exportable]) >= 25
+
+
+def test_only_secret_is_not_exportable():
+    assert [c for c in PrivacyClass if not c.exportable] == [PrivacyClass.SECRET]
+
+
+@pytest.mark.parametrize("series", SERIES, ids=lambda s: s.name)
+def test_names_follow_the_prometheus_conventions(series):
+    assert re.fullmatch(r"raycloak(_[a-z0-9]+)+", series.name)
+    assert series.name.endswith("_total") == (series.kind == "counter")
+    assert not series.name.endswith(("_bucket", "_count", "_sum", "_created"))
+    body = series.name.removesuffix("_total")
+    if series.unit:
+        assert body.endswith("_" + UNIT_IN_NAME[series.unit])
+    else:
+        assert not body.endswith(tuple("_" + unit for unit in UNIT_IN_NAME))
+    if body.endswith("_info"):
+        assert series.kind == "gauge"
+        assert series.labels
+    assert series.help.endswith(".")
+
+
+@pytest.mark.parametrize("series", SERIES, ids=lambda s: s.name)
+def test_labels_are_few_and_bounded(series):
+    assert len(series.labels) <= 4
+    assert len(set(series.label_names)) == len(series.labels)
+    for label in series.labels:
+        assert re.fullmatch(r"[a-z][a-z_]*", label.name)
+        assert label.name not in FORBIDDEN_LABELS | {"le"}
+        assert 1 <= label.at_most <= 1024
+
+
+@pytest.mark.parametrize("series", SERIES, ids=lambda s: s.name)
+def test_a_histogram_and_only_a_histogram_has_ascending_buckets(series):
+    if series.kind == "histogram" and series.privacy.exportable:
+        assert list(series.buckets) == sorted(set(series.buckets))
+        assert series.buckets[0] > 0
+    else:
+        assert series.buckets == ()
+
+
+def test_epsilon_is_derived_from_charges_and_so_released():
+    assert BY_NAME["raycloak_privacy_epsilon_spent"].privacy is PrivacyClass.RELEASED
+    assert BY_NAME["raycloak_evaluation_accuracy_ratio"].privacy is PrivacyClass.RELEASED
+    assert BY_NAME["raycloak_evaluation_loss"].privacy is PrivacyClass.RELEASED
+
+
+@pytest.mark.parametrize("what", ["examples", "loss", "norm", "clipped", "nonfinite"])
+def test_what_depends_on_private_examples_is_declared_secret(what):
+    named = [s for s in SERIES if what in s.name and "evaluation" not in s.name]
+    assert named
+    assert all(s.privacy is PrivacyClass.SECRET for s in named)
+
+
+@pytest.mark.parametrize(
+    "text", ["", " ", "a b", "ValueError: x = 3", "a\n", "\u00e9", "x" * 129, "-a", "a\u2028b", "{}", '"'], ids=repr
+)
+def test_free_text_cannot_become_a_label_value(text):
+    assert not is_identifier(text)
+    assert Label("code").fold(text) == OTHER
+    assert Label("state", GPU_STATES).fold(text) == OTHER
+
+
+def test_identifiers_pass_an_open_label_and_only_members_a_closed_one():
+    assert Label("code").fold("quote_signature_invalid") == "quote_signature_invalid"
+    assert Label("node").fold("ip-10-0-0-1.example:9") == "ip-10-0-0-1.example:9"
+    assert Label("state", GPU_STATES).fold("on") == "on"
+    assert Label("state", GPU_STATES).fold("melted") == OTHER

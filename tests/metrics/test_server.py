@@ -1,0 +1,81 @@
+import socket
+import threading
+import urllib.request
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from metrics.collectors import LedgerCollector, LedgerView
+from metrics.errors import ConfigError
+from metrics.exporter import Exporter
+from metrics.server import MetricsServer, parse_bind
+
+
+def get(url):
+    with urllib.request.urlopen(url, timeout=5) as response:
+        return response.read().decode()
+
+
+@pytest.fixture
+def exporter():
+    exporter = Exporter()
+    exporter.add(LedgerCollector(lambda: LedgerView((), entries=4, fencing=2)))
+    return exporter
+
+
+def test_the_page_shows_our_registry_and_nothing_of_the_default_one(exporter):
+    with MetricsServer(exporter.registry) as server:
+        page = get(server.url)
+    assert "raycloak_ledger_up 1.0" in page
+    assert "python_info" not in page
+    assert "process_" not in page
+
+
+def test_a_scrape_may_ask_for_single_series(exporter):
+    with MetricsServer(exporter.registry) as server:
+        page = get(server.url + "?name[]=raycloak_ledger_fencing")
+    assert "raycloak_ledger_fencing 2.0" in page
+    assert "raycloak_ledger_up" not in page
+
+
+def test_port_zero_takes_a_free_port_and_the_address_names_it():
+    with MetricsServer(CollectorRegistry()) as a, MetricsServer(CollectorRegistry()) as b:
+        assert a.address != b.address
+        assert a.address.startswith("127.0.0.1:")
+        assert int(a.address.rpartition(":")[2]) > 0
+
+
+def test_close_releases_the_port_and_ends_the_thread(exporter):
+    before = set(threading.enumerate())
+    server = MetricsServer(exporter.registry)
+    host, port = parse_bind(server.address)
+    server.close()
+    server.close()
+    assert set(threading.enumerate()) - before == set()
+    with socket.socket() as client:
+        assert client.connect_ex((host, port)) != 0
+    with MetricsServer(exporter.registry, server.address) as again:
+        assert again.address == server.address
+
+
+@pytest.mark.parametrize(
+    "bind", ["", "9464", ":9464", "localhost", "localhost:", "127.0.0.1:x", "127.0.0.1:65536", "127.0.0.1:-1", "::1:80"]
+)
+def test_a_bind_that_is_no_address_is_refused(bind):
+    with pytest.raises(ConfigError) as caught:
+        MetricsServer(CollectorRegistry(), bind)
+    assert caught.value.code == "metrics_bind"
+    assert caught.value.exit_code == 2
+
+
+def test_a_taken_port_is_refused_with_a_way_out():
+    with MetricsServer(CollectorRegistry()) as server, pytest.raises(ConfigError) as caught:
+        MetricsServer(CollectorRegistry(), server.address)
+    assert caught.value.code == "metrics_bind"
+    assert server.address in str(caught.value)
+    assert caught.value.remedy
+
+
+def test_ipv6_addresses_are_written_in_brackets():
+    assert parse_bind("[::1]:9464") == ("::1", 9464)
+    assert parse_bind("0.0.0.0:9464") == ("0.0.0.0", 9464)
