@@ -1,0 +1,183 @@
+"""Admissions: who presented accepted evidence in this session, and still has it.
+
+Nonce, decision and log entry of an admission are one transaction, and a member is admitted once they are on disk.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from attestation.appraisal import Appraisal, appraise, open_presentation
+from attestation.evidence import Challenge, Collateral, Presentation, Role
+from attestation.evidence_log import EvidenceLog
+from attestation.messages import Envelope
+from attestation.nonce_book import NonceBook
+from attestation.orchestrator_state import MemberRow, OrchestratorState
+from attestation.policy import Policy
+from metrics.errors import EvidenceError
+
+
+@dataclass(frozen=True, slots=True)
+class RunTerms:
+    """What the orchestrator needs of a run's manifest."""
+
+    manifest_digest: bytes
+    key_context: bytes
+    virtual_workers: int
+    known_answer: bytes
+    policy: Policy
+    collateral: Collateral
+
+
+@dataclass(frozen=True, slots=True)
+class OrchestratorView:
+    """What may be shown of the orchestrator at any time."""
+
+    admitted: Mapping[str, str]
+    evidence_class: str
+    earliest_expiry: Mapping[str, int]
+
+
+@dataclass(slots=True)
+class Admitted:
+    """A member: the result of its appraisal, what it presented, and what is kept of it."""
+
+    appraisal: Appraisal
+    presentation: Presentation
+    row: MemberRow
+
+
+class Admissions:
+    """The members of one session.
+
+    Args:
+        clock: unix seconds.
+    """
+
+    def __init__(self, state: OrchestratorState, log: EvidenceLog, run_id: str, clock: Callable[[], int]) -> None:
+        self._state = state
+        self._log = log
+        self._nonces = NonceBook(state.db)
+        self._run_id = run_id
+        self._clock = clock
+        self._members: dict[str, Admitted] = {}
+
+    def begin(self, terms: RunTerms) -> None:
+        """Take back who was admitted in this session; whose evidence is not accepted any more must present anew."""
+        self._terms, self._members = terms, {}
+        self._nonces.forget_expired(self._clock())
+        for row in self._state.members():
+            try:
+                presentation = open_presentation(row.presentation)
+                appraisal = self._appraise(row.presentation, presentation)
+            except EvidenceError:
+                continue
+            if row.expires_at > self._clock():
+                # The evidence is no younger than it was: appraising it again must not prolong it.
+                appraisal = replace(appraisal, expires_at=min(row.expires_at, appraisal.expires_at))
+                self._members[row.member_id] = Admitted(appraisal, presentation, row)
+
+    def challenge(self, member_id: str, role: Role) -> Challenge:
+        """See `attestation.orchestrator.EvidenceOrchestrator.challenge`."""
+        with self._state.transaction():
+            if member_id in self._members:
+                self.keep(replace(self._members[member_id].row, superseded=True))
+            return self._nonces.issue(
+                run_id=self._run_id,
+                member_id=member_id,
+                role=role,
+                manifest_digest=self._terms.manifest_digest,
+                now=self._clock(),
+            )
+
+    def admit(self, envelope: Envelope) -> Appraisal:
+        """See `attestation.orchestrator.EvidenceOrchestrator.admit`."""
+        admitted: Admitted | EvidenceError | None = self._admitted_by(envelope)
+        if admitted is None:
+            with self._state.transaction():
+                admitted = self._decide(envelope)
+        if isinstance(admitted, EvidenceError):
+            raise admitted
+        self._members[admitted.row.member_id] = admitted
+        return admitted.appraisal
+
+    def find(self, member_id: str) -> Admitted | None:
+        """The member, if it is admitted; its evidence may have expired since."""
+        return self._members.get(member_id)
+
+    def keep(self, row: MemberRow) -> None:
+        """Change what is kept of a member, in a transaction of the caller's."""
+        self._state.keep_member(row)
+        self._members[row.member_id].row = row
+
+    def expel(self, member_id: str, cause: str) -> None:
+        """See `attestation.orchestrator.EvidenceOrchestrator.expel`."""
+        if self._members.pop(member_id, None) is not None:
+            with self._state.transaction():
+                self._state.drop_member(member_id)
+                self._log.append("expelled", {"member_id": member_id, "cause": cause})
+
+    def view(self) -> OrchestratorView:
+        """Facts for metrics: admitted members by role, evidence class, earliest expiry per role."""
+        members = [admitted.appraisal for admitted in list(self._members.values())]
+        expiry: dict[str, int] = {}
+        for appraisal in members:
+            expiry[appraisal.role] = min(appraisal.expires_at, expiry.get(appraisal.role, appraisal.expires_at))
+        classes = sorted({appraisal.evidence_class for appraisal in members})
+        return OrchestratorView(
+            admitted={a.member_id: a.role for a in members},
+            evidence_class="+".join(classes),
+            earliest_expiry=expiry,
+        )
+
+    def _admitted_by(self, envelope: Envelope) -> Admitted | None:
+        """The member that this very presentation has admitted, unless a newer challenge asks it for another."""
+        rows = ((each, each.row) for each in self._members.values())
+        return next((each for each, row in rows if row.presentation == envelope and not row.superseded), None)
+
+    def _decide(self, envelope: Envelope) -> Admitted | EvidenceError:
+        """Use up the nonce, appraise, and log the decision."""
+        claimed = ""
+        try:
+            presentation = open_presentation(envelope)
+            claimed = presentation.member_id
+            self._nonces.consume(presentation, self._clock())
+            appraisal = self._appraise(envelope, presentation)
+        except EvidenceError as refusal:
+            self._log.append("refused", {"member_id": claimed, "code": refusal.code})
+            return refusal
+        self._log.append(
+            "admitted",
+            {
+                "member_id": claimed,
+                "role": appraisal.role,
+                "evidence_class": appraisal.evidence_class,
+                "evidence_digest": appraisal.evidence_digest.hex(),
+                "identity_key": presentation.identity_key.hex(),
+                "mask_key": presentation.mask_key.hex(),
+                "expires_at": appraisal.expires_at,
+            },
+        )
+        known = self._members.get(claimed)
+        joined = known.row.joined if known else self._state.ratchet
+        row = MemberRow(claimed, envelope, appraisal.expires_at, joined)
+        self._state.keep_member(row)
+        return Admitted(appraisal, presentation, row)
+
+    def _appraise(self, envelope: Envelope, presentation: Presentation) -> Appraisal:
+        appraisal = appraise(
+            envelope,
+            run_id=self._run_id,
+            member_id=presentation.member_id,
+            role=presentation.role,
+            manifest_digest=self._terms.manifest_digest,
+            policy=self._terms.policy,
+            collateral=self._terms.collateral,
+            now=self._clock(),
+        )
+        if presentation.role == "worker" and presentation.known_answer != self._terms.known_answer:
+            raise EvidenceError(
+                "numerics_mismatch",
+                f"{presentation.member_id} computes other bytes than this run's numerics class",
+                "Run all workers on the same device model, instruction set and library versions.",
+            )
+        return appraisal

@@ -1,0 +1,219 @@
+"""Appraises a presentation: pure functions from evidence, collateral, policy and time to a result or a refusal.
+
+The orchestrator calls :func:`open_presentation`, consumes the nonce (`attestation.nonce_book`) and then appraises;
+workers appraise every peer in the same way, without the nonces. No network, no clock, no state in here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+
+from attestation.canonical import digest, length_prefixed
+from attestation.evidence import MLKEM_BYTES, Collateral, EvidenceClass, Presentation, Refusal, Role, refuse
+from attestation.keys import signature_is_valid
+from attestation.messages import Envelope, parse
+from attestation.policy import Policy
+from attestation.quote_format import MAX_QUOTE_BYTES, parse_quote
+from attestation.report_data import expected_report_data
+from attestation.tdx import TdxClaims, select_anchor, verify_tdx
+from metrics.errors import ProtocolError
+
+MAX_PRESENTATION_BYTES: Final = 4 * MAX_QUOTE_BYTES
+
+# The y coordinates of the Ed25519 points of order 1, 2, 4 and 8, in every encoding.
+_P = 2**255 - 19
+_ORDER_8 = (
+    "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05",
+    "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a",
+)
+_LOW_ORDER_Y: Final = frozenset(
+    {0, 1, _P - 1, _P, _P + 1} | {int.from_bytes(bytes.fromhex(y), "little") for y in _ORDER_8}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Appraisal:
+    """The result of an appraisal that found nothing to refuse.
+
+    Attributes:
+        evidence_class: class of the root that verified the quote.
+        evidence_digest: SHA-256 of the signed body, for logs and rosters; never an identity or replay key, since
+            quotes are malleable.
+        platform_id: 16 bytes that name the machine.
+        evaluation_number: of the collateral; the verifier keeps the highest as its next floor.
+        expires_at: unix seconds after which fresh evidence is needed.
+        steps: (step, verdict) in the order in which they were taken.
+    """
+
+    member_id: str
+    role: Role
+    hpke_key: bytes
+    mask_key: bytes
+    identity_key: bytes
+    known_answer: bytes
+    evidence_class: EvidenceClass
+    evidence_digest: bytes
+    measurement: bytes
+    tcb_status: str
+    platform_id: bytes
+    evaluation_number: int
+    expires_at: int
+    policy_digest: bytes
+    steps: tuple[tuple[str, str], ...]
+
+
+def open_presentation(envelope: Envelope) -> Presentation:
+    """The presentation in ``envelope``, if the key that it presents has signed it.
+
+    Guarantee: who sent it held the private half of ``identity_key``.
+
+    Raises:
+        EvidenceError: ``evidence_malformed``, ``peer_not_bound`` or ``key_not_bound``.
+    """
+    if len(envelope.body) > MAX_PRESENTATION_BYTES:
+        refuse(Refusal.EVIDENCE_MALFORMED, f"a presentation of {len(envelope.body)} bytes is too large")
+    try:
+        presentation = parse(Presentation, envelope.body)
+    except ProtocolError as error:
+        refuse(Refusal.EVIDENCE_MALFORMED, f"{error.message}.")
+    if not _is_strong_ed25519(presentation.identity_key):
+        refuse(Refusal.KEY_NOT_BOUND, f"the identity_key of '{presentation.member_id}' is not a usable public key")
+    signed = length_prefixed(Presentation.DOMAIN, envelope.body)
+    if not signature_is_valid(presentation.identity_key, signed, envelope.signature):
+        refuse(Refusal.PEER_NOT_BOUND, f"'{presentation.member_id}' did not prove that it holds its identity key")
+    return presentation
+
+
+def appraise(
+    envelope: Envelope,
+    *,
+    run_id: str,
+    member_id: str,
+    role: Role,
+    manifest_digest: bytes,
+    policy: Policy,
+    collateral: Collateral,
+    now: int,
+    evaluation_floor: int = 0,
+) -> Appraisal:
+    """Judge a member's evidence at unix second ``now``.
+
+    Guarantee: returns only if a root of a class that ``policy`` accepts vouches for accepted code, and that code bound
+    exactly this run, member, role, manifest and these keys into its quote.
+
+    Args:
+        run_id, member_id, role, manifest_digest: the session the evidence must be for.
+        collateral: obtained by the verifier itself, never from the member.
+        evaluation_floor: highest evaluation number of collateral seen so far.
+
+    Raises:
+        EvidenceError: with one code of `attestation.evidence.Refusal`.
+    """
+    presentation = open_presentation(envelope)
+    quote = parse_quote(presentation.quote)
+    anchor = select_anchor(quote, policy)
+    claims = verify_tdx(presentation.quote, collateral, anchor, now, policy, evaluation_floor)
+    _check_measurement(claims, policy)
+    _check_session(presentation, run_id, member_id, role, manifest_digest)
+    _check_keys(presentation)
+    if claims.report_data != expected_report_data(presentation):
+        refuse(Refusal.KEY_NOT_BOUND, f"the quote of '{member_id}' does not vouch for this session and these keys")
+    if presentation.gpu_evidence:
+        refuse(Refusal.GPU_STATE, f"'{member_id}' presents GPU evidence, and the policy accepts no class of it")
+    if policy.platforms is not None and claims.platform_id not in policy.platforms:
+        refuse(Refusal.PEER_NOT_BOUND, f"the platform {claims.platform_id.hex()} is not on the policy's list")
+    return _result(envelope, presentation, claims, policy, now)
+
+
+def _check_measurement(claims: TdxClaims, policy: Policy) -> None:
+    known = [measurement for measurement in policy.measurements if any(measurement)]
+    if claims.mr_td not in known:
+        refuse(Refusal.MEASUREMENT_UNKNOWN, f"measurement {claims.mr_td.hex()} is not one that the policy accepts")
+
+
+def _check_session(found: Presentation, run_id: str, member_id: str, role: Role, manifest_digest: bytes) -> None:
+    differing = {
+        "run": found.run_id != run_id,
+        "member": found.member_id != member_id,
+        "role": found.role != role,
+        "manifest": found.manifest_digest != manifest_digest,
+    }
+    for what, differs in differing.items():
+        if differs:
+            refuse(Refusal.NONCE_FOREIGN, f"the evidence of '{found.member_id}' was made for another {what}")
+
+
+def _check_keys(presentation: Presentation) -> None:
+    checks: dict[str, Callable[[], bool]] = {
+        "mask_key": lambda: _is_strong_x25519(presentation.mask_key),
+        "hpke_key": lambda: (
+            _is_strong_x25519(presentation.hpke_key[MLKEM_BYTES:]) and _is_mlkem(presentation.hpke_key[:MLKEM_BYTES])
+        ),
+    }
+    for name, is_strong in checks.items():
+        if not is_strong():
+            refuse(Refusal.KEY_NOT_BOUND, f"the {name} of '{presentation.member_id}' is not a usable public key")
+
+
+def _is_strong_ed25519(public: bytes) -> bool:
+    """False for the points of low order: anybody can make signatures that verify under them."""
+    y = int.from_bytes(public, "little") & (2**255 - 1)
+    return y not in _LOW_ORDER_Y
+
+
+def _is_strong_x25519(public: bytes) -> bool:
+    """False for the points of low order: with them every agreed secret is zero."""
+    probe = X25519PrivateKey.from_private_bytes(bytes(31) + b"\x40")
+    try:
+        probe.exchange(X25519PublicKey.from_public_bytes(public))
+    except ValueError:
+        return False
+    return True
+
+
+def _is_mlkem(public: bytes) -> bool:
+    try:
+        MLKEM768PublicKey.from_public_bytes(public)
+    except ValueError:
+        return False
+    return any(public[:-32])
+
+
+def _result(envelope: Envelope, presentation: Presentation, claims: TdxClaims, policy: Policy, now: int) -> Appraisal:
+    return Appraisal(
+        member_id=presentation.member_id,
+        role=presentation.role,
+        hpke_key=presentation.hpke_key,
+        mask_key=presentation.mask_key,
+        identity_key=presentation.identity_key,
+        known_answer=presentation.known_answer,
+        evidence_class=claims.evidence_class,
+        evidence_digest=digest(envelope.body),
+        measurement=claims.mr_td,
+        tcb_status=claims.tcb_status,
+        platform_id=claims.platform_id,
+        evaluation_number=claims.evaluation_number,
+        expires_at=min(claims.expires_at, now + policy.evidence_lifetime_s),
+        policy_digest=policy.digest(),
+        steps=_steps(presentation, claims),
+    )
+
+
+def _steps(presentation: Presentation, claims: TdxClaims) -> tuple[tuple[str, str], ...]:
+    return (
+        ("format", f"TDX quote of {len(presentation.quote)} bytes"),
+        ("possession", "signed by the presented identity key"),
+        ("root", f"{claims.evidence_class} {claims.root_key_id.hex()[:16]}"),
+        ("chain", "certificates, signatures and roles hold"),
+        ("revocation", "nothing revoked"),
+        ("collateral", f"evaluation number {claims.evaluation_number}, until {claims.expires_at}"),
+        ("tcb", claims.tcb_status),
+        ("attributes", "no debug"),
+        ("measurement", claims.mr_td.hex()),
+        ("session", f"{presentation.run_id} {presentation.member_id} {presentation.role}"),
+        ("binding", "three keys, known answer and no GPU"),
+        ("platform", claims.platform_id.hex()),
+    )

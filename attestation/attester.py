@@ -1,0 +1,56 @@
+"""The attesting side of an actor: its keys, and the presentation that binds them to its evidence."""
+
+from typing import Protocol
+
+from attestation.canonical import digest
+from attestation.evidence import Challenge, Presentation
+from attestation.key_release import HpkeKey
+from attestation.keys import AgreementKey, IdentityKey
+from attestation.messages import Envelope, seal
+from attestation.report_data import expected_report_data
+from metrics.errors import ProtocolError
+
+
+class EvidenceSource(Protocol):
+    """The platform under an actor: a TEE's report interface, or the simulated platform of its node."""
+
+    def quote(self, report_data: bytes) -> bytes:
+        """Evidence over 64 bytes of report data."""
+        ...
+
+
+class Attester:
+    """Fresh keys of one actor incarnation; a restarted actor has new ones and must present itself again."""
+
+    def __init__(self, member_id: str, source: EvidenceSource) -> None:
+        self.member_id = member_id
+        self.identity = IdentityKey.generate()
+        self.agreement = AgreementKey.generate()
+        self.hpke = HpkeKey.generate()
+        self._source = source
+        self.evidence_digest = b""
+
+    def present(self, challenge: Challenge, manifest_digest: bytes, known_answer: bytes) -> Envelope:
+        """Answer a challenge with evidence that binds this actor's keys; signed, which proves possession.
+
+        Raises:
+            ProtocolError: ``challenge_mismatch`` if the challenge is for another member or manifest.
+        """
+        if (challenge.member_id, challenge.manifest_digest) != (self.member_id, manifest_digest):
+            raise ProtocolError("challenge_mismatch", f"{self.member_id} was sent a challenge that is not its own")
+        presentation = Presentation(
+            nonce=challenge.nonce,
+            run_id=challenge.run_id,
+            member_id=self.member_id,
+            role=challenge.role,
+            manifest_digest=manifest_digest,
+            hpke_key=self.hpke.public,
+            mask_key=self.agreement.public,
+            identity_key=self.identity.public,
+            known_answer=known_answer,
+            quote=b"",
+        )
+        quote = self._source.quote(expected_report_data(presentation))
+        envelope = seal(presentation.model_copy(update={"quote": quote}), self.identity)
+        self.evidence_digest = digest(envelope.body)
+        return envelope

@@ -1,0 +1,37 @@
+"""Canonical bytes: the one place that says how a value becomes bytes that are hashed, signed or derived from.
+
+Guarantee: :func:`length_prefixed` is injective over (label, fields), so no two different inputs share an encoding.
+"""
+
+import hashlib
+import json
+from typing import Any
+
+DIGEST_BYTES = 32
+
+
+def digest(data: bytes | memoryview) -> bytes:
+    """SHA-256 of ``data``, 32 bytes."""
+    return hashlib.sha256(data).digest()
+
+
+def length_prefixed(label: str, *fields: bytes | str | int) -> bytes:
+    """LP of the design: a domain label and fields, each as big-endian u32 length and bytes.
+
+    Text is UTF-8; an integer is its big-endian u64 (it must be in [0, 2^64)).
+    """
+    parts: list[bytes] = []
+    for field in (label, *fields):
+        if isinstance(field, int):
+            raw = field.to_bytes(8, "big")
+        elif isinstance(field, str):
+            raw = field.encode()
+        else:
+            raw = bytes(field)
+        parts += (len(raw).to_bytes(4, "big"), raw)
+    return b"".join(parts)
+
+
+def canonical_json(value: Any) -> bytes:
+    """JSON with sorted keys, no white space, ASCII only; NaN and infinities are refused with ValueError."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()

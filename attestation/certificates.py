@@ -1,0 +1,198 @@
+"""Walks X.509 chains to a pinned root and reads revocation lists, for the certificates behind a quote.
+
+A root is compared by its public key, since a vendor may issue its root certificate again with the same key.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from datetime import datetime
+from itertools import pairwise
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, SECP256R1, EllipticCurvePublicKey
+from cryptography.hazmat.primitives.asymmetric.utils import encode_dss_signature
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from cryptography.x509.oid import NameOID
+
+from attestation.evidence import Refusal, refuse
+
+_MAX_CHAIN = 4
+_UNREADABLE = (
+    ValueError,
+    TypeError,
+    UnsupportedAlgorithm,
+    x509.DuplicateExtension,
+    x509.InvalidVersion,
+    x509.UnsupportedGeneralNameType,
+)
+
+
+def key_id(certificate: x509.Certificate) -> bytes:
+    """SHA-384 of the certificate's uncompressed P-256 point, 48 bytes."""
+    return hashlib.sha384(_public_key(certificate).public_bytes(Encoding.X962, PublicFormat.UncompressedPoint)).digest()
+
+
+def common_name(certificate: x509.Certificate) -> str:
+    """Common name of the subject; empty unless there is exactly one."""
+    names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return str(names[0].value) if len(names) == 1 else ""
+
+
+def read_certificates(pem: bytes) -> tuple[x509.Certificate, ...]:
+    """The certificates in ``pem``, each with a P-256 key and readable in every part that is used later.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    try:
+        certificates = tuple(x509.load_pem_x509_certificates(pem))
+        for certificate in certificates:
+            _read_through(certificate)
+    except _UNREADABLE as error:
+        raise ValueError("not readable certificates") from error
+    return certificates
+
+
+def read_root(der: bytes) -> x509.Certificate:
+    """One certificate, as :func:`read_certificates`."""
+    try:
+        certificate = x509.load_der_x509_certificate(der)
+        _read_through(certificate)
+    except _UNREADABLE as error:
+        raise ValueError("not a readable root certificate") from error
+    return certificate
+
+
+def load_chain(pem: str, what: str) -> tuple[x509.Certificate, ...]:
+    """The certificates in ``pem``; EvidenceError ``chain_broken`` if they cannot be read."""
+    try:
+        return read_certificates(pem.encode())
+    except ValueError:
+        refuse(Refusal.CHAIN_BROKEN, f"the {what} chain cannot be read")
+
+
+def check_links(chain: Sequence[x509.Certificate], what: str) -> None:
+    """Each certificate is issued by the next, which may do so; the last one is self-signed.
+
+    Raises:
+        EvidenceError: ``chain_broken``.
+    """
+    if not 2 <= len(chain) <= _MAX_CHAIN:
+        refuse(Refusal.CHAIN_BROKEN, f"the {what} chain has {len(chain)} certificates")
+    for below, (certificate, issuer) in enumerate(pairwise((*chain, chain[-1]))):
+        if not _issued_by(certificate, issuer) or not _may_issue(issuer, min(below, len(chain) - 2)):
+            refuse(Refusal.CHAIN_BROKEN, f"the {what} chain breaks at '{common_name(certificate)}'")
+
+
+def check_root(chain: Sequence[x509.Certificate], root_key_id: bytes, what: str) -> None:
+    """The last certificate has the pinned key; EvidenceError ``chain_broken`` otherwise."""
+    if key_id(chain[-1]) != root_key_id:
+        refuse(Refusal.CHAIN_BROKEN, f"the {what} chain does not end in the root that vouches for the quote")
+
+
+def check_certificate_windows(chain: Sequence[x509.Certificate], now: datetime, what: str) -> datetime:
+    """The first instant at which one of the certificates is past its validity.
+
+    Raises:
+        EvidenceError: ``collateral_stale`` if ``now`` is outside the validity of one of them.
+    """
+    for certificate in chain:
+        if not certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc:
+            refuse(Refusal.COLLATERAL_STALE, f"'{common_name(certificate)}' in the {what} chain is not valid now")
+    return min(certificate.not_valid_after_utc for certificate in chain)
+
+
+def load_crl(der: bytes, issuer: x509.Certificate, what: str) -> x509.CertificateRevocationList:
+    """A revocation list that ``issuer`` signed.
+
+    Raises:
+        EvidenceError: ``collateral_stale`` if it is missing or not a list; ``evidence_tampered`` if the signature
+            does not hold.
+    """
+    try:
+        crl = x509.load_der_x509_crl(der)
+        genuine = crl.is_signature_valid(_public_key(issuer))
+    except _UNREADABLE:
+        refuse(Refusal.COLLATERAL_STALE, f"there is no readable {what} revocation list")
+    if not genuine:
+        refuse(Refusal.EVIDENCE_TAMPERED, f"the {what} revocation list is not signed by its issuer")
+    return crl
+
+
+def check_not_revoked(crl: x509.CertificateRevocationList, certificates: Sequence[x509.Certificate]) -> None:
+    """None of ``certificates`` is on the list; EvidenceError ``revoked`` otherwise."""
+    for certificate in certificates:
+        if crl.get_revoked_certificate_by_serial_number(certificate.serial_number) is not None:
+            refuse(Refusal.REVOKED, f"'{common_name(certificate)}' is revoked by its issuer")
+
+
+def check_crl_window(crl: x509.CertificateRevocationList, now: datetime, what: str) -> datetime:
+    """When the next list is due; EvidenceError ``collateral_stale`` outside [this update, next update)."""
+    due = crl.next_update_utc
+    if due is None or not crl.last_update_utc <= now < due:
+        refuse(Refusal.COLLATERAL_STALE, f"the {what} revocation list is not current")
+    return due
+
+
+def signed_by(certificate: x509.Certificate, signature: bytes, message: bytes) -> bool:
+    """Whether 64 raw bytes r and s are the ECDSA P-256 SHA-256 signature of the certificate's key."""
+    return ecdsa_is_valid(_public_key(certificate), signature, message)
+
+
+def ecdsa_is_valid(key: EllipticCurvePublicKey, signature: bytes, message: bytes) -> bool:
+    """Whether 64 raw bytes r and s are ``key``'s ECDSA SHA-256 signature of ``message``."""
+    if len(signature) != 64:
+        return False
+    r, s = int.from_bytes(signature[:32], "big"), int.from_bytes(signature[32:], "big")
+    try:
+        key.verify(encode_dss_signature(r, s), message, ECDSA(SHA256()))
+    except InvalidSignature:
+        return False
+    return True
+
+
+def point(raw: bytes) -> EllipticCurvePublicKey | None:
+    """The P-256 key with coordinates x and y (64 bytes), None if that is no point of the curve."""
+    try:
+        return EllipticCurvePublicKey.from_encoded_point(SECP256R1(), b"\x04" + raw)
+    except ValueError:
+        return None
+
+
+def _read_through(certificate: x509.Certificate) -> None:
+    """The library reads most parts only when they are asked for; ask now, so that no later access can fail."""
+    _public_key(certificate)
+    # A signature is whole bytes. Libraries ignore unused bits, which would give one certificate two encodings.
+    if not certificate.public_bytes(Encoding.DER).endswith(b"\0" + certificate.signature):
+        raise ValueError("the signature is not whole bytes")
+    parts = (certificate.subject, certificate.issuer, certificate.extensions, certificate.serial_number)
+    window = (certificate.not_valid_before_utc, certificate.not_valid_after_utc)
+    assert all(part is not None for part in (*parts, *window))
+
+
+def _public_key(certificate: x509.Certificate) -> EllipticCurvePublicKey:
+    key = certificate.public_key()
+    if not isinstance(key, EllipticCurvePublicKey) or not isinstance(key.curve, SECP256R1):
+        raise ValueError("the certificate has no P-256 key")
+    return key
+
+
+def _issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(issuer)
+    except (InvalidSignature, *_UNREADABLE):
+        return False
+    return True
+
+
+def _may_issue(issuer: x509.Certificate, intermediates: int) -> bool:
+    """Whether ``issuer`` is a CA that may stand above that many intermediate certificates."""
+    try:
+        constraints = issuer.extensions.get_extension_for_class(x509.BasicConstraints).value
+        usage = issuer.extensions.get_extension_for_class(x509.KeyUsage).value
+    except x509.ExtensionNotFound:
+        return False
+    long_enough = constraints.path_length is None or constraints.path_length >= intermediates
+    return constraints.ca and usage.key_cert_sign and long_enough

@@ -1,0 +1,170 @@
+"""What travels during attestation: challenge, presentation, collateral; and the codes a refusal may have.
+
+The roles are RFC 9334's: a challenge goes to an attester, its presentation comes back in an envelope signed by the
+identity key it presents, and the verifier appraises it with collateral that it obtained over a channel of its own.
+"""
+
+import json
+from enum import StrEnum
+from typing import Annotated, ClassVar, Literal, NoReturn, Self
+
+from pydantic import Field, model_validator
+
+from attestation.messages import Message
+from metrics.errors import EvidenceError
+
+NONCE_BYTES = 32
+MLKEM_BYTES = 1184
+HPKE_KEY_BYTES = MLKEM_BYTES + 32
+REPORT_DATA_BYTES = 64
+MEASUREMENT_BYTES = 48
+
+Role = Literal["worker", "aggregator"]
+Bytes32 = Annotated[bytes, Field(min_length=32, max_length=32)]
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class EvidenceClass(StrEnum):
+    """What kind of root vouches for a piece of evidence."""
+
+    SIMULATED = "simulated"
+    INTEL_TDX = "intel_tdx"
+
+
+class Refusal(StrEnum):
+    """The codes of refused evidence; exactly one is set, by the first stage that fails."""
+
+    EVIDENCE_TAMPERED = "evidence_tampered"
+    EVIDENCE_MALFORMED = "evidence_malformed"
+    ROOT_UNKNOWN = "root_unknown"
+    SIMULATOR_NOT_ALLOWED = "simulator_not_allowed"
+    CHAIN_BROKEN = "chain_broken"
+    SIGNER_ROLE = "signer_role"
+    ATTESTATION_KEY_UNCERTIFIED = "attestation_key_uncertified"
+    REVOKED = "revoked"
+    COLLATERAL_STALE = "collateral_stale"
+    COLLATERAL_ROLLBACK = "collateral_rollback"
+    PLATFORM_MISMATCH = "platform_mismatch"
+    TCB_STATUS = "tcb_status"
+    TCB_UNACCEPTABLE = "tcb_unacceptable"
+    FIRMWARE_FLOOR = "firmware_floor"
+    DEBUG = "debug"
+    ATTRIBUTES = "attributes"
+    PRIVILEGE_LEVEL = "privilege_level"
+    MEASUREMENT_UNKNOWN = "measurement_unknown"
+    NONCE_REPLAYED = "nonce_replayed"
+    NONCE_FOREIGN = "nonce_foreign"
+    KEY_NOT_BOUND = "key_not_bound"
+    PEER_NOT_BOUND = "peer_not_bound"
+    GPU_NOT_BOUND = "gpu_not_bound"
+    GPU_STATE = "gpu_state"
+    RELEASE_DENIED = "release_denied"
+
+
+_REMEDIES = {
+    Refusal.ROOT_UNKNOWN: "Compare the anchors of the policy with the hardware that is used.",
+    Refusal.SIMULATOR_NOT_ALLOWED: "Run on hardware of an accepted class, or accept simulated evidence on purpose.",
+    Refusal.COLLATERAL_STALE: "Fetch current collateral and check the verifier's clock.",
+    Refusal.COLLATERAL_ROLLBACK: "Fetch current collateral from the vendor.",
+    Refusal.TCB_STATUS: "Update the platform's firmware, or list the status in the policy on purpose.",
+    Refusal.TCB_UNACCEPTABLE: "Update the platform's firmware.",
+    Refusal.DEBUG: "Launch the guest without the debug attribute.",
+    Refusal.MEASUREMENT_UNKNOWN: "Deploy the measured code, or add its measurement to the policy after review.",
+    Refusal.NONCE_REPLAYED: "Ask for a new challenge.",
+    Refusal.NONCE_FOREIGN: "Ask for a new challenge.",
+}
+
+
+def refuse(code: Refusal, message: str) -> NoReturn:
+    """Raise EvidenceError with ``code``, ``message`` and the code's remedy."""
+    raise EvidenceError(code.value, message, _REMEDIES.get(code, "")) from None
+
+
+class Challenge(Message):
+    """A nonce for one member of one run, in one role.
+
+    Attributes:
+        nonce: 32 random bytes, used once.
+        expires_at: unix seconds from which the nonce is not accepted any more.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/challenge/v1"
+
+    nonce: Bytes32
+    run_id: Name
+    member_id: Name
+    role: Role
+    manifest_digest: Bytes32
+    expires_at: int
+
+
+class Presentation(Message):
+    """Evidence for a member's keys; it travels in an envelope signed by ``identity_key``.
+
+    Attributes:
+        hpke_key: ML-KEM-768 raw (1,184 bytes) followed by X25519 raw (32 bytes).
+        mask_key: X25519 raw, 32 bytes.
+        identity_key: Ed25519 raw, 32 bytes.
+        known_answer: 32-byte digest of the numerics known answer; empty for an aggregator.
+        quote: the TEE's quote, whose report data binds all other fields.
+        gpu_evidence: one entry per GPU in a fixed order; empty without a confidential GPU.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/presentation/v1"
+
+    nonce: Bytes32
+    run_id: Name
+    member_id: Name
+    role: Role
+    manifest_digest: Bytes32
+    hpke_key: Annotated[bytes, Field(min_length=HPKE_KEY_BYTES, max_length=HPKE_KEY_BYTES)]
+    mask_key: Bytes32
+    identity_key: Bytes32
+    known_answer: Annotated[bytes, Field(max_length=32)]
+    quote: bytes
+    gpu_evidence: tuple[bytes, ...] = ()
+
+    @model_validator(mode="after")
+    def _known_answer_fits_role(self) -> Self:
+        if len(self.known_answer) != (32 if self.role == "worker" else 0):
+            raise ValueError("a worker presents a 32-byte known answer, an aggregator none")
+        return self
+
+
+class Collateral(Message):
+    """What the vendor publishes about a platform family, as needed to judge a TDX quote.
+
+    A PCK certificate chain is left out on purpose: the verifier would take it in place of the quote's own.
+
+    Attributes:
+        pck_crl_issuer_chain, tcb_info_issuer_chain, qe_identity_issuer_chain: PEM, signer first, root last.
+        root_ca_crl, pck_crl: DER.
+        tcb_info, qe_identity: the exact JSON text that is signed.
+        tcb_info_signature, qe_identity_signature: ECDSA P-256, r and s as 64 raw bytes.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/collateral/v1"
+
+    pck_crl_issuer_chain: str
+    root_ca_crl: bytes
+    pck_crl: bytes
+    tcb_info_issuer_chain: str
+    tcb_info: str
+    tcb_info_signature: bytes
+    qe_identity_issuer_chain: str
+    qe_identity: str
+    qe_identity_signature: bytes
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read dcap-qvl's JSON form; other fields, such as a PCK certificate chain, are dropped.
+
+        Raises:
+            EvidenceError: ``collateral_stale`` if the text is not collateral.
+        """
+        try:
+            fields = json.loads(text)
+            known = {name: fields[name] for name in cls.model_fields}
+            return cls.model_validate_json(json.dumps(known))
+        except (LookupError, TypeError, ValueError, RecursionError):
+            refuse(Refusal.COLLATERAL_STALE, "the collateral is not in the form that is expected")

@@ -1,0 +1,186 @@
+"""From the run secret to the virtual-worker keys of one member, sealed to its attested key.
+
+HPKE (RFC 9180) with the hybrid KEM of ML-KEM-768 and X25519. A package is signed by the orchestrator that the
+manifest names; its keys are checked against the manifest's commitments, so a worker accepts no other key.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey, MLKEM768PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.hpke import (
+    AEAD,
+    KDF,
+    KEM,
+    MLKEM768X25519PrivateKey,
+    MLKEM768X25519PublicKey,
+    Suite,
+)
+
+from attestation.canonical import digest, length_prefixed
+from attestation.evidence import MLKEM_BYTES
+from attestation.keys import IdentityKey, Purpose, Secret, derive
+from attestation.messages import Envelope, Message, open_envelope, seal
+from metrics.errors import EvidenceError
+
+_SUITE = Suite(KEM.MLKEM768_X25519, KDF.HKDF_SHA256, AEAD.AES_256_GCM)
+_KEY_BYTES = 32
+
+
+class HpkeKey:
+    """A member's decryption key; ``public`` is ML-KEM-768 raw (1,184 bytes) followed by X25519 raw (32 bytes)."""
+
+    __slots__ = ("_private", "public")
+
+    def __init__(self, mlkem: MLKEM768PrivateKey, x25519: X25519PrivateKey) -> None:
+        self._private = MLKEM768X25519PrivateKey(mlkem, x25519)
+        self.public: bytes = mlkem.public_key().public_bytes_raw() + x25519.public_key().public_bytes_raw()
+
+    @classmethod
+    def generate(cls) -> Self:
+        """A new key."""
+        return cls(MLKEM768PrivateKey.generate(), X25519PrivateKey.generate())
+
+    @classmethod
+    def from_seeds(cls, mlkem: Secret, x25519: Secret) -> Self:
+        """The key with the ML-KEM seed ``mlkem`` (64 bytes, FIPS 203) and the X25519 scalar ``x25519`` (32 bytes)."""
+        return cls(
+            MLKEM768PrivateKey.from_seed_bytes(mlkem.reveal()), X25519PrivateKey.from_private_bytes(x25519.reveal())
+        )
+
+    def open(self, ciphertext: bytes, info: bytes) -> bytes:
+        """Decrypt; EvidenceError ``key_not_for_us`` if key, info or bytes are others."""
+        try:
+            return _SUITE.decrypt(ciphertext, self._private, info=info)
+        except (InvalidTag, ValueError):
+            raise EvidenceError("key_not_for_us", "the key package was not sealed to this member's key") from None
+
+
+def hpke_seal(plaintext: bytes, recipient: bytes, info: bytes) -> bytes:
+    """Encrypt to the holder of ``recipient``, the ``public`` of its :class:`HpkeKey`; ValueError if it is no key."""
+    mlkem = MLKEM768PublicKey.from_public_bytes(recipient[:MLKEM_BYTES])
+    x25519 = X25519PublicKey.from_public_bytes(recipient[MLKEM_BYTES:])
+    return _SUITE.encrypt(plaintext, MLKEM768X25519PublicKey(mlkem, x25519), info=info)
+
+
+class KeyPackage(Message):
+    """Virtual-worker keys of one epoch for one member.
+
+    Attributes:
+        evidence_digest: of the presentation that the release rests on.
+        virtual_workers: whose keys are inside, ascending.
+        commitments: of the keys of all V virtual workers in this epoch; the manifest holds their digest.
+        ciphertext: HPKE of the concatenated key pairs (2 x 32 bytes each), with all other fields in ``info``.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/key-package/v1"
+
+    run_id: str
+    member_id: str
+    manifest_digest: bytes
+    policy_digest: bytes
+    evidence_digest: bytes
+    epoch: int
+    virtual_workers: tuple[int, ...]
+    commitments: tuple[bytes, ...]
+    ciphertext: bytes
+
+    def info(self) -> bytes:
+        """HPKE context: every field but the ciphertext."""
+        return self.model_copy(update={"ciphertext": b""}).digest()
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class VirtualWorkerKeys:
+    """What the host of a virtual worker holds.
+
+    Attributes:
+        stream: root of its sampling, noise and tag keys in one epoch.
+        data: key of its data commitment, the same in every epoch, so that a swapped slice shows at any of them.
+    """
+
+    stream: Secret
+    data: Secret
+
+
+def virtual_worker_keys(run_secret: Secret, run_id: str, key_context: bytes, v: int, epoch: int) -> VirtualWorkerKeys:
+    """Keys of virtual worker ``v`` in ``epoch``."""
+    return VirtualWorkerKeys(
+        stream=derive(run_secret, Purpose.VIRTUAL_WORKER, run_id, key_context, v, epoch),
+        data=derive(run_secret, Purpose.DATA_COMMITMENT, run_id, v),
+    )
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RunKeys:
+    """All keys of a run, as only who holds its secret can derive them."""
+
+    secret: Secret
+    run_id: str
+
+    def of(self, key_context: bytes, v: int, epoch: int) -> VirtualWorkerKeys:
+        """Keys of virtual worker ``v`` in ``epoch``."""
+        return virtual_worker_keys(self.secret, self.run_id, key_context, v, epoch)
+
+    def commitments(self, key_context: bytes, virtual_workers: int, epoch: int) -> tuple[bytes, ...]:
+        """The commitments of one epoch, by virtual worker."""
+        return tuple(key_commitment(self.of(key_context, v, epoch).stream) for v in range(virtual_workers))
+
+
+def key_commitment(key: Secret) -> bytes:
+    """32 bytes that fix ``key`` and tell nothing about it (a keyed PRF of the key itself)."""
+    return derive(key, Purpose.KEY_COMMITMENT).reveal()
+
+
+def commitments_digest(commitments: Sequence[bytes]) -> bytes:
+    """Digest of one epoch's commitments, as the manifest holds it."""
+    return digest(length_prefixed(Purpose.KEY_COMMITMENT, *commitments))
+
+
+def seal_keys(
+    package: KeyPackage, keys: Sequence[VirtualWorkerKeys], recipient: bytes, signer: IdentityKey
+) -> Envelope:
+    """Encrypt ``keys`` (in the order of ``package.virtual_workers``) to ``recipient`` and sign the package."""
+    plaintext = b"".join(key.stream.reveal() + key.data.reveal() for key in keys)
+    ciphertext = hpke_seal(plaintext, recipient, package.info())
+    return seal(package.model_copy(update={"ciphertext": ciphertext}), signer)
+
+
+def open_keys(
+    envelope: Envelope,
+    *,
+    orchestrator_key: bytes,
+    hpke_key: HpkeKey,
+    run_id: str,
+    member_id: str,
+    manifest_digest: bytes,
+    key_commitments: Sequence[bytes],
+) -> tuple[int, Mapping[int, VirtualWorkerKeys]]:
+    """Verify and decrypt a package; returns (epoch, keys by virtual worker).
+
+    Guarantee: every returned stream key is the one that the manifest's commitment of its epoch fixes, and the package
+    was signed by ``orchestrator_key`` for this run, member and manifest.
+
+    Raises:
+        ProtocolError: ``signature`` or ``malformed``.
+        EvidenceError: ``key_package_mismatch``, ``key_not_for_us`` or ``key_not_committed``.
+    """
+    package = open_envelope(KeyPackage, envelope, orchestrator_key)
+    if (package.run_id, package.member_id, package.manifest_digest) != (run_id, member_id, manifest_digest):
+        raise EvidenceError("key_package_mismatch", "the key package is for another run, member or manifest")
+    in_manifest = package.epoch < len(key_commitments)
+    if not in_manifest or commitments_digest(package.commitments) != key_commitments[package.epoch]:
+        raise EvidenceError("key_not_committed", f"the manifest does not commit to the keys of epoch {package.epoch}")
+    plaintext = hpke_key.open(package.ciphertext, package.info())
+    if len(plaintext) != 2 * _KEY_BYTES * len(package.virtual_workers):
+        raise EvidenceError("key_package_mismatch", "the key package holds another number of keys than it names")
+    chunks = [Secret(plaintext[i : i + _KEY_BYTES]) for i in range(0, len(plaintext), _KEY_BYTES)]
+    pairs = zip(package.virtual_workers, chunks[::2], chunks[1::2], strict=True)
+    keys = {v: VirtualWorkerKeys(stream, data) for v, stream, data in pairs}
+    for v, key in keys.items():
+        if v >= len(package.commitments) or key_commitment(key.stream) != package.commitments[v]:
+            raise EvidenceError("key_not_committed", f"the key of virtual worker {v} is not the committed one")
+    return package.epoch, keys

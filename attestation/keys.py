@@ -1,0 +1,120 @@
+"""Key types that cannot be printed or pickled, and the table of HKDF purposes.
+
+Every symmetric key in raycloak comes from :func:`derive` with a purpose of this table, so that no two uses can
+share a key. Primitives: HKDF-SHA-256 (RFC 5869), Ed25519 (RFC 8032), X25519 (RFC 7748), all from `cryptography`.
+"""
+
+from enum import StrEnum
+from typing import Any, NoReturn, Self
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from attestation.canonical import length_prefixed
+
+
+class Purpose(StrEnum):
+    """What a derived key is for; each is the domain label of its derivation."""
+
+    RUN_ID = "raycloak/run-id/v1"
+    ORCHESTRATOR_IDENTITY = "raycloak/orchestrator-identity/v1"
+    VIRTUAL_WORKER = "raycloak/virtual-worker/v1"
+    KEY_COMMITMENT = "raycloak/key-commitment/v1"
+    DATA_COMMITMENT = "raycloak/data-commitment/v1"
+    SAMPLING = "raycloak/stream/sampling/v1"
+    NOISE = "raycloak/stream/noise/v1"
+    NOISE_INDEX = "raycloak/stream/noise-index/v1"
+    NOISE_RESIDUE = "raycloak/stream/noise-residue/v1"
+    VECTOR_TAG = "raycloak/vector-tag/v1"
+    PAIR = "raycloak/pair/v1"
+    PAIR_RATCHET = "raycloak/pair-ratchet/v1"
+    MASK = "raycloak/mask/v1"
+    PAYLOAD_TAG = "raycloak/payload-tag/v1"
+    KNOWN_ANSWER = "raycloak/known-answer/v1"
+    PACKAGE_MLKEM = "raycloak/package/mlkem/v1"
+    PACKAGE_X25519 = "raycloak/package/x25519/v1"
+    PACKAGE_PAYLOAD = "raycloak/package/payload/v1"
+
+
+class _Unexportable:
+    """Base of secret-bearing types: no repr of the content, no pickle, no copy."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}>"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(f"{type(self).__name__} must not leave its process")
+
+
+class Secret(_Unexportable):
+    """Symmetric key material."""
+
+    __slots__ = ("_raw",)
+
+    def __init__(self, raw: bytes) -> None:
+        self._raw = bytes(raw)
+
+    def reveal(self) -> bytes:
+        """The raw bytes, for the call that needs them; never keep or log the result."""
+        return self._raw
+
+
+def derive(secret: Secret, purpose: Purpose, *fields: bytes | str | int, length: int = 32) -> Secret:
+    """HKDF-SHA-256 with ``info = LP(purpose, fields...)``; ``length`` bytes."""
+    info = length_prefixed(purpose, *fields)
+    return Secret(HKDF(hashes.SHA256(), length, salt=None, info=info).derive(secret.reveal()))
+
+
+class IdentityKey(_Unexportable):
+    """Ed25519 signing key of an actor."""
+
+    __slots__ = ("_key", "public")
+
+    def __init__(self, key: Ed25519PrivateKey) -> None:
+        self._key = key
+        self.public: bytes = key.public_key().public_bytes_raw()
+
+    @classmethod
+    def generate(cls) -> Self:
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def from_seed(cls, seed: Secret) -> Self:
+        """The key whose RFC 8032 seed is ``seed`` (32 bytes)."""
+        return cls(Ed25519PrivateKey.from_private_bytes(seed.reveal()))
+
+    def sign(self, message: bytes) -> bytes:
+        """64-byte signature."""
+        return self._key.sign(message)
+
+
+def signature_is_valid(public: bytes, message: bytes, signature: bytes) -> bool:
+    """Whether ``signature`` is ``message``'s under the raw Ed25519 key ``public``; malformed input is False."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public).verify(signature, message)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+class AgreementKey(_Unexportable):
+    """X25519 key from which pair secrets are agreed."""
+
+    __slots__ = ("_key", "public")
+
+    def __init__(self, key: X25519PrivateKey) -> None:
+        self._key = key
+        self.public: bytes = key.public_key().public_bytes_raw()
+
+    @classmethod
+    def generate(cls) -> Self:
+        return cls(X25519PrivateKey.generate())
+
+    def agree(self, peer_public: bytes) -> Secret:
+        """The shared secret with a peer's raw public key. A low-order point raises ValueError."""
+        return Secret(self._key.exchange(X25519PublicKey.from_public_bytes(peer_public)))

@@ -1,0 +1,124 @@
+"""Which nonces were issued, to whom, and whether they were used: the state behind freshness.
+
+The book lives in a SQLite database that its owner opens, next to whatever else the owner keeps there.
+"""
+
+import secrets
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+from attestation.evidence import NONCE_BYTES, Challenge, Presentation, Refusal, Role, refuse
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS nonces (
+    nonce BLOB PRIMARY KEY,
+    run_id TEXT NOT NULL,
+    member_id TEXT NOT NULL,
+    role TEXT NOT NULL,
+    manifest_digest BLOB NOT NULL,
+    identity_key BLOB NOT NULL,
+    expires_at INTEGER NOT NULL,
+    consumed INTEGER NOT NULL DEFAULT 0
+) WITHOUT ROWID
+"""
+
+DEFAULT_LIFETIME_S = 300
+
+
+class NonceBook:
+    """Issues nonces and accepts each of them once.
+
+    Args:
+        connection: open database. What is issued or consumed inside a transaction of the owner's is durable when
+            that commits; outside of one, at once.
+        random_bytes: source of nonces.
+    """
+
+    def __init__(
+        self, connection: sqlite3.Connection, random_bytes: Callable[[int], bytes] = secrets.token_bytes
+    ) -> None:
+        self._connection = connection
+        self._random_bytes = random_bytes
+        connection.execute(_SCHEMA)
+
+    def issue(
+        self,
+        *,
+        run_id: str,
+        member_id: str,
+        role: Role,
+        manifest_digest: bytes,
+        now: int,
+        lifetime_s: int = DEFAULT_LIFETIME_S,
+        identity_key: bytes = b"",
+    ) -> Challenge:
+        """A challenge with a fresh nonce, recorded before it is returned.
+
+        Args:
+            identity_key: the key the member announced. Where it is given, only a presentation of that key consumes
+                the nonce, so nobody else who saw the nonce can spend it.
+        """
+        challenge = Challenge(
+            nonce=self._random_bytes(NONCE_BYTES),
+            run_id=run_id,
+            member_id=member_id,
+            role=role,
+            manifest_digest=manifest_digest,
+            expires_at=now + lifetime_s,
+        )
+        session = (challenge.nonce, run_id, member_id, role, manifest_digest, identity_key, challenge.expires_at)
+        self._write("INSERT INTO nonces VALUES (?, ?, ?, ?, ?, ?, ?, 0)", session)
+        return challenge
+
+    def consume(self, presentation: Presentation, now: int) -> None:
+        """Use up the nonce of a presentation whose signature was verified (`open_presentation`).
+
+        Guarantee: of all presentations with one nonce at most one gets past here and is committed, in any number of
+        processes and across restarts. The owner commits whatever the appraisal says, so the nonce stays used; a
+        rollback undoes the decision with it.
+
+        Raises:
+            EvidenceError: ``nonce_foreign`` if it was never issued, has expired, or was issued to another run, member,
+                role or manifest; ``nonce_replayed`` if it was used before; ``peer_not_bound`` if it was issued to
+                another key, in which case it stays unused.
+        """
+        if self._connection.in_transaction:
+            self._take(presentation, now)
+            return
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            self._take(presentation, now)
+        finally:
+            self._connection.commit()
+
+    def forget_expired(self, now: int) -> None:
+        """Drop nonces that are refused anyway, as their time is over."""
+        self._write("DELETE FROM nonces WHERE expires_at <= ?", (now,))
+
+    def _write(self, statement: str, values: tuple[Any, ...]) -> None:
+        """Execute, and commit unless the caller has a transaction open."""
+        nested = self._connection.in_transaction
+        self._connection.execute(statement, values)
+        if not nested:
+            self._connection.commit()
+
+    def _take(self, presentation: Presentation, now: int) -> None:
+        columns = "run_id, member_id, role, manifest_digest, identity_key, expires_at, consumed"
+        query = f"SELECT {columns} FROM nonces WHERE nonce = ?"
+        with closing(self._connection.execute(query, (presentation.nonce,))) as cursor:
+            row = cursor.fetchone()
+        if row is None:
+            refuse(Refusal.NONCE_FOREIGN, f"the nonce of '{presentation.member_id}' was never issued")
+        *issued, identity_key, expires_at, consumed = row
+        if consumed:
+            refuse(Refusal.NONCE_REPLAYED, f"the nonce of '{presentation.member_id}' was used before")
+        if identity_key and identity_key != presentation.identity_key:
+            refuse(Refusal.PEER_NOT_BOUND, f"the nonce of '{presentation.member_id}' was issued to another key")
+        self._connection.execute("UPDATE nonces SET consumed = 1 WHERE nonce = ?", (presentation.nonce,))
+        session = [presentation.run_id, presentation.member_id, presentation.role, presentation.manifest_digest]
+        if issued != session:
+            refuse(Refusal.NONCE_FOREIGN, f"the nonce of '{presentation.member_id}' was issued to another session")
+        if now >= expires_at:
+            refuse(Refusal.NONCE_FOREIGN, f"the nonce of '{presentation.member_id}' expired at {expires_at}")

@@ -1,0 +1,366 @@
+"""EvidenceOrchestrator: who may take part in a run, and which keys they get.
+
+It holds the run secret, issues challenges, appraises evidence, releases virtual-worker keys to admitted workers,
+signs one roster per attempt, and writes every decision to the evidence log before it takes effect. It never sees
+data, gradients or masked sums. A plain class; one caller at a time.
+
+It may die at any moment: a new instance that opens the run again and begins the same session goes on where it was, and
+every question may be asked again. What it must not forget is in `attestation/orchestrator_state.py`.
+"""
+
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from attestation.admissions import Admissions, OrchestratorView, RunTerms
+from attestation.appraisal import Appraisal
+from attestation.commit_book import CommitBook, StepCommit
+from attestation.evidence import Challenge, Role
+from attestation.evidence_log import EvidenceLog, LogHead
+from attestation.key_release import KeyPackage, RunKeys, commitments_digest, seal_keys
+from attestation.keys import IdentityKey, Purpose, derive
+from attestation.messages import Envelope, open_envelope, parse, seal
+from attestation.orchestrator_state import OrchestratorState, SessionId
+from attestation.package_desk import PackageDesk, PublishedPackage
+from attestation.package_keys import RecipientPublic, SignerPublic
+from attestation.roster import Member, Roster
+from attestation.run_secret import create_secret, destroy_secret, kept_secret, load_secret, run_id_of
+from attestation.slices import DataCommitments, SliceBook, most_hosted
+from metrics.errors import ConfigError, EvidenceError, ProtocolError
+
+MAX_ATTEMPTS_PER_STEP = 4096
+_RUN_ID = re.compile(r"[0-9a-f]{16}")
+
+
+class EvidenceOrchestrator:
+    """Admission, keys and rosters of one run.
+
+    Args:
+        state_directory: local directory for ``<run id>.sqlite`` and generated secrets; created 0700. The site's package
+            signer lives beside it, in ``signer/``.
+        clock: seconds since the epoch; a parameter so that tests own the time.
+    """
+
+    def __init__(self, state_directory: str, clock: Callable[[], float]) -> None:
+        self._directory = Path(state_directory)
+        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._clock = clock
+        self._session = SessionId()
+        self._generated_secret: Path | None = None
+
+    def open_run(self, secret_file: str | None, run_id: str | None = None) -> tuple[str, bytes]:
+        """Read the run secret, or generate one; returns (run id, the orchestrator's Ed25519 public key).
+
+        Args:
+            secret_file: of the user's own secret; None for a generated one.
+            run_id: opens a run that exists, with the secret that was generated for it unless a file is given.
+
+        Raises:
+            ConfigError: ``run_secret`` if the file cannot be used or is another run's, ``run_unknown``,
+                ``secret_destroyed``.
+        """
+        if run_id is not None and not (_RUN_ID.fullmatch(run_id) and self._state_file(run_id).is_file()):
+            raise ConfigError("run_unknown", f"there is no run '{run_id}' in {self._directory}.")
+        if secret_file is not None:
+            secret = load_secret(Path(secret_file))
+        elif run_id is not None:
+            self._generated_secret, secret = kept_secret(self._directory, run_id)
+        else:
+            self._generated_secret, secret = create_secret(self._directory)
+        self._run_id = run_id_of(secret)
+        if run_id not in (None, self._run_id):
+            raise ConfigError("run_secret", f"{secret_file} is the secret of run {self._run_id}, not of {run_id}.")
+        self._keys = RunKeys(secret, self._run_id)
+        self._key = IdentityKey.from_seed(derive(secret, Purpose.ORCHESTRATOR_IDENTITY))
+        self._state = OrchestratorState(self._state_file(self._run_id))
+        self._log = EvidenceLog(self._state.db, self._run_id, self._key)
+        self._commits = CommitBook(self._state, self._log)
+        self._slices = SliceBook(self._state, self._log)
+        self._admissions = Admissions(self._state, self._log, self._run_id, self._now)
+        self._packages = PackageDesk(
+            run_id=self._run_id,
+            run_secret=secret,
+            log=self._log,
+            commits=self._commits,
+            transaction=self._state.transaction,
+            manifest_digest=lambda: self._session.manifest,
+            signer_folder=self._directory.parent / "signer",
+        )
+        # Only the next session ends the former one: whoever opens a run as new may yet find that it is under way.
+        self._is_new = run_id is None
+        return self._run_id, self._key.public
+
+    def key_commitments(self, key_context: bytes, virtual_workers: int, epochs: int) -> tuple[bytes, ...]:
+        """Per epoch, the digest of the commitments to all its keys, for the manifest."""
+        return tuple(
+            commitments_digest(self._keys.commitments(key_context, virtual_workers, epoch)) for epoch in range(epochs)
+        )
+
+    def begin(self, terms: RunTerms, session: str) -> None:
+        """Fix the terms of the run, and start a session or go on with it.
+
+        Args:
+            session: text that the driver draws for one execution of the run. The one on disk goes on: its members
+                whose evidence is still valid, their epochs and the ratchet are restored. Any other starts afresh.
+        """
+        self._terms = terms
+        self._session = SessionId(session, terms.manifest_digest)
+        if self._is_new or not self._state.is_current(self._session):
+            self._start_session()
+        self._is_new = False
+        self._admissions.begin(terms)
+
+    def challenge(self, member_id: str, role: Role) -> Challenge:
+        """A fresh nonce for one presentation by ``member_id`` in ``role``."""
+        return self._admissions.challenge(member_id, role)
+
+    def admit(self, envelope: Envelope) -> Appraisal:
+        """Appraise a presentation and admit its sender; the decision is logged either way.
+
+        Guarantee: returns only for evidence that the policy accepts, that answers an unused challenge of this
+        orchestrator issued to the same member, role and run, and that binds the presented keys; the nonce is
+        consumed by the first presentation that proves possession of its key, whatever the outcome. Nonce, decision
+        and log entry are one transaction.
+
+        The presentation that a member was admitted by gives the same appraisal again until it is challenged anew.
+
+        Raises:
+            EvidenceError: with the code of the first failing check.
+        """
+        return self._admissions.admit(envelope)
+
+    def release(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> Envelope:
+        """Seal the keys of ``virtual_workers`` in ``epoch`` to an admitted worker, logged before they leave.
+
+        Raises:
+            EvidenceError: ``release_denied`` if the member is not an admitted worker, or its evidence has expired or
+                served another epoch.
+        """
+        admitted = self._admissions.find(member_id)
+        if admitted is None or admitted.appraisal.role != "worker":
+            raise EvidenceError("release_denied", f"{member_id} is not an admitted worker")
+        if admitted.appraisal.expires_at <= self._now():
+            raise EvidenceError("release_denied", f"the evidence of {member_id} expired", "Present fresh evidence.")
+        if admitted.row.epoch not in (None, epoch):
+            raise EvidenceError(
+                "release_denied",
+                f"the evidence of {member_id} was for epoch {admitted.row.epoch}, not {epoch}",
+                "Present fresh evidence.",
+            )
+        terms = self._terms
+        package = KeyPackage(
+            run_id=self._run_id,
+            member_id=member_id,
+            manifest_digest=terms.manifest_digest,
+            policy_digest=terms.policy.digest(),
+            evidence_digest=admitted.appraisal.evidence_digest,
+            epoch=epoch,
+            virtual_workers=virtual_workers,
+            commitments=self._keys.commitments(terms.key_context, terms.virtual_workers, epoch),
+            ciphertext=b"",
+        )
+        keys = [self._keys.of(terms.key_context, v, epoch) for v in virtual_workers]
+        with self._own_transaction():
+            self._admissions.keep(replace(admitted.row, epoch=epoch))
+            self._log.append(
+                "released",
+                {
+                    "member_id": member_id,
+                    "epoch": epoch,
+                    "virtual_workers": list(virtual_workers),
+                    "evidence_digest": admitted.appraisal.evidence_digest.hex(),
+                },
+            )
+        return seal_keys(package, keys, admitted.presentation.hpke_key, self._key)
+
+    def record_data(self, envelope: Envelope) -> None:
+        """Record a worker's data commitments; the first of each virtual worker binds the run.
+
+        Raises:
+            EvidenceError: ``data_changed`` if a slice differs from the one first opened in this run,
+                ``release_denied`` if the sender is not an admitted worker.
+            ProtocolError: ``signature`` or ``malformed``.
+        """
+        body = parse(DataCommitments, envelope.body)
+        admitted = self._admissions.find(body.member_id)
+        if admitted is None or body.run_id != self._run_id:
+            raise EvidenceError("release_denied", f"{body.member_id} is not an admitted worker of this run")
+        body = open_envelope(DataCommitments, envelope, admitted.presentation.identity_key)
+        with self._own_transaction():
+            self._slices.record(body)
+
+    def open_step(
+        self,
+        step: int,
+        hosting: Mapping[str, tuple[int, ...]],
+        aggregators: tuple[str, ...],
+        commits: tuple[StepCommit, ...],
+    ) -> Envelope:
+        """Commit the given finished steps, and sign the roster of the next attempt of ``step``.
+
+        Guarantee: no two rosters of a (run, step) ever carry the same attempt, also across restarts: the counter is
+        on disk before the roster returns. Asked again, it signs the next attempt and commits nothing twice.
+
+        Raises:
+            EvidenceError: ``evidence_expired`` if a member's evidence is no longer valid, ``data_unknown`` if a host
+                has not committed to the slices it is to compute on.
+            ProtocolError: ``attempts_exhausted``, ``session_over`` once another session has begun, or as
+                :meth:`commit`.
+        """
+        members = tuple(self._member(i, hosting[i]) for i in sorted(hosting))
+        members += tuple(self._member(i, ()) for i in aggregators)
+        with self._own_transaction():
+            self._slices.require_opened(hosting)
+            self._commits.record(commits, self._session)
+            attempt = self._state.next_attempt(step)
+            if attempt >= MAX_ATTEMPTS_PER_STEP:
+                raise ProtocolError("attempts_exhausted", f"step {step} was tried {attempt} times")
+            roster = Roster(
+                run_id=self._run_id,
+                manifest_digest=self._terms.manifest_digest,
+                step=step,
+                attempt=attempt,
+                ratchet=self._state.ratchet,
+                nonce=secrets.token_bytes(32),
+                members=members,
+            )
+            self._log.append("roster", {"step": step, "attempt": attempt, "digest": roster.digest().hex()})
+        return seal(roster, self._key)
+
+    def bind_vectors(self, step: int, vectors: bytes) -> None:
+        """See `SliceBook.bind_vectors`."""
+        with self._own_transaction():
+            self._slices.bind_vectors(step, vectors)
+
+    def commit(self, commits: tuple[StepCommit, ...]) -> None:
+        """Log finished steps as :meth:`open_step` does; one that this session has logged already is skipped.
+
+        Guarantee: a step is committed with one parameter digest only, in whatever session of the run.
+
+        Raises:
+            ProtocolError: ``not_reproducible`` if a step was committed with other parameters; nothing is logged then.
+        """
+        with self._own_transaction():
+            self._commits.record(commits, self._session)
+
+    def committed(self) -> tuple[StepCommit, ...]:
+        """Every step that any session of the run has committed, in order."""
+        return self._commits.steps()
+
+    def most_hosted(self) -> int:
+        """Most virtual workers whose keys one worker ever got, in any session of the run."""
+        return most_hosted(self._log.entries())
+
+    def expel(self, member_id: str, cause: str) -> None:
+        """Remove a member; it gets no keys and no roster entry any more."""
+        self._admissions.expel(member_id, cause)
+
+    def finish(self, commits: tuple[StepCommit, ...], log_file: str, destroy: bool) -> None:
+        """Commit the last steps, export the log with its signed head, and destroy a generated secret if asked.
+
+        A run that failed is finished too. Repeating it adds nothing to the log, and does what may be missing of the
+        rest; the destruction comes last, as nobody can open the run after it.
+
+        Raises:
+            ProtocolError: as :meth:`commit`.
+        """
+        destroys = None if self._is_new else self._state.destroys(self._session)
+        self._is_new = False
+        if destroys is None:
+            destroys = destroy and self._generated_secret is not None
+            with self._state.transaction():
+                self._commits.record(commits, self._session)
+                self._log.append("finished", {"secret_destroyed": destroys})
+                self._state.finish_session(self._session, destroys)
+        self._log.export(Path(log_file))
+        if destroys and self._generated_secret is not None and self._generated_secret.exists():
+            destroy_secret(self._generated_secret)
+
+    def export_log(self, log_file: str) -> None:
+        """Write the log so far, with its signed head, of a run that will go on."""
+        self._log.export(Path(log_file))
+
+    def close(self) -> None:
+        """Close the state; another instance may open the run."""
+        self._state.close()
+
+    def log_position(self) -> LogHead:
+        """How many decisions are logged, and the hash of the last."""
+        return self._log.position()
+
+    def log_hash_at(self, length: int) -> bytes | None:
+        """See `EvidenceLog.hash_at`."""
+        return self._log.hash_at(length)
+
+    def package_signer(self) -> SignerPublic:
+        """See `PackageDesk.signer`."""
+        return self._packages.signer()
+
+    def package_recipient(self) -> RecipientPublic:
+        """See `PackageDesk.recipient`."""
+        return self._packages.recipient()
+
+    def sign_package(self, manifest_bytes: bytes) -> bytes:
+        """See `PackageDesk.sign`."""
+        return self._packages.sign(manifest_bytes)
+
+    def record_published(self, step: int, package_digest: bytes) -> None:
+        """See `PackageDesk.record_published`."""
+        self._packages.record_published(step, package_digest)
+
+    def newest_published(self) -> PublishedPackage | None:
+        """See `PackageDesk.newest_published`."""
+        return self._packages.newest_published()
+
+    def open_package(self, info: bytes, wrapped_key: bytes) -> bytes:
+        """See `PackageDesk.open`."""
+        return self._packages.open(info, wrapped_key)
+
+    def view(self) -> OrchestratorView:
+        """Facts for metrics: admitted members by role, evidence class, earliest expiry per role."""
+        return self._admissions.view()
+
+    @contextmanager
+    def _own_transaction(self) -> Iterator[None]:
+        """A transaction of this session; ProtocolError ``session_over`` if another one has begun, as after a resume."""
+        with self._state.transaction():
+            if not self._state.is_current(self._session):
+                raise ProtocolError("session_over", "another execution of this run has begun; this one is over.")
+            yield
+
+    def _start_session(self) -> None:
+        terms = self._terms
+        with self._state.transaction():
+            self._state.start_session(self._session)
+            self._log.append(
+                "session",
+                {
+                    "session": self._session.name,
+                    "manifest_digest": terms.manifest_digest.hex(),
+                    "policy_digest": terms.policy.digest().hex(),
+                    "virtual_workers": terms.virtual_workers,
+                },
+            )
+
+    def _member(self, member_id: str, virtual_workers: tuple[int, ...]) -> Member:
+        admitted = self._admissions.find(member_id)
+        if admitted is None or admitted.appraisal.expires_at <= self._now():
+            raise EvidenceError("evidence_expired", f"{member_id} has no valid evidence", "Present fresh evidence.")
+        return Member(
+            member_id=member_id,
+            role=admitted.appraisal.role,
+            mask_key=admitted.presentation.mask_key,
+            identity_key=admitted.presentation.identity_key,
+            evidence_digest=admitted.appraisal.evidence_digest,
+            virtual_workers=tuple(sorted(virtual_workers)),
+            joined=admitted.row.joined,
+        )
+
+    def _state_file(self, run_id: str) -> Path:
+        return self._directory / f"{run_id}.sqlite"
+
+    def _now(self) -> int:
+        return int(self._clock())

@@ -1,0 +1,215 @@
+"""What an orchestrator keeps of one run, so that its next incarnation goes on where it stopped.
+
+It hides the SQLite file and its tables. One run has one file; beside these tables it holds the evidence log and the
+nonces, so that a decision, its record and what it used up are one transaction.
+
+Guarantee: what a transaction wrote survives a crash of process and machine (WAL with full sync) once it has ended, and
+none of it exists if it did not.
+Not guaranteed: that an older copy of the file is noticed; compare the log's head with one kept elsewhere.
+"""
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from attestation.messages import Envelope
+
+BUSY_DEADLINE_S = 30.0
+"""How long to wait for another process's lock: an incarnation that was stopped holds it until it is killed."""
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS session (
+    only INTEGER PRIMARY KEY CHECK (only = 0), name TEXT NOT NULL, manifest BLOB NOT NULL,
+    ratchet INTEGER NOT NULL, destroys INTEGER
+);
+CREATE TABLE IF NOT EXISTS members (
+    member_id TEXT PRIMARY KEY, body BLOB NOT NULL, signature BLOB NOT NULL,
+    expires_at INTEGER NOT NULL, joined INTEGER NOT NULL, epoch INTEGER, superseded INTEGER NOT NULL
+);
+CREATE TABLE IF NOT EXISTS attempts (step INTEGER PRIMARY KEY, attempt INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS opened (member_id TEXT NOT NULL, v INTEGER NOT NULL, PRIMARY KEY (member_id, v));
+CREATE TABLE IF NOT EXISTS vectors (step INTEGER PRIMARY KEY, digest BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS data (v INTEGER PRIMARY KEY, commitment BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS commits (
+    step INTEGER PRIMARY KEY, parameter_digest BLOB NOT NULL, attempts INTEGER NOT NULL,
+    ledger_sequence INTEGER NOT NULL, ledger_hash BLOB NOT NULL, session TEXT NOT NULL
+);
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionId:
+    """One execution of a run: the text its driver chose, and the digest of its manifest. Before it begins, empty."""
+
+    name: str = ""
+    manifest: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRow:
+    """An admitted member: the presentation that admitted it, and what its evidence serves.
+
+    Attributes:
+        expires_at: unix seconds, as the appraisal at its admission said.
+        joined: ratchet index at its first admission.
+        epoch: the one its keys were released for, if any were.
+        superseded: whether it was challenged again since, so that fresh evidence is what it has to present.
+    """
+
+    member_id: str
+    presentation: Envelope
+    expires_at: int
+    joined: int
+    epoch: int | None = None
+    superseded: bool = False
+
+
+class OrchestratorState:
+    """The file of one run, mode 0600; created if absent.
+
+    Everything that writes must be called inside :meth:`transaction`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.touch(mode=0o600)
+        self.db = sqlite3.connect(path, timeout=BUSY_DEADLINE_S, isolation_level=None, check_same_thread=False)
+        self.db.execute("PRAGMA journal_mode = WAL")
+        self.db.execute("PRAGMA synchronous = FULL")
+        self.db.executescript(_SCHEMA)
+
+    def close(self) -> None:
+        """Close the file; the state cannot be used afterwards."""
+        self.db.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Hold the write lock; all of the block is durable when it ends, or none of it exists if it raises."""
+        self.db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self.db.execute("ROLLBACK")
+            raise
+        self.db.execute("COMMIT")
+
+    # --- the session
+
+    def forget_session(self) -> None:
+        """Whatever comes next is another session."""
+        self.db.execute("DELETE FROM session")
+        self.db.execute("DELETE FROM members")
+        self.db.execute("DELETE FROM opened")
+
+    def start_session(self, session: SessionId) -> None:
+        """Begin a session that nobody has joined yet; the members of the one before are forgotten."""
+        self.forget_session()
+        self.db.execute("INSERT INTO session VALUES (0, ?, ?, 0, NULL)", (session.name, session.manifest))
+
+    def is_current(self, session: SessionId) -> bool:
+        """Whether this is the newest session that was started."""
+        return self._column(session, "1") is not None
+
+    @property
+    def ratchet(self) -> int:
+        """Number of steps that the newest session has committed."""
+        row = self.db.execute("SELECT ratchet FROM session").fetchone()
+        return row[0] if row else 0
+
+    def destroys(self, session: SessionId) -> bool | None:
+        """Whether a finished session destroys its secret; None if it is not finished."""
+        recorded = self._column(session, "destroys")
+        return None if recorded is None else bool(recorded)
+
+    def finish_session(self, session: SessionId, destroys: bool) -> None:
+        """Note that a session is finished; a run that fails early has not even started it."""
+        if not self.is_current(session):
+            self.start_session(session)
+        self.db.execute("UPDATE session SET destroys = ?", (destroys,))
+
+    def _column(self, session: SessionId, name: str) -> int | None:
+        row = self.db.execute(
+            f"SELECT {name} FROM session WHERE name = ? AND manifest = ?", (session.name, session.manifest)
+        ).fetchone()
+        return row[0] if row else None
+
+    # --- members
+
+    def members(self) -> list[MemberRow]:
+        """All of the session, in no order."""
+        query = "SELECT member_id, body, signature, expires_at, joined, epoch, superseded FROM members"
+        rows = self.db.execute(query).fetchall()
+        return [MemberRow(name, Envelope(body, signature), *rest) for name, body, signature, *rest in rows]
+
+    def keep_member(self, row: MemberRow) -> None:
+        """Add a member, or replace what was known of it."""
+        self.db.execute(
+            "INSERT OR REPLACE INTO members VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (
+                row.member_id,
+                row.presentation.body,
+                row.presentation.signature,
+                row.expires_at,
+                row.joined,
+                row.epoch,
+                row.superseded,
+            ),
+        )
+
+    def drop_member(self, member_id: str) -> None:
+        """Forget a member."""
+        self.db.execute("DELETE FROM members WHERE member_id = ?", (member_id,))
+        self.db.execute("DELETE FROM opened WHERE member_id = ?", (member_id,))
+
+    # --- steps
+
+    def next_attempt(self, step: int) -> int:
+        """The first attempt of ``step`` that was never issued, which it is from now on."""
+        row = self.db.execute("SELECT attempt FROM attempts WHERE step = ?", (step,)).fetchone()
+        attempt = int(row[0]) + 1 if row else 0
+        self.db.execute("INSERT OR REPLACE INTO attempts VALUES (?, ?)", (step, attempt))
+        return attempt
+
+    def commits(self) -> list[tuple[int, bytes, int, int, bytes]]:
+        """(step, parameter digest, attempts, ledger sequence, ledger hash) of every step ever committed, in order."""
+        query = "SELECT step, parameter_digest, attempts, ledger_sequence, ledger_hash FROM commits ORDER BY step"
+        return self.db.execute(query).fetchall()
+
+    def commit_of(self, step: int) -> tuple[tuple[int, bytes, int, int, bytes], str] | None:
+        """A row of :meth:`commits`, and the newest session that committed the step."""
+        row = self.db.execute("SELECT * FROM commits WHERE step = ?", (step,)).fetchone()
+        return (row[:5], row[5]) if row else None
+
+    def keep_commit(self, row: tuple[int, bytes, int, int, bytes], session: SessionId) -> None:
+        """Note that ``session``, the newest, committed a step; ``row`` as in :meth:`commits`."""
+        self.db.execute("INSERT OR REPLACE INTO commits VALUES (?, ?, ?, ?, ?, ?)", (*row, session.name))
+        self.db.execute("UPDATE session SET ratchet = ratchet + 1")
+
+    # --- data
+
+    def bound_data(self, v: int) -> bytes | None:
+        """The commitment to the slice of a virtual worker that the run began with, if it was opened."""
+        row = self.db.execute("SELECT commitment FROM data WHERE v = ?", (v,)).fetchone()
+        return bytes(row[0]) if row else None
+
+    def bind_data(self, v: int, commitment: bytes) -> None:
+        """Bind the run to a slice."""
+        self.db.execute("INSERT INTO data VALUES (?, ?)", (v, commitment))
+
+    def note_opened(self, member_id: str, v: int) -> None:
+        """Note that a member has committed to the slice of a virtual worker."""
+        self.db.execute("INSERT OR IGNORE INTO opened VALUES (?, ?)", (member_id, v))
+
+    def opened(self, member_id: str) -> set[int]:
+        """Virtual workers whose slices a member has committed to."""
+        return {v for (v,) in self.db.execute("SELECT v FROM opened WHERE member_id = ?", (member_id,))}
+
+    def bound_vectors(self, step: int) -> bytes | None:
+        """Digest of the vectors of a step, if they were ever computed."""
+        row = self.db.execute("SELECT digest FROM vectors WHERE step = ?", (step,)).fetchone()
+        return bytes(row[0]) if row else None
+
+    def bind_vectors(self, step: int, vectors: bytes) -> None:
+        """Bind the run to the vectors of a step."""
+        self.db.execute("INSERT INTO vectors VALUES (?, ?)", (step, vectors))

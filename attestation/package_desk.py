@@ -1,0 +1,137 @@
+"""The orchestrator's part in sealed packages: what it signs, what it remembers, and what it opens.
+
+Guarantee: it signs a package only of its own run and manifest, of a step that its log says was committed with exactly
+those parameters after that entry of the ledger, and sealed after an entry that its log has; the log says so before the
+signature leaves.
+Not guaranteed: the rest of what a package states (epsilon, evidence class, metrics). That is the coordinator's word.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from attestation.commit_book import CommitBook
+from attestation.evidence_log import Entry, EvidenceLog
+from attestation.keys import Secret
+from attestation.messages import parse
+from attestation.package_keys import RUN_RECIPIENT, PackageSigner, RecipientPublic, SignerPublic, run_recipient_key
+from attestation.package_manifest import PackageManifest
+from metrics.errors import EvidenceError
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedPackage:
+    """A package that reached its storage: number of finished steps, and its digest."""
+
+    step: int
+    digest: bytes
+
+
+class PackageDesk:
+    """Seals and opens the packages of one run.
+
+    Args:
+        transaction: opens a transaction of the log's database.
+        manifest_digest: that of the manifest the session began with.
+        signer_folder: where the site's signer lives; created when it is first needed.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        run_secret: Secret,
+        log: EvidenceLog,
+        commits: CommitBook,
+        transaction: Callable[[], AbstractContextManager[None]],
+        manifest_digest: Callable[[], bytes],
+        signer_folder: Path,
+    ) -> None:
+        self._run_id = run_id
+        self._log = log
+        self._commits = commits
+        self._transaction = transaction
+        self._manifest_digest = manifest_digest
+        self._signer_folder = signer_folder
+        self._recipient = run_recipient_key(run_secret)
+
+    @cached_property
+    def _signer(self) -> PackageSigner:
+        return PackageSigner.load_or_create(self._signer_folder)
+
+    def signer(self) -> SignerPublic:
+        """The public keys under which this run's packages verify."""
+        return self._signer.public
+
+    def recipient(self) -> RecipientPublic:
+        """The run as a recipient of its own packages."""
+        return RecipientPublic(name=RUN_RECIPIENT, key=self._recipient.public)
+
+    def sign(self, manifest_bytes: bytes) -> bytes:
+        """The bytes of ``manifest.sig`` for a package of this run; logged as ``sealed`` before they return.
+
+        Guarantee: see the module.
+
+        Raises:
+            EvidenceError: ``not_committed`` if the step is not committed yet, ``seal_refused`` if the package is
+                of another run or manifest, has other parameters or another ledger entry than were committed, or
+                states a log head that is not in the log.
+            ProtocolError: ``malformed``.
+        """
+        manifest = parse(PackageManifest, manifest_bytes)
+        if manifest.run_id != self._run_id:
+            raise EvidenceError("seal_refused", f"the package is of run {manifest.run_id}, not {self._run_id}")
+        if manifest.manifest_digest != self._manifest_digest():
+            raise EvidenceError("seal_refused", "the package is of another manifest than the run's")
+        self._check_committed(manifest)
+        if self._log.hash_at(manifest.log_length) != manifest.log_hash:
+            raise EvidenceError("seal_refused", "the package states an evidence log head that is not in the log")
+        self._record("sealed", PublishedPackage(manifest.step, manifest.digest()))
+        return self._signer.sign(manifest_bytes).encode()
+
+    def _check_committed(self, manifest: PackageManifest) -> None:
+        step = manifest.step - 1
+        committed = self._commits.of(step)
+        if committed is None:
+            raise EvidenceError("not_committed", f"step {step} was not committed yet")
+        if committed.parameter_digest != manifest.parameter_digest:
+            raise EvidenceError("seal_refused", f"step {step} was committed with other parameters than the package's")
+        if (committed.ledger_sequence, committed.ledger_hash) != (manifest.ledger_sequence, manifest.ledger_hash):
+            raise EvidenceError("seal_refused", f"step {step} was charged by another entry of the ledger")
+
+    def record_published(self, step: int, package_digest: bytes) -> None:
+        """Log that a sealed package reached its storage; a repeat does nothing.
+
+        Raises:
+            EvidenceError: ``seal_refused`` if this run never sealed it.
+        """
+        package = PublishedPackage(step, package_digest)
+        if package not in map(_package, self._log.newest("sealed")):
+            raise EvidenceError("seal_refused", "a package was published that this run never sealed")
+        self._record("published", package)
+
+    def newest_published(self) -> PublishedPackage | None:
+        """The published package of the highest step; of several, the last."""
+        return max(map(_package, self._log.newest("published")), key=lambda package: package.step, default=None)
+
+    def open(self, info: bytes, wrapped_key: bytes) -> bytes:
+        """The data key that was sealed to this run.
+
+        Raises:
+            EvidenceError: ``key_not_for_us``.
+        """
+        return self._recipient.open(wrapped_key, info)
+
+    def _record(self, kind: str, package: PublishedPackage) -> None:
+        """Log ``package``, unless the newest entry of ``kind`` is the same."""
+        newest = next(map(_package, self._log.newest(kind)), None)
+        if newest != package:
+            with self._transaction():
+                self._log.append(kind, {"step": package.step, "package_digest": package.digest.hex()})
+
+
+def _package(entry: Entry) -> PublishedPackage:
+    content = entry.content
+    return PublishedPackage(content["step"], bytes.fromhex(content["package_digest"]))

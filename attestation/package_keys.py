@@ -1,0 +1,329 @@
+"""Keys of sealed packages: who signed one, whom a reader trusts, and who can open it.
+
+A package is signed twice, with Ed25519 (RFC 8032) and ML-DSA-65 (FIPS 204), so that it stands as long as either
+scheme does. Recipients hold HPKE keys of X25519 and ML-KEM-768. Which signers are trusted is never read from a package:
+it stands in a file of the reader's own.
+"""
+
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar, Literal, Self, TypeVar
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.mldsa import MLDSA65PrivateKey, MLDSA65PublicKey
+from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from pydantic import Field, ValidationError
+
+from attestation.canonical import digest, length_prefixed
+from attestation.key_release import HpkeKey, hpke_seal
+from attestation.keys import IdentityKey, Purpose, Secret, derive, signature_is_valid
+from attestation.messages import Message, parse
+from attestation.package_manifest import PackageRefusal, refuse
+from attestation.private_files import publish, read_private
+from metrics.errors import ConfigError, ProtocolError
+
+M = TypeVar("M", bound=Message)
+
+KEY_ID_BYTES = 16
+RUN_RECIPIENT = "run"
+SIGNER_FILE = "signer.json"
+SIGNER_PUBLIC_FILE = "signer.pub.json"
+
+
+class SignerPublic(Message):
+    """Both public keys of a signer, raw: Ed25519 (32 bytes) and ML-DSA-65 (1,952 bytes)."""
+
+    DOMAIN: ClassVar[str] = "raycloak/package/signer/v1"
+
+    ed25519: bytes = Field(min_length=32, max_length=32)
+    ml_dsa_65: bytes = Field(min_length=1952, max_length=1952)
+
+    @property
+    def key_id(self) -> bytes:
+        """The first 16 bytes of the digest of both keys."""
+        return digest(length_prefixed("raycloak/package/signer-key/v1", self.ed25519, self.ml_dsa_65))[:KEY_ID_BYTES]
+
+
+class HybridSignature(Message):
+    """Both signatures over ``LP(domain, bytes)``, and the key id of their signer."""
+
+    DOMAIN: ClassVar[str] = "raycloak/package/signature/v1"
+
+    key_id: bytes
+    ed25519: bytes
+    ml_dsa_65: bytes
+
+
+class _StoredSigner(Message):
+    """Both private seeds, 32 bytes each."""
+
+    DOMAIN: ClassVar[str] = "raycloak/package/stored-signer/v1"
+
+    ed25519: bytes
+    ml_dsa_65: bytes
+
+
+class PackageSigner:
+    """Signs packages with both schemes."""
+
+    __slots__ = ("_ed25519", "_ml_dsa_65", "public")
+
+    def __init__(self, ed25519: Secret, ml_dsa_65: Secret) -> None:
+        self._ed25519 = IdentityKey.from_seed(ed25519)
+        self._ml_dsa_65 = MLDSA65PrivateKey.from_seed_bytes(ml_dsa_65.reveal())
+        self.public = SignerPublic(
+            ed25519=self._ed25519.public, ml_dsa_65=self._ml_dsa_65.public_key().public_bytes_raw()
+        )
+
+    @classmethod
+    def load_or_create(cls, folder: Path) -> Self:
+        """The signer whose seeds are in ``folder``, created there by the first caller; its public keys lie beside.
+
+        Guarantee: all callers, also concurrent ones, get the same keys; only the owner can read the seeds.
+
+        Raises:
+            ConfigError: ``signer`` if the file is damaged, cannot be used, or others may read it.
+        """
+        path = folder / SIGNER_FILE
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not path.exists():
+                publish(path, _new_signer().encode())
+            stored = parse(_StoredSigner, read_private(path, "signer"))
+            signer = cls(Secret(stored.ed25519), Secret(stored.ml_dsa_65))
+            publish(folder / SIGNER_PUBLIC_FILE, signer.public.encode(), mode=0o644)
+        except OSError as error:
+            raise ConfigError("signer", f"cannot use {path}: {error.strerror}.") from None
+        except (ProtocolError, ValueError):
+            raise ConfigError("signer", f"{path} is damaged.", "Remove it to get a new signer.") from None
+        return signer
+
+    def sign(self, data: bytes) -> HybridSignature:
+        """Both signatures over ``data``."""
+        signed = _signed(data)
+        return HybridSignature(
+            key_id=self.public.key_id, ed25519=self._ed25519.sign(signed), ml_dsa_65=self._ml_dsa_65.sign(signed)
+        )
+
+
+def _new_signer() -> _StoredSigner:
+    return _StoredSigner(
+        ed25519=Ed25519PrivateKey.generate().private_bytes_raw(),
+        ml_dsa_65=MLDSA65PrivateKey.generate().private_bytes_raw(),
+    )
+
+
+class TrustedSigner(Message):
+    """A signer that the owner of a trust store knows by name."""
+
+    DOMAIN: ClassVar[str] = "raycloak/package/trusted-signer/v1"
+
+    name: str = Field(min_length=1)
+    signer: SignerPublic
+
+
+class TrustStore(Message):
+    """The signers that a reader trusts."""
+
+    DOMAIN: ClassVar[str] = "raycloak/package/trust-store/v1"
+
+    version: Literal[1] = 1
+    signers: tuple[TrustedSigner, ...] = ()
+
+    @classmethod
+    def of(cls, name: str, signer: SignerPublic) -> Self:
+        """A store with one signer."""
+        return cls(signers=(TrustedSigner(name=name, signer=signer),))
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a store from JSON.
+
+        Raises:
+            ConfigError: ``trust_store`` if the file cannot be read or is not a trust store.
+        """
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise ConfigError("trust_store", f"cannot read {path}: {error.strerror}.") from None
+        except ValidationError as error:
+            raise ConfigError("trust_store", f"{path} is not a trust store: {error.error_count()} errors.") from None
+
+    def save(self, path: Path) -> None:
+        """Write the store to ``path``; the file is replaced as a whole.
+
+        Raises:
+            ConfigError: ``trust_store`` if it cannot be written.
+        """
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        try:
+            draft.write_bytes(self.encode() + b"\n")
+            draft.replace(path)
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            raise ConfigError("trust_store", f"cannot write {path}: {error.strerror}.") from None
+
+    def with_signer(self, name: str, signer: SignerPublic) -> Self:
+        """This store and one more signer; the same store if it is in already.
+
+        Raises:
+            ConfigError: ``trust_store`` if the name or the key is already that of another entry.
+        """
+        added = TrustedSigner(name=name, signer=signer)
+        if added in self.signers:
+            return self
+        if any(known.name == name or known.signer == signer for known in self.signers):
+            raise ConfigError("trust_store", f"the store knows the name {name} or this key from another entry.")
+        return self.model_copy(update={"signers": (*self.signers, added)})
+
+    def verify(self, data: bytes, signature: HybridSignature) -> str:
+        """The name of the trusted signer of ``data``.
+
+        Guarantee: returns only if both signatures verify under the keys of one and the same entry.
+
+        Raises:
+            EvidenceError: ``package_unknown_signer``, ``package_half_signed`` or ``package_signature``.
+        """
+        trusted = [known for known in self.signers if known.signer.key_id == signature.key_id]
+        if not trusted:
+            refuse(PackageRefusal.UNKNOWN_SIGNER, f"no trusted signer has the key id {signature.key_id.hex()}.")
+        signer, signed = trusted[0].signer, _signed(data)
+        valid = {
+            "Ed25519": signature_is_valid(signer.ed25519, signed, signature.ed25519),
+            "ML-DSA-65": _ml_dsa_is_valid(signer.ml_dsa_65, signed, signature.ml_dsa_65),
+        }
+        invalid = [scheme for scheme, is_valid in valid.items() if not is_valid]
+        if len(invalid) == 1:
+            refuse(PackageRefusal.HALF_SIGNED, f"the {invalid[0]} signature does not verify; both must.")
+        if invalid:
+            refuse(PackageRefusal.SIGNATURE, "its signatures do not verify.")
+        return trusted[0].name
+
+
+def _signed(data: bytes) -> bytes:
+    return length_prefixed(HybridSignature.DOMAIN, data)
+
+
+def _ml_dsa_is_valid(public: bytes, message: bytes, signature: bytes) -> bool:
+    try:
+        MLDSA65PublicKey.from_public_bytes(public).verify(signature, message)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def load_signer(path: Path) -> SignerPublic:
+    """Read a signer's public file.
+
+    Raises:
+        ConfigError: ``signer`` if the file cannot be read or is not one.
+    """
+    return _load(SignerPublic, path, "signer")
+
+
+class RecipientPublic(Message):
+    """Somebody who may open packages; ``key`` is the public part of an `HpkeKey`, 1,216 bytes."""
+
+    DOMAIN: ClassVar[str] = "raycloak/package/recipient/v1"
+
+    name: str = Field(min_length=1)
+    key: bytes
+
+    @property
+    def key_id(self) -> bytes:
+        """The first 16 bytes of the digest of the key, whatever its owner is called."""
+        return recipient_key_id(self.key)
+
+
+class _StoredRecipient(Message):
+    """Private seeds: ML-KEM-768 (64 bytes) and X25519 (32 bytes)."""
+
+    DOMAIN: ClassVar[str] = "raycloak/package/stored-recipient/v1"
+
+    name: str
+    mlkem: bytes
+    x25519: bytes
+
+
+def recipient_key_id(key: bytes) -> bytes:
+    """The 16 bytes by which a package names a recipient's public key."""
+    return digest(length_prefixed("raycloak/package/recipient-key/v1", key))[:KEY_ID_BYTES]
+
+
+def create_recipient(path: Path) -> tuple[RecipientPublic, Path]:
+    """Write a new private key to ``path``, mode 0600, and its public part to ``path`` with ``.pub`` appended.
+
+    The name in both is the file's, without its suffix.
+
+    Raises:
+        ConfigError: ``recipient_exists`` if one of the files is there, ``recipient`` if they cannot be written.
+    """
+    public_path = path.with_name(f"{path.name}.pub")
+    stored = _StoredRecipient(
+        name=path.stem,
+        mlkem=MLKEM768PrivateKey.generate().private_bytes_raw(),
+        x25519=X25519PrivateKey.generate().private_bytes_raw(),
+    )
+    public = RecipientPublic(name=stored.name, key=_hpke_key(stored).public)
+    try:
+        is_new = not public_path.exists() and publish(path, stored.encode())
+        if not is_new or not publish(public_path, public.encode(), mode=0o644):
+            raise ConfigError("recipient_exists", f"{path} or {public_path} is there already.", "Choose another name.")
+    except OSError as error:
+        raise ConfigError("recipient", f"cannot write {path}: {error.strerror}.") from None
+    return public, public_path
+
+
+def load_recipient_key(path: Path) -> HpkeKey:
+    """Read a recipient's private file.
+
+    Raises:
+        ConfigError: ``recipient`` if it cannot be read, is damaged, or others may read it.
+    """
+    try:
+        return _hpke_key(parse(_StoredRecipient, read_private(path, "recipient")))
+    except OSError as error:
+        raise ConfigError("recipient", f"cannot read {path}: {error.strerror}.") from None
+    except (ProtocolError, ValueError):
+        raise ConfigError("recipient", f"{path} is not a recipient's private key.") from None
+
+
+def load_recipients(paths: Sequence[Path]) -> tuple[RecipientPublic, ...]:
+    """Read recipients' public files.
+
+    Raises:
+        ConfigError: ``recipient`` if one cannot be read or is not one.
+    """
+    return tuple(_load_recipient(path) for path in paths)
+
+
+def _load_recipient(path: Path) -> RecipientPublic:
+    public = _load(RecipientPublic, path, "recipient")
+    try:
+        hpke_seal(b"", public.key, b"")
+    except ValueError:
+        raise ConfigError("recipient", f"{path} does not hold a public key.") from None
+    return public
+
+
+def run_recipient_key(run_secret: Secret) -> HpkeKey:
+    """The key under which a run can open its own packages; whoever holds the run secret has it."""
+    return HpkeKey.from_seeds(
+        derive(run_secret, Purpose.PACKAGE_MLKEM, length=64), derive(run_secret, Purpose.PACKAGE_X25519)
+    )
+
+
+def _hpke_key(stored: _StoredRecipient) -> HpkeKey:
+    return HpkeKey.from_seeds(Secret(stored.mlkem), Secret(stored.x25519))
+
+
+def _load(cls: type[M], path: Path, code: str) -> M:
+    try:
+        return cls.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(code, f"cannot read {path}: {error.strerror}.") from None
+    except ValidationError:
+        raise ConfigError(code, f"{path} is not the public file of a {code}.") from None

@@ -1,0 +1,104 @@
+"""Rosters: who takes part in one attempt of one step, with which keys, hosting which virtual workers.
+
+The orchestrator signs a roster; its digest is in every mask key, header and payload tag, so two workers that were
+shown different rosters cannot produce masks that cancel.
+"""
+
+from typing import ClassVar
+
+from attestation.evidence import Role
+from attestation.messages import Envelope, Message, open_envelope
+from metrics.errors import ProtocolError
+
+
+class Member(Message):
+    """One attested actor of a roster.
+
+    Attributes:
+        mask_key, identity_key: X25519 and Ed25519 public keys that its evidence binds.
+        evidence_digest: of the presentation that admitted it.
+        virtual_workers: those it hosts in this attempt, ascending; empty for an aggregator.
+        joined: ratchet index at its admission.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/member/v1"
+
+    member_id: str
+    role: Role
+    mask_key: bytes
+    identity_key: bytes
+    evidence_digest: bytes
+    virtual_workers: tuple[int, ...]
+    joined: int
+
+
+class Roster(Message):
+    """One attempt of one step.
+
+    Attributes:
+        attempt: strictly increasing per (run, step), also over restarts of the orchestrator.
+        ratchet: number of steps committed in this session; pair secrets stand at this index.
+        nonce: 32 random bytes, so that no two rosters share a digest.
+        members: workers in the order of their ids, then the aggregator of each range in range order.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/roster/v1"
+
+    run_id: str
+    manifest_digest: bytes
+    step: int
+    attempt: int
+    ratchet: int
+    nonce: bytes
+    members: tuple[Member, ...]
+
+    @property
+    def workers(self) -> tuple[Member, ...]:
+        return tuple(m for m in self.members if m.role == "worker")
+
+    @property
+    def aggregators(self) -> tuple[Member, ...]:
+        return tuple(m for m in self.members if m.role == "aggregator")
+
+    def member(self, member_id: str) -> Member:
+        """The entry of ``member_id``; ProtocolError ``roster_member`` if it has none."""
+        for member in self.members:
+            if member.member_id == member_id:
+                return member
+        raise ProtocolError("roster_member", f"{member_id} is not in the roster of step {self.step}")
+
+
+def open_roster(
+    envelope: Envelope,
+    *,
+    orchestrator_key: bytes,
+    run_id: str,
+    manifest_digest: bytes,
+    virtual_workers: int,
+    minimum_workers: int,
+) -> Roster:
+    """Verify a roster.
+
+    Guarantee: returns only a roster that the orchestrator signed for this run and manifest, in which at least
+    ``minimum_workers`` distinct workers cover every virtual worker exactly once and no key appears twice.
+
+    Raises:
+        ProtocolError: ``signature``, ``roster_mismatch``, ``roster_cover``, ``roster_too_small`` or
+            ``roster_duplicate``.
+    """
+    roster = open_envelope(Roster, envelope, orchestrator_key)
+    if (roster.run_id, roster.manifest_digest) != (run_id, manifest_digest):
+        raise ProtocolError("roster_mismatch", "the roster belongs to another run or manifest")
+    covered = sorted(v for worker in roster.workers for v in worker.virtual_workers)
+    if covered != list(range(virtual_workers)):
+        raise ProtocolError(
+            "roster_cover", f"the roster must cover each of {virtual_workers} virtual workers once; it has {covered}"
+        )
+    if len(roster.workers) < minimum_workers:
+        raise ProtocolError(
+            "roster_too_small", f"the roster has {len(roster.workers)} workers, the manifest asks for {minimum_workers}"
+        )
+    for values in zip(*((m.member_id, m.mask_key, m.identity_key) for m in roster.members), strict=True):
+        if len(set(values)) != len(values):
+            raise ProtocolError("roster_duplicate", "two members of the roster share an id or a key")
+    return roster

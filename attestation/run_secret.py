@@ -1,0 +1,77 @@
+"""The run secret at rest: a file of 64 hexadecimal digits, mode 0600, that only the orchestrator opens."""
+
+import os
+import re
+import secrets
+from pathlib import Path
+
+from attestation.keys import Purpose, Secret, derive
+from metrics.errors import ConfigError
+
+_HEX = re.compile(r"[0-9a-fA-F]{64}")
+
+
+def load_secret(path: Path) -> Secret:
+    """Read a secret file.
+
+    Raises:
+        ConfigError: ``run_secret`` if it cannot be read or does not hold 64 hexadecimal digits.
+    """
+    try:
+        text = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("run_secret", f"cannot read {path}: {type(error).__name__}") from None
+    if not _HEX.fullmatch(text):
+        raise ConfigError("run_secret", f"{path} must hold 64 hexadecimal digits", "Make one: openssl rand -hex 32.")
+    return Secret(bytes.fromhex(text))
+
+
+def create_secret(directory: Path) -> tuple[Path, Secret]:
+    """Write a new random secret to ``directory/<run id>.secret``, durably, mode 0600."""
+    secret = Secret(secrets.token_bytes(32))
+    path = directory / f"{run_id_of(secret)}.secret"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secret.reveal().hex() + "\n")
+        file.flush()
+        os.fsync(descriptor)
+    folder = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # The name too: steps are charged on what this secret gives.
+    finally:
+        os.close(folder)
+    return path, secret
+
+
+def kept_secret(directory: Path, run_id: str) -> tuple[Path, Secret]:
+    """The secret that :func:`create_secret` made for a run, and its file.
+
+    Raises:
+        ConfigError: ``secret_destroyed`` if it is gone, or was never in ``directory``.
+    """
+    path = directory / f"{run_id}.secret"
+    try:
+        secret = load_secret(path)
+    except ConfigError:
+        secret = None
+    if secret is None or run_id_of(secret) != run_id:
+        raise ConfigError(
+            "secret_destroyed",
+            f"the generated secret of run {run_id} is gone, and with it the run's keys.",
+            "Set secret_retention: keep for runs that are to be resumed; give --run-secret if the run had a file.",
+        )
+    return path, secret
+
+
+def destroy_secret(path: Path) -> None:
+    """Overwrite and remove a secret file; what a journaling or copying file system kept is beyond reach."""
+    with path.open("r+b") as file:
+        file.write(b"0" * path.stat().st_size)
+        file.flush()
+        os.fsync(file.fileno())
+    path.unlink()
+
+
+def run_id_of(secret: Secret) -> str:
+    """The public name of the run that ``secret`` belongs to: 16 hexadecimal digits."""
+    return derive(secret, Purpose.RUN_ID, length=8).reveal().hex()

@@ -1,0 +1,98 @@
+"""A simulated vendor and a session for which members can present evidence."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attestation.appraisal import Appraisal, appraise
+from attestation.evidence import Collateral, Presentation, Role
+from attestation.key_release import HpkeKey
+from attestation.keys import AgreementKey, IdentityKey
+from attestation.messages import Envelope, seal
+from attestation.policy import Policy, simulated_policy
+from attestation.report_data import report_data
+from attestation.simulator import SimulatedVendor
+from attestation.simulator_platform import GENUINE, QuoteVariant, SimulatedPlatform
+
+NOW = 1_800_000_000
+MEASUREMENT = bytes(range(48))
+RUN, MANIFEST = "run-1", b"m" * 32
+
+
+@dataclass
+class Member:
+    """A member with keys of its own, on a simulated platform."""
+
+    platform: SimulatedPlatform
+    member_id: str = "worker-0"
+    role: Role = "worker"
+    identity: IdentityKey = field(default_factory=IdentityKey.generate)
+    hpke: HpkeKey = field(default_factory=HpkeKey.generate)
+    mask: AgreementKey = field(default_factory=AgreementKey.generate)
+
+    def fields(self, **changes: Any) -> dict[str, Any]:
+        """What the member binds into its quote."""
+        return {
+            "nonce": b"n" * 32,
+            "run_id": RUN,
+            "member_id": self.member_id,
+            "role": self.role,
+            "hpke_key": self.hpke.public,
+            "mask_key": self.mask.public,
+            "identity_key": self.identity.public,
+            "manifest_digest": MANIFEST,
+            "known_answer": b"k" * 32 if self.role == "worker" else b"",
+            "gpu_evidence": (),
+        } | changes
+
+    def presentation(self, variant: QuoteVariant = GENUINE, **changes: Any) -> Presentation:
+        """Honest evidence for :meth:`fields` with ``changes``."""
+        fields = self.fields(**changes)
+        quote = self.platform.quote(report_data(**fields), MEASUREMENT, variant)
+        return Presentation(**fields, quote=quote)
+
+    def envelope(self, variant: QuoteVariant = GENUINE, **changes: Any) -> Envelope:
+        return seal(self.presentation(variant, **changes), self.identity)
+
+
+@dataclass
+class Session:
+    """What a verifier holds, and members to judge."""
+
+    vendor: SimulatedVendor
+    platform: SimulatedPlatform
+    collateral: Collateral
+    policy: Policy
+
+    def member(self, **changes: Any) -> Member:
+        return Member(self.platform, **changes)
+
+    def appraise(self, envelope: Envelope, **changes: Any) -> Appraisal:
+        """Appraise as for ``worker-0`` of the session, but for ``changes``."""
+        arguments: dict[str, Any] = {
+            "run_id": RUN,
+            "member_id": "worker-0",
+            "role": "worker",
+            "manifest_digest": MANIFEST,
+            "policy": self.policy,
+            "collateral": self.collateral,
+            "now": NOW,
+        }
+        return appraise(envelope, **(arguments | changes))
+
+
+@pytest.fixture(scope="session")
+def session() -> Session:
+    vendor = SimulatedVendor.create()
+    return Session(vendor, vendor.platform(), vendor.collateral(NOW), simulated_policy(vendor, MEASUREMENT))
+
+
+@pytest.fixture(scope="session")
+def vectors() -> Path:
+    """Folder of recorded hardware evidence; tests that need it are skipped where it is absent."""
+    folder = Path(__file__).resolve().parents[3] / "shared" / "vectors"
+    if not (folder / "INDEX.json").is_file():
+        pytest.skip("no recorded hardware evidence beside the repository (../shared/vectors)")
+    return folder

@@ -1,0 +1,160 @@
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attestation.certificates import (
+    check_certificate_windows,
+    check_crl_window,
+    check_links,
+    check_not_revoked,
+    check_root,
+    key_id,
+    load_chain,
+    load_crl,
+    point,
+    read_root,
+)
+from attestation.roots import INTEL_SGX_ROOT_DER, INTEL_SGX_ROOT_KEY_ID
+from attestation.simulator_pki import Credential, new_crl, new_platform_ca, new_root, new_tcb_signer
+from metrics.errors import EvidenceError
+
+START = datetime(2027, 1, 1, tzinfo=UTC)
+END = START + timedelta(days=30)
+SECOND = timedelta(seconds=1)
+
+
+@pytest.fixture(scope="module")
+def pki() -> tuple[Credential, Credential, Credential]:
+    """Root, CA and a leaf under the CA."""
+    root = new_root()
+    ca = new_platform_ca(root)
+    return root, ca, new_tcb_signer(ca)
+
+
+def codes(call, *arguments) -> str | None:
+    try:
+        call(*arguments)
+    except EvidenceError as error:
+        return error.code
+    return None
+
+
+def certificate(subject: str, public, issuer: str, signer, extensions=()) -> x509.Certificate:
+    names = [x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]) for name in (issuer, subject)]
+    builder = x509.CertificateBuilder(*names, public, 7, START, END)
+    for extension in extensions:
+        builder = builder.add_extension(extension, critical=True)
+    return builder.sign(signer, hashes.SHA256())
+
+
+def test_a_root_is_known_by_its_public_key() -> None:
+    root = x509.load_der_x509_certificate(INTEL_SGX_ROOT_DER)
+    assert key_id(root) == INTEL_SGX_ROOT_KEY_ID
+    check_links((root, root), "root")
+
+
+def test_links_of_a_genuine_chain_hold(pki) -> None:
+    root, ca, leaf = (credential.certificate for credential in pki)
+    check_links((leaf, ca, root), "test")
+    check_root((leaf, ca, root), key_id(root), "test")
+    assert codes(check_root, (leaf, ca, root), key_id(ca), "test") == "chain_broken"
+
+
+def test_broken_chains_are_refused(pki) -> None:
+    root, ca, leaf = (credential.certificate for credential in pki)
+    other = new_root().certificate
+    for chain in ((), (root,), (leaf, root), (ca, leaf), (leaf, ca), (leaf, ca, other), (leaf, ca, root, root, root)):
+        assert codes(check_links, chain, "test") == "chain_broken"
+
+
+def test_a_leaf_cannot_issue(pki) -> None:
+    root, ca, leaf = pki
+    forged = new_tcb_signer(leaf).certificate
+    chain = (forged, leaf.certificate, ca.certificate, root.certificate)
+    assert codes(check_links, chain, "test") == "chain_broken"
+
+
+def test_a_path_longer_than_its_ca_allows_is_refused(pki) -> None:
+    root, ca, _ = pki
+    below = new_platform_ca(ca)
+    chain = (new_tcb_signer(below).certificate, below.certificate, ca.certificate, root.certificate)
+    assert codes(check_links, chain, "test") == "chain_broken"
+
+
+def test_certificates_without_a_p256_key_or_ca_extensions_are_refused(pki) -> None:
+    key = ec.generate_private_key(ec.SECP256R1())
+    plain = certificate("a", key.public_key(), "a", key)
+    assert codes(check_links, (plain, plain), "test") == "chain_broken"
+    large = ec.generate_private_key(ec.SECP384R1())
+    der = certificate("a", large.public_key(), "a", large).public_bytes(Encoding.DER)
+    with pytest.raises(ValueError, match="not a readable root"):
+        read_root(der)
+
+
+@given(st.data())
+def test_damaged_certificates_are_read_or_refused(pki, data: st.DataObject) -> None:
+    der = bytearray(pki[0].certificate.public_bytes(Encoding.DER))
+    der[data.draw(st.integers(0, len(der) - 1))] ^= data.draw(st.integers(1, 255))
+    with suppress(ValueError):
+        root = read_root(bytes(der))
+        assert codes(check_links, (root, root), "test") == "chain_broken"
+
+
+def test_a_signature_has_no_unused_bits() -> None:
+    """A signature that ends in a zero bit, which every second one does, can be encoded in two ways."""
+    roots = (new_root().certificate for _ in range(200))
+    even = next(root for root in roots if root.signature[-1] % 2 == 0)
+    der = bytearray(even.public_bytes(Encoding.DER))
+    der[-len(even.signature) - 1] = 1
+    with pytest.raises(ValueError, match="not a readable root"):
+        read_root(bytes(der))
+
+
+def test_certificate_windows_include_both_ends(pki) -> None:
+    key = ec.generate_private_key(ec.SECP256R1())
+    chain = (certificate("a", key.public_key(), "a", key),)
+    for now, code in (
+        (START - SECOND, "collateral_stale"),
+        (START, None),
+        (END, None),
+        (END + SECOND, "collateral_stale"),
+    ):
+        assert codes(check_certificate_windows, chain, now, "test") == code
+    assert check_certificate_windows(chain, START, "test") == END
+
+
+def test_crl_windows_exclude_the_next_update(pki) -> None:
+    root = pki[0]
+    crl = load_crl(new_crl(root, (), START, END, 1), root.certificate, "test")
+    cases = ((START - SECOND, "collateral_stale"), (START, None), (END - SECOND, None), (END, "collateral_stale"))
+    for now, code in cases:
+        assert codes(check_crl_window, crl, now, "test") == code
+
+
+def test_a_revoked_certificate_is_named(pki) -> None:
+    root, ca, _ = pki
+    crl = load_crl(new_crl(root, (ca.certificate.serial_number,), START, END, 1), root.certificate, "test")
+    check_not_revoked(crl, (root.certificate,))
+    assert codes(check_not_revoked, crl, (root.certificate, ca.certificate)) == "revoked"
+
+
+def test_a_crl_of_another_issuer_or_none_at_all_is_refused(pki) -> None:
+    root, ca, _ = pki
+    der = new_crl(ca, (), START, END, 1)
+    assert codes(load_crl, der, root.certificate, "test") == "evidence_tampered"
+    assert codes(load_crl, der, new_platform_ca(root).certificate, "test") == "evidence_tampered"
+    assert codes(load_crl, b"", root.certificate, "test") == "collateral_stale"
+    assert codes(load_crl, der[:-3], root.certificate, "test") == "collateral_stale"
+
+
+def test_unreadable_pem_and_points_off_the_curve() -> None:
+    assert codes(load_chain, "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----", "test") == "chain_broken"
+    assert codes(load_chain, "", "test") == "chain_broken"
+    assert point(bytes(64)) is None

@@ -1,0 +1,68 @@
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attestation.quote_format import MAX_QUOTE_BYTES, parse_quote
+from metrics.errors import EvidenceError
+from tests.attestation.conftest import MEASUREMENT, Session
+
+
+@pytest.fixture(scope="module")
+def quote(session: Session) -> bytes:
+    return session.platform.quote(bytes(range(64)), MEASUREMENT)
+
+
+def refusal_of(data: bytes) -> str:
+    with pytest.raises(EvidenceError) as refused:
+        parse_quote(data)
+    return refused.value.code
+
+
+def test_fields_stand_where_the_format_puts_them(quote: bytes) -> None:
+    parsed = parse_quote(quote)
+    assert parsed.mr_td == MEASUREMENT
+    assert parsed.report_data == bytes(range(64))
+    assert parsed.td_attributes == 1 << 28
+    assert parsed.signed == quote[:632]
+    assert parsed.rtmrs == (bytes(48),) * 4
+    assert parsed.mr_service_td == b""
+    assert len(parsed.chain) == 3
+    assert parsed.raw == quote
+
+
+def test_zero_padding_is_cut_off_and_anything_else_refused(quote: bytes) -> None:
+    assert parse_quote(quote + bytes(3065)).raw == quote
+    assert refusal_of(quote + b"\1") == "evidence_malformed"
+    assert refusal_of(quote + bytes(70) + b"\n") == "evidence_malformed"
+
+
+def test_every_truncation_is_malformed(quote: bytes) -> None:
+    for size in (*range(700), *range(700, len(quote), 37), len(quote) - 1):
+        assert refusal_of(quote[:size]) == "evidence_malformed"
+
+
+@pytest.mark.parametrize(
+    ("offset", "value"),
+    [(0, 3), (0, 5), (0, 6), (2, 3), (4, 0), (764, 5), (632, 0), (635, 1), (766, 0)],
+)
+def test_other_versions_kinds_and_lengths_are_malformed(quote: bytes, offset: int, value: int) -> None:
+    changed = bytearray(quote)
+    changed[offset] = value
+    assert refusal_of(bytes(changed)) == "evidence_malformed"
+
+
+def test_an_oversized_quote_is_refused_before_it_is_read(quote: bytes) -> None:
+    assert refusal_of(quote + bytes(MAX_QUOTE_BYTES)) == "evidence_malformed"
+
+
+@given(st.data())
+def test_the_parser_raises_nothing_but_refusals(quote: bytes, data: st.DataObject) -> None:
+    changed = bytearray(quote)
+    for _ in range(data.draw(st.integers(1, 4))):
+        start = data.draw(st.integers(0, len(quote) - 1))
+        piece = data.draw(st.binary(min_size=1, max_size=6))
+        changed[start : start + len(piece)] = piece
+    with suppress(EvidenceError):
+        parse_quote(bytes(changed))
