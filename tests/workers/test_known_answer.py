@@ -1,0 +1,62 @@
+"""The known answer: equal on machines of one numerics class, different as soon as one encoded bit is."""
+
+import numpy as np
+
+from tests.protocol import Arrays, examples, initial_parameters, mechanism
+from workers.clipping import GradientEngine
+from workers.datasets import ArrayDataset
+from workers.known_answer import known_answer
+from workers.models import ModelSource, build_model, cross_entropy, mse
+
+PARAMETERS = initial_parameters()
+
+
+def answer(chosen=None, data: Arrays | None = None, parameters=PARAMETERS, engine_of=GradientEngine) -> bytes:
+    chosen = chosen or mechanism()
+    module = build_model(ModelSource.of("tests.models:small_model"), ".", 0)
+    loss = cross_entropy if data is None or data[1].dtype.kind == "i" else mse
+    dataset = ArrayDataset(*(data or examples()))
+    return known_answer(chosen, engine_of(module, loss, chosen), dataset, parameters)
+
+
+class OtherNumerics(GradientEngine):
+    """Differs by one grid step in one coordinate, as another instruction set would."""
+
+    def clipped_sum(self, parameters, batches):
+        total = super().clipped_sum(parameters, batches)
+        total[40] += self._mechanism.gamma
+        return total
+
+
+def test_machines_of_one_class_agree():
+    assert answer() == answer()
+    assert len(answer()) == 32
+
+
+def test_a_machine_whose_sum_differs_in_one_grid_step_of_one_coordinate_does_not():
+    assert answer(engine_of=OtherNumerics) != answer()
+
+
+def test_it_reads_shapes_and_dtypes_of_the_data_but_no_example():
+    """So it may be shown: it is the same whatever the data hold."""
+    features, labels = examples()
+    assert answer(data=(np.full_like(features, np.nan), labels[::-1].copy())) == answer()
+    assert answer(data=(features[:8], labels[:8])) == answer()
+
+
+def test_float_labels_are_served():
+    features, _ = examples()
+    labels = np.zeros((40, 3), np.float32)
+    assert answer(data=(features, labels)) != answer()
+
+
+def test_mechanism_and_parameters_are_part_of_it():
+    chosen = mechanism()
+    assert answer(chosen.model_copy(update={"sigma": chosen.sigma * 2})) != answer()
+    assert answer(chosen.model_copy(update={"max_grad_norm": 0.5})) != answer()
+    assert answer(parameters=PARAMETERS * np.float32(1.5)) != answer()
+
+
+def test_it_does_not_depend_on_how_many_share_the_work_or_how_much_is_sampled():
+    chosen = mechanism()
+    assert answer(chosen.model_copy(update={"num_examples": 4000, "sample_rate": 0.1})) == answer()

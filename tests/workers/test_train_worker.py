@@ -1,0 +1,545 @@
+"""What a worker checks before it computes, and what it lets out."""
+
+import pickle
+from collections.abc import Iterator
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+
+from attestation.attester import Attester
+from attestation.evidence import Challenge
+from attestation.keys import IdentityKey, Purpose, derive
+from attestation.messages import Envelope, open_envelope, seal
+from attestation.roster import Member, Roster
+from attestation.simulator import SimulatedVendor
+from attestation.slices import DataCommitments
+from coordinator.local import LocalPlatform
+from metrics.errors import DatasetError, EvidenceError, ModelError, ProtocolError, RaycloakError, RunFailedError
+from tests.protocol import VIRTUAL_WORKERS, HandRun, computer, config, correlation, worker_setup
+from workers.manifest import TensorSpec
+from workers.parameters import parameter_digest, tensor_digests
+from workers.payload import Header, VectorRange
+from workers.receipt import Receipt
+from workers.ring import decode
+from workers.train_worker import StepReply, TrainWorker, check_partition
+from workers.virtual_worker import VirtualWorkerComputer
+
+COMPUTATION_CHANGES = {
+    "numerics": lambda c: {"numerics": c.numerics.model_copy(update={"cpu_capability": "ANOTHER"})},
+    "num_examples": lambda c: {"mechanism": c.mechanism.model_copy(update={"num_examples": 41})},
+    "mechanism": lambda c: {"mechanism": c.mechanism.model_copy(update={"private": False})},
+    "loss": lambda c: {"loss": "mse"},
+    "tensors": lambda c: {"tensors": (*c.tensors[:-1], TensorSpec(name="another", shape=(3,)))},
+    "model_code": lambda c: {"model_code": bytes(32)},
+    "loss_code": lambda c: {"loss_code": bytes(32)},
+    "initial_parameters": lambda c: {"initial_parameters": bytes(32)},
+    "dataset": lambda c: {"dataset": bytes(32)},
+}
+
+
+@pytest.fixture
+def hand(tmp_path) -> HandRun:
+    return HandRun(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def still(tmp_path_factory) -> HandRun:
+    """A run whose workers are asked for nothing but what they refuse, so that they stay where they are."""
+    return HandRun(tmp_path_factory.mktemp("still"))
+
+
+@pytest.fixture(scope="module")
+def roster(still) -> Envelope:
+    return still.roster()
+
+
+@pytest.fixture
+def computed(monkeypatch) -> list[int]:
+    """The virtual workers whose vectors are computed, in order."""
+    seen: list[int] = []
+    genuine = VirtualWorkerComputer.vector
+
+    def spy(self, v, *arguments):
+        seen.append(v)
+        return genuine(self, v, *arguments)
+
+    monkeypatch.setattr(VirtualWorkerComputer, "vector", spy)
+    return seen
+
+
+def members(roster: Envelope) -> tuple[Member, ...]:
+    return Roster.model_validate_json(roster.body).members
+
+
+def refused(function, *arguments) -> str:
+    with pytest.raises(RaycloakError) as error:
+        function(*arguments)
+    return error.value.code
+
+
+# --- what leaves
+
+
+def test_an_answer_is_a_signed_header_and_one_masked_vector_per_range(tmp_path):
+    hand = HandRun(tmp_path, aggregators=3)
+    reply, vectors = hand.ask("worker-1", hand.request(hand.roster()))
+    assert reply.code == "ok"
+    header = Header.model_validate_json(reply.header.body)
+    assert header.sender == "worker-1"
+    assert header.virtual_workers == hand.hosting["worker-1"]
+    assert [len(vector) for vector in vectors] == [part.length for part in hand.vector_ranges]
+    assert {vector.dtype for vector in vectors} == {np.dtype("<u4")}
+
+
+def test_an_answer_says_nothing_of_data_but_times_and_codes(hand):
+    """Counts of examples, losses and norms are private: the reply has no field that could carry one."""
+    assert [field.name for field in fields(StepReply)] == [
+        "member_id", "code", "header", "seconds", "compute_seconds", "mask_seconds", "leaving",
+    ]  # fmt: skip
+    assert set(Header.model_fields) == {
+        "run_id", "manifest_digest", "step", "attempt", "roster_digest", "parameter_digest", "sender",
+        "virtual_workers", "vector_tags", "payloads", "ring_bits",
+    }  # fmt: skip
+
+
+def test_a_worker_and_its_keys_cannot_be_pickled(hand):
+    with pytest.raises(TypeError):
+        pickle.dumps(hand.workers["worker-0"])
+
+
+def test_masked_vectors_of_all_workers_add_up_to_the_clear_sum(hand):
+    _, (vectors,) = hand.compute(hand.roster())
+    clear = [hand.clear_vector(v) for v in range(VIRTUAL_WORKERS)]
+    assert np.array_equal(sum(vectors[1:], vectors[0]), sum(clear[1:], clear[0]))
+
+
+def test_every_step_has_vectors_of_its_own(hand):
+    """What was kept for another attempt of a step does not serve the next one."""
+    commit = hand.advance(hand.roster())
+    _, (vectors,) = hand.compute(hand.roster(1, commit=commit), 1)
+    clear = [hand.clear_vector(v, step=1) for v in range(VIRTUAL_WORKERS)]
+    assert np.array_equal(sum(vectors[1:], vectors[0]), sum(clear[1:], clear[0]))
+
+
+def test_a_failure_inside_is_a_code_and_nothing_else(hand, monkeypatch, capfd):
+    def fail(*_):
+        print("patient 4711")
+        raise ValueError("index 4711 is out of bounds")
+
+    monkeypatch.setattr(VirtualWorkerComputer, "vector", fail)
+    reply, vectors = hand.ask("worker-0", hand.request(hand.roster()))
+    assert reply == StepReply("worker-0", "worker_error")
+    assert [vector.size for vector in vectors] == [0]
+    assert "4711" not in "".join(capfd.readouterr())
+
+
+def test_running_out_of_memory_has_a_code_of_its_own(hand, monkeypatch):
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(VirtualWorkerComputer, "vector", fail)
+    assert hand.code("worker-0", hand.request(hand.roster())) == "out_of_memory"
+
+
+def test_a_worker_that_failed_answers_the_next_attempt(hand, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(VirtualWorkerComputer, "vector", lambda *_: 1 / 0)
+        assert hand.code("worker-0", hand.request(hand.roster())) == "worker_error"
+    assert hand.code("worker-0", hand.request(hand.roster())) == "ok"
+
+
+# --- preparing
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind", "code"),
+    [
+        (["dataset.path=absent.npz"], DatasetError, "dataset_unreadable"),
+        (["dataset.labels=absent"], DatasetError, "dataset_array"),
+        (["model=tests.models:with_batch_norm"], ModelError, "mixing_layer"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_the_users_error(tmp_path, overrides, kind, code):
+    worker = TrainWorker("worker-0", None, lambda: 0.0)
+    with pytest.raises(kind) as error:
+        worker.prepare(worker_setup(config(overrides), tmp_path))
+    assert error.value.code == code
+
+
+@pytest.mark.parametrize("field", COMPUTATION_CHANGES)
+def test_a_manifest_of_anything_but_what_runs_here_is_refused_by_name(still, field):
+    computation = still.manifest.computation
+    changed = computation.model_copy(update=COMPUTATION_CHANGES[field](computation))
+    admission = replace(still.admission, manifest=still.manifest.model_copy(update={"computation": changed}))
+    challenge = still.orchestrator.challenge("worker-0", "worker")
+    with pytest.raises(ProtocolError, match=f"manifest's {field} is not") as error:
+        still.workers["worker-0"].present(challenge, admission)
+    assert error.value.code == "manifest_mismatch"
+
+
+def test_what_was_presented_stays_what_runs(still):
+    worker, quiet = still.workers["worker-0"], still.mechanism.model_copy(update={"private": False})
+    assert refused(worker.compute_known_answer, quiet) == "already_presented"
+    assert refused(worker.prepare, still.setup) == "already_presented"
+    other = replace(still.admission, manifest=still.manifest.model_copy(update={"account": "another"}))
+    challenge = still.orchestrator.challenge("worker-0", "worker")
+    assert refused(worker.present, challenge, other) == "already_presented"
+
+
+def test_another_known_answer_or_policy_is_refused(still):
+    worker, challenge = still.workers["worker-0"], still.orchestrator.challenge("worker-0", "worker")
+    foreign = still.manifest.model_copy(update={"known_answer": bytes(32)})
+    assert refused(worker.present, challenge, replace(still.admission, manifest=foreign)) == "manifest_mismatch"
+    lax = still.policy.model_copy(update={"minimum_evaluation_number": 1})
+    assert refused(worker.present, challenge, replace(still.admission, policy=lax)) == "policy_mismatch"
+
+
+def test_a_challenge_for_somebody_else_is_not_answered(still):
+    challenge = still.orchestrator.challenge("worker-1", "worker")
+    assert refused(still.workers["worker-0"].present, challenge, still.admission) == "challenge_mismatch"
+
+
+# --- keys
+
+
+def test_keys_for_another_member_or_from_another_signer_are_refused(still):
+    foreign = still.orchestrator.release("worker-1", 0, (0,))
+    assert refused(still.workers["worker-0"].accept_keys, foreign) == "key_package_mismatch"
+    forged = replace(foreign, signature=IdentityKey.generate().sign(foreign.body))
+    assert refused(still.workers["worker-1"].accept_keys, forged) == "signature"
+
+
+def test_without_a_key_there_is_no_vector(hand, computed):
+    hosting = {"worker-0": (0, 1, 3, 6), "worker-1": (4, 7), "worker-2": (2, 5)}
+    roster = hand.roster()
+    members = Roster.model_validate_json(roster.body).members
+    members = [each.model_copy(update={"virtual_workers": hosting.get(each.member_id, ())}) for each in members]
+    assert hand.code("worker-0", hand.request(hand.forged(roster, members))) == "release_denied"
+    assert 1 not in computed
+
+
+def test_keys_of_a_past_epoch_are_dropped(tmp_path):
+    hand = HandRun(tmp_path, epoch_steps=1)
+    for name in hand.workers:
+        hand.admit(name)
+    hand.place(hand.hosting, epoch=1)
+    assert hand.code("worker-0", hand.request(hand.roster())) == "release_denied"
+
+
+def test_commitments_to_data_are_signed_and_keyed(still):
+    """Whoever lacks the key cannot tell a guessed slice from another by its commitment."""
+    worker = still.workers["worker-2"]
+    envelope = worker.accept_keys(still.orchestrator.release("worker-2", 0, (2,)))
+    member = next(each for each in members(still.roster()) if each.member_id == "worker-2")
+    body = open_envelope(DataCommitments, envelope, member.identity_key)
+    slice_digest = computer(still.mechanism).slice(2).digest
+    commitment = derive(still.computation_keys(2).data, Purpose.DATA_COMMITMENT, slice_digest).reveal()
+    assert (body.virtual_workers, body.commitments) == ((2,), (commitment,))
+    assert slice_digest != commitment
+
+
+# --- receipts
+
+
+def receipts(still: HandRun) -> Iterator[tuple[str, Envelope]]:
+    honest = still.receipt()
+    stranger = IdentityKey.generate()
+    yield "signature", seal(Receipt.model_validate_json(honest.body), stranger)
+    yield "signature", replace(honest, body=honest.body.replace(b'"fencing":1', b'"fencing":2'))
+    yield "receipt_mismatch", still.receipt(step=1)
+    yield "receipt_mismatch", still.receipt(run_id="another")
+    yield "receipt_mismatch", still.receipt(parameter_digest=bytes(32))
+    yield "receipt_mismatch", still.receipt(manifest_digest=bytes(32))
+    yield "receipt_mismatch", still.receipt(account="another")
+    yield "receipt_mismatch", still.receipt(mechanism_digest=bytes(32))
+    yield "signature", still.roster()
+
+
+def test_nothing_is_computed_without_the_receipt_for_exactly_this_step(still, roster, computed):
+    for code, receipt in receipts(still):
+        assert still.code("worker-0", still.request(roster, receipt=receipt)) == code
+    assert computed == []
+
+
+def test_nothing_is_computed_for_other_parameters_than_were_charged(still, roster, computed):
+    (parameters,) = still.parameters
+    changed = parameters.copy()
+    changed[7] = np.nextafter(changed[7], np.float32(2))
+    assert still.code("worker-0", still.request(roster), [changed]) == "receipt_mismatch"
+    assert still.code("worker-0", still.request(roster), [parameters[:-1]]) == "worker_error"
+    assert computed == []
+
+
+def test_step_zero_starts_from_the_manifests_parameters_even_if_others_were_charged(hand, computed):
+    roster = hand.roster()
+    parameters = hand.parameters[0] + np.float32(1)
+    model = parameter_digest(hand.facts.tensors, tensor_digests(parameters, hand.facts.tensors))
+    request = hand.request(roster, receipt=hand.receipt(parameter_digest=model))
+    assert hand.code("worker-0", request, [parameters]) == "parameters_mismatch"
+    assert computed == []
+
+
+def test_a_receipt_of_an_older_ledger_instance_is_refused(hand):
+    assert hand.code("worker-0", hand.request(hand.roster(), receipt=hand.receipt(fencing=5))) == "ok"
+    roster = hand.roster()
+    assert hand.code("worker-0", hand.request(roster, receipt=hand.receipt(fencing=4))) == "receipt_fenced"
+    assert hand.code("worker-0", hand.request(roster, receipt=hand.receipt(fencing=5))) == "ok"
+
+
+# --- rosters
+
+
+def hosted_by(roster: Envelope, hosting: dict[str, tuple[int, ...]]) -> tuple[Member, ...]:
+    return tuple(
+        member.model_copy(update={"virtual_workers": hosting.get(member.member_id, ())})
+        for member in members(roster)
+        if member.role == "aggregator" or member.member_id in hosting
+    )
+
+
+@pytest.mark.parametrize(
+    ("hosting", "code"),
+    [
+        ({"worker-0": (0, 3, 6), "worker-1": (1, 4, 7), "worker-2": (2,)}, "roster_cover"),
+        ({"worker-0": (0, 3, 6), "worker-1": (0, 1, 4, 7), "worker-2": (2, 5)}, "roster_cover"),
+        ({"worker-0": (0, 3, 6), "worker-1": (1, 4, 7), "worker-2": (2, 2)}, "roster_cover"),
+        ({"worker-0": tuple(range(8))}, "roster_too_small"),
+    ],
+    ids=["leaves one out", "names one twice", "one twice, one never", "a lone worker"],
+)
+def test_a_roster_that_covers_wrongly_is_refused_by_the_worker_itself(still, roster, computed, hosting, code):
+    forged = still.forged(roster, hosted_by(roster, hosting))
+    assert still.code("worker-0", still.request(forged)) == code
+    assert computed == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [({"run_id": "another"}, "roster_mismatch"), ({"manifest_digest": bytes(32)}, "roster_mismatch")],
+)
+def test_a_roster_of_another_run_is_refused(still, roster, changes, code):
+    assert still.code("worker-0", still.request(still.forged(roster, **changes))) == code
+
+
+def test_a_roster_that_the_orchestrator_did_not_sign_is_refused(still, roster):
+    forged = seal(Roster.model_validate_json(roster.body), IdentityKey.generate())
+    assert still.code("worker-0", still.request(forged)) == "signature"
+
+
+@pytest.mark.parametrize("field", ["member_id", "mask_key", "identity_key"])
+def test_two_members_with_one_id_or_key_are_refused(still, roster, field):
+    first, second, *others = members(roster)
+    copied = second.model_copy(update={field: getattr(first, field)})
+    assert still.code("worker-0", still.request(still.forged(roster, (first, copied, *others)))) == "roster_duplicate"
+
+
+@pytest.mark.parametrize("field", ["mask_key", "identity_key", "evidence_digest", "role"])
+def test_a_roster_that_states_other_facts_about_the_worker_is_refused(still, roster, field):
+    own, other, *rest = members(roster)
+    if field == "role":
+        own = own.model_copy(update={"role": "aggregator", "virtual_workers": ()})
+        other = other.model_copy(update={"virtual_workers": (0, 1, 3, 4, 6, 7)})
+    else:
+        own = own.model_copy(update={field: b"\5" * 32})
+    assert still.code("worker-0", still.request(still.forged(roster, (own, other, *rest)))) == "roster_own_entry"
+
+
+def test_a_worker_that_is_not_in_the_roster_does_not_answer(still, roster):
+    hosting = {"worker-1": (0, 1, 2, 3), "worker-2": (4, 5, 6, 7)}
+    forged = still.forged(roster, hosted_by(roster, hosting))
+    assert still.code("worker-0", still.request(forged)) == "roster_member"
+
+
+# --- attempts
+
+
+def test_a_repeat_of_an_attempt_gets_the_same_bytes(hand, computed):
+    request = hand.request(hand.roster())
+    first, vectors = hand.ask("worker-0", request)
+    computed.clear()
+    again, same = hand.ask("worker-0", request)
+    assert again == first
+    assert [vector.tobytes() for vector in same] == [vector.tobytes() for vector in vectors]
+    assert computed == []
+
+
+def test_another_roster_for_an_answered_attempt_is_refused(hand):
+    """Two answers of one attempt under two rosters would use one position twice."""
+    roster = hand.roster()
+    assert hand.code("worker-0", hand.request(roster)) == "ok"
+    for changes in ({"nonce": b"\1" * 32}, {"ratchet": 5}):
+        assert hand.code("worker-0", hand.request(hand.forged(roster, **changes))) == "step_fenced"
+    moved = hosted_by(roster, {"worker-0": (0,), "worker-1": (1, 3, 4, 6, 7), "worker-2": (2, 5)})
+    assert hand.code("worker-0", hand.request(hand.forged(roster, moved))) == "step_fenced"
+
+
+def test_an_older_attempt_step_or_ratchet_is_over(hand):
+    old = hand.roster()
+    commit = hand.advance(hand.roster())
+    late = hand.roster(1, commit=commit)
+    assert hand.code("worker-0", hand.request(old)) == "step_fenced"
+    rewound = hand.forged(late, ratchet=0)
+    assert hand.code("worker-0", hand.request(late, 1)) == "ok"
+    assert hand.code("worker-0", hand.request(hand.forged(rewound, attempt=7), 1)) == "step_fenced"
+    assert hand.code("worker-0", hand.request(hand.forged(late, attempt=8), 1)) == "ok"
+    assert hand.code("worker-0", hand.request(hand.forged(late, attempt=7), 1)) == "step_fenced"
+
+
+def test_a_new_attempt_masks_the_kept_vectors_anew(hand, computed):
+    """Survivors recompute nothing; the moved virtual worker alone is computed, and all bytes on the wire differ."""
+    _, (first,) = hand.compute(hand.roster())
+    computed.clear()
+    hosting = {"worker-0": (0, 3, 6, 7), "worker-1": (1, 4), "worker-2": (2, 5)}
+    hand.place({"worker-0": (7,)})
+    _, (second,) = hand.compute(hand.roster(hosting=hosting))
+    assert computed == [7]
+    assert not any(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+    assert np.array_equal(sum(first[1:], first[0]), sum(second[1:], second[0]))
+
+
+def test_a_recomputed_vector_has_the_tag_of_the_first(hand):
+    def tag_of(envelope: Envelope, v: int) -> bytes:
+        header = Header.model_validate_json(envelope.body)
+        return header.vector_tags[header.virtual_workers.index(v)]
+
+    request, _ = hand.compute(hand.roster())
+    hosting = {"worker-0": (0, 3, 6, 7), "worker-1": (1, 4), "worker-2": (2, 5)}
+    hand.place({"worker-0": (7,)})
+    again, _ = hand.compute(hand.roster(hosting=hosting))
+    assert tag_of(request.headers[1], 7) == tag_of(again.headers[0], 7)
+    assert tag_of(request.headers[1], 7) != tag_of(request.headers[1], 4)
+
+
+def test_ranges_that_do_not_cut_the_parameters_into_pieces_are_refused(hand):
+    whole = hand.mechanism.dimension
+    for number, ranges in enumerate(
+        [
+            (VectorRange(0, 0, whole - 1),),
+            (VectorRange(0, 0, whole + 1),),
+            (VectorRange(0, 1, whole - 1),),
+            (VectorRange(1, 0, whole),),
+            (VectorRange(0, 0, 40), VectorRange(1, 39, whole - 39)),
+            (VectorRange(0, 0, whole), VectorRange(1, whole, 0)),
+            (),
+        ]
+    ):
+        with pytest.raises(ProtocolError, match="range_mismatch"):
+            check_partition(ranges, whole)
+        request = hand.request(hand.roster(), ranges=ranges)
+        reply = hand.workers["worker-0"].step(request, *hand.parameters)[0]
+        assert (number, reply.code) == (number, "range_mismatch")
+    check_partition((VectorRange(0, 0, 40), VectorRange(1, 40, whole - 40)), whole)
+
+
+# --- peers
+
+
+def test_a_member_without_shown_evidence_refuses_the_step(still, roster, computed):
+    for absent in ("worker-1", "aggregator-0"):
+        shown = tuple(envelope for name, envelope in still.presentations.items() if name != absent)
+        assert still.code("worker-2", still.request(roster, presentations=shown)) == "peer_not_bound"
+    assert computed == []
+
+
+def test_keys_that_a_members_evidence_does_not_bind_are_refused(still, roster):
+    own, peer, *others = members(roster)
+    for field in ("mask_key", "identity_key"):
+        swapped = peer.model_copy(update={field: b"\7" * 32})
+        assert still.code("worker-0", still.request(still.forged(roster, (own, swapped, *others)))) == "key_not_bound"
+
+
+def test_evidence_of_one_member_does_not_serve_another(hand):
+    """Also when it was appraised before: worker-2's evidence makes no aggregator and no worker-1."""
+    roster = hand.roster()
+    assert hand.code("worker-0", hand.request(roster)) == "ok"
+    own, peer, third, aggregator = members(hand.roster())
+    peer = peer.model_copy(update={"virtual_workers": (1, 2, 4, 5, 7)})
+    evidence = {name: getattr(third, name) for name in ("mask_key", "identity_key", "evidence_digest")}
+    posing = aggregator.model_copy(update=evidence)
+    forged = hand.forged(hand.roster(), (own, peer, posing))
+    assert hand.code("worker-0", hand.request(forged)) == "peer_not_bound"
+    renamed = third.model_copy(update={"member_id": "worker-9"})
+    forged = hand.forged(hand.roster(), (own, members(roster)[1], renamed, aggregator))
+    assert hand.code("worker-0", hand.request(forged)) == "peer_not_bound"
+
+
+def test_evidence_under_another_root_is_refused(still, roster):
+    vendor = SimulatedVendor.create()
+    stranger = Attester("worker-1", LocalPlatform(vendor.platform()))
+    challenge = Challenge(
+        nonce=b"n" * 32,
+        run_id=still.run_id,
+        member_id="worker-1",
+        role="worker",
+        manifest_digest=still.manifest.digest(),
+        expires_at=0,
+    )
+    shown = stranger.present(challenge, still.manifest.digest(), still.known_answer)
+    own, peer, *others = members(roster)
+    entry = {
+        "mask_key": stranger.agreement.public,
+        "identity_key": stranger.identity.public,
+        "evidence_digest": stranger.evidence_digest,
+    }
+    forged = still.forged(roster, (own, peer.model_copy(update=entry), *others))
+    presentations = (*still.presentations.values(), shown)
+    assert still.code("worker-0", still.request(forged, presentations=presentations)) == "root_unknown"
+
+
+def test_a_peers_evidence_does_not_last_for_ever(hand):
+    roster = hand.roster()
+    assert hand.code("worker-0", hand.request(roster)) == "ok"
+    hand.clock.now += 24 * 3600
+    assert hand.code("worker-0", hand.request(hand.forged(roster, attempt=5))) == "peer_expired"
+
+
+# --- without secure aggregation
+
+
+def test_a_lone_worker_sends_the_noised_sum_of_all(tmp_path):
+    hand = HandRun(tmp_path, workers=1, secure_aggregation=False)
+    _, ((vector,),) = hand.compute(hand.roster())
+    clear = [hand.clear_vector(v) for v in range(VIRTUAL_WORKERS)]
+    assert np.array_equal(vector, sum(clear[1:], clear[0]))
+    noise = np.std(decode(vector, 0)) / (hand.mechanism.sigma * np.sqrt(VIRTUAL_WORKERS))
+    assert 0.7 < noise < 1.4
+
+
+def test_public_vectors_need_no_mask(tmp_path):
+    public = {"dp_config": {"enabled": False}, "overrides": ["dataset.public=true"]}
+    hand = HandRun(tmp_path, workers=2, secure_aggregation=False, **public)
+    _, (vectors,) = hand.compute(hand.roster())
+    for vector, hosted in zip(vectors, hand.hosting.values(), strict=True):
+        clear = [hand.clear_vector(v) for v in hosted]
+        assert np.array_equal(vector, sum(clear[1:], clear[0]))
+
+
+def test_several_workers_mask_private_vectors_in_any_case(tmp_path):
+    """Each carries a share of the noise only. Correlation below 6 standard errors: a false alarm below 2e-9."""
+    hand = HandRun(tmp_path, model="tests.models:wide_model", workers=2)
+    hand.admission = replace(hand.admission, secure_aggregation=False)
+    for name in hand.workers:
+        hand.admit(name)
+    _, (vectors,) = hand.compute(hand.roster())
+    for vector, hosted in zip(vectors, hand.hosting.values(), strict=True):
+        clear = [hand.clear_vector(v) for v in hosted]
+        assert correlation(vector, sum(clear[1:], clear[0])) < 6
+
+
+def test_an_error_of_ours_leaves_the_other_methods_as_itself_and_any_other_without_its_text(still, monkeypatch):
+    worker = still.workers["worker-0"]
+
+    def fail(*_):
+        raise KeyError("patient 4711")
+
+    monkeypatch.setattr("workers.train_worker.open_keys", fail)
+    with pytest.raises(RunFailedError) as error:
+        worker.accept_keys(Envelope(b"", b""))
+    assert error.value.code == "worker_error"
+    assert "4711" not in str(error.value)
+    assert error.value.__cause__ is None
+    assert error.value.__context__ is None
+    monkeypatch.undo()
+    with pytest.raises((ProtocolError, EvidenceError)):
+        worker.accept_keys(Envelope(b"", b""))

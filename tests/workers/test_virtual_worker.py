@@ -1,0 +1,227 @@
+"""One virtual worker's vector: what it depends on, and how far one example can move it."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from attestation.keys import Purpose, derive
+from tests.protocol import Arrays, computer, examples, initial_parameters, keys_of, mechanism
+from workers.datasets import slice_ids
+from workers.noise import NoiseSampler
+from workers.virtual_worker import VirtualWorkerComputer
+
+COMPUTATION, MODEL = b"c" * 32, b"p" * 32
+KEYS = keys_of(COMPUTATION, 0)
+PARAMETERS = initial_parameters()
+
+
+class Silence:
+    """Noise that adds nothing: the encoded sum alone is left."""
+
+    def add_to(self, vector, key):
+        pass
+
+
+def silent(chosen, data: Arrays | None = None) -> VirtualWorkerComputer:
+    """A computer without noise; the test's alone, since no option of the product switches it off."""
+    quiet = computer(chosen, data)
+    quiet.__dict__["_noise"] = Silence()
+    return quiet
+
+
+def vector(each: VirtualWorkerComputer, *, v=0, keys=KEYS, step=0, model=MODEL, parameters=PARAMETERS) -> np.ndarray:
+    return each.vector(v, keys, step, model, parameters).values
+
+
+def real(difference: np.ndarray, chosen) -> np.ndarray:
+    """A difference of two ring vectors as real numbers."""
+    return difference.view(f"<i{difference.itemsize}").astype(np.float64) * chosen.gamma
+
+
+def with_example(features, label=None, position=0) -> Arrays:
+    """The small run's data with one example replaced."""
+    all_features, labels = (array.copy() for array in examples())
+    all_features[position] = features
+    if label is not None:
+        labels[position] = label
+    return all_features, labels
+
+
+# --- what it depends on
+
+
+def test_equal_inputs_give_equal_bytes_in_any_process_host_or_order():
+    chosen = mechanism()
+    first, second = computer(chosen), computer(chosen)
+    vector(second, v=3, keys=keys_of(COMPUTATION, 3))
+    vector(second, step=5)
+    assert vector(first).tobytes() == vector(second).tobytes()
+    assert first.vector(0, KEYS, 0, MODEL, PARAMETERS).tag == second.vector(0, KEYS, 0, MODEL, PARAMETERS).tag
+
+
+@pytest.mark.parametrize("changed", ["step", "parameter digest", "virtual worker", "epoch", "computation", "data"])
+def test_whatever_may_change_a_gradient_changes_the_noise(changed):
+    """Two vectors differ by two independent noises, of standard deviation sqrt(2) sigma.
+
+    The deviation of 83 normal values is off by half with probability below 1e-8.
+    """
+    chosen = mechanism()
+    feature = examples()[0][0].copy()
+    feature[0] = np.nextafter(feature[0], np.float32(9))
+    others = {
+        "step": lambda: vector(computer(chosen), step=1),
+        "parameter digest": lambda: vector(computer(chosen), model=b"q" * 32),
+        "virtual worker": lambda: vector(computer(chosen), keys=keys_of(COMPUTATION, 1)),
+        "epoch": lambda: vector(computer(chosen), keys=keys_of(COMPUTATION, 0, 1)),
+        "computation": lambda: vector(computer(chosen), keys=keys_of(b"d" * 32, 0)),
+        "data": lambda: vector(computer(chosen, with_example(feature))),
+    }
+    difference = real(vector(computer(chosen)) - others[changed](), chosen) / chosen.gamma
+    assert 0.5 < np.std(difference) / (math.sqrt(2) * chosen.sigma) < 1.5
+
+
+def test_other_slices_change_nothing():
+    chosen = mechanism()
+    other = computer(chosen, with_example(np.full(6, 9.0), position=1))
+    assert np.array_equal(vector(computer(chosen)), vector(other))
+
+
+def test_the_slice_is_every_vth_example_and_its_digest_covers_their_bytes():
+    own = computer(mechanism()).slice(3)
+    assert np.array_equal(own.ids, slice_ids(3, 8, 40))
+    changed = with_example(np.zeros(6), position=11)
+    assert computer(mechanism(), changed).slice(3).digest != own.digest
+    assert computer(mechanism(), changed).slice(4).digest == computer(mechanism()).slice(4).digest
+
+
+def test_sampling_is_keyed_like_the_noise(monkeypatch):
+    """Of 20 pairs of draws of 5 examples at rate 1/2, all being equal has probability 2^-100."""
+    drawn = []
+    genuine = VirtualWorkerComputer.vector.__globals__["draw_ids"]
+    monkeypatch.setattr(
+        "workers.virtual_worker.draw_ids", lambda *arguments: drawn.append(genuine(*arguments)) or drawn[-1]
+    )
+    each = computer(mechanism())
+    for step in range(20):
+        vector(each, step=step)
+        vector(each, step=step, model=b"q" * 32)
+    pairs = zip(drawn[::2], drawn[1::2], strict=True)
+    assert not all(np.array_equal(first, second) for first, second in pairs)
+
+
+def test_an_empty_draw_is_pure_noise():
+    chosen = mechanism(sample_rate=0.0)
+    each = computer(chosen)
+    expected = np.zeros(chosen.dimension, np.uint32)
+    noise_key = derive(KEYS.stream, Purpose.NOISE, 0, MODEL, each.slice(0).digest)
+    NoiseSampler(chosen.sigma, 32).add_to(expected, noise_key)
+    assert np.array_equal(vector(each), expected)
+
+
+def test_public_data_is_neither_noised_nor_clipped():
+    chosen = mechanism(private=False, sample_rate=1.0, max_grad_norm=1e-6)
+    clipped = silent(mechanism(sample_rate=1.0, max_grad_norm=1e-6))
+    assert np.array_equal(vector(computer(chosen)), vector(silent(chosen)))
+    assert np.linalg.norm(real(vector(computer(chosen)), chosen)) > 1
+    assert np.linalg.norm(real(vector(clipped), chosen)) < 1e-4
+
+
+def test_a_tag_is_keyed_and_tells_vectors_apart():
+    each = computer(mechanism())
+    tags = {each.vector(0, KEYS, step, model, PARAMETERS).tag for step in (0, 1) for model in (MODEL, b"q" * 32)}
+    tags.add(each.vector(0, keys_of(COMPUTATION, 1), 0, MODEL, PARAMETERS).tag)
+    assert len(tags) == 5
+    assert {len(tag) for tag in tags} == {16}
+
+
+def test_equal_vectors_of_two_steps_or_models_have_unrelated_tags():
+    """Else a tag would tell that two vectors are equal; here all are zero."""
+    each = silent(mechanism(sample_rate=0.0))
+    answers = [each.vector(0, KEYS, step, model, PARAMETERS) for step in (0, 1) for model in (MODEL, b"q" * 32)]
+    assert not any(answer.values.any() for answer in answers)
+    assert len({answer.tag for answer in answers}) == 4
+
+
+# --- how far one example moves it
+
+
+ADVERSARIES = {
+    "ordinary": (np.ones(6), 0),
+    "huge": (np.full(6, 3e38), 1),
+    "one huge feature": (np.array([1e30, 0, 0, 0, 0, 0]), 2),
+    "tiny": (np.full(6, 1e-38), 0),
+    "denormal": (np.full(6, 1e-45), 0),
+    "opposite of the others": (-examples()[0][8:48:8].sum(0), 1),
+    "label that is no class": (np.ones(6), 99),
+    "negative label": (np.ones(6), -(2**40)),
+    "infinite": (np.full(6, np.inf), 0),
+}
+
+
+def moved_by(features, label, chosen, parameters=PARAMETERS) -> float:
+    """Distance, in real units, from the vector in which the example contributes zero."""
+    present = vector(silent(chosen, with_example(features, label)), parameters=parameters)
+    absent = vector(silent(chosen, with_example(np.nan, label)), parameters=parameters)
+    return float(np.linalg.norm(real(present - absent, chosen)))
+
+
+@pytest.mark.parametrize("adversary", ADVERSARIES)
+@pytest.mark.parametrize(("bits", "gamma_log2"), [(32, -20), (32, -5), (64, -40)])
+def test_an_adversarial_example_never_moves_the_encoded_sum_by_more_than_the_sensitivity(adversary, bits, gamma_log2):
+    """From features to ring words: C' = C + gamma sqrt(d) holds, also where rounding is as coarse as C itself."""
+    chosen = mechanism(sample_rate=1.0, max_grad_norm=0.25, ring_bits=bits, gamma_log2=gamma_log2, clamp=8.0)
+    for scale in (1, 30):
+        moved = moved_by(*ADVERSARIES[adversary], chosen, PARAMETERS * np.float32(scale))
+        assert moved <= chosen.sensitivity
+
+
+@settings(max_examples=25)
+@given(arrays(np.float32, 6, elements=st.floats(width=32, allow_nan=True)), st.integers(-1, 4))
+def test_no_example_whatever_moves_the_encoded_sum_by_more_than_the_sensitivity(features, label):
+    chosen = mechanism(sample_rate=1.0, max_grad_norm=0.25, gamma_log2=-6, clamp=8.0)
+    assert moved_by(features, label, chosen) <= chosen.sensitivity
+
+
+def test_the_bound_is_reached_so_it_is_the_clipping_that_keeps_it():
+    chosen = mechanism(sample_rate=1.0, max_grad_norm=0.25, gamma_log2=-20, clamp=8.0)
+    assert 0.24 < moved_by(np.ones(6), 0, chosen) <= chosen.sensitivity
+    unclipped = chosen.model_copy(update={"max_grad_norm": 1e6})
+    assert moved_by(np.ones(6), 0, unclipped) > chosen.sensitivity
+
+
+def test_each_coordinate_of_the_sum_is_clamped():
+    chosen = mechanism(sample_rate=1.0, clamp=2.0**-10, gamma_log2=-20)
+    clamped = real(vector(silent(chosen)), chosen)
+    assert np.abs(clamped).max() == 2.0**-10
+    assert (np.abs(clamped) == 2.0**-10).mean() > 0.5
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_a_non_finite_example_contributes_zero_and_nothing_tells_of_it(poison, recwarn, capfd):
+    """The encoded sum is that of the other examples; the real vector has the usual form, noise and tag."""
+    chosen = mechanism(sample_rate=1.0)
+    poisoned = with_example(np.array([poison, 1, 1, 1, 1, 1]))
+    mislabelled = with_example(np.ones(6), 99)
+    assert np.array_equal(vector(silent(chosen, poisoned)), vector(silent(chosen, mislabelled)))
+    answer = computer(chosen, poisoned).vector(0, KEYS, 0, MODEL, PARAMETERS)
+    assert answer.values.shape == (chosen.dimension,)
+    assert len(answer.tag) == 16
+    assert not recwarn.list
+    assert "".join(capfd.readouterr()) == ""
+
+
+def test_all_examples_non_finite_still_give_a_normal_vector_of_noise():
+    """Deviation of 83 normal values, off by half with probability below 1e-8."""
+    chosen = mechanism(sample_rate=1.0)
+    features, labels = examples()
+    values = vector(computer(chosen, (np.full_like(features, np.nan), labels)))
+    assert 0.5 < np.std(real(values, chosen)) / (chosen.sigma * chosen.gamma) < 1.5
+
+
+def test_parameters_that_are_not_finite_zero_every_example_and_leave_noise():
+    chosen = mechanism(sample_rate=1.0)
+    assert not vector(silent(chosen), parameters=np.full_like(PARAMETERS, np.nan)).any()

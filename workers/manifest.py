@@ -1,0 +1,138 @@
+"""The manifest: everything that can change a gradient, and everybody who may sign, fixed before the first step.
+
+``Computation`` holds what determines the bytes of the weights; virtual-worker keys derive from it and from the known
+answer (:func:`key_context`). The manifest adds who signs what. Neither holds a worker count, a path, a time or a range
+count: those may differ between two executions that must give the same bytes.
+"""
+
+from typing import ClassVar, Literal
+
+from attestation.canonical import digest, length_prefixed
+from attestation.messages import Message
+from workers.mechanism import Mechanism
+
+
+class TensorSpec(Message):
+    """One trainable tensor, in canonical order (the order of the model's ``named_parameters``)."""
+
+    DOMAIN: ClassVar[str] = "raycloak/tensor/v1"
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        size = 1
+        for extent in self.shape:
+            size *= extent
+        return size
+
+
+class OptimizerSpec(Message):
+    """Update rule and learning-rate schedule; see `coordinator/optimizers.py`."""
+
+    DOMAIN: ClassVar[str] = "raycloak/optimizer/v1"
+
+    name: Literal["sgd", "adam", "adamw", "adafactor"]
+    learning_rate: float
+    momentum: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+    schedule: Literal["constant", "linear", "cosine"]
+    warmup_steps: int
+
+
+class NumericsClass(Message):
+    """What the last bits of a gradient depend on besides code and data.
+
+    Attributes:
+        device, cpu_capability: model of the device, and the instruction set that CPU kernels are held to.
+        threads: per worker.
+        torch, numpy, opacus, python: versions.
+        deterministic: whether operations without a deterministic kernel are refused; if not, the run is NOT EXACT.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/numerics/v1"
+
+    device: str
+    cpu_capability: str
+    threads: int
+    torch: str
+    numpy: str
+    opacus: str
+    python: str
+    deterministic: bool
+
+    def computes_like(self, other: "NumericsClass") -> bool:
+        """Whether both give the same bits in an update rule, which runs on the CPU one element at a time."""
+        apart = {"device": "", "deterministic": True}
+        return self.model_copy(update=apart) == other.model_copy(update=apart)
+
+
+class Computation(Message):
+    """All that determines the bytes of the weights, given the run secret and the data.
+
+    Attributes:
+        model: ``module:function`` or the qualified name of a callable, for the reader.
+        model_code: SHA-256 of the model's source.
+        loss: ``cross_entropy``, ``mse`` or ``module:function``.
+        loss_code: SHA-256 of a custom loss's source, empty for a built-in one.
+        tensors: trainable tensors in canonical order.
+        parameter_dtype, accumulation_dtype: of parameters and of gradients, and of clipped sums before the ring.
+        initial_parameters: parameter digest of the start.
+        dataset: digest of the dataset descriptor's identity (not of its location).
+        epoch_steps: E; keys of step s belong to epoch s // E.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/computation/v1"
+
+    mechanism: Mechanism
+    model: str
+    model_code: bytes
+    loss: str
+    loss_code: bytes
+    tensors: tuple[TensorSpec, ...]
+    parameter_dtype: Literal["float32"] = "float32"
+    accumulation_dtype: Literal["float64"] = "float64"
+    initial_parameters: bytes
+    optimizer: OptimizerSpec
+    numerics: NumericsClass
+    dataset: bytes
+    epoch_steps: int
+
+    @property
+    def exact(self) -> bool:
+        """Whether every operation of the run has a deterministic kernel; if not, the run is NOT EXACT."""
+        return self.numerics.deterministic
+
+
+def key_context(computation: Computation, known_answer: bytes) -> bytes:
+    """What virtual-worker keys derive from: the computation as it is written down, and as it behaves.
+
+    The known answer changes with code that no digest of a source file sees, such as an installed package.
+    """
+    return digest(length_prefixed("raycloak/key-context/v1", computation.digest(), known_answer))
+
+
+class Manifest(Message):
+    """The run's contract; its digest is in every piece of evidence, header, receipt and roster.
+
+    Attributes:
+        known_answer: digest of the encoded, noised vector of the public synthetic batch; see
+            `workers/known_answer.py`.
+        key_commitments: per epoch, digest of the commitments to all virtual-worker keys.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/manifest/v1"
+
+    run_id: str
+    computation: Computation
+    known_answer: bytes
+    policy_digest: bytes
+    account: str
+    ledger_key: bytes
+    orchestrator_key: bytes
+    key_commitments: tuple[bytes, ...]

@@ -1,0 +1,69 @@
+"""The ledger's signed permission to compute one step."""
+
+from typing import ClassVar
+
+from attestation.messages import Envelope, Message, open_envelope
+from metrics.errors import ProtocolError
+
+
+class Receipt(Message):
+    """Proof that a step was durably charged before anything was computed for it.
+
+    Attributes:
+        parameter_digest: of the parameters the step starts from.
+        account, mechanism_digest: who pays, and for what.
+        fencing: number of the ledger instance; later instances have higher numbers.
+        sequence, head: position and hash of the charge's entry in the ledger's chain.
+        charged_epsilon: the account's epsilon after this charge, at its delta.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/receipt/v1"
+
+    run_id: str
+    step: int
+    parameter_digest: bytes
+    manifest_digest: bytes
+    account: str
+    mechanism_digest: bytes
+    fencing: int
+    sequence: int
+    head: bytes
+    charged_epsilon: float
+
+
+def check_receipt(
+    envelope: Envelope,
+    *,
+    ledger_key: bytes,
+    run_id: str,
+    step: int,
+    parameter_digest: bytes,
+    manifest_digest: bytes,
+    account: str,
+    mechanism_digest: bytes,
+    lowest_fencing: int,
+) -> Receipt:
+    """Verify a receipt for exactly this step.
+
+    Guarantee: returns only if ``ledger_key`` signed that this mechanism was charged to this account for (run, step,
+    parameters, manifest), by an instance whose fencing number is not below ``lowest_fencing``.
+
+    Raises:
+        ProtocolError: ``receipt_mismatch``, ``receipt_fenced`` or ``signature``.
+    """
+    receipt = open_envelope(Receipt, envelope, ledger_key)
+    expected = {
+        "run_id": run_id,
+        "step": step,
+        "parameter_digest": parameter_digest,
+        "manifest_digest": manifest_digest,
+        "account": account,
+        "mechanism_digest": mechanism_digest,
+    }
+    differing = [name for name, value in expected.items() if getattr(receipt, name) != value]
+    if differing:
+        names = ", ".join(differing)
+        raise ProtocolError("receipt_mismatch", f"the receipt for step {step} of run {run_id} differs in {names}")
+    if receipt.fencing < lowest_fencing:
+        raise ProtocolError("receipt_fenced", f"ledger instance {receipt.fencing} was replaced by {lowest_fencing}")
+    return receipt

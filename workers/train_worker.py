@@ -1,0 +1,468 @@
+"""TrainWorker: the only place where data, keys and clear updates exist.
+
+Everything it holds stays in its memory; what leaves is a signed header and masked vectors. It checks all it is
+told before it computes: the manifest against its own code and data, the receipt, the roster, every peer's evidence.
+A plain class behind a narrow message interface, so that it can be moved into a process of its own.
+
+What it answers to a wrong or failing step is one code; no text of an exception leaves (see `workers/guard.py`).
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from attestation.appraisal import Appraisal, appraise
+from attestation.attester import Attester, EvidenceSource
+from attestation.canonical import digest
+from attestation.evidence import Challenge, Collateral
+from attestation.key_release import VirtualWorkerKeys, open_keys
+from attestation.keys import Purpose, Secret, derive
+from attestation.messages import Envelope, seal
+from attestation.policy import Policy
+from attestation.roster import Member, Roster, open_roster
+from attestation.slices import DataCommitments
+from metrics.errors import ConfigError, EvidenceError, ProtocolError, RefusedError
+from workers.clipping import GradientEngine
+from workers.datasets import Dataset, DatasetDescriptor, dataset_form
+from workers.guard import answer_code, guarded
+from workers.known_answer import known_answer
+from workers.manifest import Manifest, NumericsClass, TensorSpec
+from workers.masks import PairSecret, masked_sum, roster_masks
+from workers.mechanism import Mechanism
+from workers.model_checks import check_trainable
+from workers.models import ModelSource, build_model, loss_function, read_flat, trainable_tensors
+from workers.numerics import current_numerics, pin_numerics
+from workers.parameters import parameter_digest, tensor_digests
+from workers.payload import Attempt, VectorRange, payload_key, seal_header, tag_payload
+from workers.receipt import check_receipt
+from workers.ring import RingVector, ring_dtype
+from workers.virtual_worker import EncodedVector, VirtualWorkerComputer
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSetup:
+    """What to train on what: everything a worker opens by itself.
+
+    Attributes:
+        base: directory that relative dataset paths and ``module:function`` names start from.
+        loss: ``cross_entropy``, ``mse`` or ``module:function``.
+        seed: public seed of the initial parameters.
+        device: ``cpu`` or ``cuda``.
+        allow_nondeterministic: whether operations without a deterministic kernel may run; the run is then NOT EXACT.
+    """
+
+    model: ModelSource
+    loss: str
+    dataset: DatasetDescriptor
+    base: str
+    seed: int
+    device: str
+    allow_nondeterministic: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """What the manifest needs to know of a prepared worker; nothing of it depends on the content of examples."""
+
+    num_examples: int
+    tensors: tuple[TensorSpec, ...]
+    initial_parameters: np.ndarray
+    model_code: bytes
+    loss_code: bytes
+    numerics: NumericsClass
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What a worker needs to attest itself and to appraise its peers.
+
+    Attributes:
+        secure_aggregation: whether a roster needs two workers. Without it a single worker may host everything; its
+            vector then carries all the noise. Private vectors of several workers are masked in either case.
+    """
+
+    manifest: Manifest
+    policy: Policy
+    collateral: Collateral
+    secure_aggregation: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepRequest:
+    """One attempt of one step.
+
+    Attributes:
+        presentations: of members that may be new to the receiver.
+        ranges: each aggregator's part of the parameters, in order.
+    """
+
+    receipt: Envelope
+    roster: Envelope
+    presentations: tuple[Envelope, ...]
+    ranges: tuple[VectorRange, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepReply:
+    """A worker's first, small answer: ``code`` is ``ok`` or says why there is nothing else.
+
+    Attributes:
+        header: signed; None unless ``ok``.
+        seconds: the worker's own time for the whole answer.
+        compute_seconds, mask_seconds: of it, computing vectors, and masking, tagging and signing.
+        leaving: whether the worker was asked to end and should leave after this step.
+    """
+
+    member_id: str
+    code: str
+    header: Envelope | None = None
+    seconds: float = 0.0
+    compute_seconds: float = 0.0
+    mask_seconds: float = 0.0
+    leaving: bool = False
+
+
+class TrainWorker:
+    """Hosts virtual workers.
+
+    Args:
+        member_id: name of this incarnation; a replacement has another.
+        source: the platform that issues its evidence.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(self, member_id: str, source: EvidenceSource, clock: Callable[[], float]) -> None:
+        self._attester = Attester(member_id, source)
+        self._clock = clock
+        self._keys: dict[tuple[int, int], VirtualWorkerKeys] = {}
+        self._appraisals: dict[bytes, Appraisal] = {}
+        self._pairs: dict[tuple[str, bytes], PairSecret] = {}
+        self._vectors: dict[int, EncodedVector] = {}
+        self._vectors_of: tuple[int, bytes] | None = None
+        self._last: tuple[bytes, StepReply, tuple[np.ndarray, ...]] | None = None
+        self._position = (-1, -1)
+        self._ratchet = 0
+        self._fencing = 0
+        self._manifest_digest = b""
+
+    @guarded
+    def prepare(self, setup: WorkerSetup) -> WorkerFacts:
+        """Open the dataset, build the model, pin the numerics.
+
+        Raises:
+            DatasetError, ModelError, ConfigError: what cannot be trained on, with the layer or array named.
+            ProtocolError: ``already_presented``.
+        """
+        self._check_unpresented()
+        if setup.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(
+                "no_cuda",
+                "this worker was given a GPU, but torch sees none.",
+                "Install a CUDA build of torch on the nodes, or set use_gpu: false.",
+            )
+        deterministic = not setup.allow_nondeterministic
+        pin_numerics(deterministic)
+        self._setup = setup
+        self._dataset: Dataset = setup.dataset.open(Path(setup.base))
+        self._module = build_model(setup.model, setup.base, setup.seed)
+        self._loss, loss_code = loss_function(setup.loss, setup.base)
+        check_trainable(self._module, dataset_form(self._dataset), self._loss, deterministic)
+        self._facts = WorkerFacts(
+            num_examples=len(self._dataset),
+            tensors=trainable_tensors(self._module),
+            initial_parameters=read_flat(self._module),
+            model_code=setup.model.code_digest(setup.base),
+            loss_code=loss_code,
+            numerics=current_numerics(setup.device),
+        )
+        return self._facts
+
+    @guarded
+    def compute_known_answer(self, mechanism: Mechanism) -> bytes:
+        """Digest of the public synthetic batch's vector; it is part of the evidence this worker presents later.
+
+        Raises:
+            ProtocolError: ``already_presented``.
+            RefusedError: ``not_public`` if there is to be no noise on data that is not declared public.
+            ModelError: ``nondeterministic_op``, with the operation's name: no example is in reach of it yet.
+        """
+        self._check_unpresented()
+        if not mechanism.private and not self._setup.dataset.public:
+            raise RefusedError("not_public", "this worker's data is not declared public, so it trains only with noise")
+        self._mechanism = mechanism
+        deterministic = not self._setup.allow_nondeterministic
+        engine = GradientEngine(self._module, self._loss, mechanism, self._setup.device, deterministic)
+        self._computer = VirtualWorkerComputer(mechanism, engine, self._dataset)
+        self._known_answer = known_answer(mechanism, engine, self._dataset, self._facts.initial_parameters)
+        return self._known_answer
+
+    @guarded
+    def present(self, challenge: Challenge, admission: Admission) -> Envelope:
+        """Check the manifest against what this process really runs, then answer the challenge with evidence.
+
+        Raises:
+            ProtocolError: ``manifest_mismatch`` with the field named, ``policy_mismatch``, ``challenge_mismatch``, or
+                ``already_presented`` if this worker is bound to another manifest.
+        """
+        self._check_manifest(admission.manifest)
+        if admission.policy.digest() != admission.manifest.policy_digest:
+            raise ProtocolError("policy_mismatch", "the policy is not the manifest's")
+        if self._manifest_digest != admission.manifest.digest():
+            self._check_unpresented()
+        self._admission = admission
+        self._manifest_digest = admission.manifest.digest()
+        return self._attester.present(challenge, self._manifest_digest, self._known_answer)
+
+    @guarded
+    def accept_keys(self, package: Envelope) -> Envelope:
+        """Take virtual-worker keys; returns signed keyed commitments to the slices they belong to."""
+        manifest = self._admission.manifest
+        epoch, keys = open_keys(
+            package,
+            orchestrator_key=manifest.orchestrator_key,
+            hpke_key=self._attester.hpke,
+            run_id=manifest.run_id,
+            member_id=self._attester.member_id,
+            manifest_digest=self._manifest_digest,
+            key_commitments=manifest.key_commitments,
+        )
+        self._keys = {place: key for place, key in self._keys.items() if place[0] == epoch}
+        self._keys |= {(epoch, v): key for v, key in keys.items()}
+        commitments = tuple(
+            derive(key.data, Purpose.DATA_COMMITMENT, self._computer.slice(v).digest).reveal()
+            for v, key in sorted(keys.items())
+        )
+        body = DataCommitments(
+            run_id=manifest.run_id,
+            member_id=self._attester.member_id,
+            virtual_workers=tuple(sorted(keys)),
+            commitments=commitments,
+        )
+        return seal(body, self._attester.identity)
+
+    def step(self, request: StepRequest, *parameters: np.ndarray) -> tuple[Any, ...]:
+        """Compute, mask and sign this worker's contribution to one attempt.
+
+        Guarantee: nothing is computed before a receipt and a roster for exactly these parameters were verified; one
+        masked vector leaves per (run, step, attempt), and a repeat gets the same bytes or a refusal. Every failure
+        is answered by a code.
+
+        Args:
+            parameters: the float32 parameters of each range, in range order.
+
+        Returns:
+            (StepReply, masked vector of each range); the vectors are empty unless the code is ``ok``.
+        """
+        vectors: tuple[RingVector, ...]
+        try:
+            reply, vectors = self._step(request, parameters)
+        except Exception as error:  # noqa: BLE001 - only a code may leave
+            reply = StepReply(self._attester.member_id, answer_code(error))
+            vectors = tuple(np.empty(0, np.uint32) for _ in request.ranges)
+        return (reply, *vectors)
+
+    @guarded
+    def _step(self, request: StepRequest, parameters: Sequence[np.ndarray]) -> tuple[StepReply, tuple[RingVector, ...]]:
+        began = time.perf_counter()
+        roster = self._open_roster(request.roster)
+        if self._last and self._last[0] == digest(request.roster.body):
+            return self._last[1], self._last[2]
+        self._check_position(roster)
+        flat = parameters[0] if len(parameters) == 1 else np.concatenate(parameters)
+        model = self._check_parameters(request, roster, flat)
+        self._appraise_peers(roster, request.presentations)
+        self._advance(roster)
+        mechanism = self._admission.manifest.computation.mechanism
+
+        started = time.perf_counter()
+        self._compute(roster.step, model, flat, roster.member(self._attester.member_id).virtual_workers)
+        computed = time.perf_counter()
+        vectors, header = self._mask(Attempt.of(roster, model, request.ranges, mechanism.ring_bits))
+        masked = time.perf_counter()
+
+        reply = StepReply(self._attester.member_id, "ok", header, masked - began, computed - started, masked - computed)
+        self._last = digest(request.roster.body), reply, vectors
+        return reply, vectors
+
+    def _check_unpresented(self) -> None:
+        """What was attested must stay what runs: data, model and mechanism are fixed by the first presentation."""
+        if self._manifest_digest:
+            raise ProtocolError("already_presented", f"{self._attester.member_id} is bound to its manifest")
+
+    def _check_manifest(self, manifest: Manifest) -> None:
+        computation, facts = manifest.computation, self._facts
+        start = parameter_digest(facts.tensors, tensor_digests(facts.initial_parameters, facts.tensors))
+        checks = {
+            "numerics": (computation.numerics, facts.numerics),
+            "num_examples": (computation.mechanism.num_examples, facts.num_examples),
+            "mechanism": (computation.mechanism, self._mechanism),
+            "loss": (computation.loss, self._setup.loss),
+            "tensors": (computation.tensors, facts.tensors),
+            "model_code": (computation.model_code, facts.model_code),
+            "loss_code": (computation.loss_code, facts.loss_code),
+            "initial_parameters": (computation.initial_parameters, start),
+            "dataset": (computation.dataset, self._setup.dataset.identity_digest()),
+            "known_answer": (manifest.known_answer, self._known_answer),
+        }
+        for field, (stated, found) in checks.items():
+            if stated != found:
+                raise ProtocolError("manifest_mismatch", f"the manifest's {field} is not what this worker has")
+
+    def _open_roster(self, envelope: Envelope) -> Roster:
+        manifest = self._admission.manifest
+        roster = open_roster(
+            envelope,
+            orchestrator_key=manifest.orchestrator_key,
+            run_id=manifest.run_id,
+            manifest_digest=self._manifest_digest,
+            virtual_workers=manifest.computation.mechanism.virtual_workers,
+            minimum_workers=2 if self._admission.secure_aggregation else 1,
+        )
+        own, keys = roster.member(self._attester.member_id), self._attester
+        stated = (own.role, own.identity_key, own.mask_key, own.evidence_digest)
+        if stated != ("worker", keys.identity.public, keys.agreement.public, keys.evidence_digest):
+            raise ProtocolError("roster_own_entry", "the roster states other keys or evidence for this worker")
+        return roster
+
+    def _check_position(self, roster: Roster) -> None:
+        if (roster.step, roster.attempt) <= self._position or roster.ratchet < self._ratchet:
+            raise ProtocolError("step_fenced", f"step {roster.step} attempt {roster.attempt} is over for this worker")
+
+    def _check_parameters(self, request: StepRequest, roster: Roster, flat: np.ndarray) -> bytes:
+        """The digest of the parameters that really arrived, after the receipt was verified for it."""
+        manifest, tensors = self._admission.manifest, self._facts.tensors
+        model = parameter_digest(tensors, tensor_digests(flat, tensors))
+        receipt = check_receipt(
+            request.receipt,
+            ledger_key=manifest.ledger_key,
+            run_id=manifest.run_id,
+            step=roster.step,
+            parameter_digest=model,
+            manifest_digest=self._manifest_digest,
+            account=manifest.account,
+            mechanism_digest=manifest.computation.mechanism.digest(),
+            lowest_fencing=self._fencing,
+        )
+        self._fencing = receipt.fencing
+        if roster.step == 0 and model != manifest.computation.initial_parameters:
+            raise ProtocolError("parameters_mismatch", "step 0 does not start from the manifest's parameters")
+        return model
+
+    def _appraise_peers(self, roster: Roster, presentations: Sequence[Envelope]) -> None:
+        """Appraise every member not seen before; a member without valid evidence refuses the step."""
+        shown = {digest(envelope.body): envelope for envelope in presentations}
+        now = int(self._clock())
+        for member in roster.members:
+            known = self._appraisals.get(member.evidence_digest)
+            if known is None:
+                if member.evidence_digest not in shown:
+                    raise EvidenceError("peer_not_bound", f"no evidence of {member.member_id} was shown")
+                known = self._appraise(member, shown[member.evidence_digest], now)
+                self._appraisals[member.evidence_digest] = known
+            if known.expires_at <= now:
+                raise EvidenceError("peer_expired", f"the evidence of {member.member_id} is too old")
+            if (known.member_id, known.role) != (member.member_id, member.role):
+                raise EvidenceError("peer_not_bound", f"the evidence shown for {member.member_id} is another member's")
+            if (known.mask_key, known.identity_key) != (member.mask_key, member.identity_key):
+                raise EvidenceError("key_not_bound", f"the roster's keys of {member.member_id} are not its evidence's")
+
+    def _appraise(self, member: Member, envelope: Envelope, now: int) -> Appraisal:
+        return appraise(
+            envelope,
+            run_id=self._admission.manifest.run_id,
+            member_id=member.member_id,
+            role=member.role,
+            manifest_digest=self._manifest_digest,
+            policy=self._admission.policy,
+            collateral=self._admission.collateral,
+            now=now,
+        )
+
+    def _advance(self, roster: Roster) -> None:
+        """Take the position, forget departed peers and what other workers host now, agree with new peers.
+
+        Guarantee: keys and vectors of a virtual worker are dropped at the first roster that gives it to another.
+        """
+        self._position = (roster.step, roster.attempt)
+        self._ratchet = roster.ratchet
+        self._last = None
+        own = roster.member(self._attester.member_id)
+        self._keys = {place: keys for place, keys in self._keys.items() if place[1] in own.virtual_workers}
+        self._vectors = {v: vector for v, vector in self._vectors.items() if v in own.virtual_workers}
+        peers = {member.member_id: member for member in roster.workers if member.member_id != own.member_id}
+        self._pairs = {
+            place: pair for place, pair in self._pairs.items() if place in {(i, m.mask_key) for i, m in peers.items()}
+        }
+        for peer_id, peer in peers.items():
+            if (peer_id, peer.mask_key) not in self._pairs:
+                self._pairs[peer_id, peer.mask_key] = PairSecret(
+                    self._attester.agreement,
+                    own,
+                    peer,
+                    run_id=roster.run_id,
+                    manifest_digest=self._manifest_digest,
+                )
+
+    def _compute(self, step: int, model: bytes, flat: np.ndarray, own: Sequence[int]) -> None:
+        """Fill ``_vectors`` for ``own``; kept vectors of the same step and parameters are not computed again."""
+        if self._vectors_of != (step, model):
+            self._vectors, self._vectors_of = {}, (step, model)
+        epoch = step // self._admission.manifest.computation.epoch_steps
+        for v in own:
+            if v not in self._vectors:
+                keys = self._keys.get((epoch, v))
+                if keys is None:
+                    raise EvidenceError("release_denied", f"no key of virtual worker {v} in epoch {epoch}")
+                self._vectors[v] = self._computer.vector(v, keys, step, model, flat)
+
+    def _mask(self, attempt: Attempt) -> tuple[tuple[RingVector, ...], Envelope]:
+        """Sum the hosted vectors under the masks of each range, tag each for its aggregator, sign the header."""
+        own_id, roster = self._attester.member_id, attempt.roster
+        own = roster.member(own_id).virtual_workers
+        check_partition(attempt.ranges, self._admission.manifest.computation.mechanism.dimension)
+        masks = self._masks(attempt)
+        vectors, tags = [], []
+        for part, aggregator in zip(attempt.ranges, roster.aggregators, strict=True):
+            hosted = [self._vectors[v].values[part.offset : part.offset + part.length] for v in own]
+            vector = np.empty(part.length, ring_dtype(attempt.ring_bits))
+            masked_sum(hosted, masks[part.index], vector)
+            key = payload_key(self._attester.agreement, aggregator, attempt, range_index=part.index, sender=own_id)
+            vectors.append(vector)
+            tags.append(tag_payload(key, vector))
+        vector_tags = [self._vectors[v].tag for v in own]
+        header = seal_header(attempt, own_id, self._attester.identity, vector_tags=vector_tags, payload_tags=tags)
+        return tuple(vectors), header
+
+    def _masks(self, attempt: Attempt) -> Sequence[Sequence[tuple[Secret, int]]]:
+        """Per range, (key, sign) towards every peer.
+
+        Without secure aggregation there are none for public data, nor for a lone worker, whose vector carries all
+        the noise.
+        """
+        private = self._admission.manifest.computation.mechanism.private
+        needless = len(attempt.roster.workers) == 1 or not private
+        if needless and not self._admission.secure_aggregation:
+            return [()] * len(attempt.ranges)
+        return roster_masks(
+            {peer_id: pair for (peer_id, _), pair in self._pairs.items()},
+            attempt.roster,
+            self._attester.member_id,
+            parameter_digest=attempt.parameter_digest,
+            ranges=attempt.ranges,
+        )
+
+
+def check_partition(ranges: Sequence[VectorRange], dimension: int) -> None:
+    """Require ``ranges`` to cut [0, dimension) into consecutive pieces; ProtocolError ``range_mismatch``."""
+    position = 0
+    for index, part in enumerate(ranges):
+        if (part.index, part.offset) != (index, position) or part.length <= 0:
+            raise ProtocolError("range_mismatch", "the ranges do not partition the parameters")
+        position += part.length
+    if position != dimension:
+        raise ProtocolError("range_mismatch", "the ranges do not partition the parameters")

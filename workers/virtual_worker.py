@@ -1,0 +1,95 @@
+"""One virtual worker's vector: a function of its keys, its slice, the step and the parameters, and of nothing else.
+
+Host, attempt, roster and arrival order do not enter, so a vector recomputed elsewhere is the same vector. This is
+what makes recovery safe: two attempts of a step decode to one value.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from attestation.key_release import VirtualWorkerKeys
+from attestation.keys import Purpose, derive
+from workers.clipping import GradientEngine, micro_batches
+from workers.datasets import Dataset, slice_digest, slice_ids
+from workers.mechanism import Mechanism
+from workers.noise import NoiseSampler
+from workers.payload import vector_tag
+from workers.ring import RingSpec, encode_into, ring_dtype
+from workers.sampling import draw_ids
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The examples of one virtual worker: ascending ids and the digest of their bytes."""
+
+    ids: np.ndarray
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedVector:
+    """A clamped, encoded and noised sum in the ring, with its keyed tag."""
+
+    values: np.ndarray
+    tag: bytes
+
+
+class VirtualWorkerComputer:
+    """Computes vectors of any hosted virtual worker.
+
+    Args:
+        mechanism: what is sampled, clipped, encoded and noised.
+        engine: per-example clipping for the run's model and loss.
+        dataset: all examples this process may open.
+    """
+
+    def __init__(self, mechanism: Mechanism, engine: GradientEngine, dataset: Dataset) -> None:
+        self._mechanism = mechanism
+        self._engine = engine
+        self._dataset = dataset
+        self._slices: dict[int, Slice] = {}
+
+    def slice(self, v: int) -> Slice:
+        """The slice of virtual worker ``v``; its digest reads every example once."""
+        if v not in self._slices:
+            ids = slice_ids(v, self._mechanism.virtual_workers, self._mechanism.num_examples)
+            self._slices[v] = Slice(ids, slice_digest(self._dataset, ids))
+        return self._slices[v]
+
+    def vector(
+        self, v: int, keys: VirtualWorkerKeys, step: int, parameter_digest: bytes, parameters: np.ndarray
+    ) -> EncodedVector:
+        """Sample, clip, encode and noise virtual worker ``v``'s contribution to ``step``.
+
+        Guarantee: the result is the same bytes for the same (keys, slice bytes, step, parameters) in one numerics
+        class. Noise and sampling keys depend on all of them, so another model or other data never meet this noise.
+
+        Args:
+            parameters: float32[d], whose digest is ``parameter_digest``.
+
+        Returns:
+            uint32[d] or uint64[d] in the ring, owned by the caller.
+        """
+        mechanism, data = self._mechanism, self.slice(v)
+        context = (step, parameter_digest, data.digest)
+        sampling_key = derive(keys.stream, Purpose.SAMPLING, *context)
+        capacity = mechanism.micro_batch_size * mechanism.micro_batches
+        drawn = draw_ids(sampling_key, data.ids, mechanism.sample_rate, capacity)
+        batches = micro_batches(self._dataset, drawn, mechanism, padding=int(data.ids[0]))
+        clipped_sum = self._engine.clipped_sum(parameters, batches)
+        values = np.empty(mechanism.dimension, ring_dtype(mechanism.ring_bits))
+        encode_into(clipped_sum, self._ring, values)
+        if mechanism.private:
+            self._noise.add_to(values, derive(keys.stream, Purpose.NOISE, *context))
+        tag = vector_tag(derive(keys.stream, Purpose.VECTOR_TAG, *context), values)
+        return EncodedVector(values, tag)
+
+    @cached_property
+    def _noise(self) -> NoiseSampler:
+        return NoiseSampler(self._mechanism.sigma, self._mechanism.ring_bits)
+
+    @cached_property
+    def _ring(self) -> RingSpec:
+        return RingSpec(self._mechanism.ring_bits, self._mechanism.gamma_log2, self._mechanism.clamp)
