@@ -1,0 +1,3 @@
+from raycloak_layout import check_siblings
+
+check_siblings()

@@ -1,0 +1,208 @@
+"""From mechanism to epsilon: Renyi accounting, the noise that a target needs, and what else delta must cover.
+
+The accountant of record is Opacus' RDP of the Poisson-subsampled Gaussian, at the fixed orders of ``ORDERS``. A
+run's spend is (steps charged) x (RDP vector of one step), so epsilon costs one vector addition per step.
+
+Delta is split once for all: the accountant is given ``(1 - SLACK_SHARE) * delta``, and the rest is a reserve that
+pays for the distance between the ideal mechanism and the one that runs (:class:`DeltaTerms`). The split does not
+depend on what is spent, so a second run on an account never raises the first one's epsilon by its slack.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import version
+
+import numpy as np
+from numpy.typing import NDArray
+
+from metrics.errors import ConfigError
+from workers.mechanism import Mechanism
+from workers.noise import ROUNDING_DISTANCE, ROUNDING_VARIANCE, SAMPLER_DISTANCE
+from workers.ring import TAIL_DEVIATIONS
+
+ACCOUNTANT = "rdp"
+
+ORDERS: tuple[float, ...] = (
+    *(1 + tenth / 10 for tenth in range(1, 100)),
+    *(float(order) for order in range(11, 65)),
+    *(72.0, 80.0, 96.0, 112.0, 128.0, 160.0, 192.0, 256.0, 384.0, 512.0, 768.0, 1024.0),
+)
+"""Renyi orders of every new account. An account keeps the orders it was opened with."""
+
+SLACK_SHARE = 0.01
+"""Share of an account's delta that is reserved for slack."""
+
+UNBOUNDED_RDP = 1e200
+"""Stands for 'no guarantee at this order'; finite, so that it can be written down and added up."""
+
+LARGEST_NOISE_MULTIPLIER = 2.0**14
+SMALLEST_NOISE_MULTIPLIER = 2.0**-6
+
+
+def accountant_version() -> str:
+    """Name and version of the library that computes RDP."""
+    return f"opacus {version('opacus')}"
+
+
+@lru_cache(maxsize=256)
+def step_rdp(sample_rate: float, noise_multiplier: float, orders: tuple[float, ...] = ORDERS) -> tuple[float, ...]:
+    """RDP of one step of the Poisson-subsampled Gaussian, at each of ``orders``.
+
+    Takes about 0.1 s for a new pair of arguments (and 2 s more in the process's first call), nothing for a repeat.
+
+    Args:
+        sample_rate: q in (0, 1]; 1 is the plain Gaussian.
+        noise_multiplier: z > 0, standard deviation over l2 sensitivity.
+    """
+    assert 0 < sample_rate <= 1
+    assert noise_multiplier > 0
+    if sample_rate == 1:
+        return tuple(order / (2 * noise_multiplier**2) for order in orders)
+    from opacus.accountants.analysis.rdp import compute_rdp  # importing Opacus costs seconds
+
+    raw = compute_rdp(q=sample_rate, noise_multiplier=noise_multiplier, steps=1, orders=list(orders))
+    return tuple(float(value) if value < UNBOUNDED_RDP else UNBOUNDED_RDP for value in raw)
+
+
+def epsilon(rdp: Sequence[float] | NDArray[np.float64], delta: float, orders: tuple[float, ...] = ORDERS) -> float:
+    """Smallest epsilon that the RDP vector gives at ``delta``; 0 for the zero vector, that is, if nothing was released.
+
+    ``delta`` is the accountant's share, see :func:`accountant_delta`. Takes microseconds.
+    """
+    vector = np.asarray(rdp, dtype=np.float64)
+    if not vector.any():
+        return 0.0
+    return max(0.0, float((vector + _conversion(delta, orders)).min()))
+
+
+@lru_cache(maxsize=256)
+def _conversion(delta: float, orders: tuple[float, ...]) -> NDArray[np.float64]:
+    """What Theorem 21 of Balle et al. (arXiv 1905.09982) adds to RDP at each order."""
+    alpha: NDArray[np.float64] = np.asarray(orders, dtype=np.float64)
+    return np.asarray(np.log1p(-1 / alpha) - (math.log(delta) + np.log(alpha)) / (alpha - 1))
+
+
+def order_caps(epsilon_cap: float, delta: float, orders: tuple[float, ...] = ORDERS) -> list[float]:
+    """RDP that may be spent in all at each order before epsilon passes the cap at ``delta``, the accountant's share."""
+    return [float(cap) for cap in epsilon_cap - _conversion(delta, orders)]
+
+
+def accountant_delta(delta: float) -> float:
+    """The share of an account's ``delta`` that the accountant may use."""
+    return delta * (1 - SLACK_SHARE)
+
+
+def epsilon_of(sample_rate: float, noise_multiplier: float, steps: int, delta: float) -> float:
+    """Epsilon of ``steps`` steps at an account's ``delta``, of which the slack reserve is taken off first."""
+    return epsilon(np.asarray(step_rdp(sample_rate, noise_multiplier)) * steps, accountant_delta(delta))
+
+
+def solve_noise_multiplier(target_epsilon: float, delta: float, sample_rate: float, steps: int) -> float:
+    """The smallest noise multiplier, to five digits and rounded up, that keeps ``steps`` steps within the target.
+
+    Guarantee: ``epsilon_of(result) <= target_epsilon``, and within 0.1 % of it unless the result is the floor
+    ``SMALLEST_NOISE_MULTIPLIER``.
+
+    Args:
+        delta: of the account, before the slack reserve is taken off.
+
+    Raises:
+        ConfigError: ``epsilon_unreachable`` if no noise is enough.
+    """
+    from scipy.optimize import brentq
+
+    def excess(log_noise: float) -> float:
+        return math.log(epsilon_of(sample_rate, math.exp(log_noise), steps, delta) / target_epsilon)
+
+    low, high = math.log(SMALLEST_NOISE_MULTIPLIER), 0.0
+    while excess(high) > 0:
+        low, high = high, high + math.log(4)
+        if high > math.log(LARGEST_NOISE_MULTIPLIER):
+            raise ConfigError(
+                "epsilon_unreachable",
+                f"no noise multiplier up to {LARGEST_NOISE_MULTIPLIER:g} keeps {steps} steps at sampling rate "
+                f"{sample_rate:.4g} within epsilon {target_epsilon:g} at delta {delta:g}.",
+                "Ask for a larger epsilon or fewer steps.",
+            )
+    if excess(low) <= 0:
+        return SMALLEST_NOISE_MULTIPLIER
+    noise = _round_up(math.exp(brentq(excess, low, high, xtol=1e-6)))
+    while epsilon_of(sample_rate, noise, steps, delta) > target_epsilon:
+        noise = _round_up(noise * (1 + 1e-5))
+    return noise
+
+
+def _round_up(value: float) -> float:
+    """``value`` rounded up to five decimal digits behind the leading one."""
+    decimals = 5 - math.floor(math.log10(value))
+    return math.ceil(value * 10.0**decimals) / 10.0**decimals
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaTerms:
+    """What the ideal mechanism's delta does not cover, each already multiplied by its factor.
+
+    If the real outputs are within statistical distance t of an (epsilon, delta) mechanism's for both neighbours, they
+    are (epsilon, delta + (1 + e^epsilon) t) private; t adds up over coordinates, steps and virtual workers.
+
+    Attributes:
+        sampler: distance of the noise sampler from its exact law.
+        batch_overflow: chance that a draw exceeds the fixed batch capacity and is cut.
+        rounding: distance of the summed shares from a randomized rounding of a continuous Gaussian.
+        ring_wrap: chance that noise leaves its 16 standard deviations and wraps. Wrapping is post-processing and
+            costs no privacy; it is counted all the same, so that delta also bounds a wrong decode.
+    """
+
+    sampler: float
+    batch_overflow: float
+    rounding: float
+    ring_wrap: float
+
+    @property
+    def total(self) -> float:
+        """Sum of all terms."""
+        return self.sampler + self.batch_overflow + self.rounding + self.ring_wrap
+
+
+def delta_slack(mechanism: Mechanism, epsilon: float) -> DeltaTerms:
+    """The slack of all planned steps of ``mechanism`` for a claim of ``epsilon``; zero where nothing is private.
+
+    Call it at the account's cap: the terms grow with epsilon, so what holds there holds at every smaller spend.
+    """
+    if not mechanism.private:
+        return DeltaTerms(0.0, 0.0, 0.0, 0.0)
+    factor = 1 + math.exp(epsilon) if epsilon < 700 else math.inf
+    coordinates = float(mechanism.dimension) * mechanism.steps
+    draws = coordinates * mechanism.virtual_workers
+    return DeltaTerms(
+        sampler=draws * factor * SAMPLER_DISTANCE,
+        batch_overflow=factor * mechanism.overflow_probability if mechanism.overflow_probability else 0.0,
+        rounding=draws * factor * ROUNDING_DISTANCE,
+        ring_wrap=coordinates * factor * 2 * math.exp(-(TAIL_DEVIATIONS**2) / 2),
+    )
+
+
+def effective_noise_multiplier(mechanism: Mechanism, missing_virtual_workers: float) -> float:
+    """Noise over sensitivity for an adversary who knows the noise of some virtual workers; 0 if nothing is left.
+
+    The ``V - k`` unknown shares have variance ``(V - k) sigma^2`` in squared ring units, of which the rounding
+    argument takes ``ROUNDING_VARIANCE``.
+    """
+    variance = (mechanism.virtual_workers - missing_virtual_workers) * mechanism.sigma**2 - ROUNDING_VARIANCE
+    return math.sqrt(variance) * mechanism.gamma / mechanism.sensitivity if variance > 0 else 0.0
+
+
+def epsilon_against(mechanism: Mechanism, missing_virtual_workers: float, delta: float, steps: int) -> float:
+    """Epsilon of ``steps`` steps for an adversary who knows the noise of ``missing_virtual_workers``.
+
+    Infinite if no unknown noise is left, or if the slack at that epsilon does not fit its share of ``delta``.
+    """
+    if not mechanism.private or steps == 0:
+        return 0.0
+    noise = effective_noise_multiplier(mechanism, missing_virtual_workers)
+    if noise < SMALLEST_NOISE_MULTIPLIER:
+        return math.inf
+    spent = epsilon_of(mechanism.sample_rate, noise, steps, delta)
+    return spent if delta_slack(mechanism, spent).total <= SLACK_SHARE * delta else math.inf

@@ -1,0 +1,270 @@
+"""The wiring on Ray: the one module that makes actors of the plain classes.
+
+It imports no torch, so the processes of orchestrator, ledger and platforms start without it; the backend that starts
+workers and aggregators is in `coordinator/ray_backend.py`.
+
+Rules of every actor: ``max_restarts=0`` (a restarted actor would keep an identity without fresh evidence), no secret
+in a constructor argument (those stay readable in Ray's control store), no GPU visible unless it was given one, and
+no call without a deadline.
+"""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.exceptions import (
+    ActorPlacementGroupRemoved,
+    ActorUnavailableError,
+    GetTimeoutError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from attestation.admissions import OrchestratorView
+from attestation.orchestrator import EvidenceOrchestrator
+from attestation.simulator import SimulatedVendor, code_measurement
+from attestation.simulator_platform import SimulatedPlatform
+from coordinator.backend import ActorLost
+from coordinator.ledger import PrivacyLedger
+from coordinator.ledger_view import LedgerView
+from coordinator.output import divert_logger
+from metrics.errors import EvidenceError, RaycloakError, RunFailedError
+from metrics.gpu import GpuReading, GpuSampler
+
+QUOTE_DEADLINE_S = 30.0
+
+
+class NodePlatform:
+    """The simulated TEE platform of one node; its keys arrive by a method call, never as a constructor argument."""
+
+    _platform: SimulatedPlatform | None = None
+
+    def install(self, keys: bytes) -> None:
+        """Take the platform's keys."""
+        self._platform = SimulatedPlatform.from_bytes(keys)
+
+    def quote(self, report_data: bytes) -> bytes:
+        """A quote over ``report_data`` that measures the raycloak code of this node.
+
+        Raises:
+            EvidenceError: ``platform_not_ready`` before the keys arrived.
+        """
+        if self._platform is None:
+            raise EvidenceError("platform_not_ready", "the node's simulated platform has no keys yet")
+        return self._platform.quote(report_data, code_measurement())
+
+
+class NodeEvidenceSource:
+    """Asks the platform of the node that the caller runs on.
+
+    Args:
+        platforms: NodePlatform actors by node id.
+    """
+
+    def __init__(self, platforms: Mapping[str, Any]) -> None:
+        self._platforms = platforms
+
+    def quote(self, report_data: bytes) -> bytes:
+        """See `attestation.attester.EvidenceSource`."""
+        quote: bytes = ray.get(self._platforms[_own_node(self)].quote.remote(report_data), timeout=QUOTE_DEADLINE_S)
+        return quote
+
+
+class OrchestratorActor(EvidenceOrchestrator):
+    """EvidenceOrchestrator whose view answers while another method runs."""
+
+    @ray.method(concurrency_group="control")
+    def view(self) -> OrchestratorView:  # type: ignore[override]  # Ray changes the type
+        return super().view()
+
+
+class LedgerActor(PrivacyLedger):
+    """PrivacyLedger whose view answers while a charge is under way."""
+
+    @ray.method(concurrency_group="control")
+    def view(self) -> LedgerView:  # type: ignore[override]  # Ray changes the type
+        return super().view()
+
+
+_WIRED = {EvidenceOrchestrator: OrchestratorActor, PrivacyLedger: LedgerActor}
+
+
+def actor(cls: type, **options: Any) -> Any:
+    """``ray.remote(cls)`` under the rules above. ``view`` of orchestrator and ledger runs beside other methods.
+
+    Args:
+        options: Ray's, such as ``num_cpus``; ``environment`` (variables set before the actor's process imports
+            anything); ``sees_gpus`` leaves the node's GPUs visible without reserving one.
+    """
+    environment = options.pop("environment", {})
+    if not options.get("num_gpus") and not options.pop("sees_gpus", False):
+        environment = {"CUDA_VISIBLE_DEVICES": "", **environment}
+    settings = {"max_restarts": 0, "max_task_retries": 0, "num_cpus": 0, **options}
+    if cls in (EvidenceOrchestrator, PrivacyLedger):
+        settings["concurrency_groups"] = {"control": 1}
+    return ray.remote(**settings, runtime_env={"env_vars": environment})(_WIRED.get(cls, cls))
+
+
+def on_this_node() -> NodeAffinitySchedulingStrategy:
+    """Placement on the driver's node, where RAYCLOAK_HOME is."""
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
+def ask_node(handle: Any) -> Any:
+    """Reference to the id of the node an actor runs on."""
+    return handle.__ray_call__.remote(_own_node)
+
+
+def _own_node(_: Any) -> str:
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def alive_nodes() -> list[str]:
+    """Ids of the nodes that can run actors."""
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    return [node["NodeID"] for node in nodes if node["Alive"]]
+
+
+class Platforms:
+    """One simulated platform per node, also on nodes that join later."""
+
+    def __init__(self, vendor: SimulatedVendor) -> None:
+        self._vendor = vendor
+        self.handles: dict[str, Any] = {}
+
+    def extend(self) -> list[Any]:
+        """Start the platforms that are missing; returns references that are ready when those have their keys."""
+        installing = []
+        for node in alive_nodes():
+            if node not in self.handles:
+                self.handles[node] = _on_node(node, NodePlatform).remote()
+                installing.append(self.handles[node].install.remote(self._vendor.platform().to_bytes()))
+        return installing
+
+    def source(self) -> NodeEvidenceSource:
+        """The evidence source of an actor that is started now, on any node that is there."""
+        self.extend()
+        return NodeEvidenceSource(dict(self.handles))
+
+    def close(self) -> None:
+        """Kill them all."""
+        kill_all(self.handles.values())
+
+
+def start_platforms(vendor: SimulatedVendor) -> dict[str, Any]:
+    """One simulated platform per node, by node id; they have their keys."""
+    platforms = Platforms(vendor)
+    fetch_all(platforms.extend(), QUOTE_DEADLINE_S)
+    return platforms.handles
+
+
+class GpuSamplers:
+    """One GpuSampler per node, also on nodes that join later; each sees all GPUs of its node and uses none."""
+
+    def __init__(self) -> None:
+        self._handles: dict[str, Any] = {}
+        self._extend()
+
+    def _extend(self) -> None:
+        for node in alive_nodes():
+            if node not in self._handles:
+                self._handles[node] = _on_node(node, GpuSampler, sees_gpus=True).remote(node[:12])
+
+    def unavailable_reasons(self, deadline_s: float) -> list[str]:
+        """Why nodes that are there at the start have no readings; empty texts are left out."""
+        reasons = [handle.unavailable_reason.remote() for handle in self._handles.values()]
+        return [reason for reason in fetch_all(reasons, deadline_s) if reason]
+
+    def sample(self, deadline_s: float = 2.0) -> tuple[GpuReading, ...]:
+        """The readings of all nodes that answer in time."""
+        self._extend()
+        references = [handle.sample.remote() for handle in self._handles.values()]
+        ready, _ = ray.wait(references, num_returns=len(references), timeout=deadline_s)
+        readings: list[GpuReading] = []
+        for reference in ready:
+            # A sampler goes with its node, and that is no reason for a page without the other nodes.
+            with suppress(ActorLost):
+                readings.extend(fetch(reference, deadline_s))
+        return tuple(readings)
+
+    def close(self) -> None:
+        """Kill them all."""
+        kill_all(self._handles.values())
+
+
+def _on_node(node: str, cls: type, **options: Any) -> Any:
+    return actor(cls, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False), **options)
+
+
+def kill_all(handles: Iterable[Any]) -> None:
+    """End actors at once."""
+    for handle in handles:
+        ray.kill(handle)
+
+
+def fetch(reference: Any, deadline_s: float) -> Any:
+    """``ray.get`` with a deadline and our errors.
+
+    Raises:
+        ActorLost: the actor died, cannot be reached, did not answer in time, or lacks an object that went with its
+            node.
+        RaycloakError: what the actor raised; RunFailedError ``worker_error`` for anything else.
+    """
+    try:
+        return ray.get(reference, timeout=deadline_s)
+    except GetTimeoutError:
+        raise ActorLost("deadline") from None
+    except (OutOfMemoryError, MemoryError):
+        raise ActorLost("out_of_memory") from None
+    except ObjectLostError:
+        raise ActorLost("object_lost") from None
+    except ActorUnavailableError:
+        raise ActorLost("unreachable") from None
+    except RayActorError:
+        raise ActorLost("died") from None
+    except RayTaskError as error:
+        if isinstance(error.cause, RaycloakError):
+            raise error.cause from None
+        raise RunFailedError(
+            "actor_error", f"an actor failed with {type(error.cause).__name__}", "See the log of the run for its trace."
+        ) from error
+    except ActorPlacementGroupRemoved:
+        raise ActorLost("unplaceable") from None
+    except RayError:
+        raise ActorLost("unreachable") from None
+
+
+def fetch_all(references: Sequence[Any], deadline_s: float) -> list[Any]:
+    """Every value, in order; errors as :func:`fetch`."""
+    return [fetch(reference, deadline_s) for reference in references]
+
+
+def cluster_gpus() -> float:
+    """GPUs of the cluster as Ray counts them."""
+    resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return float(resources.get("GPU", 0.0))
+
+
+def connect(num_cpus: int) -> bool:
+    """Join the cluster of RAY_ADDRESS, or start a local one; True if this call started it.
+
+    A local cluster gets a token of its own in the environment, so nothing is written to the user's home.
+    """
+    if ray.is_initialized():
+        return False
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    divert_logger("ray")
+    if address := os.environ.get("RAY_ADDRESS"):
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+        return True
+    # Ray authenticates a new local cluster by token unless RAY_AUTH_MODE says otherwise.
+    if not os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
+        os.environ["RAY_AUTH_TOKEN"] = os.urandom(32).hex()
+    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    return True

@@ -1,0 +1,164 @@
+"""MaskedAggregator: owner of one parameter range; sums masked vectors and applies the update rule.
+
+It never holds a mask or noise key, and decodes nothing but the sum of all virtual workers. ``reduce`` is a pure
+function of what it is given: parameters and optimizer state are immutable objects that the coordinator owns, so
+the death of an aggregator loses nothing and ranges cannot drift apart.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attestation.attester import Attester, EvidenceSource
+from attestation.evidence import Challenge
+from attestation.messages import Envelope
+from attestation.roster import Roster, open_roster
+from coordinator.optimizers import Optimizer
+from coordinator.ranges import ParameterRange
+from metrics.errors import ProtocolError, SenderError
+from workers.manifest import Manifest
+from workers.numerics import current_numerics, pin_numerics
+from workers.parameters import tensor_digests
+from workers.payload import Attempt, VectorRange, check_payload, open_header, payload_key
+from workers.ring import RingVector, decode, ring_dtype
+
+State = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceRequest:
+    """What one aggregator needs besides parameters, state and vectors.
+
+    Attributes:
+        headers: one signed header per worker of the roster, in its order, which is that of the vectors.
+        parameter_digest: of the whole parameters the step started from.
+        ranges: how the parameters are cut.
+    """
+
+    roster: Envelope
+    headers: tuple[Envelope, ...]
+    parameter_digest: bytes
+    ranges: tuple[VectorRange, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceReport:
+    """Outcome of one reduction.
+
+    Attributes:
+        tensor_digests: of the updated tensors of the range, in order.
+        seconds: time inside the aggregator.
+    """
+
+    range_index: int
+    tensor_digests: tuple[bytes, ...]
+    seconds: float
+
+
+class MaskedAggregator:
+    """Sums and updates one parameter range.
+
+    Args:
+        member_id: name of this incarnation.
+        source: the platform that issues its evidence.
+    """
+
+    def __init__(self, member_id: str, source: EvidenceSource) -> None:
+        # The update rule's kernels must be those of the run's numerics class.
+        pin_numerics()
+        self._attester = Attester(member_id, source)
+
+    def present(self, challenge: Challenge, manifest: Manifest, owned: ParameterRange) -> Envelope:
+        """Take the manifest and the range to own, and answer the challenge with evidence.
+
+        Raises:
+            ProtocolError: ``manifest_mismatch`` if this process would round an update in another way than the
+                manifest's numerics class.
+        """
+        if not current_numerics("cpu").computes_like(manifest.computation.numerics):
+            raise ProtocolError(
+                "manifest_mismatch", f"the manifest's numerics is not what {self._attester.member_id} has"
+            )
+        self._manifest = manifest
+        self._manifest_digest = manifest.digest()
+        self._range = owned
+        self._optimizer = Optimizer(manifest.computation.optimizer, owned.tensors, manifest.computation.mechanism.steps)
+        return self._attester.present(challenge, self._manifest_digest, b"")
+
+    def initial_state(self) -> State:
+        """Optimizer state before the first step."""
+        return self._optimizer.initial_state()
+
+    def reduce(
+        self, request: ReduceRequest, parameters: NDArray[np.float32], state: State, *vectors: RingVector
+    ) -> tuple[ReduceReport, NDArray[np.float32], State]:
+        """Verify, sum, decode, divide by the public batch size, update.
+
+        Guarantee: decodes only the sum of vectors that signed headers of this very attempt describe, one per worker
+        of the roster, together covering every virtual worker exactly once. Anything else is refused and named
+        before a single word is added.
+
+        Args:
+            parameters: float32 of the range.
+            vectors: masked ring words of the range, one per header.
+
+        Raises:
+            SenderError: a vector or header does not match; it names the sender.
+            ProtocolError: the request itself does not match.
+            RunFailedError: ``non_finite_parameters``.
+        """
+        started = time.perf_counter()
+        mechanism = self._manifest.computation.mechanism
+        roster = self._open_roster(request.roster)
+        attempt = Attempt.of(roster, request.parameter_digest, request.ranges, mechanism.ring_bits)
+        self._check_vectors(attempt, request.headers, vectors)
+        total = ring_sum(vectors, mechanism.ring_bits)
+        average = decode(total, mechanism.gamma_log2)
+        np.divide(average, mechanism.expected_batch_size, out=average)
+        updated, new_state = self._optimizer.update(parameters, average, state, roster.step)
+        digests = tuple(tensor_digests(updated, self._range.tensors))
+        return ReduceReport(self._range.index, digests, time.perf_counter() - started), updated, new_state
+
+    def _open_roster(self, envelope: Envelope) -> Roster:
+        manifest = self._manifest
+        roster = open_roster(
+            envelope,
+            orchestrator_key=manifest.orchestrator_key,
+            run_id=manifest.run_id,
+            manifest_digest=self._manifest_digest,
+            virtual_workers=manifest.computation.mechanism.virtual_workers,
+            minimum_workers=1,
+        )
+        owner = roster.aggregators[self._range.index : self._range.index + 1]
+        if [member.identity_key for member in owner] != [self._attester.identity.public]:
+            raise ProtocolError("roster_own_entry", "the roster gives this range to another aggregator")
+        return roster
+
+    def _check_vectors(self, attempt: Attempt, headers: Sequence[Envelope], vectors: Sequence[RingVector]) -> None:
+        workers, index = attempt.roster.workers, self._range.index
+        own = VectorRange(index, self._range.start, self._range.size)
+        if attempt.ranges[index : index + 1] != (own,):
+            raise ProtocolError("range_mismatch", "the request cuts the parameters in another way than this range")
+        if not len(headers) == len(vectors) == len(workers):
+            raise ProtocolError(
+                "incomplete_cover",
+                f"{len(headers)} headers and {len(vectors)} vectors cannot cover a roster of {len(workers)}",
+            )
+        for worker, envelope, vector in zip(workers, headers, vectors, strict=True):
+            try:
+                header = open_header(envelope, attempt, worker.member_id)
+                key = payload_key(self._attester.agreement, worker, attempt, range_index=index, sender=worker.member_id)
+                check_payload(key, vector, header, range_index=index)
+            except ProtocolError as error:
+                raise SenderError(error.code, error.message, error.remedy, worker.member_id) from None
+
+
+def ring_sum(vectors: Sequence[RingVector], bits: int) -> RingVector:
+    """Sum of equally long vectors in Z_{2^bits}; the inputs are only read."""
+    total = np.zeros(len(vectors[0]), ring_dtype(bits))
+    for vector in vectors:
+        np.add(total, vector, out=total)
+    return total

@@ -1,0 +1,56 @@
+"""Archive: where the sealed packages of one run are, and who may open them besides the run itself."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from attestation.package_keys import load_recipients
+from coordinator import state
+from coordinator.checkpoints import Checkpoints, Restored, newest
+from coordinator.config import CheckpointConfig
+from coordinator.control import Control
+from coordinator.tssp_storage import PackageStorage
+from coordinator.tssp_writer import PackageTerms
+from metrics.collectors import RunMetrics
+from workers.manifest import Manifest
+
+
+class Archive:
+    """The packages of one run.
+
+    Args:
+        run_id: of the run; executions that repeat it share its packages.
+        base: folder that relative paths of the configuration start from.
+        notice: told what keeps packages from being published.
+    """
+
+    def __init__(self, config: CheckpointConfig, run_id: str, base: Path, notice: Callable[[str], None]) -> None:
+        self._config = config
+        self._location = _location(config.storage, run_id, base)
+        self._base = base
+        self._notice = notice
+
+    def open(self, control: Control, terms: PackageTerms, metrics: RunMetrics) -> Checkpoints:
+        """Begin to seal packages.
+
+        Raises:
+            ConfigError: if the storage or the public key of a recipient cannot be used.
+        """
+        recipients = load_recipients([self._base / path for path in self._config.recipients])
+        storage = PackageStorage.open(self._location)
+        return Checkpoints(self._config, storage, control, terms, recipients, self._notice, metrics)
+
+    def restore(self, control: Control, manifest: Manifest, at_most: int | None) -> Restored | None:
+        """What the newest package holds, or the newest of at most so many finished steps; None if there is none.
+
+        Raises:
+            ConfigError, EvidenceError: see `coordinator.checkpoints.newest`.
+        """
+        return newest(PackageStorage.open(self._location), control, manifest, at_most)
+
+
+def _location(storage: str | None, run_id: str, base: Path) -> str:
+    """A storage that runs share has a folder per run."""
+    if storage is None:
+        return str(state.packages_folder(run_id))
+    shared = storage if "://" in storage else str(base / storage)
+    return f"{shared.rstrip('/')}/{run_id}"

@@ -1,0 +1,85 @@
+"""What must be true of a run after chaos: the same bytes as the undisturbed run, every step charged once, nothing lost.
+
+Every check reads what a run leaves behind, and returns what is wrong and where; an empty answer is what is promised.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from attestation.evidence_log import verify_exported_log
+from coordinator.chaos_events import StepSeen
+from coordinator.ledger import PrivacyLedger
+from coordinator.ledger_entries import StepCharged
+from metrics.errors import RaycloakError
+
+
+@dataclass(frozen=True, slots=True)
+class Charges:
+    """What the ledger has of a run.
+
+    Attributes:
+        lost, double: steps without a charge, and with more than one.
+        uncommitted: steps that were charged and not finished.
+        broken: why the chain cannot be trusted; None if it can.
+    """
+
+    lost: tuple[int, ...]
+    double: tuple[int, ...]
+    uncommitted: tuple[int, ...]
+    broken: str | None
+
+
+def digests_of(steps: Iterable[StepSeen]) -> dict[int, set[str]]:
+    """The digests that each step was seen with, over all executions."""
+    digests: dict[int, set[str]] = {}
+    for each in steps:
+        digests.setdefault(each.step, set()).add(each.parameter_digest)
+    return digests
+
+
+def digest_differences(reference: Mapping[int, set[str]], disturbed: Mapping[int, set[str]]) -> tuple[int, ...]:
+    """Steps of ``disturbed`` that do not have the one digest that ``reference`` has."""
+    return tuple(step for step in sorted(disturbed) if len(disturbed[step] | reference.get(step, set())) != 1)
+
+
+def missing_steps(digests: Mapping[int, set[str]]) -> tuple[int, ...]:
+    """Steps before the last one that were never finished."""
+    return tuple(step for step in range(max(digests, default=-1)) if step not in digests)
+
+
+def check_charges(home: Path, run_id: str, finished: Iterable[int]) -> Charges:
+    """The charges of a run whose ledger is the one of its home, against the steps that it has finished."""
+    try:
+        with closing(PrivacyLedger(f"sqlite:///{home / 'ledger.sqlite'}", create=False)) as ledger:
+            ledger.verify()
+            events = [entry.event for entry in ledger.history()]
+    except RaycloakError as error:
+        return Charges(tuple(finished), (), (), str(error))
+    times = Counter(event.step for event in events if isinstance(event, StepCharged) and event.run_id == run_id)
+    done = set(finished)
+    return Charges(
+        lost=tuple(sorted(done - times.keys())),
+        double=tuple(sorted(step for step, count in times.items() if count > 1)),
+        uncommitted=tuple(sorted(times.keys() - done)),
+        broken=None,
+    )
+
+
+def logged_digests(log: Path, public_key: bytes) -> dict[int, set[str]]:
+    """The digests that an exported evidence log has for each step.
+
+    Raises:
+        EvidenceError: ``log_broken`` if the log is not whole.
+    """
+    verify_exported_log(log, public_key)
+    digests: dict[int, set[str]] = {}
+    for line in log.read_bytes().splitlines()[:-1]:
+        entry = json.loads(line)
+        if entry["kind"] in ("committed", "reproduced"):
+            body = entry["body"]
+            digests.setdefault(body["step"], set()).add(body["parameter_digest"])
+    return digests

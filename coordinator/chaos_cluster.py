@@ -1,0 +1,100 @@
+"""The cluster of the chaos bench: a head and two nodes as processes of this machine, and their ends.
+
+It hides how processes are found and ended. It ends only what runs below its own raylets, and leaves nothing behind.
+"""
+
+import os
+import secrets
+import signal
+import tempfile
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Self
+
+import coordinator
+from coordinator.chaos_schedule import Role
+from coordinator.chaos_victims import Process, descendants, process_table, victims
+from coordinator.raylets import Node, Raylet, Raylets
+
+NODES = 2
+
+
+class ChaosCluster:
+    """A head, where ledger, orchestrator and driver live, and `NODES` nodes for workers. A context manager.
+
+    Args:
+        cpus: of each node, so that one node can hold all workers when the other is lost.
+        table: the machine's processes.
+    """
+
+    def __init__(self, cpus: int, table: Callable[[], Iterable[Process]] = process_table) -> None:
+        self._cpus = cpus
+        self._table = table
+        self._orphans: list[Process] = []
+        self._stack = ExitStack()
+        try:
+            folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="raycloak-chaos-"))
+            token = Path(folder) / "auth_token"
+            token.touch(mode=0o600)
+            token.write_text(secrets.token_hex(32))
+            # What a node leaves running ends before the cluster does, which could wait for it.
+            raylets = self._stack.enter_context(Raylets(_environment(token)))
+            self._stack.callback(self._end_orphans)
+            self._raylets = raylets
+            self._nodes = [self._add() for _ in range(NODES)]
+        except BaseException:
+            self._stack.close()
+            raise
+        self.environment = raylets.environment
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def victims(self, aggregators: int) -> dict[Role, list[Process]]:
+        """The processes of the run that is going on, by role; see `coordinator.chaos_victims.victims`."""
+        raylets = [raylet.pid for raylet in (self._raylets.head, *self._nodes)]
+        return victims(descendants(raylets, self._table()), aggregators)
+
+    def expendable(self, workers: int) -> list[Raylet]:
+        """The nodes that hold at most ``workers`` workers, and at least one."""
+        table = list(self._table())
+        hosted = [sum(each.role == "worker" for each in descendants([raylet.pid], table)) for raylet in self._nodes]
+        return [raylet for raylet, count in zip(self._nodes, hosted, strict=True) if 0 < count <= workers]
+
+    def lose(self, raylet: Raylet) -> None:
+        """SIGKILL of a node's raylet; its other processes end when they notice."""
+        self._orphans += descendants([raylet.pid], self._table())
+        raylet.kill()
+        self._nodes.remove(raylet)
+
+    def replace(self) -> None:
+        """Start a node in the place of one that was lost."""
+        self._nodes.append(self._add())
+
+    def _add(self) -> Raylet:
+        return self._raylets.add(Node(cpus=self._cpus))
+
+    def _end_orphans(self) -> None:
+        """End what lost its raylet and did not notice, such as a process that was stopped."""
+        known = {(each.pid, each.started) for each in self._orphans}
+        for each in self._table():
+            if (each.pid, each.started) in known:
+                with suppress(ProcessLookupError):
+                    os.kill(each.pid, signal.SIGKILL)
+
+
+def _environment(token: Path) -> dict[str, str]:
+    """Variables of the cluster and its drivers: this checkout's code, authentication by a token of its own."""
+    root = Path(coordinator.__file__).parents[1]
+    path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+    return {
+        "PYTHONPATH": path,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_IGNORE_UNHANDLED_ERRORS": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }

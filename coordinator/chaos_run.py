@@ -1,0 +1,153 @@
+"""A training as a child process of the chaos bench: started, followed, asked to stop, killed, gone on with.
+
+It hides that the driver is another process each time. The run directory is the only thing they share, and all that is
+known of the run comes from there.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from coordinator.chaos_events import EventTail, StepSeen
+from coordinator.run_folder import RunFolder
+from coordinator.state import HOME_VARIABLE
+from metrics.errors import RunFailedError
+
+LOOK_EVERY_S = 0.002
+STOP_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is trained: a configuration with overrides, and the file of the run secret."""
+
+    config: Path
+    overrides: tuple[str, ...]
+    secret: Path
+
+
+@dataclass(slots=True)
+class ChildRun:
+    """One run in a `RAYCLOAK_HOME` of its own.
+
+    Attributes:
+        home: its state folder.
+        environment: variables of the driver, which lead it to its cluster.
+        patience_s: after which a run that does not do what is waited for counts as stuck.
+        ended: Unix times and reasons of the drivers that ended by themselves.
+    """
+
+    task: Task
+    home: Path
+    environment: Mapping[str, str]
+    patience_s: float
+    ended: list[tuple[float, str]] = field(default_factory=list)
+    tail: EventTail | None = None
+    _driver: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the driver."""
+        assert self._driver is not None, "the run was started"
+        return self._driver.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the driver runs."""
+        return self._driver is not None and self._driver.poll() is None
+
+    @property
+    def steps(self) -> list[StepSeen]:
+        """Every step that was seen, of all executions."""
+        return self.tail.steps if self.tail else []
+
+    @property
+    def folder(self) -> RunFolder:
+        """The run directory."""
+        (path,) = (self.home / "runs").iterdir()
+        return RunFolder.open(path)
+
+    def start(self, *, resume: bool = False) -> None:
+        """Start a driver, of a new run or of the one that is there."""
+        how = ["--resume"] if resume else ["--run-secret", str(self.task.secret)]
+        settings = [word for override in self.task.overrides for word in ("--set", override)]
+        with self._log.open("ab") as log:
+            self._driver = subprocess.Popen(
+                [sys.executable, "-m", "coordinator", "run", str(self.task.config), *settings, *how],
+                cwd=self.home,
+                env={**os.environ, **self.environment, HOME_VARIABLE: str(self.home)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Follow the run until ``condition`` holds; it is asked now, and whenever the run has written something.
+
+        Raises:
+            RunFailedError: ``chaos_ended`` if the driver ended first, ``chaos_stuck`` after `patience_s`.
+        """
+        deadline = time.monotonic() + self.patience_s
+        news = True
+        while True:
+            alive = self.alive
+            news |= self._look()
+            if news and condition():
+                return
+            news = False
+            if not alive:
+                raise RunFailedError("chaos_ended", f"the run ended before {what}: {self.last_words()}")
+            if time.monotonic() > deadline:
+                raise RunFailedError("chaos_stuck", f"{what} did not come within {self.patience_s:g} s")
+            time.sleep(LOOK_EVERY_S)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the driver, and to nothing else; nothing happens if it has ended."""
+        assert self._driver is not None, "the run was started"
+        self._driver.send_signal(number)
+
+    def kill(self) -> None:
+        """End the driver at once, if there is one; returns when it is gone."""
+        if self._driver is not None:
+            self._driver.kill()
+            self._driver.wait()
+
+    def stop(self) -> None:
+        """Ask the driver to end after its step, and wait for it.
+
+        Raises:
+            RunFailedError: ``chaos_ended`` if it did not leave a run that was stopped or done.
+        """
+        self.signal(signal.SIGTERM)
+        assert self._driver is not None, "the run was started"
+        try:
+            self._driver.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            raise RunFailedError("chaos_stuck", f"the run did not stop within {STOP_S:g} s of SIGTERM") from None
+        self._look()
+        status = self.folder.record.status
+        if status not in ("stopped", "done"):
+            raise RunFailedError("chaos_ended", f"the run was asked to stop and is {status}: {self.last_words()}")
+
+    def last_words(self) -> str:
+        """The last line that the drivers said."""
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
+    @property
+    def _log(self) -> Path:
+        return self.home / "driver.log"
+
+    def _look(self) -> bool:
+        if self.tail is None:
+            found = list((self.home / "runs").glob("*/metrics.jsonl"))
+            if not found:
+                return False
+            self.tail = EventTail(found[0])
+        return self.tail.look()

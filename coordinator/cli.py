@@ -1,0 +1,272 @@
+"""The command ``raycloak``.
+
+Exit codes: 0 done, 2 bad input, 3 refused (budget, evidence, policy), 4 failed. Every error is one line,
+``error: <code>: <message> <remedy>``. Heavy libraries are imported inside the commands, so that help is instant.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from typer.exceptions import Abort, TyperException
+
+from coordinator.bench_cli import bench
+from coordinator.commands import AsJson, ConfigFile, Debug, Overrides
+from coordinator.commands import execute as _execute
+from coordinator.config import RunConfig, load_config, parse_config
+from coordinator.output import Output, command_output, leave_stdout
+from coordinator.package_cli import package
+from metrics.errors import BudgetError, ConfigError, RaycloakError
+
+if TYPE_CHECKING:
+    from coordinator.ledger import PrivacyLedger
+
+app = typer.Typer(
+    name="raycloak",
+    help="Train a PyTorch model on private data: masked, accounted, attested, exact.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+budget = typer.Typer(help="The ledger: what each account may spend and has spent.")
+app.add_typer(budget, name="budget")
+app.add_typer(bench, name="bench")
+app.add_typer(package, name="package")
+
+RunSecret = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="File of 64 hex digits; the same secret repeats the same run.")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the newest unfinished run of CONFIG's name.")]
+SomeAccount = Annotated[str | None, typer.Argument(help="Name of an account; all without it.")]
+LedgerUrl = Annotated[str | None, typer.Option(help="URL of the ledger; the one in RAYCLOAK_HOME without it.")]
+
+
+@app.command()
+def run(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    run_secret: RunSecret = None,
+    resume: Resume = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Train as CONFIG says; end in a verdict and a run directory. Exit code 4 if it was stopped before its end."""
+    _execute(
+        as_json,
+        debug,
+        lambda output: _train(output, load_config(config, overrides), config.parent, run_secret, resume),
+    )
+
+
+@app.command()
+def demo(
+    overrides: Overrides = None, run_secret: RunSecret = None, as_json: AsJson = False, debug: Debug = False
+) -> None:
+    """Train a small model on scikit-learn's digits with three local workers; evidence is SIMULATED."""
+    from coordinator.demo import demo_config
+
+    _execute(
+        as_json,
+        debug,
+        lambda output: _train(output, parse_config(demo_config(), overrides), None, run_secret, resume=False),
+    )
+
+
+def _train(output: Output, config: RunConfig, config_dir: Path | None, run_secret: Path | None, resume: bool) -> int:
+    from coordinator.progress import ProgressDisplay
+    from coordinator.trainer import Trainer
+    from coordinator.verdict import Verdict, verdict_table, verdict_text
+
+    with ProgressDisplay(output.progress, config.name) as display:
+        trainer = Trainer(
+            config,
+            config_dir=config_dir,
+            run_secret=run_secret,
+            resume=resume,
+            progress=display,
+            notice=output.announce,
+            handle_signals=True,
+        )
+        try:
+            result = trainer.train()
+        except RaycloakError as error:
+            if error.result is not None:
+                output.preview(verdict_table(Verdict.of(error.result)))
+            raise
+    verdict = Verdict.of(result)
+    print(verdict_text(verdict))  # noqa: T201 - standard output is the run's log here
+    output.result({**result["metrics"], "run_dir": verdict.run_dir}, verdict_table(verdict))
+    return RaycloakError.exit_code if verdict.ending == "stopped" else 0
+
+
+@app.command("replay")
+def replay_command(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of the run.", show_default=False)],
+    steps: Annotated[str, typer.Option(metavar="FIRST:END", help="Steps to compute again.", show_default=False)],
+    workers: Annotated[int, typer.Option(help="Workers to compute them on.")] = 2,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Compute finished steps of a run again and compare their digests; charges nothing. Exit code 4 if one differs."""
+    _execute(as_json, debug, lambda output: _replay(output, run_dir, steps, workers))
+
+
+def _replay(output: Output, run_dir: Path, steps: str, workers: int) -> int:
+    from coordinator.replay import parse_steps, replay
+    from coordinator.tables import replay_table
+
+    outcome = replay(run_dir, parse_steps(steps), workers, output.announce)
+    output.result(asdict(outcome), replay_table(outcome))
+    return 0
+
+
+@app.command("discard")
+def discard_command(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of the run.", show_default=False)],
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Give an unfinished run up: destroy its generated secret. What was charged stays charged."""
+    _execute(as_json, debug, lambda output: _discard(output, run_dir))
+
+
+def _discard(output: Output, run_dir: Path) -> int:
+    from coordinator.discard import discard
+    from coordinator.tables import fields_table
+
+    folder = discard(run_dir)
+    output.result(
+        {"run_dir": folder.path, "run_id": folder.record.run_id},
+        fields_table("Discarded", [("run", folder.record.run_id), ("run directory", str(folder.path))]),
+    )
+    return 0
+
+
+@app.command()
+def plan(config: ConfigFile, overrides: Overrides = None, as_json: AsJson = False, debug: Debug = False) -> None:
+    """Show what CONFIG will spend and need, and refuse what cannot run; charges nothing."""
+    _execute(as_json, debug, lambda output: _plan(output, load_config(config, overrides), config.parent))
+
+
+def _plan(output: Output, config: RunConfig, config_dir: Path) -> int:
+    from coordinator.plan_command import plan_of
+    from coordinator.tables import plan_table
+
+    plan = plan_of(config, config_dir)
+    output.result(plan.as_json(), plan_table(plan))
+    return 0
+
+
+@budget.command("show")
+def show_command(
+    account: SomeAccount = None, ledger: LedgerUrl = None, as_json: AsJson = False, debug: Debug = False
+) -> None:
+    """Show what each account may spend, has spent, and on which runs."""
+    _execute(as_json, debug, lambda output: _show(output, account, ledger))
+
+
+def _show(output: Output, name: str | None, url: str | None) -> int:
+    from coordinator.tables import accounts_view
+
+    with _ledger(url, create=False) as ledger:
+        view = ledger.view()
+    accounts = [account for account in view.accounts if name in (None, account.name)]
+    if name is not None and not accounts:
+        raise BudgetError("account_unknown", f"there is no account '{name}'.", f"Open it: raycloak budget open {name}")
+    output.result({**asdict(view), "accounts": [asdict(account) for account in accounts]}, accounts_view(accounts))
+    return 0
+
+
+@budget.command("open")
+def open_command(
+    account: Annotated[str, typer.Argument(help="Name of the account.", show_default=False)],
+    epsilon_cap: Annotated[float, typer.Option(help="What all runs together may spend.", show_default=False)],
+    delta: Annotated[float, typer.Option(help="Delta of the cap.")] = 1e-5,
+    ledger: LedgerUrl = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Open an account that runs may name; opening it again with the same terms changes nothing."""
+    _execute(as_json, debug, lambda output: _open(output, account, epsilon_cap, delta, ledger))
+
+
+def _open(output: Output, name: str, epsilon_cap: float, delta: float, url: str | None) -> int:
+    from coordinator.tables import accounts_view
+
+    with _ledger(url, create=True) as ledger:
+        ledger.open_account(name, epsilon_cap, delta)
+        (account,) = (account for account in ledger.view().accounts if account.name == name)
+    output.result(asdict(account), accounts_view([account]))
+    return 0
+
+
+@budget.command("history")
+def history_command(
+    account: SomeAccount = None, ledger: LedgerUrl = None, as_json: AsJson = False, debug: Debug = False
+) -> None:
+    """Check the ledger's whole chain, then list its entries, of one account or all."""
+    _execute(as_json, debug, lambda output: _history(output, account, ledger))
+
+
+def _history(output: Output, account: str | None, url: str | None) -> int:
+    from coordinator.tables import history_view
+
+    with _ledger(url, create=False) as ledger:
+        ledger.verify()
+        entries = ledger.history(account)
+    records = [
+        {"sequence": entry.sequence, "kind": entry.kind, **entry.event.model_dump(mode="json"), "hash": entry.hash}
+        for entry in entries
+    ]
+    output.result({"verified": True, "entries": records}, history_view(entries))
+    return 0
+
+
+@contextmanager
+def _ledger(url: str | None, create: bool) -> Iterator["PrivacyLedger"]:
+    from coordinator.ledger import PrivacyLedger
+    from coordinator.state import ledger_url
+
+    ledger = PrivacyLedger(url or ledger_url(), create)
+    try:
+        yield ledger
+    finally:
+        ledger.close()
+
+
+@app.command()
+def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
+    """Look for what stands in the way of a run on this machine. Exit code 4 if a check fails."""
+    _execute(as_json, debug, _doctor)
+
+
+def _doctor(output: Output) -> int:
+    from coordinator.doctor import checks_table, examine
+
+    checks = examine()
+    failed = any(check.status == "fail" for check in checks)
+    output.result({"ok": not failed, "checks": [asdict(check) for check in checks]}, checks_table(checks))
+    return 4 if failed else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Entry point of the console script; exits with the command's code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    code = _invoke(given)
+    leave_stdout()
+    sys.exit(code)
+
+
+def _invoke(arguments: list[str]) -> int:
+    try:
+        return int(app(args=arguments, prog_name="raycloak", standalone_mode=False) or 0)
+    except TyperException as error:
+        message = " ".join(error.format_message().split())
+        with command_output("--json" in arguments, "--debug" in arguments) as output:
+            output.error(ConfigError("usage", message, "See raycloak --help."))
+        return ConfigError.exit_code
+    except Abort:
+        return RaycloakError.exit_code

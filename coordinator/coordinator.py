@@ -1,0 +1,381 @@
+"""Coordinator: the run as a small state machine over membership and steps.
+
+    PREPARING  start workers, open data, build models, agree on the known answer
+    ADMITTING  plan, manifest, account, evidence, keys
+    TRAINING   step by step, until the planned steps or the cap
+    FINISHING  commit the last step, export the evidence log
+    DONE | FAILED
+
+It holds configuration, references and public facts; never examples, gradients or keys.
+"""
+
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from attestation.admissions import OrchestratorView
+from attestation.commit_book import StepCommit
+from attestation.evidence import Collateral
+from attestation.policy import Policy
+from coordinator.archive import Archive
+from coordinator.backend import ActorLost, Backend
+from coordinator.checkpoints import Checkpoints, Restored
+from coordinator.config import RunConfig
+from coordinator.control import Control
+from coordinator.departures import Departures
+from coordinator.evaluation import Evaluator
+from coordinator.joining import Timer
+from coordinator.manifest import build_computation, build_manifest, epochs, run_terms
+from coordinator.membership import Membership
+from coordinator.outcome import Ending, Finished, Model
+from coordinator.plan import Plan, account_cap, make_plan, shared_cap
+from coordinator.ranges import ParameterRange, split_ranges
+from coordinator.reporting import Reporter, Reporting
+from coordinator.resume import require_ledger, require_same_manifest
+from coordinator.run_folder import RunFolder
+from coordinator.step import StepRunner
+from coordinator.stopping import StopRequest
+from coordinator.training import Course, Training
+from coordinator.tssp_writer import PackageTerms
+from metrics.collectors import RunMetrics
+from metrics.errors import RunFailedError
+from workers.manifest import Manifest, key_context
+from workers.train_worker import Admission, WorkerFacts, WorkerSetup
+
+
+class Phase(Enum):
+    """Where a run is."""
+
+    PREPARING = "preparing"
+    ADMITTING = "admitting"
+    TRAINING = "training"
+    FINISHING = "finishing"
+    DONE = "done"
+    FAILED = "failed"
+
+    @property
+    def is_terminal(self) -> bool:
+        return self in (Phase.DONE, Phase.FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """The actors of one run and what evidence they are judged by, started and owned by the caller."""
+
+    run_id: str
+    orchestrator_key: bytes
+    backend: Backend
+    control: Control
+    policy: Policy
+    collateral: Collateral
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What of its run an execution is to do.
+
+    Attributes:
+        archive: where the sealed packages of the run are; None to seal none.
+        recorded: manifest of the run that is gone on with; None for one that begins.
+        start_at_most: start from the newest package of at most so many finished steps; None for the newest of all.
+        last_step: finished steps to end at; None for all that are planned.
+        releases: False to repeat steps only that were charged and committed before.
+    """
+
+    archive: Archive | None = None
+    recorded: Manifest | None = None
+    start_at_most: int | None = None
+    last_step: int | None = None
+    releases: bool = True
+    stop: StopRequest = field(default_factory=StopRequest)
+
+
+class Coordinator:
+    """Drives one execution of a run in one session."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        session: Session,
+        setup: WorkerSetup,
+        evaluator: Evaluator | None,
+        reporting: Reporting,
+        folder: RunFolder,
+        assignment: Assignment,
+        timer: Timer | None = None,
+    ) -> None:
+        self.config = config
+        self.session = session
+        self.phase = Phase.PREPARING
+        self._setup = setup
+        self._evaluator = evaluator
+        self._reporting = reporting
+        self._folder = folder
+        self._assignment = assignment
+        self._committed: Mapping[int, StepCommit] = {}
+        self._account = config.ledger.account or f"run-{session.run_id}"
+        self._reporter = Reporter(reporting, lambda: len(self._membership.workers))
+        departures = Departures(config.failure.max_failures, self._reporter.departed)
+        self._membership = Membership(
+            config, session.backend, session.control, departures, self._reporter.joined, timer or Timer()
+        )
+        session.control.on_restart = self._reporter.restarted
+        self._plan: Plan | None = None
+        self._steps: Training | None = None
+        self._ending: Ending | None = None
+
+    def run(self) -> Finished:
+        """From starting the workers to the exported evidence log.
+
+        Raises:
+            RaycloakError: what ended the run; nothing is half-written and what was charged stays charged.
+        """
+        try:
+            facts = self._membership.start_workers(self._setup)
+            self.phase = Phase.ADMITTING
+            manifest, metrics = self._admit(facts)
+            self.phase = Phase.TRAINING
+            self._steps = self._training(facts, manifest, metrics)
+            self._ending = self._steps.run()
+            self.phase = Phase.FINISHING
+            finished = self._conclude(self._steps)
+            self.phase = Phase.DONE
+            return finished
+        except BaseException:
+            self.phase = Phase.FAILED
+            raise
+
+    def _admit(self, facts: WorkerFacts) -> tuple[Manifest, RunMetrics]:
+        shared_cap = self._shared_cap()
+        dimension = sum(tensor.size for tensor in facts.tensors)
+        plan = self._plan = make_plan(self.config, facts.num_examples, dimension, shared_cap)
+        known_answer = self._membership.known_answer(plan.mechanism)
+        manifest = self._manifest(facts, plan, known_answer)
+        if self._assignment.recorded is not None:
+            self._require_same_run(self._assignment.recorded, manifest)
+        self._open_account(plan, manifest, shared_cap)
+        terms = run_terms(manifest, self.session.policy, self.session.collateral)
+        self._orchestrator("begin", terms, secrets.token_hex(16))
+        self._ranges = split_ranges(facts.tensors, self.config.aggregators)
+        self._membership.admit_all(
+            Admission(manifest, self.session.policy, self.session.collateral, self.config.secure_aggregation),
+            self._ranges,
+        )
+        if self._assignment.recorded is None:
+            self._folder.write_manifest(manifest)
+        view = self._view()
+        self._evidence_class, self._colocated = view.evidence_class, self._is_colocated()
+        metrics = self._reporter.admitted(manifest, view)
+        for departure in self._membership.departures.all:
+            metrics.worker_refused(departure.code)
+        return manifest, metrics
+
+    def _require_same_run(self, recorded: Manifest, manifest: Manifest) -> None:
+        """Before anything is registered or charged: this is the run that was begun, and nothing of it was put back."""
+        require_same_manifest(recorded, manifest)
+        self._committed = {commit.step: commit for commit in self._orchestrator("committed")}
+        require_ledger(self._committed.values(), lambda sequence: self._ledger("hash_at", sequence))
+
+    def _shared_cap(self) -> float | None:
+        """Cap of the named account that pays; None if the run opens its own."""
+        if self.config.ledger.account is None:
+            return None
+        return shared_cap(self._ledger("view"), self.config)
+
+    def _manifest(self, facts: WorkerFacts, plan: Plan, known_answer: bytes) -> Manifest:
+        computation = build_computation(self.config, self._setup.model.name, self._setup.dataset, facts, plan.mechanism)
+        commitments = self._orchestrator(
+            "key_commitments", key_context(computation, known_answer), self.config.virtual_workers, epochs(self.config)
+        )
+        return build_manifest(
+            computation,
+            run_id=self.session.run_id,
+            account=self._account,
+            known_answer=known_answer,
+            policy_digest=self.session.policy.digest(),
+            ledger_key=self._ledger("view").public_key,
+            orchestrator_key=self.session.orchestrator_key,
+            key_commitments=commitments,
+        )
+
+    def _open_account(self, plan: Plan, manifest: Manifest, shared_cap: float | None) -> None:
+        if shared_cap is None:
+            self._ledger("open_account", self._account, account_cap(self.config), plan.delta)
+        self._ledger("register_run", self.session.run_id, self._account, plan.mechanism, manifest.digest())
+
+    def _training(self, facts: WorkerFacts, manifest: Manifest, metrics: RunMetrics) -> Training:
+        """The steps that are left to this execution, from the model that the newest package or the manifest gives."""
+        runner = StepRunner(
+            backend=self.session.backend,
+            control=self.session.control,
+            membership=self._membership,
+            manifest=manifest,
+            ranges=self._ranges,
+            metrics=metrics,
+            deadline_s=self.config.failure.step_deadline_s,
+            secure_aggregation=self.config.secure_aggregation,
+        )
+        plan, restored = self._plan, self._restore()
+        assert plan is not None, "a run that trains was planned"
+        return Training(
+            config=self.config,
+            plan=plan,
+            course=Course(
+                last_step=min(self._assignment.last_step or plan.mechanism.steps, plan.mechanism.steps),
+                committed=self._committed,
+                releases=self._assignment.releases,
+            ),
+            runner=runner,
+            membership=self._membership,
+            reporting=self._reporting,
+            metrics=metrics,
+            evaluator=self._evaluator,
+            stop=self._assignment.stop,
+            checkpoints=self._open_checkpoints(manifest, plan, metrics),
+            model=self._model(facts, manifest, restored),
+            finished_steps=restored.finished_steps if restored else 0,
+            renew=self._renew,
+        )
+
+    def _renew(self) -> None:
+        self._membership.renew()
+        self._reporter.presented(self._view())
+
+    def _restore(self) -> Restored | None:
+        """What the newest package that may be used holds; None to start from the manifest's parameters."""
+        recorded, archive = self._assignment.recorded, self._assignment.archive
+        if recorded is None or archive is None:
+            return None
+        return archive.restore(self.session.control, recorded, at_most=self._assignment.start_at_most)
+
+    def _open_checkpoints(self, manifest: Manifest, plan: Plan, metrics: RunMetrics) -> Checkpoints | None:
+        archive = self._assignment.archive
+        if archive is None or not self._assignment.releases:
+            return None
+        terms = PackageTerms(manifest, plan.delta, self._evidence_class)
+        return archive.open(self.session.control, terms, metrics)
+
+    def _model(self, facts: WorkerFacts, manifest: Manifest, restored: Restored | None) -> Model:
+        backend = self.session.backend
+        flat, digest = facts.initial_parameters, manifest.computation.initial_parameters
+        states = tuple(backend.call(aggregator, "initial_state")[0] for aggregator in self._membership.aggregators)
+        if restored is not None:
+            flat, digest = np.concatenate(restored.parameters), restored.parameter_digest
+            merged = {key: value for state in restored.states for key, value in state.items()}
+            states = tuple(backend.put(_state_of(merged, owned)) for owned in self._ranges)
+        parameters = tuple(backend.put(flat[owned.start : owned.stop].copy()) for owned in self._ranges)
+        return Model(parameters, states, digest)
+
+    def _is_colocated(self) -> bool:
+        backend, session = self.session.backend, self.session
+        try:
+            nodes = {backend.node(each) for each in self._membership.aggregators}
+        except ActorLost as lost:
+            raise RunFailedError("unreachable", f"an aggregator was lost at admission ({lost.cause})") from None
+        return session.control.node("orchestrator") in nodes
+
+    def finished(self) -> Finished | None:
+        """What the execution has come to so far; None before its first step is done."""
+        training = self._steps
+        if training is None or training.finished_steps == 0:
+            return None
+        assert self._plan is not None, "a run that trains was planned"
+        return Finished(
+            manifest=training.runner.manifest,
+            plan=self._plan,
+            parameters=training.parameters(),
+            parameter_digest=training.model.digest,
+            steps=training.finished_steps,
+            most_hosted=self._orchestrator("most_hosted"),
+            workers=len(self._membership.workers),
+            charged_epsilon=self._account_epsilon() if self.charged_epsilon is None else self.charged_epsilon,
+            evaluation=training.evaluate(),
+            evidence_class=self._evidence_class,
+            outcomes=tuple(training.outcomes),
+            colocated=self._colocated,
+            ending=self._ending,
+        )
+
+    @property
+    def step(self) -> int | None:
+        """The step that is under way or comes next; None before training."""
+        return self._steps.finished_steps if self._steps else None
+
+    @property
+    def charged_epsilon(self) -> float | None:
+        """Epsilon of the account after the last charge of this execution; None if it has charged nothing."""
+        return self._steps.runner.charged_epsilon if self._steps else None
+
+    @property
+    def begun(self) -> bool:
+        """Whether the run has charged anything, in this execution or, as it goes on with one, maybe before."""
+        return self._assignment.recorded is not None or (self._steps is not None and self._steps.runner.charging)
+
+    def salvage(self, destroy: bool) -> Finished | None:
+        """After a failure: seal and write what there is, export the log, and destroy a generated secret if asked.
+
+        Returns:
+            What the execution had come to; None if no step was finished.
+        """
+        log = str(self._folder.path / "evidence.jsonl")
+        if self._steps is not None:
+            with suppress(RunFailedError):  # The model may be what was lost; earlier packages stay.
+                self._steps.seal()
+            self._close_checkpoints(self._steps)
+            self._steps.runner.commit()
+        self._orchestrator(*(("finish", (), log, True) if destroy else ("export_log", log)))
+        finished = self.finished()
+        if finished is not None:
+            self._folder.write_parameters(finished)
+        return finished
+
+    def _conclude(self, training: Training) -> Finished:
+        """Seal and write the last model, commit the last step and export the log; destroy a generated secret if all is
+        done."""
+        training.seal()
+        self._close_checkpoints(training)
+        finished = self.finished()
+        if finished is None:
+            raise RunFailedError("stopped", "the run was stopped before its first step", _RESUME)
+        training.runner.commit()
+        if self._assignment.releases:
+            # Packages cannot be opened any more once the secret is gone: the model must be on disk before.
+            self._folder.write_parameters(finished)
+            log = str(self._folder.path / "evidence.jsonl")
+            if self._ending is Ending.STOPPED:
+                self._orchestrator("export_log", log)
+            else:
+                self._orchestrator("finish", (), log, self.config.secret_retention == "run")
+        return finished
+
+    def _close_checkpoints(self, training: Training) -> None:
+        if training.checkpoints is not None:
+            training.checkpoints.close(self.config.failure.step_deadline_s)
+
+    def _account_epsilon(self) -> float:
+        spent: float = next(a.spent_epsilon for a in self._ledger("view").accounts if a.name == self._account)
+        return spent
+
+    def _view(self) -> OrchestratorView:
+        view: OrchestratorView = self._orchestrator("view")
+        return view
+
+    def _orchestrator(self, method: str, *arguments: Any) -> Any:
+        return self.session.control.orchestrator(method, *arguments)
+
+    def _ledger(self, method: str, *arguments: Any) -> Any:
+        return self.session.control.ledger(method, *arguments)
+
+
+def _state_of(merged: Mapping[str, np.ndarray], owned: ParameterRange) -> dict[str, np.ndarray]:
+    """The part of an optimizer state that belongs to the tensors of a range."""
+    names = {tensor.name for tensor in owned.tensors}
+    return {key: value for key, value in merged.items() if key.rpartition("/")[0] in names}
+
+
+_RESUME = "Go on with it: raycloak run CONFIG --resume"

@@ -1,0 +1,83 @@
+"""Departures: who is no longer part of a run, why, and how many failures the run survives."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from metrics.errors import RefusedError, RunFailedError
+
+# What befalls a worker, rather than what it answers: another one in its place may well succeed.
+ACCIDENTS = frozenset({"died", "unreachable", "deadline"})
+
+# Leaving between two steps, for which nobody is to blame.
+ASKED = {
+    "left": "it was asked to end",
+    "preempted": "its node is being drained",
+    "key_share": "it held as many virtual workers' keys in this epoch as the noise allows for",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """A member that was refused, was lost or left, and why.
+
+    Attributes:
+        joined: False for a newcomer that was refused or lost before it was admitted.
+    """
+
+    member_id: str
+    code: str
+    message: str
+    joined: bool = True
+
+    @property
+    def asked_for(self) -> bool:
+        """Whether it left between two steps as it was asked to, and so does not count as a failure."""
+        return self.code in ASKED
+
+
+@dataclass(slots=True)
+class Departures:
+    """All departures of a run, in order.
+
+    Attributes:
+        max_failures: losses the run survives; newcomers that fail count as attempts, and end no run.
+        told: told of each departure as it happens.
+    """
+
+    max_failures: int
+    told: Callable[[Departure], None]
+    all: list[Departure] = field(default_factory=list)
+    _losses: int = 0
+    _failed_joins: int = 0
+
+    def add(self, departure: Departure, *, newcomer: bool = False) -> None:
+        """Record a departure; ``newcomer`` is one that has not finished a step."""
+        self.all.append(departure)
+        if newcomer:
+            self._failed_joins += not departure.asked_for
+        else:
+            self._losses += not departure.asked_for
+        self.told(departure)
+
+    @property
+    def allow_newcomers(self) -> bool:
+        """Whether another worker may be started, after losses and failed newcomers."""
+        return self._losses + self._failed_joins <= self.max_failures
+
+    def check(self) -> None:
+        """Raise RunFailedError ``too_many_failures`` once more than ``max_failures`` members were lost."""
+        if self._losses > self.max_failures:
+            raise RunFailedError("too_many_failures", f"more than {self.max_failures} failures: {self.reasons()}")
+
+    def refused_alike(self, last: int) -> bool:
+        """Whether the newest ``last`` departures share one cause that would meet any replacement as well."""
+        codes = {departure.code for departure in self.all[-last:]}
+        return len(codes) == 1 and not codes & ACCIDENTS
+
+    def too_few(self, left: int, needed: int) -> RefusedError:
+        """The error of a run with ``left`` workers that needs ``needed``."""
+        return RefusedError("too_few_workers", f"{left} workers are left, the run needs {needed}: {self.reasons()}")
+
+    def reasons(self) -> str:
+        """Every departure with its reason."""
+        return "; ".join(f"{d.member_id}: {d.code} ({d.message})" for d in self.all) or "none was started"

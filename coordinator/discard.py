@@ -1,0 +1,35 @@
+"""`raycloak discard`: gives an unfinished run up, so that nobody can go on with it or replay it."""
+
+import time
+from pathlib import Path
+
+from attestation.orchestrator import EvidenceOrchestrator
+from coordinator import state
+from coordinator.run_folder import RunFolder, run_lock
+from metrics.errors import ConfigError
+
+
+def discard(run_dir: Path) -> RunFolder:
+    """Destroy the generated secret of the run in ``run_dir`` and end its evidence log.
+
+    What was charged stays charged. A secret file of the user's own stays as it is.
+
+    Raises:
+        ConfigError: ``not_a_run``, ``run_done`` or ``secret_destroyed``.
+        RefusedError: ``run_in_progress``.
+    """
+    with run_lock(RunFolder.open(run_dir).record.run_id):
+        # Read under the lock: an execution may have ended just now.
+        folder = RunFolder.open(run_dir)
+        record = folder.record
+        if record.status in ("done", "void"):
+            raise ConfigError("run_done", f"the run in {run_dir} is over; there is nothing to give up.")
+        orchestrator = EvidenceOrchestrator(str(state.home() / "orchestrator"), time.time)
+        orchestrator.open_run(record.secret_file, record.run_id)
+        try:
+            orchestrator.finish((), str(folder.path / "evidence.jsonl"), destroy=True)
+        finally:
+            orchestrator.close()
+        (folder.path / "examples.npz").unlink(missing_ok=True)
+        folder.mark("void")
+    return folder

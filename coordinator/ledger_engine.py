@@ -1,0 +1,118 @@
+"""Database engines of the ledger: SQLite with WAL, full sync and immediate transactions, or PostgreSQL."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.exc import ArgumentError, DatabaseError, NoSuchModuleError, OperationalError
+
+from coordinator.ledger_files import prepare_file
+from metrics.errors import BudgetError, ConfigError
+
+LOCK_DEADLINE_S = 30.0
+_POSTGRES_LOCK = 0x7261_7963_6C6F_616B
+_URL_REMEDY = "Use sqlite:////absolute/path/ledger.sqlite or postgresql://user@host/database."
+
+
+def open_engine(url: str, create: bool) -> sa.Engine:
+    """An engine for the URL of a ledger, with the settings that durability and locking need.
+
+    Raises:
+        ConfigError, BudgetError: see `coordinator.ledger_store.LedgerStore`.
+    """
+    try:
+        parsed = sa.make_url(url)
+    except ArgumentError:
+        raise ConfigError("ledger_url", "the ledger URL cannot be read.", _URL_REMEDY) from None
+    if parsed.get_backend_name() == "sqlite":
+        return _sqlite_engine(parsed, create)
+    if parsed.get_backend_name() != "postgresql":
+        raise ConfigError("ledger_url", f"a ledger cannot be kept in {parsed.get_backend_name()}.", _URL_REMEDY)
+    try:
+        return sa.create_engine(parsed.set(drivername="postgresql+psycopg"), pool_pre_ping=True)
+    except (ModuleNotFoundError, NoSuchModuleError):
+        raise ConfigError(
+            "ledger_driver", "a PostgreSQL ledger needs psycopg.", "pip install 'psycopg[binary]'"
+        ) from None
+
+
+def _sqlite_engine(url: sa.URL, create: bool) -> sa.Engine:
+    if not url.database or not Path(url.database).is_absolute() or url.query:
+        raise ConfigError("ledger_url", f"'{url.database or ''}' is not an absolute path of a ledger.", _URL_REMEDY)
+    prepare_file(Path(url.database), create)
+    engine = sa.create_engine(url, connect_args={"timeout": LOCK_DEADLINE_S})
+    sa.event.listen(engine, "connect", _configure)
+    sa.event.listen(engine, "begin", _begin)
+    return engine
+
+
+def _configure(connection: Any, _record: Any) -> None:
+    """Prepare a new connection.
+
+    Guarantee: every connection is in WAL mode with full synchronisation, and starts transactions only as told; the
+    database of another program is left as it is.
+    """
+    connection.isolation_level = None
+    cursor = connection.cursor()
+    tables = {name for (name,) in cursor.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if not tables or "entries" in tables:
+        _enter_wal(cursor)
+    cursor.execute("PRAGMA synchronous = FULL")
+    cursor.execute("PRAGMA foreign_keys = ON")
+    cursor.close()
+
+
+def _enter_wal(cursor: Any) -> None:
+    # The first switch of a new file needs the file alone, and SQLite does not wait for that by itself.
+    deadline = time.monotonic() + LOCK_DEADLINE_S
+    while True:
+        try:
+            mode = cursor.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+        except Exception as error:
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.005)
+            continue
+        if mode != "wal":
+            raise BudgetError("ledger_unavailable", f"the ledger's file system allows only journal mode '{mode}'.")
+        return
+
+
+def _begin(connection: sa.Connection) -> None:
+    reads = "raycloak_reads" in connection.get_execution_options()
+    connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
+
+
+def reading(engine: sa.Engine) -> sa.Engine:
+    """The same engine for transactions that only read: each sees one state, and none takes the write lock."""
+    if engine.dialect.name == "postgresql":
+        return engine.execution_options(isolation_level="REPEATABLE READ")
+    return engine.execution_options(raycloak_reads=True)
+
+
+def take_write_lock(connection: sa.Connection) -> None:
+    """Hold the store's one write lock until the transaction ends. In SQLite, BEGIN IMMEDIATE took it already."""
+    if connection.dialect.name == "postgresql":
+        connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_POSTGRES_LOCK)))
+
+
+@contextmanager
+def storage_errors() -> Iterator[None]:
+    """Turn failures of the storage into BudgetError ``ledger_unavailable`` or ``ledger_foreign``."""
+    try:
+        yield
+    except OperationalError as error:
+        raise BudgetError(
+            "ledger_unavailable",
+            f"the ledger's storage failed: {error.orig}.",
+            "Nothing was charged unless status() says so; see that the storage is up and not full.",
+        ) from None
+    except DatabaseError as error:
+        if "not a database" in str(error.orig):
+            raise BudgetError(
+                "ledger_foreign", "the file is not a ledger.", "Give a path where there is no file yet."
+            ) from None
+        raise

@@ -1,0 +1,159 @@
+"""Entries of the ledger: signed events in one hash chain, and the check that anyone can make of a copy.
+
+``hash = SHA-256(LP("raycloak/ledger-entry/v1", sequence, previous, kind, body))`` covers every field; the signature
+covers the hash. Sequences count from 1 and the first entry's ``previous`` is ``GENESIS``.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from attestation.canonical import DIGEST_BYTES, digest, length_prefixed
+from attestation.keys import IdentityKey, signature_is_valid
+from attestation.messages import Message, parse
+from metrics.errors import BudgetError, ProtocolError
+from workers.mechanism import Mechanism
+
+GENESIS = bytes(DIGEST_BYTES)
+
+
+class AccountOpened(Message):
+    """An account begins to exist; ``orders`` are the Renyi orders its cap is held at.
+
+    ``recorded_at`` of this and the other events is Unix time in seconds, by the ledger's own clock.
+    """
+
+    DOMAIN: ClassVar[str] = "account_opened"
+
+    recorded_at: int
+    account: str
+    epsilon_cap: float
+    delta: float
+    accountant: str
+    orders: tuple[float, ...]
+
+
+class RunRegistered(Message):
+    """A run may charge to an account.
+
+    Attributes:
+        step_rdp: RDP of one step at the account's orders; zeros where nothing is private.
+        delta_slack: part of the account's delta that the run's slack takes at the account's cap.
+        accountant_version: library that computed ``step_rdp``.
+    """
+
+    DOMAIN: ClassVar[str] = "run_registered"
+
+    recorded_at: int
+    run_id: str
+    account: str
+    mechanism: Mechanism
+    manifest_digest: bytes
+    step_rdp: tuple[float, ...]
+    delta_slack: float
+    accountant_version: str
+
+
+class StepCharged(Message):
+    """One release of a run's mechanism.
+
+    Attributes:
+        fencing: number of the ledger instance that charged.
+        charged_epsilon: the account's epsilon after this charge; what the events before and this one add up to.
+    """
+
+    DOMAIN: ClassVar[str] = "step_charged"
+
+    recorded_at: int
+    run_id: str
+    step: int
+    parameter_digest: bytes
+    manifest_digest: bytes
+    mechanism_digest: bytes
+    fencing: int
+    charged_epsilon: float
+
+
+Event = AccountOpened | RunRegistered | StepCharged
+_KINDS: dict[str, type[Event]] = {kind.DOMAIN: kind for kind in (AccountOpened, RunRegistered, StepCharged)}
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerEntry:
+    """One link of the chain, as stored: ``body`` is the canonical JSON of the event that ``kind`` names."""
+
+    sequence: int
+    previous: bytes
+    kind: str
+    body: bytes
+    hash: bytes
+    signature: bytes
+
+    @property
+    def event(self) -> Event:
+        """The parsed body.
+
+        Raises:
+            BudgetError: ``chain_broken``.
+        """
+        cls = _KINDS.get(self.kind)
+        if cls is None:
+            raise broken(self.sequence, f"its kind '{self.kind}' is unknown")
+        try:
+            return parse(cls, self.body)
+        except ProtocolError as error:
+            raise broken(self.sequence, f"its body is {error.message}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Position and hash of a chain's last entry; sequence 0 is the empty chain."""
+
+    sequence: int = 0
+    hash: bytes = GENESIS
+
+
+def make_entry(head: Head, event: Event, key: IdentityKey) -> LedgerEntry:
+    """The entry that continues the chain at ``head`` with ``event``, signed by ``key``."""
+    sequence, body = head.sequence + 1, event.encode()
+    link = _link(sequence, head.hash, event.DOMAIN, body)
+    return LedgerEntry(sequence, head.hash, event.DOMAIN, body, link, key.sign(_signed(link)))
+
+
+def check_chain(entries: Iterable[LedgerEntry], public_key: bytes, start: Head | None = None) -> Head:
+    """Check that ``entries`` continue ``start`` (default: the beginning) without a gap and are all signed.
+
+    Guarantee: returns the head only if every field of every entry is what ``public_key`` signed, in this order.
+
+    Raises:
+        BudgetError: ``chain_broken``, naming the first entry that is wrong.
+    """
+    head = start or Head()
+    for entry in entries:
+        if entry.sequence != head.sequence + 1:
+            raise broken(head.sequence + 1, f"entry {entry.sequence} stands in its place")
+        if entry.previous != head.hash:
+            raise broken(entry.sequence, "it does not follow the entry before it")
+        if entry.hash != _link(entry.sequence, entry.previous, entry.kind, entry.body):
+            raise broken(entry.sequence, "its content does not match its hash")
+        if not signature_is_valid(public_key, _signed(entry.hash), entry.signature):
+            raise broken(entry.sequence, "it is not signed by the ledger's key")
+        head = Head(entry.sequence, entry.hash)
+    return head
+
+
+def broken(sequence: int, why: str) -> BudgetError:
+    """The refusal of a chain at one entry."""
+    return BudgetError(
+        "chain_broken",
+        f"the ledger cannot be trusted at entry {sequence}: {why}.",
+        "Restore the ledger from a copy that verifies; spend nothing until then.",
+    )
+
+
+def _link(sequence: int, previous: bytes, kind: str, body: bytes) -> bytes:
+    return digest(length_prefixed("raycloak/ledger-entry/v1", sequence, previous, kind, body))
+
+
+def _signed(link: bytes) -> bytes:
+    return length_prefixed("raycloak/ledger-signature/v1", link)

@@ -1,0 +1,79 @@
+"""The file of an embedded ledger: private to its owner, and on a file system whose locks and syncs hold."""
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from metrics.errors import BudgetError, ConfigError
+
+_MOUNTS = Path("/proc/mounts")
+_NETWORK = {
+    *("9p", "afs", "beegfs", "ceph", "cifs", "coda", "fuse", "gfs", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs"),
+    *("nfs", "nfs4", "ocfs2", "orangefs", "smb3", "smbfs"),
+}
+
+
+def prepare_file(path: Path, create: bool) -> None:
+    """Create the file with mode 0600 (its folder 0700) if it is missing, and check what is there.
+
+    Guarantee: on return the file exists, only its owner can read it (it holds the signing key), and it is not on a
+    network file system, where SQLite's locks and syncs cannot be relied on.
+
+    Raises:
+        ConfigError: ``network_file_system``, or ``ledger_url`` if the file cannot be made.
+        BudgetError: ``ledger_missing`` or ``ledger_exposed``.
+    """
+    refuse_network_file_system(path, _MOUNTS.read_text() if _MOUNTS.exists() else "")
+    if create and not path.exists():
+        _create(path)
+    if not path.is_file():
+        raise BudgetError(
+            "ledger_missing", f"there is no ledger at {path}.", "Open an account first, or check the path."
+        )
+    mode = path.stat().st_mode & 0o777
+    if mode & 0o077:
+        raise BudgetError(
+            "ledger_exposed",
+            f"{path} holds a signing key but has mode {mode:03o}.",
+            f"If nobody else has read or written it: chmod 600 {path}",
+        )
+
+
+def _create(path: Path) -> None:
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with suppress(FileExistsError):  # another process was first
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+    except OSError as error:
+        raise ConfigError("ledger_url", f"cannot create the ledger {path}: {error.strerror}.") from None
+
+
+def refuse_network_file_system(path: Path, mounts: str) -> None:
+    """Refuse a path below a network or FUSE mount.
+
+    Args:
+        mounts: content of ``/proc/mounts``; empty where the system has none, and then nothing is checked.
+
+    Raises:
+        ConfigError: ``network_file_system``.
+    """
+    kind = file_system(Path(os.path.realpath(path)), mounts)
+    if kind in _NETWORK or kind.startswith("fuse."):
+        raise ConfigError(
+            "network_file_system",
+            f"{path} is on a {kind} file system, where a charge may not be durable or may be made twice.",
+            "Keep the ledger on a local disk, or use a PostgreSQL URL.",
+        )
+
+
+def file_system(path: Path, mounts: str) -> str:
+    """Type of the innermost mount that holds ``path``; empty if unknown."""
+    best, kind = -1, ""
+    for line in mounts.splitlines():
+        _, point, found, *_ = line.split(" ")
+        folder = Path(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), point))
+        # A later mount on the same point hides the earlier one.
+        if path.is_relative_to(folder) and len(folder.parts) >= best:
+            best, kind = len(folder.parts), found
+    return kind

@@ -1,0 +1,271 @@
+"""Where the ledger keeps its record: SQLAlchemy Core on SQLite (embedded) or PostgreSQL, and nothing but storage.
+
+The chain of entries is the record; the other tables are what it adds up to, kept so that a charge does not read
+the chain. Every writer takes the store's one write lock before it reads, so check and charge are one atomic act.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from attestation.keys import IdentityKey, Secret
+from coordinator.ledger_engine import open_engine, reading, storage_errors, take_write_lock
+from coordinator.ledger_entries import Head, LedgerEntry
+from metrics.errors import BudgetError
+
+APPLICATION = "raycloak ledger v1"
+
+_tables = sa.MetaData()
+_integer = sa.BigInteger().with_variant(sa.Integer, "sqlite")
+_meta = sa.Table("meta", _tables, sa.Column("name", sa.Text, primary_key=True), sa.Column("value", sa.Text))
+_accounts = sa.Table(
+    "accounts",
+    _tables,
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("sequence", _integer, nullable=False),
+)
+_runs = sa.Table(
+    "runs",
+    _tables,
+    sa.Column("run_id", sa.Text, primary_key=True),
+    sa.Column("account", sa.Text, sa.ForeignKey("accounts.name"), nullable=False, index=True),
+    sa.Column("sequence", _integer, nullable=False),
+    sa.Column("charged", _integer, nullable=False),
+    sa.Column("fencing", _integer, nullable=False),
+)
+_entries = sa.Table(
+    "entries",
+    _tables,
+    sa.Column("sequence", _integer, primary_key=True, autoincrement=False),
+    sa.Column("previous", sa.LargeBinary, nullable=False),
+    sa.Column("kind", sa.Text, nullable=False),
+    sa.Column("body", sa.LargeBinary, nullable=False),
+    sa.Column("hash", sa.LargeBinary, nullable=False),
+    sa.Column("signature", sa.LargeBinary, nullable=False),
+    # Of a charge only; the database itself then refuses to hold one step twice.
+    sa.Column("run_id", sa.Text),
+    sa.Column("step", _integer),
+    sa.UniqueConstraint("run_id", "step"),
+)
+_ENTRY = (
+    _entries.c.sequence,
+    _entries.c.previous,
+    _entries.c.kind,
+    _entries.c.body,
+    _entries.c.hash,
+    _entries.c.signature,
+)
+
+_SELECT_HEAD = sa.select(_entries.c.sequence, _entries.c.hash).order_by(_entries.c.sequence.desc()).limit(1)
+_SELECT_RUN = sa.select(_runs).where(_runs.c.run_id == sa.bindparam("run"))
+_SELECT_RUNS = sa.select(_runs).order_by(_runs.c.sequence)
+_SELECT_ACCOUNT_RUNS = _SELECT_RUNS.where(_runs.c.account == sa.bindparam("name"))
+_SELECT_ACCOUNTS = sa.select(_accounts).order_by(_accounts.c.sequence)
+_SELECT_ACCOUNT = sa.select(_accounts).where(_accounts.c.name == sa.bindparam("key"))
+_SELECT_CHARGE = sa.select(*_ENTRY).where(
+    _entries.c.run_id == sa.bindparam("run"), _entries.c.step == sa.bindparam("number")
+)
+_SELECT_ENTRY = sa.select(*_ENTRY).where(_entries.c.sequence == sa.bindparam("number"))
+_SELECT_ENTRIES = sa.select(*_ENTRY).order_by(_entries.c.sequence)
+_SELECT_KEYED = sa.select(_entries.c.sequence, _entries.c.run_id, _entries.c.step).order_by(_entries.c.sequence)
+_UPDATE_CHARGED = (
+    sa.update(_runs)
+    .where(_runs.c.run_id == sa.bindparam("run"))
+    .values(charged=_runs.c.charged + sa.bindparam("more"), fencing=sa.bindparam("number"))
+)
+_INSERT_ENTRY = sa.insert(_entries)
+_SELECT_META = sa.select(_meta.c.value).where(_meta.c.name == sa.bindparam("key"))
+_UPDATE_META = sa.update(_meta).where(_meta.c.name == sa.bindparam("key")).values(value=sa.bindparam("content"))
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """A run as the tables hold it: its registration's entry, its charges, and the instance that owns it."""
+
+    run_id: str
+    account: str
+    sequence: int
+    charged: int
+    fencing: int
+
+
+@dataclass(frozen=True, slots=True)
+class AccountRow:
+    """An account as the tables hold it: its name and the entry that opened it."""
+
+    name: str
+    sequence: int
+
+
+class LedgerStore:
+    """One store; several processes and threads may hold it open at once.
+
+    Args:
+        url: ``sqlite:////absolute/file`` or ``postgresql://...``.
+        create: whether a ledger may be created, and this instance may write; otherwise it only reads.
+
+    Raises:
+        ConfigError: ``ledger_url``, ``ledger_driver`` or ``network_file_system``.
+        BudgetError: ``ledger_foreign``, ``ledger_missing``, ``ledger_exposed`` or ``ledger_unavailable``.
+    """
+
+    def __init__(self, url: str, create: bool = True) -> None:
+        self._engine = open_engine(url, create)
+        self._reader = reading(self._engine)
+        self._writes = create
+        self._fencing = 0
+        try:
+            with self.write() if create else self.read() as rows:
+                if create:
+                    rows.create_if_empty()
+                rows.check_ours()
+                if create:
+                    self._fencing = rows.next_fencing()
+                self.key = IdentityKey.from_seed(Secret(bytes.fromhex(rows.meta("signing_key"))))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def fencing(self) -> int:
+        """This instance's fencing number, above those of all instances before it; 0 if it was opened to read."""
+        return self._fencing
+
+    @contextmanager
+    def write(self) -> Iterator["Rows"]:
+        """A transaction that holds the store's write lock from its start; durable when the block ends.
+
+        Guarantee: when the block has ended without an error its changes survive a crash of process and machine;
+        if it raises, none of them exists.
+        """
+        if not self._writes:
+            raise BudgetError("ledger_read_only", "this ledger instance was opened to read; it cannot charge.")
+        with storage_errors(), self._engine.begin() as connection:
+            take_write_lock(connection)
+            yield Rows(connection)
+
+    @contextmanager
+    def read(self) -> Iterator["Rows"]:
+        """A transaction that sees one state of the store and never waits for a writer."""
+        with storage_errors(), self._reader.begin() as connection:
+            yield Rows(connection)
+
+    def close(self) -> None:
+        """Close all connections; the store cannot be used afterwards."""
+        self._engine.dispose()
+
+
+class Rows:
+    """The statements of one transaction."""
+
+    def __init__(self, connection: sa.Connection) -> None:
+        self._connection = connection
+
+    def create_if_empty(self) -> None:
+        """Create the tables and the signing key in a database that has no tables."""
+        if not sa.inspect(self._connection).get_table_names():
+            _tables.create_all(self._connection, checkfirst=False)
+            seed = Ed25519PrivateKey.generate().private_bytes_raw().hex()
+            values = {"application": APPLICATION, "signing_key": seed, "fencing": "0"}
+            self._connection.execute(
+                sa.insert(_meta), [{"name": name, "value": value} for name, value in values.items()]
+            )
+
+    def check_ours(self) -> None:
+        """Refuse a database that holds anything but a ledger: ``ledger_missing`` or ``ledger_foreign``."""
+        names = set(sa.inspect(self._connection).get_table_names())
+        if not names:
+            raise BudgetError("ledger_missing", "the database is empty.", "Open an account first, or check the path.")
+        if not names >= set(_tables.tables) or self.meta("application") != APPLICATION:
+            raise BudgetError(
+                "ledger_foreign",
+                f"the database holds {', '.join(sorted(names))}, not the tables of a '{APPLICATION}'.",
+                "Give a path where there is no file yet, or an empty database.",
+            )
+
+    def meta(self, name: str) -> str:
+        """A setting of the store; empty if there is none."""
+        return self._connection.execute(_SELECT_META, {"key": name}).scalar() or ""
+
+    def next_fencing(self) -> int:
+        """A fencing number higher than every one before."""
+        number = int(self.meta("fencing")) + 1
+        self._connection.execute(_UPDATE_META, {"key": "fencing", "content": str(number)})
+        return number
+
+    def head(self) -> Head:
+        """The chain's end."""
+        row = self._connection.execute(_SELECT_HEAD).first()
+        return Head(*row) if row else Head()
+
+    def entry(self, sequence: int) -> LedgerEntry | None:
+        """The entry at one position."""
+        row = self._connection.execute(_SELECT_ENTRY, {"number": sequence}).first()
+        return LedgerEntry(*row) if row else None
+
+    def charge(self, run_id: str, step: int) -> LedgerEntry | None:
+        """The entry that charged a step."""
+        row = self._connection.execute(_SELECT_CHARGE, {"run": run_id, "number": step}).first()
+        return LedgerEntry(*row) if row else None
+
+    def entries(self) -> Iterator[LedgerEntry]:
+        """All entries in the order of the chain."""
+        for row in self._connection.execute(_SELECT_ENTRIES):
+            yield LedgerEntry(*row)
+
+    def charge_keys(self) -> Iterator[tuple[int, str | None, int | None]]:
+        """(sequence, run, step) by which each entry is found; None for what is not a charge."""
+        for row in self._connection.execute(_SELECT_KEYED):
+            yield row.sequence, row.run_id, row.step
+
+    def run(self, run_id: str) -> RunRow | None:
+        """One run."""
+        row = self._connection.execute(_SELECT_RUN, {"run": run_id}).first()
+        return RunRow(*row) if row else None
+
+    def runs(self, account: str | None = None) -> list[RunRow]:
+        """Runs in the order of registration, of one account or of all."""
+        if account is None:
+            return [RunRow(*row) for row in self._connection.execute(_SELECT_RUNS)]
+        return [RunRow(*row) for row in self._connection.execute(_SELECT_ACCOUNT_RUNS, {"name": account})]
+
+    def account(self, name: str) -> AccountRow | None:
+        """One account."""
+        row = self._connection.execute(_SELECT_ACCOUNT, {"key": name}).first()
+        return AccountRow(*row) if row else None
+
+    def accounts(self) -> list[AccountRow]:
+        """Accounts in the order of opening."""
+        return [AccountRow(*row) for row in self._connection.execute(_SELECT_ACCOUNTS)]
+
+    def append(self, entry: LedgerEntry, run_id: str | None = None, step: int | None = None) -> None:
+        """Add an entry at the end; a charge names its run and step."""
+        self._connection.execute(
+            _INSERT_ENTRY,
+            {
+                "sequence": entry.sequence,
+                "previous": entry.previous,
+                "kind": entry.kind,
+                "body": entry.body,
+                "hash": entry.hash,
+                "signature": entry.signature,
+                "run_id": run_id,
+                "step": step,
+            },
+        )
+
+    def add_account(self, row: AccountRow) -> None:
+        """Note an account that an entry opened."""
+        self._connection.execute(sa.insert(_accounts), {"name": row.name, "sequence": row.sequence})
+
+    def add_run(self, row: RunRow) -> None:
+        """Note a run that an entry registered."""
+        values = {"run_id": row.run_id, "account": row.account, "sequence": row.sequence}
+        self._connection.execute(sa.insert(_runs), {**values, "charged": row.charged, "fencing": row.fencing})
+
+    def update_run(self, run_id: str, more_charges: int, fencing: int) -> None:
+        """Count charges of a run, and note the instance that owns it."""
+        self._connection.execute(_UPDATE_CHARGED, {"run": run_id, "more": more_charges, "number": fencing})

@@ -1,0 +1,74 @@
+"""A session of plain objects in this process: no Ray, one thread, every breakpoint works.
+
+The protocol is the whole one: evidence (SIMULATED), rosters, receipts, masks. What it does not give is isolation, so
+it is for tests and debugging, not for private data.
+"""
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from attestation.orchestrator import EvidenceOrchestrator
+from attestation.policy import simulated_policy
+from attestation.simulator import SimulatedVendor, code_measurement
+from attestation.simulator_platform import SimulatedPlatform
+from coordinator.aggregator import MaskedAggregator
+from coordinator.backend import Actor, LocalBackend
+from coordinator.config import FailureConfig
+from coordinator.control import Control, ControlRole
+from coordinator.coordinator import Session
+from coordinator.ledger import PrivacyLedger
+from workers.train_worker import TrainWorker
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPlatform:
+    """Evidence source of every actor of this process."""
+
+    platform: SimulatedPlatform
+
+    def quote(self, report_data: bytes) -> bytes:
+        """See `attestation.attester.EvidenceSource`."""
+        return self.platform.quote(report_data, code_measurement())
+
+
+def local_session(
+    home: Path, run_secret: Path | None = None, clock: Callable[[], float] = time.time
+) -> tuple[Session, LocalBackend]:
+    """Start orchestrator and ledger of one run in this process, with all state below ``home``."""
+    secret, failure = str(run_secret) if run_secret else None, FailureConfig()
+    ledger_url = f"sqlite:///{home / 'ledger.sqlite'}"
+    vendor = SimulatedVendor.load_or_create(home / "simulator")
+    source = LocalPlatform(vendor.platform())
+    orchestrator = EvidenceOrchestrator(str(home / "orchestrator"), clock)
+    run_id, key = orchestrator.open_run(secret)
+    backend = LocalBackend(
+        make_worker=lambda member_id: TrainWorker(member_id, source, clock),
+        make_aggregator=lambda member_id: MaskedAggregator(member_id, source),
+    )
+    actors: dict[ControlRole, Actor] = {
+        "ledger": Actor("ledger", PrivacyLedger(ledger_url)),
+        "orchestrator": Actor("orchestrator", orchestrator),
+    }
+    incarnations = itertools.count(1)
+
+    def restart(role: ControlRole) -> Actor:
+        actors[role].handle.close()
+        if role == "ledger":
+            return Actor(f"ledger-{next(incarnations)}", PrivacyLedger(ledger_url))
+        successor = EvidenceOrchestrator(str(home / "orchestrator"), clock)
+        successor.open_run(secret, run_id)
+        return Actor(f"orchestrator-{next(incarnations)}", successor)
+
+    control = Control(backend, actors, restart, failure.control_deadline_s, failure.max_failures)
+    session = Session(
+        run_id=run_id,
+        orchestrator_key=key,
+        backend=backend,
+        control=control,
+        policy=simulated_policy(vendor, code_measurement()),
+        collateral=vendor.collateral(int(clock())),
+    )
+    return session, backend

@@ -1,0 +1,74 @@
+"""Builds the manifest of a run from its configuration and from what the prepared workers are."""
+
+from attestation.admissions import RunTerms
+from attestation.evidence import Collateral
+from attestation.policy import Policy
+from coordinator.config import RunConfig
+from workers.datasets import DatasetDescriptor
+from workers.manifest import Computation, Manifest, OptimizerSpec, key_context
+from workers.mechanism import Mechanism
+from workers.parameters import parameter_digest, tensor_digests
+from workers.train_worker import WorkerFacts
+
+
+def build_computation(
+    config: RunConfig, model: str, dataset: DatasetDescriptor, facts: WorkerFacts, mechanism: Mechanism
+) -> Computation:
+    """What determines the bytes of the weights.
+
+    Guarantee: nothing of it depends on the number of workers, ranges or nodes, on paths or on time.
+    """
+    return Computation(
+        mechanism=mechanism,
+        model=model,
+        model_code=facts.model_code,
+        loss=config.loss,
+        loss_code=facts.loss_code,
+        tensors=facts.tensors,
+        initial_parameters=parameter_digest(facts.tensors, tensor_digests(facts.initial_parameters, facts.tensors)),
+        optimizer=OptimizerSpec.model_validate(config.optimizer.model_dump()),
+        numerics=facts.numerics,
+        dataset=dataset.identity_digest(),
+        epoch_steps=config.epoch_steps,
+    )
+
+
+def epochs(config: RunConfig) -> int:
+    """Number of key epochs of the planned steps."""
+    return -(-config.steps // config.epoch_steps)
+
+
+def build_manifest(
+    computation: Computation,
+    *,
+    run_id: str,
+    account: str,
+    known_answer: bytes,
+    policy_digest: bytes,
+    ledger_key: bytes,
+    orchestrator_key: bytes,
+    key_commitments: tuple[bytes, ...],
+) -> Manifest:
+    """The run's contract; see `workers/manifest.py`."""
+    return Manifest(
+        run_id=run_id,
+        computation=computation,
+        known_answer=known_answer,
+        policy_digest=policy_digest,
+        account=account,
+        ledger_key=ledger_key,
+        orchestrator_key=orchestrator_key,
+        key_commitments=key_commitments,
+    )
+
+
+def run_terms(manifest: Manifest, policy: Policy, collateral: Collateral) -> RunTerms:
+    """What the orchestrator needs to know of ``manifest``."""
+    return RunTerms(
+        manifest_digest=manifest.digest(),
+        key_context=key_context(manifest.computation, manifest.known_answer),
+        virtual_workers=manifest.computation.mechanism.virtual_workers,
+        known_answer=manifest.known_answer,
+        policy=policy,
+        collateral=collateral,
+    )

@@ -1,0 +1,154 @@
+"""The update rule as a pure function of parameters, averaged gradient, state and step.
+
+Rules are those of `torch.optim`, one tensor at a time (no fused or multi-tensor kernels). A range is made of whole
+tensors, and no rule couples tensors, so the bytes do not depend on how many ranges there are. The process must be
+in the run's numerics class: kernels of another instruction set may round differently.
+
+| name | from the specification |
+|---|---|
+| ``sgd`` | momentum, weight decay |
+| ``adam``, ``adamw`` | beta1, beta2, eps, weight decay (added to the gradient; decoupled) |
+| ``adafactor`` | eps (the smaller of its two), weight decay; its own decay of the second moment |
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from metrics.errors import ConfigError, RunFailedError
+from workers.manifest import OptimizerSpec, TensorSpec
+from workers.parameters import dimension
+
+State = dict[str, NDArray[np.float32]]
+_ADAFACTOR_PARAMETER_SCALE = 1e-3
+
+
+def learning_rate(spec: OptimizerSpec, step: int, total_steps: int) -> float:
+    """Learning rate of ``step`` (counted from 0), a pure function of its arguments.
+
+    Warm-up rises linearly and reaches the full rate at step ``warmup_steps - 1``. After it ``constant`` stays there,
+    ``linear`` and ``cosine`` fall towards zero, which they would reach at ``total_steps``.
+    """
+    if step < spec.warmup_steps:
+        return spec.learning_rate * (step + 1) / spec.warmup_steps
+    progress = (step - spec.warmup_steps) / max(total_steps - spec.warmup_steps, 1)
+    if spec.schedule == "linear":
+        return spec.learning_rate * max(1.0 - progress, 0.0)
+    if spec.schedule == "cosine":
+        # Rounded to 2^-40, so that math libraries that differ in the last bit agree.
+        factor = math.ldexp(round(math.ldexp(0.5 + 0.5 * math.cos(math.pi * min(progress, 1.0)), 40)), -40)
+        return spec.learning_rate * factor
+    return spec.learning_rate
+
+
+class Optimizer:
+    """The update rule of one parameter range.
+
+    Args:
+        spec: rule and schedule.
+        tensors: the range's tensors, whole, in canonical order.
+        total_steps: planned steps, for the schedule.
+
+    Raises:
+        ConfigError: ``optimizer`` if a momentum is given to a rule without one, or the warm-up exceeds the run.
+    """
+
+    def __init__(self, spec: OptimizerSpec, tensors: Sequence[TensorSpec], total_steps: int) -> None:
+        if spec.momentum and spec.name != "sgd":
+            raise ConfigError("optimizer", f"momentum belongs to sgd; {spec.name} has no such setting.")
+        if spec.warmup_steps > total_steps:
+            raise ConfigError("optimizer", f"warmup_steps ({spec.warmup_steps}) exceeds steps ({total_steps}).")
+        self._spec = spec
+        self._tensors = tuple(tensors)
+        self._total_steps = total_steps
+
+    def initial_state(self) -> State:
+        """State before the first step: empty; the first :meth:`update` fills it."""
+        return {}
+
+    def update(
+        self,
+        parameters: NDArray[np.float32],
+        averaged_gradient: NDArray[np.floating[Any]],
+        state: Mapping[str, NDArray[np.float32]],
+        step: int,
+    ) -> tuple[NDArray[np.float32], State]:
+        """Parameters and state after one step.
+
+        Guarantee: no argument is changed, and the result's bytes depend on the arguments alone; for each tensor they
+        are the same whichever other tensors share its range.
+
+        Args:
+            parameters: float32 [size of the range].
+            averaged_gradient: float32 or float64 of the same shape; rounded to float32.
+            state: what :meth:`initial_state` or the previous update returned; keys are ``tensor name/field``.
+            step: counted from 0.
+
+        Raises:
+            RunFailedError: ``non_finite_parameters`` if a new parameter or state is not finite.
+        """
+        size = dimension(self._tensors)
+        assert parameters.shape == averaged_gradient.shape == (size,), "vectors have the range's size"
+        leaves = self._cut(parameters)
+        with np.errstate(over="ignore"):
+            gradients = self._cut(averaged_gradient)
+        rule = self._rule(leaves, learning_rate(self._spec, step, self._total_steps))
+        leaf_of = dict(zip((tensor.name for tensor in self._tensors), leaves, strict=True))
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            leaf.grad = gradient
+        for key, value in state.items():
+            name, _, field = key.rpartition("/")
+            rule.state[leaf_of[name]][field] = torch.from_numpy(value.copy())
+        rule.step()
+        updated = np.concatenate([leaf.numpy().reshape(-1) for leaf in leaves])
+        new_state = self._state_of(rule, leaves)
+        if not all(np.isfinite(vector).all() for vector in (updated, *new_state.values())):
+            raise RunFailedError(
+                "non_finite_parameters",
+                f"the update of step {step} made a parameter or its moments infinite or not a number.",
+                "Lower optimizer.learning_rate, or raise expected_batch_size.",
+                step=step,
+            )
+        return updated, new_state
+
+    def _cut(self, flat: NDArray[np.floating[Any]]) -> list[torch.Tensor]:
+        """One tensor per specification, each in memory of its own: kernels then see one alignment for any range."""
+        parts, start = [], 0
+        for tensor in self._tensors:
+            part = flat[start : start + tensor.size].reshape(tensor.shape)
+            parts.append(torch.from_numpy(part.astype(np.float32)))
+            start += tensor.size
+        return parts
+
+    def _rule(self, leaves: list[torch.Tensor], rate: float) -> torch.optim.Optimizer:
+        spec = self._spec
+        decay, betas = spec.weight_decay, (spec.beta1, spec.beta2)
+        match spec.name:
+            case "sgd":
+                return torch.optim.SGD(
+                    leaves, lr=rate, momentum=spec.momentum, weight_decay=decay, foreach=False, fused=False
+                )
+            case "adam":
+                return torch.optim.Adam(
+                    leaves, lr=rate, betas=betas, eps=spec.eps, weight_decay=decay, foreach=False, fused=False
+                )
+            case "adamw":
+                return torch.optim.AdamW(
+                    leaves, lr=rate, betas=betas, eps=spec.eps, weight_decay=decay, foreach=False, fused=False
+                )
+            case "adafactor":
+                epsilons = (spec.eps, _ADAFACTOR_PARAMETER_SCALE)
+                return torch.optim.Adafactor(leaves, lr=rate, eps=epsilons, weight_decay=decay, foreach=False)
+
+    def _state_of(self, rule: torch.optim.Optimizer, leaves: list[torch.Tensor]) -> State:
+        """All state tensors by ``tensor name/field``; fields that are not in use are left out."""
+        return {
+            f"{tensor.name}/{field}": value.numpy()
+            for tensor, leaf in zip(self._tensors, leaves, strict=True)
+            for field, value in sorted(rule.state[leaf].items())
+            if isinstance(value, torch.Tensor)
+        }

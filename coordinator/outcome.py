@@ -1,0 +1,92 @@
+"""What steps and executions leave behind: plain records that are passed on."""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from attestation.commit_book import StepCommit
+from coordinator.evaluation import Evaluation
+from coordinator.plan import Plan
+from workers.manifest import Manifest
+
+
+class Ending(Enum):
+    """Why the steps of an execution ended."""
+
+    COMPLETE = "complete"
+    CAP = "cap_exceeded"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The released model between two steps.
+
+    Attributes:
+        parameters, states: one reference per range: float32 parameters, optimizer state.
+        digest: parameter digest of all ranges together.
+    """
+
+    parameters: tuple[Any, ...]
+    states: tuple[Any, ...]
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """A step that every aggregator finished.
+
+    Attributes:
+        charged_epsilon: of the account, as the receipt states it.
+        masked_bytes: payload bytes of all vectors that were accepted, if they were masked; else 0.
+        seconds: wall time of the step; ``charge_seconds``, ``compute_seconds`` and ``reduce_seconds`` of it are the
+            receipt and first roster, and asking workers and aggregators in the last attempt.
+        slowest_worker_seconds: the longest any worker took on its own in the last attempt.
+        roster_digest: of the last attempt's roster.
+    """
+
+    commit: StepCommit
+    charged_epsilon: float
+    masked_bytes: int
+    seconds: float
+    charge_seconds: float
+    compute_seconds: float
+    reduce_seconds: float
+    slowest_worker_seconds: float
+    roster_digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What an execution of a run has come to.
+
+    Attributes:
+        parameters: float32[d] in canonical order.
+        steps: finished steps of the run, those of earlier executions included.
+        most_hosted: most virtual workers whose keys any single worker ever held.
+        charged_epsilon: of the account after the last charge.
+        outcomes: of the steps of this execution.
+        colocated: whether an aggregator ran on the orchestrator's node.
+        ending: why it ended; None if it failed.
+    """
+
+    manifest: Manifest
+    plan: Plan
+    parameters: np.ndarray
+    parameter_digest: bytes
+    steps: int
+    most_hosted: int
+    workers: int
+    charged_epsilon: float
+    evaluation: Evaluation | None
+    evidence_class: str
+    outcomes: tuple[StepOutcome, ...]
+    colocated: bool
+    ending: Ending | None
+
+    @property
+    def masked_bytes(self) -> int:
+        """Payload bytes of all masked vectors that reached the aggregators."""
+        return sum(outcome.masked_bytes for outcome in self.outcomes)

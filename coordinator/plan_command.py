@@ -1,0 +1,48 @@
+"""`raycloak plan`: the plan of a configuration, from its data's size and its model's, without touching a budget."""
+
+from pathlib import Path
+
+from coordinator import state
+from coordinator.config import DatasetConfig, RunConfig
+from coordinator.ledger import PrivacyLedger
+from coordinator.plan import Plan, make_plan, shared_cap
+from metrics.errors import ConfigError
+from workers.datasets import DatasetDescriptor, dataset_form
+from workers.model_checks import check_trainable
+from workers.models import ModelSource, build_model, loss_function, parameter_count
+
+
+def plan_of(config: RunConfig, config_dir: Path) -> Plan:
+    """The plan of ``config``, whose relative paths start at ``config_dir``.
+
+    Guarantee: reads the data's public outline, the model and the ledger's accounts; charges and writes nothing.
+
+    Raises:
+        ConfigError, DatasetError, ModelError: the run cannot be made as configured.
+        RefusedError: ``not_public``.
+        BudgetError: ``ledger_missing`` or ``account_unknown`` or ``account_mismatch`` for the named account.
+    """
+    if config.dataset is None or config.model is None:
+        raise ConfigError("config", "a plan needs both dataset and model.", "Name them in the configuration.")
+    form = dataset_form(descriptor(config.dataset).open(config_dir))
+    model = build_model(ModelSource.of(config.model), config_dir, config.seed)
+    loss, _ = loss_function(config.loss, config_dir)
+    check_trainable(model, form, loss, deterministic=not config.allow_nondeterministic)
+    return make_plan(config, form.num_examples, parameter_count(model), _account_cap(config))
+
+
+def descriptor(dataset: DatasetConfig) -> DatasetDescriptor:
+    """The descriptor that workers open, from the configuration's section."""
+    columns = [dataset.features] if isinstance(dataset.features, str) else dataset.features
+    return DatasetDescriptor(**{**dataset.model_dump(), "features": tuple(columns)})
+
+
+def _account_cap(config: RunConfig) -> float | None:
+    """Epsilon cap of the named account; None if the run opens its own."""
+    if config.ledger.account is None:
+        return None
+    ledger = PrivacyLedger(config.ledger.url or state.ledger_url(), create=False)
+    try:
+        return shared_cap(ledger.view(), config)
+    finally:
+        ledger.close()

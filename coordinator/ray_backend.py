@@ -1,0 +1,190 @@
+"""`coordinator.backend.Backend` on Ray: starts and reaches workers and aggregators.
+
+Two wired classes add what only a process has: a worker that is asked to end by SIGTERM finishes its step and says so,
+and an aggregator's process can be started before anybody needs it.
+"""
+
+import signal
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import ray
+
+from attestation.attester import EvidenceSource
+from coordinator.actors import Platforms, actor, ask_node, fetch, kill_all
+from coordinator.aggregator import MaskedAggregator
+from coordinator.backend import Actor, ActorLost
+from coordinator.placement import Placement
+from workers.numerics import worker_environment
+from workers.train_worker import StepRequest, TrainWorker
+
+NODE_DEADLINE_S = 30.0
+SPARE_DEADLINE_S = 1.0
+SPARE_AFTER_S = 5.0
+"""How long a run trains before it keeps a spare: a process takes seconds of CPU to start."""
+
+
+class TrainWorkerActor(TrainWorker):
+    """TrainWorker that leaves when its process is asked to end.
+
+    Guarantee: after SIGTERM the task under way finishes, and the next `StepReply` says ``leaving``. A second SIGTERM
+    ends the process at once.
+    """
+
+    def __init__(self, member_id: str, source: EvidenceSource, clock: Callable[[], float]) -> None:
+        super().__init__(member_id, source, clock)
+        self._leaving = False
+        self._before = signal.signal(signal.SIGTERM, self._asked_to_end)
+
+    def _asked_to_end(self, _: int, __: FrameType | None) -> None:
+        self._leaving = True
+        signal.signal(signal.SIGTERM, self._before)
+
+    def step(self, request: StepRequest, *parameters: np.ndarray) -> tuple[Any, ...]:
+        reply, *vectors = super().step(request, *parameters)
+        return (replace(reply, leaving=self._leaving), *vectors)
+
+
+class MaskedAggregatorActor(MaskedAggregator):
+    """MaskedAggregator that is nobody, and holds no key, until `take_part`."""
+
+    def __init__(self, source: EvidenceSource) -> None:
+        self._source = source
+
+    def take_part(self, member_id: str) -> None:
+        """Become a member of this id."""
+        super().__init__(member_id, self._source)
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """An actor and a reference to its node.
+
+    The node is the first thing it is asked, so the answer is there when it is needed, however busy the actor is then.
+    """
+
+    handle: Any
+    node: Any
+
+    @classmethod
+    def of(cls, handle: Any) -> "_Started":
+        return cls(handle, ask_node(handle))
+
+    def is_up(self) -> bool:
+        """Whether it has started, or was lost."""
+        ready, _ = ray.wait([self.node], timeout=0, fetch_local=False)
+        return bool(ready)
+
+    def is_on(self, nodes: Collection[str]) -> bool:
+        """Whether it is on one of ``nodes``; one that has not started, or is lost, is on none."""
+        try:
+            return bool(nodes) and self.is_up() and fetch(self.node, NODE_DEADLINE_S) in nodes
+        except ActorLost:
+            return False
+
+
+class RayBackend:
+    """`coordinator.backend.Backend` on Ray.
+
+    A spare process of an aggregator is kept while the run trains, since importing torch takes longer than all the
+    rest of a recovery. It is no member and has no keys.
+
+    Args:
+        platforms: where evidence comes from.
+        placement: where workers go.
+        cpu_capability: instruction set of workers and aggregators.
+    """
+
+    def __init__(self, platforms: Platforms, placement: Placement, *, cpu_capability: str) -> None:
+        self._platforms = platforms
+        self._placement = placement
+        self._environment = worker_environment(cpu_capability)
+        self._members: dict[str, _Started] = {}
+        self._spare: _Started | None = None
+        self._first_reduce: float | None = None
+        self._aggregator = actor(MaskedAggregatorActor, scheduling_strategy="SPREAD", environment=self._environment)
+
+    def start_worker(self, member_id: str) -> Actor:
+        bundle = self._placement.bundle
+        options = {"num_cpus": bundle.pop("CPU", 0.0), "num_gpus": bundle.pop("GPU", 0.0), "resources": bundle}
+        worker = actor(
+            TrainWorkerActor,
+            **options,
+            scheduling_strategy=self._placement.take(member_id),
+            environment=self._environment,
+        )
+        return self._member(member_id, _Started.of(worker.remote(member_id, self._platforms.source(), time.time)))
+
+    def start_aggregator(self, member_id: str) -> Actor:
+        spare, self._spare = self._spare or self._new_aggregator(), None
+        if not self._answers(spare):
+            ray.kill(spare.handle)
+            spare = self._new_aggregator()
+        spare.handle.take_part.remote(member_id)
+        return self._member(member_id, spare)
+
+    def _new_aggregator(self) -> _Started:
+        return _Started.of(self._aggregator.remote(self._platforms.source()))
+
+    def _answers(self, started: _Started) -> bool:
+        """Whether a process is there, or still on its way."""
+        if not started.is_up():
+            return True
+        try:
+            fetch(ask_node(started.handle), SPARE_DEADLINE_S)
+        except ActorLost:
+            return False
+        return True
+
+    def _keep_spare(self) -> None:
+        now = time.monotonic()
+        self._first_reduce = self._first_reduce or now
+        if self._spare is None and now - self._first_reduce >= SPARE_AFTER_S:
+            self._spare = self._new_aggregator()
+
+    def _member(self, member_id: str, started: _Started) -> Actor:
+        self._members[member_id] = started
+        return Actor(member_id, started.handle)
+
+    def close(self) -> None:
+        """Kill every actor that was started: keys and clear updates go at once, and no process lingers in its exit."""
+        kill_all(started.handle for started in (*self._members.values(), self._spare) if started is not None)
+        self._placement.close()
+
+    def call(self, actor: Actor, method: str, *args: Any, returns: int = 1) -> tuple[Any, ...]:
+        bound = getattr(actor.handle, method)
+        result = bound.options(num_returns=returns).remote(*args)
+        if method == "reduce":
+            self._keep_spare()
+        return (result,) if returns == 1 else tuple(result)
+
+    def wait(self, references: Sequence[Any], deadline_s: float) -> Collection[Any]:
+        ready, _ = ray.wait(list(references), num_returns=len(references), timeout=deadline_s, fetch_local=False)
+        return ready
+
+    def fetch(self, reference: Any, deadline_s: float) -> Any:
+        return fetch(reference, deadline_s)
+
+    def put(self, value: Any) -> Any:
+        return ray.put(value)
+
+    def stop(self, actor: Actor) -> None:
+        ray.kill(actor.handle)
+        self._members.pop(actor.member_id, None)
+        self._placement.release(actor.member_id)
+
+    def node(self, actor: Actor) -> str:
+        started = self._members.get(actor.member_id) or _Started.of(actor.handle)
+        return str(fetch(started.node, NODE_DEADLINE_S))
+
+    def room(self) -> int:
+        return self._placement.room()
+
+    def departing(self) -> Collection[str]:
+        self._placement.expire()
+        draining = self._placement.draining()
+        return [member_id for member_id, started in self._members.items() if started.is_on(draining)]

@@ -1,0 +1,105 @@
+"""Where a run tells about itself while it goes on: events, series, and what its caller wants to hear."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from attestation.admissions import OrchestratorView
+from coordinator.control import Restart
+from coordinator.departures import Departure
+from coordinator.progress import StepReport
+from metrics.collectors import RunMetrics
+from metrics.events import EventWriter
+from metrics.registry import exactness_mark, privacy_mark
+from workers.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Reporting:
+    """What the caller of a coordinator wants to hear.
+
+    Attributes:
+        metrics: makes the run's series once its public facts are known.
+        progress: called after every finished step.
+        departure: called when a member is refused, is lost or leaves.
+        joined: called with the member id of a worker that joins the run after its start.
+        restart: called when the ledger or the orchestrator was started again.
+    """
+
+    metrics: Callable[[Manifest, str], RunMetrics]
+    events: EventWriter
+    progress: Callable[[StepReport], None]
+    departure: Callable[[Departure], None]
+    joined: Callable[[str], None]
+    restart: Callable[[Restart], None]
+
+
+@dataclass(slots=True)
+class Reporter:
+    """Tells everybody what happens to members and to the two durable actors.
+
+    Attributes:
+        workers: how many take part now.
+        metrics: the run's series; None until it has admitted its first members.
+    """
+
+    to: Reporting
+    workers: Callable[[], int]
+    metrics: RunMetrics | None = None
+
+    def admitted(self, manifest: Manifest, view: OrchestratorView) -> RunMetrics:
+        """The first members are admitted: make the series, and say under what terms the steps run."""
+        mechanism = manifest.computation.mechanism
+        self.metrics = self.to.metrics(manifest, view.evidence_class)
+        self.to.events.write(
+            "admitted",
+            run=manifest.run_id,
+            account=manifest.account,
+            manifest_digest=manifest.digest().hex(),
+            evidence_class=view.evidence_class,
+            privacy=privacy_mark(mechanism.private),
+            exactness=exactness_mark(manifest.computation.exact),
+            steps_planned=mechanism.steps,
+            virtual_workers=mechanism.virtual_workers,
+            parameters=mechanism.dimension,
+            noise_multiplier=mechanism.noise_multiplier if mechanism.private else None,
+            workers=self.workers(),
+        )
+        self.presented(view)
+        return self.metrics
+
+    def presented(self, view: OrchestratorView) -> None:
+        """Members have presented evidence, at first or anew."""
+        assert self.metrics is not None, "series exist once members are admitted"
+        self.metrics.workers_admitted(self.workers())
+        for role, expires_at in view.earliest_expiry.items():
+            self.metrics.evidence_accepted(role, view.evidence_class, expires_at)
+
+    def departed(self, departure: Departure) -> None:
+        """A member was refused, was lost, or left."""
+        self.to.departure(departure)
+        self.to.events.write("departure", code=departure.code)
+        metrics = self.metrics
+        if metrics is None:
+            return
+        if not departure.joined:
+            metrics.worker_refused(departure.code)
+        elif departure.asked_for:
+            metrics.worker_left(departure.code)
+        else:
+            metrics.worker_failed(departure.code)
+        metrics.workers_admitted(self.workers())
+
+    def joined(self, member_id: str) -> None:
+        """A worker joined between two steps."""
+        self.to.joined(member_id)
+        self.to.events.write("join", workers=self.workers())
+        assert self.metrics is not None, "series exist once members are admitted"
+        self.metrics.worker_joined()
+        self.metrics.workers_admitted(self.workers())
+
+    def restarted(self, restart: Restart) -> None:
+        """The ledger or the orchestrator was started again."""
+        self.to.restart(restart)
+        self.to.events.write("restart", role=restart.role, cause=restart.cause, seconds=round(restart.seconds, 6))
+        if self.metrics is not None:
+            self.metrics.phase_finished("recover", restart.seconds)

@@ -1,0 +1,55 @@
+"""Which packages of a run stay: the newest ones, and the best by a released metric."""
+
+from collections.abc import Mapping
+
+from attestation.package_keys import SignerPublic, TrustStore
+from attestation.package_manifest import PackageManifest
+from coordinator.config import CheckpointConfig
+from coordinator.tssp_reader import signed_manifest
+from coordinator.tssp_storage import PackageStorage
+from metrics.errors import EvidenceError
+
+
+class Retention:
+    """Deletes the packages of one run that need not stay; others are left alone."""
+
+    def __init__(self, config: CheckpointConfig, storage: PackageStorage, signer: SignerPublic, run: bytes) -> None:
+        self._config = config
+        self._storage = storage
+        self._trust = TrustStore.of("run", signer)
+        self._run = run
+        self._known: dict[str, PackageManifest | None] = {}
+
+    def apply(self) -> None:
+        """Keep the newest ``num_to_keep`` and the best, delete the rest."""
+        own = {name: manifest for name in self._storage.names() if (manifest := self._own(name))}
+        kept = set(list(own)[-self._config.num_to_keep :])
+        if best := self._best(own):
+            kept.add(best)
+        for name in own:
+            if name not in kept:
+                self._storage.delete(name)
+                del self._known[name]
+
+    def _own(self, name: str) -> PackageManifest | None:
+        """What a package of this run states; None for anything else, which is not ours to judge or delete."""
+        if name not in self._known:
+            try:
+                manifest = signed_manifest(self._storage, name, self._trust)
+            except EvidenceError:
+                manifest = None
+            self._known[name] = manifest if manifest and manifest.manifest_digest == self._run else None
+        return self._known[name]
+
+    def _best(self, own: Mapping[str, PackageManifest]) -> str | None:
+        match self._config.keep_best:
+            case "evaluation_accuracy":
+                scores = {name: manifest.evaluation_accuracy for name, manifest in own.items()}
+            case "evaluation_loss":
+                losses = {name: manifest.evaluation_loss for name, manifest in own.items()}
+                scores = {name: None if loss is None else -loss for name, loss in losses.items()}
+            case None:
+                return None
+        measured = {name: score for name, score in scores.items() if score is not None}
+        # Of equal ones the newest: the names are in order of steps.
+        return max(reversed(measured), key=measured.__getitem__, default=None)

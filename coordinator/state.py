@@ -1,0 +1,85 @@
+"""Where a run's state lives: ``RAYCLOAK_HOME``, and the paths below it.
+
+The home is absolute because the working directory of a Ray job is temporary: a ledger there would start the budget
+at zero. Layout: ``ledger.sqlite``, ``simulator/``, ``signer/``, ``orchestrator/<run_id>.sqlite``,
+``packages/<run_id>/``, ``runs/<name>-<run_id>[-k]/``.
+"""
+
+import itertools
+import os
+from pathlib import Path
+
+from metrics.errors import ConfigError
+
+HOME_VARIABLE = "RAYCLOAK_HOME"
+
+
+def home() -> Path:
+    """The state folder, created with mode 0700 if it is missing.
+
+    Raises:
+        ConfigError: ``relative_home`` if ``RAYCLOAK_HOME`` is not absolute, ``home_unusable`` if it cannot be made.
+    """
+    setting = os.environ.get(HOME_VARIABLE)
+    path = Path(setting) if setting else Path.home() / ".local" / "share" / "raycloak"
+    if not path.is_absolute():
+        raise ConfigError(
+            "relative_home",
+            f"{HOME_VARIABLE} is '{path}', which is relative to a folder that may be temporary.",
+            "Set it to an absolute path.",
+        )
+    return _folder(path)
+
+
+def ledger_url() -> str:
+    """URL of the embedded ledger."""
+    return f"sqlite:///{home() / 'ledger.sqlite'}"
+
+
+def simulator_folder() -> Path:
+    """Folder of the simulated platform's root and keys, mode 0700."""
+    return _folder(home() / "simulator")
+
+
+def orchestrator_database(run_id: str) -> Path:
+    """File of the orchestrator's durable state of one run; its folder exists, with mode 0700."""
+    return _folder(home() / "orchestrator") / f"{run_id}.sqlite"
+
+
+def run_lock(run_id: str) -> Path:
+    """File whose lock is held by the one process that executes the run."""
+    return _folder(home() / "orchestrator") / f"{run_id}.lock"
+
+
+def packages_folder(run_id: str) -> Path:
+    """Folder of the sealed packages of a run, the same for all its run directories, mode 0700."""
+    return _folder(home() / "packages" / run_id)
+
+
+def runs_folder() -> Path:
+    """Folder of all run directories, mode 0700."""
+    return _folder(home() / "runs")
+
+
+def create_run_folder(name: str, run_id: str) -> Path:
+    """Make and return ``runs/<name>-<run_id>``; a repeat of the run gets the first free ``-2``, ``-3`` ... suffix.
+
+    Guarantee: the folder is new and empty, also when several processes ask at once.
+    """
+    base = runs_folder() / f"{name}-{run_id}"
+    for attempt in itertools.count(1):
+        path = base if attempt == 1 else base.with_name(f"{base.name}-{attempt}")
+        try:
+            path.mkdir(mode=0o700)
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("unreachable: the count does not end")
+
+
+def _folder(path: Path) -> Path:
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("home_unusable", f"cannot create the state folder {path}: {error.strerror}.") from None
+    return path

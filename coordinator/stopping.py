@@ -1,0 +1,44 @@
+"""Asking a run to stop: the first signal ends it after the step, the second at once."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class StopRequest:
+    """A wish that any thread or signal handler may utter and the coordinator reads between two steps."""
+
+    def __init__(self) -> None:
+        self._asked = threading.Event()
+
+    @property
+    def made(self) -> bool:
+        """Whether somebody asked."""
+        return self._asked.is_set()
+
+    def make(self) -> None:
+        """Ask; asking again changes nothing."""
+        self._asked.set()
+
+
+@contextmanager
+def stop_on_signals(request: StopRequest, notice: Callable[[str], None]) -> Iterator[None]:
+    """While it is open, SIGINT and SIGTERM make ``request``; another one raises KeyboardInterrupt.
+
+    Ray replaces the handler of SIGTERM when it starts, so this must be opened after that, in the main thread.
+    """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if request.made:
+            raise KeyboardInterrupt
+        request.make()
+        notice(f"{signal.Signals(number).name}: the run stops after this step; once more stops it at once")
+
+    kept = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)

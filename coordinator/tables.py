@@ -1,0 +1,128 @@
+"""Results of the commands as tables for a person."""
+
+import math
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from coordinator.ledger_entries import LedgerEntry
+    from coordinator.ledger_view import AccountView
+    from coordinator.plan import Plan
+    from coordinator.replay import Replay
+
+
+def fields_table(title: str, rows: Iterable[tuple[str, str]]) -> Table:
+    """Two columns, a label and its value; values are folded, never cut."""
+    table = Table(title=title, show_header=False, title_justify="left", title_style="bold")
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(overflow="fold")
+    for label, value in rows:
+        table.add_row(label, Text(value))
+    return table
+
+
+def replay_table(replay: "Replay") -> Table:
+    """The outcome of a replay."""
+    title = "Replay (SIMULATED evidence)" if replay.evidence_class == "simulated" else "Replay"
+    return fields_table(
+        title,
+        [
+            ("steps", f"{replay.first} to {replay.last - 1}, every parameter digest is the logged one"),
+            ("workers", str(replay.workers)),
+            ("keys", f"one worker has held those of {replay.most_hosted} of {replay.virtual_workers} virtual workers"),
+            ("charged", f"nothing: the run has {replay.charged_steps} charged steps, as before"),
+            ("last digest", replay.digests[-1]),
+            ("run directory", str(replay.run_dir)),
+        ],
+    )
+
+
+def value_text(value: Any) -> str:
+    """A figure with four significant digits, anything else as it is."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "" if value is None else str(value)
+
+
+def epsilon_text(value: float | None) -> str:
+    """``value`` with three decimals, rounded up so that no claim is better than the truth."""
+    if value is None or not math.isfinite(value):
+        return "unbounded"
+    return f"{math.ceil(value * 1000 - 1e-6) / 1000:.3f}"
+
+
+def size_text(count: int) -> str:
+    """A number of bytes in a decimal unit."""
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count} bytes"
+
+
+def plan_table(plan: "Plan") -> Table:
+    """What a run will spend and need."""
+    return fields_table("Plan (nothing is charged yet)", plan_rows(plan))
+
+
+def plan_rows(plan: "Plan") -> list[tuple[str, str]]:
+    """Label and sentence of each line of a plan, in order."""
+    mechanism = plan.mechanism
+    rounded = f"γ = 2^{mechanism.gamma_log2}, rounding adds {plan.sensitivity_inflation:.2g} of the sensitivity"
+    return [
+        ("noise multiplier", f"{mechanism.noise_multiplier:.4g} on clipping norm {mechanism.max_grad_norm:g}"),
+        ("sample rate", f"{mechanism.sample_rate:.4g} of {mechanism.num_examples:,} examples"),
+        ("steps", f"{plan.steps_within_cap} of {mechanism.steps} fit below the cap {plan.epsilon_cap:g}"),
+        ("ε", f"{epsilon_text(plan.epsilon)} charged at δ = {plan.delta:g} ({mechanism.accountant} accountant)"),
+        ("ε, outsiders", f"{epsilon_text(plan.epsilon_outsiders)}, the aggregator included"),
+        ("ε, one worker", f"{epsilon_text(plan.epsilon_one_worker)}, it and the aggregator together"),
+        ("ε by step", ", ".join(f"{step}: {epsilon_text(value)}" for step, value in _some(plan.epsilon_curve))),
+        ("δ slack", f"{plan.delta_terms.total:.2g} of δ for cut batches, rounding and sampling"),
+        ("ring", f"{mechanism.ring_bits} bits, {rounded}"),
+        ("masked bytes", f"{size_text(plan.bytes_per_step)} a step"),
+        ("object store", f"{size_text(plan.object_store_bytes)} at most"),
+        *(("warning", warning) for warning in plan.warnings),
+    ]
+
+
+def _some(curve: tuple[tuple[int, float], ...], points: int = 8) -> list[tuple[int, float]]:
+    """At most ``points`` points of ``curve``, evenly spread, the last included."""
+    count = min(points, len(curve))
+    return [curve[(index + 1) * len(curve) // count - 1] for index in range(count)]
+
+
+def accounts_view(accounts: Iterable["AccountView"]) -> Table:
+    """Accounts with their runs below them."""
+    table = Table(title="Budget", title_justify="left", title_style="bold")
+    for header in ("account", "ε spent", "ε cap", "δ", "run", "steps charged"):
+        table.add_column(header, overflow="fold")
+    for account in accounts:
+        spent = epsilon_text(account.spent_epsilon)
+        table.add_row(Text(account.name), spent, f"{account.epsilon_cap:g}", f"{account.delta:g}")
+        for run in account.runs:
+            steps = f"{run.charged_steps} of {run.planned_steps}"
+            table.add_row("", "", "", "", run.run_id, steps if run.private else f"{steps}, NOT PRIVATE")
+    return table
+
+
+def history_view(entries: Iterable["LedgerEntry"]) -> Table:
+    """One row an entry, with the account's epsilon after each charge."""
+    table = Table(title="Ledger (chain verified)", title_justify="left", title_style="bold")
+    for header in ("entry", "time", "event", "run or account", "step", "ε after it", "hash"):
+        table.add_column(header, overflow="fold")
+    for entry in entries:
+        fields = entry.event.model_dump()
+        charged = fields.get("charged_epsilon")
+        table.add_row(
+            str(entry.sequence),
+            datetime.fromtimestamp(entry.event.recorded_at, UTC).isoformat(timespec="seconds"),
+            entry.kind.replace("_", " "),
+            Text(fields.get("run_id") or fields["account"]),
+            str(fields.get("step", "")),
+            "" if charged is None else epsilon_text(charged),
+            entry.hash.hex()[:16],
+        )
+    return table

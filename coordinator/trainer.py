@@ -1,0 +1,124 @@
+"""Trainer: from a configuration to a verdict and a run directory, on the Ray cluster that is there or a local one."""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from coordinator.config import RunConfig
+from coordinator.execution import Execution, Outcome
+from coordinator.outcome import Finished
+from coordinator.plan import check_public
+from coordinator.progress import StepReport
+from coordinator.resume import require_same_config
+from coordinator.run_folder import unfinished_run
+from coordinator.stopping import StopRequest
+from metrics.errors import ConfigError, RunFailedError
+from workers.models import ModelSource
+from workers.resolve import portable_base
+
+
+class Trainer:
+    """Trains one model.
+
+    Args:
+        config: what to train; ``model`` and ``dataset`` may be left out of it if they are given here.
+        model_init_fn: callable without arguments that returns a ``torch.nn.Module``.
+        train_dataset: a map-style PyTorch dataset of (features, label) pairs. It is visible to this process, and
+            workers of a single-node cluster read it from a private file.
+        config_dir: folder that relative paths and ``module:function`` names start from; the working directory if
+            absent.
+        run_secret: file of 64 hexadecimal digits; the same secret repeats the same run.
+        progress: called after every committed step.
+        resume: go on with the newest unfinished run of the configuration's name instead of starting one.
+        handle_signals: whether SIGINT and SIGTERM end the run after the step it is in, and at once when they come
+            again; for the main thread.
+        notice: told, in one line each, what a watcher needs to know: the address of the metrics, who left, who joined.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        model_init_fn: Callable[[], Any] | None = None,
+        train_dataset: Any | None = None,
+        config_dir: Path | None = None,
+        run_secret: Path | None = None,
+        resume: bool = False,
+        progress: Callable[[StepReport], None] | None = None,
+        notice: Callable[[str], None] | None = None,
+        handle_signals: bool = False,
+    ) -> None:
+        if (model_init_fn is None) == (config.model is None):
+            raise ConfigError("config", "give the model once: as config.model or as model_init_fn")
+        if (train_dataset is None) == (config.dataset is None):
+            raise ConfigError("config", "give the dataset once: as config.dataset or as train_dataset")
+        check_public(config)
+        model = ModelSource.of(model_init_fn if model_init_fn is not None else config.model or "")
+        self._config = config
+        self._secret = str(run_secret.resolve()) if run_secret else None
+        self._resume = resume
+        self._stop = StopRequest()
+        self._notice = notice or _to_stderr
+        self._execution = Execution(
+            config,
+            model,
+            portable_base(config_dir or Path.cwd()),
+            in_memory=train_dataset,
+            progress=progress or (lambda report: None),
+            notice=self._notice,
+            stop=self._stop,
+            handle_signals=handle_signals,
+        )
+        self.finished: Finished | None = None
+
+    def train(self) -> dict[str, Any]:
+        """Run to the planned steps, to the cap, or until somebody asks to stop.
+
+        Returns:
+            ``run_dir`` and ``metrics``, the fields of `coordinator.verdict.Verdict`.
+
+        Raises:
+            RaycloakError: ConfigError for bad input, RefusedError if a promise would be broken, RunFailedError if
+                the run could not go on. Its ``result`` is what the run had come to. What was charged stays charged.
+        """
+        outcome = self._recovered(self._go_on if self._resume else lambda: self._execution.begin(self._secret))
+        self.finished = outcome.finished
+        return outcome.result()
+
+    def stop(self) -> None:
+        """Ask the run to end after the step it is in; from any thread."""
+        self._stop.make()
+
+    def _recovered(self, execute: Callable[[], Outcome]) -> Outcome:
+        """What ``execute`` comes to; where the node with the model is lost, what going on from a package comes to."""
+        for _ in range(self._config.failure.max_failures):
+            try:
+                return execute()
+            except RunFailedError as error:
+                if error.code != "state_lost":
+                    raise
+                self._notice(f"{error.message}; going on from the newest sealed package")
+                assert self._execution.folder is not None, "it has begun"
+                execute = partial(self._execution.resume, self._execution.folder)
+        return execute()
+
+    def _go_on(self) -> Outcome:
+        """Go on with the newest unfinished run, with the secret file of this call if one was given."""
+        folder = unfinished_run(self._config.name)
+        require_same_config(folder.config(), self._config)
+        if self._secret is not None:
+            folder.record = folder.record.model_copy(update={"secret_file": self._secret})
+        try:
+            return self._execution.resume(folder)
+        except ConfigError as error:
+            if error.code != "secret_destroyed" or not (folder.path / "parameters.safetensors").exists():
+                raise
+            # It ended between the last thing that a run does and saying so.
+            folder.mark("done")
+            raise ConfigError("nothing_to_resume", f"the run in {folder.path} is complete.") from None
+
+
+def _to_stderr(line: str) -> None:
+    sys.stderr.write(f"{line}\n")

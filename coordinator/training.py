@@ -1,0 +1,226 @@
+"""Training: the steps of one execution of a run, from the model it starts with to the one it ends with.
+
+It decides when evidence is renewed, what is reported, measured and sealed after a step, and when to end. A step that
+an earlier execution committed must give the digest that the evidence log has, before the next one is charged.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from attestation.commit_book import StepCommit
+from coordinator.backend import ActorLost
+from coordinator.checkpoints import Checkpoints
+from coordinator.config import RunConfig
+from coordinator.evaluation import Evaluation, Evaluator
+from coordinator.ledger_entries import Head
+from coordinator.membership import Membership
+from coordinator.outcome import Ending, Model, StepOutcome
+from coordinator.plan import Plan
+from coordinator.progress import StepReport
+from coordinator.reporting import Reporting
+from coordinator.step import StepRunner
+from coordinator.stopping import StopRequest
+from coordinator.tssp_writer import Snapshot
+from metrics.collectors import RunMetrics
+from metrics.errors import BudgetError, RefusedError, RunFailedError
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What an execution covers.
+
+    Attributes:
+        last_step: number of finished steps to end at.
+        committed: steps that earlier executions committed, which must come out the same.
+        releases: whether steps may be charged that were not; a replay only repeats.
+    """
+
+    last_step: int
+    committed: Mapping[int, StepCommit]
+    releases: bool
+
+
+@dataclass(slots=True)
+class Training:
+    """Takes ``model`` from ``finished_steps`` towards the end of ``course``; both move on with every step.
+
+    Attributes:
+        renew: gets fresh evidence of every member, as each epoch needs it.
+    """
+
+    config: RunConfig
+    plan: Plan
+    course: Course
+    runner: StepRunner
+    membership: Membership
+    reporting: Reporting
+    metrics: RunMetrics
+    evaluator: Evaluator | None
+    stop: StopRequest
+    checkpoints: Checkpoints | None
+    model: Model
+    finished_steps: int
+    renew: Callable[[], None]
+    outcomes: list[StepOutcome] = field(default_factory=list)
+    _evaluated: tuple[bytes, Evaluation] | None = None
+    _sealed_steps: int = -1
+
+    def run(self) -> Ending:
+        """Go on until the course ends, the cap is reached or somebody asks to stop.
+
+        Raises:
+            RaycloakError: what ended the run; ``model`` is that of the last finished step.
+        """
+        first = self.finished_steps
+        while self.finished_steps < self.course.last_step:
+            if self.stop.made:
+                return Ending.STOPPED
+            if self.finished_steps != first and self.finished_steps % self.config.epoch_steps == 0:
+                self.renew()
+            try:
+                self.membership.settle()
+                self._step()
+            except RunFailedError as failure:
+                failure.spent_epsilon = failure.spent_epsilon or self.runner.charged_epsilon
+                failure.step = self.finished_steps if failure.step is None else failure.step
+                raise
+            except BudgetError as refusal:
+                self.metrics.step_refused(refusal.code)
+                if refusal.code != "cap_exceeded" or self.finished_steps == 0:
+                    raise
+                return Ending.CAP
+        return Ending.COMPLETE
+
+    def parameters(self) -> np.ndarray:
+        """The model's parameters, float32[d]; RunFailedError ``state_lost`` if the node that had them is gone."""
+        return np.concatenate([self._fetch(part) for part in self.model.parameters])
+
+    def evaluate(self) -> Evaluation | None:
+        """The model on the public split, measured once; None without such a split."""
+        if self.evaluator is None:
+            return None
+        if self._evaluated is None or self._evaluated[0] != self.model.digest:
+            started = time.perf_counter()
+            evaluation = self.evaluator.measure(self.parameters())
+            self._evaluated = self.model.digest, evaluation
+            if evaluation.accuracy is not None:
+                self.metrics.accuracy_measured(evaluation.accuracy)
+            if evaluation.loss is not None:
+                self.metrics.loss_measured(evaluation.loss)
+            self.metrics.phase_finished("evaluate", time.perf_counter() - started)
+        return self._evaluated[1]
+
+    def seal(self) -> None:
+        """Hand the model of the last finished step over to be sealed, unless it was already."""
+        if self.checkpoints is None or not self.outcomes or self._sealed_steps == self.finished_steps:
+            return
+        started = time.perf_counter()
+        self.runner.commit()
+        self.checkpoints.offer(self._snapshot())
+        self._sealed_steps = self.finished_steps
+        self.metrics.phase_finished("checkpoint", time.perf_counter() - started)
+
+    def _step(self) -> None:
+        step = self.finished_steps
+        if not self.course.releases:
+            self._require_charged(step)
+        self.model, outcome = self.runner.run(step, self.model)
+        self.finished_steps += 1
+        self.outcomes.append(outcome)
+        self._require_same(outcome.commit)
+        self._report(outcome)
+        if self.checkpoints is not None:
+            if self.checkpoints.due(self.finished_steps):
+                self.seal()
+            self.checkpoints.poll()
+
+    def _require_charged(self, step: int) -> None:
+        status = self.runner.control.ledger("status", self.runner.manifest.run_id, step)
+        is_charged = status.charged and status.parameter_digest == self.model.digest
+        if step not in self.course.committed or not is_charged:
+            raise RefusedError(
+                "not_charged",
+                f"step {step} was never charged for these parameters and committed; computing it would release "
+                "something new.",
+                "Replay steps that the run has finished.",
+            )
+
+    def _require_same(self, commit: StepCommit) -> None:
+        known = self.course.committed.get(commit.step)
+        if known is not None and known.parameter_digest != commit.parameter_digest:
+            raise RunFailedError(
+                "not_reproducible",
+                f"step {commit.step} gave the parameter digest {commit.parameter_digest.hex()}; the evidence log has "
+                f"{known.parameter_digest.hex()}",
+                "Nothing further was charged. Compare machines and libraries with those of the run.",
+                commit.step,
+            )
+
+    def _snapshot(self) -> Snapshot:
+        outcome = self.outcomes[-1]
+        states = [self._fetch(state) for state in self.model.states]
+        return Snapshot(
+            finished_steps=self.finished_steps,
+            parameters=(self.parameters(),),
+            # Keys start with the tensor's name, so the states of all ranges fit into one.
+            states=({key: value for state in states for key, value in state.items()},),
+            parameter_digest=self.model.digest,
+            epsilon=outcome.charged_epsilon if self.plan.mechanism.private else None,
+            roster_digest=outcome.roster_digest,
+            ledger_head=Head(outcome.commit.ledger_sequence, outcome.commit.ledger_hash),
+            log_head=self.runner.control.orchestrator("log_position"),
+            evaluation=self._evaluated[1] if self._evaluated and self._evaluated[0] == self.model.digest else None,
+        )
+
+    def _fetch(self, reference: Any) -> Any:
+        try:
+            return self.runner.backend.fetch(reference, self.config.failure.step_deadline_s)
+        except ActorLost as lost:
+            raise RunFailedError(
+                "state_lost",
+                f"the released model was lost with its node ({lost.cause})",
+                "Go on from the newest sealed package: raycloak run CONFIG --resume",
+            ) from None
+
+    def _report(self, outcome: StepOutcome) -> None:
+        """Metrics, event and progress of a finished step."""
+        metrics, private = self.metrics, self.plan.mechanism.private
+        done = self.finished_steps
+        due = self.evaluator is not None and (done % self.evaluator.every == 0 or done == self.config.steps)
+        evaluation = self.evaluate() if due else None
+        accuracy, loss = (evaluation.accuracy, evaluation.loss) if evaluation else (None, None)
+        metrics.step_committed(outcome.seconds)
+        metrics.masked_bytes_received(outcome.masked_bytes)
+        self.reporting.events.write(
+            "step",
+            step=outcome.commit.step,
+            parameter_digest=self.model.digest.hex(),
+            epsilon=outcome.charged_epsilon if private else None,
+            evaluation_accuracy=accuracy,
+            evaluation_loss=loss,
+            workers=len(self.membership.workers),
+            attempts=outcome.commit.attempts,
+            seconds=round(outcome.seconds, 6),
+            charge_seconds=round(outcome.charge_seconds, 6),
+            compute_seconds=round(outcome.compute_seconds, 6),
+            reduce_seconds=round(outcome.reduce_seconds, 6),
+            masked_bytes=outcome.masked_bytes,
+        )
+        self.reporting.progress(
+            StepReport(
+                step=done,
+                steps=self.config.steps,
+                epsilon=outcome.charged_epsilon if private else None,
+                epsilon_cap=self.plan.epsilon_cap if private else None,
+                evaluation_accuracy=accuracy,
+                workers=len(self.membership.workers),
+                parameter_digest=self.model.digest.hex(),
+                seconds=outcome.seconds,
+                evaluation_loss=loss,
+                exact=self.plan.exact,
+            )
+        )

@@ -1,0 +1,152 @@
+"""Writing a package: what a snapshot is, and how it becomes encrypted files and a manifest that can be signed."""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attestation.evidence_log import LogHead
+from attestation.key_release import hpke_seal
+from attestation.keys import Secret
+from attestation.package_keys import RecipientPublic
+from attestation.package_manifest import PackageManifest, Payload, Recipient, package_context
+from coordinator.evaluation import Evaluation
+from coordinator.ledger_entries import Head
+from coordinator.ranges import split_ranges
+from coordinator.tssp_arrays import State, joined_states, safetensors_pieces
+from coordinator.tssp_storage import Draft
+from coordinator.tssp_stream import CHUNK_BYTES, write_payload
+from workers.manifest import Manifest
+from workers.parameters import split_flat
+
+PARAMETERS = "parameters.safetensors.enc"
+OPTIMIZER = "optimizer.safetensors.enc"
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A run between two steps: all that is needed to go on from there, and nothing that is secret.
+
+    Attributes:
+        finished_steps: number of steps behind these parameters, at least 1.
+        parameters: float32, one vector per range, in the order of the ranges.
+        states: optimizer state of each range.
+        parameter_digest: of all ranges together.
+        epsilon: of the account after the last charge; None if the run is not private.
+        roster_digest: of the roster of the last step's last attempt.
+        ledger_head: the ledger's entry that charged the last step, as its receipt says.
+        log_head: the orchestrator's ``log_position`` when the snapshot was taken.
+        evaluation: of exactly these parameters on the public split, if they were measured.
+    """
+
+    finished_steps: int
+    parameters: tuple[NDArray[np.float32], ...]
+    states: tuple[State, ...]
+    parameter_digest: bytes
+    epsilon: float | None
+    roster_digest: bytes
+    ledger_head: Head
+    log_head: LogHead
+    evaluation: Evaluation | None
+
+
+@dataclass(frozen=True, slots=True)
+class PackageTerms:
+    """What all packages of a run have in common.
+
+    Attributes:
+        delta: of the account.
+        evidence_class: of the run's members.
+    """
+
+    manifest: Manifest
+    delta: float
+    evidence_class: str
+
+
+def write_draft(
+    draft: Draft,
+    snapshot: Snapshot,
+    terms: PackageTerms,
+    recipients: Sequence[RecipientPublic],
+    *,
+    previous: bytes,
+    created_at: int,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> PackageManifest:
+    """Encrypt the payloads of ``snapshot`` into ``draft``; returns the manifest that is to be signed.
+
+    Args:
+        previous: digest of the package published before; empty for the first.
+        created_at: unix seconds.
+
+    Raises:
+        STORAGE_ERRORS of `coordinator.tssp_storage`.
+    """
+    data_key = Secret(secrets.token_bytes(32))
+    run_id, manifest_digest = terms.manifest.run_id, terms.manifest.digest()
+    context = package_context(run_id, manifest_digest, snapshot.finished_steps, snapshot.parameter_digest)
+    metadata = {
+        "run_id": run_id,
+        "step": str(snapshot.finished_steps),
+        "parameter_digest": snapshot.parameter_digest.hex(),
+    }
+    payloads = []
+    for name, arrays in _contents(snapshot, terms.manifest).items():
+        with draft.sink(name) as sink:
+            pieces = safetensors_pieces(arrays, metadata)
+            payloads.append(write_payload(sink, data_key, context, name, pieces, chunk_bytes))
+    manifest = _unwrapped(snapshot, terms, recipients, payloads, previous, created_at)
+    assert manifest.context() == context, "the payloads are bound to the package they are in"
+    info = manifest.info()
+    wrapped = tuple(
+        entry.model_copy(update={"wrapped_key": hpke_seal(data_key.reveal(), recipient.key, info)})
+        for entry, recipient in zip(manifest.recipients, recipients, strict=True)
+    )
+    return manifest.model_copy(update={"recipients": wrapped})
+
+
+def _contents(snapshot: Snapshot, manifest: Manifest) -> Mapping[str, Mapping[str, np.ndarray]]:
+    """The arrays of each payload: parameters as named tensors in their shape, optimizer state by range and name."""
+    ranges = split_ranges(manifest.computation.tensors, len(snapshot.parameters))
+    parameters = {
+        tensor.name: part.reshape(tensor.shape)
+        for owned, vector in zip(ranges, snapshot.parameters, strict=True)
+        for tensor, part in zip(owned.tensors, split_flat(vector, owned.tensors), strict=True)
+    }
+    return {PARAMETERS: parameters, OPTIMIZER: joined_states(snapshot.states)}
+
+
+def _unwrapped(
+    snapshot: Snapshot,
+    terms: PackageTerms,
+    recipients: Sequence[RecipientPublic],
+    payloads: Sequence[Payload],
+    previous: bytes,
+    created_at: int,
+) -> PackageManifest:
+    """The manifest without any wrapped key."""
+    evaluation = snapshot.evaluation
+    return PackageManifest(
+        run_id=terms.manifest.run_id,
+        manifest_digest=terms.manifest.digest(),
+        step=snapshot.finished_steps,
+        ranges=len(snapshot.parameters),
+        parameter_digest=snapshot.parameter_digest,
+        epsilon=snapshot.epsilon,
+        delta=terms.delta,
+        evidence_class=terms.evidence_class,
+        roster_digest=snapshot.roster_digest,
+        ledger_sequence=snapshot.ledger_head.sequence,
+        ledger_hash=snapshot.ledger_head.hash,
+        log_length=snapshot.log_head.length,
+        log_hash=snapshot.log_head.hash,
+        previous=previous,
+        evaluation_accuracy=evaluation.accuracy if evaluation else None,
+        evaluation_loss=evaluation.loss if evaluation else None,
+        created_at=created_at,
+        payloads=tuple(payloads),
+        recipients=tuple(Recipient(name=each.name, key_id=each.key_id, wrapped_key=b"") for each in recipients),
+    )

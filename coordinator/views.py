@@ -1,0 +1,59 @@
+"""From what the ledger and a finished run know to what metrics and verdict show."""
+
+import math
+from pathlib import Path
+
+from coordinator.accounting import epsilon_against
+from coordinator.ledger_view import LedgerView
+from coordinator.outcome import Finished
+from coordinator.verdict import Verdict
+from metrics import collectors
+
+
+def metrics_view(view: LedgerView) -> collectors.LedgerView:
+    """The ledger's view as the scrape shows it."""
+    accounts = tuple(
+        collectors.AccountView(
+            name=account.name,
+            epsilon_cap=account.epsilon_cap,
+            delta=account.delta,
+            epsilon_spent=account.spent_epsilon,
+            budget_spent_ratio=account.spent_ratio,
+            steps_charged=sum(run.charged_steps for run in account.runs),
+        )
+        for account in view.accounts
+    )
+    return collectors.LedgerView(accounts, view.head.sequence, view.fencing)
+
+
+def verdict_of(
+    finished: Finished, folder: Path, wall_seconds: float, ending: str, warnings: tuple[str, ...]
+) -> Verdict:
+    """What a run may claim that ended in this way."""
+    mechanism, delta = finished.plan.mechanism, finished.plan.delta
+    private = mechanism.private
+    outsiders = epsilon_against(mechanism, 0, delta, finished.steps) if private else None
+    one_worker = epsilon_against(mechanism, finished.most_hosted, delta, finished.steps) if private else None
+    return Verdict(
+        run_dir=folder,
+        steps=finished.steps,
+        planned_steps=mechanism.steps,
+        ending=ending,
+        private=private,
+        privacy_epsilon=outsiders,
+        privacy_epsilon_one_worker=one_worker if one_worker is not None and math.isfinite(one_worker) else None,
+        privacy_epsilon_charged=finished.charged_epsilon if private else None,
+        privacy_delta=delta if private else None,
+        epsilon_cap=finished.plan.epsilon_cap if private else None,
+        exact=finished.manifest.computation.exact,
+        evaluation_accuracy=finished.evaluation.accuracy if finished.evaluation else None,
+        evaluation_loss=finished.evaluation.loss if finished.evaluation else None,
+        evidence_class=finished.evidence_class,
+        parameter_digest=finished.parameter_digest.hex(),
+        num_workers=finished.workers,
+        virtual_workers=mechanism.virtual_workers,
+        masked_bytes=finished.masked_bytes,
+        wall_seconds=wall_seconds,
+        colocated=finished.colocated,
+        warnings=warnings,
+    )

@@ -1,0 +1,171 @@
+"""raycloak: train PyTorch models on private data with explicit Ray actors.
+
+Import from here alone; everything else may change.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from raycloak_layout import PackageShadowedError, check_siblings
+
+check_siblings()
+
+from metrics.errors import (  # noqa: E402 - a shadowed package must be named before it is imported
+    BudgetError,
+    ConfigError,
+    DatasetError,
+    EvidenceError,
+    ModelError,
+    ProtocolError,
+    RaycloakError,
+    RefusedError,
+    RunFailedError,
+    SenderError,
+)
+
+if TYPE_CHECKING:
+    from attestation.commit_book import StepCommit
+    from attestation.orchestrator import EvidenceOrchestrator
+    from attestation.policy import simulated_policy
+    from attestation.simulator import SimulatedVendor, code_measurement
+    from coordinator.actors import NodeEvidenceSource, actor, start_platforms
+    from coordinator.aggregator import MaskedAggregator, ReduceRequest
+    from coordinator.config import (
+        CheckpointConfig,
+        DatasetConfig,
+        DPConfig,
+        EvaluationConfig,
+        FailureConfig,
+        LedgerConfig,
+        MetricsConfig,
+        OptimizerConfig,
+        PlacementConfig,
+        RingConfig,
+        RunConfig,
+        load_config,
+    )
+    from coordinator.ledger import PrivacyLedger
+    from coordinator.manifest import build_computation, build_manifest, epochs, run_terms
+    from coordinator.plan import Plan, make_plan
+    from coordinator.ranges import split_ranges
+    from coordinator.trainer import Trainer
+    from workers.datasets import ArrayDataset, Dataset, DatasetDescriptor
+    from workers.manifest import key_context
+    from workers.models import ModelSource
+    from workers.numerics import worker_environment
+    from workers.parameters import parameter_digest
+    from workers.payload import VectorRange
+    from workers.receipt import Receipt
+    from workers.train_worker import Admission, StepRequest, TrainWorker, WorkerSetup
+
+_HOMES = {
+    "Admission": "workers.train_worker",
+    "ArrayDataset": "workers.datasets",
+    "CheckpointConfig": "coordinator.config",
+    "DPConfig": "coordinator.config",
+    "Dataset": "workers.datasets",
+    "DatasetConfig": "coordinator.config",
+    "DatasetDescriptor": "workers.datasets",
+    "EvaluationConfig": "coordinator.config",
+    "EvidenceOrchestrator": "attestation.orchestrator",
+    "FailureConfig": "coordinator.config",
+    "LedgerConfig": "coordinator.config",
+    "MaskedAggregator": "coordinator.aggregator",
+    "MetricsConfig": "coordinator.config",
+    "ModelSource": "workers.models",
+    "NodeEvidenceSource": "coordinator.actors",
+    "OptimizerConfig": "coordinator.config",
+    "PlacementConfig": "coordinator.config",
+    "Plan": "coordinator.plan",
+    "PrivacyLedger": "coordinator.ledger",
+    "Receipt": "workers.receipt",
+    "ReduceRequest": "coordinator.aggregator",
+    "RingConfig": "coordinator.config",
+    "RunConfig": "coordinator.config",
+    "SimulatedVendor": "attestation.simulator",
+    "StepCommit": "attestation.commit_book",
+    "StepRequest": "workers.train_worker",
+    "TrainWorker": "workers.train_worker",
+    "Trainer": "coordinator.trainer",
+    "VectorRange": "workers.payload",
+    "WorkerSetup": "workers.train_worker",
+    "actor": "coordinator.actors",
+    "build_computation": "coordinator.manifest",
+    "build_manifest": "coordinator.manifest",
+    "code_measurement": "attestation.simulator",
+    "epochs": "coordinator.manifest",
+    "key_context": "workers.manifest",
+    "load_config": "coordinator.config",
+    "make_plan": "coordinator.plan",
+    "parameter_digest": "workers.parameters",
+    "run_terms": "coordinator.manifest",
+    "simulated_policy": "attestation.policy",
+    "split_ranges": "coordinator.ranges",
+    "start_platforms": "coordinator.actors",
+    "worker_environment": "workers.numerics",
+}
+
+__all__ = [
+    "Admission",
+    "ArrayDataset",
+    "BudgetError",
+    "CheckpointConfig",
+    "ConfigError",
+    "DPConfig",
+    "Dataset",
+    "DatasetConfig",
+    "DatasetDescriptor",
+    "DatasetError",
+    "EvaluationConfig",
+    "EvidenceError",
+    "EvidenceOrchestrator",
+    "FailureConfig",
+    "LedgerConfig",
+    "MaskedAggregator",
+    "MetricsConfig",
+    "ModelError",
+    "ModelSource",
+    "NodeEvidenceSource",
+    "OptimizerConfig",
+    "PackageShadowedError",
+    "PlacementConfig",
+    "Plan",
+    "PrivacyLedger",
+    "ProtocolError",
+    "RaycloakError",
+    "Receipt",
+    "ReduceRequest",
+    "RefusedError",
+    "RingConfig",
+    "RunConfig",
+    "RunFailedError",
+    "SenderError",
+    "SimulatedVendor",
+    "StepCommit",
+    "StepRequest",
+    "TrainWorker",
+    "Trainer",
+    "VectorRange",
+    "WorkerSetup",
+    "actor",
+    "build_computation",
+    "build_manifest",
+    "code_measurement",
+    "epochs",
+    "key_context",
+    "load_config",
+    "make_plan",
+    "parameter_digest",
+    "run_terms",
+    "simulated_policy",
+    "split_ranges",
+    "start_platforms",
+    "worker_environment",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use, so that reading a configuration does not load torch and Ray."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'raycloak' has no attribute '{name}'")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,145 @@
+"""Shared fixtures: every test gets a `RAYCLOAK_HOME` of its own; those that need Ray share one local cluster."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import settings
+
+if TYPE_CHECKING:
+    from coordinator.raylets import Raylets
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Derandomised: a failure is a change of the code, never of the draw. No example database outside the test's folder.
+settings.register_profile("raycloak", deadline=None, derandomize=True, database=None)
+settings.load_profile("raycloak")
+
+
+@pytest.fixture(autouse=True)
+def raycloak_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The test's own state folder, in the environment as `RAYCLOAK_HOME`; not created yet."""
+    home = tmp_path / "home"
+    monkeypatch.setenv("RAYCLOAK_HOME", str(home))
+    return home
+
+
+def _ray_environment(folder: Path) -> dict[str, str]:
+    """Variables under which Ray touches nothing outside ``folder``; the token is a file, so `~/.ray` stays as it is."""
+    (folder / "ray").mkdir()
+    token = folder / "auth_token"
+    token.touch(mode=0o600)
+    token.write_text("0" * 31 + "1" + "f" * 32)
+    return {
+        "PYTHONPATH": str(ROOT),  # for workers that a driver elsewhere asks for, where raycloak is not installed
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_IGNORE_UNHANDLED_ERRORS": "1",
+        "RAY_TMPDIR": str(folder),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_allow_out_of_band_object_ref_serialization": "0",
+    }
+
+
+# Set when this file is imported, since Ray reads its authentication mode once, at its own import. The folder is short:
+# a socket path below it must stay under 108 characters.
+_FOLDER = tempfile.TemporaryDirectory(prefix="rc", dir="/tmp", ignore_cleanup_errors=True)
+_RAY_ENVIRONMENT = _ray_environment(Path(_FOLDER.name))
+os.environ.update(_RAY_ENVIRONMENT)
+
+
+def pytest_unconfigure() -> None:
+    """Remove Ray's temporary folder."""
+    _FOLDER.cleanup()
+
+
+@pytest.fixture(scope="session")
+def ray_environment() -> Mapping[str, str]:
+    """Ray's variables for a child process."""
+    return _RAY_ENVIRONMENT
+
+
+@dataclass(frozen=True)
+class RayCluster:
+    """The session's local cluster; ``environment`` lets a child process join it by a plain ``ray.init()``."""
+
+    address: str
+    environment: Mapping[str, str]
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(ray_environment: Mapping[str, str]) -> Iterator[RayCluster]:
+    """One local Ray of 8 CPUs for the whole session; this process is a driver of it."""
+    import ray
+
+    context = ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=256 * 2**20)
+    address = context.address_info["gcs_address"]
+    yield RayCluster(address, {**ray_environment, "RAY_ADDRESS": address})
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def raylets(ray_environment: Mapping[str, str]) -> Iterator["Raylets"]:
+    """A cluster of several nodes for the whole session: a head without CPUs, to which a test adds the nodes it needs.
+
+    No process is a driver of it but the children that tests start with its ``environment``.
+    """
+    from coordinator.raylets import Raylets
+
+    with Raylets(ray_environment) as cluster:
+        yield cluster
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a child process left: exit code and both streams."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs this interpreter in a folder outside the repository, with the repository's packages importable."""
+
+    folder: Path
+
+    def __call__(
+        self, *arguments: str, environment: Mapping[str, str] | None = None, path: Path = ROOT, deadline_s: float = 120
+    ) -> Finished:
+        """Run ``python *arguments`` with ``path`` as PYTHONPATH.
+
+        Raises:
+            subprocess.TimeoutExpired: after ``deadline_s`` seconds.
+        """
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": str(path), **(environment or {})},
+            capture_output=True,
+            text=True,
+            timeout=deadline_s,
+            check=False,
+        )
+        return Finished(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.fixture
+def run_python(tmp_path: Path) -> Runner:
+    """Start a child interpreter in an empty folder ``run_python.folder``."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    return Runner(folder)
+
+
+@pytest.fixture(scope="session")
+def run_python_in() -> type[Runner]:
+    """As `run_python`, in a folder that the caller gives."""
+    return Runner

@@ -1,0 +1,30 @@
+"""What a run gives when nothing disturbs it, and an S3 that is not far away."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+from pyarrow import fs
+
+from tests.protocol import trained
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory) -> list[str]:
+    """The small run's parameter digests after each of its three steps."""
+    return trained(tmp_path_factory.mktemp("undisturbed")).digests
+
+
+@pytest.fixture(scope="session")
+def bucket_urls() -> Iterator[Iterator[str]]:
+    """URLs of empty prefixes in the bucket ``packages`` of a moto server on this machine."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    query = f"scheme=http&endpoint_override={host}:{port}&region=us-east-1"
+    bucket, _ = fs.FileSystem.from_uri(f"s3://key:secret@packages?{query}&allow_bucket_creation=true")
+    bucket.create_dir("packages")
+    yield (f"s3://key:secret@packages/{number}?{query}" for number in itertools.count())
+    server.stop()

@@ -1,0 +1,122 @@
+"""A change of the ledger's record is noticed and named."""
+
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.ledger import PrivacyLedger
+from coordinator.ledger_audit import audit
+from coordinator.ledger_entries import GENESIS, StepCharged, _link, check_chain, make_entry
+from metrics.errors import BudgetError
+from tests.coordinator.ledger_cases import CAP, DELTA, MANIFEST, PARAMETERS, mechanism, opened, receipt_of
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where the test's ledger will be."""
+    return tmp_path / "state" / "ledger.sqlite"
+
+
+@pytest.fixture
+def ledger(path: Path) -> Iterator[PrivacyLedger]:
+    """The ledger of `opened`."""
+    instance = opened(path)
+    yield instance
+    instance.close()
+
+
+def tamper(path: Path, statement: str, *values: Any) -> None:
+    """Change the file behind the ledger's back."""
+    with sqlite3.connect(path) as connection:
+        connection.execute(statement, values)
+    connection.close()
+
+
+def test_history_is_the_chain_and_can_be_checked_elsewhere(ledger: PrivacyLedger):
+    ledger.open_account("others", CAP, DELTA)
+    ledger.register_run("run-b", "others", mechanism(), MANIFEST)
+    ledger.charge("run-b", 0, PARAMETERS, MANIFEST)
+    ledger.charge("run-a", 0, PARAMETERS, MANIFEST)
+    entries = ledger.history()
+    assert [entry.sequence for entry in entries] == list(range(1, 7))
+    assert entries[0].previous == GENESIS
+    assert check_chain(entries, ledger.public_key) == ledger.view().head
+    assert audit(entries, ledger.public_key).runs["run-b"].charges == {0: 5}
+    assert [entry.kind for entry in ledger.history("others")] == ["account_opened", "run_registered", "step_charged"]
+
+
+@pytest.mark.parametrize("column", ["previous", "kind", "body", "hash", "signature"])
+def test_changing_any_field_of_an_entry_breaks_the_chain_there(path: Path, ledger: PrivacyLedger, column: str):
+    for step in range(3):
+        ledger.charge("run-a", step, PARAMETERS, MANIFEST)
+    value = getattr(ledger.history()[3], column)
+    change = value + "x" if isinstance(value, str) else bytes([value[0] ^ 1]) + value[1:]
+    tamper(path, f"UPDATE entries SET {column} = ? WHERE sequence = 4", change)
+    with pytest.raises(BudgetError, match="chain_broken: the ledger cannot be trusted at entry 4"):
+        ledger.verify()
+
+
+def test_a_cheaper_charge_that_is_hashed_again_is_not_signed(ledger: PrivacyLedger):
+    ledger.charge("run-a", 0, PARAMETERS, MANIFEST)
+    *others, entry = ledger.history()
+    event = entry.event
+    assert isinstance(event, StepCharged)
+    body = event.model_copy(update={"charged_epsilon": 0.1}).encode()
+    forged = replace(entry, body=body, hash=_link(entry.sequence, entry.previous, entry.kind, body))
+    with pytest.raises(BudgetError, match="entry 3: it is not signed"):
+        check_chain([*others, forged], ledger.public_key)
+
+
+@pytest.mark.parametrize(
+    ("statement", "named"),
+    [
+        ("DELETE FROM entries WHERE sequence = 4", "entry 4: entry 5 stands in its place"),
+        ("DELETE FROM entries WHERE sequence = 5", "row of run run-a"),
+        ("UPDATE entries SET sequence = 9 WHERE sequence = 5", "entry 5: entry 9 stands in its place"),
+        ("UPDATE entries SET step = 7 WHERE sequence = 4", "entry 4: it is filed under another run or step"),
+        ("UPDATE runs SET charged = 1", "row of run run-a"),
+        ("UPDATE runs SET fencing = 0", "row of run run-a"),
+        ("DELETE FROM runs", "row of run run-a"),
+        ("INSERT INTO runs VALUES ('ghost', 'patients', 9, 0, 0)", "a run that the chain does not"),
+        ("INSERT INTO accounts VALUES ('ghost', 9)", "table of accounts"),
+    ],
+)
+def test_verify_names_what_does_not_follow(path: Path, ledger: PrivacyLedger, statement: str, named: str):
+    for step in range(3):
+        ledger.charge("run-a", step, PARAMETERS, MANIFEST)
+    ledger.verify()
+    tamper(path, statement)
+    with pytest.raises(BudgetError, match=named):
+        ledger.verify()
+
+
+def test_terms_are_never_read_unsigned(path: Path, ledger: PrivacyLedger):
+    ledger.close()
+    tamper(path, "UPDATE entries SET body = CAST(replace(body, '8.0', '9.0') AS BLOB) WHERE sequence = 1")
+    later = PrivacyLedger(f"sqlite:///{path}")
+    with pytest.raises(BudgetError, match="entry 1: its content does not match its hash"):
+        later.charge("run-a", 0, PARAMETERS, MANIFEST)
+    later.close()
+
+
+def test_a_signed_chain_that_could_not_have_happened_is_refused(ledger: PrivacyLedger):
+    receipt = receipt_of(ledger, ledger.charge("run-a", 0, PARAMETERS, MANIFEST))
+    entries = ledger.history()
+    charge = entries[-1].event
+    assert isinstance(charge, StepCharged)
+    for change, why in (
+        ({}, "charges step 0 a second time"),
+        ({"step": 20}, "was not planned"),
+        ({"step": 1, "run_id": "run-x"}, "never registered"),
+        ({"step": 1, "mechanism_digest": b"x" * 32}, "another mechanism"),
+        ({"step": 1, "fencing": 0}, "had been replaced"),
+        ({"step": 1}, "not what the charges add up to"),
+    ):
+        extra = make_entry(ledger.view().head, charge.model_copy(update=change), ledger._store.key)
+        with pytest.raises(BudgetError, match=why):
+            audit([*entries, extra], ledger.public_key)
+    assert receipt.sequence == 3

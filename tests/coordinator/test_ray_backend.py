@@ -1,0 +1,58 @@
+"""What the wired classes add to the plain ones, without a cluster."""
+
+import os
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+
+from coordinator.ray_backend import MaskedAggregatorActor, TrainWorkerActor
+from workers.train_worker import StepReply, TrainWorker
+
+
+class NoSource:
+    def quote(self, report_data):
+        raise AssertionError("nobody asked for evidence")
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    """A worker whose step is asked to end while it computes, on the second and third call."""
+    calls = []
+
+    def step(self, request, *parameters):
+        calls.append(request)
+        if len(calls) > 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return StepReply("worker-0", "ok"), "vector"
+
+    monkeypatch.setattr(TrainWorker, "step", step)
+    before = signal.signal(signal.SIGTERM, _end)
+    yield TrainWorkerActor("worker-0", NoSource(), time.time)
+    signal.signal(signal.SIGTERM, before)
+
+
+class _EndedError(Exception):
+    pass
+
+
+def _end(*_):
+    raise _EndedError
+
+
+def test_a_worker_asked_to_end_finishes_its_step_and_says_so_and_the_second_signal_ends_it(worker):
+    reply, vector = worker.step(None)
+    assert reply == StepReply("worker-0", "ok")
+    left, vector = worker.step(None)
+    assert left == replace(reply, leaving=True)
+    assert vector == "vector"
+    with pytest.raises(_EndedError):
+        worker.step(None)
+
+
+def test_a_spare_aggregator_holds_no_key_until_it_takes_part():
+    spare = MaskedAggregatorActor(NoSource())
+    assert vars(spare).keys() == {"_source"}
+    spare.take_part("aggregator-0-1")
+    assert spare._attester.member_id == "aggregator-0-1"

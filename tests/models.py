@@ -1,0 +1,47 @@
+"""Models that the protocol's tests train; in a file of their own, since its digest is in every run's computation."""
+
+import torch
+from torch import nn
+
+
+def small_model() -> nn.Module:
+    """Six features to three classes; no tensor is all of a third, so three ranges differ in size."""
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def wide_model() -> nn.Module:
+    """Six features to three classes with 5,003 parameters, for statistics of single vectors."""
+    return nn.Sequential(nn.Linear(6, 500), nn.Tanh(), nn.Linear(500, 3))
+
+
+def with_batch_norm() -> nn.Module:
+    """What mixes the examples of a batch."""
+    return nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
+
+
+class Put(nn.Module):
+    """The identity, by an operation that has no deterministic kernel, wherever a feature exceeds ``above``."""
+
+    def __init__(self, above: float) -> None:
+        super().__init__()
+        self._above = above
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if (x > self._above).any():
+            return x.clone().put_(torch.tensor([0]), x.reshape(-1)[:1])
+        return x
+
+
+def with_put() -> nn.Module:
+    """What has no deterministic kernel, on any data."""
+    return nn.Sequential(Put(-100.0), nn.Linear(6, 3))
+
+
+def with_put_above_one() -> nn.Module:
+    """The same on the private examples only: synthetic features are below one."""
+    return nn.Sequential(Put(1.0), nn.Linear(6, 3))
+
+
+def linear_regression() -> nn.Module:
+    """Six features to one value."""
+    return nn.Linear(6, 1)

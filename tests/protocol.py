@@ -1,0 +1,624 @@
+"""A small run that the protocol's tests share: by hand, message by message, or whole in one process.
+
+The model has 83 parameters in four tensors, the data 40 examples in 8 slices, sampled at rate 1/2.
+"""
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from attestation.commit_book import StepCommit
+from attestation.evidence_log import verify_exported_log
+from attestation.key_release import VirtualWorkerKeys, virtual_worker_keys
+from attestation.keys import IdentityKey, Purpose, Secret, derive
+from attestation.messages import Envelope, seal
+from attestation.orchestrator import EvidenceOrchestrator
+from attestation.policy import simulated_policy
+from attestation.roster import Member, Roster
+from attestation.run_secret import run_id_of
+from attestation.simulator import SimulatedVendor, code_measurement
+from coordinator.aggregator import MaskedAggregator, ReduceReport, ReduceRequest
+from coordinator.backend import Actor, ActorLost, LocalBackend
+from coordinator.config import RunConfig, parse_config
+from coordinator.coordinator import Assignment, Coordinator, Session
+from coordinator.departures import Departure
+from coordinator.evaluation import Evaluator, open_public
+from coordinator.joining import Timer
+from coordinator.ledger import PrivacyLedger
+from coordinator.local import LocalPlatform, local_session
+from coordinator.manifest import build_computation, build_manifest, epochs, run_terms
+from coordinator.outcome import Finished
+from coordinator.plan import make_plan, plan_mechanism
+from coordinator.plan_command import descriptor
+from coordinator.progress import StepReport
+from coordinator.ranges import split_ranges
+from coordinator.reporting import Reporting
+from coordinator.run_folder import RunFolder, RunRecord
+from metrics.collectors import RunFacts, RunMetrics
+from metrics.events import EventWriter
+from tests.models import small_model, wide_model
+from workers.clipping import GradientEngine
+from workers.datasets import ArrayDataset
+from workers.manifest import Manifest, key_context
+from workers.mechanism import Mechanism
+from workers.models import ModelSource, build_model, cross_entropy
+from workers.parameters import parameter_digest, tensor_digests
+from workers.payload import VectorRange
+from workers.receipt import Receipt
+from workers.train_worker import Admission, StepReply, StepRequest, TrainWorker, WorkerSetup
+from workers.virtual_worker import VirtualWorkerComputer
+
+NOW = 1_800_000_000
+SECRET = "ab" * 32
+VIRTUAL_WORKERS = 8
+Arrays = tuple[np.ndarray, np.ndarray]
+
+
+def examples(count: int = 40) -> Arrays:
+    """Features and labels that never change."""
+    generator = np.random.default_rng(1)
+    return generator.normal(size=(count, 6)).astype(np.float32), generator.integers(0, 3, count)
+
+
+def config(overrides: Sequence[str] = (), **fields: Any) -> RunConfig:
+    """The small run's configuration, changed by whole fields and then by ``dotted.key=value``."""
+    raw = {
+        "num_workers": 3,
+        "virtual_workers": VIRTUAL_WORKERS,
+        "steps": 3,
+        "expected_batch_size": 20,
+        "micro_batch_size": 4,
+        "model": "tests.models:small_model",
+        "dataset": {"kind": "npz", "path": "examples.npz", "features": "features"},
+        "optimizer": {"learning_rate": 0.5, "momentum": 0.9},
+        "dp_config": {"noise_multiplier": 2.0, "epsilon_cap": 20.0},
+    }
+    return parse_config({**raw, **fields}, list(overrides))
+
+
+def secret_file(home: Path, secret: str = SECRET) -> Path:
+    """A run secret at rest."""
+    home.mkdir(parents=True, exist_ok=True)
+    path = home / f"{secret[:8]}.secret"
+    path.write_text(secret)
+    return path
+
+
+def worker_setup(settings: RunConfig, home: Path, data: Arrays | None = None) -> WorkerSetup:
+    """What workers open; the examples are written to ``home/data``."""
+    base = home / "data"
+    base.mkdir(parents=True, exist_ok=True)
+    features, labels = examples() if data is None else data
+    np.savez(base / "examples.npz", features=features, labels=labels)
+    assert settings.model is not None
+    assert settings.dataset is not None
+    return WorkerSetup(
+        ModelSource.of(settings.model),
+        settings.loss,
+        descriptor(settings.dataset),
+        str(base),
+        settings.seed,
+        "cpu",
+        settings.allow_nondeterministic,
+    )
+
+
+def orchestrator_key(secret: str = SECRET) -> IdentityKey:
+    """The orchestrator's signing key, as only whoever has the run secret can derive it."""
+    return IdentityKey.from_seed(derive(Secret(bytes.fromhex(secret)), Purpose.ORCHESTRATOR_IDENTITY))
+
+
+def keys_of(key_context: bytes, v: int, epoch: int = 0, secret: str = SECRET) -> VirtualWorkerKeys:
+    """A virtual worker's keys, as only whoever has the run secret can derive them."""
+    own = Secret(bytes.fromhex(secret))
+    return virtual_worker_keys(own, run_id_of(own), key_context, v, epoch)
+
+
+def computer(
+    mechanism: Mechanism, data: Arrays | None = None, model: Callable[[], nn.Module] = small_model
+) -> VirtualWorkerComputer:
+    """Computes vectors of any virtual worker, outside of any worker."""
+    module = build_model(ModelSource.of(f"tests.models:{model.__name__}"), ".", 0)
+    dataset = ArrayDataset(*(examples() if data is None else data))
+    return VirtualWorkerComputer(mechanism, GradientEngine(module, cross_entropy, mechanism), dataset)
+
+
+def initial_parameters(model: Callable[[], nn.Module] = small_model) -> np.ndarray:
+    """The start of every run with seed 0, float32."""
+    module = build_model(ModelSource.of(f"tests.models:{model.__name__}"), ".", 0)
+    return torch.cat([tensor.detach().reshape(-1) for tensor in module.parameters()]).numpy().copy()
+
+
+def _model(settings: RunConfig) -> Callable[[], nn.Module]:
+    return wide_model if settings.model == "tests.models:wide_model" else small_model
+
+
+@cache
+def _planned(dimension: int) -> Mechanism:
+    return plan_mechanism(config(), 40, dimension)
+
+
+def mechanism(dimension: int = 83, **changes: Any) -> Mechanism:
+    """The small run's mechanism."""
+    return _planned(dimension).model_copy(update=changes)
+
+
+def correlation(masked: np.ndarray, clear: np.ndarray) -> float:
+    """Between two ring vectors as centred integers, in standard errors of independent ones."""
+    signed = np.dtype(f"<i{masked.itemsize}")
+    pair = np.corrcoef(masked.view(signed).astype(float), clear.view(signed).astype(float))
+    return float(abs(pair[0, 1]) * np.sqrt(len(masked)))
+
+
+@dataclass
+class Clock:
+    """A time that only the test moves."""
+
+    now: float = NOW
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass."""
+        self.now += seconds
+
+
+class HandRun:
+    """The actors of a run, admitted and with keys, driven message by message.
+
+    Receipts are signed by ``ledger_key``, which the test holds; the orchestrator's key is ``orchestrator_key()``.
+    """
+
+    def __init__(
+        self, home: Path, workers: int = 3, aggregators: int = 1, data: Arrays | None = None, **fields: Any
+    ) -> None:
+        self.config, self.data = config(num_workers=workers, aggregators=aggregators, **fields), data
+        self.home, self.clock, self.ledger_key = home, Clock(), IdentityKey.generate()
+        vendor = SimulatedVendor.create()
+        self.source = LocalPlatform(vendor.platform())
+        self.policy = simulated_policy(vendor, code_measurement())
+        self.collateral = vendor.collateral(NOW)
+        self.orchestrator = self.start_orchestrator()
+        self.setup = worker_setup(self.config, home, data)
+        self.workers = {f"worker-{i}": TrainWorker(f"worker-{i}", self.source, self.clock) for i in range(workers)}
+        self.facts, *_ = [worker.prepare(self.setup) for worker in self.workers.values()]
+        dimension = sum(tensor.size for tensor in self.facts.tensors)
+        self.mechanism = make_plan(self.config, self.facts.num_examples, dimension).mechanism
+        self.known_answer, *_ = [w.compute_known_answer(self.mechanism) for w in self.workers.values()]
+        self.manifest = self._manifest()
+        self.admission = Admission(self.manifest, self.policy, self.collateral, self.config.secure_aggregation)
+        self.orchestrator.begin(run_terms(self.manifest, self.policy, self.collateral), "first")
+        self.ranges = split_ranges(self.facts.tensors, aggregators)
+        self.aggregators = [MaskedAggregator(f"aggregator-{i}", self.source) for i in range(aggregators)]
+        self.presentations: dict[str, Envelope] = {}
+        for name in self.workers:
+            self.admit(name)
+        for index in range(aggregators):
+            self.admit_aggregator(index)
+        self.hosting = {name: tuple(range(i, VIRTUAL_WORKERS, workers)) for i, name in enumerate(self.workers)}
+        self.place(self.hosting)
+        start = self.facts.initial_parameters
+        self.parameters = tuple(start[owned.start : owned.stop].copy() for owned in self.ranges)
+        self.states = tuple(aggregator.initial_state() for aggregator in self.aggregators)
+        self.digest = self.manifest.computation.initial_parameters
+
+    def start_orchestrator(self) -> EvidenceOrchestrator:
+        """A new one on the same state, as after a crash."""
+        orchestrator = EvidenceOrchestrator(str(self.home / "orchestrator"), self.clock)
+        self.run_id, self.orchestrator_key = orchestrator.open_run(str(secret_file(self.home)))
+        return orchestrator
+
+    def _manifest(self) -> Manifest:
+        computation = build_computation(
+            self.config, self.setup.model.name, self.setup.dataset, self.facts, self.mechanism
+        )
+        return build_manifest(
+            computation,
+            run_id=self.run_id,
+            account="by-hand",
+            known_answer=self.known_answer,
+            policy_digest=self.policy.digest(),
+            ledger_key=self.ledger_key.public,
+            orchestrator_key=self.orchestrator_key,
+            key_commitments=self.orchestrator.key_commitments(
+                key_context(computation, self.known_answer), VIRTUAL_WORKERS, epochs(self.config)
+            ),
+        )
+
+    def admit(self, name: str) -> None:
+        """Challenge, presentation and admission of one worker."""
+        challenge = self.orchestrator.challenge(name, "worker")
+        self.presentations[name] = self.workers[name].present(challenge, self.admission)
+        self.orchestrator.admit(self.presentations[name])
+
+    def admit_aggregator(self, index: int) -> None:
+        """The same for the aggregator of one range."""
+        name = f"aggregator-{index}"
+        challenge = self.orchestrator.challenge(name, "aggregator")
+        self.presentations[name] = self.aggregators[index].present(challenge, self.manifest, self.ranges[index])
+        self.orchestrator.admit(self.presentations[name])
+
+    def place(self, hosting: Mapping[str, tuple[int, ...]], epoch: int = 0) -> None:
+        """Release keys and record the data they belong to."""
+        for name, hosted in hosting.items():
+            package = self.orchestrator.release(name, epoch, hosted)
+            self.orchestrator.record_data(self.workers[name].accept_keys(package))
+
+    def computation_keys(self, v: int, epoch: int = 0) -> VirtualWorkerKeys:
+        """Keys of a virtual worker of this run."""
+        return keys_of(key_context(self.manifest.computation, self.known_answer), v, epoch)
+
+    def clear_vector(self, v: int, step: int = 0) -> np.ndarray:
+        """What virtual worker ``v`` contributes to ``step`` at the current parameters, before masking."""
+        vectors = computer(self.mechanism, self.data, _model(self.config))
+        return vectors.vector(v, self.computation_keys(v), step, self.digest, np.concatenate(self.parameters)).values
+
+    @property
+    def vector_ranges(self) -> tuple[VectorRange, ...]:
+        return tuple(VectorRange(owned.index, owned.start, owned.size) for owned in self.ranges)
+
+    def roster(
+        self, step: int = 0, hosting: Mapping[str, tuple[int, ...]] | None = None, commit: StepCommit | None = None
+    ) -> Envelope:
+        """The next attempt's roster."""
+        names = tuple(f"aggregator-{index}" for index in range(len(self.aggregators)))
+        return self.orchestrator.open_step(
+            step, self.hosting if hosting is None else hosting, names, (commit,) if commit else ()
+        )
+
+    def forged(self, roster: Envelope, members: Iterable[Member] | None = None, **changes: Any) -> Envelope:
+        """``roster`` with changes, signed by the orchestrator's own key."""
+        body = Roster.model_validate_json(roster.body)
+        if members is not None:
+            changes["members"] = tuple(members)
+        return seal(body.model_copy(update=changes), orchestrator_key())
+
+    def receipt(self, step: int = 0, **changes: Any) -> Envelope:
+        """A receipt for the current parameters, but for ``changes``."""
+        fields: dict[str, Any] = {
+            "run_id": self.run_id,
+            "step": step,
+            "parameter_digest": self.digest,
+            "manifest_digest": self.manifest.digest(),
+            "account": self.manifest.account,
+            "mechanism_digest": self.mechanism.digest(),
+            "fencing": 1,
+            "sequence": 3 + step,
+            "head": bytes(32),
+            "charged_epsilon": 1.0,
+        }
+        return seal(Receipt(**fields | changes), self.ledger_key)
+
+    def request(self, roster: Envelope, step: int = 0, **changes: Any) -> StepRequest:
+        """What the coordinator asks a worker, but for ``changes``."""
+        honest = StepRequest(self.receipt(step), roster, tuple(self.presentations.values()), self.vector_ranges)
+        return replace(honest, **changes)
+
+    def ask(
+        self, name: str, request: StepRequest, parameters: Sequence[np.ndarray] | None = None
+    ) -> tuple[StepReply, tuple[np.ndarray, ...]]:
+        """A worker's answer: reply, and one vector per range."""
+        reply, *vectors = self.workers[name].step(request, *(self.parameters if parameters is None else parameters))
+        return reply, tuple(vectors)
+
+    def code(self, name: str, request: StepRequest, parameters: Sequence[np.ndarray] | None = None) -> str:
+        """The code of a worker's answer, which comes with nothing else unless it is ``ok``."""
+        reply, vectors = self.ask(name, request, parameters)
+        assert (reply.code == "ok") == (reply.header is not None) == all(len(vector) for vector in vectors)
+        return reply.code
+
+    def compute(self, roster: Envelope, step: int = 0) -> tuple[ReduceRequest, list[tuple[np.ndarray, ...]]]:
+        """Everybody's answers to ``roster``: the aggregators' request, and per range the vectors."""
+        request = self.request(roster, step)
+        names = [member.member_id for member in Roster.model_validate_json(roster.body).workers]
+        answers = [self.ask(name, request) for name in names]
+        assert [reply.code for reply, _ in answers] == ["ok"] * len(names)
+        headers = tuple(reply.header for reply, _ in answers if reply.header is not None)
+        vectors = list(zip(*(vectors for _, vectors in answers), strict=True))
+        return ReduceRequest(roster, headers, self.digest, self.vector_ranges), vectors
+
+    def reduce(
+        self, request: ReduceRequest, vectors: Sequence[Sequence[np.ndarray]], index: int = 0
+    ) -> tuple[ReduceReport, np.ndarray, Mapping[str, np.ndarray]]:
+        """The answer of the aggregator of range ``index``."""
+        return self.aggregators[index].reduce(request, self.parameters[index], self.states[index], *vectors[index])
+
+    def advance(self, roster: Envelope, step: int = 0) -> StepCommit:
+        """Take everybody through one attempt that succeeds."""
+        request, vectors = self.compute(roster, step)
+        answers = [self.reduce(request, vectors, owned.index) for owned in self.ranges]
+        self.parameters = tuple(parameters for _, parameters, _ in answers)
+        self.states = tuple(state for _, _, state in answers)
+        digests = tensor_digests(np.concatenate(self.parameters), self.facts.tensors)
+        self.digest = parameter_digest(self.facts.tensors, digests)
+        return StepCommit(step, self.digest, 1, 3 + step, bytes(32))
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that the coordinator makes; ``index`` counts the member's earlier calls of the method."""
+
+    member_id: str
+    method: str
+    index: int
+    arguments: tuple[Any, ...]
+
+
+Fate = str | Callable[..., tuple[Any, ...]] | None
+"""``dies`` (before it answers), ``dies after`` (having done it), ``hangs``, ``lacks`` (an object that it was given), or
+a function of the values returned."""
+
+
+class Stage(LocalBackend):
+    """A backend on which the test decides what becomes of each call; it keeps every call and its outcome.
+
+    With ``arrival``, workers asked for a step answer only when they are waited for, in the order it gives.
+
+    Attributes:
+        time: passes while the coordinator waits in vain, and when the test moves it.
+        vacancies: how many more workers there is room for; replacements need none.
+        drained: members whose node is being drained.
+    """
+
+    def __init__(self, inner: LocalBackend, tamper: Callable[[TrainWorker, str], None] | None = None) -> None:
+        def make_worker(member_id: str) -> TrainWorker:
+            worker: TrainWorker = inner._make_worker(member_id)
+            if tamper is not None:
+                tamper(worker, member_id)
+            return worker
+
+        super().__init__(make_worker, inner._make_aggregator)
+        self.disturb: Callable[[Call], Fate] = lambda call: None
+        self.arrival: Callable[[list[Any]], Iterable[Any]] | None = None
+        self.log: list[tuple[Call, tuple[Any, ...]]] = []
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._hanging: list[Any] = []
+        self.time = Clock(0.0)
+        self.vacancies = 0
+        self.drained: set[str] = set()
+        self._underway: list[tuple[tuple[Any, ...], Callable[[], tuple[Any, ...]]]] = []
+
+    def call(self, actor: Actor, method: str, *args: Any, returns: int = 1) -> tuple[Any, ...]:
+        place = actor.member_id, method
+        values = tuple(getattr(arg, "value", arg) for arg in args)
+        call = Call(*place, self._counts[place], values)
+        self._counts[place] += 1
+        fate = self.disturb(call)
+        if method == "step" and self.arrival is not None:
+            references = tuple(self.put(None) for _ in range(returns))
+            self._underway.append((references, lambda: self._play(fate, actor, method, args, returns)))
+        else:
+            references = self._play(fate, actor, method, args, returns)
+        self.log.append((call, references))
+        return references
+
+    def _play(self, fate: Fate, actor: Actor, method: str, args: tuple[Any, ...], returns: int) -> tuple[Any, ...]:
+        if fate == "hangs":
+            references = tuple(self.put(None) for _ in range(returns))
+            self._hanging += references
+            return references
+        if fate == "lacks":
+            references = tuple(self.put(None) for _ in range(returns))
+            for each in references:
+                each.error = ActorLost("object_lost")
+            return references
+        if fate == "dies":
+            self.stop(actor)
+        references = super().call(actor, method, *args, returns=returns)
+        if fate == "dies after":
+            self.stop(actor)
+            references = super().call(actor, method, *args, returns=returns)
+        if callable(fate):
+            references = tuple(self.put(value) for value in fate(*(each.value for each in references)))
+        return references
+
+    def wait(self, references: Sequence[Any], deadline_s: float) -> Sequence[Any]:
+        underway, self._underway = self._underway, []
+        for waiting, answer in self.arrival(underway) if self.arrival is not None else ():
+            for reference, settled in zip(waiting, answer(), strict=True):
+                reference.value, reference.error = settled.value, settled.error
+        ready = [each for each in references if each not in self._hanging]
+        if len(ready) < len(references):
+            self.time.sleep(deadline_s)
+        return ready
+
+    def room(self) -> int:
+        return self.vacancies
+
+    def departing(self) -> set[str]:
+        return self.drained
+
+    def fetch(self, reference: Any, deadline_s: float) -> Any:
+        if reference in self._hanging:
+            raise ActorLost("deadline")
+        return super().fetch(reference, deadline_s)
+
+    def calls(self, method: str) -> list[Call]:
+        """All calls of ``method``, in order."""
+        return [call for call, _ in self.log if call.method == method]
+
+    @property
+    def stopped(self) -> set[str]:
+        """Who was stopped, or died."""
+        return set(self._stopped)
+
+    @property
+    def rosters(self) -> list[Roster]:
+        """All rosters that were issued, in order."""
+        answers = [references[0].value for call, references in self.log if call.method == "open_step"]
+        return [Roster.model_validate_json(envelope.body) for envelope in answers if envelope is not None]
+
+
+def on(method: str, member_id: str, fate: Fate, index: int = 0) -> Callable[[Call], Fate]:
+    """The fate of one call; every other is left alone."""
+    return lambda call: fate if (call.method, call.member_id, call.index) == (method, member_id, index) else None
+
+
+@dataclass
+class WholeRun:
+    """A run in one process, from its actors to its evidence log; ``finished`` is there once :meth:`train` returned."""
+
+    home: Path
+    config: RunConfig
+    session: Session
+    stage: Stage
+    folder: Path
+    coordinator: Coordinator
+    events: EventWriter
+    metrics: list[RunMetrics] = field(default_factory=list)
+    reports: list[StepReport] = field(default_factory=list)
+    departures: list[Departure] = field(default_factory=list)
+    joined: list[str] = field(default_factory=list)
+    restarts: list[tuple[str, str]] = field(default_factory=list)
+    finished: Finished | None = None
+
+    def train(self) -> Finished:
+        """Run to the end; what ends it early is raised."""
+        with ExitStack() as stack:
+            stack.enter_context(self.events)
+            stack.callback(lambda: [actor.handle.close() for actor in self.session.control.actors.values()])
+            self.finished = self.coordinator.run()
+        return self.finished
+
+    @property
+    def digests(self) -> list[str]:
+        """Parameter digest after each committed step, as progress told it."""
+        return [report.parameter_digest for report in self.reports]
+
+    @property
+    def entries(self) -> int:
+        """Entries of the run's ledger."""
+        ledger = PrivacyLedger(f"sqlite:///{self.home / 'ledger.sqlite'}", create=False)
+        try:
+            return ledger.view().head.sequence
+        finally:
+            ledger.close()
+
+    @property
+    def told(self) -> list[dict[str, Any]]:
+        """All lines of metrics.jsonl."""
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def evidence(self) -> list[tuple[str, dict[str, Any]]]:
+        """Kind and body of each entry of the exported evidence log, after its signature and chain were verified."""
+        path = self.folder / "evidence.jsonl"
+        verify_exported_log(path, self.session.orchestrator_key)
+        lines = [json.loads(line) for line in path.read_text().splitlines()[:-1]]
+        return [(line["kind"], line["body"]) for line in lines]
+
+    @property
+    def left(self) -> list[tuple[str, str]]:
+        """Who left, with the code."""
+        return [(departure.member_id, departure.code) for departure in self.departures]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The value of one series of the run."""
+        samples = [sample for family in self.metrics[0].collect() for sample in family.samples if sample.name == name]
+        return sum(each.value for each in samples if labels.items() <= each.labels.items())
+
+
+def whole_run(
+    home: Path,
+    *,
+    disturb: Callable[[Call], Fate] | None = None,
+    tamper: Callable[[TrainWorker, str], None] | None = None,
+    data: Arrays | None = None,
+    secret: str | None = SECRET,
+    overrides: Sequence[str] = (),
+    clock: Callable[[], float] | None = None,
+    assignment: Assignment | None = None,
+    **fields: Any,
+) -> WholeRun:
+    """A run that is ready to be trained; with one ``home`` and ``secret``, a repeat of the same run.
+
+    Args:
+        disturb: what becomes of each call of the coordinator.
+        tamper: changes a worker right after it was started.
+        secret: None lets the orchestrator generate one.
+        assignment: what the execution is to do; the whole of a new run by default.
+    """
+    settings = config(overrides, **fields)
+    path = secret_file(home, secret) if secret else None
+    session, backend = local_session(home, path, *([clock] if clock else []))
+    stage = Stage(backend, tamper)
+    if disturb is not None:
+        stage.disturb = disturb
+    control = replace(session.control, backend=stage, max_restarts=settings.failure.max_failures)
+    session = replace(session, backend=stage, control=control)
+    folder = Path(tempfile.mkdtemp(dir=home))
+    record = RunRecord(
+        run_id=session.run_id,
+        name="run",
+        base=str(home),
+        secret_file=str(path),
+        started_at=float(NOW),
+        status="running",
+    )
+    events = EventWriter(folder / "metrics.jsonl")
+    reporting = Reporting(
+        metrics=lambda manifest, evidence: _metrics(run, manifest, evidence),
+        events=events,
+        progress=lambda report: run.reports.append(report),
+        departure=lambda departure: run.departures.append(departure),
+        joined=lambda member_id: run.joined.append(member_id),
+        restart=lambda restart: run.restarts.append((restart.role, restart.cause)),
+    )
+    setup = worker_setup(settings, home, data)
+    coordinator = Coordinator(
+        settings,
+        session,
+        setup,
+        _evaluator(settings, setup),
+        reporting,
+        RunFolder(folder, record),
+        assignment or Assignment(),
+        Timer(now=stage.time, sleep=stage.time.sleep),
+    )
+    run = WholeRun(home, settings, session, stage, folder, coordinator, events)
+    return run
+
+
+def trained(home: Path, **arguments: Any) -> WholeRun:
+    """:func:`whole_run`, trained to its end."""
+    run = whole_run(home, **arguments)
+    run.train()
+    return run
+
+
+def _evaluator(settings: RunConfig, setup: WorkerSetup) -> Evaluator | None:
+    if settings.evaluation is None:
+        return None
+    dataset = open_public(descriptor(settings.evaluation.dataset), setup.base)
+    return Evaluator(setup.model, setup.loss, dataset, setup.base, setup.seed, settings.evaluation.every)
+
+
+def _metrics(run: WholeRun, manifest: Manifest, evidence_class: str) -> RunMetrics:
+    mechanism = manifest.computation.mechanism
+    facts = RunFacts(
+        run=run.session.run_id,
+        account=manifest.account,
+        evidence_class=evidence_class,
+        steps_planned=run.config.steps,
+        virtual_workers=run.config.virtual_workers,
+        workers_required=run.config.fewest_workers,
+        parameters=mechanism.dimension,
+        noise_multiplier=mechanism.noise_multiplier if mechanism.private else None,
+        exact=manifest.computation.exact,
+        version="0",
+        ray_version="0",
+        torch_version="0",
+    )
+    run.metrics.append(RunMetrics(facts))
+    return run.metrics[0]

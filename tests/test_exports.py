@@ -1,0 +1,49 @@
+"""`raycloak.py` is the public interface: sorted, complete, documented, and shadow-checked."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+import raycloak
+from metrics import errors
+from raycloak_layout import PACKAGES
+
+
+def test_all_is_sorted_and_without_repeats():
+    assert raycloak.__all__ == sorted(set(raycloak.__all__))
+
+
+@pytest.mark.parametrize("name", raycloak.__all__)
+def test_each_name_resolves_and_says_what_it_is(name):
+    exported = getattr(raycloak, name)
+    if inspect.isclass(exported) or inspect.isfunction(exported):
+        assert inspect.getdoc(exported)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = raycloak.no_such_name
+
+
+def test_every_error_a_user_may_catch_is_exported():
+    tree = {
+        name
+        for name, value in vars(errors).items()
+        if inspect.isclass(value) and issubclass(value, errors.RaycloakError)
+    }
+    assert tree <= set(raycloak.__all__)
+
+
+def test_the_actors_are_exported():
+    actors = {"EvidenceOrchestrator", "MaskedAggregator", "PrivacyLedger", "TrainWorker"}
+    assert actors | {"DPConfig", "RunConfig", "Trainer"} <= set(raycloak.__all__)
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_shadowed_package_stops_the_import_of_raycloak(name, run_python):
+    users = Path(run_python.folder) / f"{name}.py"
+    users.write_text("")
+    done = run_python("-c", "import raycloak")
+    assert "PackageShadowedError" in done.stderr
+    assert str(users) in done.stderr
