@@ -1,0 +1,122 @@
+"""Run by tests/ray/test_nodes.py as a driver of a cluster of several nodes; prints one JSON object.
+
+Trains once undisturbed, and once while a worker's process is asked to end, a node is drained and a node is killed, one
+after the other, each when the run has its full membership again. RAYLETS maps node ids to process ids.
+"""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import ray
+from ray._raylet import GcsClient
+
+from coordinator.actors import connect
+from coordinator.config import parse_config
+from coordinator.demo import demo_config
+from coordinator.ray_backend import RayBackend
+from coordinator.raylets import DRAIN_PREEMPTION
+from coordinator.trainer import Trainer
+
+STEPS = 90
+RAYLETS = json.loads(os.environ["RAYLETS"])
+
+
+class Watched(RayBackend):
+    """Knows its workers, and kills a worker's node as soon as that worker was asked for a step."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        Watched.current = self
+        self.workers = {}
+        self.doomed = None
+        self.killed_at = None
+
+    def start_worker(self, member_id):
+        self.workers[member_id] = super().start_worker(member_id)
+        return self.workers[member_id]
+
+    def stop(self, actor):
+        self.workers.pop(actor.member_id, None)
+        super().stop(actor)
+
+    def call(self, actor, method, *args, returns=1):
+        references = super().call(actor, method, *args, returns=returns)
+        if method == "step" and actor.member_id == self.doomed:
+            self.doomed, self.killed_at = None, time.monotonic()
+            os.kill(RAYLETS[self.node(actor)], signal.SIGKILL)
+        return references
+
+
+class Disturbances:
+    """What is done after which step; the run is slowed down until all of it was done."""
+
+    def __init__(self):
+        self.departed = []
+        self.detected_s = None
+        self.done = 0
+
+    def notice(self, line):
+        if match := re.match(r"(worker-\d+) left: (\w+): ", line):
+            self.departed.append(match[2])
+            if Watched.current.killed_at is not None and self.detected_s is None:
+                self.detected_s = time.monotonic() - Watched.current.killed_at
+
+    def after(self, report):
+        if self.done == 3 and self.detected_s is not None:
+            return
+        time.sleep(0.5)
+        if report.workers == 3 and len(self.departed) == self.done < 3:
+            (self.ask_to_end, self.drain, self.kill)[self.done]()
+            self.done += 1
+
+    def ask_to_end(self):
+        handle = Watched.current.workers["worker-0"].handle
+        os.kill(ray.get(handle.__ray_call__.remote(lambda _: os.getpid()), timeout=30), signal.SIGTERM)
+
+    def drain(self):
+        client = GcsClient(address=os.environ["RAY_ADDRESS"])
+        deadline_ms = int(1000 * (time.time() + 120))
+        node = Watched.current.node(Watched.current.workers["worker-1"])
+        assert client.drain_node(node, DRAIN_PREEMPTION, "taken away", deadline_ms)[0]
+
+    def kill(self):
+        Watched.current.doomed = "worker-2"
+
+
+def train(secret, progress=lambda report: None, notice=lambda line: None):
+    config = parse_config(demo_config() | {"steps": STEPS, "evaluation": None, "placement": {"strategy": "SPREAD"}})
+    trainer = Trainer(config, run_secret=secret, progress=progress, notice=notice)
+    result = trainer.train()
+    events = map(json.loads, (Path(result["run_dir"]) / "metrics.jsonl").read_text().splitlines())
+    digests = [event["parameter_digest"] for event in events if event["event"] == "step"]
+    return digests, [outcome.commit.attempts for outcome in trainer.finished.outcomes]
+
+
+def main():
+    import coordinator.execution
+
+    secret = Path("secret")
+    secret.write_text("5e" * 32)
+    coordinator.execution.RayBackend = Watched
+    connect(num_cpus=0)
+    undisturbed, _ = train(secret)
+    disturbances = Disturbances()
+    digests, attempts = train(secret, disturbances.after, disturbances.notice)
+    ray.shutdown()
+    answer = {
+        "same": digests == undisturbed,
+        "steps": len(digests),
+        "departed": disturbances.departed,
+        "detected_s": disturbances.detected_s,
+        "repeated": sum(attempts) - len(attempts),
+    }
+    sys.stdout.write(json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Run by tests/ray/test_nodes.py as a driver of a cluster of several nodes; prints one JSON object.
+
+Each node has 2 CPUs; one of them also has `vault`, and each carries a label `zone` of its own. The vault's zone is z0.
+"""
+
+import json
+import os
+import time
+
+import ray
+from ray.util.placement_group import placement_group_table
+
+from coordinator.actors import connect
+from coordinator.config import PlacementConfig
+from coordinator.placement import Placement, cluster_nodes
+from metrics.errors import ConfigError
+
+
+def placed(num_workers, **config):
+    """Node of each bundle, by label, after the placement was taken and given back."""
+    placement = Placement(PlacementConfig(**config), num_workers, use_gpu=False)
+    groups = {placement.take(f"worker-{index}").placement_group for index in range(num_workers)}
+    (group,) = groups
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    placement.close()
+    zones = {node.node_id: node.labels.get("zone") for node in cluster_nodes()}
+    return [zones[nodes[index]] for index in range(num_workers)]
+
+
+def refused(num_workers, **config):
+    started = time.monotonic()
+    try:
+        placed(num_workers, deadline_s=1.0, **config)
+    except ConfigError as error:
+        return {"code": error.code, "message": error.message, "seconds": time.monotonic() - started}
+    return None
+
+
+def settled(placement, wanted, deadline_s=10.0):
+    """Room once it is ``wanted``, or at the deadline."""
+    end = time.monotonic() + deadline_s
+    while (room := placement.room()) != wanted and time.monotonic() < end:
+        time.sleep(0.1)
+    return room
+
+
+def joiners():
+    """Room with two workers of two CPUs on three nodes, after a joiner, after one left, and who sits where."""
+    placement = Placement(PlacementConfig(resources_per_worker={"CPU": 2}, deadline_s=1.0), 2, use_gpu=False)
+    shared = {placement.take(f"worker-{index}").placement_group.id.hex() for index in range(2)}
+    rooms = [settled(placement, 1)]
+    own = placement.take("worker-2").placement_group.id.hex()
+    rooms.append(settled(placement, 0))
+    placement.release("worker-0")
+    rooms.append(settled(placement, 1))
+    again = placement.take("worker-3").placement_group.id.hex()
+    placement.take("worker-4")
+    time.sleep(1.1)
+    placement.expire()
+    left = [info["state"] for info in placement_group_table().values() if info["state"] != "REMOVED"]
+    placement.close()
+    return {"rooms": rooms, "own": own not in shared, "again": again in shared, "left": sorted(left)}
+
+
+def main():
+    connect(num_cpus=0)
+    answers = {
+        "strict_spread": placed(3, strategy="STRICT_SPREAD"),
+        "spread": placed(3, strategy="SPREAD"),
+        "strict_pack": placed(2, strategy="STRICT_PACK"),
+        "pack": placed(2, strategy="PACK"),
+        "labels": placed(2, labels={"zone": "in(z1, z9)"}),
+        "resources": placed(1, resources_per_worker={"CPU": 1, "vault": 1}),
+        "too_many": refused(4, strategy="STRICT_SPREAD"),
+        "no_such_resource": refused(2, resources_per_worker={"CPU": 1, "vault": 1}),
+        "no_such_label": refused(2, labels={"zone": "z9"}),
+        "no_such_accelerator": refused(1, accelerator_type="H200"),
+        "wrong_selector": refused(1, labels={"zone": "in()"}),
+        "joiners": joiners(),
+    }
+    answers["left"] = [info["state"] for info in placement_group_table().values() if info["state"] != "REMOVED"]
+    print(json.dumps(answers))
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    assert os.environ["RAY_ADDRESS"], "a cluster is given"
+    main()

@@ -1,0 +1,27 @@
+"""A run under random signals gives the bytes of the undisturbed one. `RAYCLOAK_CHAOS_KILLS` sets another number."""
+
+import json
+import os
+from pathlib import Path
+
+from coordinator.chaos_schedule import KILLED_ROLES
+
+CONFIG = Path(__file__).resolve().parents[2] / "benchmarks" / "chaos.yaml"
+KILLS = int(os.environ.get("RAYCLOAK_CHAOS_KILLS", "10"))
+SECONDS_PER_KILL = 60
+
+
+def test_a_run_under_chaos_has_the_bytes_and_the_charges_of_the_undisturbed_one(run_python):
+    done = run_python(
+        "-m", "coordinator", "bench", "chaos", str(CONFIG), "--kills", str(KILLS), "--seed", "19", "--json",
+        "--set", "num_workers=3", deadline_s=KILLS * SECONDS_PER_KILL,
+    )  # fmt: skip
+    assert done.code == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["breaches"] == []
+    assert report["kills"] == KILLS == sum(hit["count"] for hit in report["hits"])
+    assert {hit["role"] for hit in report["hits"]} == set(KILLED_ROLES)
+    assert report["driver_restarts"] >= 1
+    assert report["digest_differences"] == report["lost_charges"] == report["double_charges"] == []
+    assert report["ledger_chain_valid"]
+    assert report["evidence_log_valid"]

@@ -1,0 +1,147 @@
+"""The commands as a user types them: on a local Ray of their own, and as a Ray job on a running head."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMISED = {
+    "run_dir", "steps", "privacy_epsilon", "privacy_epsilon_one_worker", "privacy_delta", "epsilon_cap",
+    "evaluation_accuracy", "evidence_class", "parameter_digest", "num_workers", "virtual_workers", "masked_bytes",
+    "wall_seconds",
+}  # fmt: skip
+
+
+def test_demo_prints_one_json_object_and_ends_with_a_private_accurate_model(run_python, ray_environment):
+    done = run_python("-m", "coordinator", "demo", "--json", environment=ray_environment, deadline_s=300)
+    assert done.code == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result.keys() >= PROMISED
+    assert result["evidence_class"] == "simulated"
+    assert result["evaluation_accuracy"] >= 0.93
+    assert 0 < result["privacy_epsilon"] <= result["epsilon_cap"] == 8.0
+    assert result["privacy_epsilon_one_worker"] > result["privacy_epsilon"]
+    written = {path.name for path in Path(result["run_dir"]).iterdir()}
+    assert written >= {"config.yaml", "manifest.json", "metrics.jsonl", "parameters.safetensors", "run.log"}
+    assert "SIMULATED" in (Path(result["run_dir"]) / "run.log").read_text()
+
+
+def test_bad_input_is_one_line_with_exit_code_2_and_a_spent_cap_one_with_3(run_python, ray_environment):
+    wrong = run_python("-m", "coordinator", "demo", "--set", "stepz=3", environment=ray_environment)
+    assert (wrong.code, wrong.stdout) == (2, "")
+    assert wrong.stderr.startswith("error: config: stepz")
+    spent = run_python(
+        "-m", "coordinator", "demo", "--set", "dp_config.target_epsilon=null", "--set",
+        "dp_config.noise_multiplier=0.5", "--set", "dp_config.epsilon_cap=0.01", environment=ray_environment,
+    )  # fmt: skip
+    assert spent.code == 2
+    assert "cap_too_small" in spent.stderr
+
+
+def _free_ports(count):
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+@pytest.fixture
+def head(ray_environment, tmp_path):
+    """A real head by `ray start`, with token authentication; yields its dashboard's address."""
+    dashboard, agent, grpc, metrics, client = _free_ports(5)
+    bin_folder = Path(sys.executable).parent
+    environment = os.environ | ray_environment | {"PATH": f"{bin_folder}:{os.environ['PATH']}"}
+    command = [
+        str(bin_folder / "ray"), "start", "--head", "--block", "--port=0", "--num-cpus=6", "--disable-usage-stats",
+        f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}",
+        f"--dashboard-agent-grpc-port={grpc}", f"--metrics-export-port={metrics}",
+        f"--ray-client-server-port={client}", "--object-store-memory=268435456",
+    ]  # fmt: skip
+    with (tmp_path / "head.log").open("w") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        _wait_until_served(f"http://127.0.0.1:{dashboard}/api/version", process)
+        yield f"http://127.0.0.1:{dashboard}", environment
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=60)
+
+
+def _wait_until_served(url, process, deadline_s=90):
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        assert process.poll() is None, "the head ended"
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except urllib.error.HTTPError:
+            return  # it answers, and asks for the token
+        except OSError:
+            time.sleep(0.2)
+    raise AssertionError(f"{url} did not come up")
+
+
+def test_a_ray_job_ends_with_the_same_verdict_as_a_local_run(head, run_python, tmp_path, raycloak_home):
+    address, environment = head
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    for name in ("attestation", "coordinator", "metrics", "workers", "examples"):
+        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("raycloak.py", "raycloak_layout.py"):
+        shutil.copy(ROOT / name, checkout / name)
+    (checkout / "secret.hex").write_text("7a" * 32)
+    submit = [
+        str(Path(sys.executable).parent / "ray"), "job", "submit", "--address", address, "--working-dir", ".", "--",
+        "python", "-m", "coordinator", "run", "examples/digits.yaml", "--json", "--set", "steps=5",
+        "--run-secret", "secret.hex",
+    ]  # fmt: skip
+    done = subprocess.run(
+        submit, cwd=checkout, env=environment | {"RAYCLOAK_HOME": str(raycloak_home)}, capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith('{"') and "parameter_digest" in line)
+    job = json.loads(line)
+    local = run_python(
+        "-m", "coordinator", "run", str(checkout / "examples" / "digits.yaml"), "--json", "--set", "steps=5",
+        "--set", "num_workers=2", "--run-secret", str(checkout / "secret.hex"),
+        environment={**environment, "RAYCLOAK_HOME": str(tmp_path / "other")}, deadline_s=300,
+    )  # fmt: skip
+    assert local.code == 0, local.stderr
+    same = ("steps", "privacy_epsilon", "evaluation_accuracy", "evidence_class", "parameter_digest", "epsilon_cap")
+    assert {key: job[key] for key in same} == {key: json.loads(local.stdout)[key] for key in same}
+
+
+def test_the_loop_by_hand_runs_as_written(run_python, ray_environment):
+    done = run_python(str(ROOT / "examples" / "actors_by_hand.py"), environment=ray_environment, deadline_s=300)
+    assert done.code == 0, done.stderr
+    steps = [line for line in done.stdout.splitlines() if line.startswith("SIMULATED step")]
+    assert len(steps) == len(set(steps)) == 5
+
+
+def test_bench_step_measures_on_a_ledger_of_its_own(run_python, ray_environment, raycloak_home):
+    config = str(ROOT / "benchmarks" / "step.yaml")
+    done = run_python(
+        "-m", "coordinator", "bench", "step", config, "--json", "--set", "steps=12", "--set", "num_workers=2",
+        environment=ray_environment, deadline_s=300,
+    )  # fmt: skip
+    assert done.code == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert figures["parameters"] == 1000
+    assert figures["bytes_per_parameter"] == 4.0
+    assert figures["framing_bytes"] < 1024
+    assert 0 < figures["control_overhead_ms"] < figures["step_ms"]
+    assert not (raycloak_home / "ledger.sqlite").exists()

@@ -1,0 +1,91 @@
+"""A run on Ray that is stopped by a signal, gone on with, and replayed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+from coordinator.config import load_config
+from coordinator.demo import demo_config
+from coordinator.ledger import PrivacyLedger
+from coordinator.replay import replay
+from coordinator.state import ledger_url
+from coordinator.trainer import Trainer
+from metrics.errors import ConfigError
+from tests.conftest import ROOT
+
+DEADLINE_S = 180
+STEPS = 40
+"""More than a run takes between two looks at its events."""
+
+
+def digests(run_dir):
+    """Parameter digest after each step, in the order of metrics.jsonl."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [event["parameter_digest"] for event in map(json.loads, lines) if event["event"] == "step"]
+
+
+def wait_for(condition, process):
+    """What ``condition`` returns once it is true."""
+    end = time.monotonic() + DEADLINE_S
+    while not (found := condition()):
+        assert process.poll() is None, "the command ended early"
+        assert time.monotonic() < end, "nothing happened in time"
+        time.sleep(0.02)
+    return found
+
+
+def stopped_by_a_signal(arguments, environment, home):
+    """Run the command, send SIGTERM after its second step, and return (run directory, exit code, JSON, stderr)."""
+    command = [sys.executable, "-m", "coordinator", *arguments, "--json"]
+    with subprocess.Popen(
+        command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            events = wait_for(lambda: list(home.glob("runs/*/metrics.jsonl")), process)[0]
+            wait_for(lambda: len(digests(events.parent)) >= 2, process)
+            process.send_signal(signal.SIGTERM)
+            out, err = process.communicate(timeout=DEADLINE_S)
+        finally:
+            process.kill()
+    return events.parent, process.returncode, json.loads(out), err
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    path = tmp_path / "config.yaml"
+    changes = {"steps": STEPS, "aggregators": 2, "checkpoint": {"checkpoint_frequency": 0}, "evaluation": None}
+    path.write_text(yaml.safe_dump(demo_config() | changes))
+    return path
+
+
+def test_a_stopped_run_goes_on_and_can_be_replayed(ray_cluster, config_file, tmp_path, raycloak_home):
+    secret = tmp_path / "secret"
+    secret.write_text("5e" * 32)
+    arguments = ["run", str(config_file), "--run-secret", str(secret)]
+    environment = {**os.environ, **ray_cluster.environment}
+    run_dir, code, result, errors = stopped_by_a_signal(arguments, environment, raycloak_home)
+    assert (code, result["ending"], result["run_dir"]) == (4, "stopped", str(run_dir))
+    assert "SIGTERM: the run stops after this step" in errors
+    first = result["steps"]
+    assert 2 <= first == len(digests(run_dir)) < STEPS
+    (packages,) = (raycloak_home / "packages").iterdir()
+    assert [path.name for path in packages.iterdir()] == [f"step-{first:06d}.tssp"]
+
+    config = load_config(config_file)
+    on = Trainer(config, resume=True, notice=lambda line: None).train()
+    assert (on["run_dir"], on["metrics"]["ending"], on["metrics"]["steps"]) == (str(run_dir), "complete", STEPS)
+    assert len(digests(run_dir)) == STEPS
+    with pytest.raises(ConfigError, match="nothing_to_resume"):
+        Trainer(config, resume=True).train()
+
+    head = PrivacyLedger(ledger_url(), create=False).view().head
+    again = replay(run_dir, (first, STEPS), 2, lambda line: None)
+    assert list(again.digests) == digests(run_dir)[first:]
+    assert (again.first, again.last, again.workers, again.charged_steps) == (first, STEPS, 2, STEPS)
+    assert PrivacyLedger(ledger_url(), create=False).view().head == head

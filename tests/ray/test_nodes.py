@@ -1,0 +1,89 @@
+"""Several nodes on one machine: where workers are placed, and what becomes of a run whose nodes go."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from coordinator.ray_health import DEAD_NODE_S
+from coordinator.raylets import Node
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def answers(raylets, run_python_in, tmp_path_factory):
+    """What a driver of three nodes of two CPUs each found; the nodes are taken away again."""
+    nodes = [raylets.add(Node(2, {"vault": 1.0} if index == 0 else {}, {"zone": f"z{index}"})) for index in range(3)]
+    try:
+        done = run_python_in(tmp_path_factory.mktemp("driver"))(
+            str(HERE / "placing.py"), environment=raylets.environment
+        )
+    finally:
+        for each in nodes:
+            each.kill()
+    assert done.code == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_each_strategy_places_as_it_says(answers):
+    assert sorted(answers["strict_spread"]) == ["z0", "z1", "z2"]
+    assert sorted(answers["spread"]) == ["z0", "z1", "z2"]
+    for packed in ("strict_pack", "pack"):
+        assert len(set(answers[packed])) == 1
+
+
+def test_labels_and_resources_choose_the_node(answers):
+    assert answers["labels"] == ["z1", "z1"]
+    assert answers["resources"] == ["z0"]
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("too_many", "bundle 4 of 4 does not fit"),
+        ("no_such_resource", "bundle 2 of 2 does not fit"),
+        ("no_such_label", "on nodes with {zone=z9}"),
+        ("no_such_accelerator", "accelerator_type:H200: 0.001"),
+    ],
+)
+def test_what_cannot_be_placed_is_named_within_the_deadline(answers, case, said):
+    refusal = answers[case]
+    assert refusal["code"] == "unplaceable"
+    assert said in refusal["message"]
+    assert all(f"labels {{zone=z{index}}}" in refusal["message"] for index in range(3))
+    assert 1.0 <= refusal["seconds"] < 3.0
+
+
+def test_a_wrong_selector_is_the_users_mistake(answers):
+    assert answers["wrong_selector"]["code"] == "config"
+
+
+def test_a_joiner_gets_a_group_of_its_own_or_the_place_of_one_that_left(answers):
+    joiners = answers["joiners"]
+    assert joiners["rooms"] == [1, 0, 1]
+    assert joiners["own"]
+    assert joiners["again"]
+    assert joiners["left"] == ["CREATED", "CREATED"], "a joiner that was not placed in time leaves nothing reserved"
+    assert answers["left"] == []
+
+
+def test_workers_asked_to_leave_drained_and_dead_nodes_change_no_byte(raylets, run_python):
+    """A SIGTERM and a drain cost no attempt, since the step under way finishes; a dead node costs one."""
+    nodes = [raylets.add(Node(2)) for _ in range(4)]
+    try:
+        done = run_python(
+            str(HERE / "disturbed.py"),
+            environment={**raylets.environment, "RAYLETS": json.dumps({each.node_id: each.pid for each in nodes})},
+            deadline_s=240,
+        )
+    finally:
+        for each in nodes:
+            each.kill()
+    assert done.code == 0, done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["departed"][:3] == ["left", "preempted", "died"]
+    assert answer["same"]
+    assert answer["steps"] == 90
+    assert answer["repeated"] == 1
+    assert 0 < answer["detected_s"] < DEAD_NODE_S

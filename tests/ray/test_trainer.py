@@ -1,0 +1,259 @@
+"""Whole runs on a real Ray: the trainer, its actors, its run directory, its metrics and its failures."""
+
+import json
+import os
+import re
+import signal
+import time
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+import torch
+from safetensors.numpy import load_file
+
+from attestation.evidence_log import verify_exported_log
+from coordinator.config import parse_config
+from coordinator.demo import demo_config
+from coordinator.ray_backend import RayBackend
+from coordinator.trainer import Trainer
+from metrics.errors import DatasetError, ModelError, RefusedError
+from workers.manifest import Manifest
+from workers.parameters import parameter_digest, tensor_digests
+
+STEPS = 4
+
+
+def digits(**changes):
+    raw = demo_config() | {"steps": STEPS} | changes
+    return parse_config(raw)
+
+
+@pytest.fixture
+def secret(tmp_path):
+    path = tmp_path / "secret"
+    path.write_text("5e" * 32)
+    return path
+
+
+def train(config, **options):
+    trainer = Trainer(config, notice=lambda line: None, **options)
+    return trainer, trainer.train()
+
+
+def digests(result):
+    lines = (Path(result["run_dir"]) / "metrics.jsonl").read_text().splitlines()
+    return [event["parameter_digest"] for event in map(json.loads, lines) if event["event"] == "step"]
+
+
+def test_three_workers_and_one_give_the_same_bytes_and_a_repeat_charges_nothing(ray_cluster, secret):
+    _, masked = train(digits(aggregators=2), run_secret=secret)
+    _, alone = train(digits(num_workers=1, secure_aggregation=False), run_secret=secret)
+    assert digests(masked) == digests(alone)
+    assert len(digests(masked)) == STEPS
+    assert (masked["metrics"]["masked_bytes"], alone["metrics"]["masked_bytes"]) == (3 * STEPS * 4 * 4810, 0)
+    assert masked["metrics"]["privacy_epsilon_charged"] == alone["metrics"]["privacy_epsilon_charged"]
+
+
+def test_run_directory_holds_what_a_third_party_needs(ray_cluster):
+    _, result = train(digits())
+    folder = Path(result["run_dir"])
+    manifest = Manifest.model_validate_json((folder / "manifest.json").read_bytes())
+    tensors = manifest.computation.tensors
+    saved = load_file(folder / "parameters.safetensors")
+    flat = np.concatenate([saved[tensor.name].ravel() for tensor in tensors])
+    assert parameter_digest(tensors, tensor_digests(flat, tensors)).hex() == result["metrics"]["parameter_digest"]
+    assert verify_exported_log(folder / "evidence.jsonl", manifest.orchestrator_key) > STEPS
+    committed = re.findall(rb'"parameter_digest":"([0-9a-f]{64})"', (folder / "evidence.jsonl").read_bytes())
+    assert [digest.decode() for digest in committed] == digests(result)
+    assert parse_config(__import__("yaml").safe_load((folder / "config.yaml").read_text())) == digits()
+    assert result["metrics"]["evidence_class"] == "simulated"
+
+
+def test_generated_secret_is_destroyed_with_the_run_unless_kept(ray_cluster, raycloak_home):
+    train(digits(steps=1))
+    assert not list(raycloak_home.rglob("*.secret"))
+    train(digits(steps=1, secret_retention="keep"))
+    (kept,) = raycloak_home.rglob("*.secret")
+    assert kept.stat().st_mode & 0o777 == 0o600
+
+
+def test_metrics_are_served_while_the_run_goes_on(ray_cluster):
+    notices, pages = [], []
+
+    def scrape(report):
+        (url,) = (line.removeprefix("metrics: ") for line in notices if line.startswith("metrics: "))
+        with urllib.request.urlopen(url, timeout=10) as page:
+            pages.append(page.read().decode())
+
+    Trainer(digits(), notice=notices.append, progress=scrape).train()
+    assert len(pages) == STEPS
+    spent = [float(re.search(r"^raycloak_privacy_epsilon_spent\{.*\} (\S+)$", page, re.MULTILINE)[1]) for page in pages]
+    assert spent == sorted(spent)
+    assert spent[0] > 0
+    assert 'raycloak_workers_admitted{run="' in pages[-1]
+    assert re.search(rf"^raycloak_steps_committed_total\{{.*\}} {STEPS}\.0$", pages[-1], re.MULTILINE)
+    assert not any(line.startswith("raycloak_gpu") for line in pages[-1].splitlines())
+
+
+class _Watching(RayBackend):
+    """Notes process ids and what aggregators are given; can kill a worker as a step begins."""
+
+    seen: list = []
+    kill_at = None
+    killed: list = []
+    killed_time = 0.0
+
+    def call(self, actor, method, *args, returns=1):
+        if method == "step" and self.kill_at == (actor.member_id, len(self.killed)):
+            pid = ray.get(actor.handle.__ray_call__.remote(lambda self: os.getpid()), timeout=30)
+            self.killed.append(pid)
+            os.kill(pid, signal.SIGKILL)
+            type(self).killed_time = time.monotonic()
+        references = super().call(actor, method, *args, returns=returns)
+        if method == "reduce":
+            self.seen.extend(args[3:])
+        return references
+
+
+@pytest.fixture
+def watching(monkeypatch):
+    monkeypatch.setattr(_Watching, "seen", [])
+    monkeypatch.setattr(_Watching, "killed", [])
+    monkeypatch.setattr(_Watching, "kill_at", None)
+    monkeypatch.setattr("coordinator.execution.RayBackend", _Watching)
+    return _Watching
+
+
+def test_a_killed_worker_is_noticed_within_2_s_costs_an_attempt_and_changes_no_byte(ray_cluster, secret, watching):
+    _, undisturbed = train(digits(), run_secret=secret)
+    watching.kill_at = ("worker-1", 0)
+    noticed = []
+    trainer = Trainer(
+        digits(), run_secret=secret, notice=lambda line: noticed.append(time.monotonic()) if "died" in line else None
+    )
+    result = trainer.train()
+    assert noticed[0] - watching.killed_time < 2
+    assert digests(result) == digests(undisturbed)
+    assert trainer.finished.outcomes[0].commit.attempts == 2
+    assert any("worker-1 left: died" in line for line in result["metrics"]["warnings"])
+
+
+def test_aggregator_receives_no_vector_that_correlates_with_the_model(ray_cluster, secret, watching):
+    """Every received vector, as centred ring words, is uncorrelated with the decoded update it contributes to.
+
+    The correlation of two independent vectors of d = 4,810 coordinates is normal with deviation 1/sqrt(d); |r| above
+    6 deviations has probability 2e-9, and 12 vectors are looked at: false alarms below 1e-7.
+    """
+    trainer, _ = train(digits(), run_secret=secret)
+    vectors = [ray.get(reference, timeout=30) for reference in watching.seen]
+    assert len(vectors) == 3 * STEPS
+    dimension = trainer.finished.plan.mechanism.dimension
+    for step in range(STEPS):
+        parts = vectors[3 * step : 3 * step + 3]
+        with np.errstate(over="ignore"):
+            update = (parts[0] + parts[1] + parts[2]).view(np.int32).astype(float)
+        assert np.abs(update).max() < 2**31 * 0.9
+        for part in parts:
+            centred = part.view(np.int32).astype(float)
+            assert abs(np.corrcoef(centred, update)[0, 1]) < 6 / np.sqrt(dimension)
+            assert 0.45 < np.mean(np.abs(centred) > 2**30) < 0.55
+
+
+def test_what_is_wrong_with_the_input_is_said_before_anything_is_charged(ray_cluster, raycloak_home, tmp_path):
+    np.savez(tmp_path / "empty.npz", images=np.empty((0, 64), np.float32), labels=np.empty(0, np.int64))
+    empty = digits(dataset={"kind": "npz", "path": str(tmp_path / "empty.npz")})
+    with pytest.raises(DatasetError, match="dataset_empty"):
+        train(empty)
+    small = digits(virtual_workers=2000)
+    with pytest.raises(DatasetError, match="2000 virtual workers"):
+        train(small)
+    config = digits().model_copy(update={"model": None})
+    with pytest.raises(ModelError, match="BatchNorm"):
+        train(config, model_init_fn=lambda: torch.nn.Sequential(torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 10)))
+    assert not list((raycloak_home / "runs").rglob("manifest.json"))
+    assert not list(raycloak_home.rglob("*.secret")), "a run that failed keeps no key of its noise"
+    assert len(list((raycloak_home / "runs").rglob("evidence.jsonl"))) == 3
+
+
+def test_a_policy_for_hardware_refuses_simulated_workers(ray_cluster, tmp_path):
+    (tmp_path / "policy.yaml").write_text(
+        "accepted_classes: [intel_tdx]\nanchors: [intel_tdx]\nmeasurements: ['" + "11" * 48 + "']\n"
+    )
+    with pytest.raises(RefusedError, match=r"worker-0: (simulator_not_allowed|root_unknown)"):
+        train(digits(policy="policy.yaml"), config_dir=tmp_path)
+
+
+def test_exception_text_of_user_code_stays_in_the_worker(ray_cluster, tmp_path, capfd):
+    (tmp_path / "leaky.py").write_text(
+        "import torch\n"
+        "def loss(output, labels):\n"
+        "    if output.shape[0] and float(output.abs().sum()) != float(output.abs().sum()):\n"
+        "        raise ValueError('never')\n"
+        "    if (labels > 1).any():\n"
+        "        raise ValueError(f'SECRET labels {labels.tolist()}')\n"
+        "    return torch.nn.functional.cross_entropy(output, labels, reduction='none')\n"
+    )
+    with pytest.raises(Exception, match="worker_error") as caught:
+        train(digits(loss="leaky:loss"), config_dir=tmp_path)
+    assert "SECRET" not in str(caught.value)
+    captured = capfd.readouterr()
+    assert "SECRET" not in captured.out + captured.err
+
+
+def test_in_memory_dataset_is_said_to_be_visible_and_its_file_is_removed(ray_cluster, raycloak_home):
+    generator = torch.Generator().manual_seed(7)
+    features = torch.rand(160, 64, generator=generator)
+    dataset = torch.utils.data.TensorDataset(features, torch.arange(160) % 10)
+    config = digits(expected_batch_size=40, steps=2, evaluation=None).model_copy(update={"dataset": None})
+    _, result = train(config, train_dataset=dataset)
+    assert any("the driver has seen the examples" in line for line in result["metrics"]["warnings"])
+    assert not list(raycloak_home.rglob("*.npz"))
+
+
+def test_not_private_and_not_exact_are_said_and_noise_is_off_only_for_public_data(ray_cluster):
+    with pytest.raises(RefusedError, match="not_public"):
+        train(digits(dp_config={"enabled": False}))
+    notices, pages = [], []
+
+    def scrape(report):
+        (url,) = (line.removeprefix("metrics: ") for line in notices if line.startswith("metrics: "))
+        with urllib.request.urlopen(url, timeout=10) as page:
+            pages.append(page.read().decode())
+
+    public = {"kind": "digits", "public": True}
+    config = digits(steps=1, dp_config={"enabled": False}, dataset=public, allow_nondeterministic=True)
+    result = Trainer(config, notice=notices.append, progress=scrape).train()
+    assert result["metrics"]["private"] is False
+    assert result["metrics"]["privacy_epsilon"] is None
+    assert result["metrics"]["exact"] is False
+    assert re.search(r'^raycloak_run_claims_info\{exactness="NOT_EXACT",privacy="NOT_PRIVATE"', pages[0], re.MULTILINE)
+    manifest = Manifest.model_validate_json((Path(result["run_dir"]) / "manifest.json").read_bytes())
+    assert not manifest.computation.exact
+
+
+def test_no_worker_or_aggregator_outlives_its_run(ray_cluster):
+    pids = []
+
+    def note(report):
+        if not pids:
+            pids.extend(_worker_pids())
+
+    train(digits(steps=2), progress=note)
+    assert len(pids) >= 4
+    deadline = time.monotonic() + 30
+    while (alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not alive
+
+
+def _worker_pids():
+    names = ("ray::TrainWorker", "ray::MaskedAggregator")
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdigit() and (folder / "cmdline").read_text().startswith(names):
+                yield int(folder.name)
+        except OSError:
+            continue
