@@ -1,0 +1,269 @@
+"""The manifests: accepted by the resource definitions of KubeRay, and as careful as docs/operations.md says."""
+
+import copy
+import re
+from functools import cache
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from coordinator.ray_health import DEAD_NODE_S, HEALTH_CHECKS
+
+ROOT = Path(__file__).resolve().parents[2]
+DEFINITIONS = ROOT.parent / "shared" / "crds"
+RAYCLOAK_PORT = 9464
+
+
+def load(path):
+    return list(yaml.load_all((ROOT / path).read_text(), Loader=yaml.CSafeLoader))
+
+
+@pytest.fixture
+def cluster():
+    (document,) = load("ray-cluster.yaml")
+    return document
+
+
+def pod_specs(cluster):
+    groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
+    return [group["template"]["spec"] for group in groups]
+
+
+def head_of(cluster):
+    return pod_specs(cluster)[0]["containers"][0]
+
+
+def environment(container):
+    return {item["name"]: item.get("value") for item in container["env"]}
+
+
+def mounted(spec, path):
+    """The volume that is mounted at ``path`` in the pod's only container."""
+    (name,) = [m["name"] for m in spec["containers"][0]["volumeMounts"] if m["mountPath"] == path]
+    (volume,) = [v for v in spec["volumes"] if v["name"] == name]
+    return volume
+
+
+def closed(schema):
+    """``schema`` with every unknown field an error, as the API server's strict validation has it."""
+    if isinstance(schema, list):
+        return [closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    result = {key: closed(part) for key, part in schema.items()}
+    if "properties" in schema and not schema.get("x-kubernetes-preserve-unknown-fields"):
+        result.setdefault("additionalProperties", False)
+    return result
+
+
+@cache
+def validator(resource):
+    path = DEFINITIONS / f"ray.io_{resource}.yaml"
+    if not path.exists():
+        pytest.skip(f"the resource definitions of KubeRay are not at {path}")
+    definition = yaml.load(path.read_text(), Loader=yaml.CSafeLoader)
+    (served,) = [version for version in definition["spec"]["versions"] if version["name"] == "v1"]
+    return jsonschema.Draft202012Validator(closed(served["schema"]["openAPIV3Schema"]))
+
+
+def accepted(resource, document):
+    return not list(validator(resource).iter_errors(document))
+
+
+def repeated_keys(schema, value):
+    """Lists whose items must differ in the keys that the definition names, and do not."""
+    if isinstance(value, dict):
+        properties = schema.get("properties", {})
+        return [found for key in value if key in properties for found in repeated_keys(properties[key], value[key])]
+    if not isinstance(value, list):
+        return []
+    keys = schema.get("x-kubernetes-list-map-keys", [])
+    named = [tuple(item.get(key) for key in keys) for item in value] if keys else []
+    inner = [found for item in value for found in repeated_keys(schema.get("items", {}), item)]
+    return inner + [name for name in set(named) if named.count(name) > 1]
+
+
+def test_the_cluster_is_valid(cluster):
+    errors = [
+        f"{'/'.join(map(str, e.absolute_path))}: {e.message}" for e in validator("rayclusters").iter_errors(cluster)
+    ]
+    assert errors == []
+    assert repeated_keys(validator("rayclusters").schema, cluster) == []
+
+
+def test_the_job_is_valid():
+    (job,) = load("deploy/ray-job.yaml")
+    assert [e.message for e in validator("rayjobs").iter_errors(job)] == []
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ("spec",),
+        ("spec", "authOptions"),
+        ("spec", "headGroupSpec"),
+        ("spec", "headGroupSpec", "template", "spec"),
+        ("spec", "headGroupSpec", "template", "spec", "containers", 0),
+        ("spec", "headGroupSpec", "template", "spec", "volumes", 0, "persistentVolumeClaim"),
+        ("spec", "workerGroupSpecs", 0),
+        ("spec", "workerGroupSpecs", 0, "template", "spec", "containers", 0, "securityContext"),
+    ],
+    ids=lambda path: "/".join(map(str, path)),
+)
+def test_an_unknown_field_makes_it_invalid(cluster, path):
+    changed = copy.deepcopy(cluster)
+    node = changed
+    for key in path:
+        node = node[key]
+    node["replicaCount"] = 1
+    assert accepted("rayclusters", cluster)
+    assert not accepted("rayclusters", changed)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("authOptions", "mode"), "tokens"),
+        (("rayVersion",), 2.6),
+        (("headGroupSpec", "rayStartParams", "num-cpus"), 0),
+        (("headGroupSpec", "template", "spec", "containers", 0, "resources", "limits", "memory"), "16 GB"),
+        (("workerGroupSpecs", 0, "replicas"), "3"),
+    ],
+    ids=lambda item: "/".join(map(str, item)) if isinstance(item, tuple) else repr(item),
+)
+def test_a_wrong_value_makes_it_invalid(cluster, path, value):
+    changed = copy.deepcopy(cluster)
+    node = changed["spec"]
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = value
+    assert not accepted("rayclusters", changed)
+
+
+def test_a_repeated_port_makes_it_invalid(cluster):
+    changed = copy.deepcopy(cluster)
+    ports = head_of(changed)["ports"]
+    for port in ports:
+        port["protocol"] = "TCP"
+    ports.append(copy.deepcopy(ports[0]))
+    assert repeated_keys(validator("rayclusters").schema, changed)
+
+
+def test_the_access_token_is_required_everywhere(cluster):
+    assert cluster["spec"]["authOptions"] == {"mode": "token", "secretName": "raycloak-auth"}
+    for spec in pod_specs(cluster):
+        assert environment(spec["containers"][0])["RAY_AUTH_MODE"] == "token"
+        assert "RAY_AUTH_TOKEN" not in environment(spec["containers"][0])
+
+
+def test_state_outlives_the_cluster(cluster):
+    head = pod_specs(cluster)[0]
+    home = environment(head["containers"][0])["RAYCLOAK_HOME"]
+    assert Path(home).is_absolute()
+    claim, budget = load("deploy/prerequisites.yaml")
+    assert mounted(head, home)["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert budget["spec"]["maxUnavailable"] == 0
+
+
+def test_what_ray_writes_to_disk_is_memory(cluster):
+    for spec in pod_specs(cluster):
+        for path in ("/tmp", "/tmp/ray", "/dev/shm"):
+            assert mounted(spec, path)["emptyDir"]["medium"] == "Memory"
+    for worker in pod_specs(cluster)[1:]:
+        assert all("persistentVolumeClaim" not in volume for volume in worker["volumes"])
+
+
+UNITS = {"Gi": 2**30, "Mi": 2**20}
+
+
+def bytes_of(quantity):
+    return int(quantity[:-2]) * UNITS[quantity[-2:]]
+
+
+def test_the_object_store_fits_its_shared_memory_and_the_volumes_fit_the_limit(cluster):
+    groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
+    for group, spec in zip(groups, pod_specs(cluster), strict=True):
+        shared = bytes_of(mounted(spec, "/dev/shm")["emptyDir"]["sizeLimit"])
+        assert int(group["rayStartParams"]["object-store-memory"]) < shared
+        in_memory = sum(bytes_of(v["emptyDir"]["sizeLimit"]) for v in spec["volumes"] if "emptyDir" in v)
+        assert in_memory < bytes_of(spec["containers"][0]["resources"]["limits"]["memory"])
+
+
+def test_no_pod_runs_as_root_or_can_become_root(cluster):
+    for spec in pod_specs(cluster):
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["runAsUser"] > 0
+        assert spec["automountServiceAccountToken"] is False
+        for container in spec["containers"]:
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert container["securityContext"]["readOnlyRootFilesystem"] is True
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_requests_equal_limits(cluster):
+    for spec in pod_specs(cluster):
+        for container in spec["containers"]:
+            assert container["resources"]["requests"] == container["resources"]["limits"]
+
+
+def test_only_the_workers_compute(cluster):
+    assert cluster["spec"]["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    (group,) = cluster["spec"]["workerGroupSpecs"]
+    worker = group["template"]["spec"]["containers"][0]
+    assert worker["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert "utility" in environment(worker)["NVIDIA_DRIVER_CAPABILITIES"]
+    assert group["minReplicas"] >= 2
+
+
+def test_a_dead_node_is_noticed_within_seconds(cluster):
+    settings = environment(head_of(cluster))
+    assert {name: value for name, value in settings.items() if "health_check" in name} == HEALTH_CHECKS
+    period_ms, timeout_ms, failures = (
+        int(HEALTH_CHECKS[f"RAY_health_check_{name}"]) for name in ("period_ms", "timeout_ms", "failure_threshold")
+    )
+    assert failures >= 3
+    assert failures * period_ms + timeout_ms <= 1000 * DEAD_NODE_S
+    grace = pod_specs(cluster)[0]["terminationGracePeriodSeconds"]
+    assert int(settings["RAY_JOB_STOP_WAIT_TIME_S"]) < grace
+
+
+def test_prometheus_finds_and_reaches_every_metrics_port(cluster):
+    ports = {port["name"]: port["containerPort"] for port in head_of(cluster)["ports"]}
+    assert ports["raycloak"] == RAYCLOAK_PORT
+    (monitor,) = load("deploy/pod-monitor.yaml")
+    scraped = {ports[endpoint["port"]] for endpoint in monitor["spec"]["podMetricsEndpoints"]}
+    assert scraped == {8080, 44217, 44227, RAYCLOAK_PORT}
+    (policy,) = load("deploy/network-policy.yaml")
+    opened = [{p["port"] for p in rule["ports"]} for rule in policy["spec"]["ingress"] if "ports" in rule]
+    assert opened == [scraped, {ports["dashboard"]}]
+    for rule in policy["spec"]["ingress"] + policy["spec"]["egress"]:
+        assert rule.get("from") or rule.get("to"), "a rule without a peer opens the pods to everyone"
+
+
+def test_manifests_speak_of_one_cluster_one_image_and_the_pinned_ray(cluster):
+    name = {"ray.io/cluster": cluster["metadata"]["name"]}
+    (job,) = load("deploy/ray-job.yaml")
+    (policy,) = load("deploy/network-policy.yaml")
+    (monitor,) = load("deploy/pod-monitor.yaml")
+    assert job["spec"]["clusterSelector"] == name
+    assert policy["spec"]["podSelector"]["matchLabels"] == name
+    assert monitor["spec"]["selector"]["matchLabels"] == name
+    assert len({c["image"] for spec in pod_specs(cluster) for c in spec["containers"]}) == 1
+    pinned = re.search(r"^ray(?:\[\w+\])?==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned is not None
+    assert cluster["spec"]["rayVersion"] == pinned[1]
+
+
+def test_the_job_serves_its_metrics_on_the_port_that_is_scraped():
+    (job,) = load("deploy/ray-job.yaml")
+    assert f"--set metrics.bind=0.0.0.0:{RAYCLOAK_PORT}" in job["spec"]["entrypoint"]
+    assert job["spec"]["entrypoint"].startswith("python -m coordinator run /opt/raycloak/examples/digits.yaml")
+
+
+def test_the_image_copies_only_what_the_repository_has():
+    text = (ROOT / "deploy" / "Dockerfile").read_text()
+    packages = {line.split()[1] for line in text.splitlines() if line.startswith("COPY") and len(line.split()) == 3}
+    assert packages == {"attestation", "coordinator", "examples", "metrics", "workers"}
+    assert "USER 1000" in text
