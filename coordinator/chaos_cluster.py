@@ -5,16 +5,15 @@ It hides how processes are found and ended. It ends only what runs below its own
 
 import os
 import secrets
-import signal
 import tempfile
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
 import coordinator
 from coordinator.chaos_schedule import Role
-from coordinator.chaos_victims import Process, descendants, process_table, victims
+from coordinator.chaos_victims import role, victims
+from coordinator.process_table import Process, descendants, process_table
 from coordinator.raylets import Node, Raylet, Raylets
 
 NODES = 2
@@ -25,22 +24,17 @@ class ChaosCluster:
 
     Args:
         cpus: of each node, so that one node can hold all workers when the other is lost.
-        table: the machine's processes.
     """
 
-    def __init__(self, cpus: int, table: Callable[[], Iterable[Process]] = process_table) -> None:
+    def __init__(self, cpus: int) -> None:
         self._cpus = cpus
-        self._table = table
-        self._orphans: list[Process] = []
         self._stack = ExitStack()
         try:
             folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="raycloak-chaos-"))
             token = Path(folder) / "auth_token"
             token.touch(mode=0o600)
             token.write_text(secrets.token_hex(32))
-            # What a node leaves running ends before the cluster does, which could wait for it.
             raylets = self._stack.enter_context(Raylets(_environment(token)))
-            self._stack.callback(self._end_orphans)
             self._raylets = raylets
             self._nodes = [self._add() for _ in range(NODES)]
         except BaseException:
@@ -57,17 +51,16 @@ class ChaosCluster:
     def victims(self, aggregators: int) -> dict[Role, list[Process]]:
         """The processes of the run that is going on, by role; see `coordinator.chaos_victims.victims`."""
         raylets = [raylet.pid for raylet in (self._raylets.head, *self._nodes)]
-        return victims(descendants(raylets, self._table()), aggregators)
+        return victims(descendants(raylets, process_table()), aggregators)
 
     def expendable(self, workers: int) -> list[Raylet]:
         """The nodes that hold at most ``workers`` workers, and at least one."""
-        table = list(self._table())
-        hosted = [sum(each.role == "worker" for each in descendants([raylet.pid], table)) for raylet in self._nodes]
+        table = process_table()
+        hosted = [sum(role(each) == "worker" for each in descendants([raylet.pid], table)) for raylet in self._nodes]
         return [raylet for raylet, count in zip(self._nodes, hosted, strict=True) if 0 < count <= workers]
 
     def lose(self, raylet: Raylet) -> None:
-        """SIGKILL of a node's raylet; its other processes end when they notice."""
-        self._orphans += descendants([raylet.pid], self._table())
+        """SIGKILL of a node's raylet; its other processes end when they notice, or with the cluster."""
         raylet.kill()
         self._nodes.remove(raylet)
 
@@ -77,14 +70,6 @@ class ChaosCluster:
 
     def _add(self) -> Raylet:
         return self._raylets.add(Node(cpus=self._cpus))
-
-    def _end_orphans(self) -> None:
-        """End what lost its raylet and did not notice, such as a process that was stopped."""
-        known = {(each.pid, each.started) for each in self._orphans}
-        for each in self._table():
-            if (each.pid, each.started) in known:
-                with suppress(ProcessLookupError):
-                    os.kill(each.pid, signal.SIGKILL)
 
 
 def _environment(token: Path) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Raylets: a Ray cluster of several nodes on this machine, for tests and the chaos bench.
 
-A child process owns the cluster, so that this process may be a driver of another one, or of this one. The child ends
-the cluster when it is told to, or when its parent is gone. Its files are in a temporary folder of its own.
+A child process owns the cluster, so that this process may be a driver of another one, or of this one. The cluster is
+a session of processes that ends as a whole; the child ends it by itself when its parent is gone. Its files are in a
+temporary folder of its own.
 """
 
 import json
@@ -10,16 +11,19 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Self
 
+from coordinator.process_table import process_table
 from coordinator.ray_health import HEALTH_CHECKS
 
 STORE_BYTES = 128 * 2**20
 DRAIN_PREEMPTION = 2
+END_DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,18 +119,35 @@ class Raylets:
         return answer
 
     def _end(self) -> None:
-        self._commands.close()
-        try:
-            self._child.wait(timeout=30)
-        finally:
-            self._child.kill()
-            self._answers.close()
+        end_session(self._child.pid)
+        self._child.wait(timeout=END_DEADLINE_S)
+        self._answers.close()
+        # Nobody reads it any more.
+        with suppress(BrokenPipeError):
+            self._commands.close()
+
+
+def end_session(session: int) -> None:
+    """SIGKILL for every process of a session that this process started.
+
+    Guarantee: on return none of them runs, one that was stopped included; such a one would outlive a cluster that
+    ends by itself, and hold up its end. The session's leader must not have been waited for, so that its id is its own.
+
+    Raises:
+        TimeoutError: some are left after `END_DEADLINE_S`.
+    """
+    deadline = time.monotonic() + END_DEADLINE_S
+    while running := [each.pid for each in process_table() if each.session == session and each.state not in "ZX"]:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"processes {running} of session {session} do not end")
+        for pid in running:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
 
 
 def _serve() -> None:
     """The child: starts a head, then does what each line of standard input says until there is none."""
-    import time
-
     from ray._raylet import GcsClient  # type: ignore[attr-defined]  # not in Ray's stubs
     from ray.cluster_utils import Cluster
 

@@ -1,0 +1,52 @@
+"""The kernel's process table: which processes there are, whose children, in which session and state."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PROCESS_TABLE = Path("/proc")
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """An entry of the process table.
+
+    Attributes:
+        session: pid of the process that began its session.
+        state: the kernel's letter for it.
+        started: clock ticks since boot; with the pid, it names a process for good.
+        title: command line, or what the process calls itself.
+    """
+
+    pid: int
+    parent: int
+    session: int
+    state: str
+    started: int
+    title: str
+
+
+def process_table(root: Path = PROCESS_TABLE) -> tuple[Process, ...]:
+    """Every process that can be seen; those that end meanwhile are left out."""
+    return tuple(found for folder in root.iterdir() if folder.name.isdecimal() and (found := _read(folder)))
+
+
+def _read(folder: Path) -> Process | None:
+    try:
+        # The name in parentheses may hold spaces and parentheses of its own.
+        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        title = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except (OSError, ValueError):
+        return None
+    return Process(int(folder.name), int(fields[1]), int(fields[3]), fields[0], int(fields[19]), title)
+
+
+def descendants(ancestors: Collection[int], table: Sequence[Process]) -> list[Process]:
+    """Every process below ``ancestors``, themselves not included."""
+    found: list[Process] = []
+    parents = set(ancestors)
+    while parents:
+        children = [each for each in table if each.parent in parents]
+        found += children
+        parents = {each.pid for each in children}
+    return found
