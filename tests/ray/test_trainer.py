@@ -15,8 +15,10 @@ import torch
 from safetensors.numpy import load_file
 
 from attestation.evidence_log import verify_exported_log
+from coordinator.chaos_victims import role
 from coordinator.config import parse_config
 from coordinator.demo import demo_config
+from coordinator.process_table import process_table
 from coordinator.ray_backend import RayBackend
 from coordinator.trainer import Trainer
 from metrics.errors import DatasetError, ModelError, RefusedError
@@ -235,25 +237,20 @@ def test_not_private_and_not_exact_are_said_and_noise_is_off_only_for_public_dat
 
 
 def test_no_worker_or_aggregator_outlives_its_run(ray_cluster):
-    pids = []
-
-    def note(report):
-        if not pids:
-            pids.extend(_worker_pids())
-
-    train(digits(steps=2), progress=note)
-    assert len(pids) >= 4
+    others = _members()
+    own = set()
+    train(digits(steps=2), progress=lambda report: own.update(_members() - others))
+    assert len(own) >= 4
     deadline = time.monotonic() + 30
-    while (alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]) and time.monotonic() < deadline:
+    while (left := own & _members()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not alive
+    assert not left
 
 
-def _worker_pids():
-    names = ("ray::TrainWorker", "ray::MaskedAggregator")
-    for folder in Path("/proc").iterdir():
-        try:
-            if folder.name.isdigit() and (folder / "cmdline").read_text().startswith(names):
-                yield int(folder.name)
-        except OSError:
-            continue
+def _members():
+    """Processes of workers and aggregators, but for those that are dead."""
+    return {
+        (each.pid, each.started, role(each))
+        for each in process_table()
+        if role(each) in ("worker", "aggregator") and each.state not in "ZX"
+    }
