@@ -188,6 +188,14 @@ class EvidenceLog:
 def verify_exported_log(path: Path, public_key: bytes) -> int:
     """Check an exported log against the public key of its owner; returns the number of entries.
 
+    Guarantee, Raises: as :func:`read_exported_log`.
+    """
+    return len(read_exported_log(path, public_key))
+
+
+def read_exported_log(path: Path, public_key: bytes) -> tuple[Entry, ...]:
+    """The entries of an exported log, checked against the public key of its owner.
+
     Guarantee: returns only if every line is an entry in its place of the chain that ``public_key`` signed as a whole.
 
     Raises:
@@ -199,9 +207,9 @@ def verify_exported_log(path: Path, public_key: bytes) -> int:
         _broken(f"{path} cannot be read or is empty")
     head_line = _parse_line(ExportedHead, last, "the signed head")
     claimed = _parse_line(LogHead, head_line.head, "the signed head")
+    entries = tuple(_read_line(line, sequence) for sequence, line in enumerate(lines))
     previous = _genesis(claimed.run_id)
-    for sequence, line in enumerate(lines):
-        entry = _read_line(line, sequence)
+    for sequence, entry in enumerate(entries):
         _check_entry(entry, claimed.run_id, sequence, previous)
         previous = entry.hash
     try:
@@ -210,7 +218,7 @@ def verify_exported_log(path: Path, public_key: bytes) -> int:
         _broken("the head is not signed by the log's owner")
     if (head.length, head.hash) != (len(lines), previous):
         _broken(f"the head is signed over {head.length} entries, which are not the {len(lines)} in the file")
-    return len(lines)
+    return entries
 
 
 def _genesis(run_id: str) -> bytes:

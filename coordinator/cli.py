@@ -5,25 +5,22 @@ Exit codes: 0 done, 2 bad input, 3 refused (budget, evidence, policy), 4 failed.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 from typer.exceptions import Abort, TyperException
 
 from coordinator.bench_cli import bench
+from coordinator.budget_cli import budget
 from coordinator.commands import AsJson, ConfigFile, Debug, Overrides
 from coordinator.commands import execute as _execute
 from coordinator.config import RunConfig, load_config, parse_config
 from coordinator.output import Output, command_output, leave_stdout
 from coordinator.package_cli import package
-from metrics.errors import BudgetError, ConfigError, RaycloakError
-
-if TYPE_CHECKING:
-    from coordinator.ledger import PrivacyLedger
+from metrics.errors import ConfigError, RaycloakError
 
 app = typer.Typer(
     name="raycloak",
@@ -31,7 +28,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-budget = typer.Typer(help="The ledger: what each account may spend and has spent.")
 app.add_typer(budget, name="budget")
 app.add_typer(bench, name="bench")
 app.add_typer(package, name="package")
@@ -40,8 +36,6 @@ RunSecret = Annotated[
     Path | None, typer.Option(metavar="FILE", help="File of 64 hex digits; the same secret repeats the same run.")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the newest unfinished run of CONFIG's name.")]
-SomeAccount = Annotated[str | None, typer.Argument(help="Name of an account; all without it.")]
-LedgerUrl = Annotated[str | None, typer.Option(help="URL of the ledger; the one in RAYCLOAK_HOME without it.")]
 
 
 @app.command()
@@ -158,83 +152,6 @@ def _plan(output: Output, config: RunConfig, config_dir: Path) -> int:
     plan = plan_of(config, config_dir)
     output.result(plan.as_json(), plan_table(plan))
     return 0
-
-
-@budget.command("show")
-def show_command(
-    account: SomeAccount = None, ledger: LedgerUrl = None, as_json: AsJson = False, debug: Debug = False
-) -> None:
-    """Show what each account may spend, has spent, and on which runs."""
-    _execute(as_json, debug, lambda output: _show(output, account, ledger))
-
-
-def _show(output: Output, name: str | None, url: str | None) -> int:
-    from coordinator.tables import accounts_view
-
-    with _ledger(url, create=False) as ledger:
-        view = ledger.view()
-    accounts = [account for account in view.accounts if name in (None, account.name)]
-    if name is not None and not accounts:
-        raise BudgetError("account_unknown", f"there is no account '{name}'.", f"Open it: raycloak budget open {name}")
-    output.result({**asdict(view), "accounts": [asdict(account) for account in accounts]}, accounts_view(accounts))
-    return 0
-
-
-@budget.command("open")
-def open_command(
-    account: Annotated[str, typer.Argument(help="Name of the account.", show_default=False)],
-    epsilon_cap: Annotated[float, typer.Option(help="What all runs together may spend.", show_default=False)],
-    delta: Annotated[float, typer.Option(help="Delta of the cap.")] = 1e-5,
-    ledger: LedgerUrl = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Open an account that runs may name; opening it again with the same terms changes nothing."""
-    _execute(as_json, debug, lambda output: _open(output, account, epsilon_cap, delta, ledger))
-
-
-def _open(output: Output, name: str, epsilon_cap: float, delta: float, url: str | None) -> int:
-    from coordinator.tables import accounts_view
-
-    with _ledger(url, create=True) as ledger:
-        ledger.open_account(name, epsilon_cap, delta)
-        (account,) = (account for account in ledger.view().accounts if account.name == name)
-    output.result(asdict(account), accounts_view([account]))
-    return 0
-
-
-@budget.command("history")
-def history_command(
-    account: SomeAccount = None, ledger: LedgerUrl = None, as_json: AsJson = False, debug: Debug = False
-) -> None:
-    """Check the ledger's whole chain, then list its entries, of one account or all."""
-    _execute(as_json, debug, lambda output: _history(output, account, ledger))
-
-
-def _history(output: Output, account: str | None, url: str | None) -> int:
-    from coordinator.tables import history_view
-
-    with _ledger(url, create=False) as ledger:
-        ledger.verify()
-        entries = ledger.history(account)
-    records = [
-        {"sequence": entry.sequence, "kind": entry.kind, **entry.event.model_dump(mode="json"), "hash": entry.hash}
-        for entry in entries
-    ]
-    output.result({"verified": True, "entries": records}, history_view(entries))
-    return 0
-
-
-@contextmanager
-def _ledger(url: str | None, create: bool) -> Iterator["PrivacyLedger"]:
-    from coordinator.ledger import PrivacyLedger
-    from coordinator.state import ledger_url
-
-    ledger = PrivacyLedger(url or ledger_url(), create)
-    try:
-        yield ledger
-    finally:
-        ledger.close()
 
 
 @app.command()

@@ -5,6 +5,7 @@ One account per dataset; many runs may spend from it, each step under a Renyi fi
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ from coordinator.ledger_entries import (
     check_chain,
     make_entry,
 )
+from coordinator.ledger_export import write_export
 from coordinator.ledger_rules import check_cap, check_slack, epsilon_at, now, registration, run_mismatch
 from coordinator.ledger_store import AccountRow, LedgerStore, Rows, RunRow
 from coordinator.ledger_view import AccountView, LedgerView, RunView, StepStatus
@@ -201,6 +203,17 @@ class PrivacyLedger:
             replay = audit(rows.entries(), self.public_key)
             check_tables(rows, replay)
         return replay
+
+    def export(self, path: Path) -> Head:
+        """Check the whole record and write it to ``path``; see `coordinator.ledger_export`. Returns its head.
+
+        Raises:
+            BudgetError: ``chain_broken``.
+            ConfigError: ``export_exists`` or ``export_file``.
+        """
+        with self._store.read() as rows:
+            check_tables(rows, audit(rows.entries(), self.public_key))
+            return write_export(path, rows.entries(), self._store.key, now())
 
     def close(self) -> None:
         """Close all connections. What was charged stays charged."""

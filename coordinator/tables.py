@@ -1,7 +1,7 @@
 """Results of the commands as tables for a person."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +106,21 @@ def accounts_view(accounts: Iterable["AccountView"]) -> Table:
             steps = f"{run.charged_steps} of {run.planned_steps}"
             table.add_row("", "", "", "", run.run_id, steps if run.private else f"{steps}, NOT PRIVATE")
     return table
+
+
+def verified_view(facts: Mapping[str, Any]) -> Table:
+    """What `raycloak budget verify` found, and what it could not compare with."""
+    covered, entries = facts["rollback_covered_to"], facts["entries"]
+    rollback = f"would be noticed up to entry {covered}" if covered else "NOT COVERED: no head was kept elsewhere"
+    rows = [
+        ("chain", f"{entries} entries of {facts['accounts']} accounts and {facts['runs']} runs, all as signed"),
+        ("head", facts["head"].hex()),
+        ("public key", facts["public_key"].hex()),
+        ("rollback", rollback),
+        *((each["kind"], f"{each['heads']} heads in {each['source']}, all in the chain") for each in facts["checked"]),
+        *(("not checked", f"{each['kind']} {each['source']}: {each['reason']}") for each in facts["not_checked"]),
+    ]
+    return fields_table("Ledger (verified)", rows)
 
 
 def history_view(entries: Iterable["LedgerEntry"]) -> Table:

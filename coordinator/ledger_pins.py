@@ -1,0 +1,116 @@
+"""Heads of the ledger that were kept elsewhere, and whether the ledger still has them.
+
+A chain that verifies may be an older one that was put back: then an entry is missing that a sealed package, an
+evidence log or a witness has seen. Which of them were looked at, and which could not be, is part of the answer.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from attestation.evidence_log import read_exported_log
+from attestation.messages import parse
+from attestation.package_keys import SIGNER_PUBLIC_FILE, TrustStore, load_signer
+from coordinator.ledger_entries import Head
+from coordinator.ledger_heads import rolled_back
+from coordinator.tssp_reader import signed_manifest
+from coordinator.tssp_storage import RUN_MANIFEST, STORAGE_ERRORS, PackageStorage, one_line
+from metrics.errors import BudgetError, ProtocolError, RaycloakError
+from workers.manifest import Manifest
+
+PinKind = Literal["package", "evidence log", "witness"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """The heads that one source holds, none of them for a source that could not be used.
+
+    Attributes:
+        source: where they are.
+        unusable: why none of them can be compared; empty if they can.
+    """
+
+    kind: PinKind
+    source: str
+    heads: tuple[Head, ...] = ()
+    unusable: str = ""
+
+    @property
+    def newest(self) -> int:
+        """The highest entry that is pinned; 0 without any."""
+        return max((head.sequence for head in self.heads), default=0)
+
+
+def package_pins(folder: Path, signer_folder: Path, ledger_key: bytes) -> Iterator[Pin]:
+    """What the sealed packages below ``folder``/<run> say, each signed by the signer whose public file lies in
+    ``signer_folder``."""
+    for run in sorted(path for path in folder.glob("*") if path.is_dir()):
+        storage = PackageStorage.open(str(run))
+        for name in storage.names():
+            yield _package_pin(storage, name, f"{run / name}", signer_folder, ledger_key)
+
+
+def _package_pin(storage: PackageStorage, name: str, source: str, signer_folder: Path, ledger_key: bytes) -> Pin:
+    try:
+        trust = TrustStore.of("here", load_signer(signer_folder / SIGNER_PUBLIC_FILE))
+        stated = signed_manifest(storage, name, trust)
+        with storage.reader(name, RUN_MANIFEST) as file:
+            run = parse(Manifest, file.read())
+    except RaycloakError as error:
+        return Pin("package", source, unusable=f"{error.code}: {error.message}")
+    except STORAGE_ERRORS as error:
+        return Pin("package", source, unusable=one_line(error))
+    if run.digest() != stated.manifest_digest:
+        return Pin("package", source, unusable="its run manifest is not the one it was sealed with")
+    if run.ledger_key != ledger_key:
+        return Pin("package", source, unusable=_other(run.ledger_key))
+    return Pin("package", source, (Head(stated.ledger_sequence, stated.ledger_hash),))
+
+
+def log_pins(runs: Path, ledger_key: bytes) -> Iterator[Pin]:
+    """What the exported evidence logs of the run directories below ``runs`` say, one for each committed step."""
+    for log in sorted(runs.glob("*/evidence.jsonl")):
+        yield _log_pin(log, ledger_key)
+
+
+def _log_pin(log: Path, ledger_key: bytes) -> Pin:
+    try:
+        run = parse(Manifest, (log.parent / "manifest.json").read_bytes().strip())
+        entries = read_exported_log(log, run.orchestrator_key)
+    except (OSError, ProtocolError):
+        return Pin("evidence log", str(log), unusable="the run directory has no readable manifest.json")
+    except RaycloakError as error:
+        return Pin("evidence log", str(log), unusable=f"{error.code}: {error.message}")
+    if run.ledger_key != ledger_key:
+        return Pin("evidence log", str(log), unusable=_other(run.ledger_key))
+    commits = [entry.content for entry in entries if entry.kind in ("committed", "reproduced")]
+    heads = tuple(Head(each["ledger_sequence"], bytes.fromhex(each["ledger_hash"])) for each in commits)
+    return Pin("evidence log", str(log), heads, "" if heads else "it tells of no committed step")
+
+
+def check_pins(pins: Iterable[Pin], hash_at: Callable[[int], bytes | None]) -> None:
+    """Refuse a ledger that lacks an entry which ``pins`` hold.
+
+    Raises:
+        BudgetError: ``ledger_rolled_back``, with the source, the entry and both values.
+    """
+    for pin in pins:
+        for head in sorted(pin.heads, key=lambda head: head.sequence):
+            found = hash_at(head.sequence)
+            if found != head.hash:
+                raise rolled_back(f"the {pin.kind} {pin.source}", head, found)
+
+
+def require_key(expected: bytes | None, found: bytes) -> None:
+    """Refuse a ledger that signs with another key than the reader knows of; BudgetError ``ledger_key``."""
+    if expected is not None and expected != found:
+        raise BudgetError(
+            "ledger_key",
+            f"the ledger signs with the key {found.hex()}, not with {expected.hex()}.",
+            "It is another ledger, or was made anew: find the one with this key.",
+        )
+
+
+def _other(key: bytes) -> str:
+    return f"it is of another ledger, whose key is {key.hex()}"
