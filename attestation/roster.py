@@ -4,11 +4,14 @@ The orchestrator signs a roster; its digest is in every mask key, header and pay
 shown different rosters cannot produce masks that cancel.
 """
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from attestation.evidence import Role
 from attestation.messages import Envelope, Message, open_envelope
 from metrics.errors import ProtocolError
+
+Query = Literal["gradient", "evaluation", "class_counts"]
+"""What of an example is summed; a run has at most one mechanism of each."""
 
 
 class Member(Message):

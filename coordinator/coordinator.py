@@ -206,7 +206,7 @@ class Coordinator:
     def _open_account(self, plan: Plan, manifest: Manifest, shared_cap: float | None) -> None:
         if shared_cap is None:
             self._ledger("open_account", self._account, account_cap(self.config), plan.delta)
-        self._ledger("register_run", self.session.run_id, self._account, plan.mechanism, manifest.digest())
+        self._ledger("register_run", self.session.run_id, self._account, (plan.mechanism,), manifest.digest())
 
     def _training(self, facts: WorkerFacts, manifest: Manifest, metrics: RunMetrics) -> Training:
         """The steps that are left to this execution, from the model that the newest package or the manifest gives."""

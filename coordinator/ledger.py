@@ -1,17 +1,18 @@
 """The privacy ledger: charges before anything is computed, never twice, never over the cap.
 
-One account per dataset; many runs may spend from it, each step under a Renyi filter: the sum over runs of
-(steps charged) x (RDP of one step), at the orders the account was opened with, must keep epsilon within the cap.
+One account per dataset; many runs may spend from it, each step under a Renyi filter: the sum over the mechanisms of
+all runs of (steps charged) x (RDP of one step), at the orders the account was opened with, must keep epsilon within
+the cap.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from attestation.messages import Envelope, seal
-from coordinator.accounting import ACCOUNTANT, ORDERS, accountant_delta, order_caps, step_rdp
+from attestation.roster import Query
+from coordinator.accounting import ACCOUNTANT, ORDERS, step_rdp
 from coordinator.ledger_audit import Replay, audit, check_tables
 from coordinator.ledger_entries import (
     AccountOpened,
@@ -25,22 +26,12 @@ from coordinator.ledger_entries import (
     make_entry,
 )
 from coordinator.ledger_export import write_export
-from coordinator.ledger_rules import check_cap, check_slack, epsilon_at, now, registration, run_mismatch
+from coordinator.ledger_rules import PricedRun, check_cap, check_slack, epsilon_at, now, registration, run_mismatch
 from coordinator.ledger_store import AccountRow, LedgerStore, Rows, RunRow
-from coordinator.ledger_view import AccountView, LedgerView, RunView, StepStatus
-from metrics.collectors import spent_ratio
+from coordinator.ledger_view import AccountView, LedgerView, StepStatus, account_view
 from metrics.errors import BudgetError, ConfigError
 from workers.mechanism import Mechanism
 from workers.receipt import Receipt
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """What of a registration a charge needs, parsed once."""
-
-    registered: RunRegistered
-    mechanism_digest: bytes
-    step_rdp: NDArray[np.float64]
 
 
 class PrivacyLedger:
@@ -61,7 +52,7 @@ class PrivacyLedger:
     def __init__(self, url: str, create: bool = True) -> None:
         self._store = LedgerStore(url, create)
         self._accounts: dict[str, AccountOpened] = {}
-        self._runs: dict[int, _Run] = {}
+        self._runs: dict[int, PricedRun] = {}
 
     @property
     def public_key(self) -> bytes:
@@ -108,34 +99,42 @@ class PrivacyLedger:
                     "Use its own terms, or another account name.",
                 )
 
-    def register_run(self, run_id: str, account: str, mechanism: Mechanism, manifest_digest: bytes) -> None:
+    def register_run(
+        self, run_id: str, account: str, mechanisms: tuple[Mechanism, ...], manifest_digest: bytes
+    ) -> None:
         """Let a run charge to an account, and make this instance the run's own. Idempotent for the same arguments.
+
+        Args:
+            mechanisms: all that the run may release, each with a query of its own and paid for release by release.
 
         Raises:
             BudgetError: ``account_unknown``, ``run_mismatch`` (the id belongs to a run of another account,
                 mechanism or manifest), ``mechanism_inconsistent``, ``delta_exceeded`` (no slack left in delta),
-                ``cap_exceeded`` (not even one step is left) or ``fenced``.
+                ``cap_exceeded`` (not even one release of each mechanism is left) or ``fenced``.
         """
         with self._store.read() as rows:
             terms = self._known_account(rows, account)
-        event = registration(run_id, terms, mechanism, manifest_digest)
+        event = registration(run_id, terms, mechanisms, manifest_digest)
         with self._store.write() as rows:
             row = rows.run(run_id)
             if row is not None:
                 self._check_same_run(rows, row, event)
                 self._check_fencing(row)
-                rows.update_run(run_id, 0, self.fencing)
+                rows.own_run(run_id, self.fencing)
                 return
             runs = rows.runs(account)
             check_slack(terms, [self._run(rows, other).registered for other in runs], event)
-            if mechanism.private:
-                check_cap(terms, self._spent(rows, terms, runs) + np.asarray(event.step_rdp))
-            rows.add_run(RunRow(run_id, account, self._append(rows, event).sequence, 0, self.fencing))
+            if any(mechanism.private for mechanism in mechanisms):
+                check_cap(terms, self._spent(rows, terms, runs) + np.sum(event.step_rdp, axis=0))
+            counts = {mechanism.query: 0 for mechanism in mechanisms}
+            rows.add_run(RunRow(run_id, account, self._append(rows, event).sequence, self.fencing, counts))
 
-    def charge(self, run_id: str, step: int, parameter_digest: bytes, manifest_digest: bytes) -> Envelope:
-        """Charge one step and return the signed :class:`workers.receipt.Receipt` for it.
+    def charge(
+        self, run_id: str, step: int, parameter_digest: bytes, manifest_digest: bytes, query: Query = "gradient"
+    ) -> Envelope:
+        """Charge one step of one mechanism and return the signed :class:`workers.receipt.Receipt` for it.
 
-        Guarantee: when the receipt is returned its entry is on disk. The same four arguments give the same entry
+        Guarantee: when the receipt is returned its entry is on disk. The same five arguments give the same entry
         and charge once, whoever asks and however often; for a later instance only the fencing number differs. A
         charge that would cross the cap is refused and changes nothing.
 
@@ -151,18 +150,18 @@ class PrivacyLedger:
             self._check_fencing(row)
             if manifest_digest != run.registered.manifest_digest:
                 raise run_mismatch(run_id)
-            entry = rows.charge(run_id, step)
+            entry = rows.charge(run_id, query, step)
             if entry is None:
-                entry = self._charge_new(rows, row, run, step, parameter_digest)
+                entry = self._charge_new(rows, row, run, query, step, parameter_digest)
             receipt = self._receipt(entry, row.account, parameter_digest)
             if row.fencing != self.fencing:
-                rows.update_run(run_id, 0, self.fencing)
+                rows.own_run(run_id, self.fencing)
         return receipt
 
-    def status(self, run_id: str, step: int) -> StepStatus:
-        """Whether a step is charged; never charges anything."""
+    def status(self, run_id: str, step: int, query: Query = "gradient") -> StepStatus:
+        """Whether a step of a mechanism is charged; never charges anything."""
         with self._store.read() as rows:
-            entry = rows.charge(run_id, step)
+            entry = rows.charge(run_id, query, step)
         if entry is None:
             return StepStatus(False)
         event = entry.event
@@ -219,29 +218,34 @@ class PrivacyLedger:
         """Close all connections. What was charged stays charged."""
         self._store.close()
 
-    def _charge_new(self, rows: Rows, row: RunRow, run: _Run, step: int, parameter_digest: bytes) -> LedgerEntry:
-        mechanism = run.registered.mechanism
-        if not 0 <= step < mechanism.steps:
+    def _charge_new(
+        self, rows: Rows, row: RunRow, run: PricedRun, query: Query, step: int, parameter_digest: bytes
+    ) -> LedgerEntry:
+        priced = run.priced.get(query)
+        planned = priced.mechanism.steps if priced else 0
+        if priced is None or not 0 <= step < planned:
             raise BudgetError(
-                "step_not_planned", f"run {row.run_id} planned {mechanism.steps} steps; step {step} is none of them."
+                "step_not_planned",
+                f"run {row.run_id} planned {planned} releases of its {query}; number {step} is none of them.",
             )
         terms = self._known_account(rows, row.account)
         spent = self._spent(rows, terms, rows.runs(row.account))
-        if mechanism.private:
-            spent = spent + run.step_rdp
+        if priced.mechanism.private:
+            spent = spent + priced.step_rdp
             check_cap(terms, spent)
         event = StepCharged(
             recorded_at=now(),
             run_id=row.run_id,
+            query=query,
             step=step,
             parameter_digest=parameter_digest,
             manifest_digest=run.registered.manifest_digest,
-            mechanism_digest=run.mechanism_digest,
+            mechanism_digest=priced.digest,
             fencing=self.fencing,
             charged_epsilon=epsilon_at(terms, spent),
         )
-        rows.update_run(row.run_id, 1, self.fencing)
-        return self._append(rows, event, row.run_id, step)
+        rows.count_charge(row.run_id, query)
+        return self._append(rows, event)
 
     def _receipt(self, entry: LedgerEntry, account: str, parameter_digest: bytes) -> Envelope:
         event = entry.event
@@ -254,6 +258,7 @@ class PrivacyLedger:
             )
         receipt = Receipt(
             run_id=event.run_id,
+            query=event.query,
             step=event.step,
             parameter_digest=event.parameter_digest,
             manifest_digest=event.manifest_digest,
@@ -266,9 +271,10 @@ class PrivacyLedger:
         )
         return seal(receipt, self._store.key)
 
-    def _append(self, rows: Rows, event: Event, run_id: str | None = None, step: int | None = None) -> LedgerEntry:
+    def _append(self, rows: Rows, event: Event) -> LedgerEntry:
         entry = make_entry(rows.head(), event, self._store.key)
-        rows.append(entry, run_id, step)
+        key = (event.run_id, event.query, event.step) if isinstance(event, StepCharged) else None
+        rows.append(entry, key)
         return entry
 
     def _account(self, rows: Rows, name: str) -> AccountOpened | None:
@@ -292,11 +298,11 @@ class PrivacyLedger:
             self._accounts[row.name] = event
         return self._accounts[row.name]
 
-    def _run(self, rows: Rows, row: RunRow) -> _Run:
+    def _run(self, rows: Rows, row: RunRow) -> PricedRun:
         if row.sequence not in self._runs:
             event = self._signed_event(rows, row.sequence)
             assert isinstance(event, RunRegistered)
-            self._runs[row.sequence] = _Run(event, event.mechanism.digest(), np.asarray(event.step_rdp))
+            self._runs[row.sequence] = PricedRun.of(event)
         return self._runs[row.sequence]
 
     def _signed_event(self, rows: Rows, sequence: int) -> Event:
@@ -310,39 +316,22 @@ class PrivacyLedger:
     def _spent(self, rows: Rows, terms: AccountOpened, runs: list[RunRow]) -> NDArray[np.float64]:
         spent = np.zeros(len(terms.orders))
         for row in runs:
-            if row.charged:
-                spent += row.charged * self._run(rows, row).step_rdp
+            priced = self._run(rows, row).priced
+            if row.charged.keys() != priced.keys():
+                raise broken(row.sequence, f"the table of charges does not have the mechanisms of run {row.run_id}")
+            for query, each in priced.items():
+                spent += row.charged[query] * each.step_rdp
         return spent
 
     def _account_view(self, rows: Rows, row: AccountRow) -> AccountView:
         terms, runs = self._opened(rows, row), rows.runs(row.name)
-        registered = [self._run(rows, run).registered for run in runs]
-        spent = self._spent(rows, terms, runs)
-        caps = order_caps(terms.epsilon_cap, accountant_delta(terms.delta), terms.orders)
-        return AccountView(
-            name=row.name,
-            epsilon_cap=terms.epsilon_cap,
-            delta=terms.delta,
-            accountant=terms.accountant,
-            spent_epsilon=epsilon_at(terms, spent),
-            spent_ratio=spent_ratio(spent.tolist(), caps),
-            delta_slack=sum(event.delta_slack for event in registered),
-            runs=tuple(
-                RunView(
-                    run_id=run.run_id,
-                    private=event.mechanism.private,
-                    planned_steps=event.mechanism.steps,
-                    charged_steps=run.charged,
-                    manifest_digest=event.manifest_digest,
-                )
-                for run, event in zip(runs, registered, strict=True)
-            ),
-        )
+        registered = [(self._run(rows, run).registered, run.charged) for run in runs]
+        return account_view(terms, registered, self._spent(rows, terms, runs))
 
     def _check_same_run(self, rows: Rows, row: RunRow, event: RunRegistered) -> None:
         known = self._run(rows, row).registered
-        same = (known.account, known.mechanism, known.manifest_digest)
-        if same != (event.account, event.mechanism, event.manifest_digest):
+        same = (known.account, known.mechanisms, known.manifest_digest)
+        if same != (event.account, event.mechanisms, event.manifest_digest):
             raise run_mismatch(row.run_id)
 
     def _check_fencing(self, row: RunRow) -> None:

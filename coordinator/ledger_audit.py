@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from attestation.roster import Query
 from coordinator.accounting import SLACK_SHARE, accountant_delta, epsilon, step_rdp
 from coordinator.ledger_entries import (
     AccountOpened,
@@ -21,6 +22,7 @@ from coordinator.ledger_entries import (
     check_chain,
 )
 from coordinator.ledger_store import AccountRow, Rows
+from workers.mechanism import Mechanism
 
 _TOLERANCE = 1e-6
 """Relative difference allowed between versions of the accountant."""
@@ -28,13 +30,12 @@ _TOLERANCE = 1e-6
 
 @dataclass(slots=True)
 class ReplayedRun:
-    """A run as its events give it; ``charges`` maps each charged step to its entry."""
+    """A run as its events give it; ``charges`` maps the charged steps of each query to their entries."""
 
     sequence: int
     registered: RunRegistered
-    mechanism_digest: bytes
     fencing: int = 0
-    charges: dict[int, int] = field(default_factory=dict)
+    charges: dict[Query, dict[int, int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -61,40 +62,45 @@ class Replay:
         total = np.zeros(len(self.accounts[account][1].orders))
         for run in self.runs.values():
             if run.registered.account == account:
-                total += len(run.charges) * np.asarray(run.registered.step_rdp)
+                for mechanism, cost in zip(run.registered.mechanisms, run.registered.step_rdp, strict=True):
+                    total += len(run.charges[mechanism.query]) * np.asarray(cost)
         return total
 
     def _register(self, entry: LedgerEntry, event: RunRegistered) -> None:
         _require(event.run_id not in self.runs, entry, "it registers a run a second time")
         _require(event.account in self.accounts, entry, "its account was never opened")
-        account, mechanism = self.accounts[event.account][1], event.mechanism
-        expected = (0.0,) * len(account.orders)
-        if mechanism.private:
-            expected = step_rdp(mechanism.sample_rate, mechanism.noise_multiplier, account.orders)
-        same = len(event.step_rdp) == len(expected) and np.allclose(event.step_rdp, expected, rtol=_TOLERANCE, atol=0)
-        _require(bool(same), entry, "its cost per step is not that of its mechanism")
+        account = self.accounts[event.account][1]
+        expected = tuple(_release_rdp(mechanism, account.orders) for mechanism in event.mechanisms)
+        same = [len(cost) for cost in event.step_rdp] == [len(cost) for cost in expected]
+        same = same and np.allclose(event.step_rdp, expected, rtol=_TOLERANCE, atol=0)
+        _require(same, entry, "its cost per step is not that of its mechanism")
+        charges: dict[Query, dict[int, int]] = {mechanism.query: {} for mechanism in event.mechanisms}
+        _require(len(charges) == len(event.mechanisms) > 0, entry, "it does not name each mechanism once")
         slack = event.delta_slack + sum(
             run.registered.delta_slack for run in self.runs.values() if run.registered.account == event.account
         )
         _require(slack <= SLACK_SHARE * account.delta * (1 + _TOLERANCE), entry, "it overdraws the slack of delta")
-        self.runs[event.run_id] = ReplayedRun(entry.sequence, event, mechanism.digest())
+        self.runs[event.run_id] = ReplayedRun(entry.sequence, event, charges=charges)
 
     def _charge(self, entry: LedgerEntry, event: StepCharged) -> None:
         run = self.runs.get(event.run_id)
         if run is None:
             raise broken(entry.sequence, "its run was never registered")
-        registered = run.registered
-        _require(event.step not in run.charges, entry, f"it charges step {event.step} a second time")
-        _require(0 <= event.step < registered.mechanism.steps, entry, "its step was not planned")
+        registered, charges = run.registered, run.charges.get(event.query)
+        mechanism = next((each for each in registered.mechanisms if each.query == event.query), None)
+        if mechanism is None or charges is None:
+            raise broken(entry.sequence, "its mechanism is none of its run's")
+        _require(event.step not in charges, entry, f"it charges step {event.step} a second time")
+        _require(0 <= event.step < mechanism.steps, entry, "its step was not planned")
         named = (event.manifest_digest, event.mechanism_digest)
-        _require(named == (registered.manifest_digest, run.mechanism_digest), entry, "it charges for another mechanism")
+        _require(named == (registered.manifest_digest, mechanism.digest()), entry, "it charges for another mechanism")
         _require(event.fencing >= run.fencing, entry, "it comes from an instance that had been replaced")
-        run.charges[event.step], run.fencing = entry.sequence, event.fencing
+        charges[event.step], run.fencing = entry.sequence, event.fencing
         account = self.accounts[registered.account][1]
         spent = epsilon(self.spent(registered.account), accountant_delta(account.delta), account.orders)
         close = math.isclose(spent, event.charged_epsilon, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
         _require(close, entry, "its epsilon is not what the charges add up to")
-        within = not registered.mechanism.private or spent <= account.epsilon_cap * (1 + _TOLERANCE)
+        within = not mechanism.private or spent <= account.epsilon_cap * (1 + _TOLERANCE)
         _require(within, entry, "it crosses the cap of its account")
 
 
@@ -127,17 +133,28 @@ def check_tables(rows: Rows, replay: Replay) -> None:
     found = {row.run_id: row for row in rows.runs()}
     for run_id, run in replay.runs.items():
         row = found.pop(run_id, None)
-        expected = (run.registered.account, run.sequence, len(run.charges))
-        if row is None or (row.account, row.sequence, row.charged) != expected or row.fencing < run.fencing:
+        counts = {query: len(charges) for query, charges in run.charges.items()}
+        expected = (run.registered.account, run.sequence, counts)
+        if row is None or (row.account, row.sequence, dict(row.charged)) != expected or row.fencing < run.fencing:
             raise broken(run.sequence, f"the row of run {run_id} does not follow from the chain")
     charges = {
-        sequence: (run_id, step) for run_id, run in replay.runs.items() for step, sequence in run.charges.items()
+        sequence: (run_id, query, step)
+        for run_id, run in replay.runs.items()
+        for query, steps in run.charges.items()
+        for step, sequence in steps.items()
     }
     for sequence, *filed in rows.charge_keys():
-        if charges.get(sequence, (None, None)) != tuple(filed):
-            raise broken(sequence, "it is filed under another run or step")
+        if charges.get(sequence, (None, None, None)) != tuple(filed):
+            raise broken(sequence, "it is filed under another run, query or step")
     if found:
         raise broken(replay.head.sequence, "the table of runs holds a run that the chain does not")
+
+
+def _release_rdp(mechanism: Mechanism, orders: tuple[float, ...]) -> tuple[float, ...]:
+    """What one release costs at an account's orders."""
+    if not mechanism.private:
+        return (0.0,) * len(orders)
+    return step_rdp(mechanism.sample_rate, mechanism.noise_multiplier, orders)
 
 
 def _require(condition: bool, entry: LedgerEntry, why: str) -> None:

@@ -11,6 +11,7 @@ from typing import ClassVar
 from attestation.canonical import DIGEST_BYTES, digest, length_prefixed
 from attestation.keys import IdentityKey, signature_is_valid
 from attestation.messages import Message, parse
+from attestation.roster import Query
 from metrics.errors import BudgetError, ProtocolError
 from workers.mechanism import Mechanism
 
@@ -37,7 +38,8 @@ class RunRegistered(Message):
     """A run may charge to an account.
 
     Attributes:
-        step_rdp: RDP of one step at the account's orders; zeros where nothing is private.
+        mechanisms: all that the run may release, each with a ``query`` of its own.
+        step_rdp: per mechanism, RDP of one release at the account's orders; zeros where nothing is private.
         delta_slack: part of the account's delta that the run's slack takes at the account's cap.
         accountant_version: library that computed ``step_rdp``.
     """
@@ -47,9 +49,9 @@ class RunRegistered(Message):
     recorded_at: int
     run_id: str
     account: str
-    mechanism: Mechanism
+    mechanisms: tuple[Mechanism, ...]
     manifest_digest: bytes
-    step_rdp: tuple[float, ...]
+    step_rdp: tuple[tuple[float, ...], ...]
     delta_slack: float
     accountant_version: str
 
@@ -58,6 +60,7 @@ class StepCharged(Message):
     """One release of a run's mechanism.
 
     Attributes:
+        query, step: which mechanism, and which of its releases, counted from 0.
         fencing: number of the ledger instance that charged.
         charged_epsilon: the account's epsilon after this charge; what the events before and this one add up to.
     """
@@ -66,6 +69,7 @@ class StepCharged(Message):
 
     recorded_at: int
     run_id: str
+    query: Query
     step: int
     parameter_digest: bytes
     manifest_digest: bytes

@@ -4,19 +4,21 @@ The chain of entries is the record; the other tables are what it adds up to, kep
 the chain. Every writer takes the store's one write lock before it reads, so check and charge are one atomic act.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import sqlalchemy as sa
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from attestation.keys import IdentityKey, Secret
+from attestation.roster import Query
 from coordinator.ledger_engine import open_engine, reading, storage_errors, take_write_lock
 from coordinator.ledger_entries import Head, LedgerEntry
 from metrics.errors import BudgetError
 
-APPLICATION = "raycloak ledger v1"
+APPLICATION = "raycloak ledger v2"
 
 _tables = sa.MetaData()
 _integer = sa.BigInteger().with_variant(sa.Integer, "sqlite")
@@ -33,8 +35,14 @@ _runs = sa.Table(
     sa.Column("run_id", sa.Text, primary_key=True),
     sa.Column("account", sa.Text, sa.ForeignKey("accounts.name"), nullable=False, index=True),
     sa.Column("sequence", _integer, nullable=False),
-    sa.Column("charged", _integer, nullable=False),
     sa.Column("fencing", _integer, nullable=False),
+)
+_charged = sa.Table(
+    "charged",
+    _tables,
+    sa.Column("run_id", sa.Text, sa.ForeignKey("runs.run_id"), primary_key=True),
+    sa.Column("query", sa.Text, primary_key=True),
+    sa.Column("charges", _integer, nullable=False),
 )
 _entries = sa.Table(
     "entries",
@@ -47,8 +55,9 @@ _entries = sa.Table(
     sa.Column("signature", sa.LargeBinary, nullable=False),
     # Of a charge only; the database itself then refuses to hold one step twice.
     sa.Column("run_id", sa.Text),
+    sa.Column("query", sa.Text),
     sa.Column("step", _integer),
-    sa.UniqueConstraint("run_id", "step"),
+    sa.UniqueConstraint("run_id", "query", "step"),
 )
 _ENTRY = (
     _entries.c.sequence,
@@ -60,21 +69,26 @@ _ENTRY = (
 )
 
 _SELECT_HEAD = sa.select(_entries.c.sequence, _entries.c.hash).order_by(_entries.c.sequence.desc()).limit(1)
-_SELECT_RUN = sa.select(_runs).where(_runs.c.run_id == sa.bindparam("run"))
-_SELECT_RUNS = sa.select(_runs).order_by(_runs.c.sequence)
+_SELECT_RUNS = sa.select(_runs, _charged.c.query, _charged.c.charges).outerjoin(_charged).order_by(_runs.c.sequence)
+_SELECT_RUN = _SELECT_RUNS.where(_runs.c.run_id == sa.bindparam("run"))
 _SELECT_ACCOUNT_RUNS = _SELECT_RUNS.where(_runs.c.account == sa.bindparam("name"))
 _SELECT_ACCOUNTS = sa.select(_accounts).order_by(_accounts.c.sequence)
 _SELECT_ACCOUNT = sa.select(_accounts).where(_accounts.c.name == sa.bindparam("key"))
 _SELECT_CHARGE = sa.select(*_ENTRY).where(
-    _entries.c.run_id == sa.bindparam("run"), _entries.c.step == sa.bindparam("number")
+    _entries.c.run_id == sa.bindparam("run"),
+    _entries.c.query == sa.bindparam("query_name"),
+    _entries.c.step == sa.bindparam("number"),
 )
 _SELECT_ENTRY = sa.select(*_ENTRY).where(_entries.c.sequence == sa.bindparam("number"))
 _SELECT_ENTRIES = sa.select(*_ENTRY).order_by(_entries.c.sequence)
-_SELECT_KEYED = sa.select(_entries.c.sequence, _entries.c.run_id, _entries.c.step).order_by(_entries.c.sequence)
+_SELECT_KEYED = sa.select(_entries.c.sequence, _entries.c.run_id, _entries.c.query, _entries.c.step).order_by(
+    _entries.c.sequence
+)
+_UPDATE_OWNER = sa.update(_runs).where(_runs.c.run_id == sa.bindparam("run")).values(fencing=sa.bindparam("number"))
 _UPDATE_CHARGED = (
-    sa.update(_runs)
-    .where(_runs.c.run_id == sa.bindparam("run"))
-    .values(charged=_runs.c.charged + sa.bindparam("more"), fencing=sa.bindparam("number"))
+    sa.update(_charged)
+    .where(_charged.c.run_id == sa.bindparam("run"), _charged.c.query == sa.bindparam("query_name"))
+    .values(charges=_charged.c.charges + 1)
 )
 _INSERT_ENTRY = sa.insert(_entries)
 _SELECT_META = sa.select(_meta.c.value).where(_meta.c.name == sa.bindparam("key"))
@@ -83,13 +97,13 @@ _UPDATE_META = sa.update(_meta).where(_meta.c.name == sa.bindparam("key")).value
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """A run as the tables hold it: its registration's entry, its charges, and the instance that owns it."""
+    """A run as the tables hold it: its registration's entry, the instance that owns it, and its charges by query."""
 
     run_id: str
     account: str
     sequence: int
-    charged: int
     fencing: int
+    charged: Mapping[Query, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,9 +220,10 @@ class Rows:
         row = self._connection.execute(_SELECT_ENTRY, {"number": sequence}).first()
         return LedgerEntry(*row) if row else None
 
-    def charge(self, run_id: str, step: int) -> LedgerEntry | None:
-        """The entry that charged a step."""
-        row = self._connection.execute(_SELECT_CHARGE, {"run": run_id, "number": step}).first()
+    def charge(self, run_id: str, query: Query, step: int) -> LedgerEntry | None:
+        """The entry that charged a step of a run's mechanism."""
+        values = {"run": run_id, "query_name": query, "number": step}
+        row = self._connection.execute(_SELECT_CHARGE, values).first()
         return LedgerEntry(*row) if row else None
 
     def entries(self) -> Iterator[LedgerEntry]:
@@ -216,21 +231,20 @@ class Rows:
         for row in self._connection.execute(_SELECT_ENTRIES):
             yield LedgerEntry(*row)
 
-    def charge_keys(self) -> Iterator[tuple[int, str | None, int | None]]:
-        """(sequence, run, step) by which each entry is found; None for what is not a charge."""
+    def charge_keys(self) -> Iterator[tuple[int, str | None, str | None, int | None]]:
+        """(sequence, run, query, step) by which each entry is found; None for what is not a charge."""
         for row in self._connection.execute(_SELECT_KEYED):
-            yield row.sequence, row.run_id, row.step
+            yield row.sequence, row.run_id, row.query, row.step
 
     def run(self, run_id: str) -> RunRow | None:
         """One run."""
-        row = self._connection.execute(_SELECT_RUN, {"run": run_id}).first()
-        return RunRow(*row) if row else None
+        return next(iter(_run_rows(self._connection.execute(_SELECT_RUN, {"run": run_id}))), None)
 
     def runs(self, account: str | None = None) -> list[RunRow]:
         """Runs in the order of registration, of one account or of all."""
         if account is None:
-            return [RunRow(*row) for row in self._connection.execute(_SELECT_RUNS)]
-        return [RunRow(*row) for row in self._connection.execute(_SELECT_ACCOUNT_RUNS, {"name": account})]
+            return _run_rows(self._connection.execute(_SELECT_RUNS))
+        return _run_rows(self._connection.execute(_SELECT_ACCOUNT_RUNS, {"name": account}))
 
     def account(self, name: str) -> AccountRow | None:
         """One account."""
@@ -241,8 +255,9 @@ class Rows:
         """Accounts in the order of opening."""
         return [AccountRow(*row) for row in self._connection.execute(_SELECT_ACCOUNTS)]
 
-    def append(self, entry: LedgerEntry, run_id: str | None = None, step: int | None = None) -> None:
-        """Add an entry at the end; a charge names its run and step."""
+    def append(self, entry: LedgerEntry, key: tuple[str, Query, int] | None = None) -> None:
+        """Add an entry at the end; that of a charge is found by its key: run, query and step."""
+        run_id, query, step = key or (None, None, None)
         self._connection.execute(
             _INSERT_ENTRY,
             {
@@ -253,6 +268,7 @@ class Rows:
                 "hash": entry.hash,
                 "signature": entry.signature,
                 "run_id": run_id,
+                "query": query,
                 "step": step,
             },
         )
@@ -264,8 +280,24 @@ class Rows:
     def add_run(self, row: RunRow) -> None:
         """Note a run that an entry registered."""
         values = {"run_id": row.run_id, "account": row.account, "sequence": row.sequence}
-        self._connection.execute(sa.insert(_runs), {**values, "charged": row.charged, "fencing": row.fencing})
+        self._connection.execute(sa.insert(_runs), {**values, "fencing": row.fencing})
+        counts = [{"run_id": row.run_id, "query": query, "charges": count} for query, count in row.charged.items()]
+        self._connection.execute(sa.insert(_charged), counts)
 
-    def update_run(self, run_id: str, more_charges: int, fencing: int) -> None:
-        """Count charges of a run, and note the instance that owns it."""
-        self._connection.execute(_UPDATE_CHARGED, {"run": run_id, "more": more_charges, "number": fencing})
+    def own_run(self, run_id: str, fencing: int) -> None:
+        """Note the instance that owns a run."""
+        self._connection.execute(_UPDATE_OWNER, {"run": run_id, "number": fencing})
+
+    def count_charge(self, run_id: str, query: Query) -> None:
+        """Count one more charge of a run's mechanism."""
+        self._connection.execute(_UPDATE_CHARGED, {"run": run_id, "query_name": query})
+
+
+def _run_rows(found: Iterable[sa.Row[Any]]) -> list[RunRow]:
+    """Runs in the order found, from one row for each of their queries."""
+    runs: dict[str, RunRow] = {}
+    for each in found:
+        row = runs.setdefault(each.run_id, RunRow(each.run_id, each.account, each.sequence, each.fencing, {}))
+        if each.query is not None:
+            runs[row.run_id] = replace(row, charged={**row.charged, each.query: each.charges})
+    return list(runs.values())

@@ -105,6 +105,9 @@ def accounts_view(accounts: Iterable["AccountView"]) -> Table:
         for run in account.runs:
             steps = f"{run.charged_steps} of {run.planned_steps}"
             table.add_row("", "", "", "", run.run_id, steps if run.private else f"{steps}, NOT PRIVATE")
+            for each in run.queries:
+                if each.query != "gradient":
+                    table.add_row("", "", "", "", "", f"{each.query}: {each.charged} of {each.planned}")
     return table
 
 
@@ -126,7 +129,7 @@ def verified_view(facts: Mapping[str, Any]) -> Table:
 def history_view(entries: Iterable["LedgerEntry"]) -> Table:
     """One row an entry, with the account's epsilon after each charge."""
     table = Table(title="Ledger (chain verified)", title_justify="left", title_style="bold")
-    for header in ("entry", "time", "event", "run or account", "step", "ε after it", "hash"):
+    for header in ("entry", "time", "event", "run or account", "query", "step", "ε after it", "hash"):
         table.add_column(header, overflow="fold")
     for entry in entries:
         fields = entry.event.model_dump()
@@ -136,6 +139,7 @@ def history_view(entries: Iterable["LedgerEntry"]) -> Table:
             datetime.fromtimestamp(entry.event.recorded_at, UTC).isoformat(timespec="seconds"),
             entry.kind.replace("_", " "),
             Text(fields.get("run_id") or fields["account"]),
+            fields.get("query", ""),
             str(fields.get("step", "")),
             "" if charged is None else epsilon_text(charged),
             entry.hash.hex()[:16],

@@ -54,7 +54,7 @@ manifest = rc.build_manifest(
     key_commitments=get(orchestrator.key_commitments.remote(rc.key_context(computation, answer), 8, 1))[0],
 )  # fmt: skip
 get(ledger.open_account.remote("by-hand", plan.epsilon_cap, plan.delta))
-get(ledger.register_run.remote(run_id, "by-hand", plan.mechanism, manifest.digest()))
+get(ledger.register_run.remote(run_id, "by-hand", (plan.mechanism,), manifest.digest()))
 
 # Evidence before keys, keys before data.
 collateral = vendor.collateral(int(time.time()))

@@ -8,12 +8,14 @@ import math
 from typing import ClassVar, Literal
 
 from attestation.messages import Message
+from attestation.roster import Query
 
 
 class Mechanism(Message):
     """A Poisson-subsampled Gaussian sum query, repeated ``steps`` times, in an integer ring.
 
     Attributes:
+        query: what of an example is summed.
         private: False only for data declared public; then nothing is clipped or noised.
         unit, adjacency: one example; neighbours differ by one example contributing zero, ids and keys stay.
         num_examples: N, public.
@@ -35,6 +37,7 @@ class Mechanism(Message):
 
     DOMAIN: ClassVar[str] = "raycloak/mechanism/v1"
 
+    query: Query = "gradient"
     private: bool
     unit: Literal["example"] = "example"
     adjacency: Literal["zero_out"] = "zero_out"

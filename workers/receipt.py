@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 from attestation.messages import Envelope, Message, open_envelope
+from attestation.roster import Query
 from metrics.errors import ProtocolError
 
 
@@ -10,6 +11,7 @@ class Receipt(Message):
     """Proof that a step was durably charged before anything was computed for it.
 
     Attributes:
+        query, step: which release of which mechanism of the run.
         parameter_digest: of the parameters the step starts from.
         account, mechanism_digest: who pays, and for what.
         fencing: number of the ledger instance; later instances have higher numbers.
@@ -20,6 +22,7 @@ class Receipt(Message):
     DOMAIN: ClassVar[str] = "raycloak/receipt/v1"
 
     run_id: str
+    query: Query = "gradient"
     step: int
     parameter_digest: bytes
     manifest_digest: bytes
@@ -42,11 +45,12 @@ def check_receipt(
     account: str,
     mechanism_digest: bytes,
     lowest_fencing: int,
+    query: Query = "gradient",
 ) -> Receipt:
     """Verify a receipt for exactly this step.
 
-    Guarantee: returns only if ``ledger_key`` signed that this mechanism was charged to this account for (run, step,
-    parameters, manifest), by an instance whose fencing number is not below ``lowest_fencing``.
+    Guarantee: returns only if ``ledger_key`` signed that this mechanism was charged to this account for (run, query,
+    step, parameters, manifest), by an instance whose fencing number is not below ``lowest_fencing``.
 
     Raises:
         ProtocolError: ``receipt_mismatch``, ``receipt_fenced`` or ``signature``.
@@ -54,6 +58,7 @@ def check_receipt(
     receipt = open_envelope(Receipt, envelope, ledger_key)
     expected = {
         "run_id": run_id,
+        "query": query,
         "step": step,
         "parameter_digest": parameter_digest,
         "manifest_digest": manifest_digest,

@@ -54,7 +54,7 @@ def opened(path: Path, run_id: str = "run-a", **changes: Any) -> PrivacyLedger:
     """A ledger with an account `patients` and one run of it."""
     ledger = PrivacyLedger(f"sqlite:///{path}")
     ledger.open_account("patients", CAP, DELTA)
-    ledger.register_run(run_id, "patients", mechanism(**changes), MANIFEST)
+    ledger.register_run(run_id, "patients", (mechanism(**changes),), MANIFEST)
     return ledger
 
 

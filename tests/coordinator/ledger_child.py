@@ -140,7 +140,7 @@ def charge_all(path: Path, run_id: str) -> tuple[str, int, int]:
     ledger.open_account("patients", CAP, DELTA)
     charged = 0
     try:
-        ledger.register_run(run_id, "patients", mechanism(), MANIFEST)
+        ledger.register_run(run_id, "patients", (mechanism(),), MANIFEST)
         for step in range(20):
             ledger.charge(run_id, step, PARAMETERS, MANIFEST)
             charged += 1

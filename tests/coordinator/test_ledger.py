@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from attestation.messages import Envelope
@@ -109,7 +110,7 @@ def test_the_step_that_would_cross_the_cap_is_refused_and_nothing_is_written(led
 
 
 def test_runs_of_one_account_share_its_cap(ledger: PrivacyLedger):
-    ledger.register_run("run-b", "patients", mechanism(), b"n" * 32)
+    ledger.register_run("run-b", "patients", (mechanism(),), b"n" * 32)
     for step in range(affordable()):
         run_id, manifest = (("run-a", MANIFEST), ("run-b", b"n" * 32))[step % 2]
         ledger.charge(run_id, step, PARAMETERS, manifest)
@@ -117,13 +118,13 @@ def test_runs_of_one_account_share_its_cap(ledger: PrivacyLedger):
         with pytest.raises(BudgetError, match="cap_exceeded"):
             ledger.charge(run_id, affordable(), PARAMETERS, manifest)
     with pytest.raises(BudgetError, match="cap_exceeded"):
-        ledger.register_run("run-c", "patients", mechanism(), b"o" * 32)
+        ledger.register_run("run-c", "patients", (mechanism(),), b"o" * 32)
     ledger.verify()
 
 
 def test_runs_of_other_accounts_do_not(ledger: PrivacyLedger):
     ledger.open_account("others", CAP, DELTA)
-    ledger.register_run("run-b", "others", mechanism(), MANIFEST)
+    ledger.register_run("run-b", "others", (mechanism(),), MANIFEST)
     ledger.charge("run-b", 0, PARAMETERS, MANIFEST)
     patients, others = ledger.view().accounts
     assert (patients.spent_epsilon, others.spent_epsilon) == (0.0, pytest.approx(expected_epsilon(1)))
@@ -131,7 +132,7 @@ def test_runs_of_other_accounts_do_not(ledger: PrivacyLedger):
 
 def test_different_mechanisms_add_up_in_renyi_divergence_not_in_epsilon(ledger: PrivacyLedger):
     quiet = mechanism(noise_multiplier=9.0, sigma=9.0 * 2**20 / math.sqrt(8) * 1.001)
-    ledger.register_run("run-b", "patients", quiet, MANIFEST)
+    ledger.register_run("run-b", "patients", (quiet,), MANIFEST)
     ledger.charge("run-a", 0, PARAMETERS, MANIFEST)
     ledger.charge("run-b", 0, PARAMETERS, MANIFEST)
     both = [a + b for a, b in zip(step_rdp(1.0, 2.6), step_rdp(1.0, 9.0), strict=True)]
@@ -140,7 +141,7 @@ def test_different_mechanisms_add_up_in_renyi_divergence_not_in_epsilon(ledger: 
 
 
 def test_public_runs_write_entries_and_cost_nothing(ledger: PrivacyLedger):
-    ledger.register_run("open", "patients", mechanism(private=False, noise_multiplier=0.0, sigma=0.0), MANIFEST)
+    ledger.register_run("open", "patients", (mechanism(private=False, noise_multiplier=0.0, sigma=0.0),), MANIFEST)
     for step in range(20):
         receipt = receipt_of(ledger, ledger.charge("open", step, PARAMETERS, MANIFEST))
         assert receipt.charged_epsilon == 0.0
@@ -167,13 +168,13 @@ def test_charges_that_fit_no_run_are_refused(ledger: PrivacyLedger, arguments: t
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
-        (("run-a", "patients", mechanism(steps=30), MANIFEST), "run_mismatch"),
-        (("run-a", "patients", mechanism(), b"n" * 32), "run_mismatch"),
-        (("run-b", "nobody", mechanism(), MANIFEST), "account_unknown"),
-        (("run-b", "patients", mechanism(noise_multiplier=2.7), MANIFEST), "mechanism_inconsistent"),
-        (("run-b", "patients", mechanism(honest_share=0.9), MANIFEST), "mechanism_inconsistent"),
-        (("run-b", "patients", mechanism(sample_rate=0.0), MANIFEST), "mechanism_inconsistent"),
-        (("run-b", "patients", mechanism(overflow_probability=1e-10), MANIFEST), "delta_exceeded"),
+        (("run-a", "patients", (mechanism(steps=30),), MANIFEST), "run_mismatch"),
+        (("run-a", "patients", (mechanism(),), b"n" * 32), "run_mismatch"),
+        (("run-b", "nobody", (mechanism(),), MANIFEST), "account_unknown"),
+        (("run-b", "patients", (mechanism(noise_multiplier=2.7),), MANIFEST), "mechanism_inconsistent"),
+        (("run-b", "patients", (mechanism(honest_share=0.9),), MANIFEST), "mechanism_inconsistent"),
+        (("run-b", "patients", (mechanism(sample_rate=0.0),), MANIFEST), "mechanism_inconsistent"),
+        (("run-b", "patients", (mechanism(overflow_probability=1e-10),), MANIFEST), "delta_exceeded"),
     ],
 )
 def test_runs_that_cannot_be_charged_honestly_are_refused(ledger: PrivacyLedger, arguments: Any, code: str):
@@ -185,17 +186,17 @@ def test_runs_that_cannot_be_charged_honestly_are_refused(ledger: PrivacyLedger,
 
 def test_the_slack_of_all_runs_together_stays_within_its_share_of_delta(ledger: PrivacyLedger):
     third = 0.4 * 0.01 * DELTA / (1 + math.exp(CAP))
-    ledger.register_run("run-b", "patients", mechanism(overflow_probability=third), MANIFEST)
-    ledger.register_run("run-c", "patients", mechanism(overflow_probability=third), MANIFEST)
+    ledger.register_run("run-b", "patients", (mechanism(overflow_probability=third),), MANIFEST)
+    ledger.register_run("run-c", "patients", (mechanism(overflow_probability=third),), MANIFEST)
     with pytest.raises(BudgetError, match="delta_exceeded"):
-        ledger.register_run("run-d", "patients", mechanism(overflow_probability=third), MANIFEST)
+        ledger.register_run("run-d", "patients", (mechanism(overflow_probability=third),), MANIFEST)
     assert ledger.view().accounts[0].delta_slack <= 0.01 * DELTA
 
 
 def test_opening_and_registering_again_change_nothing(ledger: PrivacyLedger):
     before = ledger.view()
     ledger.open_account("patients", CAP, DELTA)
-    ledger.register_run("run-a", "patients", mechanism(), MANIFEST)
+    ledger.register_run("run-a", "patients", (mechanism(),), MANIFEST)
     assert ledger.view() == before
 
 
@@ -229,7 +230,7 @@ def test_a_later_instance_takes_the_run_over_and_the_older_one_is_fenced(path: P
         with pytest.raises(BudgetError, match="fenced"):
             ledger.charge("run-a", step, PARAMETERS, MANIFEST)
     with pytest.raises(BudgetError, match="fenced"):
-        ledger.register_run("run-a", "patients", mechanism(), MANIFEST)
+        ledger.register_run("run-a", "patients", (mechanism(),), MANIFEST)
     assert later.view().accounts[0].runs[0].charged_steps == 1
     later.verify()
     later.close()
@@ -296,3 +297,96 @@ def test_a_new_instance_goes_on_without_the_accountant_once_its_predecessors_loc
     assert receipt_of(successor, successor.charge("run-a", 1, PARAMETERS, MANIFEST)).sequence == again.sequence + 1
     for each in (holder, former, successor):
         each.close()
+
+
+def with_measurements(path: Path) -> PrivacyLedger:
+    """A ledger with one run of three mechanisms: 20 steps, 4 evaluations, one count of classes."""
+    counts = mechanism(query="class_counts", steps=1, dimension=10, **noise(8.0))
+    evaluation = mechanism(query="evaluation", steps=4, dimension=2, **noise(6.0))
+    ledger = PrivacyLedger(f"sqlite:///{path}")
+    ledger.open_account("patients", CAP, DELTA)
+    ledger.register_run("run-a", "patients", (mechanism(), evaluation, counts), MANIFEST)
+    return ledger
+
+
+def noise(multiplier: float) -> dict[str, Any]:
+    return {"noise_multiplier": multiplier, "sigma": multiplier * 2**20 / math.sqrt(8) * 1.001}
+
+
+def test_each_mechanism_of_a_run_is_charged_as_an_event_of_its_own(path: Path):
+    ledger = with_measurements(path)
+    receipts = [
+        receipt_of(ledger, ledger.charge("run-a", step, PARAMETERS, MANIFEST, query))
+        for query, step in (("class_counts", 0), ("gradient", 0), ("evaluation", 0), ("evaluation", 1))
+    ]
+    assert [(receipt.query, receipt.step) for receipt in receipts] == [
+        ("class_counts", 0),
+        ("gradient", 0),
+        ("evaluation", 0),
+        ("evaluation", 1),
+    ]
+    assert len({receipt.mechanism_digest for receipt in receipts}) == 3
+    costs = [(1, 2.6), (2, 6.0), (1, 8.0)]
+    total = [
+        sum(count * rdp for (count, _), rdp in zip(costs, column, strict=True))
+        for column in zip(*(step_rdp(1.0, z) for _, z in costs), strict=True)
+    ]
+    assert spent(ledger) == pytest.approx(epsilon(total, accountant_delta(DELTA)), rel=1e-12)
+    (run,) = ledger.view().accounts[0].runs
+    assert [(each.query, each.charged, each.planned) for each in run.queries] == [
+        ("gradient", 1, 20),
+        ("evaluation", 2, 4),
+        ("class_counts", 1, 1),
+    ]
+    assert (run.charged_steps, run.planned_steps) == (1, 20)
+    ledger.verify()
+    ledger.close()
+
+
+def test_a_step_of_one_mechanism_does_not_pay_for_the_same_step_of_another(path: Path):
+    ledger = with_measurements(path)
+    first = ledger.charge("run-a", 0, PARAMETERS, MANIFEST)
+    assert not ledger.status("run-a", 0, "evaluation").charged
+    evaluation = ledger.charge("run-a", 0, b"q" * 32, MANIFEST, "evaluation")
+    assert ledger.status("run-a", 0, "evaluation").parameter_digest == b"q" * 32
+    before = ledger.view()
+    assert ledger.charge("run-a", 0, PARAMETERS, MANIFEST) == first
+    assert ledger.charge("run-a", 0, b"q" * 32, MANIFEST, "evaluation") == evaluation
+    with pytest.raises(BudgetError, match="step_already_charged"):
+        ledger.charge("run-a", 0, PARAMETERS, MANIFEST, "evaluation")
+    assert ledger.view() == before
+    ledger.close()
+
+
+def test_a_mechanism_is_released_as_often_as_planned_and_no_other_exists(path: Path, ledger: PrivacyLedger):
+    with pytest.raises(BudgetError, match="step_not_planned"):
+        ledger.charge("run-a", 0, PARAMETERS, MANIFEST, "evaluation")
+    other = with_measurements(path.with_name("other.sqlite"))
+    other.charge("run-a", 0, PARAMETERS, MANIFEST, "class_counts")
+    with pytest.raises(BudgetError, match="step_not_planned"):
+        other.charge("run-a", 1, PARAMETERS, MANIFEST, "class_counts")
+    other.close()
+
+
+def test_a_run_names_each_of_its_mechanisms_once(ledger: PrivacyLedger):
+    for mechanisms in ((), (mechanism(), mechanism(steps=3))):
+        with pytest.raises(BudgetError, match="mechanism_inconsistent"):
+            ledger.register_run("run-b", "patients", mechanisms, MANIFEST)
+
+
+def test_measurements_and_steps_share_one_cap(path: Path):
+    ledger = with_measurements(path)
+    for step in range(4):
+        ledger.charge("run-a", step, PARAMETERS, MANIFEST, "evaluation")
+    measured = 4 * np.asarray(step_rdp(1.0, 6.0))
+    allowed = next(
+        steps
+        for steps in range(20)
+        if epsilon(measured + (steps + 1) * np.asarray(step_rdp(1.0, 2.6)), accountant_delta(DELTA)) > CAP
+    )
+    assert 0 < allowed < affordable()
+    for step in range(allowed):
+        ledger.charge("run-a", step, PARAMETERS, MANIFEST)
+    with pytest.raises(BudgetError, match="cap_exceeded"):
+        ledger.charge("run-a", allowed, PARAMETERS, MANIFEST)
+    ledger.close()

@@ -38,14 +38,14 @@ def tamper(path: Path, statement: str, *values: Any) -> None:
 
 def test_history_is_the_chain_and_can_be_checked_elsewhere(ledger: PrivacyLedger):
     ledger.open_account("others", CAP, DELTA)
-    ledger.register_run("run-b", "others", mechanism(), MANIFEST)
+    ledger.register_run("run-b", "others", (mechanism(),), MANIFEST)
     ledger.charge("run-b", 0, PARAMETERS, MANIFEST)
     ledger.charge("run-a", 0, PARAMETERS, MANIFEST)
     entries = ledger.history()
     assert [entry.sequence for entry in entries] == list(range(1, 7))
     assert entries[0].previous == GENESIS
     assert check_chain(entries, ledger.public_key) == ledger.view().head
-    assert audit(entries, ledger.public_key).runs["run-b"].charges == {0: 5}
+    assert audit(entries, ledger.public_key).runs["run-b"].charges == {"gradient": {0: 5}}
     assert [entry.kind for entry in ledger.history("others")] == ["account_opened", "run_registered", "step_charged"]
 
 
@@ -77,11 +77,14 @@ def test_a_cheaper_charge_that_is_hashed_again_is_not_signed(ledger: PrivacyLedg
         ("DELETE FROM entries WHERE sequence = 4", "entry 4: entry 5 stands in its place"),
         ("DELETE FROM entries WHERE sequence = 5", "row of run run-a"),
         ("UPDATE entries SET sequence = 9 WHERE sequence = 5", "entry 5: entry 9 stands in its place"),
-        ("UPDATE entries SET step = 7 WHERE sequence = 4", "entry 4: it is filed under another run or step"),
-        ("UPDATE runs SET charged = 1", "row of run run-a"),
+        ("UPDATE entries SET step = 7 WHERE sequence = 4", "entry 4: it is filed under another run, query or step"),
+        ("UPDATE charged SET charges = 1", "row of run run-a"),
+        ("DELETE FROM charged", "row of run run-a"),
+        ("INSERT INTO charged VALUES ('run-a', 'evaluation', 0)", "row of run run-a"),
+        ("UPDATE entries SET query = 'evaluation' WHERE sequence = 4", "entry 4: it is filed under another run, query"),
         ("UPDATE runs SET fencing = 0", "row of run run-a"),
         ("DELETE FROM runs", "row of run run-a"),
-        ("INSERT INTO runs VALUES ('ghost', 'patients', 9, 0, 0)", "a run that the chain does not"),
+        ("INSERT INTO runs VALUES ('ghost', 'patients', 9, 0)", "a run that the chain does not"),
         ("INSERT INTO accounts VALUES ('ghost', 9)", "table of accounts"),
     ],
 )

@@ -184,11 +184,12 @@ def test_a_full_or_failing_storage_is_a_refusal_not_a_crash(tmp_path: Path):
 
 def test_the_database_itself_refuses_a_step_twice(tmp_path: Path):
     store = LedgerStore(url(tmp_path / "ledger.sqlite"))
-    insert = "INSERT INTO entries VALUES (?, x'00', 'k', x'00', x'00', x'00', 'run', 3)"
+    insert = "INSERT INTO entries VALUES (?, x'00', 'k', x'00', x'00', x'00', 'run', ?, 3)"
     with store.write() as rows:
-        rows._connection.exec_driver_sql(insert, (1,))
+        rows._connection.exec_driver_sql(insert, (1, "gradient"))
+        rows._connection.exec_driver_sql(insert, (2, "evaluation"))
         with pytest.raises(sa.exc.IntegrityError):
-            rows._connection.exec_driver_sql(insert, (2,))
+            rows._connection.exec_driver_sql(insert, (3, "gradient"))
     store.close()
 
 

@@ -30,11 +30,11 @@ def realistic(path: Path) -> PrivacyLedger:
     """A ledger of two accounts and three runs that charge in turn; `ENTRIES` entries."""
     ledger = PrivacyLedger(f"sqlite:///{path}")
     ledger.open_account("patients", CAP, DELTA)
-    ledger.register_run("run-a", "patients", mechanism(), MANIFEST)
+    ledger.register_run("run-a", "patients", (mechanism(),), MANIFEST)
     ledger.charge("run-a", 0, PARAMETERS, MANIFEST)
     ledger.open_account("others", CAP, DELTA)
-    ledger.register_run("run-b", "others", mechanism(), MANIFEST)
-    ledger.register_run("run-c", "patients", mechanism(private=False, noise_multiplier=0.0, sigma=0.0), MANIFEST)
+    ledger.register_run("run-b", "others", (mechanism(),), MANIFEST)
+    ledger.register_run("run-c", "patients", (mechanism(private=False, noise_multiplier=0.0, sigma=0.0),), MANIFEST)
     ledger.charge("run-b", 0, PARAMETERS, MANIFEST)
     ledger.charge("run-c", 0, PARAMETERS, MANIFEST)
     ledger.charge("run-a", 1, PARAMETERS, MANIFEST)
@@ -171,7 +171,11 @@ def test_an_export_is_checked_without_the_ledger(original: Path, export: Path):
     checked, entries = check_export(export), entries_of(original)
     assert checked.hashes == tuple(entry.hash for entry in entries)
     assert checked.replay.head == checked.stated.position == Head(ENTRIES, entries[-1].hash)
-    assert {name: len(run.charges) for name, run in checked.replay.runs.items()} == {"run-a": 3, "run-b": 1, "run-c": 1}
+    assert {name: len(run.charges["gradient"]) for name, run in checked.replay.runs.items()} == {
+        "run-a": 3,
+        "run-b": 1,
+        "run-c": 1,
+    }
     assert export.stat().st_mode & 0o777 == 0o600
     with pytest.raises(ConfigError, match="export_exists"):
         write_export(export, entries, IdentityKey.generate(), 0)
@@ -263,7 +267,7 @@ class Pinned:
         change(
             self.path,
             ("DELETE FROM entries WHERE sequence > ?", kept),
-            *(("UPDATE runs SET charged = ? WHERE run_id = ?", count, name) for name, count in counts.items()),
+            *(("UPDATE charged SET charges = ? WHERE run_id = ?", count, name) for name, count in counts.items()),
         )
 
 

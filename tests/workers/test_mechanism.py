@@ -10,6 +10,7 @@ from attestation.messages import parse
 from workers.mechanism import Mechanism
 
 VALUES: dict[str, Any] = {
+    "query": "gradient",
     "private": True,
     "num_examples": 1437,
     "virtual_workers": 8,
@@ -34,8 +35,8 @@ MECHANISM = Mechanism(**VALUES)
 def changed(name: str) -> Any:
     """Another admissible value of a field."""
     value = VALUES[name]
-    if name == "ring_bits":
-        return 64
+    if name in ("ring_bits", "query"):
+        return {"ring_bits": 64, "query": "evaluation"}[name]
     return (not value) if isinstance(value, bool) else value * 2
 
 

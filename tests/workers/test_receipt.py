@@ -41,6 +41,7 @@ def test_the_receipt_of_this_step_is_accepted():
     "expected",
     [
         {"step": 8},
+        {"query": "evaluation"},
         {"run_id": "ab13"},
         {"parameter_digest": b"q" * 32},
         {"manifest_digest": b"n" * 32},
