@@ -159,7 +159,8 @@ class Checkpoints:
         end = self._monotonic() + deadline_s
         self._not_before = self._monotonic()
         self.poll()
-        while (left := end - self._monotonic()) > 0 and (self._job or self._waiting):
+        # A draft that is still not signed waits for a commit that will not come, and the rest waits for it.
+        while (left := end - self._monotonic()) > 0 and (self._job or (self._waiting and not self._drafted)):
             pause = left if self._job else min(left, max(self._not_before - self._monotonic(), 0.0))
             self._background.wait(self._job.future if self._job else None, pause)
             self.poll()

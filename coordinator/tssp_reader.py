@@ -98,7 +98,10 @@ class VerifiedPackage:
         refuse(PackageRefusal.NOT_A_RECIPIENT, f"it was not sealed to this key, but to those of: {names}.")
 
     def _payload(self, name: str) -> Payload:
-        return next(payload for payload in self.manifest.payloads if payload.name == name)
+        for payload in self.manifest.payloads:
+            if payload.name == name:
+                return payload
+        refuse(PackageRefusal.MALFORMED, f"its manifest has no payload {name}.")
 
 
 def verify_package(

@@ -235,6 +235,14 @@ def test_close_says_what_it_could_not_finish(bench):
     assert bench.steps == []
 
 
+def test_close_does_not_turn_in_circles_for_a_step_that_was_not_committed(bench):
+    bench.keeper.offer(bench.snapshot(7))
+    bench.pump(lambda: bench.keeper._drafted)
+    bench.keeper.offer(bench.snapshot(8))
+    assert not bench.keeper.close(DEADLINE_S)  # The bench's clock stands still, so a deadline would never pass.
+    assert bench.notices == ["the checkpoint of step 7 was not published."]
+
+
 def test_each_package_names_the_one_before(bench):
     bench.publish(1)
     bench.publish(2)

@@ -117,6 +117,14 @@ def test_a_flipped_byte_is_named(site, sealed, file, code):
     assert site.refusal(sealed) == code
 
 
+def test_a_payload_that_the_manifest_does_not_name_is_refused(site, sealed):
+    key = site.data_key(site.verify(sealed))
+    site.resign(sealed, payloads=tuple(each for each in site.stated(sealed).payloads if each.name != OPTIMIZER))
+    (site.folder(sealed) / OPTIMIZER).unlink()
+    package = site.verify(sealed)
+    assert code_of(lambda: list(package.chunks(OPTIMIZER, key))) == "package_malformed"
+
+
 @pytest.mark.parametrize("file", [MANIFEST, SIGNATURE, RUN_MANIFEST, PARAMETERS, OPTIMIZER])
 def test_a_removed_file_is_refused(site, sealed, file):
     (site.folder(sealed) / file).unlink()
