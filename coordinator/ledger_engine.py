@@ -1,4 +1,7 @@
-"""Database engines of the ledger: SQLite with WAL, full sync and immediate transactions, or PostgreSQL."""
+"""Database engines of the ledger: SQLite with WAL, full sync and immediate transactions, or PostgreSQL.
+
+What a server needs is in `coordinator.ledger_postgres`.
+"""
 
 import time
 from collections.abc import Iterator
@@ -7,13 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.exc import ArgumentError, DatabaseError, NoSuchModuleError, OperationalError
+from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, InternalError, OperationalError, ProgrammingError
 
 from coordinator.ledger_files import prepare_file
+from coordinator.ledger_postgres import begin_write, postgres_engine, refuse_unlogged
 from metrics.errors import BudgetError, ConfigError
 
 LOCK_DEADLINE_S = 30.0
-_POSTGRES_LOCK = 0x7261_7963_6C6F_616B
+_FULL = 2
+_NO_RIGHT = "42501"
+_OTHER_TABLES = ("42703", "42P01")
+"""PostgreSQL's codes for a missing column and a missing table."""
+
 _URL_REMEDY = "Use sqlite:////absolute/path/ledger.sqlite or postgresql://user@host/database."
 
 
@@ -31,12 +39,7 @@ def open_engine(url: str, create: bool) -> sa.Engine:
         return _sqlite_engine(parsed, create)
     if parsed.get_backend_name() != "postgresql":
         raise ConfigError("ledger_url", f"a ledger cannot be kept in {parsed.get_backend_name()}.", _URL_REMEDY)
-    try:
-        return sa.create_engine(parsed.set(drivername="postgresql+psycopg"), pool_pre_ping=True)
-    except (ModuleNotFoundError, NoSuchModuleError):
-        raise ConfigError(
-            "ledger_driver", "a PostgreSQL ledger needs psycopg.", "pip install 'psycopg[binary]'"
-        ) from None
+    return postgres_engine(parsed)
 
 
 def _sqlite_engine(url: sa.URL, create: bool) -> sa.Engine:
@@ -61,6 +64,8 @@ def _configure(connection: Any, _record: Any) -> None:
     if not tables or "entries" in tables:
         _enter_wal(cursor)
     cursor.execute("PRAGMA synchronous = FULL")
+    if cursor.execute("PRAGMA synchronous").fetchone()[0] < _FULL:
+        raise BudgetError("ledger_not_durable", "this build of SQLite cannot synchronise fully.")
     cursor.execute("PRAGMA foreign_keys = ON")
     cursor.close()
 
@@ -89,14 +94,24 @@ def _begin(connection: sa.Connection) -> None:
 def reading(engine: sa.Engine) -> sa.Engine:
     """The same engine for transactions that only read: each sees one state, and none takes the write lock."""
     if engine.dialect.name == "postgresql":
-        return engine.execution_options(isolation_level="REPEATABLE READ")
+        return engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
     return engine.execution_options(raycloak_reads=True)
 
 
 def take_write_lock(connection: sa.Connection) -> None:
-    """Hold the store's one write lock until the transaction ends. In SQLite, BEGIN IMMEDIATE took it already."""
+    """Hold the store's one write lock until the transaction ends. In SQLite, BEGIN IMMEDIATE took it already.
+
+    Raises:
+        BudgetError: ``ledger_not_durable`` if the server may lose what it acknowledges.
+    """
     if connection.dialect.name == "postgresql":
-        connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_POSTGRES_LOCK)))
+        begin_write(connection, LOCK_DEADLINE_S)
+
+
+def check_tables_last(connection: sa.Connection, names: list[str]) -> None:
+    """Refuse tables that do not outlive a crash, which only PostgreSQL has: BudgetError ``ledger_not_durable``."""
+    if connection.dialect.name == "postgresql":
+        refuse_unlogged(connection, names)
 
 
 @contextmanager
@@ -104,15 +119,28 @@ def storage_errors() -> Iterator[None]:
     """Turn failures of the storage into BudgetError ``ledger_unavailable`` or ``ledger_foreign``."""
     try:
         yield
-    except OperationalError as error:
-        raise BudgetError(
-            "ledger_unavailable",
-            f"the ledger's storage failed: {error.orig}.",
-            "Nothing was charged unless status() says so; see that the storage is up and not full.",
-        ) from None
-    except DatabaseError as error:
-        if "not a database" in str(error.orig):
+    except sa.exc.TimeoutError:
+        raise _unavailable("every connection of this process is in use") from None
+    except DBAPIError as error:
+        fact = " ".join(str(error.orig).split()).rstrip(".")
+        state = getattr(error.orig, "sqlstate", None)
+        if "not a database" in fact:
             raise BudgetError(
                 "ledger_foreign", "the file is not a ledger.", "Give a path where there is no file yet."
             ) from None
+        # A lost connection, a full disk, a lock not given, a standby; or a role that lacks a right.
+        if isinstance(error, OperationalError | InterfaceError | InternalError) or state == _NO_RIGHT:
+            raise _unavailable(fact) from None
+        if isinstance(error, ProgrammingError) and state in _OTHER_TABLES:
+            raise BudgetError(
+                "ledger_foreign", f"the database's tables are not a ledger's: {fact}.", "Give an empty database."
+            ) from None
         raise
+
+
+def _unavailable(fact: str) -> BudgetError:
+    return BudgetError(
+        "ledger_unavailable",
+        f"the ledger's storage failed: {fact}.",
+        "Nothing was charged unless status() says so; see that the storage is up and not full.",
+    )

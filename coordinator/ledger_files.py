@@ -41,12 +41,24 @@ def prepare_file(path: Path, create: bool) -> None:
 
 
 def _create(path: Path) -> None:
+    missing = [folder for folder in path.parents if not folder.exists()]
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with suppress(FileExistsError):  # another process was first
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+        for folder in (path.parent, *(folder.parent for folder in missing)):
+            _sync(folder)
     except OSError as error:
         raise ConfigError("ledger_url", f"cannot create the ledger {path}: {error.strerror}.") from None
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in a folder durable: a ledger whose folder is lost with the power would start again at zero."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def refuse_network_file_system(path: Path, mounts: str) -> None:

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from attestation.keys import IdentityKey, Secret
 from attestation.roster import Query
-from coordinator.ledger_engine import open_engine, reading, storage_errors, take_write_lock
+from coordinator.ledger_engine import check_tables_last, open_engine, reading, storage_errors, take_write_lock
 from coordinator.ledger_entries import Head, LedgerEntry
 from metrics.errors import BudgetError
 
@@ -123,7 +123,8 @@ class LedgerStore:
 
     Raises:
         ConfigError: ``ledger_url``, ``ledger_driver`` or ``network_file_system``.
-        BudgetError: ``ledger_foreign``, ``ledger_missing``, ``ledger_exposed`` or ``ledger_unavailable``.
+        BudgetError: ``ledger_foreign``, ``ledger_missing``, ``ledger_exposed``, ``ledger_not_durable`` or
+            ``ledger_unavailable``.
     """
 
     def __init__(self, url: str, create: bool = True) -> None:
@@ -189,7 +190,7 @@ class Rows:
             )
 
     def check_ours(self) -> None:
-        """Refuse a database that holds anything but a ledger: ``ledger_missing`` or ``ledger_foreign``."""
+        """Refuse what is not a whole ledger: ``ledger_missing``, ``ledger_foreign`` or ``ledger_not_durable``."""
         names = set(sa.inspect(self._connection).get_table_names())
         if not names:
             raise BudgetError("ledger_missing", "the database is empty.", "Open an account first, or check the path.")
@@ -199,6 +200,7 @@ class Rows:
                 f"the database holds {', '.join(sorted(names))}, not the tables of a '{APPLICATION}'.",
                 "Give a path where there is no file yet, or an empty database.",
             )
+        check_tables_last(self._connection, list(_tables.tables))
 
     def meta(self, name: str) -> str:
         """A setting of the store; empty if there is none."""

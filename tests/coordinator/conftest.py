@@ -1,11 +1,13 @@
-"""What a run gives when nothing disturbs it, and an S3 that is not far away."""
+"""What a run gives when nothing disturbs it, and an S3 and a PostgreSQL that are not far away."""
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from pyarrow import fs
 
+from tests.postgres import PostgresServer, binaries
 from tests.protocol import trained
 
 
@@ -28,3 +30,29 @@ def bucket_urls() -> Iterator[Iterator[str]]:
     bucket.create_dir("packages")
     yield (f"s3://key:secret@packages/{number}?{query}" for number in itertools.count())
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def postgres_binaries() -> Path:
+    """Where PostgreSQL's programs are; skips where they, or its driver, are not installed."""
+    pytest.importorskip("psycopg", reason="needs psycopg (pip install 'raycloak[postgresql]')", exc_type=ImportError)
+    folder = binaries()
+    if folder is None:
+        pytest.skip("needs a PostgreSQL server (apt-get install postgresql)")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def postgres(postgres_binaries: Path) -> Iterator[PostgresServer]:
+    """One durable server for the whole session. A test that kills or reconfigures one starts its own."""
+    server = PostgresServer(postgres_binaries)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def ledger_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """URL of a ledger that does not exist yet, on each kind of database."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'state' / 'ledger.sqlite'}"
+    return request.getfixturevalue("postgres").url()

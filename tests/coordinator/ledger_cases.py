@@ -50,9 +50,9 @@ def affordable() -> int:
     return next(steps for steps in range(1, 100) if expected_epsilon(steps + 1) > CAP)
 
 
-def opened(path: Path, run_id: str = "run-a", **changes: Any) -> PrivacyLedger:
-    """A ledger with an account `patients` and one run of it."""
-    ledger = PrivacyLedger(f"sqlite:///{path}")
+def opened(where: str | Path, run_id: str = "run-a", **changes: Any) -> PrivacyLedger:
+    """A ledger with an account `patients` and one run of it, at a URL or in an SQLite file."""
+    ledger = PrivacyLedger(f"sqlite:///{where}" if isinstance(where, Path) else where)
     ledger.open_account("patients", CAP, DELTA)
     ledger.register_run(run_id, "patients", (mechanism(**changes),), MANIFEST)
     return ledger

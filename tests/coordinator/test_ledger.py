@@ -1,9 +1,9 @@
 """The ledger charges before anything happens, once, and within the cap."""
 
 import math
-import sqlite3
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from attestation.messages import Envelope
 from coordinator.accounting import accountant_delta, epsilon, step_rdp
 from coordinator.ledger import PrivacyLedger
+from coordinator.ledger_store import LedgerStore
 from metrics.errors import BudgetError, ConfigError
 from tests.coordinator.ledger_cases import (
     CAP,
@@ -30,15 +31,9 @@ from workers.receipt import check_receipt
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """Where the test's ledger will be."""
-    return tmp_path / "state" / "ledger.sqlite"
-
-
-@pytest.fixture
-def ledger(path: Path) -> Iterator[PrivacyLedger]:
-    """The ledger of `opened`."""
-    instance = opened(path)
+def ledger(ledger_url: str) -> Iterator[PrivacyLedger]:
+    """The ledger of `opened`, on each kind of database."""
+    instance = opened(ledger_url)
     yield instance
     instance.close()
 
@@ -219,9 +214,9 @@ def test_status_resolves_a_lost_reply_without_charging(ledger: PrivacyLedger):
     assert (status.charged, status.parameter_digest, status.sequence) == (True, PARAMETERS, receipt.sequence)
 
 
-def test_a_later_instance_takes_the_run_over_and_the_older_one_is_fenced(path: Path, ledger: PrivacyLedger):
+def test_a_later_instance_takes_the_run_over_and_the_older_one_is_fenced(ledger_url: str, ledger: PrivacyLedger):
     old = receipt_of(ledger, ledger.charge("run-a", 0, PARAMETERS, MANIFEST))
-    later = PrivacyLedger(f"sqlite:///{path}")
+    later = PrivacyLedger(ledger_url)
     assert later.fencing > ledger.fencing
     assert later.public_key == ledger.public_key
     new = receipt_of(later, later.charge("run-a", 0, PARAMETERS, MANIFEST))
@@ -236,8 +231,8 @@ def test_a_later_instance_takes_the_run_over_and_the_older_one_is_fenced(path: P
     later.close()
 
 
-def test_instances_of_different_runs_do_not_fence_each_other(path: Path, ledger: PrivacyLedger):
-    other = opened(path, "run-b")
+def test_instances_of_different_runs_do_not_fence_each_other(ledger_url: str, ledger: PrivacyLedger):
+    other = opened(ledger_url, "run-b")
     ledger.charge("run-a", 0, PARAMETERS, MANIFEST)
     other.charge("run-b", 0, PARAMETERS, MANIFEST)
     ledger.charge("run-a", 1, PARAMETERS, MANIFEST)
@@ -245,8 +240,8 @@ def test_instances_of_different_runs_do_not_fence_each_other(path: Path, ledger:
     other.close()
 
 
-def test_an_instance_that_reads_takes_no_number_and_cannot_charge(path: Path, ledger: PrivacyLedger):
-    reader = PrivacyLedger(f"sqlite:///{path}", create=False)
+def test_an_instance_that_reads_takes_no_number_and_cannot_charge(ledger_url: str, ledger: PrivacyLedger):
+    reader = PrivacyLedger(ledger_url, create=False)
     assert reader.fencing == 0
     assert reader.view().accounts == ledger.view().accounts
     with pytest.raises(BudgetError, match="ledger_read_only"):
@@ -279,17 +274,17 @@ def test_view_does_not_wait_for_a_writer(ledger: PrivacyLedger):
 
 
 def test_a_new_instance_goes_on_without_the_accountant_once_its_predecessors_lock_is_gone(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    ledger_url: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Opacus takes seconds to import, and a stopped process holds its lock until it is killed."""
-    former = opened(path)
+    former = opened(ledger_url)
     first = former.charge("run-a", 0, PARAMETERS, MANIFEST)
-    holder = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    holder.execute("BEGIN IMMEDIATE")
-    release = threading.Timer(0.2, lambda: holder.execute("ROLLBACK"))
+    holder, locked = LedgerStore(ledger_url), ExitStack()
+    locked.enter_context(holder.write())
+    release = threading.Timer(0.2, locked.close)
     release.start()
     monkeypatch.setattr("coordinator.ledger_rules.step_rdp", lambda *_: pytest.fail("the accountant is not needed"))
-    successor = PrivacyLedger(f"sqlite:///{path}")
+    successor = PrivacyLedger(ledger_url)
     release.join(10)
     again = receipt_of(successor, successor.charge("run-a", 0, PARAMETERS, MANIFEST))
     assert (again.sequence, again.head) == (receipt_of(former, first).sequence, receipt_of(former, first).head)
@@ -299,11 +294,11 @@ def test_a_new_instance_goes_on_without_the_accountant_once_its_predecessors_loc
         each.close()
 
 
-def with_measurements(path: Path) -> PrivacyLedger:
+def with_measurements(url: str) -> PrivacyLedger:
     """A ledger with one run of three mechanisms: 20 steps, 4 evaluations, one count of classes."""
     counts = mechanism(query="class_counts", steps=1, dimension=10, **noise(8.0))
     evaluation = mechanism(query="evaluation", steps=4, dimension=2, **noise(6.0))
-    ledger = PrivacyLedger(f"sqlite:///{path}")
+    ledger = PrivacyLedger(url)
     ledger.open_account("patients", CAP, DELTA)
     ledger.register_run("run-a", "patients", (mechanism(), evaluation, counts), MANIFEST)
     return ledger
@@ -313,8 +308,8 @@ def noise(multiplier: float) -> dict[str, Any]:
     return {"noise_multiplier": multiplier, "sigma": multiplier * 2**20 / math.sqrt(8) * 1.001}
 
 
-def test_each_mechanism_of_a_run_is_charged_as_an_event_of_its_own(path: Path):
-    ledger = with_measurements(path)
+def test_each_mechanism_of_a_run_is_charged_as_an_event_of_its_own(ledger_url: str):
+    ledger = with_measurements(ledger_url)
     receipts = [
         receipt_of(ledger, ledger.charge("run-a", step, PARAMETERS, MANIFEST, query))
         for query, step in (("class_counts", 0), ("gradient", 0), ("evaluation", 0), ("evaluation", 1))
@@ -343,8 +338,8 @@ def test_each_mechanism_of_a_run_is_charged_as_an_event_of_its_own(path: Path):
     ledger.close()
 
 
-def test_a_step_of_one_mechanism_does_not_pay_for_the_same_step_of_another(path: Path):
-    ledger = with_measurements(path)
+def test_a_step_of_one_mechanism_does_not_pay_for_the_same_step_of_another(ledger_url: str):
+    ledger = with_measurements(ledger_url)
     first = ledger.charge("run-a", 0, PARAMETERS, MANIFEST)
     assert not ledger.status("run-a", 0, "evaluation").charged
     evaluation = ledger.charge("run-a", 0, b"q" * 32, MANIFEST, "evaluation")
@@ -358,10 +353,10 @@ def test_a_step_of_one_mechanism_does_not_pay_for_the_same_step_of_another(path:
     ledger.close()
 
 
-def test_a_mechanism_is_released_as_often_as_planned_and_no_other_exists(path: Path, ledger: PrivacyLedger):
+def test_a_mechanism_is_released_as_often_as_planned_and_no_other_exists(tmp_path: Path, ledger: PrivacyLedger):
     with pytest.raises(BudgetError, match="step_not_planned"):
         ledger.charge("run-a", 0, PARAMETERS, MANIFEST, "evaluation")
-    other = with_measurements(path.with_name("other.sqlite"))
+    other = with_measurements(f"sqlite:///{tmp_path / 'other.sqlite'}")
     other.charge("run-a", 0, PARAMETERS, MANIFEST, "class_counts")
     with pytest.raises(BudgetError, match="step_not_planned"):
         other.charge("run-a", 1, PARAMETERS, MANIFEST, "class_counts")
@@ -374,8 +369,8 @@ def test_a_run_names_each_of_its_mechanisms_once(ledger: PrivacyLedger):
             ledger.register_run("run-b", "patients", mechanisms, MANIFEST)
 
 
-def test_measurements_and_steps_share_one_cap(path: Path):
-    ledger = with_measurements(path)
+def test_measurements_and_steps_share_one_cap(ledger_url: str):
+    ledger = with_measurements(ledger_url)
     for step in range(4):
         ledger.charge("run-a", step, PARAMETERS, MANIFEST, "evaluation")
     measured = 4 * np.asarray(step_rdp(1.0, 6.0))

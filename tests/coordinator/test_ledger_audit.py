@@ -1,12 +1,11 @@
 """A change of the ledger's record is noticed and named."""
 
-import sqlite3
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from coordinator.ledger import PrivacyLedger
 from coordinator.ledger_audit import audit
@@ -16,24 +15,21 @@ from tests.coordinator.ledger_cases import CAP, DELTA, MANIFEST, PARAMETERS, mec
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """Where the test's ledger will be."""
-    return tmp_path / "state" / "ledger.sqlite"
-
-
-@pytest.fixture
-def ledger(path: Path) -> Iterator[PrivacyLedger]:
-    """The ledger of `opened`."""
-    instance = opened(path)
+def ledger(ledger_url: str) -> Iterator[PrivacyLedger]:
+    """The ledger of `opened`, on each kind of database."""
+    instance = opened(ledger_url)
     yield instance
     instance.close()
 
 
-def tamper(path: Path, statement: str, *values: Any) -> None:
-    """Change the file behind the ledger's back."""
-    with sqlite3.connect(path) as connection:
-        connection.execute(statement, values)
-    connection.close()
+def tamper(url: str, statement: str, **values: Any) -> None:
+    """Change the store behind the ledger's back."""
+    engine = sa.create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+    with engine.begin() as connection:
+        if engine.name == "postgresql":
+            connection.exec_driver_sql("SET session_replication_role = replica")  # foreign keys are not checked
+        connection.execute(sa.text(statement), values)
+    engine.dispose()
 
 
 def test_history_is_the_chain_and_can_be_checked_elsewhere(ledger: PrivacyLedger):
@@ -50,12 +46,12 @@ def test_history_is_the_chain_and_can_be_checked_elsewhere(ledger: PrivacyLedger
 
 
 @pytest.mark.parametrize("column", ["previous", "kind", "body", "hash", "signature"])
-def test_changing_any_field_of_an_entry_breaks_the_chain_there(path: Path, ledger: PrivacyLedger, column: str):
+def test_changing_any_field_of_an_entry_breaks_the_chain_there(ledger_url: str, ledger: PrivacyLedger, column: str):
     for step in range(3):
         ledger.charge("run-a", step, PARAMETERS, MANIFEST)
     value = getattr(ledger.history()[3], column)
     change = value + "x" if isinstance(value, str) else bytes([value[0] ^ 1]) + value[1:]
-    tamper(path, f"UPDATE entries SET {column} = ? WHERE sequence = 4", change)
+    tamper(ledger_url, f"UPDATE entries SET {column} = :change WHERE sequence = 4", change=change)
     with pytest.raises(BudgetError, match="chain_broken: the ledger cannot be trusted at entry 4"):
         ledger.verify()
 
@@ -88,19 +84,20 @@ def test_a_cheaper_charge_that_is_hashed_again_is_not_signed(ledger: PrivacyLedg
         ("INSERT INTO accounts VALUES ('ghost', 9)", "table of accounts"),
     ],
 )
-def test_verify_names_what_does_not_follow(path: Path, ledger: PrivacyLedger, statement: str, named: str):
+def test_verify_names_what_does_not_follow(ledger_url: str, ledger: PrivacyLedger, statement: str, named: str):
     for step in range(3):
         ledger.charge("run-a", step, PARAMETERS, MANIFEST)
     ledger.verify()
-    tamper(path, statement)
+    tamper(ledger_url, statement)
     with pytest.raises(BudgetError, match=named):
         ledger.verify()
 
 
-def test_terms_are_never_read_unsigned(path: Path, ledger: PrivacyLedger):
+def test_terms_are_never_read_unsigned(ledger_url: str, ledger: PrivacyLedger):
+    body = ledger.history()[0].body
     ledger.close()
-    tamper(path, "UPDATE entries SET body = CAST(replace(body, '8.0', '9.0') AS BLOB) WHERE sequence = 1")
-    later = PrivacyLedger(f"sqlite:///{path}")
+    tamper(ledger_url, "UPDATE entries SET body = :body WHERE sequence = 1", body=body.replace(b"8.0", b"9.0"))
+    later = PrivacyLedger(ledger_url)
     with pytest.raises(BudgetError, match="entry 1: its content does not match its hash"):
         later.charge("run-a", 0, PARAMETERS, MANIFEST)
     later.close()
