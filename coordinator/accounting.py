@@ -1,7 +1,7 @@
-"""From mechanism to epsilon: Renyi accounting, the noise that a target needs, and what else delta must cover.
+"""Renyi accounting, and what else delta must cover.
 
-The accountant of record is Opacus' RDP of the Poisson-subsampled Gaussian, at the fixed orders of ``ORDERS``. A
-run's spend is (steps charged) x (RDP vector of one step), so epsilon costs one vector addition per step.
+RDP is Opacus' of the Poisson-subsampled Gaussian, at the fixed orders of ``ORDERS``. A run's spend is (steps charged)
+x (RDP vector of one step), so epsilon costs one vector addition per step.
 
 Delta is split once for all: the accountant is given ``(1 - SLACK_SHARE) * delta``, and the rest is a reserve that
 pays for the distance between the ideal mechanism and the one that runs (:class:`DeltaTerms`). The split does not
@@ -9,7 +9,7 @@ depend on what is spent, so a second run on an account never raises the first on
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
@@ -17,7 +17,7 @@ from importlib.metadata import version
 import numpy as np
 from numpy.typing import NDArray
 
-from metrics.errors import ConfigError
+from coordinator.releases import Release
 from workers.mechanism import Mechanism
 from workers.noise import ROUNDING_DISTANCE, ROUNDING_VARIANCE, SAMPLER_DISTANCE
 from workers.ring import TAIL_DEVIATIONS
@@ -37,7 +37,6 @@ SLACK_SHARE = 0.01
 UNBOUNDED_RDP = 1e200
 """Stands for 'no guarantee at this order'; finite, so that it can be written down and added up."""
 
-LARGEST_NOISE_MULTIPLIER = 2.0**14
 SMALLEST_NOISE_MULTIPLIER = 2.0**-6
 
 
@@ -94,50 +93,12 @@ def accountant_delta(delta: float) -> float:
     return delta * (1 - SLACK_SHARE)
 
 
-def epsilon_of(sample_rate: float, noise_multiplier: float, steps: int, delta: float) -> float:
-    """Epsilon of ``steps`` steps at an account's ``delta``, of which the slack reserve is taken off first."""
-    return epsilon(np.asarray(step_rdp(sample_rate, noise_multiplier)) * steps, accountant_delta(delta))
-
-
-def solve_noise_multiplier(target_epsilon: float, delta: float, sample_rate: float, steps: int) -> float:
-    """The smallest noise multiplier, to five digits and rounded up, that keeps ``steps`` steps within the target.
-
-    Guarantee: ``epsilon_of(result) <= target_epsilon``, and within 0.1 % of it unless the result is the floor
-    ``SMALLEST_NOISE_MULTIPLIER``.
-
-    Args:
-        delta: of the account, before the slack reserve is taken off.
-
-    Raises:
-        ConfigError: ``epsilon_unreachable`` if no noise is enough.
-    """
-    from scipy.optimize import brentq
-
-    def excess(log_noise: float) -> float:
-        return math.log(epsilon_of(sample_rate, math.exp(log_noise), steps, delta) / target_epsilon)
-
-    low, high = math.log(SMALLEST_NOISE_MULTIPLIER), 0.0
-    while excess(high) > 0:
-        low, high = high, high + math.log(4)
-        if high > math.log(LARGEST_NOISE_MULTIPLIER):
-            raise ConfigError(
-                "epsilon_unreachable",
-                f"no noise multiplier up to {LARGEST_NOISE_MULTIPLIER:g} keeps {steps} steps at sampling rate "
-                f"{sample_rate:.4g} within epsilon {target_epsilon:g} at delta {delta:g}.",
-                "Ask for a larger epsilon or fewer steps.",
-            )
-    if excess(low) <= 0:
-        return SMALLEST_NOISE_MULTIPLIER
-    noise = _round_up(math.exp(brentq(excess, low, high, xtol=1e-6)))
-    while epsilon_of(sample_rate, noise, steps, delta) > target_epsilon:
-        noise = _round_up(noise * (1 + 1e-5))
-    return noise
-
-
-def _round_up(value: float) -> float:
-    """``value`` rounded up to five decimal digits behind the leading one."""
-    decimals = 5 - math.floor(math.log10(value))
-    return math.ceil(value * 10.0**decimals) / 10.0**decimals
+def composed_rdp(releases: Iterable[Release], orders: tuple[float, ...] = ORDERS) -> NDArray[np.float64]:
+    """RDP of all ``releases`` together."""
+    total = np.zeros(len(orders))
+    for release in releases:
+        total += release.count * np.asarray(step_rdp(release.sample_rate, release.noise_multiplier, orders))
+    return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,17 +153,3 @@ def effective_noise_multiplier(mechanism: Mechanism, missing_virtual_workers: fl
     """
     variance = (mechanism.virtual_workers - missing_virtual_workers) * mechanism.sigma**2 - ROUNDING_VARIANCE
     return math.sqrt(variance) * mechanism.gamma / mechanism.sensitivity if variance > 0 else 0.0
-
-
-def epsilon_against(mechanism: Mechanism, missing_virtual_workers: float, delta: float, steps: int) -> float:
-    """Epsilon of ``steps`` steps for an adversary who knows the noise of ``missing_virtual_workers``.
-
-    Infinite if no unknown noise is left, or if the slack at that epsilon does not fit its share of ``delta``.
-    """
-    if not mechanism.private or steps == 0:
-        return 0.0
-    noise = effective_noise_multiplier(mechanism, missing_virtual_workers)
-    if noise < SMALLEST_NOISE_MULTIPLIER:
-        return math.inf
-    spent = epsilon_of(mechanism.sample_rate, noise, steps, delta)
-    return spent if delta_slack(mechanism, spent).total <= SLACK_SHARE * delta else math.inf

@@ -14,10 +14,8 @@ from coordinator.accounting import (
     accountant_delta,
     accountant_version,
     delta_slack,
-    epsilon_against,
-    epsilon_of,
-    solve_noise_multiplier,
 )
+from coordinator.calibration import epsilon_against, epsilon_of, solve_noise_multiplier
 from coordinator.capacity import overflow_bound, physical_shape
 from coordinator.config import RunConfig
 from coordinator.ledger_view import LedgerView

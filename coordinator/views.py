@@ -3,7 +3,7 @@
 import math
 from pathlib import Path
 
-from coordinator.accounting import epsilon_against
+from coordinator.calibration import epsilon_against
 from coordinator.ledger_view import LedgerView
 from coordinator.outcome import Finished
 from coordinator.verdict import Verdict

@@ -14,7 +14,7 @@ import torch
 
 from attestation.keys import AgreementKey, derive
 from attestation.roster import Member, Roster
-from coordinator.accounting import epsilon_against, epsilon_of
+from coordinator.calibration import epsilon_against, epsilon_of
 from coordinator.manifest import run_terms
 from metrics.errors import BudgetError
 from tests.coordinator.ledger_cases import MANIFEST, PARAMETERS, opened

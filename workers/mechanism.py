@@ -10,6 +10,9 @@ from typing import ClassVar, Literal
 from attestation.messages import Message
 from attestation.roster import Query
 
+AccountantName = Literal["rdp", "pld"]
+"""Accountants that can hold a cap: Renyi differential privacy, or privacy loss distributions."""
+
 
 class Mechanism(Message):
     """A Poisson-subsampled Gaussian sum query, repeated ``steps`` times, in an integer ring.
@@ -57,7 +60,7 @@ class Mechanism(Message):
     micro_batch_size: int
     micro_batches: int
     overflow_probability: float
-    accountant: Literal["rdp"] = "rdp"
+    accountant: AccountantName = "rdp"
 
     @property
     def gamma(self) -> float:

@@ -17,11 +17,9 @@ from coordinator.accounting import (
     delta_slack,
     effective_noise_multiplier,
     epsilon,
-    epsilon_against,
-    epsilon_of,
-    solve_noise_multiplier,
     step_rdp,
 )
+from coordinator.calibration import epsilon_against, epsilon_of, solve_noise_multiplier
 from metrics.errors import ConfigError
 from workers.mechanism import Mechanism
 from workers.noise import SAMPLER_DISTANCE

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from attestation.messages import open_envelope
-from coordinator.accounting import epsilon_against
+from coordinator.calibration import epsilon_against
 from coordinator.coordinator import Phase
 from coordinator.ledger import PrivacyLedger
 from metrics.errors import BudgetError, ConfigError, DatasetError, ModelError

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from scipy.stats import binom
 
-from coordinator.accounting import SLACK_SHARE, effective_noise_multiplier, epsilon_of
+from coordinator.accounting import SLACK_SHARE, effective_noise_multiplier
+from coordinator.calibration import epsilon_of
 from coordinator.capacity import overflow_bound, physical_shape
 from coordinator.config import RunConfig, parse_config
 from coordinator.ledger_entries import Head

@@ -1,0 +1,131 @@
+"""What a mechanism costs under an accountant, and the noise that a target needs."""
+
+import math
+from collections.abc import Callable
+
+from coordinator.accountants import accountant_of
+from coordinator.accounting import (
+    SLACK_SHARE,
+    SMALLEST_NOISE_MULTIPLIER,
+    accountant_delta,
+    delta_slack,
+    effective_noise_multiplier,
+)
+from coordinator.releases import Release, Releases
+from metrics.errors import ConfigError
+from workers.mechanism import AccountantName, Mechanism
+
+LARGEST_NOISE_MULTIPLIER = 2.0**14
+
+_AIM, _CLOSE, _MOST_TRIALS = 0.9988, 0.997, 16
+
+
+def epsilon_of(
+    sample_rate: float, noise_multiplier: float, steps: int, delta: float, accountant: AccountantName = "rdp"
+) -> float:
+    """Epsilon of ``steps`` steps at an account's ``delta``, of which the slack reserve is taken off first."""
+    return composed_epsilon((Release(sample_rate, noise_multiplier, steps),), delta, accountant)
+
+
+def composed_epsilon(releases: Releases, delta: float, accountant: AccountantName) -> float:
+    """Epsilon of ``releases`` at an account's ``delta``, of which the slack reserve is taken off first."""
+    return accountant_of(accountant).curve([releases], accountant_delta(delta))[0]
+
+
+def epsilon_against(mechanism: Mechanism, missing_virtual_workers: float, delta: float, steps: int) -> float:
+    """Epsilon of ``steps`` steps for an adversary who knows the noise of ``missing_virtual_workers``.
+
+    Infinite if no unknown noise is left, or if the slack at that epsilon does not fit its share of ``delta``.
+    """
+    if not mechanism.private or steps == 0:
+        return 0.0
+    noise = effective_noise_multiplier(mechanism, missing_virtual_workers)
+    if noise < SMALLEST_NOISE_MULTIPLIER:
+        return math.inf
+    spent = epsilon_of(mechanism.sample_rate, noise, steps, delta, mechanism.accountant)
+    return spent if delta_slack(mechanism, spent).total <= SLACK_SHARE * delta else math.inf
+
+
+def solve_noise_multiplier(
+    target_epsilon: float,
+    delta: float,
+    sample_rate: float,
+    steps: int,
+    accountant: AccountantName = "rdp",
+    others: Releases = (),
+) -> float:
+    """The smallest noise multiplier, to five digits and rounded up, that keeps ``steps`` steps within the target.
+
+    Guarantee: with ``others``, ``steps`` releases at the result cost at most the target, and at least 99.7 % of it
+    (99.9 % under ``rdp``), unless the result is the floor ``SMALLEST_NOISE_MULTIPLIER``.
+
+    Args:
+        delta: of the account, before the slack reserve is taken off.
+        others: what else the plan releases, with noise of its own.
+
+    Raises:
+        ConfigError: ``epsilon_unreachable`` if no noise is enough.
+    """
+
+    def share(noise: float, name: AccountantName) -> float:
+        releases = (*others, Release(sample_rate, noise, steps))
+        return composed_epsilon(releases, delta, name) / target_epsilon
+
+    enough = _smallest(lambda noise: share(noise, "rdp")) or LARGEST_NOISE_MULTIPLIER
+    if share(enough, accountant) > 1:
+        raise ConfigError(
+            "epsilon_unreachable",
+            f"no noise multiplier up to {LARGEST_NOISE_MULTIPLIER:g} keeps {steps} steps at sampling rate "
+            f"{sample_rate:.4g} within epsilon {target_epsilon:g} at delta {delta:g}.",
+            "Ask for a larger epsilon or fewer steps.",
+        )
+    return _tightened(lambda noise: share(noise, accountant), enough)
+
+
+def _smallest(share: Callable[[float], float]) -> float | None:
+    """The smallest noise, rounded up, at which ``share``, continuous and decreasing, is at most 1; None if none is."""
+    from scipy.optimize import brentq
+
+    low, high = SMALLEST_NOISE_MULTIPLIER, 1.0
+    while share(high) > 1:
+        low, high = high, high * 4
+        if high > LARGEST_NOISE_MULTIPLIER:
+            return None
+    if share(low) <= 1:
+        return SMALLEST_NOISE_MULTIPLIER
+    noise = _round_up(
+        math.exp(brentq(lambda log: math.log(share(math.exp(log))), math.log(low), math.log(high), xtol=1e-6))
+    )
+    while share(noise) > 1:
+        noise = _round_up(noise * (1 + 1e-5))
+    return noise
+
+
+def _tightened(share: Callable[[float], float], enough: float) -> float:
+    """A smaller noise than ``enough`` with a share just below 1, by interpolation of logarithms.
+
+    Takes about four values of ``share``, which may be costly and jump by up to 0.2 %.
+    """
+    low, best, at_best = SMALLEST_NOISE_MULTIPLIER, enough, share(enough)
+    slope = -1.5
+    for _ in range(_MOST_TRIALS):
+        if at_best >= _CLOSE or best <= SMALLEST_NOISE_MULTIPLIER:
+            break
+        guess = best * (_AIM / at_best) ** (1 / slope) if at_best > 0 else 0.0
+        noise = _round_up(max(guess, math.sqrt(low * best) if guess <= low else low))
+        if noise >= best:
+            break
+        value = share(noise)
+        if value > 0 < at_best:
+            slope = min(math.log(value / at_best) / math.log(noise / best), -0.1)
+        if value <= 1:
+            best, at_best = noise, value
+        else:
+            low = noise
+    return best
+
+
+def _round_up(value: float) -> float:
+    """``value`` rounded up to five decimal digits behind the leading one."""
+    decimals = 5 - math.floor(math.log10(value))
+    return math.ceil(value * 10.0**decimals) / 10.0**decimals
