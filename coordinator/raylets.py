@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
@@ -158,7 +159,10 @@ def _serve() -> None:
 
     def start(**options: Any) -> dict[str, Any]:
         node = cluster.add_node(object_store_memory=STORE_BYTES, **options)
-        return {"node_id": node.node_id, "pid": node.all_processes["raylet"][0].process.pid}
+        raylet = node.all_processes["raylet"][0].process
+        # Its workers take a raylet that is dead, but that nobody has waited for, to be alive, and would stay.
+        threading.Thread(target=raylet.wait, daemon=True).start()
+        return {"node_id": node.node_id, "pid": raylet.pid}
 
     def drain(node_id: str, deadline_s: float) -> dict[str, Any]:
         deadline_ms = int(1000 * (time.time() + deadline_s))

@@ -1,10 +1,13 @@
 """Several nodes on one machine: where workers are placed, and what becomes of a run whose nodes go."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
+from coordinator.chaos_victims import role
+from coordinator.process_table import process_table
 from coordinator.ray_health import DEAD_NODE_S
 from coordinator.raylets import Node
 
@@ -71,6 +74,7 @@ def test_a_joiner_gets_a_group_of_its_own_or_the_place_of_one_that_left(answers)
 def test_workers_asked_to_leave_drained_and_dead_nodes_change_no_byte(raylets, run_python):
     """A SIGTERM and a drain cost no attempt, since the step under way finishes; a dead node costs one."""
     nodes = [raylets.add(Node(2)) for _ in range(4)]
+    (session,) = {each.session for each in process_table() if each.pid in {node.pid for node in nodes}}
     try:
         done = run_python(
             str(HERE / "disturbed.py"),
@@ -87,3 +91,7 @@ def test_workers_asked_to_leave_drained_and_dead_nodes_change_no_byte(raylets, r
     assert answer["steps"] == 90
     assert answer["repeated"] == 1
     assert 0 < answer["detected_s"] < DEAD_NODE_S
+    deadline = time.monotonic() + 30
+    while left := [each for each in process_table() if each.session == session and role(each)]:
+        assert time.monotonic() < deadline, f"processes outlived the node they were on: {left}"
+        time.sleep(0.1)
