@@ -3,6 +3,7 @@
 What a server needs is in `coordinator.ledger_postgres`.
 """
 
+import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from coordinator.ledger_postgres import begin_write, postgres_engine, refuse_unl
 from metrics.errors import BudgetError, ConfigError
 
 LOCK_DEADLINE_S = 30.0
+_BUSY_MS = 30_000  # for what else may find the file busy: recovery, and the last connection's checkpoint
+_RETRY_S = 0.001
 _FULL = 2
 _NO_RIGHT = "42501"
 _OTHER_TABLES = ("42703", "42P01")
@@ -46,7 +49,7 @@ def _sqlite_engine(url: sa.URL, create: bool) -> sa.Engine:
     if not url.database or not Path(url.database).is_absolute() or url.query:
         raise ConfigError("ledger_url", f"'{url.database or ''}' is not an absolute path of a ledger.", _URL_REMEDY)
     prepare_file(Path(url.database), create)
-    engine = sa.create_engine(url, connect_args={"timeout": LOCK_DEADLINE_S})
+    engine = sa.create_engine(url, connect_args={"timeout": _BUSY_MS / 1000})
     sa.event.listen(engine, "connect", _configure)
     sa.event.listen(engine, "begin", _begin)
     return engine
@@ -87,8 +90,33 @@ def _enter_wal(cursor: Any) -> None:
 
 
 def _begin(connection: sa.Connection) -> None:
-    reads = "raycloak_reads" in connection.get_execution_options()
-    connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
+    if "raycloak_reads" in connection.get_execution_options():
+        connection.exec_driver_sql("BEGIN")
+    else:
+        _begin_immediate(connection.connection.driver_connection)
+
+
+def _begin_immediate(connection: Any) -> None:
+    """Take the write lock, asking more often than SQLite, whose own pauses leave it unused for up to 0.1 s."""
+    deadline = time.monotonic() + LOCK_DEADLINE_S
+    connection.execute("PRAGMA busy_timeout = 0")
+    try:
+        while not _begun(connection):
+            if time.monotonic() > deadline:
+                raise _unavailable(f"another writer has held the lock for {LOCK_DEADLINE_S:g} s")
+            time.sleep(_RETRY_S)
+    finally:
+        connection.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
+
+
+def _begun(connection: Any) -> bool:
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+            raise
+        return False
+    return True
 
 
 def reading(engine: sa.Engine) -> sa.Engine:
@@ -121,6 +149,8 @@ def storage_errors() -> Iterator[None]:
         yield
     except sa.exc.TimeoutError:
         raise _unavailable("every connection of this process is in use") from None
+    except sqlite3.Error as error:
+        raise _unavailable(str(error)) from None
     except DBAPIError as error:
         fact = " ".join(str(error.orig).split()).rstrip(".")
         state = getattr(error.orig, "sqlstate", None)

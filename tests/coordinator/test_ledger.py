@@ -385,3 +385,14 @@ def test_measurements_and_steps_share_one_cap(ledger_url: str):
     with pytest.raises(BudgetError, match="cap_exceeded"):
         ledger.charge("run-a", allowed, PARAMETERS, MANIFEST)
     ledger.close()
+
+
+def test_a_lock_that_is_not_given_in_time_is_a_refusal(ledger_url: str, monkeypatch: pytest.MonkeyPatch):
+    holder, waiting = opened(ledger_url), opened(ledger_url, "run-b")
+    with holder._store.write():
+        monkeypatch.setattr("coordinator.ledger_engine.LOCK_DEADLINE_S", 0.1)
+        with pytest.raises(BudgetError, match=r"ledger_unavailable.*lock"):
+            waiting.charge("run-b", 0, PARAMETERS, MANIFEST)
+    waiting.charge("run-b", 0, PARAMETERS, MANIFEST)
+    for ledger in (holder, waiting):
+        ledger.close()

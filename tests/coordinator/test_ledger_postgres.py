@@ -220,15 +220,3 @@ def test_a_writer_that_stops_in_its_transaction_is_rolled_back_by_the_server(
     other.verify()
     for ledger in (stopped, other):
         ledger.close()
-
-
-def test_a_lock_that_is_not_given_in_time_is_a_refusal(postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch):
-    url = postgres.url()
-    holder, waiting = opened(url), opened(url, "run-b")
-    with holder._store.write():
-        monkeypatch.setattr("coordinator.ledger_engine.LOCK_DEADLINE_S", 0.1)
-        with pytest.raises(BudgetError, match=r"ledger_unavailable.*lock timeout"):
-            waiting.charge("run-b", 0, PARAMETERS, MANIFEST)
-    waiting.charge("run-b", 0, PARAMETERS, MANIFEST)
-    for ledger in (holder, waiting):
-        ledger.close()

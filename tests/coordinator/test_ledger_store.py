@@ -1,7 +1,9 @@
 """Durability settings, what is accepted as a ledger, and where it may lie."""
 
 import sqlite3
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -9,6 +11,7 @@ import sqlalchemy as sa
 from coordinator.ledger_files import refuse_network_file_system
 from coordinator.ledger_store import LedgerStore
 from metrics.errors import BudgetError, ConfigError
+from tests.coordinator.ledger_cases import MANIFEST, PARAMETERS, opened
 
 MOUNTS = """\
 /dev/sda1 / ext4 rw 0 0
@@ -26,34 +29,60 @@ def url(path: Path) -> str:
     return f"sqlite:///{path}"
 
 
+PRAGMAS = ("journal_mode", "synchronous", "foreign_keys", "busy_timeout")
+DURABLE = ("wal", 2, 1, 30_000)
+
+
+def settings(connection: sqlite3.Connection) -> tuple[Any, ...]:
+    return tuple(connection.execute(f"PRAGMA {name}").fetchone()[0] for name in PRAGMAS)
+
+
 def test_every_connection_is_in_wal_mode_with_full_sync(tmp_path: Path):
     store = LedgerStore(url(tmp_path / "ledger.sqlite"))
     connections = [engine.raw_connection() for engine in (store._engine, store._reader) for _ in range(3)]
     assert len({id(connection.dbapi_connection) for connection in connections}) == 6
     for connection in connections:
-        cursor = connection.cursor()
-        names = ("journal_mode", "synchronous", "foreign_keys", "busy_timeout")
-        settings = [cursor.execute(f"PRAGMA {name}").fetchone()[0] for name in names]
-        assert settings == ["wal", 2, 1, 30_000]
-    for connection in connections:
+        assert settings(connection.driver_connection) == DURABLE
         connection.close()
     store.close()
 
 
-def test_writers_take_the_lock_before_they_read_and_readers_never_do(tmp_path: Path):
-    store = LedgerStore(url(tmp_path / "ledger.sqlite"))
-    begun: list[str] = []
+def test_every_commit_of_a_ledger_is_in_wal_mode_with_full_sync_and_was_immediate(tmp_path: Path):
+    """Whatever connections a ledger opens: each is looked at just before it commits, and what began it is noted."""
+    begun: dict[int, list[str]] = {}
+    seen: list[tuple[Any, ...]] = []
 
-    @sa.event.listens_for(store._engine, "before_cursor_execute")
-    def note(_connection, _cursor, statement, *_):
-        begun.append(statement)
+    def note(connection: sqlite3.Connection, _record: Any) -> None:
+        statements = begun.setdefault(id(connection), [])
+        connection.set_trace_callback(lambda text: statements.append(text) if text.startswith("BEGIN") else None)
 
-    with store.write() as rows:
-        rows.head()
-    with store.read() as rows:
-        rows.head()
-    assert [statement for statement in begun if statement.startswith("BEGIN")] == ["BEGIN IMMEDIATE", "BEGIN"]
-    store.close()
+    def look(connection: sa.Connection) -> None:
+        raw = connection.connection.driver_connection
+        seen.append((*settings(raw), begun[id(raw)][-1], "raycloak_reads" in connection.get_execution_options()))
+
+    sa.event.listen(sa.Engine, "connect", note)
+    sa.event.listen(sa.Engine, "commit", look)
+    try:
+        path = tmp_path / "ledger.sqlite"
+        ledger, other = opened(path), opened(path, "run-b")
+        threads = [
+            threading.Thread(target=ledger.charge, args=("run-a", step, PARAMETERS, MANIFEST)) for step in (0, 1)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        other.charge("run-b", 0, PARAMETERS, MANIFEST)
+        ledger.view()
+        ledger.verify()
+        for instance in (ledger, other):
+            instance.close()
+    finally:
+        sa.event.remove(sa.Engine, "connect", note)
+        sa.event.remove(sa.Engine, "commit", look)
+    assert set(seen) == {(*DURABLE, "BEGIN IMMEDIATE", False), (*DURABLE, "BEGIN", True)}
+    # Two openings, two accounts, two registrations and three charges.
+    assert sum(not reads for *_, reads in seen) == 9
 
 
 def test_what_an_error_interrupts_leaves_no_trace(tmp_path: Path):
