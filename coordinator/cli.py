@@ -13,6 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 from typer.exceptions import Abort, TyperException
 
+from coordinator.audit_cli import audit_command
 from coordinator.bench_cli import bench
 from coordinator.budget_cli import budget
 from coordinator.commands import AsJson, ConfigFile, Debug, Overrides
@@ -31,6 +32,7 @@ app = typer.Typer(
 app.add_typer(budget, name="budget")
 app.add_typer(bench, name="bench")
 app.add_typer(package, name="package")
+app.command("audit")(audit_command)
 
 RunSecret = Annotated[
     Path | None, typer.Option(metavar="FILE", help="File of 64 hex digits; the same secret repeats the same run.")

@@ -43,13 +43,12 @@ from coordinator.ray_control import RayControl
 from coordinator.reporting import Reporting
 from coordinator.run_folder import RunFolder, run_lock
 from coordinator.stopping import StopRequest, stop_on_signals
-from coordinator.views import metrics_view, verdict_of
-from metrics.collectors import GpuCollector, LedgerCollector, RunFacts, RunMetrics
+from coordinator.views import metrics_view, run_facts, verdict_of
+from metrics.collectors import GpuCollector, LedgerCollector, RunMetrics
 from metrics.errors import DatasetError, RaycloakError
 from metrics.events import EventWriter
 from metrics.exporter import Exporter
 from metrics.server import MetricsServer
-from raycloak_layout import VERSION
 from workers.datasets import DatasetDescriptor, export_in_memory
 from workers.manifest import Manifest
 from workers.models import ModelSource
@@ -284,23 +283,7 @@ class Execution:
         )
 
     def _run_metrics(self, exporter: Exporter, manifest: Manifest, evidence_class: str) -> RunMetrics:
-        mechanism = manifest.computation.mechanism
-        metrics = RunMetrics(
-            RunFacts(
-                run=manifest.run_id,
-                account=manifest.account,
-                evidence_class=evidence_class,
-                steps_planned=mechanism.steps,
-                virtual_workers=mechanism.virtual_workers,
-                workers_required=self._config.fewest_workers,
-                parameters=mechanism.dimension,
-                noise_multiplier=mechanism.noise_multiplier if mechanism.private else None,
-                exact=manifest.computation.exact,
-                version=VERSION,
-                ray_version=ray.__version__,
-                torch_version=manifest.computation.numerics.torch,
-            )
-        )
+        metrics = RunMetrics(run_facts(manifest, evidence_class, self._config.fewest_workers))
         exporter.add(metrics)
         return metrics
 

@@ -35,11 +35,18 @@ class LocalPlatform:
 
 
 def local_session(
-    home: Path, run_secret: Path | None = None, clock: Callable[[], float] = time.time
+    home: Path,
+    run_secret: Path | None = None,
+    clock: Callable[[], float] = time.time,
+    ledger_url: str | None = None,
 ) -> tuple[Session, LocalBackend]:
-    """Start orchestrator and ledger of one run in this process, with all state below ``home``."""
+    """Start orchestrator and ledger of one run in this process, with all state below ``home``.
+
+    Args:
+        ledger_url: another ledger than the one below ``home``.
+    """
     secret, failure = str(run_secret) if run_secret else None, FailureConfig()
-    ledger_url = f"sqlite:///{home / 'ledger.sqlite'}"
+    ledger_url = ledger_url or f"sqlite:///{home / 'ledger.sqlite'}"
     vendor = SimulatedVendor.load_or_create(home / "simulator")
     source = LocalPlatform(vendor.platform())
     orchestrator = EvidenceOrchestrator(str(home / "orchestrator"), clock)

@@ -1,6 +1,7 @@
 """From what the ledger and a finished run know to what metrics and verdict show."""
 
 import math
+from importlib.metadata import version
 from pathlib import Path
 
 from coordinator.calibration import epsilon_against
@@ -8,6 +9,8 @@ from coordinator.ledger_view import LedgerView
 from coordinator.outcome import Finished
 from coordinator.verdict import Verdict
 from metrics import collectors
+from raycloak_layout import VERSION
+from workers.manifest import Manifest
 
 
 def metrics_view(view: LedgerView) -> collectors.LedgerView:
@@ -24,6 +27,25 @@ def metrics_view(view: LedgerView) -> collectors.LedgerView:
         for account in view.accounts
     )
     return collectors.LedgerView(accounts, view.head.sequence, view.fencing)
+
+
+def run_facts(manifest: Manifest, evidence_class: str, workers_required: int) -> collectors.RunFacts:
+    """What is known of a run once its members are admitted."""
+    mechanism = manifest.computation.mechanism
+    return collectors.RunFacts(
+        run=manifest.run_id,
+        account=manifest.account,
+        evidence_class=evidence_class,
+        steps_planned=mechanism.steps,
+        virtual_workers=mechanism.virtual_workers,
+        workers_required=workers_required,
+        parameters=mechanism.dimension,
+        noise_multiplier=mechanism.noise_multiplier if mechanism.private else None,
+        exact=manifest.computation.exact,
+        version=VERSION,
+        ray_version=version("ray"),
+        torch_version=manifest.computation.numerics.torch,
+    )
 
 
 def verdict_of(

@@ -1,0 +1,96 @@
+"""Guessing which canaries were in a run, from the noisy sums that it released.
+
+Two scores, because no single one sees every defect:
+
+* ``likelihood``: log-likelihood ratio of in against out under the mechanism as it is claimed. By Neyman and Pearson
+  nothing beats it against a correct run, and too little noise or clipping moves it further.
+* ``difference``: sum of squared differences of consecutive sums. Noise that repeats cancels in it, and what is left
+  are the draws of the canary.
+
+Each is tried with a few fixed ways to guess. All of this is fixed before anything is seen, and significance is shared
+out evenly, so that the best of the bounds holds with the confidence asked for.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.audit_bound import epsilon_lower_bound
+from workers.mechanism import Mechanism
+
+SHARES = ((0.0625, 0.0), (0.125, 0.0), (0.25, 0.0), (0.125, 0.125), (0.25, 0.25))
+"""Shares of the canaries guessed to be in and out: those with the highest and with the lowest scores."""
+
+SCORES = ("likelihood", "difference")
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A lower bound on epsilon, and what it rests on.
+
+    Attributes:
+        epsilon: the bound.
+        score: which of `SCORES`.
+        guesses, correct: r and v.
+        ceiling: the largest bound that could have come out, had every guess been right.
+    """
+
+    epsilon: float
+    score: str
+    guesses: int
+    correct: int
+    ceiling: float
+
+
+def strongest_bound(
+    sums: NDArray[np.float64],
+    included: NDArray[np.bool_],
+    mechanism: Mechanism,
+    *,
+    delta: float,
+    confidence: float,
+) -> Bound:
+    """The best lower bound of all scores and ways to guess.
+
+    Guarantee: if the run is (epsilon, delta) private and ``included`` are fair coins independent of everything else,
+    the result exceeds epsilon with a chance of at most ``1 - confidence``: a union bound over what is tried.
+
+    Args:
+        sums: [steps, m], each step's released sum along each canary's gradient.
+        included: [m], the coins.
+    """
+    count = len(included)
+    significance = (1 - confidence) / (len(SCORES) * len(SHARES))
+
+    def bound(guesses: int, correct: int) -> float:
+        return epsilon_lower_bound(
+            canaries=count, guesses=guesses, correct=correct, delta=delta, significance=significance
+        )
+
+    tried = []
+    for score in SCORES:
+        # Most certainly in first; among equal ones in the order of canaries, which says nothing about the coins.
+        order = np.argsort(-scores_of(score, sums, mechanism), kind="stable")
+        for share_in, share_out in SHARES:
+            first, last = int(count * share_in), int(count * share_out)
+            correct = int(included[order[:first]].sum() + (~included[order[count - last :]]).sum())
+            tried.append((bound(first + last, correct), score, first + last, correct))
+    ceiling = max(bound(guesses, guesses) for _, _, guesses, _ in tried)
+    return Bound(*max(tried, key=lambda each: each[0]), ceiling)
+
+
+def scores_of(score: str, sums: NDArray[np.float64], mechanism: Mechanism) -> NDArray[np.float64]:
+    """Score of each canary, [m]; higher means more likely in."""
+    total: NDArray[np.float64]
+    if score == "difference":
+        total = np.square(np.diff(sums, axis=0)).sum(0)
+        return total
+    signal = mechanism.max_grad_norm
+    deviation = mechanism.sigma * mechanism.gamma * math.sqrt(mechanism.virtual_workers)
+    rate = mechanism.sample_rate
+    exponent = (sums * signal - signal**2 / 2) / deviation**2
+    ratio = exponent if rate == 1 else np.logaddexp(math.log1p(-rate), math.log(rate) + exponent)
+    total = ratio.sum(0)
+    return total

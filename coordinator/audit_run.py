@@ -1,0 +1,259 @@
+"""`raycloak audit`: train with canaries through the whole protocol, and see how much of them the released model shows.
+
+The run is an ordinary one of the audited configuration: the coordinator, ledger, orchestrator, workers and aggregators
+that run on Ray, here in one process (`coordinator/local.py`), with evidence SIMULATED. Its sampling rate, steps, noise
+and clipping are those of the configuration; the update rule is plain SGD, so that every released sum can be read off
+two consecutive models. Any other rule is a function of the same sums.
+
+On data that is not declared public the run charges its account like any other: the bound is computed from what was
+released, and from nothing else about the data.
+"""
+
+import json
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator import state
+from coordinator.audit_canaries import MODULE, CanaryTask
+from coordinator.audit_guesses import strongest_bound
+from coordinator.calibration import epsilon_of
+from coordinator.config import DatasetConfig, RunConfig, parse_config
+from coordinator.coordinator import Assignment, Coordinator, Session
+from coordinator.local import local_session
+from coordinator.outcome import Finished
+from coordinator.output import attach_log
+from coordinator.plan_command import descriptor
+from coordinator.progress import StepReport
+from coordinator.reporting import Reporting
+from coordinator.run_folder import RunFolder, run_lock
+from coordinator.views import run_facts
+from metrics.collectors import RunMetrics
+from metrics.errors import ConfigError
+from metrics.events import EventWriter
+from workers.datasets import dataset_form
+from workers.models import ModelSource
+from workers.train_worker import WorkerSetup
+
+FEWEST_CANARIES = 32
+MOST_CANARIES = 2**16
+
+
+@dataclass(frozen=True, slots=True)
+class AuditResult:
+    """Outcome of an audit; its fields are the keys of the command's JSON.
+
+    Attributes:
+        epsilon_lower: epsilon that the released model refutes, with the confidence: the run is not
+            (epsilon', delta) private for any smaller epsilon'. 0 if nothing was refuted.
+        confidence: chance that the bound holds, over the coins and the run's randomness.
+        epsilon, delta: what the ledger charged for this run.
+        contradicted: whether the bound exceeds the ledger's epsilon.
+        epsilon_ceiling: the bound, had every guess been right; this audit could not have shown more.
+        canaries, included: m, and how many of them were in.
+        guesses, correct, score: what the bound rests on; see `coordinator.audit_guesses`.
+        examples: of the configuration's own dataset.
+        steps, sample_rate, noise_multiplier: of the mechanism that was audited.
+        account: that was charged; None if the data is public and the ledger was thrown away.
+        evidence_class: ``simulated``: all actors ran in one process.
+    """
+
+    epsilon_lower: float
+    confidence: float
+    epsilon: float
+    delta: float
+    contradicted: bool
+    epsilon_ceiling: float
+    canaries: int
+    included: int
+    guesses: int
+    correct: int
+    score: str
+    examples: int
+    steps: int
+    sample_rate: float
+    noise_multiplier: float
+    account: str | None
+    evidence_class: str
+    run_dir: Path
+
+
+def audit(
+    config: RunConfig,
+    base: Path,
+    *,
+    canaries: int,
+    confidence: float = 0.95,
+    coins: NDArray[np.bool_] | None = None,
+    run_secret: Path | None = None,
+) -> AuditResult:
+    """Train ``config`` with canaries and bound epsilon from below.
+
+    Guarantee: if the run is (epsilon, delta) private, ``epsilon_lower`` exceeds epsilon with a chance of at most
+    ``1 - confidence``; see :func:`coordinator.audit_guesses.strongest_bound`.
+
+    Args:
+        base: folder that relative paths and ``module:function`` names start from.
+        coins: [canaries], drawn from the operating system if absent.
+        run_secret: as of a run.
+
+    Raises:
+        ConfigError: ``audit_canaries``, ``audit_confidence``, ``nothing_to_audit`` (privacy is off), and as a run.
+        RaycloakError: as a run. What was charged stays charged.
+    """
+    _check(config, canaries, confidence)
+    if coins is None:
+        coins = np.random.default_rng().random(canaries) < 0.5
+    assert len(coins) == canaries, "one coin per canary"
+    with tempfile.TemporaryDirectory(prefix="raycloak-audit-") as home:
+        folder = Path(home)
+        task = CanaryTask.of(config, base, coins.tolist())
+        task.write(folder)
+        examples = dataset_form(descriptor(task.dataset).open(base)).num_examples
+        audited = _audited(config, examples, canaries)
+        url = None if task.dataset.public else config.ledger.url or state.ledger_url()
+        session, _ = local_session(folder, run_secret, ledger_url=url)
+        finished, models, run_dir = _train(audited, session, folder, run_secret)
+    mechanism, delta, epsilon = finished.plan.mechanism, finished.plan.delta, _epsilon(audited, finished)
+    bound = strongest_bound(_sums(models[:, -canaries:], audited), coins, mechanism, delta=delta, confidence=confidence)
+    result = AuditResult(
+        epsilon_lower=bound.epsilon,
+        confidence=confidence,
+        epsilon=epsilon,
+        delta=delta,
+        contradicted=bound.epsilon > epsilon,
+        epsilon_ceiling=bound.ceiling,
+        canaries=canaries,
+        included=int(coins.sum()),
+        guesses=bound.guesses,
+        correct=bound.correct,
+        score=bound.score,
+        examples=examples,
+        steps=finished.steps,
+        sample_rate=mechanism.sample_rate,
+        noise_multiplier=mechanism.noise_multiplier,
+        account=None if task.dataset.public else finished.manifest.account,
+        evidence_class=finished.evidence_class,
+        run_dir=run_dir,
+    )
+    (run_dir / "audit.json").write_text(json.dumps(asdict(result), default=str, indent=1) + "\n")
+    return result
+
+
+def _check(config: RunConfig, canaries: int, confidence: float) -> None:
+    if not config.dp_config.enabled:
+        raise ConfigError("nothing_to_audit", "dp_config.enabled is false: no epsilon is claimed.")
+    if not FEWEST_CANARIES <= canaries <= MOST_CANARIES:
+        raise ConfigError(
+            "audit_canaries",
+            f"an audit takes {FEWEST_CANARIES} to {MOST_CANARIES} canaries, not {canaries}.",
+            "A thousand show an epsilon of up to about 4.",
+        )
+    if not 0 < confidence < 1:
+        raise ConfigError("audit_confidence", f"a confidence of {confidence:g} is not between 0 and 1.")
+
+
+def _audited(config: RunConfig, examples: int, canaries: int) -> RunConfig:
+    """The configuration with the canaries' task in place of its own, at the same sampling rate."""
+    rate = config.batch_size / examples
+    assert config.dataset is not None, "the task was made from it"
+    public = config.dataset.public
+    dataset = DatasetConfig(kind="module", function=f"{MODULE}:dataset", public=public)
+    changes = {
+        "name": f"{config.name}-audit",
+        "model": f"{MODULE}:model",
+        "loss": f"{MODULE}:loss",
+        "dataset": dataset.model_dump(),
+        "evaluation": None,
+        "optimizer": {"name": "sgd", "learning_rate": config.optimizer.learning_rate},
+        "batch_size_per_worker": None,
+        "expected_batch_size": rate * (examples + canaries),
+        "checkpoint": {},
+        "use_gpu": False,
+        "max_workers": None,
+        "policy": None,
+    }
+    return parse_config({**config.model_dump(), **changes, **({"ledger": {}} if public else {})})
+
+
+def _train(
+    config: RunConfig, session: Session, folder: Path, run_secret: Path | None
+) -> tuple[Finished, NDArray[np.float32], Path]:
+    """Run to the end: what it came to, [steps, d] parameters after every step, and the run directory."""
+    models: list[NDArray[np.float32]] = []
+    with ExitStack() as stack:
+        stack.callback(lambda: [actor.handle.close() for actor in session.control.actors.values()])
+        stack.enter_context(run_lock(session.run_id))
+        secret_file = str(run_secret) if run_secret else None
+        run_folder = RunFolder.create(config, session.run_id, str(folder), secret_file)
+        attach_log(run_folder.path / "run.log")
+        stack.callback(attach_log, None)
+        events = stack.enter_context(EventWriter(run_folder.path / "metrics.jsonl"))
+
+        def after_step(_report: StepReport) -> None:
+            released = coordinator.finished()
+            assert released is not None, "a step is done"
+            models.append(released.parameters)
+
+        try:
+            coordinator = Coordinator(
+                config,
+                session,
+                _setup(config, folder),
+                None,
+                _reporting(config, events, after_step),
+                run_folder,
+                Assignment(),
+            )
+            finished = coordinator.run()
+        except BaseException:
+            run_folder.mark("void")  # An audit is never gone on with: its canaries are forgotten.
+            raise
+        run_folder.mark("done")
+        return finished, np.stack(models), run_folder.path
+
+
+def _setup(config: RunConfig, folder: Path) -> WorkerSetup:
+    assert config.model is not None, "the audit's own task is named"
+    assert config.dataset is not None, "the audit's own task is named"
+    return WorkerSetup(
+        model=ModelSource.of(config.model),
+        loss=config.loss,
+        dataset=descriptor(config.dataset),
+        base=str(folder),
+        seed=config.seed,
+        device="cpu",
+        allow_nondeterministic=config.allow_nondeterministic,
+    )
+
+
+def _reporting(config: RunConfig, events: EventWriter, progress: Callable[[StepReport], None]) -> Reporting:
+    return Reporting(
+        metrics=lambda manifest, evidence: RunMetrics(run_facts(manifest, evidence, config.fewest_workers)),
+        events=events,
+        progress=progress,
+        departure=lambda departure: None,
+        joined=lambda member_id: None,
+        restart=lambda restart: None,
+    )
+
+
+def _sums(canary_parameters: NDArray[np.float32], config: RunConfig) -> NDArray[np.float64]:
+    """Each step's released sum along the canaries' axes, [steps, m], read off the models; they start at zero."""
+    start = np.zeros((1, canary_parameters.shape[1]))
+    moved = -np.diff(np.concatenate([start, canary_parameters.astype(np.float64)]), axis=0)
+    sums: NDArray[np.float64] = moved * (config.batch_size / config.optimizer.learning_rate)
+    return sums
+
+
+def _epsilon(config: RunConfig, finished: Finished) -> float:
+    """What the ledger charges for this run alone."""
+    if config.ledger.account is None:
+        return finished.charged_epsilon
+    mechanism, delta = finished.plan.mechanism, finished.plan.delta
+    return epsilon_of(mechanism.sample_rate, mechanism.noise_multiplier, finished.steps, delta, mechanism.accountant)
