@@ -1,0 +1,175 @@
+"""Four computations of one epsilon, and the refusal of a plan on which they do not agree.
+
+Opacus' RDP and PRV, and dp-accounting's RDP and PLD. The two RDPs share the conversion to epsilon, so that they agree
+shows only that the divergences do; PRV and PLD discretise differently and bound the true value from both sides.
+"""
+
+import logging
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from coordinator import accounting, privacy_loss
+from coordinator.releases import Releases, merged
+from metrics.errors import RefusedError
+
+RDP_TOLERANCE = 1e-3
+"""Relative difference allowed between the two RDPs at integer orders. At fractional ones dp-accounting's series does
+not converge for larger sampling rates; it then leaves the order out, and its epsilon is larger."""
+
+PRV_ERROR_SHARE = 0.005
+"""PRV is asked for an error of this share of epsilon, where its grid is then small enough."""
+
+PRV_GRID = 2**19
+LARGEST_PRV_GRID = 2**22
+"""Points of PRV's grid: what an error is chosen for, and what is not exceeded for an error of 1."""
+
+LARGEST_PRV_LOSS = 700.0
+"""PRV takes the exponential of every loss on its grid; a float64 holds that of 709."""
+
+_INTEGER_ORDERS = tuple(order for order in accounting.ORDERS if order.is_integer())
+
+_ALMOST_ONE = 1 - 2.0**-40
+"""Stands for sampling rate 1, at which PRV's formulas divide by zero; it changes delta by less than steps * 2^-40."""
+
+
+@dataclass(frozen=True, slots=True)
+class CrossCheck:
+    """What each accountant says of the same releases at the same delta.
+
+    Attributes:
+        epsilon: by accountant; ``opacus_prv`` is its estimate.
+        integer_orders: RDP of Opacus and of dp-accounting where only integer orders are used.
+        prv_bounds: what PRV claims the true value lies between; None if it was not computed.
+        not_computed: reason, by accountant that is missing in ``epsilon``.
+    """
+
+    epsilon: dict[str, float]
+    integer_orders: tuple[float, float]
+    prv_bounds: tuple[float, float] | None = None
+    not_computed: dict[str, str] = field(default_factory=dict)
+
+    def disagreement(self) -> str | None:
+        """A sentence that names the two that contradict each other; None if none do."""
+        opacus, google = self.integer_orders
+        if not math.isclose(opacus, google, rel_tol=RDP_TOLERANCE, abs_tol=1e-9):
+            return f"RDP at integer orders gives {opacus:.6g} in opacus and {google:.6g} in dp-accounting"
+        tight = self.epsilon["dp_accounting_pld"]
+        for name in ("opacus_rdp", "dp_accounting_rdp"):
+            if self.epsilon[name] < tight * (1 - privacy_loss.STATED_ERROR):
+                return f"{name} gives {self.epsilon[name]:.6g}, below the {tight:.6g} of dp_accounting_pld"
+        if self.prv_bounds is not None:
+            lower, upper = self.prv_bounds
+            if lower > tight or upper < tight * (1 - privacy_loss.STATED_ERROR):
+                return f"PRV gives {lower:.6g} to {upper:.6g} and PLD {tight:.6g}"
+        return None
+
+
+@lru_cache(maxsize=64)
+def cross_check(releases: Releases, delta: float) -> CrossCheck:
+    """Epsilon of ``releases`` at ``delta``, the accountant's share, by all four. Takes 1 s to 5 s for new arguments.
+
+    Raises:
+        RefusedError: ``accountants_disagree``.
+        ConfigError: ``delta_too_small``, see `coordinator/privacy_loss.py`.
+    """
+    found = {
+        "opacus_rdp": _opacus_rdp(releases, delta, accounting.ORDERS),
+        "dp_accounting_rdp": _dp_accounting_rdp(releases, delta, accounting.ORDERS),
+        "dp_accounting_pld": privacy_loss.epsilon(releases, delta),
+    }
+    bounds, missing = None, {}
+    prv = _opacus_prv(merged(releases), delta, found["dp_accounting_pld"])
+    if isinstance(prv, str):
+        missing = {"opacus_prv": prv}
+    else:
+        lower, found["opacus_prv"], upper = prv
+        bounds = lower, upper
+    integers = (
+        _opacus_rdp(releases, delta, _INTEGER_ORDERS),
+        _dp_accounting_rdp(releases, delta, _INTEGER_ORDERS),
+    )
+    check = CrossCheck(dict(sorted(found.items())), integers, bounds, missing)
+    problem = check.disagreement()
+    if problem:
+        raise RefusedError(
+            "accountants_disagree",
+            f"the accountants contradict each other on this plan: {problem}.",
+            "Do not rely on either; change the sampling rate or the noise, and report it.",
+        )
+    return check
+
+
+def _opacus_rdp(releases: Releases, delta: float, orders: tuple[float, ...]) -> float:
+    from opacus.accountants.analysis.rdp import get_privacy_spent
+
+    with _quiet():
+        rdp = accounting.composed_rdp(releases, orders)
+        found, _ = get_privacy_spent(orders=list(orders), rdp=rdp, delta=delta)
+    return max(0.0, float(found))
+
+
+def _dp_accounting_rdp(releases: Releases, delta: float, orders: tuple[float, ...]) -> float:
+    import dp_accounting
+    from dp_accounting.rdp import RdpAccountant
+
+    accountant = RdpAccountant(orders, dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
+    with _quiet():
+        for release in releases:
+            gaussian = dp_accounting.GaussianDpEvent(release.noise_multiplier)
+            accountant.compose(dp_accounting.PoissonSampledDpEvent(release.sample_rate, gaussian), release.count)
+        return float(accountant.get_epsilon(delta))
+
+
+def _opacus_prv(releases: Releases, delta: float, expected: float) -> tuple[float, float, float] | str:
+    """PRV's lower bound, estimate and upper bound, or why there is none."""
+    from opacus.accountants import PRVAccountant
+
+    accountant, delta_error = PRVAccountant(), delta / 1000
+    accountant.history = [
+        (release.noise_multiplier, min(release.sample_rate, _ALMOST_ONE), release.count) for release in releases
+    ]
+    with _quiet():
+        length, error, points = _prv_grid(accountant.history, delta_error, expected)
+        if length > LARGEST_PRV_LOSS:
+            return f"losses up to {length:.3g} overflow its float64"
+        if points > LARGEST_PRV_GRID:
+            return f"its grid would need {points:.2g} points"
+        try:
+            discrete = accountant._get_dprv(eps_error=error, delta_error=delta_error)
+            lower, estimate, upper = discrete.compute_epsilon(delta, delta_error, error)
+        except (RuntimeError, ValueError) as error_found:
+            return " ".join(str(error_found).split())
+    return max(0.0, float(lower)), max(0.0, float(estimate)), float(upper)
+
+
+def _prv_grid(
+    history: list[tuple[float, float, int]], delta_error: float, expected: float
+) -> tuple[float, float, float]:
+    """The largest loss on PRV's grid, an error to ask for, and how many points the grid then has."""
+    from opacus.accountants.analysis.prv import PoissonSubsampledGaussianPRV, compute_safe_domain_size
+
+    counts = [count for _, _, count in history]
+    variables = [PoissonSubsampledGaussianPRV(rate, noise) for noise, rate, _ in history]
+    length = compute_safe_domain_size(variables, counts, 0.01, delta_error)
+    points_at_one = 2 * length * math.sqrt(sum(counts) * math.log(12 / delta_error) / 2)
+    error = min(max(PRV_ERROR_SHARE * expected, points_at_one / PRV_GRID), 1.0)
+    return length, error, points_at_one / error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the libraries' remarks on orders they skip or would like: the values are compared, not trusted."""
+    logger: Any = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
