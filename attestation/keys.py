@@ -24,6 +24,7 @@ class Purpose(StrEnum):
     VIRTUAL_WORKER = "raycloak/virtual-worker/v1"
     KEY_COMMITMENT = "raycloak/key-commitment/v1"
     DATA_COMMITMENT = "raycloak/data-commitment/v1"
+    DATASET_FINGERPRINT = "raycloak/dataset-fingerprint/v1"
     SAMPLING = "raycloak/stream/sampling/v1"
     NOISE = "raycloak/stream/noise/v1"
     NOISE_INDEX = "raycloak/stream/noise-index/v1"

@@ -60,6 +60,8 @@ class DatasetConfig(Section):
         features, labels: array or column names of npz and parquet.
         scale: public constant that every feature is divided by.
         public: declares that the data needs no protection.
+        fingerprint_key: file of 64 hexadecimal digits beside the data, with which every worker computes the
+            fingerprint that an account may be bound to; relative to the config file.
     """
 
     kind: Literal["digits", "npz", "parquet", "module"]
@@ -70,6 +72,7 @@ class DatasetConfig(Section):
     labels: str = "labels"
     scale: float = Field(default=1.0, gt=0)
     public: bool = False
+    fingerprint_key: str | None = None
 
     @model_validator(mode="after")
     def _fields_of_kind(self) -> Self:
@@ -114,10 +117,17 @@ class RingConfig(Section):
 
 
 class LedgerConfig(Section):
-    """Which ledger and account pay. Without an account name the run opens its own."""
+    """Which ledger and account pay.
+
+    Attributes:
+        url: of the ledger; the file in the state folder if absent.
+        account: that pays; without a name the run opens its own.
+        witness: absolute folder on other storage, or http(s) URL, that is told every head of the ledger.
+    """
 
     url: str | None = None
     account: str | None = None
+    witness: str | None = None
 
 
 class FailureConfig(Section):

@@ -201,6 +201,7 @@ class Coordinator:
             ledger_key=self._ledger("view").public_key,
             orchestrator_key=self.session.orchestrator_key,
             key_commitments=commitments,
+            dataset_fingerprint=facts.dataset_fingerprint,
         )
 
     def _open_account(self, plan: Plan, manifest: Manifest, shared_cap: float | None) -> None:

@@ -48,6 +48,7 @@ def build_manifest(
     ledger_key: bytes,
     orchestrator_key: bytes,
     key_commitments: tuple[bytes, ...],
+    dataset_fingerprint: bytes = b"",
 ) -> Manifest:
     """The run's contract; see `workers/manifest.py`."""
     return Manifest(
@@ -59,6 +60,7 @@ def build_manifest(
         ledger_key=ledger_key,
         orchestrator_key=orchestrator_key,
         key_commitments=key_commitments,
+        dataset_fingerprint=dataset_fingerprint,
     )
 
 

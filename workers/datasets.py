@@ -70,6 +70,7 @@ class DatasetDescriptor(Message):
         labels: array or column name.
         scale: public constant that every feature is divided by.
         public: whether the data is declared to need no protection.
+        fingerprint_key: file of the key of `workers.fingerprint`, relative to the base folder or absolute.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/dataset/v1"
@@ -82,10 +83,11 @@ class DatasetDescriptor(Message):
     labels: str = "labels"
     scale: float = 1.0
     public: bool = False
+    fingerprint_key: str | None = None
 
     def identity_digest(self) -> bytes:
-        """SHA-256 of all that says which data this is, without ``path``: a moved file is the same dataset."""
-        return self.model_copy(update={"path": None}).digest()
+        """SHA-256 of all that says which data this is, but not where: a moved file is the same dataset."""
+        return self.model_copy(update={"path": None, "fingerprint_key": None}).digest()
 
     def open(self, base: Path | str) -> Dataset:
         """Open the dataset; relative paths and ``module:function`` are relative to the folder ``base``.

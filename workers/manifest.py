@@ -124,6 +124,7 @@ class Manifest(Message):
         known_answer: digest of the encoded, noised vector of the public synthetic batch; see
             `workers/known_answer.py`.
         key_commitments: per epoch, digest of the commitments to all virtual-worker keys.
+        dataset_fingerprint: as every worker computed it, see `workers/fingerprint.py`; empty without a key.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/manifest/v1"
@@ -136,3 +137,4 @@ class Manifest(Message):
     ledger_key: bytes
     orchestrator_key: bytes
     key_commitments: tuple[bytes, ...]
+    dataset_fingerprint: bytes = b""

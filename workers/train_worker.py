@@ -29,6 +29,7 @@ from attestation.slices import DataCommitments
 from metrics.errors import ConfigError, EvidenceError, ProtocolError, RefusedError
 from workers.clipping import GradientEngine
 from workers.datasets import Dataset, DatasetDescriptor, dataset_form
+from workers.fingerprint import dataset_fingerprint
 from workers.guard import answer_code, guarded
 from workers.known_answer import known_answer
 from workers.manifest import Manifest, NumericsClass, TensorSpec
@@ -67,7 +68,11 @@ class WorkerSetup:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """What the manifest needs to know of a prepared worker; nothing of it depends on the content of examples."""
+    """What the manifest needs to know of a prepared worker.
+
+    Attributes:
+        dataset_fingerprint: keyed, and the only one that depends on the content of examples; empty without a key.
+    """
 
     num_examples: int
     tensors: tuple[TensorSpec, ...]
@@ -75,6 +80,7 @@ class WorkerFacts:
     model_code: bytes
     loss_code: bytes
     numerics: NumericsClass
+    dataset_fingerprint: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +185,7 @@ class TrainWorker:
             model_code=setup.model.code_digest(setup.base),
             loss_code=loss_code,
             numerics=current_numerics(setup.device),
+            dataset_fingerprint=dataset_fingerprint(setup.dataset, self._dataset, setup.base),
         )
         return self._facts
 
@@ -308,6 +315,7 @@ class TrainWorker:
             "initial_parameters": (computation.initial_parameters, start),
             "dataset": (computation.dataset, self._setup.dataset.identity_digest()),
             "known_answer": (manifest.known_answer, self._known_answer),
+            "dataset_fingerprint": (manifest.dataset_fingerprint, facts.dataset_fingerprint),
         }
         for field, (stated, found) in checks.items():
             if stated != found:
