@@ -1,26 +1,28 @@
-"""The commands ``raycloak budget``: accounts, what they have spent, and whether the record can be believed."""
+"""The commands ``raycloak budget`` about accounts: opening, showing, changing and closing them."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coordinator.commands import AsJson, Debug, execute
+from coordinator.budget_options import Account, LedgerUrl, SomeAccount, Witness, existing_ledger, hexadecimal, ledger_at
+from coordinator.budget_record import export_command, history_command, verify_command
+from coordinator.commands import AsJson, ConfigFile, Debug, execute
 from coordinator.output import Output
 from metrics.errors import BudgetError, ConfigError
 
 if TYPE_CHECKING:
     from coordinator.ledger import PrivacyLedger
-    from coordinator.ledger_audit import Replay
+    from coordinator.ledger_authority import CapAuthorisation
 
 budget = typer.Typer(help="The ledger: what each account may spend and has spent.")
+budget.command("history")(history_command)
+budget.command("export")(export_command)
+budget.command("verify")(verify_command)
 
-Account = Annotated[str, typer.Argument(help="Name of the account.", show_default=False)]
-SomeAccount = Annotated[str | None, typer.Argument(help="Name of an account; all without it.")]
-LedgerUrl = Annotated[str | None, typer.Option(help="URL of the ledger; the one in RAYCLOAK_HOME without it.")]
+_DAY_S = 86_400
 
 
 @budget.command("show")
@@ -34,7 +36,7 @@ def show_command(
 def _show(output: Output, name: str | None, url: str | None) -> int:
     from coordinator.tables import accounts_view
 
-    with _ledger(url, create=False) as ledger:
+    with ledger_at(url, create=False) as ledger:
         view = ledger.view()
     accounts = [account for account in view.accounts if name in (None, account.name)]
     if name is not None and not accounts:
@@ -48,163 +50,253 @@ def open_command(
     account: Account,
     epsilon_cap: Annotated[float, typer.Option(help="What all runs together may spend.", show_default=False)],
     delta: Annotated[float, typer.Option(help="Delta of the cap.")] = 1e-5,
+    authority: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Public key of whoever may let the cap be raised.")
+    ] = None,
+    dataset: Annotated[
+        Path | None, typer.Option(metavar="CONFIG", help="Bind the account to the dataset of this configuration.")
+    ] = None,
+    fingerprint: Annotated[
+        str | None, typer.Option(metavar="HEX", help="The same, by what `budget fingerprint` printed.")
+    ] = None,
     ledger: LedgerUrl = None,
+    witness: Witness = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Open an account that runs may name; opening it again with the same terms changes nothing."""
-    execute(as_json, debug, lambda output: _open(output, account, epsilon_cap, delta, ledger))
+    terms = epsilon_cap, delta
+    execute(
+        as_json, debug, lambda output: _open(output, account, terms, authority, dataset, fingerprint, ledger, witness)
+    )
 
 
-def _open(output: Output, name: str, epsilon_cap: float, delta: float, url: str | None) -> int:
-    with _ledger(url, create=True) as ledger:
-        ledger.open_account(name, epsilon_cap, delta)
+def _open(
+    output: Output,
+    name: str,
+    terms: tuple[float, float],
+    authority: Path | None,
+    dataset: Path | None,
+    fingerprint: str | None,
+    url: str | None,
+    witness: str | None,
+) -> int:
+    from coordinator.ledger_authority import load_authority
+
+    if dataset is not None and fingerprint is not None:
+        raise ConfigError("usage", "give --dataset or --fingerprint, not both.")
+    key = load_authority(authority).key if authority else b""
+    bound = _fingerprint_of(dataset) if dataset else hexadecimal(fingerprint) or b""
+    with ledger_at(url, create=True, witness=witness) as ledger:
+        ledger.open_account(name, *terms, key, bound)
         return _account(output, ledger, name)
 
 
-def _account(output: Output, ledger: "PrivacyLedger", name: str) -> int:
-    """Show one account as it is now."""
+def _account(output: Output, ledger: "PrivacyLedger", *names: str) -> int:
+    """Show accounts as they are now; one of them as the JSON itself."""
     from coordinator.tables import accounts_view
 
-    (account,) = (account for account in ledger.view().accounts if account.name == name)
-    output.result(asdict(account), accounts_view([account]))
+    accounts = [account for account in ledger.view().accounts if account.name in names]
+    shown = [asdict(account) for account in accounts]
+    output.result(shown[0] if len(names) == 1 else {"accounts": shown}, accounts_view(accounts))
     return 0
 
 
-@budget.command("history")
-def history_command(
-    account: SomeAccount = None, ledger: LedgerUrl = None, as_json: AsJson = False, debug: Debug = False
-) -> None:
-    """Check the ledger's whole chain, then list its entries, of one account or all."""
-    execute(as_json, debug, lambda output: _history(output, account, ledger))
+@budget.command("fingerprint")
+def fingerprint_command(config: ConfigFile, as_json: AsJson = False, debug: Debug = False) -> None:
+    """Compute the keyed fingerprint of CONFIG's dataset; for whoever may read the data and its key."""
+    execute(as_json, debug, lambda output: _fingerprint(output, config))
 
 
-def _history(output: Output, account: str | None, url: str | None) -> int:
-    from coordinator.tables import history_view
-
-    with _ledger(url, create=False) as ledger:
-        ledger.verify()
-        entries = ledger.history(account)
-    records = [
-        {"sequence": entry.sequence, "kind": entry.kind, **entry.event.model_dump(mode="json"), "hash": entry.hash}
-        for entry in entries
-    ]
-    output.result({"verified": True, "entries": records}, history_view(entries))
-    return 0
-
-
-@budget.command("export")
-def export_command(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="New file of JSON lines.", show_default=False)],
-    ledger: LedgerUrl = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Check the ledger, then write its whole chain to FILE, which `verify --export` checks without the ledger."""
-    execute(as_json, debug, lambda output: _export(output, file, ledger))
-
-
-def _export(output: Output, file: Path, url: str | None) -> int:
+def _fingerprint(output: Output, config: Path) -> int:
     from coordinator.tables import fields_table
 
-    with _ledger(url, create=False) as ledger:
-        head = ledger.export(file)
-        key = ledger.public_key.hex()
-    facts = {"file": str(file), "entries": head.sequence, "head": head.hash.hex(), "public_key": key}
-    output.result(facts, fields_table("Exported ledger", [(name, str(value)) for name, value in facts.items()]))
+    found = _fingerprint_of(config)
+    output.result({"fingerprint": found}, fields_table("Dataset", [("fingerprint", found.hex())]))
     return 0
 
 
-@budget.command("verify")
-def verify_command(
+def _fingerprint_of(path: Path) -> bytes:
+    from coordinator.config import load_config
+    from coordinator.plan_command import descriptor
+    from workers.fingerprint import dataset_fingerprint
+
+    config = load_config(path)
+    if config.dataset is None or config.dataset.fingerprint_key is None:
+        raise ConfigError(
+            "fingerprint_key",
+            f"{path} names no dataset with a fingerprint_key.",
+            "Make a key beside the data: openssl rand -hex 32, mode 0600.",
+        )
+    described = descriptor(config.dataset)
+    return dataset_fingerprint(described, described.open(path.parent), path.parent)
+
+
+@budget.command("keygen")
+def keygen_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="New private key file.", show_default=False)],
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Make an authority's key pair: FILE stays with its owner, FILE.pub is named when an account is opened."""
+    execute(as_json, debug, lambda output: _keygen(output, file))
+
+
+def _keygen(output: Output, file: Path) -> int:
+    from coordinator.ledger_authority import create_authority
+    from coordinator.tables import fields_table
+
+    public, public_path = create_authority(file)
+    facts = {"name": public.name, "key": public.key.hex(), "private": str(file), "public": str(public_path)}
+    output.result(facts, fields_table("Authority", list(facts.items())))
+    return 0
+
+
+@budget.command("authorize")
+def authorize_command(
+    account: Account,
+    epsilon_cap: Annotated[float, typer.Option(help="The higher cap.", show_default=False)],
+    key: Annotated[Path, typer.Option(metavar="FILE", help="Private key of the authority.", show_default=False)],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="New file with the authorisation.", show_default=False)],
+    days: Annotated[float, typer.Option(help="For how long it can be used.")] = 7.0,
     ledger: LedgerUrl = None,
-    export: Annotated[Path | None, typer.Option(metavar="FILE", help="An exported ledger, instead of one.")] = None,
-    public_key: Annotated[str | None, typer.Option(metavar="HEX", help="The key that the ledger must have.")] = None,
-    packages: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Sealed packages by run; those of RAYCLOAK_HOME without it.")
-    ] = None,
-    runs: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Run directories; those of RAYCLOAK_HOME without it.")
+    export: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="An exported ledger, which is checked, instead of one.")
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Check every entry of the ledger, and that it has all that packages and evidence logs saw it have.
-
-    Writes nothing. Exit code 3 if an entry was changed, dropped, moved or rolled back; it is named.
-    """
-    execute(as_json, debug, lambda output: _verify(output, ledger, export, public_key, packages, runs))
+    """Sign that the cap of an account may be raised, once and from what it is now; needs no access to the ledger."""
+    execute(as_json, debug, lambda output: _authorize(output, account, epsilon_cap, key, out, days, ledger, export))
 
 
-def _verify(
+def _authorize(
     output: Output,
+    account: str,
+    epsilon_cap: float,
+    key: Path,
+    out: Path,
+    days: float,
     url: str | None,
     export: Path | None,
-    public_key: str | None,
-    packages: Path | None,
-    runs: Path | None,
 ) -> int:
-    from coordinator import state
-    from coordinator.ledger_pins import check_pins, log_pins, package_pins, require_key
-    from coordinator.tables import verified_view
+    from attestation.private_files import publish
+    from coordinator.ledger_authority import authorise, load_authority_key
+    from coordinator.tables import fields_table
 
-    with _record(url, export) as (key, replay, hash_at):
-        require_key(_hex(public_key), key)
-        home = state.home()
-        pins = [
-            *package_pins(packages or home / "packages", home / "signer", key),
-            *log_pins(runs or home / "runs", key),
-        ]
-        check_pins(pins, hash_at)
-    used = [pin for pin in pins if not pin.unusable]
-    facts = {
-        "verified": True,
-        "entries": replay.head.sequence,
-        "head": replay.head.hash,
-        "public_key": key,
-        "accounts": len(replay.accounts),
-        "runs": len(replay.runs),
-        "rollback_covered_to": max((pin.newest for pin in used), default=0),
-        "checked": [
-            {"kind": pin.kind, "source": pin.source, "heads": len(pin.heads), "newest": pin.newest} for pin in used
-        ],
-        "not_checked": [
-            {"kind": pin.kind, "source": pin.source, "reason": pin.unusable} for pin in pins if pin.unusable
-        ],
-    }
-    output.result(facts, verified_view(facts))
+    if url is not None and export is not None:
+        raise ConfigError("usage", "give --ledger or --export, not both.")
+    own = load_authority_key(key)
+    expires_at = int(time.time() + days * _DAY_S)
+    change = _change(account, epsilon_cap, expires_at, url, export)
+    if not epsilon_cap > change.old_cap:
+        raise ConfigError("authorisation", f"the cap of account '{account}' is {change.old_cap:g} already.")
+    try:
+        is_new = publish(out, authorise(change, own).encode() + b"\n", mode=0o644)
+    except OSError as error:
+        raise ConfigError("authorisation", f"cannot write {out}: {error.strerror}.") from None
+    if not is_new:
+        raise ConfigError("out_exists", f"{out} is there already.", "Choose another name, or remove it.")
+    facts = {**change.model_dump(mode="json"), "out": str(out)}
+    output.result(facts, fields_table("Authorisation", [(name, str(value)) for name, value in facts.items()]))
     return 0
 
 
-@contextmanager
-def _record(url: str | None, export: Path | None) -> Iterator[tuple[bytes, "Replay", Callable[[int], bytes | None]]]:
-    """Key, content and hashes of a ledger that was checked, or of an exported one."""
+def _change(
+    account: str, epsilon_cap: float, expires_at: int, url: str | None, export: Path | None
+) -> "CapAuthorisation":
+    """What is to be signed: from the cap as the ledger, or an export of it that was checked, has it now."""
+    from coordinator.ledger_authority import CapAuthorisation
+
     if export is None:
-        with _ledger(url, create=False) as ledger:
-            yield ledger.public_key, ledger.verify(), ledger.hash_at
-        return
-    if url is not None:
-        raise ConfigError("usage", "give --ledger or --export, not both.")
-    from coordinator.ledger_export import check_export
+        with ledger_at(url, create=False) as ledger:
+            view = ledger.view()
+        now = {each.name: (each.epsilon_cap, each.terms_hash) for each in view.accounts}
+        ledger_key = view.public_key
+    else:
+        from coordinator.ledger_export import check_export
 
-    checked = check_export(export)
-    yield checked.public_key, checked.replay, checked.hash_at
+        checked = check_export(export)
+        now = {name: (each.terms.epsilon_cap, each.changed.hash) for name, each in checked.replay.accounts.items()}
+        ledger_key = checked.public_key
+    if account not in now:
+        raise BudgetError("account_unknown", f"there is no account '{account}'.")
+    old_cap, follows = now[account]
+    return CapAuthorisation(
+        account=account,
+        ledger_key=ledger_key,
+        old_cap=old_cap,
+        new_cap=epsilon_cap,
+        follows=follows,
+        expires_at=expires_at,
+    )
 
 
-def _hex(text: str | None) -> bytes | None:
-    try:
-        return None if text is None else bytes.fromhex(text)
-    except ValueError:
-        raise ConfigError("usage", f"'{text}' is not hexadecimal.") from None
+@budget.command("cap")
+def cap_command(
+    account: Account,
+    epsilon_cap: Annotated[float, typer.Option(help="The new cap.", show_default=False)],
+    authorisation: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="From `budget authorize`; a higher cap needs it.")
+    ] = None,
+    ledger: LedgerUrl = None,
+    witness: Witness = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Lower the cap of an account, or raise it as its authority has signed."""
+    execute(as_json, debug, lambda output: _cap(output, account, epsilon_cap, authorisation, ledger, witness))
 
 
-@contextmanager
-def _ledger(url: str | None, create: bool) -> Iterator["PrivacyLedger"]:
-    from coordinator.ledger import PrivacyLedger
-    from coordinator.state import ledger_url
+def _cap(
+    output: Output,
+    account: str,
+    epsilon_cap: float,
+    authorisation: Path | None,
+    url: str | None,
+    witness: str | None,
+) -> int:
+    from coordinator.ledger_authority import load_authorisation
 
-    ledger = PrivacyLedger(url or ledger_url(), create)
-    try:
-        yield ledger
-    finally:
-        ledger.close()
+    signed = load_authorisation(authorisation) if authorisation else None
+    with existing_ledger(url, witness) as ledger:
+        ledger.change_cap(account, epsilon_cap, signed)
+        return _account(output, ledger, account)
+
+
+@budget.command("transfer")
+def transfer_command(
+    source: Annotated[str, typer.Argument(help="The account that gives.", show_default=False)],
+    target: Annotated[str, typer.Argument(help="The account that gets.", show_default=False)],
+    epsilon: Annotated[float, typer.Option(help="How much of the cap.", show_default=False)],
+    ledger: LedgerUrl = None,
+    witness: Witness = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Move unspent epsilon between two accounts of one dataset; what both may spend together stays the same."""
+    execute(as_json, debug, lambda output: _transfer(output, source, target, epsilon, ledger, witness))
+
+
+def _transfer(output: Output, source: str, target: str, epsilon: float, url: str | None, witness: str | None) -> int:
+    with existing_ledger(url, witness) as ledger:
+        ledger.transfer(source, target, epsilon)
+        return _account(output, ledger, source, target)
+
+
+@budget.command("close")
+def close_command(
+    account: Account,
+    ledger: LedgerUrl = None,
+    witness: Witness = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Let nothing more be charged to an account, for good."""
+    execute(as_json, debug, lambda output: _close(output, account, ledger, witness))
+
+
+def _close(output: Output, account: str, url: str | None, witness: str | None) -> int:
+    with existing_ledger(url, witness) as ledger:
+        ledger.close_account(account)
+        return _account(output, ledger, account)

@@ -185,7 +185,7 @@ class Coordinator:
         """Cap of the named account that pays; None if the run opens its own."""
         if self.config.ledger.account is None:
             return None
-        return shared_cap(self._ledger("view"), self.config)
+        return shared_cap(self._ledger("view"), self.config, self.session.run_id)
 
     def _manifest(self, facts: WorkerFacts, plan: Plan, known_answer: bytes) -> Manifest:
         computation = build_computation(self.config, self._setup.model.name, self._setup.dataset, facts, plan.mechanism)
@@ -207,7 +207,8 @@ class Coordinator:
     def _open_account(self, plan: Plan, manifest: Manifest, shared_cap: float | None) -> None:
         if shared_cap is None:
             self._ledger("open_account", self._account, account_cap(self.config), plan.delta)
-        self._ledger("register_run", self.session.run_id, self._account, (plan.mechanism,), manifest.digest())
+        terms = (plan.mechanism,), manifest.digest(), manifest.dataset_fingerprint
+        self._ledger("register_run", self.session.run_id, self._account, *terms)
 
     def _training(self, facts: WorkerFacts, manifest: Manifest, metrics: RunMetrics) -> Training:
         """The steps that are left to this execution, from the model that the newest package or the manifest gives."""
@@ -300,6 +301,7 @@ class Coordinator:
             outcomes=tuple(training.outcomes),
             colocated=self._colocated,
             ending=self._ending,
+            rollback_witness=self._ledger("view").rollback_witness,
         )
 
     @property

@@ -127,7 +127,8 @@ class Execution:
             stack.callback(ray.shutdown)
         if self._handle_signals:
             stack.enter_context(stop_on_signals(self._stop, self._notice))
-        actors = RayControl(self._config.ledger.url or state.ledger_url(), str(state.home() / "orchestrator"))
+        ledger = self._config.ledger
+        actors = RayControl(ledger.url or state.ledger_url(), str(state.home() / "orchestrator"), ledger.witness)
         stack.callback(actors.close)
         return actors
 

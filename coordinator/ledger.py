@@ -5,36 +5,35 @@ all runs of (steps charged) x (RDP of one step), at the orders the account was o
 the cap.
 """
 
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
-from numpy.typing import NDArray
 
 from attestation.messages import Envelope, seal
 from attestation.roster import Query
-from coordinator.accounting import ACCOUNTANT, ORDERS, step_rdp
-from coordinator.ledger_audit import Replay, audit, check_tables
-from coordinator.ledger_entries import (
-    AccountOpened,
-    Event,
-    Head,
-    LedgerEntry,
-    RunRegistered,
-    StepCharged,
-    broken,
-    check_chain,
-    make_entry,
+from coordinator.accounting import step_rdp
+from coordinator.ledger_accounts import cap_change, check_same_terms, closing, opening, transfer
+from coordinator.ledger_authority import SignedCap
+from coordinator.ledger_entries import Head, LedgerEntry, RunRegistered, StepCharged
+from coordinator.ledger_links import check_links
+from coordinator.ledger_reader import LedgerReader
+from coordinator.ledger_rules import (
+    PricedRun,
+    check_cap,
+    check_reserve,
+    epsilon_at,
+    now,
+    registration,
+    run_mismatch,
 )
-from coordinator.ledger_export import write_export
-from coordinator.ledger_rules import PricedRun, check_cap, check_slack, epsilon_at, now, registration, run_mismatch
-from coordinator.ledger_store import AccountRow, LedgerStore, Rows, RunRow
-from coordinator.ledger_view import AccountView, LedgerView, StepStatus, account_view
-from metrics.errors import BudgetError, ConfigError
+from coordinator.ledger_store import Rows, RunRow
+from metrics.errors import BudgetError
 from workers.mechanism import Mechanism
 from workers.receipt import Receipt
 
 
-class PrivacyLedger:
+class PrivacyLedger(LedgerReader):
     """One instance of a ledger; the store outlives it, and several instances may work on one store.
 
     A run belongs to the newest instance that registered or charged it; older ones are refused with ``fenced``.
@@ -44,179 +43,157 @@ class PrivacyLedger:
         url: ``sqlite:////absolute/file`` or ``postgresql://...``.
         create: whether a ledger may be created where there is none. With False this instance takes no fencing
             number and only reads; a charge by it is refused.
+        witness: absolute folder on other storage, or http(s) URL, that is told every head; see
+            `coordinator.ledger_witness`.
 
     Raises:
-        ConfigError, BudgetError: see `coordinator.ledger_store.LedgerStore`.
+        ConfigError, BudgetError: see `coordinator.ledger_store.LedgerStore`; ConfigError ``witness``; BudgetError
+            ``chain_broken`` if this instance is to write and an entry was changed, ``ledger_rolled_back`` or
+            ``witness_unavailable``.
     """
 
-    def __init__(self, url: str, create: bool = True) -> None:
-        self._store = LedgerStore(url, create)
-        self._accounts: dict[str, AccountOpened] = {}
-        self._runs: dict[int, PricedRun] = {}
-
-    @property
-    def public_key(self) -> bytes:
-        """Raw Ed25519 key that signs entries and receipts; the store's, so the same for every instance."""
-        return self._store.key.public
-
-    @property
-    def fencing(self) -> int:
-        """This instance's number; later instances of the store have higher ones, and one that only reads has 0."""
-        return self._store.fencing
+    def __init__(self, url: str, create: bool = True, witness: str | None = None) -> None:
+        super().__init__(url, create, witness)
+        if create:
+            try:
+                with self._store.read() as rows:
+                    check_links(rows, self.public_key)
+            except BaseException:
+                self.close()
+                raise
 
     def load_accountant(self) -> None:
         """Import what computes RDP, which takes seconds; optional, so that the first registration need not wait."""
         step_rdp(0.5, 1.0)
 
-    def open_account(self, name: str, epsilon_cap: float, delta: float) -> None:
-        """Open an account, or find it open with the same terms.
+    def open_account(
+        self, name: str, epsilon_cap: float, delta: float, authority: bytes = b"", fingerprint: bytes = b""
+    ) -> None:
+        """Open an account, or find that it was opened with the same terms.
+
+        Args:
+            authority: raw Ed25519 key that may let the cap be raised; without one it can only be lowered.
+            fingerprint: of the only dataset whose runs may charge; see `workers/fingerprint.py`.
 
         Raises:
             ConfigError: ``account_terms`` if a value makes no sense.
-            BudgetError: ``account_mismatch`` if it is open with other terms.
+            BudgetError: ``account_mismatch`` if it was opened with other terms.
         """
-        if not (name and 0 <= epsilon_cap < float("inf") and 0 < delta < 1):
-            raise ConfigError(
-                "account_terms", f"account '{name}' cannot have epsilon cap {epsilon_cap} and delta {delta}."
-            )
-        with self._store.write() as rows:
-            existing = self._account(rows, name)
+        event = opening(name, epsilon_cap, delta, authority, fingerprint)
+        with self._write() as rows:
+            existing = self._book.account(rows, name)
             if existing is None:
-                event = AccountOpened(
-                    recorded_at=now(),
-                    account=name,
-                    epsilon_cap=float(epsilon_cap),
-                    delta=float(delta),
-                    accountant=ACCOUNTANT,
-                    orders=ORDERS,
-                )
-                rows.add_account(AccountRow(name, self._append(rows, event).sequence))
-            elif (existing.epsilon_cap, existing.delta) != (epsilon_cap, delta):
-                raise BudgetError(
-                    "account_mismatch",
-                    f"account '{name}' is open with epsilon cap {existing.epsilon_cap:g} and delta "
-                    f"{existing.delta:g}, not {epsilon_cap:g} and {delta:g}.",
-                    "Use its own terms, or another account name.",
-                )
+                self._book.append(rows, event)
+            else:
+                check_same_terms(existing, event)
+
+    def change_cap(self, account: str, epsilon_cap: float, authorisation: SignedCap | None = None) -> None:
+        """Lower an account's cap, or raise it as its authority has signed.
+
+        Raises:
+            ConfigError, BudgetError: ``account_unknown``, or see `coordinator.ledger_accounts.cap_change`.
+        """
+        with self._write() as rows:
+            standing = self._book.standing(rows, account)
+            event = cap_change(standing, epsilon_cap, authorisation, self.public_key)
+            if event is not None:
+                self._book.append(rows, event)
+
+    def transfer(self, source: str, target: str, amount: float) -> None:
+        """Move unspent epsilon from the cap of one account to that of another of the same dataset, in one entry.
+
+        Raises:
+            ConfigError, BudgetError: ``account_unknown``, or see `coordinator.ledger_accounts.transfer`.
+        """
+        with self._write() as rows:
+            giver, taker = (self._book.standing(rows, name) for name in (source, target))
+            self._book.append(rows, transfer(giver, taker, amount))
+
+    def close_account(self, account: str) -> None:
+        """Let nothing more be charged to an account, nor a run be registered with it. Closing it again does nothing.
+
+        Raises:
+            BudgetError: ``account_unknown``.
+        """
+        with self._write() as rows:
+            event = closing(self._book.known(rows, account))
+            if event is not None:
+                self._book.append(rows, event)
 
     def register_run(
-        self, run_id: str, account: str, mechanisms: tuple[Mechanism, ...], manifest_digest: bytes
+        self,
+        run_id: str,
+        account: str,
+        mechanisms: tuple[Mechanism, ...],
+        manifest_digest: bytes,
+        dataset_fingerprint: bytes = b"",
     ) -> None:
         """Let a run charge to an account, and make this instance the run's own. Idempotent for the same arguments.
 
         Args:
             mechanisms: all that the run may release, each with a query of its own and paid for release by release.
+            dataset_fingerprint: of the run's manifest; empty without a key.
 
         Raises:
-            BudgetError: ``account_unknown``, ``run_mismatch`` (the id belongs to a run of another account,
-                mechanism or manifest), ``mechanism_inconsistent``, ``delta_exceeded`` (no slack left in delta),
-                ``cap_exceeded`` (not even one release of each mechanism is left) or ``fenced``.
+            BudgetError: ``account_unknown``, ``account_closed``, ``run_mismatch`` (the id belongs to a run of another
+                account, mechanism, dataset or manifest), what `coordinator.ledger_rules.registration` refuses,
+                ``delta_exceeded`` (no slack left in delta), ``cap_exceeded`` (not even one release of each mechanism
+                is left) or ``fenced``.
         """
         with self._store.read() as rows:
-            terms = self._known_account(rows, account)
-        event = registration(run_id, terms, mechanisms, manifest_digest)
-        with self._store.write() as rows:
+            terms = self._book.known(rows, account).terms
+        # Computing RDP takes seconds the first time, so not while others wait for the lock.
+        event = registration(run_id, terms, mechanisms, manifest_digest, dataset_fingerprint)
+        with self._write() as rows:
             row = rows.run(run_id)
             if row is not None:
                 self._check_same_run(rows, row, event)
                 self._check_fencing(row)
                 rows.own_run(run_id, self.fencing)
                 return
-            runs = rows.runs(account)
-            check_slack(terms, [self._run(rows, other).registered for other in runs], event)
+            standing = self._book.standing(rows, account)
+            standing.account.require_open()
+            if standing.account.terms != terms:
+                terms = standing.account.terms
+                event = registration(run_id, terms, mechanisms, manifest_digest, dataset_fingerprint)
+            check_reserve(terms, [*standing.registered, event])
             if any(mechanism.private for mechanism in mechanisms):
-                check_cap(terms, self._spent(rows, terms, runs) + np.sum(event.step_rdp, axis=0))
+                check_cap(terms, standing.spent + np.sum(event.step_rdp, axis=0))
             counts = {mechanism.query: 0 for mechanism in mechanisms}
-            rows.add_run(RunRow(run_id, account, self._append(rows, event).sequence, self.fencing, counts))
+            entry = self._book.append(rows, event)
+            rows.add_run(RunRow(run_id, account, entry.sequence, self.fencing, counts))
 
     def charge(
         self, run_id: str, step: int, parameter_digest: bytes, manifest_digest: bytes, query: Query = "gradient"
     ) -> Envelope:
         """Charge one step of one mechanism and return the signed :class:`workers.receipt.Receipt` for it.
 
-        Guarantee: when the receipt is returned its entry is on disk. The same five arguments give the same entry
+        Guarantee: when the receipt is returned its entry is on disk, and the witness, if there is one, holds a head
+        at or behind it. The same five arguments give the same entry
         and charge once, whoever asks and however often; for a later instance only the fencing number differs. A
         charge that would cross the cap is refused and changes nothing.
 
         Raises:
             BudgetError: ``run_unknown``, ``run_mismatch``, ``fenced``, ``step_not_planned``,
-                ``step_already_charged`` (for other parameters), ``cap_exceeded`` or ``ledger_unavailable``.
+                ``step_already_charged`` (for other parameters), ``account_closed``, ``cap_exceeded``,
+                ``ledger_unavailable``, ``ledger_rolled_back`` or ``witness_unavailable``. After the last two the step
+                may be charged: see :meth:`status`.
         """
-        with self._store.write() as rows:
+        with self._write() as rows:
             row = rows.run(run_id)
             if row is None:
                 raise BudgetError("run_unknown", f"run {run_id} is not registered in this ledger.")
-            run = self._run(rows, row)
+            run = self._book.run(rows, row)
             self._check_fencing(row)
             if manifest_digest != run.registered.manifest_digest:
                 raise run_mismatch(run_id)
             entry = rows.charge(run_id, query, step)
             if entry is None:
                 entry = self._charge_new(rows, row, run, query, step, parameter_digest)
-            receipt = self._receipt(entry, row.account, parameter_digest)
+            receipt = self._receipt(entry, run.registered, parameter_digest)
             if row.fencing != self.fencing:
                 rows.own_run(run_id, self.fencing)
         return receipt
-
-    def status(self, run_id: str, step: int, query: Query = "gradient") -> StepStatus:
-        """Whether a step of a mechanism is charged; never charges anything."""
-        with self._store.read() as rows:
-            entry = rows.charge(run_id, query, step)
-        if entry is None:
-            return StepStatus(False)
-        event = entry.event
-        assert isinstance(event, StepCharged)
-        return StepStatus(True, event.parameter_digest, entry.sequence)
-
-    def view(self) -> LedgerView:
-        """All accounts as they are now, by a connection of its own; never waits for a charge."""
-        with self._store.read() as rows:
-            accounts = tuple(self._account_view(rows, row) for row in rows.accounts())
-            return LedgerView(self.public_key, self.fencing, rows.head(), accounts)
-
-    def hash_at(self, sequence: int) -> bytes | None:
-        """The hash of the entry at ``sequence``; None if the ledger has none there."""
-        with self._store.read() as rows:
-            entry = rows.entry(sequence)
-        return entry.hash if entry else None
-
-    def history(self, account: str | None = None) -> tuple[LedgerEntry, ...]:
-        """The entries of one account in the order of the chain, or the whole chain, as :func:`audit` wants it."""
-        with self._store.read() as rows:
-            entries = tuple(rows.entries())
-            if account is None:
-                return entries
-            runs = {row.run_id for row in rows.runs(account)}
-        return tuple(entry for entry in entries if _belongs(entry.event, account, runs))
-
-    def verify(self) -> Replay:
-        """Check the whole record; takes about 0.3 ms per entry.
-
-        Guarantee: returns only if :func:`coordinator.ledger_audit.audit` accepts the chain and every table says
-        what the chain says. Entries cut off at the end are not noticed: compare the head with one kept elsewhere.
-
-        Raises:
-            BudgetError: ``chain_broken``, naming the entry.
-        """
-        with self._store.read() as rows:
-            replay = audit(rows.entries(), self.public_key)
-            check_tables(rows, replay)
-        return replay
-
-    def export(self, path: Path) -> Head:
-        """Check the whole record and write it to ``path``; see `coordinator.ledger_export`. Returns its head.
-
-        Raises:
-            BudgetError: ``chain_broken``.
-            ConfigError: ``export_exists`` or ``export_file``.
-        """
-        with self._store.read() as rows:
-            check_tables(rows, audit(rows.entries(), self.public_key))
-            return write_export(path, rows.entries(), self._store.key, now())
-
-    def close(self) -> None:
-        """Close all connections. What was charged stays charged."""
-        self._store.close()
 
     def _charge_new(
         self, rows: Rows, row: RunRow, run: PricedRun, query: Query, step: int, parameter_digest: bytes
@@ -228,8 +205,10 @@ class PrivacyLedger:
                 "step_not_planned",
                 f"run {row.run_id} planned {planned} releases of its {query}; number {step} is none of them.",
             )
-        terms = self._known_account(rows, row.account)
-        spent = self._spent(rows, terms, rows.runs(row.account))
+        account = self._book.known(rows, row.account)
+        account.require_open()
+        terms = account.terms
+        spent = self._book.spent(rows, terms, rows.runs(row.account))
         if priced.mechanism.private:
             spent = spent + priced.step_rdp
             check_cap(terms, spent)
@@ -245,9 +224,9 @@ class PrivacyLedger:
             charged_epsilon=epsilon_at(terms, spent),
         )
         rows.count_charge(row.run_id, query)
-        return self._append(rows, event)
+        return self._book.append(rows, event)
 
-    def _receipt(self, entry: LedgerEntry, account: str, parameter_digest: bytes) -> Envelope:
+    def _receipt(self, entry: LedgerEntry, run: RunRegistered, parameter_digest: bytes) -> Envelope:
         event = entry.event
         assert isinstance(event, StepCharged)
         if event.parameter_digest != parameter_digest:
@@ -262,76 +241,29 @@ class PrivacyLedger:
             step=event.step,
             parameter_digest=event.parameter_digest,
             manifest_digest=event.manifest_digest,
-            account=account,
+            account=run.account,
             mechanism_digest=event.mechanism_digest,
             fencing=self.fencing,
             sequence=entry.sequence,
             head=entry.hash,
             charged_epsilon=event.charged_epsilon,
+            dataset_fingerprint=run.dataset_fingerprint,
         )
         return seal(receipt, self._store.key)
 
-    def _append(self, rows: Rows, event: Event) -> LedgerEntry:
-        entry = make_entry(rows.head(), event, self._store.key)
-        key = (event.run_id, event.query, event.step) if isinstance(event, StepCharged) else None
-        rows.append(entry, key)
-        return entry
-
-    def _account(self, rows: Rows, name: str) -> AccountOpened | None:
-        if name in self._accounts:
-            return self._accounts[name]
-        row = rows.account(name)
-        return self._opened(rows, row) if row else None
-
-    def _known_account(self, rows: Rows, name: str) -> AccountOpened:
-        account = self._account(rows, name)
-        if account is None:
-            raise BudgetError(
-                "account_unknown", f"there is no account '{name}'.", f"Open it: raycloak budget open {name}"
-            )
-        return account
-
-    def _opened(self, rows: Rows, row: AccountRow) -> AccountOpened:
-        if row.name not in self._accounts:
-            event = self._signed_event(rows, row.sequence)
-            assert isinstance(event, AccountOpened)
-            self._accounts[row.name] = event
-        return self._accounts[row.name]
-
-    def _run(self, rows: Rows, row: RunRow) -> PricedRun:
-        if row.sequence not in self._runs:
-            event = self._signed_event(rows, row.sequence)
-            assert isinstance(event, RunRegistered)
-            self._runs[row.sequence] = PricedRun.of(event)
-        return self._runs[row.sequence]
-
-    def _signed_event(self, rows: Rows, sequence: int) -> Event:
-        """The event at a position, after a check of its signature: terms and costs are never read unsigned."""
-        entry = rows.entry(sequence)
-        if entry is None:
-            raise broken(sequence, "it is missing")
-        check_chain([entry], self.public_key, Head(sequence - 1, entry.previous))
-        return entry.event
-
-    def _spent(self, rows: Rows, terms: AccountOpened, runs: list[RunRow]) -> NDArray[np.float64]:
-        spent = np.zeros(len(terms.orders))
-        for row in runs:
-            priced = self._run(rows, row).priced
-            if row.charged.keys() != priced.keys():
-                raise broken(row.sequence, f"the table of charges does not have the mechanisms of run {row.run_id}")
-            for query, each in priced.items():
-                spent += row.charged[query] * each.step_rdp
-        return spent
-
-    def _account_view(self, rows: Rows, row: AccountRow) -> AccountView:
-        terms, runs = self._opened(rows, row), rows.runs(row.name)
-        registered = [(self._run(rows, run).registered, run.charged) for run in runs]
-        return account_view(terms, registered, self._spent(rows, terms, runs))
+    @contextmanager
+    def _write(self) -> Iterator[Rows]:
+        """A transaction of the store; when it has committed, its head is with the witness."""
+        with self._store.write() as rows:
+            yield rows
+            head = rows.head() if self._witnessed else Head()
+        if self._witnessed:
+            self._witnessed.keep(head)
 
     def _check_same_run(self, rows: Rows, row: RunRow, event: RunRegistered) -> None:
-        known = self._run(rows, row).registered
-        same = (known.account, known.mechanisms, known.manifest_digest)
-        if same != (event.account, event.mechanisms, event.manifest_digest):
+        known = self._book.run(rows, row).registered
+        compared = ("account", "mechanisms", "manifest_digest", "dataset_fingerprint")
+        if any(getattr(known, name) != getattr(event, name) for name in compared):
             raise run_mismatch(row.run_id)
 
     def _check_fencing(self, row: RunRow) -> None:
@@ -339,7 +271,3 @@ class PrivacyLedger:
             raise BudgetError(
                 "fenced", f"ledger instance {self.fencing} was replaced by {row.fencing} for run {row.run_id}."
             )
-
-
-def _belongs(event: Event, account: str, runs: set[str]) -> bool:
-    return event.run_id in runs if isinstance(event, StepCharged) else event.account == account

@@ -5,15 +5,20 @@ Works on any copy of the entries; a third party needs only the ledger's public k
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from attestation.roster import Query
-from coordinator.accounting import SLACK_SHARE, accountant_delta, epsilon, step_rdp
+from coordinator.accounting import accountant_delta, epsilon, step_rdp
+from coordinator.ledger_accounts import Account, Standing, check_cap_change, check_transfer, named
 from coordinator.ledger_entries import (
+    AccountClosed,
     AccountOpened,
+    CapChanged,
+    CapTransferred,
     Head,
     LedgerEntry,
     RunRegistered,
@@ -21,7 +26,9 @@ from coordinator.ledger_entries import (
     broken,
     check_chain,
 )
+from coordinator.ledger_rules import check_dataset, check_reserve, check_shares
 from coordinator.ledger_store import AccountRow, Rows
+from metrics.errors import BudgetError
 from workers.mechanism import Mechanism
 
 _TOLERANCE = 1e-6
@@ -40,9 +47,10 @@ class ReplayedRun:
 
 @dataclass(slots=True)
 class Replay:
-    """What a chain adds up to: accounts by name with the entry that opened them, and runs by id."""
+    """What a chain adds up to: accounts by name, and runs by id; ``public_key`` is the ledger's."""
 
-    accounts: dict[str, tuple[int, AccountOpened]] = field(default_factory=dict)
+    public_key: bytes
+    accounts: dict[str, Account] = field(default_factory=dict)
     runs: dict[str, ReplayedRun] = field(default_factory=dict)
     head: Head = field(default_factory=Head)
 
@@ -51,35 +59,61 @@ class Replay:
         event = entry.event
         if isinstance(event, AccountOpened):
             _require(event.account not in self.accounts, entry, "it opens an account a second time")
-            self.accounts[event.account] = (entry.sequence, event)
+            self.accounts[event.account] = Account.of(event, _head(entry))
         elif isinstance(event, RunRegistered):
             self._register(entry, event)
-        else:
+        elif isinstance(event, StepCharged):
             self._charge(entry, event)
+        else:
+            self._change(entry, event)
 
     def spent(self, account: str) -> NDArray[np.float64]:
         """RDP vector of all charges to an account."""
-        total = np.zeros(len(self.accounts[account][1].orders))
+        total = np.zeros(len(self.accounts[account].opened.orders))
         for run in self.runs.values():
             if run.registered.account == account:
                 for mechanism, cost in zip(run.registered.mechanisms, run.registered.step_rdp, strict=True):
                     total += len(run.charges[mechanism.query]) * np.asarray(cost)
         return total
 
+    def standing(self, account: str) -> Standing:
+        """An account with what was charged to it."""
+        registered = [run.registered for run in self.runs.values() if run.registered.account == account]
+        return Standing(self.accounts[account], self.spent(account), registered)
+
+    def _change(self, entry: LedgerEntry, event: CapChanged | CapTransferred | AccountClosed) -> None:
+        for name in named(event):
+            _require(name in self.accounts, entry, "its account was never opened")
+        with _held_to(entry):
+            if isinstance(event, CapChanged):
+                check_cap_change(self.standing(event.account), event, self.public_key)
+            elif isinstance(event, CapTransferred):
+                check_transfer(self.standing(event.source), self.standing(event.target), event)
+            else:
+                self.accounts[event.account].require_open()
+                same = self.accounts[event.account].terms.epsilon_cap == event.epsilon_cap
+                _require(same, entry, "it closes the account with another cap")
+        for name in named(event):
+            self.accounts[name] = self.accounts[name].after(event, _head(entry))
+
     def _register(self, entry: LedgerEntry, event: RunRegistered) -> None:
         _require(event.run_id not in self.runs, entry, "it registers a run a second time")
         _require(event.account in self.accounts, entry, "its account was never opened")
-        account = self.accounts[event.account][1]
+        account = self.accounts[event.account].terms
         expected = tuple(_release_rdp(mechanism, account.orders) for mechanism in event.mechanisms)
         same = [len(cost) for cost in event.step_rdp] == [len(cost) for cost in expected]
         same = same and np.allclose(event.step_rdp, expected, rtol=_TOLERANCE, atol=0)
         _require(same, entry, "its cost per step is not that of its mechanism")
         charges: dict[Query, dict[int, int]] = {mechanism.query: {} for mechanism in event.mechanisms}
         _require(len(charges) == len(event.mechanisms) > 0, entry, "it does not name each mechanism once")
-        slack = event.delta_slack + sum(
-            run.registered.delta_slack for run in self.runs.values() if run.registered.account == event.account
-        )
-        _require(slack <= SLACK_SHARE * account.delta * (1 + _TOLERANCE), entry, "it overdraws the slack of delta")
+        _require(event.epsilon_cap == account.epsilon_cap, entry, "it states another cap than its account has")
+        with _held_to(entry):
+            self.accounts[event.account].require_open()
+            check_dataset(account, event.dataset_fingerprint)
+            for mechanism in event.mechanisms:
+                if mechanism.private:
+                    check_shares(event.run_id, mechanism)
+            check_reserve(account, [*self.standing(event.account).registered, event])
         self.runs[event.run_id] = ReplayedRun(entry.sequence, event, charges=charges)
 
     def _charge(self, entry: LedgerEntry, event: StepCharged) -> None:
@@ -96,7 +130,8 @@ class Replay:
         _require(named == (registered.manifest_digest, mechanism.digest()), entry, "it charges for another mechanism")
         _require(event.fencing >= run.fencing, entry, "it comes from an instance that had been replaced")
         charges[event.step], run.fencing = entry.sequence, event.fencing
-        account = self.accounts[registered.account][1]
+        _require(not self.accounts[registered.account].closed, entry, "its account was closed")
+        account = self.accounts[registered.account].terms
         spent = epsilon(self.spent(registered.account), accountant_delta(account.delta), account.orders)
         close = math.isclose(spent, event.charged_epsilon, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
         _require(close, entry, "its epsilon is not what the charges add up to")
@@ -108,12 +143,13 @@ def audit(entries: Iterable[LedgerEntry], public_key: bytes) -> Replay:
     """Check chain, signatures and meaning of a whole ledger, from its first entry.
 
     Guarantee: returns only if ``public_key`` signed every entry, none is missing before the last, no step was
-    charged twice, each charge costs what its mechanism costs, and no private charge crosses its account's cap.
+    charged twice, each charge costs what its mechanism costs, no private charge crosses its account's cap, and every
+    cap was set by the opening, a lowering, a signature of the account's authority, or a transfer.
 
     Raises:
         BudgetError: ``chain_broken``, naming the first entry that is wrong.
     """
-    replay = Replay()
+    replay = Replay(public_key)
 
     def replayed() -> Iterator[LedgerEntry]:
         # Resumed only after the chain check has accepted what it was given.
@@ -127,7 +163,7 @@ def audit(entries: Iterable[LedgerEntry], public_key: bytes) -> Replay:
 
 def check_tables(rows: Rows, replay: Replay) -> None:
     """Check that every table says what the chain says; BudgetError ``chain_broken`` otherwise."""
-    accounts = [AccountRow(name, sequence) for name, (sequence, _) in replay.accounts.items()]
+    accounts = [AccountRow(name, each.opened_at, each.changed.sequence) for name, each in replay.accounts.items()]
     if rows.accounts() != accounts:
         raise broken(replay.head.sequence, "the table of accounts does not follow from the chain")
     found = {row.run_id: row for row in rows.runs()}
@@ -155,6 +191,21 @@ def _release_rdp(mechanism: Mechanism, orders: tuple[float, ...]) -> tuple[float
     if not mechanism.private:
         return (0.0,) * len(orders)
     return step_rdp(mechanism.sample_rate, mechanism.noise_multiplier, orders)
+
+
+def _head(entry: LedgerEntry) -> Head:
+    return Head(entry.sequence, entry.hash)
+
+
+@contextmanager
+def _held_to(entry: LedgerEntry) -> Iterator[None]:
+    """Name the entry that the ledger's own rules would have refused."""
+    try:
+        yield
+    except BudgetError as refusal:
+        if refusal.code == "chain_broken":
+            raise
+        raise broken(entry.sequence, f"the ledger would have refused it with {refusal.code}") from None
 
 
 def _require(condition: bool, entry: LedgerEntry, why: str) -> None:

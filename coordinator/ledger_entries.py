@@ -12,6 +12,7 @@ from attestation.canonical import DIGEST_BYTES, digest, length_prefixed
 from attestation.keys import IdentityKey, signature_is_valid
 from attestation.messages import Message, parse
 from attestation.roster import Query
+from coordinator.ledger_authority import SignedCap
 from metrics.errors import BudgetError, ProtocolError
 from workers.mechanism import Mechanism
 
@@ -19,9 +20,14 @@ GENESIS = bytes(DIGEST_BYTES)
 
 
 class AccountOpened(Message):
-    """An account begins to exist; ``orders`` are the Renyi orders its cap is held at.
+    """An account begins to exist.
 
     ``recorded_at`` of this and the other events is Unix time in seconds, by the ledger's own clock.
+
+    Attributes:
+        orders: the Renyi orders its cap is held at.
+        authority: raw Ed25519 key that may let the cap be raised; empty if it can only be lowered.
+        fingerprint: of the only dataset whose runs may charge, see `workers/fingerprint.py`; empty for any.
     """
 
     DOMAIN: ClassVar[str] = "account_opened"
@@ -32,6 +38,47 @@ class AccountOpened(Message):
     delta: float
     accountant: str
     orders: tuple[float, ...]
+    authority: bytes
+    fingerprint: bytes
+
+
+class CapChanged(Message):
+    """An account's cap becomes another.
+
+    Attributes:
+        old_cap, epsilon_cap: before and after.
+        authorisation: what the account's authority signed, if it was raised; None if it was lowered.
+    """
+
+    DOMAIN: ClassVar[str] = "cap_changed"
+
+    recorded_at: int
+    account: str
+    old_cap: float
+    epsilon_cap: float
+    authorisation: SignedCap | None
+
+
+class CapTransferred(Message):
+    """A part of one account's cap becomes another's; ``source_cap`` and ``target_cap`` are theirs afterwards."""
+
+    DOMAIN: ClassVar[str] = "cap_transferred"
+
+    recorded_at: int
+    source: str
+    target: str
+    source_cap: float
+    target_cap: float
+
+
+class AccountClosed(Message):
+    """No further run is registered with an account, whose cap was this, and nothing more is charged to it."""
+
+    DOMAIN: ClassVar[str] = "account_closed"
+
+    recorded_at: int
+    account: str
+    epsilon_cap: float
 
 
 class RunRegistered(Message):
@@ -40,7 +87,9 @@ class RunRegistered(Message):
     Attributes:
         mechanisms: all that the run may release, each with a ``query`` of its own.
         step_rdp: per mechanism, RDP of one release at the account's orders; zeros where nothing is private.
-        delta_slack: part of the account's delta that the run's slack takes at the account's cap.
+        epsilon_cap: the account's cap when the run was registered; the run was planned for it.
+        delta_slack: part of the account's delta that the run's slack takes at that cap.
+        dataset_fingerprint: of the run's manifest; empty without a key.
         accountant_version: library that computed ``step_rdp``.
     """
 
@@ -51,7 +100,9 @@ class RunRegistered(Message):
     account: str
     mechanisms: tuple[Mechanism, ...]
     manifest_digest: bytes
+    dataset_fingerprint: bytes
     step_rdp: tuple[tuple[float, ...], ...]
+    epsilon_cap: float
     delta_slack: float
     accountant_version: str
 
@@ -78,8 +129,10 @@ class StepCharged(Message):
     charged_epsilon: float
 
 
-Event = AccountOpened | RunRegistered | StepCharged
-_KINDS: dict[str, type[Event]] = {kind.DOMAIN: kind for kind in (AccountOpened, RunRegistered, StepCharged)}
+Event = AccountOpened | CapChanged | CapTransferred | AccountClosed | RunRegistered | StepCharged
+_KINDS: dict[str, type[Event]] = {
+    kind.DOMAIN: kind for kind in (AccountOpened, CapChanged, CapTransferred, AccountClosed, RunRegistered, StepCharged)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,16 +187,26 @@ def check_chain(entries: Iterable[LedgerEntry], public_key: bytes, start: Head |
     """
     head = start or Head()
     for entry in entries:
-        if entry.sequence != head.sequence + 1:
-            raise broken(head.sequence + 1, f"entry {entry.sequence} stands in its place")
-        if entry.previous != head.hash:
-            raise broken(entry.sequence, "it does not follow the entry before it")
-        if entry.hash != _link(entry.sequence, entry.previous, entry.kind, entry.body):
-            raise broken(entry.sequence, "its content does not match its hash")
+        after = check_link(entry, head)
         if not signature_is_valid(public_key, _signed(entry.hash), entry.signature):
             raise broken(entry.sequence, "it is not signed by the ledger's key")
-        head = Head(entry.sequence, entry.hash)
+        head = after
     return head
+
+
+def check_link(entry: LedgerEntry, head: Head) -> Head:
+    """The head after ``entry``, if its content is that of its hash and it continues ``head``; its signature is left.
+
+    Raises:
+        BudgetError: ``chain_broken``, naming the entry.
+    """
+    if entry.sequence != head.sequence + 1:
+        raise broken(head.sequence + 1, f"entry {entry.sequence} stands in its place")
+    if entry.previous != head.hash:
+        raise broken(entry.sequence, "it does not follow the entry before it")
+    if entry.hash != _link(entry.sequence, entry.previous, entry.kind, entry.body):
+        raise broken(entry.sequence, "its content does not match its hash")
+    return Head(entry.sequence, entry.hash)
 
 
 def broken(sequence: int, why: str) -> BudgetError:

@@ -14,6 +14,7 @@ from attestation.messages import parse
 from attestation.package_keys import SIGNER_PUBLIC_FILE, TrustStore, load_signer
 from coordinator.ledger_entries import Head
 from coordinator.ledger_heads import rolled_back
+from coordinator.ledger_witness import open_witness
 from coordinator.tssp_reader import signed_manifest
 from coordinator.tssp_storage import RUN_MANIFEST, STORAGE_ERRORS, PackageStorage, one_line
 from metrics.errors import BudgetError, ProtocolError, RaycloakError
@@ -87,6 +88,22 @@ def _log_pin(log: Path, ledger_key: bytes) -> Pin:
     commits = [entry.content for entry in entries if entry.kind in ("committed", "reproduced")]
     heads = tuple(Head(each["ledger_sequence"], bytes.fromhex(each["ledger_hash"])) for each in commits)
     return Pin("evidence log", str(log), heads, "" if heads else "it tells of no committed step")
+
+
+def witness_pins(location: str | None, ledger_key: bytes) -> Iterator[Pin]:
+    """What the ledger's witness says; nothing without one.
+
+    Raises:
+        ConfigError, BudgetError: ``witness`` or ``witness_unavailable``: whoever names it wants it asked.
+    """
+    if location is None:
+        return
+    witness = open_witness(location, ledger_key)
+    try:
+        heads = tuple(head.position for head in witness.heads() if head.sequence)
+    finally:
+        witness.close()
+    yield Pin("witness", location, heads, "" if heads else "it holds no head of this ledger")
 
 
 def check_pins(pins: Iterable[Pin], hash_at: Callable[[int], bytes | None]) -> None:

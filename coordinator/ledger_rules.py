@@ -1,7 +1,7 @@
 """The rules by which the ledger admits a run and a charge; pure functions of events."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -22,6 +22,7 @@ from coordinator.accounting import (
 from coordinator.ledger_entries import AccountOpened, RunRegistered
 from metrics.errors import BudgetError
 from workers.mechanism import Mechanism
+from workers.noise import MAX_SIGMA, MIN_SIGMA
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +49,46 @@ class PricedRun:
 
 
 def registration(
-    run_id: str, terms: AccountOpened, mechanisms: tuple[Mechanism, ...], manifest_digest: bytes
+    run_id: str,
+    terms: AccountOpened,
+    mechanisms: tuple[Mechanism, ...],
+    manifest_digest: bytes,
+    dataset_fingerprint: bytes,
 ) -> RunRegistered:
-    """The event of a new run, with what it costs; refuses a mechanism whose noise is not what it says."""
+    """The event of a new run, with what it costs.
+
+    Raises:
+        BudgetError: ``dataset_mismatch``, or what of a mechanism is not as it must be: ``mechanism_inconsistent``,
+            ``honest_share`` or ``sigma_too_small``.
+    """
     if len({mechanism.query for mechanism in mechanisms}) != len(mechanisms) or not mechanisms:
         raise BudgetError("mechanism_inconsistent", f"run {run_id} does not name each of its mechanisms once.")
-    return RunRegistered(
+    check_dataset(terms, dataset_fingerprint)
+    event = RunRegistered(
         recorded_at=now(),
         run_id=run_id,
         account=terms.account,
         mechanisms=mechanisms,
         manifest_digest=manifest_digest,
+        dataset_fingerprint=dataset_fingerprint,
         step_rdp=tuple(_cost(run_id, mechanism, terms) for mechanism in mechanisms),
-        delta_slack=min(sum(delta_slack(mechanism, terms.epsilon_cap).total for mechanism in mechanisms), 1.0),
+        epsilon_cap=terms.epsilon_cap,
+        delta_slack=0.0,
         accountant_version=accountant_version(),
+    )
+    return event.model_copy(update={"delta_slack": slack_at(event, terms.epsilon_cap)})
+
+
+def check_dataset(terms: AccountOpened, dataset_fingerprint: bytes) -> None:
+    """Refuse a run on other data than that for which the account was opened; BudgetError ``dataset_mismatch``."""
+    if terms.fingerprint in (b"", dataset_fingerprint):
+        return
+    found = f"is {dataset_fingerprint.hex()}" if dataset_fingerprint else "was not computed"
+    raise BudgetError(
+        "dataset_mismatch",
+        f"account '{terms.account}' is bound to the dataset with fingerprint {terms.fingerprint.hex()}; that of the "
+        f"run's {found}.",
+        "Name the account of this data, and with dataset.fingerprint_key the key the account was opened with.",
     )
 
 
@@ -69,10 +96,11 @@ def _cost(run_id: str, mechanism: Mechanism, terms: AccountOpened) -> tuple[floa
     """RDP of one release, after a check that the noise shares add up to what the mechanism claims."""
     if not mechanism.private:
         return (0.0,) * len(terms.orders)
+    check_shares(run_id, mechanism)
     counted = effective_noise_multiplier(mechanism, mechanism.virtual_workers * (1 - mechanism.honest_share))
     claimed = mechanism.noise_multiplier
-    usable = 0 < mechanism.sample_rate <= 1 and claimed >= SMALLEST_NOISE_MULTIPLIER and mechanism.honest_share > 0
-    if not usable or not mechanism.honest_share <= 1 or counted < claimed * (1 - 1e-9):
+    usable = 0 < mechanism.sample_rate <= 1 and claimed >= SMALLEST_NOISE_MULTIPLIER
+    if not usable or counted < claimed * (1 - 1e-9):
         raise BudgetError(
             "mechanism_inconsistent",
             f"mechanism {mechanism.query} of run {run_id} claims noise multiplier {claimed:g} at sampling rate "
@@ -81,14 +109,35 @@ def _cost(run_id: str, mechanism: Mechanism, terms: AccountOpened) -> tuple[floa
     return step_rdp(mechanism.sample_rate, claimed, terms.orders)
 
 
-def check_slack(terms: AccountOpened, registered: list[RunRegistered], event: RunRegistered) -> None:
-    """Refuse a run whose slack, with that of all others, would not fit the reserve of delta."""
-    total = event.delta_slack + sum(other.delta_slack for other in registered)
+def check_shares(run_id: str, mechanism: Mechanism) -> None:
+    """Refuse noise shares to which the argument of `docs/privacy.md` does not apply."""
+    if not 0 < mechanism.honest_share <= 1:
+        raise BudgetError(
+            "honest_share",
+            f"mechanism {mechanism.query} of run {run_id} counts on the share {mechanism.honest_share:g} of the "
+            "noise, which is not in (0, 1].",
+        )
+    if not MIN_SIGMA <= mechanism.sigma <= MAX_SIGMA:
+        raise BudgetError(
+            "sigma_too_small" if mechanism.sigma < MIN_SIGMA else "sigma_too_large",
+            f"mechanism {mechanism.query} of run {run_id} gives a virtual worker noise of {mechanism.sigma:.4g} ring "
+            f"units; it must be in [{MIN_SIGMA:g}, {MAX_SIGMA:g}].",
+        )
+
+
+def slack_at(registered: RunRegistered, epsilon_cap: float) -> float:
+    """Part of delta that a run's slack takes where epsilon may come to ``epsilon_cap``; at most 1."""
+    return min(sum(delta_slack(mechanism, epsilon_cap).total for mechanism in registered.mechanisms), 1.0)
+
+
+def check_reserve(terms: AccountOpened, registered: Sequence[RunRegistered]) -> None:
+    """Refuse runs whose slack, at the cap of ``terms``, would not fit the reserve of delta together."""
+    total = sum(slack_at(each, terms.epsilon_cap) for each in registered)
     if total > SLACK_SHARE * terms.delta:
         raise BudgetError(
             "delta_exceeded",
-            f"with run {event.run_id} the slack of account '{terms.account}' would take {total:.2g} of its delta "
-            f"{terms.delta:g}; {SLACK_SHARE:.0%} is set aside for it.",
+            f"with run {registered[-1].run_id} and cap {terms.epsilon_cap:g} the slack of account '{terms.account}' "
+            f"would take {total:.2g} of its delta {terms.delta:g}; {SLACK_SHARE:.0%} is set aside for it.",
             "Plan the run for this account's cap, or use another account.",
         )
 

@@ -7,6 +7,7 @@ the chain. Every writer takes the store's one write lock before it reads, so che
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
@@ -28,6 +29,7 @@ _accounts = sa.Table(
     _tables,
     sa.Column("name", sa.Text, primary_key=True),
     sa.Column("sequence", _integer, nullable=False),
+    sa.Column("changed", _integer, nullable=False),
 )
 _runs = sa.Table(
     "runs",
@@ -90,6 +92,9 @@ _UPDATE_CHARGED = (
     .where(_charged.c.run_id == sa.bindparam("run"), _charged.c.query == sa.bindparam("query_name"))
     .values(charges=_charged.c.charges + 1)
 )
+_UPDATE_ACCOUNT = (
+    sa.update(_accounts).where(_accounts.c.name == sa.bindparam("key")).values(changed=sa.bindparam("number"))
+)
 _INSERT_ENTRY = sa.insert(_entries)
 _SELECT_META = sa.select(_meta.c.value).where(_meta.c.name == sa.bindparam("key"))
 _UPDATE_META = sa.update(_meta).where(_meta.c.name == sa.bindparam("key")).values(value=sa.bindparam("content"))
@@ -108,10 +113,11 @@ class RunRow:
 
 @dataclass(frozen=True, slots=True)
 class AccountRow:
-    """An account as the tables hold it: its name and the entry that opened it."""
+    """An account as the tables hold it: its name, the entry that opened it, and the one that changed it last."""
 
     name: str
     sequence: int
+    changed: int
 
 
 class LedgerStore:
@@ -148,6 +154,12 @@ class LedgerStore:
     def fencing(self) -> int:
         """This instance's fencing number, above those of all instances before it; 0 if it was opened to read."""
         return self._fencing
+
+    @property
+    def file(self) -> Path | None:
+        """The file of an embedded ledger; None for a server's."""
+        name = self._engine.url.database
+        return Path(name) if self._engine.dialect.name == "sqlite" and name else None
 
     @contextmanager
     def write(self) -> Iterator["Rows"]:
@@ -277,7 +289,12 @@ class Rows:
 
     def add_account(self, row: AccountRow) -> None:
         """Note an account that an entry opened."""
-        self._connection.execute(sa.insert(_accounts), {"name": row.name, "sequence": row.sequence})
+        values = {"name": row.name, "sequence": row.sequence, "changed": row.changed}
+        self._connection.execute(sa.insert(_accounts), values)
+
+    def change_account(self, name: str, sequence: int) -> None:
+        """Note the entry that changed an account."""
+        self._connection.execute(_UPDATE_ACCOUNT, {"key": name, "number": sequence})
 
     def add_run(self, row: RunRow) -> None:
         """Note a run that an entry registered."""

@@ -8,7 +8,9 @@ from numpy.typing import NDArray
 
 from attestation.roster import Query
 from coordinator.accounting import accountant_delta, epsilon, order_caps
-from coordinator.ledger_entries import AccountOpened, Head, RunRegistered
+from coordinator.ledger_accounts import Account
+from coordinator.ledger_entries import Head, RunRegistered
+from coordinator.ledger_rules import slack_at
 from metrics.collectors import spent_ratio
 
 
@@ -32,12 +34,17 @@ class QueryView:
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """A run's share of an account: planned and charged training steps, and the same of every mechanism."""
+    """A run's share of an account: planned and charged training steps, and the same of every mechanism.
+
+    Attributes:
+        epsilon_cap: the account's when the run was registered; the run is planned for it.
+    """
 
     run_id: str
     private: bool
     planned_steps: int
     charged_steps: int
+    epsilon_cap: float
     queries: tuple[QueryView, ...]
     manifest_digest: bytes
 
@@ -50,6 +57,9 @@ class AccountView:
         spent_epsilon: epsilon of all charges at ``delta``, slack included.
         spent_ratio: share of the Renyi budget that is spent, at the order that admits most; linear in steps.
         delta_slack: part of delta that the runs' slack takes, at most 1 % of it.
+        closed: whether nothing more can be charged to it.
+        authority, fingerprint: as the account was opened, see `coordinator.ledger_entries.AccountOpened`.
+        terms_hash: hash of the entry that set the cap, which an authorisation to raise it names.
     """
 
     name: str
@@ -60,12 +70,17 @@ class AccountView:
     spent_ratio: float
     delta_slack: float
     runs: tuple[RunView, ...]
+    closed: bool = False
+    authority: bytes = b""
+    fingerprint: bytes = b""
+    terms_hash: bytes = b""
 
 
 def account_view(
-    terms: AccountOpened, runs: Sequence[tuple[RunRegistered, Mapping[Query, int]]], spent: NDArray[np.float64]
+    account: Account, runs: Sequence[tuple[RunRegistered, Mapping[Query, int]]], spent: NDArray[np.float64]
 ) -> AccountView:
     """The view of an account with these runs, each with its charges by query, and ``spent`` RDP in all."""
+    terms = account.terms
     caps = order_caps(terms.epsilon_cap, accountant_delta(terms.delta), terms.orders)
     return AccountView(
         name=terms.account,
@@ -74,8 +89,12 @@ def account_view(
         accountant=terms.accountant,
         spent_epsilon=epsilon(spent, accountant_delta(terms.delta), terms.orders),
         spent_ratio=spent_ratio(spent.tolist(), caps),
-        delta_slack=sum(event.delta_slack for event, _ in runs),
+        delta_slack=sum(slack_at(event, terms.epsilon_cap) for event, _ in runs),
         runs=tuple(_run_view(event, charged) for event, charged in runs),
+        closed=account.closed,
+        authority=terms.authority,
+        fingerprint=terms.fingerprint,
+        terms_hash=account.changed.hash,
     )
 
 
@@ -85,6 +104,7 @@ def _run_view(event: RunRegistered, charged: Mapping[Query, int]) -> RunView:
         private=any(mechanism.private for mechanism in event.mechanisms),
         planned_steps=sum(each.steps for each in event.mechanisms if each.query == "gradient"),
         charged_steps=charged.get("gradient", 0),
+        epsilon_cap=event.epsilon_cap,
         queries=tuple(QueryView(each.query, each.steps, charged[each.query]) for each in event.mechanisms),
         manifest_digest=event.manifest_digest,
     )
@@ -92,9 +112,15 @@ def _run_view(event: RunRegistered, charged: Mapping[Query, int]) -> RunView:
 
 @dataclass(frozen=True, slots=True)
 class LedgerView:
-    """The ledger at one moment. ``fencing`` is the number of the instance that was asked."""
+    """The ledger at one moment.
+
+    Attributes:
+        fencing: number of the instance that was asked.
+        rollback_witness: whether that instance has a witness on other storage than the ledger's.
+    """
 
     public_key: bytes
     fencing: int
     head: Head
     accounts: tuple[AccountView, ...]
+    rollback_witness: bool = False

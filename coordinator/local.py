@@ -39,11 +39,13 @@ def local_session(
     run_secret: Path | None = None,
     clock: Callable[[], float] = time.time,
     ledger_url: str | None = None,
+    witness: str | None = None,
 ) -> tuple[Session, LocalBackend]:
     """Start orchestrator and ledger of one run in this process, with all state below ``home``.
 
     Args:
         ledger_url: another ledger than the one below ``home``.
+        witness: of the ledger.
     """
     secret, failure = str(run_secret) if run_secret else None, FailureConfig()
     ledger_url = ledger_url or f"sqlite:///{home / 'ledger.sqlite'}"
@@ -56,7 +58,7 @@ def local_session(
         make_aggregator=lambda member_id: MaskedAggregator(member_id, source),
     )
     actors: dict[ControlRole, Actor] = {
-        "ledger": Actor("ledger", PrivacyLedger(ledger_url)),
+        "ledger": Actor("ledger", PrivacyLedger(ledger_url, witness=witness)),
         "orchestrator": Actor("orchestrator", orchestrator),
     }
     incarnations = itertools.count(1)
@@ -64,7 +66,7 @@ def local_session(
     def restart(role: ControlRole) -> Actor:
         actors[role].handle.close()
         if role == "ledger":
-            return Actor(f"ledger-{next(incarnations)}", PrivacyLedger(ledger_url))
+            return Actor(f"ledger-{next(incarnations)}", PrivacyLedger(ledger_url, witness=witness))
         successor = EvidenceOrchestrator(str(home / "orchestrator"), clock)
         successor.open_run(secret, run_id)
         return Actor(f"orchestrator-{next(incarnations)}", successor)

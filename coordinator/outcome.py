@@ -70,6 +70,7 @@ class Finished:
         outcomes: of the steps of this execution.
         colocated: whether an aggregator ran on the orchestrator's node.
         ending: why it ended; None if it failed.
+        rollback_witness: whether the ledger had a witness on other storage.
     """
 
     manifest: Manifest
@@ -85,6 +86,7 @@ class Finished:
     outcomes: tuple[StepOutcome, ...]
     colocated: bool
     ending: Ending | None
+    rollback_witness: bool = False
 
     @property
     def masked_bytes(self) -> int:

@@ -97,8 +97,10 @@ def account_cap(config: RunConfig) -> float:
     return cap
 
 
-def shared_cap(view: LedgerView, config: RunConfig) -> float:
-    """Epsilon cap of the account that the configuration names.
+def shared_cap(view: LedgerView, config: RunConfig, run_id: str = "") -> float:
+    """Epsilon cap of the account that the configuration names, or the one that it had when ``run_id`` was registered.
+
+    A run is planned once: a cap that changes later ends it sooner or lets others go on, but changes nothing of it.
 
     Raises:
         BudgetError: ``account_unknown``, or ``account_mismatch`` if its delta is not the configuration's: every
@@ -114,7 +116,7 @@ def shared_cap(view: LedgerView, config: RunConfig) -> float:
             f"account '{name}' is open with delta {account.delta:g}, the configuration says {delta:g}.",
             f"Set dp_config.target_delta to {account.delta:g}.",
         )
-    return account.epsilon_cap
+    return next((run.epsilon_cap for run in account.runs if run.run_id == run_id), account.epsilon_cap)
 
 
 def plan_mechanism(config: RunConfig, num_examples: int, dimension: int, shared_cap: float | None = None) -> Mechanism:

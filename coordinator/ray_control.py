@@ -58,11 +58,12 @@ class RayControl:
     Args:
         ledger_url: absolute, as `coordinator.ledger.PrivacyLedger` takes it.
         orchestrator_folder: absolute folder of the orchestrator's state.
+        witness: of the ledger, as `coordinator.ledger.PrivacyLedger` takes it.
     """
 
-    def __init__(self, ledger_url: str, orchestrator_folder: str) -> None:
+    def __init__(self, ledger_url: str, orchestrator_folder: str, witness: str | None = None) -> None:
         self._arguments: Mapping[ControlRole, tuple[Any, ...]] = {
-            "ledger": (ledger_url,),
+            "ledger": (ledger_url, True, witness),
             "orchestrator": (orchestrator_folder, time.time),
         }
         self._processes: dict[str, _Process | None] = {}

@@ -101,7 +101,8 @@ def accounts_view(accounts: Iterable["AccountView"]) -> Table:
         table.add_column(header, overflow="fold")
     for account in accounts:
         spent = epsilon_text(account.spent_epsilon)
-        table.add_row(Text(account.name), spent, f"{account.epsilon_cap:g}", f"{account.delta:g}")
+        name = f"{account.name} (closed)" if account.closed else account.name
+        table.add_row(Text(name), spent, f"{account.epsilon_cap:g}", f"{account.delta:g}")
         for run in account.runs:
             steps = f"{run.charged_steps} of {run.planned_steps}"
             table.add_row("", "", "", "", run.run_id, steps if run.private else f"{steps}, NOT PRIVATE")
@@ -138,7 +139,7 @@ def history_view(entries: Iterable["LedgerEntry"]) -> Table:
             str(entry.sequence),
             datetime.fromtimestamp(entry.event.recorded_at, UTC).isoformat(timespec="seconds"),
             entry.kind.replace("_", " "),
-            Text(fields.get("run_id") or fields["account"]),
+            Text(fields.get("run_id") or fields.get("account") or f"{fields['source']} to {fields['target']}"),
             fields.get("query", ""),
             str(fields.get("step", "")),
             "" if charged is None else epsilon_text(charged),

@@ -76,6 +76,7 @@ def verdict_of(
         virtual_workers=mechanism.virtual_workers,
         masked_bytes=finished.masked_bytes,
         wall_seconds=wall_seconds,
+        rollback_witness=finished.rollback_witness,
         colocated=finished.colocated,
         warnings=warnings,
     )

@@ -227,6 +227,7 @@ class HandRun:
             computation,
             run_id=self.run_id,
             account="by-hand",
+            dataset_fingerprint=self.facts.dataset_fingerprint,
             known_answer=self.known_answer,
             policy_digest=self.policy.digest(),
             ledger_key=self.ledger_key.public,
@@ -551,7 +552,7 @@ def whole_run(
     """
     settings = config(overrides, **fields)
     path = secret_file(home, secret) if secret else None
-    session, backend = local_session(home, path, *([clock] if clock else []))
+    session, backend = local_session(home, path, *([clock] if clock else []), witness=settings.ledger.witness)
     stage = Stage(backend, tamper)
     if disturb is not None:
         stage.disturb = disturb

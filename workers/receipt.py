@@ -14,6 +14,7 @@ class Receipt(Message):
         query, step: which release of which mechanism of the run.
         parameter_digest: of the parameters the step starts from.
         account, mechanism_digest: who pays, and for what.
+        dataset_fingerprint: of the data that the ledger registered the run for; the account's, if it is bound to one.
         fencing: number of the ledger instance; later instances have higher numbers.
         sequence, head: position and hash of the charge's entry in the ledger's chain.
         charged_epsilon: the account's epsilon after this charge, at its delta.
@@ -32,6 +33,7 @@ class Receipt(Message):
     sequence: int
     head: bytes
     charged_epsilon: float
+    dataset_fingerprint: bytes = b""
 
 
 def check_receipt(
@@ -46,11 +48,12 @@ def check_receipt(
     mechanism_digest: bytes,
     lowest_fencing: int,
     query: Query = "gradient",
+    dataset_fingerprint: bytes = b"",
 ) -> Receipt:
     """Verify a receipt for exactly this step.
 
     Guarantee: returns only if ``ledger_key`` signed that this mechanism was charged to this account for (run, query,
-    step, parameters, manifest), by an instance whose fencing number is not below ``lowest_fencing``.
+    step, parameters, manifest, dataset), by an instance whose fencing number is not below ``lowest_fencing``.
 
     Raises:
         ProtocolError: ``receipt_mismatch``, ``receipt_fenced`` or ``signature``.
@@ -64,6 +67,7 @@ def check_receipt(
         "manifest_digest": manifest_digest,
         "account": account,
         "mechanism_digest": mechanism_digest,
+        "dataset_fingerprint": dataset_fingerprint,
     }
     differing = [name for name, value in expected.items() if getattr(receipt, name) != value]
     if differing:

@@ -355,6 +355,7 @@ class TrainWorker:
             account=manifest.account,
             mechanism_digest=manifest.computation.mechanism.digest(),
             lowest_fencing=self._fencing,
+            dataset_fingerprint=manifest.dataset_fingerprint,
         )
         self._fencing = receipt.fencing
         if roster.step == 0 and model != manifest.computation.initial_parameters:

@@ -4,6 +4,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+import sqlalchemy as sa
+
 from attestation.messages import Envelope, open_envelope
 from coordinator.accounting import accountant_delta, epsilon, step_rdp
 from coordinator.ledger import PrivacyLedger
@@ -64,3 +66,13 @@ def receipt_of(ledger: PrivacyLedger, envelope: Envelope) -> Receipt:
 
 def spent(ledger: PrivacyLedger) -> float:
     return ledger.view().accounts[0].spent_epsilon
+
+
+def tamper(url: str, statement: str, **values: Any) -> None:
+    """Change the store behind the ledger's back."""
+    engine = sa.create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+    with engine.begin() as connection:
+        if engine.name == "postgresql":
+            connection.exec_driver_sql("SET session_replication_role = replica")  # foreign keys are not checked
+        connection.execute(sa.text(statement), values)
+    engine.dispose()

@@ -47,6 +47,7 @@ def test_the_receipt_of_this_step_is_accepted():
         {"manifest_digest": b"n" * 32},
         {"account": "others"},
         {"mechanism_digest": b"e" * 32},
+        {"dataset_fingerprint": b"f" * 32},
     ],
 )
 def test_a_receipt_of_anything_else_is_refused(expected: dict[str, Any]):

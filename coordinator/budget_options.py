@@ -1,0 +1,49 @@
+"""Options that the commands ``raycloak budget`` share, and the ledger that they lead to."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from metrics.errors import ConfigError
+
+if TYPE_CHECKING:
+    from coordinator.ledger import PrivacyLedger
+
+Account = Annotated[str, typer.Argument(help="Name of the account.", show_default=False)]
+SomeAccount = Annotated[str | None, typer.Argument(help="Name of an account; all without it.")]
+LedgerUrl = Annotated[str | None, typer.Option(help="URL of the ledger; the one in RAYCLOAK_HOME without it.")]
+Witness = Annotated[
+    str | None, typer.Option(metavar="PLACE", help="The ledger's witness: absolute folder, or http(s) URL.")
+]
+
+
+@contextmanager
+def ledger_at(url: str | None, create: bool, witness: str | None = None) -> Iterator["PrivacyLedger"]:
+    """The ledger at ``url``, or that of the state folder, for as long as the block lasts."""
+    from coordinator.ledger import PrivacyLedger
+    from coordinator.state import ledger_url
+
+    ledger = PrivacyLedger(url or ledger_url(), create, witness)
+    try:
+        yield ledger
+    finally:
+        ledger.close()
+
+
+@contextmanager
+def existing_ledger(url: str | None, witness: str | None) -> Iterator["PrivacyLedger"]:
+    """As :func:`ledger_at`, to write to; a ledger that is not there is not made."""
+    with ledger_at(url, create=False):
+        pass
+    with ledger_at(url, create=True, witness=witness) as ledger:
+        yield ledger
+
+
+def hexadecimal(text: str | None) -> bytes | None:
+    """Bytes from hexadecimal text; ConfigError ``usage`` if it is none."""
+    try:
+        return None if text is None else bytes.fromhex(text)
+    except ValueError:
+        raise ConfigError("usage", f"'{text}' is not hexadecimal.") from None

@@ -1,0 +1,136 @@
+"""The commands ``raycloak budget`` about the record: its history, its export, and whether it can be believed."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from coordinator.budget_options import LedgerUrl, SomeAccount, Witness, hexadecimal, ledger_at
+from coordinator.commands import AsJson, Debug, execute
+from coordinator.output import Output
+from metrics.errors import ConfigError
+
+if TYPE_CHECKING:
+    from coordinator.ledger_audit import Replay
+
+
+def history_command(
+    account: SomeAccount = None, ledger: LedgerUrl = None, as_json: AsJson = False, debug: Debug = False
+) -> None:
+    """Check the ledger's whole chain, then list its entries, of one account or all."""
+    execute(as_json, debug, lambda output: _history(output, account, ledger))
+
+
+def _history(output: Output, account: str | None, url: str | None) -> int:
+    from coordinator.tables import history_view
+
+    with ledger_at(url, create=False) as ledger:
+        ledger.verify()
+        entries = ledger.history(account)
+    records = [
+        {"sequence": entry.sequence, "kind": entry.kind, **entry.event.model_dump(mode="json"), "hash": entry.hash}
+        for entry in entries
+    ]
+    output.result({"verified": True, "entries": records}, history_view(entries))
+    return 0
+
+
+def export_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="New file of JSON lines.", show_default=False)],
+    ledger: LedgerUrl = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Check the ledger, then write its whole chain to FILE, which `verify --export` checks without the ledger."""
+    execute(as_json, debug, lambda output: _export(output, file, ledger))
+
+
+def _export(output: Output, file: Path, url: str | None) -> int:
+    from coordinator.tables import fields_table
+
+    with ledger_at(url, create=False) as ledger:
+        head = ledger.export(file)
+        key = ledger.public_key.hex()
+    facts = {"file": str(file), "entries": head.sequence, "head": head.hash.hex(), "public_key": key}
+    output.result(facts, fields_table("Exported ledger", [(name, str(value)) for name, value in facts.items()]))
+    return 0
+
+
+def verify_command(
+    ledger: LedgerUrl = None,
+    export: Annotated[Path | None, typer.Option(metavar="FILE", help="An exported ledger, instead of one.")] = None,
+    public_key: Annotated[str | None, typer.Option(metavar="HEX", help="The key that the ledger must have.")] = None,
+    packages: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Sealed packages by run; those of RAYCLOAK_HOME without it.")
+    ] = None,
+    runs: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Run directories; those of RAYCLOAK_HOME without it.")
+    ] = None,
+    witness: Witness = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Check every entry of the ledger, and that it has all that packages, evidence logs and its witness saw it have.
+
+    Writes nothing. Exit code 3 if an entry was changed, dropped, moved or rolled back; it is named.
+    """
+    execute(as_json, debug, lambda output: _verify(output, ledger, export, public_key, packages, runs, witness))
+
+
+def _verify(
+    output: Output,
+    url: str | None,
+    export: Path | None,
+    public_key: str | None,
+    packages: Path | None,
+    runs: Path | None,
+    witness: str | None,
+) -> int:
+    from coordinator import state
+    from coordinator.ledger_pins import check_pins, log_pins, package_pins, require_key, witness_pins
+    from coordinator.tables import verified_view
+
+    with _record(url, export) as (key, replay, hash_at):
+        require_key(hexadecimal(public_key), key)
+        home = state.home()
+        pins = [
+            *package_pins(packages or home / "packages", home / "signer", key),
+            *log_pins(runs or home / "runs", key),
+            *witness_pins(witness, key),
+        ]
+        check_pins(pins, hash_at)
+    used = [pin for pin in pins if not pin.unusable]
+    facts = {
+        "verified": True,
+        "entries": replay.head.sequence,
+        "head": replay.head.hash,
+        "public_key": key,
+        "accounts": len(replay.accounts),
+        "runs": len(replay.runs),
+        "rollback_covered_to": max((pin.newest for pin in used), default=0),
+        "checked": [
+            {"kind": pin.kind, "source": pin.source, "heads": len(pin.heads), "newest": pin.newest} for pin in used
+        ],
+        "not_checked": [
+            {"kind": pin.kind, "source": pin.source, "reason": pin.unusable} for pin in pins if pin.unusable
+        ],
+    }
+    output.result(facts, verified_view(facts))
+    return 0
+
+
+@contextmanager
+def _record(url: str | None, export: Path | None) -> Iterator[tuple[bytes, "Replay", Callable[[int], bytes | None]]]:
+    """Key, content and hashes of a ledger that was checked, or of an exported one."""
+    if export is None:
+        with ledger_at(url, create=False) as ledger:
+            yield ledger.public_key, ledger.verify(), ledger.hash_at
+        return
+    if url is not None:
+        raise ConfigError("usage", "give --ledger or --export, not both.")
+    from coordinator.ledger_export import check_export
+
+    checked = check_export(export)
+    yield checked.public_key, checked.replay, checked.hash_at

@@ -1,0 +1,244 @@
+"""Accounts between their opening and their closing: what may change, and what an account is after each change.
+
+Pure functions of events, used by the ledger before it writes an entry and by the audit after it has read one, so that
+both hold an entry to the same rules. None of them can give a person's data more epsilon than somebody promised:
+lowering a cap takes away, raising one needs the signature of the account's authority, and a transfer takes from one
+account of the same dataset what it gives to another.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.accounting import ACCOUNTANT, ORDERS
+from coordinator.ledger_authority import CapAuthorisation, SignedCap, check_authorisation
+from coordinator.ledger_entries import AccountClosed, AccountOpened, CapChanged, CapTransferred, Head, RunRegistered
+from coordinator.ledger_rules import check_reserve, epsilon_at, now
+from metrics.errors import BudgetError, ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """An account as its entries give it.
+
+    Attributes:
+        opened: as it was opened, and by the entry at which position.
+        terms: the same with the cap that holds now.
+        changed: the entry that set these terms last.
+    """
+
+    opened: AccountOpened
+    opened_at: int
+    terms: AccountOpened
+    changed: Head
+    closed: bool = False
+
+    @classmethod
+    def of(cls, event: AccountOpened, at: Head) -> "Account":
+        """The account that ``event`` opens."""
+        return cls(event, at.sequence, event, at)
+
+    def after(self, event: CapChanged | CapTransferred | AccountClosed, at: Head) -> "Account":
+        """The account after one of its events, which is the entry ``at``."""
+        cap = _cap_of(event, self.opened.account) if isinstance(event, CapTransferred) else event.epsilon_cap
+        terms = self.opened.model_copy(update={"epsilon_cap": cap})
+        return replace(self, changed=at, terms=terms, closed=isinstance(event, AccountClosed))
+
+    def require_open(self) -> None:
+        """BudgetError ``account_closed`` if it is closed."""
+        if self.closed:
+            raise BudgetError(
+                "account_closed",
+                f"account '{self.opened.account}' was closed by entry {self.changed.sequence}.",
+                "What it spent stays spent; another account is another promise to the people in the data.",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """An account with what was charged to it: the RDP vector of all charges, and its runs."""
+
+    account: Account
+    spent: NDArray[np.float64]
+    registered: Sequence[RunRegistered]
+
+
+def named(event: AccountOpened | CapChanged | CapTransferred | AccountClosed) -> tuple[str, ...]:
+    """The accounts that an event is about."""
+    return (event.source, event.target) if isinstance(event, CapTransferred) else (event.account,)
+
+
+def opening(name: str, epsilon_cap: float, delta: float, authority: bytes, fingerprint: bytes) -> AccountOpened:
+    """The event that opens an account; ConfigError ``account_terms`` if a value makes no sense."""
+    if not (name and 0 <= epsilon_cap < math.inf and 0 < delta < 1):
+        raise ConfigError("account_terms", f"account '{name}' cannot have epsilon cap {epsilon_cap} and delta {delta}.")
+    if len(authority) not in (0, 32) or len(fingerprint) not in (0, 32):
+        raise ConfigError("account_terms", f"authority and fingerprint of account '{name}' have 32 bytes, or none.")
+    return AccountOpened(
+        recorded_at=now(),
+        account=name,
+        epsilon_cap=float(epsilon_cap),
+        delta=float(delta),
+        accountant=ACCOUNTANT,
+        orders=ORDERS,
+        authority=authority,
+        fingerprint=fingerprint,
+    )
+
+
+def check_same_terms(account: Account, event: AccountOpened) -> None:
+    """Refuse to open an account again with other terms than it was opened with.
+
+    Raises:
+        BudgetError: ``account_mismatch``.
+    """
+    known = account.opened
+    differing = [
+        name
+        for name in ("epsilon_cap", "delta", "authority", "fingerprint")
+        if getattr(known, name) != getattr(event, name)
+    ]
+    if differing:
+        raise BudgetError(
+            "account_mismatch",
+            f"account '{known.account}' was opened with epsilon cap {known.epsilon_cap:g} and delta {known.delta:g}, "
+            f"not {event.epsilon_cap:g} and {event.delta:g}; it differs in {', '.join(differing)}.",
+            "Use its own terms, or another account name.",
+        )
+
+
+def cap_change(
+    standing: Standing, epsilon_cap: float, authorisation: SignedCap | None, ledger_key: bytes
+) -> CapChanged | None:
+    """The event that gives an account another cap; None if it has that cap and nobody authorised another.
+
+    Raises:
+        ConfigError: ``account_terms``.
+        BudgetError: see :func:`check_cap_change`.
+    """
+    terms = standing.account.terms
+    if not 0 <= epsilon_cap < math.inf:
+        raise ConfigError("account_terms", f"account '{terms.account}' cannot have epsilon cap {epsilon_cap}.")
+    if epsilon_cap == terms.epsilon_cap and authorisation is None:
+        return None
+    event = CapChanged(
+        recorded_at=now(),
+        account=terms.account,
+        old_cap=terms.epsilon_cap,
+        epsilon_cap=float(epsilon_cap),
+        authorisation=authorisation if epsilon_cap >= terms.epsilon_cap else None,
+    )
+    check_cap_change(standing, event, ledger_key)
+    return event
+
+
+def check_cap_change(standing: Standing, event: CapChanged, ledger_key: bytes) -> None:
+    """Whether ``event`` may follow.
+
+    Guarantee: passes only if the account is open, what it has spent stays within the new cap, and the account's
+    authority signed exactly this change, from the entry that set the present cap, if it is not lower.
+
+    Raises:
+        BudgetError: ``account_closed``, ``cap_mismatch``, ``cap_below_spent``, ``delta_exceeded``, or a code of
+            `coordinator.ledger_authority.check_authorisation`.
+    """
+    account, terms = standing.account, standing.account.terms
+    account.require_open()
+    if event.old_cap != terms.epsilon_cap:
+        raise BudgetError("cap_mismatch", f"the cap of '{terms.account}' is {terms.epsilon_cap:g}.")
+    if event.epsilon_cap >= event.old_cap:
+        expected = CapAuthorisation(
+            account=terms.account,
+            ledger_key=ledger_key,
+            old_cap=event.old_cap,
+            new_cap=event.epsilon_cap,
+            follows=account.changed.hash,
+            expires_at=0,
+        )
+        check_authorisation(event.authorisation, expected, account.opened.authority, event.recorded_at)
+    _check_fits(standing, event.epsilon_cap)
+
+
+def transfer(source: Standing, target: Standing, amount: float) -> CapTransferred:
+    """The event that moves ``amount`` of epsilon from one cap to the other; the sum of both never grows, exactly.
+
+    Raises:
+        ConfigError: ``account_terms`` if the amount is not above zero, or both are one account.
+        BudgetError: see :func:`check_transfer`.
+    """
+    giver, taker = source.account.terms, target.account.terms
+    if not 0 < amount < math.inf or giver.account == taker.account:
+        raise ConfigError(
+            "account_terms", f"an epsilon of {amount} cannot be moved from '{giver.account}' to '{taker.account}'."
+        )
+    lower, higher = giver.epsilon_cap - amount, taker.epsilon_cap + amount
+    total = Fraction(giver.epsilon_cap) + Fraction(taker.epsilon_cap)
+    while Fraction(lower) + Fraction(higher) > total:
+        higher = math.nextafter(higher, 0.0)
+    event = CapTransferred(
+        recorded_at=now(), source=giver.account, target=taker.account, source_cap=lower, target_cap=higher
+    )
+    check_transfer(source, target, event)
+    return event
+
+
+def check_transfer(source: Standing, target: Standing, event: CapTransferred) -> None:
+    """Whether ``event`` may follow.
+
+    Guarantee: passes only if both accounts are open and about the same people under the same rules, the sum of their
+    caps does not grow, and each has spent no more than its new cap. So whoever is in the data is promised what he was
+    promised before: the sum of the epsilons at the sum of the deltas.
+
+    Raises:
+        BudgetError: ``account_closed``, ``transfer_mismatch``, ``transfer_grows``, ``cap_below_spent`` or
+            ``delta_exceeded``.
+    """
+    for each in (source, target):
+        each.account.require_open()
+    giver, taker = source.account.terms, target.account.terms
+    differing = [
+        name
+        for name in ("fingerprint", "delta", "accountant", "orders", "authority")
+        if getattr(giver, name) != getattr(taker, name)
+    ]
+    if differing or not giver.fingerprint or giver.accountant != "rdp":
+        raise BudgetError(
+            "transfer_mismatch",
+            f"'{giver.account}' and '{taker.account}' must be bound to one dataset, with one delta, authority and the "
+            f"rdp accountant at the same orders; they differ in {', '.join(differing) or 'nothing, but are not'}.",
+            "Epsilon of one dataset says nothing about the people in another.",
+        )
+    before = Fraction(giver.epsilon_cap) + Fraction(taker.epsilon_cap)
+    gives = event.source_cap < giver.epsilon_cap and event.target_cap > taker.epsilon_cap
+    if not gives or Fraction(event.source_cap) + Fraction(event.target_cap) > before:
+        raise BudgetError("transfer_grows", "a transfer takes from one account what it gives to the other.")
+    _check_fits(source, event.source_cap)
+    _check_fits(target, event.target_cap)
+
+
+def closing(account: Account) -> AccountClosed | None:
+    """The event that closes an account; None if it is closed."""
+    if account.closed:
+        return None
+    return AccountClosed(recorded_at=now(), account=account.opened.account, epsilon_cap=account.terms.epsilon_cap)
+
+
+def _check_fits(standing: Standing, epsilon_cap: float) -> None:
+    """Whether an account's past fits another cap: what it spent, and at that cap the slack of its runs."""
+    terms = standing.account.terms.model_copy(update={"epsilon_cap": epsilon_cap})
+    spent = epsilon_at(terms, standing.spent)
+    if epsilon_cap < 0 or spent > epsilon_cap:
+        raise BudgetError(
+            "cap_below_spent",
+            f"account '{terms.account}' has spent epsilon {spent:.4g}, more than {epsilon_cap:g}.",
+            "What is spent cannot be taken back; the cap can be lowered to it.",
+        )
+    check_reserve(terms, standing.registered)
+
+
+def _cap_of(event: CapTransferred, account: str) -> float:
+    return event.source_cap if account == event.source else event.target_cap

@@ -1,0 +1,118 @@
+"""Accounts and runs as a charge needs them: read from signed entries, parsed once.
+
+Guarantee: terms, caps and costs come from entries whose signature was checked; the tables say only where they are.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attestation.keys import IdentityKey
+from coordinator.ledger_accounts import Account, Standing, named
+from coordinator.ledger_entries import (
+    AccountClosed,
+    AccountOpened,
+    CapChanged,
+    CapTransferred,
+    Event,
+    Head,
+    LedgerEntry,
+    RunRegistered,
+    StepCharged,
+    broken,
+    check_chain,
+    make_entry,
+)
+from coordinator.ledger_rules import PricedRun
+from coordinator.ledger_store import AccountRow, Rows, RunRow
+from metrics.errors import BudgetError
+
+AccountEvent = AccountOpened | CapChanged | CapTransferred | AccountClosed
+
+
+class Book:
+    """What one instance knows of a ledger. Every method is called inside a transaction of the caller's."""
+
+    def __init__(self, key: IdentityKey) -> None:
+        self._key = key
+        self._accounts: dict[tuple[str, int], Account] = {}
+        self._runs: dict[int, PricedRun] = {}
+
+    def account(self, rows: Rows, name: str) -> Account | None:
+        """An account as it is now; None if it was never opened."""
+        row = rows.account(name)
+        return self.account_of(rows, row) if row else None
+
+    def known(self, rows: Rows, name: str) -> Account:
+        """As :meth:`account`; BudgetError ``account_unknown`` if there is none."""
+        account = self.account(rows, name)
+        if account is None:
+            raise BudgetError(
+                "account_unknown", f"there is no account '{name}'.", f"Open it: raycloak budget open {name}"
+            )
+        return account
+
+    def account_of(self, rows: Rows, row: AccountRow) -> Account:
+        """The account that a row leads to: by the entry that opened it, and the one that changed it last."""
+        key = row.name, row.changed
+        if key not in self._accounts:
+            opened = self._signed(rows, row.sequence)
+            event = opened.event
+            if not isinstance(event, AccountOpened) or event.account != row.name:
+                raise broken(row.sequence, f"it does not open account '{row.name}'")
+            account = Account.of(event, Head(opened.sequence, opened.hash))
+            if row.changed != row.sequence:
+                account = self._changed(rows, row, account)
+            self._accounts[key] = account
+        return self._accounts[key]
+
+    def run(self, rows: Rows, row: RunRow) -> PricedRun:
+        """A run's registration."""
+        if row.sequence not in self._runs:
+            event = self._signed(rows, row.sequence).event
+            if not isinstance(event, RunRegistered) or event.run_id != row.run_id:
+                raise broken(row.sequence, f"it does not register run {row.run_id}")
+            self._runs[row.sequence] = PricedRun.of(event)
+        return self._runs[row.sequence]
+
+    def spent(self, rows: Rows, terms: AccountOpened, runs: list[RunRow]) -> NDArray[np.float64]:
+        """RDP vector of all charges of ``runs``, at the account's orders."""
+        spent = np.zeros(len(terms.orders))
+        for row in runs:
+            priced = self.run(rows, row).priced
+            if row.charged.keys() != priced.keys():
+                raise broken(row.sequence, f"the table of charges does not have the mechanisms of run {row.run_id}")
+            for query, each in priced.items():
+                spent += row.charged[query] * each.step_rdp
+        return spent
+
+    def standing(self, rows: Rows, name: str) -> Standing:
+        """An account with its runs and what they spent; BudgetError ``account_unknown``."""
+        account, runs = self.known(rows, name), rows.runs(name)
+        registered = [self.run(rows, row).registered for row in runs]
+        return Standing(account, self.spent(rows, account.terms, runs), registered)
+
+    def append(self, rows: Rows, event: Event) -> LedgerEntry:
+        """Make ``event`` the newest entry, found by its charge or its accounts."""
+        entry = make_entry(rows.head(), event, self._key)
+        rows.append(entry, (event.run_id, event.query, event.step) if isinstance(event, StepCharged) else None)
+        if isinstance(event, AccountOpened):
+            rows.add_account(AccountRow(event.account, entry.sequence, entry.sequence))
+        elif isinstance(event, AccountEvent):
+            for name in named(event):
+                rows.change_account(name, entry.sequence)
+        return entry
+
+    def _changed(self, rows: Rows, row: AccountRow, account: Account) -> Account:
+        """The account after the entry that changed it last; each states all of what may change."""
+        last = self._signed(rows, row.changed)
+        event = last.event
+        if not isinstance(event, CapChanged | CapTransferred | AccountClosed) or row.name not in named(event):
+            raise broken(row.changed, f"it does not change account '{row.name}'")
+        return account.after(event, Head(last.sequence, last.hash))
+
+    def _signed(self, rows: Rows, sequence: int) -> LedgerEntry:
+        entry = rows.entry(sequence)
+        if entry is None:
+            raise broken(sequence, "it is missing")
+        check_chain([entry], self._key.public, Head(sequence - 1, entry.previous))
+        return entry

@@ -1,0 +1,45 @@
+"""What an instance checks of a ledger before it writes to it: cheap enough for every start of a run.
+
+The newest entry's signature covers its hash, and so, link by link, every entry before it. The full check of meaning,
+`coordinator.ledger_audit.audit`, takes thirty times as long.
+"""
+
+import json
+from collections import Counter
+
+from coordinator.ledger_entries import Head, LedgerEntry, StepCharged, broken, check_chain, check_link
+from coordinator.ledger_store import Rows
+
+
+def check_links(rows: Rows, public_key: bytes) -> None:
+    """Refuse a ledger of which an entry was changed, dropped or moved, or whose tables count other charges.
+
+    Guarantee: returns only if the content of every entry is what ``public_key`` signed, in this order, and the charges
+    that the tables count are those of the chain. Takes about 10 us per entry. A ledger that was cut off at its end, or
+    put back as a whole, passes: that takes a head kept elsewhere.
+
+    Raises:
+        BudgetError: ``chain_broken``, naming the entry.
+    """
+    head, newest = Head(), None
+    charges: Counter[tuple[str, str]] = Counter()
+    for entry in rows.entries():
+        head = check_link(entry, head)
+        newest = entry
+        if entry.kind == StepCharged.DOMAIN:
+            charges[_charged(entry)] += 1
+    if newest is not None:
+        check_chain([newest], public_key, Head(newest.sequence - 1, newest.previous))
+    for row in rows.runs():
+        for query, count in row.charged.items():
+            if charges.pop((row.run_id, query), 0) != count:
+                raise broken(row.sequence, f"the table of charges does not count those of run {row.run_id}")
+    if charges:
+        lacking = " of run ".join(reversed(next(iter(charges))))
+        raise broken(head.sequence, f"the table of charges lacks the {lacking}")
+
+
+def _charged(entry: LedgerEntry) -> tuple[str, str]:
+    """Run and query; the hash has shown that the body is as it was signed."""
+    body = json.loads(entry.body)
+    return body["run_id"], body["query"]
