@@ -1,9 +1,12 @@
 """What an audit trains: the user's data and model, and canaries that only an audit could notice.
 
 A canary is an example whose gradient is one coordinate of its own: the model gets one more parameter per canary, and
-a canary's loss is ``RAW_NORM * C`` times that parameter. Clipping brings the gradient to norm C along an axis that
-nothing else touches, which is the strongest example the mechanism's guarantee covers. A canary that its coin keeps
-out stays in the dataset and contributes zero, which is the adjacency of the mechanism.
+a canary's loss is ``RAW_NORM * C`` times that parameter, up to its sign. Clipping brings the gradient to norm C along
+an axis that nothing else touches, which is the strongest example the mechanism's guarantee covers. A canary that its
+coin keeps out stays in the dataset and contributes zero, which is the adjacency of the mechanism.
+
+The sign follows from the last bit of the parameter itself, so it is known to whoever sees the released model, and as
+good as random from step to step: two steps under one noise then differ, even if every example is in every batch.
 
 Everything travels as an ordinary ``module:function`` task in a folder, so workers open it as they open any other.
 """
@@ -84,8 +87,14 @@ class CanaryModel(nn.Module):
         marker = features[:, -1:].float()
         numbers = torch.arange(1, self.canaries.in_features + 1, device=marker.device)
         output = self.inner(features[:, :-1].reshape(count, *self._feature_shape))
-        chosen = (marker.floor() == numbers).float()
+        signs = 1 - 2 * (self.canaries.weight.detach().view(torch.int32) & 1)
+        chosen = (marker.floor() == numbers) * signs.float()
         return torch.cat([output.reshape(count, -1), self.canaries(chosen), marker], dim=1)
+
+
+def canary_signs(parameters: NDArray[np.float32]) -> NDArray[np.int64]:
+    """+1 or -1 for each canary: the sign of its gradient where its parameter has this value; any shape."""
+    return 1 - 2 * (parameters.view(np.int32).astype(np.int64) & 1)
 
 
 class CanaryTask(Section):

@@ -37,8 +37,10 @@ def audit_command(
 
 def _audit(output: Output, config: RunConfig, base: Path, canaries: int, confidence: float) -> int:
     from coordinator.audit_run import audit
+    from coordinator.progress import ProgressDisplay
 
-    result = audit(config, base, canaries=canaries, confidence=confidence)
+    with ProgressDisplay(output.progress, f"{config.name}-audit") as display:
+        result = audit(config, base, canaries=canaries, confidence=confidence, progress=display)
     output.result(asdict(result), audit_table(result))
     if not result.contradicted:
         return 0

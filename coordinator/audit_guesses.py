@@ -44,8 +44,21 @@ class Bound:
     ceiling: float
 
 
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What an adversary sees of the canaries, [steps, m] each.
+
+    Attributes:
+        sums: each step's released sum along each canary's axis.
+        signs: +1 or -1, the direction of the canary's gradient on it, known from the model before the step.
+    """
+
+    sums: NDArray[np.float64]
+    signs: NDArray[np.int64]
+
+
 def strongest_bound(
-    sums: NDArray[np.float64],
+    observed: Observed,
     included: NDArray[np.bool_],
     mechanism: Mechanism,
     *,
@@ -58,7 +71,6 @@ def strongest_bound(
     the result exceeds epsilon with a chance of at most ``1 - confidence``: a union bound over what is tried.
 
     Args:
-        sums: [steps, m], each step's released sum along each canary's gradient.
         included: [m], the coins.
     """
     count = len(included)
@@ -72,7 +84,7 @@ def strongest_bound(
     tried = []
     for score in SCORES:
         # Most certainly in first; among equal ones in the order of canaries, which says nothing about the coins.
-        order = np.argsort(-scores_of(score, sums, mechanism), kind="stable")
+        order = np.argsort(-scores_of(score, observed, mechanism), kind="stable")
         for share_in, share_out in SHARES:
             first, last = int(count * share_in), int(count * share_out)
             correct = int(included[order[:first]].sum() + (~included[order[count - last :]]).sum())
@@ -81,16 +93,16 @@ def strongest_bound(
     return Bound(*max(tried, key=lambda each: each[0]), ceiling)
 
 
-def scores_of(score: str, sums: NDArray[np.float64], mechanism: Mechanism) -> NDArray[np.float64]:
+def scores_of(score: str, observed: Observed, mechanism: Mechanism) -> NDArray[np.float64]:
     """Score of each canary, [m]; higher means more likely in."""
     total: NDArray[np.float64]
     if score == "difference":
-        total = np.square(np.diff(sums, axis=0)).sum(0)
+        total = np.square(np.diff(observed.sums, axis=0)).sum(0)
         return total
     signal = mechanism.max_grad_norm
     deviation = mechanism.sigma * mechanism.gamma * math.sqrt(mechanism.virtual_workers)
     rate = mechanism.sample_rate
-    exponent = (sums * signal - signal**2 / 2) / deviation**2
+    exponent = (observed.sums * observed.signs * signal - signal**2 / 2) / deviation**2
     ratio = exponent if rate == 1 else np.logaddexp(math.log1p(-rate), math.log(rate) + exponent)
     total = ratio.sum(0)
     return total

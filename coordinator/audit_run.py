@@ -10,6 +10,7 @@ released, and from nothing else about the data.
 """
 
 import json
+import secrets
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator import state
-from coordinator.audit_canaries import MODULE, CanaryTask
-from coordinator.audit_guesses import strongest_bound
+from coordinator.audit_canaries import MODULE, CanaryTask, canary_signs
+from coordinator.audit_guesses import Observed, strongest_bound
 from coordinator.calibration import epsilon_of
 from coordinator.config import DatasetConfig, RunConfig, parse_config
 from coordinator.coordinator import Assignment, Coordinator, Session
@@ -91,6 +92,7 @@ def audit(
     confidence: float = 0.95,
     coins: NDArray[np.bool_] | None = None,
     run_secret: Path | None = None,
+    progress: Callable[[StepReport], None] = lambda report: None,
 ) -> AuditResult:
     """Train ``config`` with canaries and bound epsilon from below.
 
@@ -101,6 +103,7 @@ def audit(
         base: folder that relative paths and ``module:function`` names start from.
         coins: [canaries], drawn from the operating system if absent.
         run_secret: as of a run.
+        progress: called after every step.
 
     Raises:
         ConfigError: ``audit_canaries``, ``audit_confidence``, ``nothing_to_audit`` (privacy is off), and as a run.
@@ -108,7 +111,8 @@ def audit(
     """
     _check(config, canaries, confidence)
     if coins is None:
-        coins = np.random.default_rng().random(canaries) < 0.5
+        drawn = np.frombuffer(secrets.token_bytes(-(-canaries // 8)), np.uint8)
+        coins = np.unpackbits(drawn)[:canaries].astype(np.bool_)
     assert len(coins) == canaries, "one coin per canary"
     with tempfile.TemporaryDirectory(prefix="raycloak-audit-") as home:
         folder = Path(home)
@@ -118,9 +122,9 @@ def audit(
         audited = _audited(config, examples, canaries)
         url = None if task.dataset.public else config.ledger.url or state.ledger_url()
         session, _ = local_session(folder, run_secret, ledger_url=url)
-        finished, models, run_dir = _train(audited, session, folder, run_secret)
+        finished, models, run_dir = _train(audited, session, folder, run_secret, canaries, progress)
     mechanism, delta, epsilon = finished.plan.mechanism, finished.plan.delta, _epsilon(audited, finished)
-    bound = strongest_bound(_sums(models[:, -canaries:], audited), coins, mechanism, delta=delta, confidence=confidence)
+    bound = strongest_bound(_observed(models, audited), coins, mechanism, delta=delta, confidence=confidence)
     result = AuditResult(
         epsilon_lower=bound.epsilon,
         confidence=confidence,
@@ -182,10 +186,15 @@ def _audited(config: RunConfig, examples: int, canaries: int) -> RunConfig:
 
 
 def _train(
-    config: RunConfig, session: Session, folder: Path, run_secret: Path | None
+    config: RunConfig,
+    session: Session,
+    folder: Path,
+    run_secret: Path | None,
+    canaries: int,
+    progress: Callable[[StepReport], None],
 ) -> tuple[Finished, NDArray[np.float32], Path]:
-    """Run to the end: what it came to, [steps, d] parameters after every step, and the run directory."""
-    models: list[NDArray[np.float32]] = []
+    """Run to the end: what it came to, the canaries' parameters before and after each step, and the run directory."""
+    models = [np.zeros(canaries, np.float32)]
     with ExitStack() as stack:
         stack.callback(lambda: [actor.handle.close() for actor in session.control.actors.values()])
         stack.enter_context(run_lock(session.run_id))
@@ -195,10 +204,11 @@ def _train(
         stack.callback(attach_log, None)
         events = stack.enter_context(EventWriter(run_folder.path / "metrics.jsonl"))
 
-        def after_step(_report: StepReport) -> None:
+        def after_step(report: StepReport) -> None:
             released = coordinator.finished()
             assert released is not None, "a step is done"
-            models.append(released.parameters)
+            models.append(released.parameters[-canaries:].copy())
+            progress(report)
 
         try:
             coordinator = Coordinator(
@@ -243,12 +253,10 @@ def _reporting(config: RunConfig, events: EventWriter, progress: Callable[[StepR
     )
 
 
-def _sums(canary_parameters: NDArray[np.float32], config: RunConfig) -> NDArray[np.float64]:
-    """Each step's released sum along the canaries' axes, [steps, m], read off the models; they start at zero."""
-    start = np.zeros((1, canary_parameters.shape[1]))
-    moved = -np.diff(np.concatenate([start, canary_parameters.astype(np.float64)]), axis=0)
-    sums: NDArray[np.float64] = moved * (config.batch_size / config.optimizer.learning_rate)
-    return sums
+def _observed(models: NDArray[np.float32], config: RunConfig) -> Observed:
+    """What two consecutive models say of each released sum; ``models`` are the canaries' parameters, [steps + 1, m]."""
+    moved = -np.diff(models.astype(np.float64), axis=0)
+    return Observed(moved * (config.batch_size / config.optimizer.learning_rate), canary_signs(models[:-1]))
 
 
 def _epsilon(config: RunConfig, finished: Finished) -> float:

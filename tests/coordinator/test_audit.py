@@ -5,20 +5,25 @@ flagged with a chance below 1e-6. Coins and run secrets are fixed.
 """
 
 import json
+import warnings
 
 import numpy as np
 import pytest
+import torch
 
-from coordinator.audit_canaries import CanaryDataset, CanaryTask
+from coordinator.audit_canaries import CanaryDataset, CanaryTask, canary_signs
 from coordinator.audit_run import audit
 from coordinator.ledger import PrivacyLedger
 from coordinator.plan_command import plan_of
-from metrics.errors import ConfigError, ModelError
+from coordinator.run_folder import RunFolder
+from metrics.errors import ConfigError, ModelError, RunFailedError
 from tests.coordinator import audit_cases as cases
 from tests.coordinator.audit_cases import audited, coins_of, small_config
 from tests.protocol import examples
+from workers.clipping import PerExampleGradients
 from workers.datasets import ArrayDataset
 from workers.models import ModelSource, build_model, read_flat
+from workers.train_worker import TrainWorker
 
 ONE_WORKERS_NOISE = {"virtual_workers": 64, "canaries": 2000}
 LARGE_BATCHES = {"virtual_workers": 4}
@@ -84,10 +89,11 @@ def test_one_worker_that_does_not_clip_is_flagged(tmp_path, monkeypatch):
     flagged(tmp_path)
 
 
-def test_a_noise_key_reused_across_steps_is_flagged(tmp_path, monkeypatch):
+@pytest.mark.parametrize("sample_rate", [0.5, 1.0])
+def test_a_noise_key_reused_across_steps_is_flagged(tmp_path, monkeypatch, sample_rate):
     """Only the differences of consecutive releases show it."""
     cases.noise_key_reused_across_steps(monkeypatch)
-    assert flagged(tmp_path).score == "difference"
+    assert flagged(tmp_path, sample_rate=sample_rate).score == "difference"
 
 
 def test_every_example_in_every_batch_accounted_at_a_tenth_is_flagged(tmp_path, monkeypatch):
@@ -156,6 +162,25 @@ def test_what_cannot_be_audited_is_refused_before_anything_is_charged(home, rayc
     assert not (raycloak_home / "ledger.sqlite").exists()
 
 
+def test_an_audit_that_fails_is_over_for_good(home, raycloak_home, monkeypatch):
+    """What was charged stays charged, and nothing is left to go on with."""
+    genuine = TrainWorker._compute
+
+    def compute(self, step, *arguments):
+        if step == 1:
+            raise RuntimeError("a defect")
+        genuine(self, step, *arguments)
+
+    monkeypatch.setattr(TrainWorker, "_compute", compute)
+    with pytest.raises(RunFailedError, match="worker_error"):
+        audit(small_config(), home, canaries=100)
+    (run_dir,) = (raycloak_home / "runs").iterdir()
+    assert RunFolder.open(run_dir).record.status == "void"
+    ledger = PrivacyLedger(f"sqlite:///{raycloak_home / 'ledger.sqlite'}", create=False)
+    assert ledger.view().accounts[0].spent_epsilon > 0
+    ledger.close()
+
+
 # --- canaries
 
 
@@ -180,6 +205,25 @@ def test_the_users_part_of_the_model_starts_as_it_would_without_canaries(home):
     with_canaries = read_flat(build_model(ModelSource.of("raycloak_audit_task:model"), home, 0))
     assert np.array_equal(with_canaries[: len(own)], own)
     assert not with_canaries[len(own) :].any()
+
+
+def test_the_sign_of_a_canarys_gradient_is_known_from_the_released_model(home):
+    """Half of 40 parameters have an odd last bit, or thereabouts; the draw is fixed."""
+    task = task_of(home)
+    model = task.make_model()
+    with torch.no_grad():
+        model.canaries.weight.normal_(generator=torch.Generator().manual_seed(1))
+    canaries = np.flatnonzero(task.included)
+    gradients = PerExampleGradients(model, task.loss)
+    features, labels = task.make_dataset().batch(canaries + cases.EXAMPLES)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Full backward hook is firing")
+        *_, found = gradients(torch.from_numpy(features), torch.from_numpy(labels))
+    signs = canary_signs(model.canaries.weight.detach().numpy())[0]
+    assert set(signs) == {-1, 1}
+    expected = np.zeros((len(canaries), 40))
+    expected[np.arange(len(canaries)), canaries] = task.raw_norm * signs[canaries]
+    assert np.array_equal(found[:, 0].numpy(), expected)
 
 
 def test_integer_features_and_vector_labels_work_too(home):
