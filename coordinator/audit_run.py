@@ -120,9 +120,11 @@ def audit(
         task.write(folder)
         examples = dataset_form(descriptor(task.dataset).open(base)).num_examples
         audited = _audited(config, examples, canaries)
-        url = None if task.dataset.public else config.ledger.url or state.ledger_url()
-        session, _ = local_session(folder, run_secret, ledger_url=url)
-        finished, models, run_dir = _train(audited, session, folder, run_secret, canaries, progress)
+        paid = None if task.dataset.public else config.ledger
+        url = None if paid is None else paid.url or state.ledger_url()
+        session, _ = local_session(folder, run_secret, ledger_url=url, witness=paid.witness if paid else None)
+        setup = _setup(audited, folder, task)
+        finished, models, run_dir = _train(audited, session, setup, run_secret, canaries, progress)
     mechanism, delta, epsilon = finished.plan.mechanism, finished.plan.delta, _epsilon(audited, finished)
     bound = strongest_bound(_observed(models, audited), coins, mechanism, delta=delta, confidence=confidence)
     result = AuditResult(
@@ -188,7 +190,7 @@ def _audited(config: RunConfig, examples: int, canaries: int) -> RunConfig:
 def _train(
     config: RunConfig,
     session: Session,
-    folder: Path,
+    setup: WorkerSetup,
     run_secret: Path | None,
     canaries: int,
     progress: Callable[[StepReport], None],
@@ -199,7 +201,7 @@ def _train(
         stack.callback(lambda: [actor.handle.close() for actor in session.control.actors.values()])
         stack.enter_context(run_lock(session.run_id))
         secret_file = str(run_secret) if run_secret else None
-        run_folder = RunFolder.create(config, session.run_id, str(folder), secret_file)
+        run_folder = RunFolder.create(config, session.run_id, setup.base, secret_file)
         attach_log(run_folder.path / "run.log")
         stack.callback(attach_log, None)
         events = stack.enter_context(EventWriter(run_folder.path / "metrics.jsonl"))
@@ -214,7 +216,7 @@ def _train(
             coordinator = Coordinator(
                 config,
                 session,
-                _setup(config, folder),
+                setup,
                 None,
                 _reporting(config, events, after_step),
                 run_folder,
@@ -228,13 +230,19 @@ def _train(
         return finished, np.stack(models), run_folder.path
 
 
-def _setup(config: RunConfig, folder: Path) -> WorkerSetup:
+def _setup(config: RunConfig, folder: Path, task: CanaryTask) -> WorkerSetup:
+    """The audit's own task. An account that is bound to the file of the examples still knows it by its fingerprint."""
     assert config.model is not None, "the audit's own task is named"
     assert config.dataset is not None, "the audit's own task is named"
+    own, base = task.dataset, Path(task.base)
+    where = {
+        "path": str(base / own.path) if own.path else None,
+        "fingerprint_key": str(base / own.fingerprint_key) if own.fingerprint_key else None,
+    }
     return WorkerSetup(
         model=ModelSource.of(config.model),
         loss=config.loss,
-        dataset=descriptor(config.dataset),
+        dataset=descriptor(config.dataset).model_copy(update=where),
         base=str(folder),
         seed=config.seed,
         device="cpu",

@@ -14,14 +14,15 @@ import torch
 from coordinator.audit_canaries import CanaryDataset, CanaryTask, canary_signs
 from coordinator.audit_run import audit
 from coordinator.ledger import PrivacyLedger
-from coordinator.plan_command import plan_of
+from coordinator.plan_command import descriptor, plan_of
 from coordinator.run_folder import RunFolder
-from metrics.errors import ConfigError, ModelError, RunFailedError
+from metrics.errors import BudgetError, ConfigError, ModelError, RunFailedError
 from tests.coordinator import audit_cases as cases
 from tests.coordinator.audit_cases import audited, coins_of, small_config
 from tests.protocol import examples
 from workers.clipping import PerExampleGradients
 from workers.datasets import ArrayDataset
+from workers.fingerprint import dataset_fingerprint
 from workers.models import ModelSource, build_model, read_flat
 from workers.train_worker import TrainWorker
 
@@ -139,6 +140,26 @@ def test_a_named_account_pays_to_its_cap_and_only_this_runs_epsilon_is_compared(
     third = audit(config, home, canaries=100)
     assert third.steps < config.steps
     assert third.epsilon < first.epsilon
+
+
+def test_an_account_that_is_bound_to_a_file_pays_for_its_audit_and_for_no_other(home, raycloak_home, tmp_path):
+    key = home / "data.key"
+    key.touch(mode=0o600)
+    key.write_text("0f" * 32)
+    dataset = {"kind": "npz", "path": "examples.npz", "features": "features", "fingerprint_key": "data.key"}
+    config = small_config(dataset=dataset, ledger={"account": "hospital", "witness": str(tmp_path / "witness")})
+    described = descriptor(config.dataset)
+    fingerprint = dataset_fingerprint(described, described.open(home), home)
+    raycloak_home.mkdir()
+    (tmp_path / "witness").mkdir()
+    ledger = PrivacyLedger(f"sqlite:///{raycloak_home / 'ledger.sqlite'}", witness=str(tmp_path / "witness"))
+    ledger.open_account("hospital", 5.0, cases.DELTA, fingerprint=fingerprint)
+    ledger.close()
+    assert audit(config, home, canaries=100).account == "hospital"
+    assert any((tmp_path / "witness").rglob("*"))
+    np.savez(home / "examples.npz", features=examples(cases.EXAMPLES + 1)[0], labels=examples(cases.EXAMPLES + 1)[1])
+    with pytest.raises(BudgetError, match="dataset_mismatch"):
+        audit(config, home, canaries=100)
 
 
 def test_an_audit_of_public_data_charges_nothing(home, raycloak_home):
