@@ -149,7 +149,7 @@ class PrivacyLedger(LedgerReader):
             if row is not None:
                 self._check_same_run(rows, row, event)
                 self._check_fencing(row)
-                rows.own_run(run_id, self.fencing)
+                self._take(rows, row)
                 return
             standing = self._book.standing(rows, account)
             standing.account.require_open()
@@ -162,6 +162,7 @@ class PrivacyLedger(LedgerReader):
             counts = {mechanism.query: 0 for mechanism in mechanisms}
             entry = self._book.append(rows, event)
             rows.add_run(RunRow(run_id, account, entry.sequence, self.fencing, counts))
+            rows.renew_lease(self.fencing)
 
     def charge(
         self, run_id: str, step: int, parameter_digest: bytes, manifest_digest: bytes, query: Query = "gradient"
@@ -191,8 +192,7 @@ class PrivacyLedger(LedgerReader):
             if entry is None:
                 entry = self._charge_new(rows, row, run, query, step, parameter_digest)
             receipt = self._receipt(entry, run.registered, parameter_digest)
-            if row.fencing != self.fencing:
-                rows.own_run(run_id, self.fencing)
+            self._take(rows, row)
         return receipt
 
     def _charge_new(
@@ -224,6 +224,7 @@ class PrivacyLedger(LedgerReader):
             charged_epsilon=epsilon_at(terms, spent),
         )
         rows.count_charge(row.run_id, query)
+        rows.renew_lease(self.fencing)
         return self._book.append(rows, event)
 
     def _receipt(self, entry: LedgerEntry, run: RunRegistered, parameter_digest: bytes) -> Envelope:
@@ -265,6 +266,12 @@ class PrivacyLedger(LedgerReader):
         compared = ("account", "mechanisms", "manifest_digest", "dataset_fingerprint")
         if any(getattr(known, name) != getattr(event, name) for name in compared):
             raise run_mismatch(row.run_id)
+
+    def _take(self, rows: Rows, row: RunRow) -> None:
+        """Make this instance the run's own, if it is not."""
+        if row.fencing != self.fencing:
+            rows.own_run(row.run_id, self.fencing)
+            rows.renew_lease(self.fencing)
 
     def _check_fencing(self, row: RunRow) -> None:
         if row.fencing > self.fencing:

@@ -3,6 +3,8 @@
 Guarantee: terms, caps and costs come from entries whose signature was checked; the tables say only where they are.
 """
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -55,14 +57,11 @@ class Book:
         """The account that a row leads to: by the entry that opened it, and the one that changed it last."""
         key = row.name, row.changed
         if key not in self._accounts:
-            opened = self._signed(rows, row.sequence)
-            event = opened.event
-            if not isinstance(event, AccountOpened) or event.account != row.name:
-                raise broken(row.sequence, f"it does not open account '{row.name}'")
-            account = Account.of(event, Head(opened.sequence, opened.hash))
-            if row.changed != row.sequence:
-                account = self._changed(rows, row, account)
-            self._accounts[key] = account
+            if row.changed == row.sequence:
+                self._accounts[key] = self._opened(rows, row)
+            else:
+                opened = self.account_of(rows, replace(row, changed=row.sequence))
+                self._accounts[key] = self._changed(rows, row, opened)
         return self._accounts[key]
 
     def run(self, rows: Rows, row: RunRow) -> PricedRun:
@@ -101,6 +100,13 @@ class Book:
             for name in named(event):
                 rows.change_account(name, entry.sequence)
         return entry
+
+    def _opened(self, rows: Rows, row: AccountRow) -> Account:
+        opened = self._signed(rows, row.sequence)
+        event = opened.event
+        if not isinstance(event, AccountOpened) or event.account != row.name:
+            raise broken(row.sequence, f"it does not open account '{row.name}'")
+        return Account.of(event, Head(opened.sequence, opened.hash))
 
     def _changed(self, rows: Rows, row: AccountRow, account: Account) -> Account:
         """The account after the entry that changed it last; each states all of what may change."""

@@ -19,22 +19,27 @@ _CONNECTION = {
     "keepalives_count": "4",
     "tcp_user_timeout": "30000",
 }
-_SETTINGS = sa.text(
+_BEGIN_WRITE = sa.text(
     """
-    SELECT set_config('synchronous_commit',
-                      CASE current_setting('synchronous_commit') WHEN 'remote_apply' THEN 'remote_apply' ELSE 'on' END,
-                      true) AS synchronous_commit,
-           current_setting('fsync') AS fsync,
-           current_setting('full_page_writes') AS full_page_writes,
-           set_config('lock_timeout', :deadline, true),
-           set_config('idle_in_transaction_session_timeout', :deadline, true)
+    SELECT settings.*, pg_advisory_xact_lock(:lock) FROM (
+        SELECT set_config('synchronous_commit',
+                          CASE current_setting('synchronous_commit')
+                              WHEN 'remote_apply' THEN 'remote_apply' ELSE 'on' END,
+                          true) AS synchronous_commit,
+               current_setting('fsync') AS fsync,
+               current_setting('full_page_writes') AS full_page_writes,
+               set_config('lock_timeout', :deadline, true),
+               set_config('idle_in_transaction_session_timeout', :deadline, true)
+        OFFSET 0
+    ) AS settings
     """
 )
+"""One statement, since each is a way to the server and back; OFFSET keeps the settings before the lock."""
+
 _UNLOGGED = sa.text(
     "SELECT relname FROM unnest(CAST(:names AS text[])) AS name JOIN pg_class ON oid = to_regclass(name)"
     " WHERE relpersistence <> 'p' ORDER BY relname"
 )
-_TAKE_LOCK = sa.text("SELECT pg_advisory_xact_lock(:lock)")
 
 
 def postgres_engine(url: sa.URL) -> sa.Engine:
@@ -66,9 +71,9 @@ def begin_write(connection: sa.Connection, deadline_s: float) -> None:
     Raises:
         BudgetError: ``ledger_not_durable``.
     """
-    settings = connection.execute(_SETTINGS, {"deadline": f"{int(deadline_s * 1000)}"}).one()
+    values = {"lock": _LOCK, "deadline": f"{int(deadline_s * 1000)}"}
+    settings = connection.execute(_BEGIN_WRITE, values).one()
     refuse_settings(settings.synchronous_commit, settings.fsync, settings.full_page_writes)
-    connection.execute(_TAKE_LOCK, {"lock": _LOCK})
 
 
 def refuse_settings(synchronous_commit: str, fsync: str, full_page_writes: str) -> None:

@@ -105,8 +105,9 @@ class LedgerReader:
 
     def _account_view(self, rows: Rows, row: AccountRow) -> AccountView:
         account, runs = self._book.account_of(rows, row), rows.runs(row.name)
-        registered = [(self._book.run(rows, run).registered, run.charged) for run in runs]
-        return account_view(account, registered, self._book.spent(rows, account.terms, runs))
+        leases = rows.leases(runs)
+        shown = [(self._book.run(rows, run).registered, run.charged, leases.get(run.fencing)) for run in runs]
+        return account_view(account, shown, self._book.spent(rows, account.terms, runs))
 
 
 def _belongs(event: Event, account: str, runs: set[str]) -> bool:

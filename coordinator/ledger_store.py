@@ -17,6 +17,7 @@ from attestation.keys import IdentityKey, Secret
 from attestation.roster import Query
 from coordinator.ledger_engine import check_tables_last, open_engine, reading, storage_errors, take_write_lock
 from coordinator.ledger_entries import Head, LedgerEntry
+from coordinator.ledger_leases import Lease, Leases
 from metrics.errors import BudgetError
 
 APPLICATION = "raycloak ledger v2"
@@ -46,6 +47,7 @@ _charged = sa.Table(
     sa.Column("query", sa.Text, primary_key=True),
     sa.Column("charges", _integer, nullable=False),
 )
+_leases = Leases(_tables, _integer)
 _entries = sa.Table(
     "entries",
     _tables,
@@ -144,7 +146,7 @@ class LedgerStore:
                     rows.create_if_empty()
                 rows.check_ours()
                 if create:
-                    self._fencing = rows.next_fencing()
+                    self._fencing = rows.open_lease()
                 self.key = IdentityKey.from_seed(Secret(bytes.fromhex(rows.meta("signing_key"))))
         except BaseException:
             self.close()
@@ -223,6 +225,20 @@ class Rows:
         number = int(self.meta("fencing")) + 1
         self._connection.execute(_UPDATE_META, {"key": "fencing", "content": str(number)})
         return number
+
+    def open_lease(self) -> int:
+        """Note a new instance; returns its fencing number."""
+        fencing = self.next_fencing()
+        _leases.open(self._connection, fencing)
+        return fencing
+
+    def renew_lease(self, fencing: int) -> None:
+        """Note that an instance took or charged a run."""
+        _leases.renew(self._connection, fencing)
+
+    def leases(self, runs: Iterable[RunRow]) -> dict[int, Lease]:
+        """The leases under which runs are held, by fencing number."""
+        return _leases.of(self._connection, (row.fencing for row in runs))
 
     def head(self) -> Head:
         """The chain's end."""

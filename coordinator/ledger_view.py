@@ -10,6 +10,7 @@ from attestation.roster import Query
 from coordinator.accounting import accountant_delta, epsilon, order_caps
 from coordinator.ledger_accounts import Account
 from coordinator.ledger_entries import Head, RunRegistered
+from coordinator.ledger_leases import Lease
 from coordinator.ledger_rules import slack_at
 from metrics.collectors import spent_ratio
 
@@ -38,6 +39,7 @@ class RunView:
 
     Attributes:
         epsilon_cap: the account's when the run was registered; the run is planned for it.
+        lease: of the instance that the run belongs to.
     """
 
     run_id: str
@@ -47,6 +49,7 @@ class RunView:
     epsilon_cap: float
     queries: tuple[QueryView, ...]
     manifest_digest: bytes
+    lease: Lease | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +80,11 @@ class AccountView:
 
 
 def account_view(
-    account: Account, runs: Sequence[tuple[RunRegistered, Mapping[Query, int]]], spent: NDArray[np.float64]
+    account: Account,
+    runs: Sequence[tuple[RunRegistered, Mapping[Query, int], Lease | None]],
+    spent: NDArray[np.float64],
 ) -> AccountView:
-    """The view of an account with these runs, each with its charges by query, and ``spent`` RDP in all."""
+    """The view of an account with these runs, each with its charges by query and its lease; ``spent`` is RDP in all."""
     terms = account.terms
     caps = order_caps(terms.epsilon_cap, accountant_delta(terms.delta), terms.orders)
     return AccountView(
@@ -89,8 +94,8 @@ def account_view(
         accountant=terms.accountant,
         spent_epsilon=epsilon(spent, accountant_delta(terms.delta), terms.orders),
         spent_ratio=spent_ratio(spent.tolist(), caps),
-        delta_slack=sum(slack_at(event, terms.epsilon_cap) for event, _ in runs),
-        runs=tuple(_run_view(event, charged) for event, charged in runs),
+        delta_slack=sum(slack_at(event, terms.epsilon_cap) for event, *_ in runs),
+        runs=tuple(_run_view(*each) for each in runs),
         closed=account.closed,
         authority=terms.authority,
         fingerprint=terms.fingerprint,
@@ -98,7 +103,7 @@ def account_view(
     )
 
 
-def _run_view(event: RunRegistered, charged: Mapping[Query, int]) -> RunView:
+def _run_view(event: RunRegistered, charged: Mapping[Query, int], lease: Lease | None) -> RunView:
     return RunView(
         run_id=event.run_id,
         private=any(mechanism.private for mechanism in event.mechanisms),
@@ -107,6 +112,7 @@ def _run_view(event: RunRegistered, charged: Mapping[Query, int]) -> RunView:
         epsilon_cap=event.epsilon_cap,
         queries=tuple(QueryView(each.query, each.steps, charged[each.query]) for each in event.mechanisms),
         manifest_digest=event.manifest_digest,
+        lease=lease,
     )
 
 

@@ -10,6 +10,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from coordinator.ledger_entries import LedgerEntry
+    from coordinator.ledger_leases import Lease
     from coordinator.ledger_view import AccountView
     from coordinator.plan import Plan
     from coordinator.replay import Replay
@@ -97,7 +98,7 @@ def _some(curve: tuple[tuple[int, float], ...], points: int = 8) -> list[tuple[i
 def accounts_view(accounts: Iterable["AccountView"]) -> Table:
     """Accounts with their runs below them."""
     table = Table(title="Budget", title_justify="left", title_style="bold")
-    for header in ("account", "ε spent", "ε cap", "δ", "run", "steps charged"):
+    for header in ("account", "ε spent", "ε cap", "δ", "run", "steps charged", "held by"):
         table.add_column(header, overflow="fold")
     for account in accounts:
         spent = epsilon_text(account.spent_epsilon)
@@ -105,11 +106,20 @@ def accounts_view(accounts: Iterable["AccountView"]) -> Table:
         table.add_row(Text(name), spent, f"{account.epsilon_cap:g}", f"{account.delta:g}")
         for run in account.runs:
             steps = f"{run.charged_steps} of {run.planned_steps}"
-            table.add_row("", "", "", "", run.run_id, steps if run.private else f"{steps}, NOT PRIVATE")
+            steps = steps if run.private else f"{steps}, NOT PRIVATE"
+            table.add_row("", "", "", "", run.run_id, steps, _lease_text(run.lease))
             for each in run.queries:
                 if each.query != "gradient":
                     table.add_row("", "", "", "", "", f"{each.query}: {each.charged} of {each.planned}")
     return table
+
+
+def _lease_text(lease: "Lease | None") -> Text:
+    """Which instance holds a run, and when it last charged one."""
+    if lease is None:
+        return Text("")
+    renewed = datetime.fromtimestamp(lease.renewed_at, UTC).isoformat(timespec="seconds")
+    return Text(f"instance {lease.fencing}, {lease.holder}, {renewed}")
 
 
 def verified_view(facts: Mapping[str, Any]) -> Table:

@@ -1,4 +1,4 @@
-"""Child process of `test_ledger_crash.py`: ``kill FOLDER`` or ``race FOLDER``.
+"""Child process of `test_ledger_crash.py`: ``kill URL`` or ``race URL``, the URL of a ledger that does not exist yet.
 
 It never imports torch, so that forking it is safe and fast.
 """
@@ -8,11 +8,12 @@ import math
 import os
 import signal
 import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import sqlalchemy as sa
 
+from attestation.messages import Envelope
 from coordinator.ledger import PrivacyLedger
 from metrics.errors import BudgetError
 from tests.coordinator.ledger_cases import (
@@ -22,97 +23,146 @@ from tests.coordinator.ledger_cases import (
     PARAMETERS,
     expected_epsilon,
     mechanism,
-    opened,
     receipt_of,
-    spent,
 )
 
+FINGERPRINT = b"f" * 32
 
-def main(mode: str, folder: Path) -> None:
+
+def main(mode: str, url: str) -> None:
     """Run one mode and print its result as JSON."""
-    result = kill_sweep(folder) if mode == "kill" else race(folder)
+    result = kill_sweep(url) if mode == "kill" else race(url)
     print(json.dumps(result))
 
 
-def kill_sweep(folder: Path) -> list[int]:
-    """Kill a charging process before its k-th statement, for every k until it survives; receipts seen each time.
+def open_account(name: str) -> Callable[[PrivacyLedger], None]:
+    return lambda ledger: ledger.open_account(name, CAP, DELTA, fingerprint=FINGERPRINT)
 
-    Before that, it is killed between a commit and its reply.
+
+def charge(step: int) -> Callable[[PrivacyLedger], Envelope]:
+    return lambda ledger: ledger.charge("run-a", step, PARAMETERS, MANIFEST)
+
+
+ACTS: tuple[tuple[str, Callable[[PrivacyLedger], Envelope | None]], ...] = (
+    ("account_opened", open_account("patients")),
+    ("account_opened", open_account("reserve")),
+    ("run_registered", lambda ledger: ledger.register_run("run-a", "patients", (mechanism(),), MANIFEST, FINGERPRINT)),
+    ("step_charged", charge(0)),
+    ("cap_changed", lambda ledger: ledger.change_cap("reserve", CAP - 1)),
+    ("step_charged", charge(1)),
+    ("cap_transferred", lambda ledger: ledger.transfer("reserve", "patients", 1.0)),
+    ("account_closed", lambda ledger: ledger.close_account("reserve")),
+)
+"""Everything that writes to a ledger, one entry each, in this order; with the kind of the entry."""
+
+KINDS = [kind for kind, _ in ACTS]
+CHARGES = [act for kind, act in ACTS if kind == "step_charged"]
+
+
+def kill_sweep(url: str) -> list[int]:
+    """Kill a process before its k-th statement, for every k until it survives; acts acknowledged each time.
+
+    Before that, it is killed between the commit of each act and its reply.
     """
-    for step in range(2):
-        path = folder / f"reply-{step}.sqlite"
-        receipts, killed = charge_until_killed(path, 0, mute_from=step)
+    for number in range(len(ACTS)):
+        acknowledged, killed = act_until_killed(empty(url, f"reply{number}"), 0, mute_from=number)
         assert killed
-        assert len(receipts) == step
-        assert check_after_kill(path, receipts) == step + 1
+        assert len(acknowledged) == number
+        assert check_after_kill(empty(url, f"reply{number}", new=False), acknowledged) == number + 1
     counts = []
     for k in range(1, 1000):
-        path = folder / f"{k}.sqlite"
-        receipts, killed = charge_until_killed(path, k)
-        check_after_kill(path, receipts)
-        counts.append(len(receipts))
+        where = empty(url, str(k))
+        acknowledged, killed = act_until_killed(where, k)
+        check_after_kill(where, acknowledged)
+        counts.append(len(acknowledged))
         if not killed:
             return counts
     raise AssertionError("the child was always killed")
 
 
-def charge_until_killed(path: Path, k: int, mute_from: int = 2) -> tuple[list[dict[str, Any]], bool]:
-    """Receipts that a process printed before it was killed, and whether it was.
+def empty(url: str, name: str, new: bool = True) -> str:
+    """URL of another ledger beside the one at ``url``: a file, or a schema that is created if it is ``new``."""
+    if url.startswith("sqlite:"):
+        return url.replace("ledger.sqlite", f"{name}.sqlite")
+    if new:
+        engine = sa.create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+        with engine.begin() as connection:
+            connection.exec_driver_sql(f"CREATE SCHEMA {url.rpartition('%3D')[2]}_{name}")
+        engine.dispose()
+    return f"{url}_{name}"
 
-    It is killed ahead of its k-th statement, or when it holds the receipt of step ``mute_from``.
+
+def act_until_killed(url: str, k: int, mute_from: int = len(ACTS)) -> tuple[list[dict[str, Any] | None], bool]:
+    """What a process printed of each act before it was killed, a charge's receipt or None, and whether it was.
+
+    It is killed ahead of its k-th statement, or when act ``mute_from`` has returned.
     """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reading)
         kill_before_statement(k)
-        ledger = opened(path)
-        for step in range(2):
-            receipt = receipt_of(ledger, ledger.charge("run-a", step, PARAMETERS, MANIFEST))
-            if step == mute_from:
+        ledger = PrivacyLedger(url)
+        for number, (_, act) in enumerate(ACTS):
+            envelope = act(ledger)
+            if number == mute_from:
                 os.kill(os.getpid(), signal.SIGKILL)
-            os.write(writing, f"{receipt.model_dump_json()}\n".encode())
+            receipt = receipt_of(ledger, envelope).model_dump_json() if envelope else "null"
+            os.write(writing, f"{receipt}\n".encode())
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as lines:
-        receipts = [json.loads(line) for line in lines]
-    return receipts, os.waitpid(child, 0)[1] == signal.SIGKILL
+        acknowledged = [json.loads(line) for line in lines]
+    return acknowledged, os.waitpid(child, 0)[1] == signal.SIGKILL
 
 
 def kill_before_statement(k: int) -> None:
-    """From now on this process kills itself when any connection is about to run the k-th statement."""
+    """From now on this process kills itself when any connection is about to run the k-th statement.
+
+    SQLite tells of each, also of those that SQLAlchemy does not know of. PostgreSQL's driver sends a commit by itself.
+    """
     seen = 0
 
-    def count(_statement: str) -> None:
+    def count(*_: Any) -> None:
         nonlocal seen
         seen += 1
         if seen == k:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    sa.event.listen(sa.Engine, "connect", lambda connection, _: connection.set_trace_callback(count))
+    def connected(connection: Any, _record: Any) -> None:
+        if hasattr(connection, "set_trace_callback"):
+            connection.set_trace_callback(count)
+        else:
+            sa.event.listen(sa.Engine, "before_cursor_execute", count)
+            sa.event.listen(sa.Engine, "commit", count)
+
+    sa.event.listen(sa.Engine, "connect", connected)
 
 
-def check_after_kill(path: Path, receipts: list[dict[str, Any]]) -> int:
-    """Steps found charged in the reopened ledger: those with a receipt, and at most one more.
+def check_after_kill(url: str, acknowledged: list[dict[str, Any] | None]) -> int:
+    """Acts found in the reopened ledger: those that were acknowledged, and at most one more.
 
-    Finishing the run then costs what it should.
+    Going on from there, nothing is charged twice and nothing is missing.
     """
-    ledger = opened(path)
+    ledger = PrivacyLedger(url)
     ledger.verify()
-    charged = [step for step in range(2) if ledger.status("run-a", step).charged]
-    assert charged in (list(range(len(receipts))), list(range(len(receipts) + 1))), (charged, receipts)
-    for step in range(2):
-        receipt = json.loads(receipt_of(ledger, ledger.charge("run-a", step, PARAMETERS, MANIFEST)).model_dump_json())
-        if step < len(receipts):
-            assert receipt | {"fencing": 0} == receipts[step] | {"fencing": 0}
-    assert ledger.view().accounts[0].runs[0].charged_steps == 2
-    assert math.isclose(spent(ledger), expected_epsilon(2))
-    ledger.verify()
+    done = len(ledger.history())
+    assert done in (len(acknowledged), len(acknowledged) + 1), (done, acknowledged)
+    for _, act in ACTS[done:]:
+        act(ledger)
+    assert [entry.kind for entry in ledger.history()] == KINDS
+    receipts = [json.loads(receipt_of(ledger, act(ledger)).model_dump_json()) for act in CHARGES]
+    for before, after in zip(filter(None, acknowledged), receipts, strict=False):
+        assert after | {"fencing": 0} == before | {"fencing": 0}
+    account, reserve = ledger.view().accounts
+    assert account.runs[0].charged_steps == len(CHARGES)
+    assert math.isclose(account.spent_epsilon, expected_epsilon(len(CHARGES)))
+    assert (account.epsilon_cap, reserve.epsilon_cap, reserve.closed) == (CAP + 1, CAP - 2, True)
     ledger.close()
-    return len(charged)
+    return done
 
 
-def race(folder: Path) -> list[tuple[str, int, int]]:
+def race(url: str) -> list[tuple[str, int, int]]:
     """Of each of four processes: the ledger's key, its fencing number, and the steps it could charge."""
     go_reading, go_writing = os.pipe()
     readings = []
@@ -122,7 +172,7 @@ def race(folder: Path) -> list[tuple[str, int, int]]:
         if os.fork() == 0:
             os.close(go_writing)
             os.read(go_reading, 1)
-            os.write(writing, json.dumps(charge_all(folder / "shared.sqlite", f"run-{number}")).encode())
+            os.write(writing, json.dumps(charge_all(url, f"run-{number}")).encode())
             os._exit(0)
         os.close(writing)
     os.close(go_writing)
@@ -130,13 +180,13 @@ def race(folder: Path) -> list[tuple[str, int, int]]:
     for reading in readings:
         with os.fdopen(reading) as output:
             results.append(json.loads(output.read()))
-    PrivacyLedger(f"sqlite:///{folder / 'shared.sqlite'}", create=False).verify()
+    PrivacyLedger(url, create=False).verify()
     return results
 
 
-def charge_all(path: Path, run_id: str) -> tuple[str, int, int]:
+def charge_all(url: str, run_id: str) -> tuple[str, int, int]:
     """Charge a run until the account refuses."""
-    ledger = PrivacyLedger(f"sqlite:///{path}")
+    ledger = PrivacyLedger(url)
     ledger.open_account("patients", CAP, DELTA)
     charged = 0
     try:
@@ -151,4 +201,4 @@ def charge_all(path: Path, run_id: str) -> tuple[str, int, int]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], sys.argv[2])

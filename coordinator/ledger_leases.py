@@ -1,0 +1,63 @@
+"""Leases: which instance may charge a run, so that of two live ones at most one is believed.
+
+An instance that is opened to write takes a fencing number above all before it, and a row that says who it is. A run
+belongs to the instance with the highest number that registered or charged it. The row of the run names that number,
+and is read and written inside the transaction that charges, so ownership is decided by the database's lock and never
+by a clock. A lease therefore does not expire: it ends when a newer instance takes the run.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """One instance of a ledger that was opened to write, for people; only its number decides anything.
+
+    Attributes:
+        fencing: higher than that of every instance opened before.
+        holder: host and process id.
+        opened_at, renewed_at: when it was opened, and last took or charged a run; Unix time in seconds by its clock.
+    """
+
+    fencing: int
+    holder: str
+    opened_at: int
+    renewed_at: int
+
+
+class Leases:
+    """The table of leases; the methods are called inside a transaction of the caller's."""
+
+    def __init__(self, tables: sa.MetaData, integer: sa.types.TypeEngine[int]) -> None:
+        self._table = table = sa.Table(
+            "leases",
+            tables,
+            sa.Column("fencing", integer, primary_key=True, autoincrement=False),
+            sa.Column("holder", sa.Text, nullable=False),
+            sa.Column("opened_at", integer, nullable=False),
+            sa.Column("renewed_at", integer, nullable=False),
+        )
+        self._renew = (
+            sa.update(table).where(table.c.fencing == sa.bindparam("number")).values(renewed_at=sa.bindparam("at"))
+        )
+
+    def open(self, connection: sa.Connection, fencing: int) -> None:
+        """Note that this process opened an instance."""
+        at, holder = int(time.time()), f"{socket.gethostname()}/{os.getpid()}"
+        values = {"fencing": fencing, "holder": holder, "opened_at": at, "renewed_at": at}
+        connection.execute(sa.insert(self._table), values)
+
+    def renew(self, connection: sa.Connection, fencing: int) -> None:
+        """Note that an instance took or charged a run."""
+        connection.execute(self._renew, {"number": fencing, "at": int(time.time())})
+
+    def of(self, connection: sa.Connection, numbers: Iterable[int]) -> dict[int, Lease]:
+        """The leases with these fencing numbers."""
+        found = connection.execute(sa.select(self._table).where(self._table.c.fencing.in_(sorted(set(numbers)))))
+        return {row.fencing: Lease(*row) for row in found}
