@@ -128,6 +128,7 @@ class Coordinator:
         self._plan: Plan | None = None
         self._steps: Training | None = None
         self._ending: Ending | None = None
+        self._rollback_witness = False
 
     def run(self) -> Finished:
         """From starting the workers to the exported evidence log.
@@ -192,13 +193,15 @@ class Coordinator:
         commitments = self._orchestrator(
             "key_commitments", key_context(computation, known_answer), self.config.virtual_workers, epochs(self.config)
         )
+        view = self._ledger("view")
+        self._rollback_witness = view.rollback_witness
         return build_manifest(
             computation,
             run_id=self.session.run_id,
             account=self._account,
             known_answer=known_answer,
             policy_digest=self.session.policy.digest(),
-            ledger_key=self._ledger("view").public_key,
+            ledger_key=view.public_key,
             orchestrator_key=self.session.orchestrator_key,
             key_commitments=commitments,
             dataset_fingerprint=facts.dataset_fingerprint,
@@ -301,7 +304,7 @@ class Coordinator:
             outcomes=tuple(training.outcomes),
             colocated=self._colocated,
             ending=self._ending,
-            rollback_witness=self._ledger("view").rollback_witness,
+            rollback_witness=self._rollback_witness,
         )
 
     @property

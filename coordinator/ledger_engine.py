@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import sqlalchemy as sa
 from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, InternalError, OperationalError, ProgrammingError
@@ -49,14 +50,17 @@ def _sqlite_engine(url: sa.URL, create: bool) -> sa.Engine:
     if not url.database or not Path(url.database).is_absolute() or url.query:
         raise ConfigError("ledger_url", f"'{url.database or ''}' is not an absolute path of a ledger.", _URL_REMEDY)
     prepare_file(Path(url.database), create)
+    if not create:
+        # Neither the file nor its log is written to, not even to tidy up after a writer that was killed.
+        url = url.set(database=f"file:{quote(url.database)}", query={"mode": "ro", "uri": "true"})
     engine = sa.create_engine(url, connect_args={"timeout": _BUSY_MS / 1000})
-    sa.event.listen(engine, "connect", _configure)
+    sa.event.listen(engine, "connect", lambda connection, _: _configure(connection, create))
     sa.event.listen(engine, "begin", _begin)
     return engine
 
 
-def _configure(connection: Any, _record: Any) -> None:
-    """Prepare a new connection.
+def _configure(connection: Any, writes: bool) -> None:
+    """Prepare a new connection; one that only reads changes no database's mode.
 
     Guarantee: every connection is in WAL mode with full synchronisation, and starts transactions only as told; the
     database of another program is left as it is.
@@ -64,7 +68,7 @@ def _configure(connection: Any, _record: Any) -> None:
     connection.isolation_level = None
     cursor = connection.cursor()
     tables = {name for (name,) in cursor.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    if not tables or "entries" in tables:
+    if writes and (not tables or "entries" in tables):
         _enter_wal(cursor)
     cursor.execute("PRAGMA synchronous = FULL")
     if cursor.execute("PRAGMA synchronous").fetchone()[0] < _FULL:

@@ -136,6 +136,7 @@ class LedgerStore:
     """
 
     def __init__(self, url: str, create: bool = True) -> None:
+        self._url = url
         self._engine = open_engine(url, create)
         self._reader = reading(self._engine)
         self._writes = create
@@ -160,8 +161,8 @@ class LedgerStore:
     @property
     def file(self) -> Path | None:
         """The file of an embedded ledger; None for a server's."""
-        name = self._engine.url.database
-        return Path(name) if self._engine.dialect.name == "sqlite" and name else None
+        url = sa.make_url(self._url)
+        return Path(url.database) if url.get_backend_name() == "sqlite" and url.database else None
 
     @contextmanager
     def write(self) -> Iterator["Rows"]:

@@ -15,6 +15,7 @@ from attestation.evidence_log import EvidenceLog
 from attestation.keys import IdentityKey
 from coordinator import cli
 from coordinator.ledger import PrivacyLedger
+from coordinator.ledger_authority import CapAuthorisation, authorise
 from coordinator.ledger_entries import Head, LedgerEntry
 from coordinator.ledger_export import check_export, write_export
 from coordinator.ledger_heads import LedgerHead, head_line, read_head_line
@@ -23,12 +24,26 @@ from metrics.errors import BudgetError, ConfigError, ProtocolError
 from tests.coordinator.ledger_cases import CAP, DELTA, MANIFEST, PARAMETERS, mechanism
 from tests.coordinator.tssp_cases import Site, run_manifest
 
-ENTRIES = 10
+ENTRIES = 16
+
+
+PEOPLE = b"f" * 32
 
 
 def realistic(path: Path) -> PrivacyLedger:
-    """A ledger of two accounts and three runs that charge in turn; `ENTRIES` entries."""
-    ledger = PrivacyLedger(f"sqlite:///{path}")
+    """A ledger with every kind of entry: accounts that change, three runs that charge in turn; `ENTRIES` entries."""
+    ledger, authority = PrivacyLedger(f"sqlite:///{path}"), IdentityKey.generate()
+    ledger.open_account("study", CAP, DELTA, authority.public, PEOPLE)
+    ledger.open_account("sister", CAP, DELTA, authority.public, PEOPLE)
+    ledger.change_cap("study", 7.0)
+    (study, _) = ledger.view().accounts
+    raised = CapAuthorisation(
+        account="study", ledger_key=ledger.public_key, old_cap=7.0, new_cap=9.0, follows=study.terms_hash,
+        expires_at=2**40,
+    )  # fmt: skip
+    ledger.change_cap("study", 9.0, authorise(raised, authority))
+    ledger.transfer("study", "sister", 1.5)
+    ledger.close_account("sister")
     ledger.open_account("patients", CAP, DELTA)
     ledger.register_run("run-a", "patients", (mechanism(),), MANIFEST)
     ledger.charge("run-a", 0, PARAMETERS, MANIFEST)
@@ -116,7 +131,9 @@ def _other(value: Any) -> Any:
     if isinstance(value, list):
         return value[:-1]
     if isinstance(value, dict):
-        return value | {"steps": 1}
+        return value | {"more": 1}
+    if value is None:
+        return "00"
     return value + ("0" if isinstance(value, str) else 1)
 
 
@@ -140,11 +157,19 @@ def test_two_entries_that_changed_places_are_found(copied: Path, sequence: int):
     assert f"at entry {sequence}: it does not follow" in refusal(copied)
 
 
-def test_verify_writes_nothing(copied: Path):
-    copied.parent.chmod(0o700)
-    before = {file.name: file.read_bytes() for file in copied.parent.iterdir()}
-    assert refusal(copied) == ""
-    assert {file.name: file.read_bytes() for file in copied.parent.iterdir()} == before
+def test_verify_writes_nothing_not_even_after_a_writer_that_was_killed(tmp_path: Path):
+    """SQLite would move the log into the file, and the first reader of a copy would destroy what it is to show."""
+    ledger = realistic(tmp_path / "ledger.sqlite")
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    for name in ("ledger.sqlite", "ledger.sqlite-wal"):
+        shutil.copy2(tmp_path / name, killed)
+    ledger.close()
+    before = {file.name: file.read_bytes() for file in killed.iterdir()}
+    assert len(before["ledger.sqlite-wal"]) > 0
+    assert refusal(killed / "ledger.sqlite") == ""
+    assert len(entries_of(killed / "ledger.sqlite")) == ENTRIES
+    assert {name: (killed / name).read_bytes() for name in before} == before
 
 
 # --- exports
@@ -286,35 +311,35 @@ def raycloak(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_consistent_truncation_is_found_by_a_pinned_head_alone(raycloak: Any, raycloak_home: Path, original: Path):
-    pinned = Pinned(raycloak_home, original, seen=9)
+    pinned = Pinned(raycloak_home, original, seen=ENTRIES - 1)
     code, facts = raycloak("verify")
-    assert (code, facts["rollback_covered_to"], facts["not_checked"]) == (0, 9, [])
+    assert (code, facts["rollback_covered_to"], facts["not_checked"]) == (0, ENTRIES - 1, [])
     assert [(each["kind"], each["heads"], each["newest"]) for each in facts["checked"]] == [
-        ("package", 1, 9),
-        ("evidence log", 1, 9),
+        ("package", 1, ENTRIES - 1),
+        ("evidence log", 1, ENTRIES - 1),
     ]
-    pinned.truncate(9)
+    pinned.truncate(ENTRIES - 1)
     assert raycloak("verify")[0] == 0
-    pinned.truncate(8)
+    pinned.truncate(ENTRIES - 2)
     assert refusal(pinned.path) == ""
     code, facts = raycloak("verify")
     assert (code, facts["error"]["code"]) == (3, "ledger_rolled_back")
-    assert "the ledger's entry 9" in facts["error"]["message"]
+    assert f"the ledger's entry {ENTRIES - 1}" in facts["error"]["message"]
     assert "no such entry" in facts["error"]["message"]
 
 
 @pytest.mark.parametrize("lost", ["packages", "runs"])
 def test_each_kind_of_pin_is_enough(raycloak: Any, raycloak_home: Path, original: Path, lost: str):
-    pinned = Pinned(raycloak_home, original, seen=10)
+    pinned = Pinned(raycloak_home, original, seen=ENTRIES)
     shutil.rmtree(raycloak_home / lost)
-    assert raycloak("verify")[1]["rollback_covered_to"] == 10
-    pinned.truncate(8)
+    assert raycloak("verify")[1]["rollback_covered_to"] == ENTRIES
+    pinned.truncate(ENTRIES - 2)
     assert raycloak("verify")[1]["error"]["code"] == "ledger_rolled_back"
 
 
 def test_another_history_of_the_same_length_is_found(raycloak: Any, raycloak_home: Path, original: Path):
-    pinned = Pinned(raycloak_home, original, seen=10)
-    pinned.truncate(8)
+    pinned = Pinned(raycloak_home, original, seen=ENTRIES)
+    pinned.truncate(ENTRIES - 2)
     ledger = PrivacyLedger(f"sqlite:///{pinned.path}")
     for step in (1, 2):
         ledger.charge("run-a", step, b"other parameters".ljust(32), MANIFEST)
@@ -325,7 +350,7 @@ def test_another_history_of_the_same_length_is_found(raycloak: Any, raycloak_hom
 
 
 def test_pins_that_cannot_be_used_are_said(raycloak: Any, raycloak_home: Path, original: Path, tmp_path: Path):
-    pinned = Pinned(raycloak_home, original, seen=10)
+    pinned = Pinned(raycloak_home, original, seen=ENTRIES)
     (raycloak_home / "signer" / "signer.pub.json").unlink()
     (raycloak_home / "runs" / "run-1" / "manifest.json").unlink()
     code, facts = raycloak("verify")
@@ -333,7 +358,7 @@ def test_pins_that_cannot_be_used_are_said(raycloak: Any, raycloak_home: Path, o
     assert {each["kind"] for each in facts["not_checked"]} == {"package", "evidence log"}
     other = realistic(tmp_path / "other.sqlite")
     other.close()
-    pinned = Pinned(tmp_path / "elsewhere", original, seen=10)
+    pinned = Pinned(tmp_path / "elsewhere", original, seen=ENTRIES)
     places = ("--packages", pinned.home / "packages", "--runs", pinned.home / "runs")
     code, facts = raycloak("verify", "--ledger", f"sqlite:///{tmp_path / 'other.sqlite'}", *places)
     assert code == 0
@@ -356,27 +381,28 @@ def entries_key(path: Path) -> str:
 def test_an_export_is_verified_by_the_command_against_the_same_pins(
     raycloak: Any, raycloak_home: Path, original: Path, tmp_path: Path
 ):
-    pinned = Pinned(raycloak_home, original, seen=10)
+    pinned = Pinned(raycloak_home, original, seen=ENTRIES)
     code, facts = raycloak("export", tmp_path / "now.jsonl")
-    assert (code, facts["entries"]) == (0, 10)
-    pinned.truncate(8)
-    assert raycloak("export", tmp_path / "later.jsonl")[1]["entries"] == 8
-    assert raycloak("verify", "--export", tmp_path / "now.jsonl")[1]["rollback_covered_to"] == 10
+    assert (code, facts["entries"]) == (0, ENTRIES)
+    pinned.truncate(ENTRIES - 2)
+    assert raycloak("export", tmp_path / "later.jsonl")[1]["entries"] == ENTRIES - 2
+    assert raycloak("verify", "--export", tmp_path / "now.jsonl")[1]["rollback_covered_to"] == ENTRIES
     code, facts = raycloak("verify", "--export", tmp_path / "later.jsonl")
     assert (code, facts["error"]["code"]) == (3, "ledger_rolled_back")
     assert raycloak("verify", "--export", tmp_path / "later.jsonl", "--ledger", "x")[1]["error"]["code"] == "usage"
 
 
 def test_a_forged_package_or_log_pins_nothing(raycloak_home: Path, original: Path):
-    pinned = Pinned(raycloak_home, original, seen=10)
+    pinned = Pinned(raycloak_home, original, seen=ENTRIES)
     key = bytes.fromhex(entries_key(original))
     (name,) = pinned.site.storage.names()
     manifest = raycloak_home / "packages" / pinned.site.manifest.run_id / name / "manifest.json"
-    manifest.write_bytes(manifest.read_bytes().replace(b'"ledger_sequence":10', b'"ledger_sequence":99'))
+    old, new = f'"ledger_sequence":{ENTRIES}'.encode(), b'"ledger_sequence":99'
+    manifest.write_bytes(manifest.read_bytes().replace(old, new))
     (pin,) = package_pins(raycloak_home / "packages", raycloak_home / "signer", key)
     assert (pin.heads, pin.unusable.partition(":")[0]) == ((), "package_signature")
     log = raycloak_home / "runs" / "run-1" / "evidence.jsonl"
-    log.write_bytes(log.read_bytes().replace(b'"ledger_sequence":10', b'"ledger_sequence":99'))
+    log.write_bytes(log.read_bytes().replace(old, new))
     (pin,) = log_pins(raycloak_home / "runs", key)
     assert (pin.heads, pin.unusable.partition(":")[0]) == ((), "log_broken")
     check_pins([pin], lambda sequence: None)

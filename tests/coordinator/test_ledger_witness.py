@@ -1,11 +1,13 @@
 """A ledger that was put back, or that went another way than its witness saw, is refused before it gives a receipt."""
 
+import json
 import os
 import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -240,3 +242,12 @@ def test_a_witness_on_the_ledgers_own_storage_covers_no_rollback(path: Path, ser
     assert is_apart(str(tmp_path), None)
     if Path("/dev/shm").is_dir() and Path("/dev/shm").stat().st_dev != path.stat().st_dev:
         assert is_apart("/dev/shm", path)
+
+
+def test_killed_at_any_act_of_ledger_or_witness_no_receipt_is_without_its_head(run_python: Any):
+    """The sweep is in `witness_child.py`: before every SQL statement and every call of the witness, SIGKILL."""
+    done = run_python(str(Path(__file__).with_name("witness_child.py")), str(run_python.folder))
+    assert done.code == 0, done.stderr
+    swept = json.loads(done.stdout)
+    assert set(swept["receipts"]) == {0, 1, 2}
+    assert {"open", "write", "fsync"} <= set(swept["acts"])
