@@ -29,6 +29,7 @@ from coordinator.coordinator import Assignment, Coordinator, Session
 from coordinator.local import local_session
 from coordinator.outcome import Finished
 from coordinator.output import attach_log
+from coordinator.plan import account_cap, plan_mechanism
 from coordinator.plan_command import descriptor
 from coordinator.progress import StepReport
 from coordinator.reporting import Reporting
@@ -38,7 +39,8 @@ from metrics.collectors import RunMetrics
 from metrics.errors import ConfigError
 from metrics.events import EventWriter
 from workers.datasets import dataset_form
-from workers.models import ModelSource
+from workers.mechanism import Mechanism
+from workers.models import ModelSource, parameter_count
 from workers.train_worker import WorkerSetup
 
 FEWEST_CANARIES = 32
@@ -119,7 +121,8 @@ def audit(
         task = CanaryTask.of(config, base, coins.tolist())
         task.write(folder)
         examples = dataset_form(descriptor(task.dataset).open(base)).num_examples
-        audited = _audited(config, examples, canaries)
+        planned = plan_mechanism(config, examples, parameter_count(task.make_model()) - canaries)
+        audited = _audited(config, planned, canaries)
         paid = None if task.dataset.public else config.ledger
         url = None if paid is None else paid.url or state.ledger_url()
         session, _ = local_session(folder, run_secret, ledger_url=url, witness=paid.witness if paid else None)
@@ -164,9 +167,9 @@ def _check(config: RunConfig, canaries: int, confidence: float) -> None:
         raise ConfigError("audit_confidence", f"a confidence of {confidence:g} is not between 0 and 1.")
 
 
-def _audited(config: RunConfig, examples: int, canaries: int) -> RunConfig:
-    """The configuration with the canaries' task in place of its own, at the same sampling rate."""
-    rate = config.batch_size / examples
+def _audited(config: RunConfig, planned: Mechanism, canaries: int) -> RunConfig:
+    """The configuration with the canaries' task in place of its own, at the planned sampling rate and noise."""
+    noise = {"target_epsilon": None, "noise_multiplier": planned.noise_multiplier, "epsilon_cap": account_cap(config)}
     assert config.dataset is not None, "the task was made from it"
     public = config.dataset.public
     dataset = DatasetConfig(kind="module", function=f"{MODULE}:dataset", public=public)
@@ -178,7 +181,8 @@ def _audited(config: RunConfig, examples: int, canaries: int) -> RunConfig:
         "evaluation": None,
         "optimizer": {"name": "sgd", "learning_rate": config.optimizer.learning_rate},
         "batch_size_per_worker": None,
-        "expected_batch_size": rate * (examples + canaries),
+        "expected_batch_size": planned.sample_rate * (planned.num_examples + canaries),
+        "dp_config": {**config.dp_config.model_dump(), **noise},
         "checkpoint": {},
         "use_gpu": False,
         "max_workers": None,
