@@ -63,6 +63,7 @@ def race(url: str, rounds: int, number: int, won: Any, barrier: Barrier) -> None
             won[number * rounds + step] = 1
         except BudgetError as refusal:
             if refusal.code != "cap_exceeded":
+                barrier.abort()
                 raise
         barrier.wait(DEADLINE_S)
 
