@@ -8,6 +8,7 @@ bound on the same quantity, so the smaller of two bounds is one too.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -51,6 +52,11 @@ class Quote:
             if all(had <= allowed for had, allowed in zip(counts, point, strict=True)):
                 return value
         return math.inf
+
+    def within(self, cap: float) -> tuple[int, ...]:
+        """The counts of the last point that ``cap`` allows; empty if it allows none."""
+        fitting = [point for point, value in zip(self.counts, self.epsilon, strict=True) if value <= cap]
+        return fitting[-1] if fitting else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +162,13 @@ class PrivacyLossAccountant:
         return privacy_loss.curve(tuple(points), delta)
 
     def quote(self, plan: Sequence[Release], terms: Terms) -> Quote:
-        """Sixteen parts of the plan, or of as much of it as the cap allows; empty if it allows nothing."""
-        parts = largest_part(self, plan, terms.epsilon_cap, terms.delta)
-        shares = (math.ceil(parts * point / QUOTE_POINTS) for point in range(1, QUOTE_POINTS + 1))
-        points = [part_of(plan, share) for share in sorted(set(shares)) if share]
-        counts = tuple(tuple(release.count for release in point) for point in points)
-        return Quote(counts, self.curve(points, terms.delta))
+        """Sixteen parts of what the cap allows of the plan, and sixteen of the rest, should the cap be raised."""
+        allowed, whole = largest_part(self, plan, terms.epsilon_cap, terms.delta), most_frequent(plan)
+        within = [part_of(plan, share) for share in _sixteenths(0, allowed)]
+        beyond = [part_of(plan, share) for share in _sixteenths(allowed, whole)]
+        counts = tuple(tuple(release.count for release in point) for point in (*within, *beyond))
+        epsilon = (*self.curve(within, terms.delta), *self.curve(beyond, terms.delta))
+        return Quote(counts, tuple(accumulate(epsilon, max)))
 
     def spent(self, spends: Sequence[Spend], terms: Terms) -> float:
         """The recorded epsilon of the next point of the plan, or Renyi's value where that is smaller."""
@@ -171,7 +178,7 @@ class PrivacyLossAccountant:
 
     def ratio(self, spends: Sequence[Spend], terms: Terms) -> float:
         """See :class:`Accountant`."""
-        return max((_share(spend) for spend in spends), default=0.0)
+        return max((_share(spend, terms.epsilon_cap) for spend in spends), default=0.0)
 
 
 RENYI = RenyiAccountant()
@@ -183,18 +190,23 @@ def accountant_of(name: AccountantName) -> Accountant:
     return _ACCOUNTANTS[name]
 
 
+def most_frequent(plan: Sequence[Release]) -> int:
+    """The count of a plan's most frequent release, which :func:`part_of` divides it by."""
+    return max(release.count for release in plan)
+
+
 def part_of(plan: Sequence[Release], share: int) -> Releases:
     """The part of a plan that has ``share`` of its most frequent release, and of every other in proportion.
 
     Rounded up, so that releases spread evenly over a run are inside the part at every moment.
     """
-    most = max(release.count for release in plan)
+    most = most_frequent(plan)
     return tuple(replace(release, count=-(-release.count * share // most)) for release in plan)
 
 
 def largest_part(accountant: Accountant, plan: Sequence[Release], cap: float, delta: float) -> int:
     """The largest share, see :func:`part_of`, whose epsilon does not exceed ``cap``; the whole plan's at most."""
-    low, high = 0, max(release.count for release in plan)
+    low, high = 0, most_frequent(plan)
     middle = high
     while low < high:
         if accountant.curve([part_of(plan, middle)], delta)[0] <= cap:
@@ -209,8 +221,14 @@ def _total(spends: Sequence[Spend], terms: Terms) -> NDArray[np.float64]:
     return sum((spend.rdp for spend in spends), np.zeros(len(terms.orders)))
 
 
-def _share(spend: Spend) -> float:
-    """Largest share that a run has used of any of the counts it was admitted for."""
-    admitted = spend.quote.counts[-1] if spend.quote.counts else (0,) * len(spend.counts)
+def _sixteenths(start: int, end: int) -> list[int]:
+    """The ends of sixteen parts of the whole numbers above ``start`` up to ``end``; fewer if there are fewer."""
+    points = range(1, QUOTE_POINTS + 1)
+    return sorted({start - -(end - start) * point // QUOTE_POINTS for point in points} - {start})
+
+
+def _share(spend: Spend, cap: float) -> float:
+    """Largest share that a run has used of any of the counts that ``cap`` allows it."""
+    admitted = spend.quote.within(cap) or (0,) * len(spend.counts)
     shares = (had / most if most else math.inf for had, most in zip(spend.counts, admitted, strict=True) if had)
     return max(shares, default=0.0)

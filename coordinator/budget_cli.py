@@ -12,6 +12,7 @@ from coordinator.budget_record import export_command, history_command, verify_co
 from coordinator.commands import AsJson, ConfigFile, Debug, execute
 from coordinator.output import Output
 from metrics.errors import BudgetError, ConfigError
+from workers.mechanism import AccountantName
 
 if TYPE_CHECKING:
     from coordinator.ledger import PrivacyLedger
@@ -50,6 +51,9 @@ def open_command(
     account: Account,
     epsilon_cap: Annotated[float, typer.Option(help="What all runs together may spend.", show_default=False)],
     delta: Annotated[float, typer.Option(help="Delta of the cap.")] = 1e-5,
+    accountant: Annotated[
+        AccountantName, typer.Option(help="What holds the cap: rdp for many runs, pld for one with a fixed plan.")
+    ] = "rdp",
     authority: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Public key of whoever may let the cap be raised.")
     ] = None,
@@ -65,7 +69,7 @@ def open_command(
     debug: Debug = False,
 ) -> None:
     """Open an account that runs may name; opening it again with the same terms changes nothing."""
-    terms = epsilon_cap, delta
+    terms = epsilon_cap, delta, accountant
     execute(
         as_json, debug, lambda output: _open(output, account, terms, authority, dataset, fingerprint, ledger, witness)
     )
@@ -74,7 +78,7 @@ def open_command(
 def _open(
     output: Output,
     name: str,
-    terms: tuple[float, float],
+    terms: tuple[float, float, AccountantName],
     authority: Path | None,
     dataset: Path | None,
     fingerprint: str | None,
@@ -88,7 +92,8 @@ def _open(
     key = load_authority(authority).key if authority else b""
     bound = _fingerprint_of(dataset) if dataset else hexadecimal(fingerprint) or b""
     with ledger_at(url, create=True, witness=witness) as ledger:
-        ledger.open_account(name, *terms, key, bound)
+        epsilon_cap, delta, accountant = terms
+        ledger.open_account(name, epsilon_cap, delta, key, bound, accountant)
         return _account(output, ledger, name)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from coordinator import accounting, privacy_loss
 from coordinator.releases import Releases, merged
-from metrics.errors import RefusedError
+from metrics.errors import ConfigError, RefusedError
 
 RDP_TOLERANCE = 1e-3
 """Relative difference allowed between the two RDPs at integer orders. At fractional ones dp-accounting's series does
@@ -58,50 +58,50 @@ class CrossCheck:
         opacus, google = self.integer_orders
         if not math.isclose(opacus, google, rel_tol=RDP_TOLERANCE, abs_tol=1e-9):
             return f"RDP at integer orders gives {opacus:.6g} in opacus and {google:.6g} in dp-accounting"
-        tight = self.epsilon["dp_accounting_pld"]
+        tight = self.epsilon.get("dp_accounting_pld", 0.0)
+        lower, upper = self.prv_bounds or (0.0, math.inf)
+        least = max(tight * (1 - privacy_loss.STATED_ERROR), lower)
         for name in ("opacus_rdp", "dp_accounting_rdp"):
-            if self.epsilon[name] < tight * (1 - privacy_loss.STATED_ERROR):
-                return f"{name} gives {self.epsilon[name]:.6g}, below the {tight:.6g} of dp_accounting_pld"
-        if self.prv_bounds is not None:
-            lower, upper = self.prv_bounds
-            if lower > tight or upper < tight * (1 - privacy_loss.STATED_ERROR):
-                return f"PRV gives {lower:.6g} to {upper:.6g} and PLD {tight:.6g}"
+            if self.epsilon[name] < least:
+                return f"{name} gives {self.epsilon[name]:.6g}, below the {least:.6g} that PLD or PRV shows"
+        if upper < tight * (1 - privacy_loss.STATED_ERROR) or 0 < tight < lower:
+            return f"PRV gives {lower:.6g} to {upper:.6g} and PLD {tight:.6g}"
         return None
+
+    def require_agreement(self) -> None:
+        """Refuse what contradicts itself; RefusedError ``accountants_disagree``."""
+        problem = self.disagreement()
+        if problem is not None:
+            raise RefusedError(
+                "accountants_disagree",
+                f"the accountants contradict each other on this plan: {problem}.",
+                "Rely on neither; change the sampling rate or the noise, and report it.",
+            )
 
 
 @lru_cache(maxsize=64)
 def cross_check(releases: Releases, delta: float) -> CrossCheck:
-    """Epsilon of ``releases`` at ``delta``, the accountant's share, by all four. Takes 1 s to 5 s for new arguments.
-
-    Raises:
-        RefusedError: ``accountants_disagree``.
-        ConfigError: ``delta_too_small``, see `coordinator/privacy_loss.py`.
-    """
+    """Epsilon of ``releases`` at ``delta``, the accountant's share, by all four. Takes 1 s to 5 s for new arguments."""
+    missing = {}
     found = {
         "opacus_rdp": _opacus_rdp(releases, delta, accounting.ORDERS),
         "dp_accounting_rdp": _dp_accounting_rdp(releases, delta, accounting.ORDERS),
-        "dp_accounting_pld": privacy_loss.epsilon(releases, delta),
     }
-    bounds, missing = None, {}
-    prv = _opacus_prv(merged(releases), delta, found["dp_accounting_pld"])
-    if isinstance(prv, str):
-        missing = {"opacus_prv": prv}
-    else:
-        lower, found["opacus_prv"], upper = prv
-        bounds = lower, upper
     integers = (
         _opacus_rdp(releases, delta, _INTEGER_ORDERS),
         _dp_accounting_rdp(releases, delta, _INTEGER_ORDERS),
     )
-    check = CrossCheck(dict(sorted(found.items())), integers, bounds, missing)
-    problem = check.disagreement()
-    if problem:
-        raise RefusedError(
-            "accountants_disagree",
-            f"the accountants contradict each other on this plan: {problem}.",
-            "Do not rely on either; change the sampling rate or the noise, and report it.",
-        )
-    return check
+    try:
+        found["dp_accounting_pld"] = privacy_loss.epsilon(releases, delta)
+    except ConfigError as refusal:
+        missing["dp_accounting_pld"] = refusal.message
+    prv, bounds = _opacus_prv(merged(releases), delta, found["opacus_rdp"]), None
+    if isinstance(prv, str):
+        missing["opacus_prv"] = prv
+    else:
+        lower, found["opacus_prv"], upper = prv
+        bounds = lower, upper
+    return CrossCheck(dict(sorted(found.items())), integers, bounds, missing)
 
 
 def _opacus_rdp(releases: Releases, delta: float, orders: tuple[float, ...]) -> float:

@@ -1,18 +1,15 @@
 """The privacy ledger: charges before anything is computed, never twice, never over the cap.
 
-One account per dataset; many runs may spend from it, each step under a Renyi filter: the sum over the mechanisms of
-all runs of (steps charged) x (RDP of one step), at the orders the account was opened with, must keep epsilon within
-the cap.
+One account per dataset. It names its accountant when it is opened, and what that says of all charges together must
+stay within the cap: a Renyi filter for accounts that runs share, privacy loss distributions for one fixed plan.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
-
 from attestation.messages import Envelope, seal
 from attestation.roster import Query
-from coordinator.accounting import step_rdp
+from coordinator.accountants import accountant_of
 from coordinator.ledger_accounts import cap_change, check_same_terms, closing, opening, transfer
 from coordinator.ledger_authority import SignedCap
 from coordinator.ledger_entries import Head, LedgerEntry, RunRegistered, StepCharged
@@ -22,6 +19,7 @@ from coordinator.ledger_rules import (
     PricedRun,
     check_cap,
     check_reserve,
+    check_shareable,
     epsilon_at,
     now,
     registration,
@@ -29,7 +27,7 @@ from coordinator.ledger_rules import (
 )
 from coordinator.ledger_store import Rows, RunRow
 from metrics.errors import BudgetError
-from workers.mechanism import Mechanism
+from workers.mechanism import AccountantName, Mechanism
 from workers.receipt import Receipt
 
 
@@ -63,23 +61,30 @@ class PrivacyLedger(LedgerReader):
                 raise
 
     def load_accountant(self) -> None:
-        """Import what computes RDP, which takes seconds; optional, so that the first registration need not wait."""
-        step_rdp(0.5, 1.0)
+        """Import what computes epsilon, which takes seconds; optional, so that no registration has to wait for it."""
+        accountant_of("pld").load()
 
     def open_account(
-        self, name: str, epsilon_cap: float, delta: float, authority: bytes = b"", fingerprint: bytes = b""
+        self,
+        name: str,
+        epsilon_cap: float,
+        delta: float,
+        authority: bytes = b"",
+        fingerprint: bytes = b"",
+        accountant: AccountantName = "rdp",
     ) -> None:
         """Open an account, or find that it was opened with the same terms.
 
         Args:
             authority: raw Ed25519 key that may let the cap be raised; without one it can only be lowered.
             fingerprint: of the only dataset whose runs may charge; see `workers/fingerprint.py`.
+            accountant: with which the cap is held; several runs may share the account under ``rdp`` only.
 
         Raises:
             ConfigError: ``account_terms`` if a value makes no sense.
             BudgetError: ``account_mismatch`` if it was opened with other terms.
         """
-        event = opening(name, epsilon_cap, delta, authority, fingerprint)
+        event = opening(name, epsilon_cap, delta, authority, fingerprint, accountant)
         with self._write() as rows:
             existing = self._book.account(rows, name)
             if existing is None:
@@ -137,12 +142,13 @@ class PrivacyLedger(LedgerReader):
         Raises:
             BudgetError: ``account_unknown``, ``account_closed``, ``run_mismatch`` (the id belongs to a run of another
                 account, mechanism, dataset or manifest), what `coordinator.ledger_rules.registration` refuses,
-                ``delta_exceeded`` (no slack left in delta), ``cap_exceeded`` (not even one release of each mechanism
-                is left) or ``fenced``.
+                ``account_not_shared`` (another run has the account's one plan), ``delta_exceeded`` (no slack left in
+                delta), ``cap_exceeded`` (not even one release of each mechanism is left) or ``fenced``.
+            ConfigError: ``delta_too_small`` for the account's accountant.
         """
         with self._store.read() as rows:
             terms = self._book.known(rows, account).terms
-        # Computing RDP takes seconds the first time, so not while others wait for the lock.
+        # Pricing a run takes seconds the first time, so not while others wait for the lock.
         event = registration(run_id, terms, mechanisms, manifest_digest, dataset_fingerprint)
         with self._write() as rows:
             row = rows.run(run_id)
@@ -158,7 +164,9 @@ class PrivacyLedger(LedgerReader):
                 event = registration(run_id, terms, mechanisms, manifest_digest, dataset_fingerprint)
             check_reserve(terms, [*standing.registered, event])
             if any(mechanism.private for mechanism in mechanisms):
-                check_cap(terms, standing.spent + np.sum(event.step_rdp, axis=0))
+                check_shareable(terms, [*standing.registered, event])
+                one_of_each = PricedRun.of(event).spend({mechanism.query: 1 for mechanism in mechanisms})
+                check_cap(terms, [*standing.spent, one_of_each])
             counts = {mechanism.query: 0 for mechanism in mechanisms}
             entry = self._book.append(rows, event)
             rows.add_run(RunRow(run_id, account, entry.sequence, self.fencing, counts))
@@ -208,9 +216,8 @@ class PrivacyLedger(LedgerReader):
         account = self._book.known(rows, row.account)
         account.require_open()
         terms = account.terms
-        spent = self._book.spent(rows, terms, rows.runs(row.account))
+        spent = self._book.spent(rows, rows.runs(row.account), (row.run_id, query))
         if priced.mechanism.private:
-            spent = spent + priced.step_rdp
             check_cap(terms, spent)
         event = StepCharged(
             recorded_at=now(),

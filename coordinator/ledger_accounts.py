@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-import numpy as np
-from numpy.typing import NDArray
-
-from coordinator.accounting import ACCOUNTANT, ORDERS
+from coordinator.accountants import Spend
+from coordinator.accounting import ORDERS
 from coordinator.ledger_authority import CapAuthorisation, SignedCap, check_authorisation
 from coordinator.ledger_entries import AccountClosed, AccountOpened, CapChanged, CapTransferred, Head, RunRegistered
 from coordinator.ledger_rules import check_reserve, epsilon_at, now
 from metrics.errors import BudgetError, ConfigError
+from workers.mechanism import AccountantName
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +59,10 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """An account with what was charged to it: the RDP vector of all charges, and its runs."""
+    """An account with what was charged to it by each of its runs, and their registrations."""
 
     account: Account
-    spent: NDArray[np.float64]
+    spent: Sequence[Spend]
     registered: Sequence[RunRegistered]
 
 
@@ -72,7 +71,9 @@ def named(event: AccountOpened | CapChanged | CapTransferred | AccountClosed) ->
     return (event.source, event.target) if isinstance(event, CapTransferred) else (event.account,)
 
 
-def opening(name: str, epsilon_cap: float, delta: float, authority: bytes, fingerprint: bytes) -> AccountOpened:
+def opening(
+    name: str, epsilon_cap: float, delta: float, authority: bytes, fingerprint: bytes, accountant: AccountantName
+) -> AccountOpened:
     """The event that opens an account; ConfigError ``account_terms`` if a value makes no sense."""
     if not (name and 0 <= epsilon_cap < math.inf and 0 < delta < 1):
         raise ConfigError("account_terms", f"account '{name}' cannot have epsilon cap {epsilon_cap} and delta {delta}.")
@@ -83,7 +84,7 @@ def opening(name: str, epsilon_cap: float, delta: float, authority: bytes, finge
         account=name,
         epsilon_cap=float(epsilon_cap),
         delta=float(delta),
-        accountant=ACCOUNTANT,
+        accountant=accountant,
         orders=ORDERS,
         authority=authority,
         fingerprint=fingerprint,
@@ -99,14 +100,15 @@ def check_same_terms(account: Account, event: AccountOpened) -> None:
     known = account.opened
     differing = [
         name
-        for name in ("epsilon_cap", "delta", "authority", "fingerprint")
+        for name in ("epsilon_cap", "delta", "accountant", "authority", "fingerprint")
         if getattr(known, name) != getattr(event, name)
     ]
     if differing:
         raise BudgetError(
             "account_mismatch",
-            f"account '{known.account}' was opened with epsilon cap {known.epsilon_cap:g} and delta {known.delta:g}, "
-            f"not {event.epsilon_cap:g} and {event.delta:g}; it differs in {', '.join(differing)}.",
+            f"account '{known.account}' was opened with epsilon cap {known.epsilon_cap:g}, delta {known.delta:g} and "
+            f"accountant {known.accountant}, not {event.epsilon_cap:g}, {event.delta:g} and {event.accountant}; it "
+            f"differs in {', '.join(differing)}.",
             "Use its own terms, or another account name.",
         )
 

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from attestation.roster import Query
-from coordinator.accounting import accountant_delta, epsilon, step_rdp
+from coordinator.accountants import Quote, Spend
+from coordinator.accounting import step_rdp
 from coordinator.ledger_accounts import Account, Standing, check_cap_change, check_transfer, named
 from coordinator.ledger_entries import (
     AccountClosed,
@@ -26,7 +26,16 @@ from coordinator.ledger_entries import (
     broken,
     check_chain,
 )
-from coordinator.ledger_rules import check_dataset, check_reserve, check_shares
+from coordinator.ledger_rules import (
+    PricedRun,
+    check_accountant,
+    check_dataset,
+    check_reserve,
+    check_shareable,
+    check_shares,
+    epsilon_at,
+    quoted,
+)
 from coordinator.ledger_store import AccountRow, Rows
 from metrics.errors import BudgetError
 from workers.mechanism import Mechanism
@@ -41,6 +50,7 @@ class ReplayedRun:
 
     sequence: int
     registered: RunRegistered
+    priced: PricedRun
     fencing: int = 0
     charges: dict[Query, dict[int, int]] = field(default_factory=dict)
 
@@ -67,14 +77,13 @@ class Replay:
         else:
             self._change(entry, event)
 
-    def spent(self, account: str) -> NDArray[np.float64]:
-        """RDP vector of all charges to an account."""
-        total = np.zeros(len(self.accounts[account].opened.orders))
-        for run in self.runs.values():
-            if run.registered.account == account:
-                for mechanism, cost in zip(run.registered.mechanisms, run.registered.step_rdp, strict=True):
-                    total += len(run.charges[mechanism.query]) * np.asarray(cost)
-        return total
+    def spent(self, account: str) -> list[Spend]:
+        """What each run of an account was charged."""
+        return [
+            run.priced.spend({query: len(charges) for query, charges in run.charges.items()})
+            for run in self.runs.values()
+            if run.registered.account == account
+        ]
 
     def standing(self, account: str) -> Standing:
         """An account with what was charged to it."""
@@ -107,14 +116,19 @@ class Replay:
         charges: dict[Query, dict[int, int]] = {mechanism.query: {} for mechanism in event.mechanisms}
         _require(len(charges) == len(event.mechanisms) > 0, entry, "it does not name each mechanism once")
         _require(event.epsilon_cap == account.epsilon_cap, entry, "it states another cap than its account has")
+        private = [mechanism for mechanism in event.mechanisms if mechanism.private]
         with _held_to(entry):
             self.accounts[event.account].require_open()
             check_dataset(account, event.dataset_fingerprint)
-            for mechanism in event.mechanisms:
-                if mechanism.private:
-                    check_shares(event.run_id, mechanism)
-            check_reserve(account, [*self.standing(event.account).registered, event])
-        self.runs[event.run_id] = ReplayedRun(entry.sequence, event, charges=charges)
+            for mechanism in private:
+                check_shares(event.run_id, mechanism)
+                check_accountant(event.run_id, mechanism, account)
+            registered = [*self.standing(event.account).registered, event]
+            check_reserve(account, registered)
+            if private:
+                check_shareable(account, registered)
+        _require(_same_quote(event, quoted(account, event.mechanisms)), entry, "its quote is not what its plan costs")
+        self.runs[event.run_id] = ReplayedRun(entry.sequence, event, PricedRun.of(event), charges=charges)
 
     def _charge(self, entry: LedgerEntry, event: StepCharged) -> None:
         run = self.runs.get(event.run_id)
@@ -132,7 +146,7 @@ class Replay:
         charges[event.step], run.fencing = entry.sequence, event.fencing
         _require(not self.accounts[registered.account].closed, entry, "its account was closed")
         account = self.accounts[registered.account].terms
-        spent = epsilon(self.spent(registered.account), accountant_delta(account.delta), account.orders)
+        spent = epsilon_at(account, self.spent(registered.account))
         close = math.isclose(spent, event.charged_epsilon, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
         _require(close, entry, "its epsilon is not what the charges add up to")
         within = not mechanism.private or spent <= account.epsilon_cap * (1 + _TOLERANCE)
@@ -191,6 +205,12 @@ def _release_rdp(mechanism: Mechanism, orders: tuple[float, ...]) -> tuple[float
     if not mechanism.private:
         return (0.0,) * len(orders)
     return step_rdp(mechanism.sample_rate, mechanism.noise_multiplier, orders)
+
+
+def _same_quote(event: RunRegistered, expected: Quote) -> bool:
+    if event.quote_counts != expected.counts or len(event.quote_epsilon) != len(expected.epsilon):
+        return False
+    return bool(np.allclose(event.quote_epsilon, expected.epsilon, rtol=_TOLERANCE, atol=_TOLERANCE))
 
 
 def _head(entry: LedgerEntry) -> Head:

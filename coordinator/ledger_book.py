@@ -5,10 +5,9 @@ Guarantee: terms, caps and costs come from entries whose signature was checked; 
 
 from dataclasses import replace
 
-import numpy as np
-from numpy.typing import NDArray
-
 from attestation.keys import IdentityKey
+from attestation.roster import Query
+from coordinator.accountants import Spend
 from coordinator.ledger_accounts import Account, Standing, named
 from coordinator.ledger_entries import (
     AccountClosed,
@@ -73,22 +72,22 @@ class Book:
             self._runs[row.sequence] = PricedRun.of(event)
         return self._runs[row.sequence]
 
-    def spent(self, rows: Rows, terms: AccountOpened, runs: list[RunRow]) -> NDArray[np.float64]:
-        """RDP vector of all charges of ``runs``, at the account's orders."""
-        spent = np.zeros(len(terms.orders))
+    def spent(self, rows: Rows, runs: list[RunRow], and_one: tuple[str, Query] | None = None) -> list[Spend]:
+        """What each run was charged, and once more of ``and_one``, a run's query."""
+        spent = []
         for row in runs:
-            priced = self.run(rows, row).priced
-            if row.charged.keys() != priced.keys():
+            run = self.run(rows, row)
+            if row.charged.keys() != run.priced.keys():
                 raise broken(row.sequence, f"the table of charges does not have the mechanisms of run {row.run_id}")
-            for query, each in priced.items():
-                spent += row.charged[query] * each.step_rdp
+            charged = {query: count + ((row.run_id, query) == and_one) for query, count in row.charged.items()}
+            spent.append(run.spend(charged))
         return spent
 
     def standing(self, rows: Rows, name: str) -> Standing:
         """An account with its runs and what they spent; BudgetError ``account_unknown``."""
         account, runs = self.known(rows, name), rows.runs(name)
         registered = [self.run(rows, row).registered for row in runs]
-        return Standing(account, self.spent(rows, account.terms, runs), registered)
+        return Standing(account, self.spent(rows, runs), registered)
 
     def append(self, rows: Rows, event: Event) -> LedgerEntry:
         """Make ``event`` the newest entry, found by its charge or its accounts."""

@@ -14,7 +14,7 @@ from attestation.messages import Message, parse
 from attestation.roster import Query
 from coordinator.ledger_authority import SignedCap
 from metrics.errors import BudgetError, ProtocolError
-from workers.mechanism import Mechanism
+from workers.mechanism import AccountantName, Mechanism
 
 GENESIS = bytes(DIGEST_BYTES)
 
@@ -25,7 +25,8 @@ class AccountOpened(Message):
     ``recorded_at`` of this and the other events is Unix time in seconds, by the ledger's own clock.
 
     Attributes:
-        orders: the Renyi orders its cap is held at.
+        accountant: with which its cap is held.
+        orders: the Renyi orders of its RDP.
         authority: raw Ed25519 key that may let the cap be raised; empty if it can only be lowered.
         fingerprint: of the only dataset whose runs may charge, see `workers/fingerprint.py`; empty for any.
     """
@@ -36,7 +37,7 @@ class AccountOpened(Message):
     account: str
     epsilon_cap: float
     delta: float
-    accountant: str
+    accountant: AccountantName
     orders: tuple[float, ...]
     authority: bytes
     fingerprint: bytes
@@ -90,7 +91,9 @@ class RunRegistered(Message):
         epsilon_cap: the account's cap when the run was registered; the run was planned for it.
         delta_slack: part of the account's delta that the run's slack takes at that cap.
         dataset_fingerprint: of the run's manifest; empty without a key.
-        accountant_version: library that computed ``step_rdp``.
+        quote_counts, quote_epsilon: what parts of the run cost, if the account's accountant holds a fixed plan: per
+            part, releases of each private mechanism, and epsilon; empty for a Renyi filter.
+        accountant_version: libraries that computed ``step_rdp`` and ``quote_epsilon``.
     """
 
     DOMAIN: ClassVar[str] = "run_registered"
@@ -102,6 +105,8 @@ class RunRegistered(Message):
     manifest_digest: bytes
     dataset_fingerprint: bytes
     step_rdp: tuple[tuple[float, ...], ...]
+    quote_counts: tuple[tuple[int, ...], ...]
+    quote_epsilon: tuple[float, ...]
     epsilon_cap: float
     delta_slack: float
     accountant_version: str

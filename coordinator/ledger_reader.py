@@ -107,7 +107,7 @@ class LedgerReader:
         account, runs = self._book.account_of(rows, row), rows.runs(row.name)
         leases = rows.leases(runs)
         shown = [(self._book.run(rows, run).registered, run.charged, leases.get(run.fencing)) for run in runs]
-        return account_view(account, shown, self._book.spent(rows, account.terms, runs))
+        return account_view(account, shown, self._book.spent(rows, runs))
 
 
 def _belongs(event: Event, account: str, runs: set[str]) -> bool:

@@ -9,17 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attestation.roster import Query
+from coordinator.accountants import Quote, Spend, Terms, accountant_of
 from coordinator.accounting import (
     SLACK_SHARE,
     SMALLEST_NOISE_MULTIPLIER,
     accountant_delta,
-    accountant_version,
     delta_slack,
     effective_noise_multiplier,
-    epsilon,
     step_rdp,
 )
 from coordinator.ledger_entries import AccountOpened, RunRegistered
+from coordinator.releases import Release
 from metrics.errors import BudgetError
 from workers.mechanism import Mechanism
 from workers.noise import MAX_SIGMA, MIN_SIGMA
@@ -40,12 +40,20 @@ class PricedRun:
 
     registered: RunRegistered
     priced: Mapping[Query, Priced]
+    quote: Quote
 
     @classmethod
     def of(cls, event: RunRegistered) -> Self:
         """The parsed form of ``event``."""
         each = zip(event.mechanisms, event.step_rdp, strict=True)
-        return cls(event, {m.query: Priced(m, m.digest(), np.asarray(cost)) for m, cost in each})
+        priced = {m.query: Priced(m, m.digest(), np.asarray(cost)) for m, cost in each}
+        return cls(event, priced, Quote(event.quote_counts, event.quote_epsilon))
+
+    def spend(self, charged: Mapping[Query, int]) -> Spend:
+        """What that many releases of each mechanism cost; public ones cost nothing and are not counted."""
+        private = [(charged[query], each.step_rdp) for query, each in self.priced.items() if each.mechanism.private]
+        rdp = sum((count * cost for count, cost in private), np.zeros(len(self.registered.step_rdp[0])))
+        return Spend(rdp, tuple(count for count, _ in private), self.quote)
 
 
 def registration(
@@ -59,11 +67,14 @@ def registration(
 
     Raises:
         BudgetError: ``dataset_mismatch``, or what of a mechanism is not as it must be: ``mechanism_inconsistent``,
-            ``honest_share`` or ``sigma_too_small``.
+            ``honest_share``, ``sigma_too_small`` or ``accountant_mismatch``.
+        ConfigError: ``delta_too_small`` for the accountant.
     """
     if len({mechanism.query for mechanism in mechanisms}) != len(mechanisms) or not mechanisms:
         raise BudgetError("mechanism_inconsistent", f"run {run_id} does not name each of its mechanisms once.")
     check_dataset(terms, dataset_fingerprint)
+    costs = tuple(_cost(run_id, mechanism, terms) for mechanism in mechanisms)
+    quote = quoted(terms, mechanisms)
     event = RunRegistered(
         recorded_at=now(),
         run_id=run_id,
@@ -71,12 +82,25 @@ def registration(
         mechanisms=mechanisms,
         manifest_digest=manifest_digest,
         dataset_fingerprint=dataset_fingerprint,
-        step_rdp=tuple(_cost(run_id, mechanism, terms) for mechanism in mechanisms),
+        step_rdp=costs,
+        quote_counts=quote.counts,
+        quote_epsilon=quote.epsilon,
         epsilon_cap=terms.epsilon_cap,
         delta_slack=0.0,
-        accountant_version=accountant_version(),
+        accountant_version=accountant_of(terms.accountant).version(),
     )
     return event.model_copy(update={"delta_slack": slack_at(event, terms.epsilon_cap)})
+
+
+def quoted(terms: AccountOpened, mechanisms: Sequence[Mechanism]) -> Quote:
+    """What the account's accountant says beforehand of a run of these mechanisms."""
+    plan = [Release(each.sample_rate, each.noise_multiplier, each.steps) for each in mechanisms if each.private]
+    return accountant_of(terms.accountant).quote(plan, accountant_terms(terms)) if plan else Quote()
+
+
+def accountant_terms(terms: AccountOpened) -> Terms:
+    """What of an account's terms its accountant needs."""
+    return Terms(terms.epsilon_cap, accountant_delta(terms.delta), terms.orders)
 
 
 def check_dataset(terms: AccountOpened, dataset_fingerprint: bytes) -> None:
@@ -97,6 +121,7 @@ def _cost(run_id: str, mechanism: Mechanism, terms: AccountOpened) -> tuple[floa
     if not mechanism.private:
         return (0.0,) * len(terms.orders)
     check_shares(run_id, mechanism)
+    check_accountant(run_id, mechanism, terms)
     counted = effective_noise_multiplier(mechanism, mechanism.virtual_workers * (1 - mechanism.honest_share))
     claimed = mechanism.noise_multiplier
     usable = 0 < mechanism.sample_rate <= 1 and claimed >= SMALLEST_NOISE_MULTIPLIER
@@ -107,6 +132,28 @@ def _cost(run_id: str, mechanism: Mechanism, terms: AccountOpened) -> tuple[floa
             f"{mechanism.sample_rate:g}, but its shares add up to {counted:g}.",
         )
     return step_rdp(mechanism.sample_rate, claimed, terms.orders)
+
+
+def check_accountant(run_id: str, mechanism: Mechanism, terms: AccountOpened) -> None:
+    """Refuse a mechanism that was planned with another accountant than its account is held with."""
+    if mechanism.accountant != terms.accountant:
+        raise BudgetError(
+            "accountant_mismatch",
+            f"mechanism {mechanism.query} of run {run_id} was planned with the {mechanism.accountant} accountant, but "
+            f"account '{terms.account}' is held with {terms.accountant}.",
+            "Set dp_config.accountant to auto, or name another account.",
+        )
+
+
+def check_shareable(terms: AccountOpened, registered: Sequence[RunRegistered]) -> None:
+    """Refuse a second private run on an account whose accountant holds one fixed plan only."""
+    private = [run.run_id for run in registered if any(mechanism.private for mechanism in run.mechanisms)]
+    if len(private) > 1 and not accountant_of(terms.accountant).shareable:
+        raise BudgetError(
+            "account_not_shared",
+            f"account '{terms.account}' is held with {terms.accountant}, for the plan of run {private[0]} alone.",
+            "Open an account with the rdp accountant, and name it in ledger.account.",
+        )
 
 
 def check_shares(run_id: str, mechanism: Mechanism) -> None:
@@ -142,8 +189,8 @@ def check_reserve(terms: AccountOpened, registered: Sequence[RunRegistered]) -> 
         )
 
 
-def check_cap(terms: AccountOpened, spent: NDArray[np.float64]) -> None:
-    """Refuse a charge after which ``spent`` would exceed the cap."""
+def check_cap(terms: AccountOpened, spent: Sequence[Spend]) -> None:
+    """Refuse a charge after which all of ``spent`` would exceed the cap."""
     after = epsilon_at(terms, spent)
     if after > terms.epsilon_cap:
         raise BudgetError(
@@ -154,9 +201,9 @@ def check_cap(terms: AccountOpened, spent: NDArray[np.float64]) -> None:
         )
 
 
-def epsilon_at(terms: AccountOpened, spent: NDArray[np.float64]) -> float:
-    """Epsilon of an RDP vector under an account's terms."""
-    return epsilon(spent, accountant_delta(terms.delta), terms.orders)
+def epsilon_at(terms: AccountOpened, spent: Sequence[Spend]) -> float:
+    """Epsilon of what all runs of an account spent, under its terms."""
+    return accountant_of(terms.accountant).spent(spent, accountant_terms(terms))
 
 
 def run_mismatch(run_id: str) -> BudgetError:

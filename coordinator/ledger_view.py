@@ -3,16 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from attestation.roster import Query
-from coordinator.accounting import accountant_delta, epsilon, order_caps
+from coordinator.accountants import Spend, accountant_of
 from coordinator.ledger_accounts import Account
 from coordinator.ledger_entries import Head, RunRegistered
 from coordinator.ledger_leases import Lease
-from coordinator.ledger_rules import slack_at
-from metrics.collectors import spent_ratio
+from coordinator.ledger_rules import accountant_terms, epsilon_at, slack_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +54,8 @@ class AccountView:
 
     Attributes:
         spent_epsilon: epsilon of all charges at ``delta``, slack included.
-        spent_ratio: share of the Renyi budget that is spent, at the order that admits most; linear in steps.
+        accountant: with which the cap is held.
+        spent_ratio: share of what the account may spend, linear in the steps of a run.
         delta_slack: part of delta that the runs' slack takes, at most 1 % of it.
         closed: whether nothing more can be charged to it.
         authority, fingerprint: as the account was opened, see `coordinator.ledger_entries.AccountOpened`.
@@ -82,18 +79,17 @@ class AccountView:
 def account_view(
     account: Account,
     runs: Sequence[tuple[RunRegistered, Mapping[Query, int], Lease | None]],
-    spent: NDArray[np.float64],
+    spent: Sequence[Spend],
 ) -> AccountView:
-    """The view of an account with these runs, each with its charges by query and its lease; ``spent`` is RDP in all."""
+    """The view of an account with these runs, each with its charges by query and its lease, and what each spent."""
     terms = account.terms
-    caps = order_caps(terms.epsilon_cap, accountant_delta(terms.delta), terms.orders)
     return AccountView(
         name=terms.account,
         epsilon_cap=terms.epsilon_cap,
         delta=terms.delta,
         accountant=terms.accountant,
-        spent_epsilon=epsilon(spent, accountant_delta(terms.delta), terms.orders),
-        spent_ratio=spent_ratio(spent.tolist(), caps),
+        spent_epsilon=epsilon_at(terms, spent),
+        spent_ratio=accountant_of(terms.accountant).ratio(spent, accountant_terms(terms)),
         delta_slack=sum(slack_at(event, terms.epsilon_cap) for event, *_ in runs),
         runs=tuple(_run_view(*each) for each in runs),
         closed=account.closed,

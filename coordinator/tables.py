@@ -98,19 +98,19 @@ def _some(curve: tuple[tuple[int, float], ...], points: int = 8) -> list[tuple[i
 def accounts_view(accounts: Iterable["AccountView"]) -> Table:
     """Accounts with their runs below them."""
     table = Table(title="Budget", title_justify="left", title_style="bold")
-    for header in ("account", "ε spent", "ε cap", "δ", "run", "steps charged", "held by"):
+    for header in ("account", "ε spent", "ε cap", "δ", "accountant", "run", "steps charged", "held by"):
         table.add_column(header, overflow="fold")
     for account in accounts:
         spent = epsilon_text(account.spent_epsilon)
         name = f"{account.name} (closed)" if account.closed else account.name
-        table.add_row(Text(name), spent, f"{account.epsilon_cap:g}", f"{account.delta:g}")
+        table.add_row(Text(name), spent, f"{account.epsilon_cap:g}", f"{account.delta:g}", account.accountant)
         for run in account.runs:
             steps = f"{run.charged_steps} of {run.planned_steps}"
             steps = steps if run.private else f"{steps}, NOT PRIVATE"
-            table.add_row("", "", "", "", run.run_id, steps, _lease_text(run.lease))
+            table.add_row("", "", "", "", "", run.run_id, steps, _lease_text(run.lease))
             for each in run.queries:
                 if each.query != "gradient":
-                    table.add_row("", "", "", "", "", f"{each.query}: {each.charged} of {each.planned}")
+                    table.add_row("", "", "", "", "", "", f"{each.query}: {each.charged} of {each.planned}")
     return table
 
 

@@ -150,21 +150,23 @@ def test_a_quote_covers_the_plan_and_is_never_below_what_a_part_costs():
     assert quote.at((101, 0)) == math.inf
 
 
-def test_a_quote_ends_at_the_largest_part_that_the_cap_allows():
+def test_a_quote_has_a_point_at_the_largest_part_that_the_cap_allows_and_goes_on_to_the_plans_end():
     plan = (Release(0.05, 1.0, 200),)
     cap = privacy_loss.epsilon((Release(0.05, 1.0, 77),), DELTA)
     quote = PLD.quote(plan, terms(cap))
-    assert quote.counts[-1] == (77,) == (largest_part(PLD, plan, cap, DELTA),)
-    assert quote.epsilon[-1] <= cap
+    assert quote.within(cap) == (77,) == (largest_part(PLD, plan, cap, DELTA),)
+    assert quote.counts[-1] == (200,)
+    assert list(quote.epsilon) == sorted(quote.epsilon)
     assert (
         PLD.spent([spend((77,), plan, quote)], terms(cap)) <= cap < PLD.spent([spend((78,), plan, quote)], terms(cap))
     )
 
 
-def test_a_cap_that_allows_nothing_gives_an_empty_quote():
+def test_a_cap_that_allows_nothing_has_no_point_within_it():
     quote = PLD.quote((Release(1.0, 1.0, 5),), terms(1.0))
-    assert quote == Quote()
-    assert quote.at((1,)) == math.inf
+    assert quote.within(1.0) == ()
+    assert quote.at((1,)) > 1.0
+    assert Quote().at((1,)) == math.inf
 
 
 def test_a_partial_run_is_charged_the_next_point_or_what_renyi_says_if_that_is_less():
