@@ -1,5 +1,6 @@
 """Of two live instances of one ledger at most one is believed for a run; real processes, stopped and woken up."""
 
+import io
 import json
 import os
 import signal
@@ -11,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from attestation.messages import Envelope
 from coordinator.ledger import PrivacyLedger
+from coordinator.tables import accounts_view
 from metrics.errors import ProtocolError
 from tests.coordinator.ledger_cases import CAP, DELTA, MANIFEST, PARAMETERS, expected_epsilon, mechanism
 from workers.receipt import Receipt, check_receipt
@@ -112,6 +115,13 @@ def lease_of(reader: PrivacyLedger, run: int = 0) -> tuple[int, str]:
     return lease.fencing, lease.holder
 
 
+def shown(reader: PrivacyLedger) -> str:
+    """What `raycloak budget show` prints."""
+    console = Console(width=300, record=True, file=io.StringIO())
+    console.print(accounts_view(reader.view().accounts))
+    return console.export_text()
+
+
 def test_an_instance_that_was_paused_and_replaced_is_believed_by_nobody(
     instance: Callable[..., Instance], reader: PrivacyLedger
 ):
@@ -137,6 +147,7 @@ def test_an_instance_that_was_paused_and_replaced_is_believed_by_nobody(
     with pytest.raises(ProtocolError, match="receipt_fenced"):
         believed(reader, first, 0, lowest_fencing=again.fencing)
     assert lease_of(reader) == (second.fencing, f"{socket.gethostname()}/{second.process.pid}")
+    assert f"instance {second.fencing}, {socket.gethostname()}/{second.process.pid}," in shown(reader)
     assert believed(reader, second.ask("charge run-a 2"), 2, again.fencing).charged_epsilon == pytest.approx(
         expected_epsilon(3)
     )

@@ -1,5 +1,6 @@
 """Durability settings, what is accepted as a ledger, and where it may lie."""
 
+import os
 import sqlite3
 import threading
 from pathlib import Path
@@ -120,6 +121,20 @@ def test_file_and_folder_are_private(tmp_path: Path):
     assert modes == {"ledger.sqlite": 0o600, "ledger.sqlite-wal": 0o600, "ledger.sqlite-shm": 0o600}
     assert path.parent.stat().st_mode & 0o777 == 0o700
     store.close()
+
+
+def test_the_name_of_a_new_file_is_as_durable_as_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Or a charge would be on a disk where nothing leads to it."""
+    synced: set[Path] = set()
+    fsync = os.fsync
+
+    def note(descriptor: int) -> None:
+        synced.add(Path(f"/proc/self/fd/{descriptor}").readlink())
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    LedgerStore(url(tmp_path / "new" / "state" / "ledger.sqlite")).close()
+    assert synced == {tmp_path / "new" / "state", tmp_path / "new", tmp_path}
 
 
 def test_a_file_that_others_can_read_is_refused(tmp_path: Path):
