@@ -8,15 +8,18 @@ from dataclasses import dataclass
 from pydantic import JsonValue
 
 from attestation.evidence_log import EvidenceLog
-from attestation.orchestrator_state import OrchestratorState, SessionId
+from attestation.orchestrator_state import CommitRow, OrchestratorState, SessionId
+from attestation.roster import Query
 from metrics.errors import ProtocolError
 
 
 @dataclass(frozen=True, slots=True)
 class StepCommit:
-    """A finished step: the parameters it released, and where the ledger stood when it was charged.
+    """A finished step: what it released, and where the ledger stood when it was charged.
 
     Attributes:
+        parameter_digest: of the parameters it released; for a measurement, SHA-256 of its values.
+        query: of which mechanism it is a step.
         ledger_sequence, ledger_hash: position and hash of the charge's entry in the ledger's chain.
     """
 
@@ -25,6 +28,7 @@ class StepCommit:
     attempts: int
     ledger_sequence: int
     ledger_hash: bytes
+    query: Query = "gradient"
 
 
 class CommitBook:
@@ -39,8 +43,8 @@ class CommitBook:
         return tuple(StepCommit(*row) for row in self._state.commits())
 
     def of(self, step: int) -> StepCommit | None:
-        """How ``step`` was committed, in whatever session; None if it was not."""
-        known = self._state.commit_of(step)
+        """How training step ``step`` was committed, in whatever session; None if it was not."""
+        known = self._state.commit_of("gradient", step)
         return StepCommit(*known[0]) if known else None
 
     def record(self, commits: tuple[StepCommit, ...], session: SessionId) -> None:
@@ -52,7 +56,7 @@ class CommitBook:
             ProtocolError: ``not_reproducible`` if a step was committed with other parameters; nothing is logged then.
         """
         for commit in commits:
-            known = self._state.commit_of(commit.step)
+            known = self._state.commit_of(commit.query, commit.step)
             if known is not None and StepCommit(*known[0]).parameter_digest != commit.parameter_digest:
                 raise _not_reproducible(commit, StepCommit(*known[0]))
             if known is None or known[1] != session.name:
@@ -60,12 +64,14 @@ class CommitBook:
                 self._log.append("reproduced" if known else "committed", _body_of(commit))
 
 
-def _row_of(commit: StepCommit) -> tuple[int, bytes, int, int, bytes]:
-    return commit.step, commit.parameter_digest, commit.attempts, commit.ledger_sequence, commit.ledger_hash
+def _row_of(commit: StepCommit) -> CommitRow:
+    paid = commit.ledger_sequence, commit.ledger_hash
+    return commit.step, commit.parameter_digest, commit.attempts, *paid, commit.query
 
 
 def _body_of(commit: StepCommit) -> dict[str, JsonValue]:
     return {
+        "query": commit.query,
         "step": commit.step,
         "parameter_digest": commit.parameter_digest.hex(),
         "attempts": commit.attempts,
@@ -77,7 +83,7 @@ def _body_of(commit: StepCommit) -> dict[str, JsonValue]:
 def _not_reproducible(commit: StepCommit, known: StepCommit) -> ProtocolError:
     return ProtocolError(
         "not_reproducible",
-        f"step {commit.step} now gives parameters {commit.parameter_digest.hex()}, but "
+        f"{commit.query} step {commit.step} now gives {commit.parameter_digest.hex()}, but "
         f"{known.parameter_digest.hex()} were committed.",
         "Use the kind of machine and the library versions of the first time, or start a new run.",
     )

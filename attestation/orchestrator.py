@@ -26,7 +26,7 @@ from attestation.messages import Envelope, open_envelope, parse, seal
 from attestation.orchestrator_state import OrchestratorState, SessionId
 from attestation.package_desk import PackageDesk, PublishedPackage
 from attestation.package_keys import RecipientPublic, SignerPublic
-from attestation.roster import Member, Roster
+from attestation.roster import Member, Query, Roster
 from attestation.run_secret import create_secret, destroy_secret, kept_secret, load_secret, run_id_of
 from attestation.slices import DataCommitments, SliceBook, most_hosted
 from metrics.errors import ConfigError, EvidenceError, ProtocolError
@@ -198,11 +198,12 @@ class EvidenceOrchestrator:
         hosting: Mapping[str, tuple[int, ...]],
         aggregators: tuple[str, ...],
         commits: tuple[StepCommit, ...],
+        query: Query = "gradient",
     ) -> Envelope:
-        """Commit the given finished steps, and sign the roster of the next attempt of ``step``.
+        """Commit the given finished steps, and sign the roster of the next attempt of ``step`` of ``query``.
 
-        Guarantee: no two rosters of a (run, step) ever carry the same attempt, also across restarts: the counter is
-        on disk before the roster returns. Asked again, it signs the next attempt and commits nothing twice.
+        Guarantee: no two rosters of a (run, query, step) ever carry the same attempt, also across restarts: the
+        counter is on disk before the roster returns. Asked again, it signs the next attempt and commits nothing twice.
 
         Raises:
             EvidenceError: ``evidence_expired`` if a member's evidence is no longer valid, ``data_unknown`` if a host
@@ -215,25 +216,27 @@ class EvidenceOrchestrator:
         with self._own_transaction():
             self._slices.require_opened(hosting)
             self._commits.record(commits, self._session)
-            attempt = self._state.next_attempt(step)
+            attempt = self._state.next_attempt(query, step)
             if attempt >= MAX_ATTEMPTS_PER_STEP:
                 raise ProtocolError("attempts_exhausted", f"step {step} was tried {attempt} times")
             roster = Roster(
                 run_id=self._run_id,
                 manifest_digest=self._terms.manifest_digest,
+                query=query,
                 step=step,
                 attempt=attempt,
                 ratchet=self._state.ratchet,
                 nonce=secrets.token_bytes(32),
                 members=members,
             )
-            self._log.append("roster", {"step": step, "attempt": attempt, "digest": roster.digest().hex()})
+            body = {"query": query, "step": step, "attempt": attempt, "digest": roster.digest().hex()}
+            self._log.append("roster", body)
         return seal(roster, self._key)
 
-    def bind_vectors(self, step: int, vectors: bytes) -> None:
+    def bind_vectors(self, step: int, vectors: bytes, query: Query = "gradient") -> None:
         """See `SliceBook.bind_vectors`."""
         with self._own_transaction():
-            self._slices.bind_vectors(step, vectors)
+            self._slices.bind_vectors(query, step, vectors)
 
     def commit(self, commits: tuple[StepCommit, ...]) -> None:
         """Log finished steps as :meth:`open_step` does; one that this session has logged already is skipped.

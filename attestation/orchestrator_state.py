@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attestation.messages import Envelope
+from attestation.roster import Query
 
 BUSY_DEADLINE_S = 30.0
 """How long to wait for another process's lock: an incarnation that was stopped holds it until it is killed."""
@@ -28,15 +29,24 @@ CREATE TABLE IF NOT EXISTS members (
     member_id TEXT PRIMARY KEY, body BLOB NOT NULL, signature BLOB NOT NULL,
     expires_at INTEGER NOT NULL, joined INTEGER NOT NULL, epoch INTEGER, superseded INTEGER NOT NULL
 );
-CREATE TABLE IF NOT EXISTS attempts (step INTEGER PRIMARY KEY, attempt INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS attempts (
+    query TEXT NOT NULL, step INTEGER NOT NULL, attempt INTEGER NOT NULL, PRIMARY KEY (query, step)
+);
 CREATE TABLE IF NOT EXISTS opened (member_id TEXT NOT NULL, v INTEGER NOT NULL, PRIMARY KEY (member_id, v));
-CREATE TABLE IF NOT EXISTS vectors (step INTEGER PRIMARY KEY, digest BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS vectors (
+    query TEXT NOT NULL, step INTEGER NOT NULL, digest BLOB NOT NULL, PRIMARY KEY (query, step)
+);
 CREATE TABLE IF NOT EXISTS data (v INTEGER PRIMARY KEY, commitment BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS commits (
-    step INTEGER PRIMARY KEY, parameter_digest BLOB NOT NULL, attempts INTEGER NOT NULL,
-    ledger_sequence INTEGER NOT NULL, ledger_hash BLOB NOT NULL, session TEXT NOT NULL
+    step INTEGER NOT NULL, parameter_digest BLOB NOT NULL, attempts INTEGER NOT NULL,
+    ledger_sequence INTEGER NOT NULL, ledger_hash BLOB NOT NULL, query TEXT NOT NULL, session TEXT NOT NULL,
+    PRIMARY KEY (query, step)
 );
 """
+
+
+CommitRow = tuple[int, bytes, int, int, bytes, Query]
+"""Step, parameter digest, attempts, ledger sequence, ledger hash and query of a committed step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +123,7 @@ class OrchestratorState:
 
     @property
     def ratchet(self) -> int:
-        """Number of steps that the newest session has committed."""
+        """Number of steps that the newest session has committed, those of all queries together."""
         row = self.db.execute("SELECT ratchet FROM session").fetchone()
         return row[0] if row else 0
 
@@ -164,26 +174,26 @@ class OrchestratorState:
 
     # --- steps
 
-    def next_attempt(self, step: int) -> int:
-        """The first attempt of ``step`` that was never issued, which it is from now on."""
-        row = self.db.execute("SELECT attempt FROM attempts WHERE step = ?", (step,)).fetchone()
-        attempt = int(row[0]) + 1 if row else 0
-        self.db.execute("INSERT OR REPLACE INTO attempts VALUES (?, ?)", (step, attempt))
+    def next_attempt(self, query: Query, step: int) -> int:
+        """The first attempt of a step of ``query`` that was never issued, which it is from now on."""
+        known = self.db.execute("SELECT attempt FROM attempts WHERE query = ? AND step = ?", (query, step)).fetchone()
+        attempt = int(known[0]) + 1 if known else 0
+        self.db.execute("INSERT OR REPLACE INTO attempts VALUES (?, ?, ?)", (query, step, attempt))
         return attempt
 
-    def commits(self) -> list[tuple[int, bytes, int, int, bytes]]:
-        """(step, parameter digest, attempts, ledger sequence, ledger hash) of every step ever committed, in order."""
-        query = "SELECT step, parameter_digest, attempts, ledger_sequence, ledger_hash FROM commits ORDER BY step"
-        return self.db.execute(query).fetchall()
+    def commits(self) -> list[CommitRow]:
+        """Every step ever committed, in order for each query."""
+        columns = "step, parameter_digest, attempts, ledger_sequence, ledger_hash, query"
+        return self.db.execute(f"SELECT {columns} FROM commits ORDER BY query, step").fetchall()
 
-    def commit_of(self, step: int) -> tuple[tuple[int, bytes, int, int, bytes], str] | None:
+    def commit_of(self, query: Query, step: int) -> tuple[CommitRow, str] | None:
         """A row of :meth:`commits`, and the newest session that committed the step."""
-        row = self.db.execute("SELECT * FROM commits WHERE step = ?", (step,)).fetchone()
-        return (row[:5], row[5]) if row else None
+        row = self.db.execute("SELECT * FROM commits WHERE query = ? AND step = ?", (query, step)).fetchone()
+        return (row[:6], row[6]) if row else None
 
-    def keep_commit(self, row: tuple[int, bytes, int, int, bytes], session: SessionId) -> None:
+    def keep_commit(self, row: CommitRow, session: SessionId) -> None:
         """Note that ``session``, the newest, committed a step; ``row`` as in :meth:`commits`."""
-        self.db.execute("INSERT OR REPLACE INTO commits VALUES (?, ?, ?, ?, ?, ?)", (*row, session.name))
+        self.db.execute("INSERT OR REPLACE INTO commits VALUES (?, ?, ?, ?, ?, ?, ?)", (*row, session.name))
         self.db.execute("UPDATE session SET ratchet = ratchet + 1")
 
     # --- data
@@ -205,11 +215,11 @@ class OrchestratorState:
         """Virtual workers whose slices a member has committed to."""
         return {v for (v,) in self.db.execute("SELECT v FROM opened WHERE member_id = ?", (member_id,))}
 
-    def bound_vectors(self, step: int) -> bytes | None:
+    def bound_vectors(self, query: Query, step: int) -> bytes | None:
         """Digest of the vectors of a step, if they were ever computed."""
-        row = self.db.execute("SELECT digest FROM vectors WHERE step = ?", (step,)).fetchone()
+        row = self.db.execute("SELECT digest FROM vectors WHERE query = ? AND step = ?", (query, step)).fetchone()
         return bytes(row[0]) if row else None
 
-    def bind_vectors(self, step: int, vectors: bytes) -> None:
+    def bind_vectors(self, query: Query, step: int, vectors: bytes) -> None:
         """Bind the run to the vectors of a step."""
-        self.db.execute("INSERT INTO vectors VALUES (?, ?)", (step, vectors))
+        self.db.execute("INSERT INTO vectors VALUES (?, ?, ?)", (query, step, vectors))

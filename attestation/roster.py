@@ -11,7 +11,7 @@ from attestation.messages import Envelope, Message, open_envelope
 from metrics.errors import ProtocolError
 
 Query = Literal["gradient", "evaluation", "class_counts"]
-"""What of an example is summed; a run has at most one mechanism of each."""
+"""What of an example is summed; a run has at most one mechanism of each. The steps of each query count from 0."""
 
 
 class Member(Message):
@@ -39,7 +39,8 @@ class Roster(Message):
     """One attempt of one step.
 
     Attributes:
-        attempt: strictly increasing per (run, step), also over restarts of the orchestrator.
+        query, step: which release of which mechanism.
+        attempt: strictly increasing per (run, query, step), also over restarts of the orchestrator.
         ratchet: number of steps committed in this session; pair secrets stand at this index.
         nonce: 32 random bytes, so that no two rosters share a digest.
         members: workers in the order of their ids, then the aggregator of each range in range order.
@@ -49,6 +50,7 @@ class Roster(Message):
 
     run_id: str
     manifest_digest: bytes
+    query: Query = "gradient"
     step: int
     attempt: int
     ratchet: int

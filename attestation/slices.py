@@ -10,6 +10,7 @@ from typing import ClassVar
 from attestation.evidence_log import Entry, EvidenceLog
 from attestation.messages import Message
 from attestation.orchestrator_state import OrchestratorState
+from attestation.roster import Query
 from metrics.errors import EvidenceError, ProtocolError
 
 
@@ -58,7 +59,7 @@ class SliceBook:
                     "data_unknown", f"{member_id} has not said what the examples of {sorted(missing)} are"
                 )
 
-    def bind_vectors(self, step: int, vectors: bytes) -> None:
+    def bind_vectors(self, query: Query, step: int, vectors: bytes) -> None:
         """Bind the run to the vectors of a step, by the digest of their keyed tags, before they are summed.
 
         Guarantee: vectors of a step that differ from those of an earlier execution are refused before anybody could
@@ -67,13 +68,13 @@ class SliceBook:
         Raises:
             ProtocolError: ``not_reproducible``, with both digests.
         """
-        bound = self._state.bound_vectors(step)
+        bound = self._state.bound_vectors(query, step)
         if bound is None:
-            self._state.bind_vectors(step, vectors)
+            self._state.bind_vectors(query, step, vectors)
         elif bound != vectors:
             raise ProtocolError(
                 "not_reproducible",
-                f"step {step} now gives vectors {vectors.hex()}, but {bound.hex()} were computed before.",
+                f"{query} step {step} now gives vectors {vectors.hex()}, but {bound.hex()} were computed before.",
                 "Use the kind of machine and the library versions of the first time, or start a new run.",
             )
 

@@ -145,6 +145,17 @@ def delta_slack(mechanism: Mechanism, epsilon: float) -> DeltaTerms:
     )
 
 
+def total_slack(mechanisms: Iterable[Mechanism], epsilon: float) -> DeltaTerms:
+    """The slack of all mechanisms of a run together; see :func:`delta_slack`."""
+    terms = [delta_slack(mechanism, epsilon) for mechanism in mechanisms]
+    return DeltaTerms(
+        sampler=sum(each.sampler for each in terms),
+        batch_overflow=sum(each.batch_overflow for each in terms),
+        rounding=sum(each.rounding for each in terms),
+        ring_wrap=sum(each.ring_wrap for each in terms),
+    )
+
+
 def effective_noise_multiplier(mechanism: Mechanism, missing_virtual_workers: float) -> float:
     """Noise over sensitivity for an adversary who knows the noise of some virtual workers; 0 if nothing is left.
 

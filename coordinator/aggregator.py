@@ -58,6 +58,19 @@ class ReduceReport:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class MeasureReport:
+    """What a measurement released.
+
+    Attributes:
+        average: float64 [d], the decoded sum over the public divisor.
+        seconds: time inside the aggregator.
+    """
+
+    average: NDArray[np.float64]
+    seconds: float
+
+
 class MaskedAggregator:
     """Sums and updates one parameter range.
 
@@ -111,16 +124,42 @@ class MaskedAggregator:
             RunFailedError: ``non_finite_parameters``.
         """
         started = time.perf_counter()
-        mechanism = self._manifest.computation.mechanism
         roster = self._open_roster(request.roster)
-        attempt = Attempt.of(roster, request.parameter_digest, request.ranges, mechanism.ring_bits)
-        self._check_vectors(attempt, request.headers, vectors)
-        total = ring_sum(vectors, mechanism.ring_bits)
-        average = decode(total, mechanism.gamma_log2)
-        np.divide(average, mechanism.expected_batch_size, out=average)
+        if roster.query != "gradient":
+            raise ProtocolError("query_mismatch", f"a step of '{roster.query}' does not update parameters")
+        own = VectorRange(self._range.index, self._range.start, self._range.size)
+        average = self._average(request, roster, own, vectors)
         updated, new_state = self._optimizer.update(parameters, average, state, roster.step)
         digests = tuple(tensor_digests(updated, self._range.tensors))
         return ReduceReport(self._range.index, digests, time.perf_counter() - started), updated, new_state
+
+    def measure(self, request: ReduceRequest, *vectors: RingVector) -> MeasureReport:
+        """Verify, sum, decode and divide by the public divisor, for a measurement; parameters and state stay.
+
+        Guarantee: as :meth:`reduce`.
+
+        Args:
+            vectors: masked ring words of the whole measurement, one per header.
+
+        Raises:
+            SenderError: a vector or header does not match; it names the sender.
+            ProtocolError: the request itself does not match, ``query_unknown`` also for a step of training.
+        """
+        started = time.perf_counter()
+        roster = self._open_roster(request.roster)
+        dimension = self._manifest.computation.measurement(roster.query).mechanism.dimension
+        average = self._average(request, roster, VectorRange(0, 0, dimension), vectors)
+        return MeasureReport(average, time.perf_counter() - started)
+
+    def _average(
+        self, request: ReduceRequest, roster: Roster, own: VectorRange, vectors: Sequence[RingVector]
+    ) -> NDArray[np.float64]:
+        """The decoded sum of verified vectors over the public divisor."""
+        mechanism = self._manifest.computation.mechanism_of(roster.query)
+        attempt = Attempt.of(roster, request.parameter_digest, request.ranges, mechanism.ring_bits)
+        self._check_vectors(attempt, own, request.headers, vectors)
+        average = decode(ring_sum(vectors, mechanism.ring_bits), mechanism.gamma_log2)
+        return np.divide(average, mechanism.expected_batch_size, out=average)
 
     def _open_roster(self, envelope: Envelope) -> Roster:
         manifest = self._manifest
@@ -137,9 +176,10 @@ class MaskedAggregator:
             raise ProtocolError("roster_own_entry", "the roster gives this range to another aggregator")
         return roster
 
-    def _check_vectors(self, attempt: Attempt, headers: Sequence[Envelope], vectors: Sequence[RingVector]) -> None:
-        workers, index = attempt.roster.workers, self._range.index
-        own = VectorRange(index, self._range.start, self._range.size)
+    def _check_vectors(
+        self, attempt: Attempt, own: VectorRange, headers: Sequence[Envelope], vectors: Sequence[RingVector]
+    ) -> None:
+        workers, index = attempt.roster.workers, own.index
         if attempt.ranges[index : index + 1] != (own,):
             raise ProtocolError("range_mismatch", "the request cuts the parameters in another way than this range")
         if not len(headers) == len(vectors) == len(workers):

@@ -179,6 +179,7 @@ def _audited(config: RunConfig, planned: Mechanism, canaries: int) -> RunConfig:
         "loss": f"{MODULE}:loss",
         "dataset": dataset.model_dump(),
         "evaluation": None,
+        "measurements": {},
         "optimizer": {"name": "sgd", "learning_rate": config.optimizer.learning_rate},
         "batch_size_per_worker": None,
         "expected_batch_size": planned.sample_rate * (planned.num_examples + canaries),

@@ -1,15 +1,15 @@
 """What a mechanism costs under an accountant, and the noise that a target needs."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from coordinator.accountants import accountant_of
 from coordinator.accounting import (
     SLACK_SHARE,
     SMALLEST_NOISE_MULTIPLIER,
     accountant_delta,
-    delta_slack,
     effective_noise_multiplier,
+    total_slack,
 )
 from coordinator.releases import Release, Releases
 from metrics.errors import ConfigError
@@ -27,23 +27,35 @@ def epsilon_of(
     return composed_epsilon((Release(sample_rate, noise_multiplier, steps),), delta, accountant)
 
 
-def composed_epsilon(releases: Releases, delta: float, accountant: AccountantName) -> float:
+def composed_epsilon(releases: Releases, delta: float, accountant: AccountantName = "rdp") -> float:
     """Epsilon of ``releases`` at an account's ``delta``, of which the slack reserve is taken off first."""
     return accountant_of(accountant).curve([releases], accountant_delta(delta))[0]
 
 
-def epsilon_against(mechanism: Mechanism, missing_virtual_workers: float, delta: float, steps: int) -> float:
+def epsilon_against(
+    mechanism: Mechanism,
+    missing_virtual_workers: float,
+    delta: float,
+    steps: int,
+    beside: Sequence[tuple[Mechanism, int]] = (),
+) -> float:
     """Epsilon of ``steps`` steps for an adversary who knows the noise of ``missing_virtual_workers``.
 
     Infinite if no unknown noise is left, or if the slack at that epsilon does not fit its share of ``delta``.
+
+    Args:
+        beside: what else was released: measurements, and how often each.
     """
-    if not mechanism.private or steps == 0:
+    made = [(each, count) for each, count in ((mechanism, steps), *beside) if each.private and count]
+    if not made:
         return 0.0
-    noise = effective_noise_multiplier(mechanism, missing_virtual_workers)
-    if noise < SMALLEST_NOISE_MULTIPLIER:
+    noises = [effective_noise_multiplier(each, missing_virtual_workers) for each, _ in made]
+    if min(noises) < SMALLEST_NOISE_MULTIPLIER:
         return math.inf
-    spent = epsilon_of(mechanism.sample_rate, noise, steps, delta, mechanism.accountant)
-    return spent if delta_slack(mechanism, spent).total <= SLACK_SHARE * delta else math.inf
+    releases = (Release(each.sample_rate, z, count) for (each, count), z in zip(made, noises, strict=True))
+    spent = composed_epsilon(tuple(releases), delta, mechanism.accountant)
+    slack = total_slack((each for each, _ in made), spent).total
+    return spent if slack <= SLACK_SHARE * delta else math.inf
 
 
 def solve_noise_multiplier(

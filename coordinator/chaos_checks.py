@@ -9,11 +9,12 @@ from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 from attestation.evidence_log import verify_exported_log
 from coordinator.chaos_events import StepSeen
 from coordinator.ledger import PrivacyLedger
-from coordinator.ledger_entries import StepCharged
+from coordinator.ledger_entries import Event, StepCharged
 from metrics.errors import RaycloakError
 
 
@@ -59,7 +60,7 @@ def check_charges(home: Path, run_id: str, finished: Iterable[int]) -> Charges:
             events = [entry.event for entry in ledger.history()]
     except RaycloakError as error:
         return Charges(tuple(finished), (), (), str(error))
-    times = Counter(event.step for event in events if isinstance(event, StepCharged) and event.run_id == run_id)
+    times = Counter(event.step for event in events if _is_step(event, run_id))
     done = set(finished)
     return Charges(
         lost=tuple(sorted(done - times.keys())),
@@ -67,6 +68,10 @@ def check_charges(home: Path, run_id: str, finished: Iterable[int]) -> Charges:
         uncommitted=tuple(sorted(times.keys() - done)),
         broken=None,
     )
+
+
+def _is_step(event: Event, run_id: str) -> TypeGuard[StepCharged]:
+    return isinstance(event, StepCharged) and (event.run_id, event.query) == (run_id, "gradient")
 
 
 def logged_digests(log: Path, public_key: bytes) -> dict[int, set[str]]:
@@ -81,5 +86,6 @@ def logged_digests(log: Path, public_key: bytes) -> dict[int, set[str]]:
         entry = json.loads(line)
         if entry["kind"] in ("committed", "reproduced"):
             body = entry["body"]
-            digests.setdefault(body["step"], set()).add(body["parameter_digest"])
+            if body.get("query", "gradient") == "gradient":
+                digests.setdefault(body["step"], set()).add(body["parameter_digest"])
     return digests

@@ -90,6 +90,39 @@ class EvaluationConfig(Section):
     every: int = Field(default=10, gt=0)
 
 
+class ClassCountsConfig(Section):
+    """How many private examples each class has, released once, before the first step.
+
+    Attributes:
+        classes: K; labels outside [0, K) are not counted.
+        noise_multiplier: standard deviation of the noise in each count, in examples.
+    """
+
+    classes: int = Field(gt=0, le=10_000)
+    noise_multiplier: float = Field(gt=0)
+
+
+class PrivateEvaluationConfig(Section):
+    """Mean loss, and accuracy under ``cross_entropy``, of the model on the private training examples.
+
+    Attributes:
+        every: steps between two releases; the last is made at the end.
+        noise_multiplier: noise of each release, in units of what one example contributes at most.
+        loss_bound: B; each example's loss is cut to [-B, B].
+    """
+
+    every: int = Field(default=50, gt=0)
+    noise_multiplier: float = Field(gt=0)
+    loss_bound: float = Field(default=5.0, gt=0, le=1e6)
+
+
+class MeasurementsConfig(Section):
+    """What is released about the private examples beside the gradients, each with noise and a cost of its own."""
+
+    class_counts: ClassCountsConfig | None = None
+    evaluation: PrivateEvaluationConfig | None = None
+
+
 class OptimizerConfig(Section):
     """Update rule of the aggregator, applied to the released average."""
 
@@ -229,6 +262,7 @@ class RunConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**63)
     dataset: DatasetConfig | None = None
     evaluation: EvaluationConfig | None = None
+    measurements: MeasurementsConfig = MeasurementsConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     dp_config: DPConfig
     secure_aggregation: bool = True
@@ -270,6 +304,8 @@ class RunConfig(Section):
                 "secure_aggregation: false with several workers would show the aggregator vectors that carry only a "
                 "share of the noise; use one worker, or leave it on"
             )
+        if not self.dp_config.enabled and self.measurements != MeasurementsConfig():
+            raise ValueError("measurements are noised and need dp_config.enabled; measure public data with evaluation")
         if self.dp_config.enabled and self.dp_config.colluding_workers >= max(self.fewest_workers - 1, 1):
             raise ValueError("colluding_workers must leave two honest workers out of min_workers")
         return self

@@ -22,6 +22,7 @@ from attestation.admissions import OrchestratorView
 from attestation.commit_book import StepCommit
 from attestation.evidence import Collateral
 from attestation.policy import Policy
+from attestation.roster import Query
 from coordinator.archive import Archive
 from coordinator.backend import ActorLost, Backend
 from coordinator.checkpoints import Checkpoints, Restored
@@ -30,6 +31,7 @@ from coordinator.control import Control
 from coordinator.departures import Departures
 from coordinator.evaluation import Evaluator
 from coordinator.joining import Timer
+from coordinator.ledger_view import AccountView
 from coordinator.manifest import build_computation, build_manifest, epochs, run_terms
 from coordinator.membership import Membership
 from coordinator.outcome import Ending, Finished, Model
@@ -117,7 +119,7 @@ class Coordinator:
         self._reporting = reporting
         self._folder = folder
         self._assignment = assignment
-        self._committed: Mapping[int, StepCommit] = {}
+        self._committed: Mapping[tuple[Query, int], StepCommit] = {}
         self._account = config.ledger.account or f"run-{session.run_id}"
         self._reporter = Reporter(reporting, lambda: len(self._membership.workers))
         departures = Departures(config.failure.max_failures, self._reporter.departed)
@@ -155,7 +157,7 @@ class Coordinator:
         shared_cap = self._shared_cap()
         dimension = sum(tensor.size for tensor in facts.tensors)
         plan = self._plan = make_plan(self.config, facts.num_examples, dimension, shared_cap)
-        known_answer = self._membership.known_answer(plan.mechanism)
+        known_answer = self._membership.known_answer(plan.mechanism, plan.measurements)
         manifest = self._manifest(facts, plan, known_answer)
         if self._assignment.recorded is not None:
             self._require_same_run(self._assignment.recorded, manifest)
@@ -179,7 +181,7 @@ class Coordinator:
     def _require_same_run(self, recorded: Manifest, manifest: Manifest) -> None:
         """Before anything is registered or charged: this is the run that was begun, and nothing of it was put back."""
         require_same_manifest(recorded, manifest)
-        self._committed = {commit.step: commit for commit in self._orchestrator("committed")}
+        self._committed = {(commit.query, commit.step): commit for commit in self._orchestrator("committed")}
         require_ledger(self._committed.values(), lambda sequence: self._ledger("hash_at", sequence))
 
     def _shared_cap(self) -> float | None:
@@ -189,7 +191,9 @@ class Coordinator:
         return shared_cap(self._ledger("view"), self.config, self.session.run_id)
 
     def _manifest(self, facts: WorkerFacts, plan: Plan, known_answer: bytes) -> Manifest:
-        computation = build_computation(self.config, self._setup.model.name, self._setup.dataset, facts, plan.mechanism)
+        computation = build_computation(
+            self.config, self._setup.model.name, self._setup.dataset, facts, plan.mechanism, plan.measurements
+        )
         commitments = self._orchestrator(
             "key_commitments", key_context(computation, known_answer), self.config.virtual_workers, epochs(self.config)
         )
@@ -210,7 +214,8 @@ class Coordinator:
     def _open_account(self, plan: Plan, manifest: Manifest, shared_cap: float | None) -> None:
         if shared_cap is None:
             self._ledger("open_account", self._account, account_cap(self.config), plan.delta)
-        terms = (plan.mechanism,), manifest.digest(), manifest.dataset_fingerprint
+        mechanisms = manifest.computation.mechanisms
+        terms = mechanisms, manifest.digest(), manifest.dataset_fingerprint
         self._ledger("register_run", self.session.run_id, self._account, *terms)
 
     def _training(self, facts: WorkerFacts, manifest: Manifest, metrics: RunMetrics) -> Training:
@@ -245,6 +250,7 @@ class Coordinator:
             model=self._model(facts, manifest, restored),
             finished_steps=restored.finished_steps if restored else 0,
             renew=self._renew,
+            measured=self._folder.keep_released if self._assignment.releases else lambda released: None,
         )
 
     def _renew(self) -> None:
@@ -300,8 +306,11 @@ class Coordinator:
             workers=len(self._membership.workers),
             charged_epsilon=self._account_epsilon() if self.charged_epsilon is None else self.charged_epsilon,
             evaluation=training.evaluate(),
+            released=self._folder.released(),
+            measured=self._measured(),
             evidence_class=self._evidence_class,
             outcomes=tuple(training.outcomes),
+            measurement_outcomes=tuple(training.measurement_outcomes),
             colocated=self._colocated,
             ending=self._ending,
             rollback_witness=self._rollback_witness,
@@ -364,8 +373,18 @@ class Coordinator:
             training.checkpoints.close(self.config.failure.step_deadline_s)
 
     def _account_epsilon(self) -> float:
-        spent: float = next(a.spent_epsilon for a in self._ledger("view").accounts if a.name == self._account)
-        return spent
+        return self._account_view().spent_epsilon
+
+    def _measured(self) -> dict[Query, int]:
+        """How often each measurement was charged, whether or not its release arrived."""
+        if self._plan is None or not self._plan.measurements:
+            return {}
+        (run,) = (run for run in self._account_view().runs if run.run_id == self.session.run_id)
+        return {each.query: each.charged for each in run.queries}
+
+    def _account_view(self) -> AccountView:
+        view: AccountView = next(a for a in self._ledger("view").accounts if a.name == self._account)
+        return view
 
     def _view(self) -> OrchestratorView:
         view: OrchestratorView = self._orchestrator("view")

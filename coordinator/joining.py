@@ -90,7 +90,8 @@ class Joining:
             self._give_up(member_id, refusal.code, refusal.message)
             return
         opening = self._ask(actor, "prepare", self.setup)
-        answer = self._ask(actor, "compute_known_answer", self.admission.manifest.computation.mechanism)
+        computation = self.admission.manifest.computation
+        answer = self._ask(actor, "compute_known_answer", computation.mechanism, *computation.measurements)
         self._newcomers[member_id] = _Newcomer(actor, self.timer.now(), (opening, answer))
 
     def drop(self, member_id: str, code: str, message: str) -> None:

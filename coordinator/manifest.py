@@ -6,13 +6,19 @@ from attestation.policy import Policy
 from coordinator.config import RunConfig
 from workers.datasets import DatasetDescriptor
 from workers.manifest import Computation, Manifest, OptimizerSpec, key_context
+from workers.measurement import Measurement
 from workers.mechanism import Mechanism
 from workers.parameters import parameter_digest, tensor_digests
 from workers.train_worker import WorkerFacts
 
 
 def build_computation(
-    config: RunConfig, model: str, dataset: DatasetDescriptor, facts: WorkerFacts, mechanism: Mechanism
+    config: RunConfig,
+    model: str,
+    dataset: DatasetDescriptor,
+    facts: WorkerFacts,
+    mechanism: Mechanism,
+    measurements: tuple[Measurement, ...] = (),
 ) -> Computation:
     """What determines the bytes of the weights.
 
@@ -20,6 +26,7 @@ def build_computation(
     """
     return Computation(
         mechanism=mechanism,
+        measurements=measurements,
         model=model,
         model_code=facts.model_code,
         loss=config.loss,

@@ -23,6 +23,7 @@ from coordinator.joining import Joining, Timer
 from coordinator.plan import hosted_at_most
 from coordinator.ranges import ParameterRange
 from metrics.errors import ConfigError, RaycloakError, RefusedError, RunFailedError
+from workers.measurement import Measurement
 from workers.mechanism import Mechanism
 from workers.train_worker import Admission, WorkerFacts, WorkerSetup
 
@@ -86,9 +87,9 @@ class Membership:
         wanted = _most_common((fact.numerics, fact.model_code) for fact in facts.values())
         return next(fact for fact in facts.values() if (fact.numerics, fact.model_code) == wanted)
 
-    def known_answer(self, mechanism: Mechanism) -> bytes:
+    def known_answer(self, mechanism: Mechanism, measurements: tuple[Measurement, ...]) -> bytes:
         """The known answer that most workers compute; the others are refused when they present it."""
-        answers: dict[str, bytes] = self._ask_workers("compute_known_answer", mechanism)
+        answers: dict[str, bytes] = self._ask_workers("compute_known_answer", mechanism, *measurements)
         if not answers:
             raise RunFailedError("too_few_workers", f"no worker computed the known answer: {self.departures.reasons()}")
         return _most_common(answers.values())

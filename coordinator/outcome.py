@@ -1,5 +1,6 @@
 """What steps and executions leave behind: plain records that are passed on."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -7,9 +8,11 @@ from typing import Any
 import numpy as np
 
 from attestation.commit_book import StepCommit
+from attestation.roster import Query
 from coordinator.evaluation import Evaluation
 from coordinator.plan import Plan
 from workers.manifest import Manifest
+from workers.measurement import Released
 
 
 class Ending(Enum):
@@ -67,7 +70,9 @@ class Finished:
         steps: finished steps of the run, those of earlier executions included.
         most_hosted: most virtual workers whose keys any single worker ever held.
         charged_epsilon: of the account after the last charge.
-        outcomes: of the steps of this execution.
+        released, measured: by the measurements of the run, earlier executions included: what they say, and how often
+            each was charged.
+        outcomes, measurement_outcomes: of the steps and measurements of this execution.
         colocated: whether an aggregator ran on the orchestrator's node.
         ending: why it ended; None if it failed.
         rollback_witness: whether the ledger had a witness on other storage.
@@ -82,8 +87,11 @@ class Finished:
     workers: int
     charged_epsilon: float
     evaluation: Evaluation | None
+    released: tuple[Released, ...]
+    measured: Mapping[Query, int]
     evidence_class: str
     outcomes: tuple[StepOutcome, ...]
+    measurement_outcomes: tuple[StepOutcome, ...]
     colocated: bool
     ending: Ending | None
     rollback_witness: bool = False
@@ -91,4 +99,4 @@ class Finished:
     @property
     def masked_bytes(self) -> int:
         """Payload bytes of all masked vectors that reached the aggregators."""
-        return sum(outcome.masked_bytes for outcome in self.outcomes)
+        return sum(outcome.masked_bytes for outcome in (*self.outcomes, *self.measurement_outcomes))

@@ -4,6 +4,7 @@ A plan depends only on public numbers: the configuration, the number of examples
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,13 +14,25 @@ from coordinator.accounting import (
     DeltaTerms,
     accountant_delta,
     accountant_version,
-    delta_slack,
+    total_slack,
 )
-from coordinator.calibration import epsilon_against, epsilon_of, solve_noise_multiplier
+from coordinator.calibration import composed_epsilon, epsilon_against, solve_noise_multiplier
 from coordinator.capacity import overflow_bound, physical_shape
 from coordinator.config import RunConfig
 from coordinator.ledger_view import LedgerView
+from coordinator.measurements import (
+    MechanismCost,
+    check_affordable,
+    made,
+    mechanism_costs,
+    plan_measurements,
+    planned_measurements,
+    releases_within,
+    scaled,
+)
+from coordinator.releases import Release
 from metrics.errors import BudgetError, ConfigError, DatasetError, ModelError, RefusedError
+from workers.measurement import Measurement
 from workers.mechanism import Mechanism
 from workers.ring import fit_ring
 
@@ -42,11 +55,12 @@ class Plan:
     """What `raycloak plan` shows.
 
     Attributes:
-        mechanism: what will run.
+        mechanism, measurements: what will run.
+        mechanism_costs: each mechanism, the gradient's first, with what it would cost alone.
         epsilon_cap, delta: of the account.
         steps_within_cap: steps the cap allows, at most the planned ones, if nothing else is charged to the account.
-        epsilon: what the ledger will have charged after those steps; it holds even if the noise of
-            ``colluding_workers`` is known.
+        epsilon: what the ledger will have charged after those steps, measurements included; it holds even if the
+            noise of ``colluding_workers`` is known.
         epsilon_outsiders: for whoever knows no worker's noise, the aggregator included.
         epsilon_one_worker: for the aggregator together with any one worker of ``num_workers``; None if that leaves
             no guarantee.
@@ -60,6 +74,8 @@ class Plan:
     """
 
     mechanism: Mechanism
+    measurements: tuple[Measurement, ...]
+    mechanism_costs: tuple[MechanismCost, ...]
     epsilon_cap: float
     delta: float
     steps_within_cap: int
@@ -78,6 +94,7 @@ class Plan:
         """One flat object for ``raycloak plan --json``: the mechanism's fields, gamma, and the plan's."""
         own = asdict(self)
         del own["mechanism"]
+        own["measurements"] = [measurement.model_dump(mode="json") for measurement in self.measurements]
         return {
             **self.mechanism.model_dump(mode="json"),
             "gamma": self.mechanism.gamma,
@@ -184,27 +201,37 @@ def make_plan(config: RunConfig, num_examples: int, dimension: int, shared_cap: 
     mechanism = plan_mechanism(config, num_examples, dimension, shared_cap)
     cap = account_cap(config) if shared_cap is None else shared_cap
     delta = config.dp_config.target_delta
-    terms = delta_slack(mechanism, cap)
+    measurements = plan_measurements(config, mechanism)
+    terms = total_slack((mechanism, *(each.mechanism for each in measurements)), cap)
     if terms.total > SLACK_SHARE * delta:
         raise ConfigError("delta_slack", _slack_message(terms, cap, delta), "Lower the cap, the steps or the size.")
-    steps = _steps_within(mechanism, cap, delta)
+
+    def spent(finished: int, last: int) -> float:
+        return composed_epsilon(releases_within(mechanism, measurements, finished, last), delta, mechanism.accountant)
+
+    steps = _steps_within(mechanism.steps, lambda step: spent(step, step - 1), cap)
     if steps == 0:
         raise ConfigError(
             "cap_too_small",
-            f"one step costs epsilon {_spent(mechanism, 1, delta):.4g} at delta {delta:g}, more than the cap {cap:g}.",
+            f"one step, with what is measured before it, costs epsilon {spent(1, 0):.4g} at delta {delta:g}, more than "
+            f"the cap {cap:g}.",
             "Raise the cap or the noise multiplier, or lower the batch size.",
         )
-    one_worker = epsilon_against(mechanism, hosted_at_most(config, config.num_workers), delta, steps)
+    last = steps if spent(steps, steps) <= cap else steps - 1
+    counts = [(each.mechanism, made(each, mechanism.steps, last)) for each in measurements]
+    one_worker = epsilon_against(mechanism, hosted_at_most(config, config.num_workers), delta, steps, counts)
     return Plan(
         mechanism=mechanism,
+        measurements=measurements,
+        mechanism_costs=mechanism_costs(mechanism, measurements, delta),
         epsilon_cap=cap,
         delta=delta,
         steps_within_cap=steps,
-        epsilon=_spent(mechanism, steps, delta),
-        epsilon_outsiders=epsilon_against(mechanism, 0, delta, steps),
+        epsilon=spent(steps, last),
+        epsilon_outsiders=epsilon_against(mechanism, 0, delta, steps, counts),
         epsilon_one_worker=one_worker if math.isfinite(one_worker) else None,
         delta_terms=terms,
-        epsilon_curve=_curve(mechanism, steps, delta),
+        epsilon_curve=_curve(steps, lambda step: spent(step, min(step, last))),
         sensitivity_inflation=mechanism.sensitivity / mechanism.max_grad_norm - 1,
         bytes_per_step=_masked_bytes(config, mechanism),
         object_store_bytes=_object_store_bytes(config, mechanism),
@@ -228,10 +255,11 @@ def _overflow_budget(
     cap = account_cap(config) if shared_cap is None else shared_cap
     # The worst case of two workers, whatever the configuration has: the mechanism must not depend on their number.
     unknown = config.virtual_workers - hosted_at_most(config, 2)
-    remaining = noise * math.sqrt(unknown / (config.virtual_workers * honest))
+    releases = (Release(sample_rate, noise, config.steps), *planned_measurements(config))
+    remaining = scaled(releases, math.sqrt(unknown / (config.virtual_workers * honest))) if unknown else ()
     stated = cap
-    if remaining >= SMALLEST_NOISE_MULTIPLIER:
-        stated = max(cap, epsilon_of(sample_rate, remaining, config.steps, dp.target_delta))
+    if min((each.noise_multiplier for each in remaining), default=0.0) >= SMALLEST_NOISE_MULTIPLIER:
+        stated = max(cap, composed_epsilon(remaining, dp.target_delta))
     stated = min(stated, cap + STATED_EPSILON_MARGIN, 500.0)
     return OVERFLOW_SHARE * dp.target_delta / (1 + math.exp(stated))
 
@@ -287,7 +315,9 @@ def _noise_multiplier(config: RunConfig, sample_rate: float) -> float:
     if not dp.enabled:
         return 0.0
     if dp.target_epsilon is not None:
-        return solve_noise_multiplier(dp.target_epsilon, dp.target_delta, sample_rate, config.steps)
+        others = planned_measurements(config)
+        check_affordable(others, dp.target_epsilon, dp.target_delta)
+        return solve_noise_multiplier(dp.target_epsilon, dp.target_delta, sample_rate, config.steps, others=others)
     assert dp.noise_multiplier is not None
     if dp.noise_multiplier < SMALLEST_NOISE_MULTIPLIER:
         raise ConfigError(
@@ -297,30 +327,21 @@ def _noise_multiplier(config: RunConfig, sample_rate: float) -> float:
     return dp.noise_multiplier
 
 
-def _spent(mechanism: Mechanism, steps: int, delta: float) -> float:
-    """What the ledger charges for ``steps`` steps."""
-    if not mechanism.private:
-        return 0.0
-    return epsilon_of(mechanism.sample_rate, mechanism.noise_multiplier, steps, delta)
-
-
-def _steps_within(mechanism: Mechanism, cap: float, delta: float) -> int:
-    """Largest number of planned steps whose epsilon does not exceed the cap."""
-    if not mechanism.private:
-        return mechanism.steps
-    low, high = 0, mechanism.steps
+def _steps_within(planned: int, spent: Callable[[int], float], cap: float) -> int:
+    """Largest number of planned steps whose epsilon, which grows with them, does not exceed the cap."""
+    low, high = 0, planned
     while low < high:
         middle = (low + high + 1) // 2
-        if _spent(mechanism, middle, delta) <= cap:
+        if spent(middle) <= cap:
             low = middle
         else:
             high = middle - 1
     return low
 
 
-def _curve(mechanism: Mechanism, steps: int, delta: float) -> tuple[tuple[int, float], ...]:
+def _curve(steps: int, spent: Callable[[int], float]) -> tuple[tuple[int, float], ...]:
     points = sorted({max(1, round(steps * point / CURVE_POINTS)) for point in range(1, CURVE_POINTS + 1)})
-    return tuple((point, _spent(mechanism, point, delta)) for point in points)
+    return tuple((point, spent(point)) for point in points)
 
 
 def _masked_bytes(config: RunConfig, mechanism: Mechanism) -> int:

@@ -8,6 +8,7 @@ from coordinator.ledger import PrivacyLedger
 from coordinator.plan import Plan, make_plan, shared_cap
 from metrics.errors import ConfigError
 from workers.datasets import DatasetDescriptor, dataset_form
+from workers.measuring import check_measurable
 from workers.model_checks import check_trainable
 from workers.models import ModelSource, build_model, loss_function, parameter_count
 
@@ -28,7 +29,10 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     model = build_model(ModelSource.of(config.model), config_dir, config.seed)
     loss, _ = loss_function(config.loss, config_dir)
     check_trainable(model, form, loss, deterministic=not config.allow_nondeterministic)
-    return make_plan(config, form.num_examples, parameter_count(model), _account_cap(config))
+    plan = make_plan(config, form.num_examples, parameter_count(model), _account_cap(config))
+    for measurement in plan.measurements:
+        check_measurable(measurement, form)
+    return plan
 
 
 def descriptor(dataset: DatasetConfig) -> DatasetDescriptor:

@@ -22,6 +22,7 @@ from coordinator.config import RunConfig, parse_config
 from coordinator.outcome import Finished
 from metrics.errors import ConfigError, ProtocolError, RefusedError
 from workers.manifest import Manifest
+from workers.measurement import Released
 from workers.parameters import split_flat
 
 Status = Literal["running", "stopped", "failed", "void", "done"]
@@ -45,6 +46,14 @@ class RunRecord(Message):
     secret_file: str | None
     started_at: float
     status: Status
+
+
+class ReleasedValues(Message):
+    """All that the measurements of a run have released, in the order of release."""
+
+    DOMAIN: ClassVar[str] = "raycloak/released-values/v1"
+
+    releases: tuple[Released, ...] = ()
 
 
 class RunFolder:
@@ -109,6 +118,22 @@ class RunFolder:
         draft = self.path / f".manifest.json.{secrets.token_hex(8)}"
         draft.write_bytes(manifest.encode() + b"\n")
         draft.replace(self.path / "manifest.json")
+
+    def released(self) -> tuple[Released, ...]:
+        """What the run's measurements have released, in earlier executions too."""
+        path = self.path / "measurements.json"
+        try:
+            return parse(ReleasedValues, path.read_bytes().strip()).releases if path.exists() else ()
+        except (OSError, ProtocolError):
+            raise ConfigError("not_a_run", f"{path} cannot be read.") from None
+
+    def keep_released(self, released: Released) -> None:
+        """Add a release to ``measurements.json``; one that was made again takes its former place."""
+        known = {(each.query, each.number): each for each in self.released()}
+        known[released.query, released.number] = released
+        draft = self.path / f".measurements.json.{secrets.token_hex(8)}"
+        draft.write_bytes(ReleasedValues(releases=tuple(known.values())).encode() + b"\n")
+        draft.replace(self.path / "measurements.json")
 
     def write_parameters(self, finished: Finished) -> None:
         """Keep the released parameters as ``parameters.safetensors``; they are on disk when this returns."""

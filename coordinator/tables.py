@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from coordinator.ledger_view import AccountView
     from coordinator.plan import Plan
     from coordinator.replay import Replay
+    from workers.measurement import Released
 
 
 def fields_table(title: str, rows: Iterable[tuple[str, str]]) -> Table:
@@ -64,6 +65,15 @@ def size_text(count: int) -> str:
     return f"{count} bytes"
 
 
+def released_text(released: "Released", most: int = 12) -> str:
+    """Values of a measurement with one standard deviation of their noise; at most ``most`` of them."""
+    shown = list(released.values.items())[:most]
+    texts = [f"{name.removeprefix('count_')}: {value:.4g} ± {released.deviation[name]:.2g}" for name, value in shown]
+    more = len(released.values) - len(shown)
+    rest = f" and {more} more" if more else ""
+    return f"{', '.join(texts)}{rest}; noised, after {released.after} steps"
+
+
 def plan_table(plan: "Plan") -> Table:
     """What a run will spend and need."""
     return fields_table("Plan (nothing is charged yet)", plan_rows(plan))
@@ -76,6 +86,7 @@ def plan_rows(plan: "Plan") -> list[tuple[str, str]]:
     return [
         ("noise multiplier", f"{mechanism.noise_multiplier:.4g} on clipping norm {mechanism.max_grad_norm:g}"),
         ("sample rate", f"{mechanism.sample_rate:.4g} of {mechanism.num_examples:,} examples"),
+        *_mechanism_rows(plan),
         ("steps", f"{plan.steps_within_cap} of {mechanism.steps} fit below the cap {plan.epsilon_cap:g}"),
         ("ε", f"{epsilon_text(plan.epsilon)} charged at δ = {plan.delta:g} ({mechanism.accountant} accountant)"),
         ("ε, outsiders", f"{epsilon_text(plan.epsilon_outsiders)}, the aggregator included"),
@@ -93,6 +104,20 @@ def _some(curve: tuple[tuple[int, float], ...], points: int = 8) -> list[tuple[i
     """At most ``points`` points of ``curve``, evenly spread, the last included."""
     count = min(points, len(curve))
     return [curve[(index + 1) * len(curve) // count - 1] for index in range(count)]
+
+
+def _mechanism_rows(plan: "Plan") -> list[tuple[str, str]]:
+    """What is released beside the gradient and what each would cost alone; nothing where there is only training."""
+    if len(plan.mechanism_costs) < 2:
+        return []
+    return [
+        (
+            each.query.replace("_", " "),
+            f"{each.releases} times at noise multiplier {each.noise_multiplier:.4g}: "
+            f"ε {epsilon_text(each.epsilon_alone)} if it were alone",
+        )
+        for each in plan.mechanism_costs
+    ]
 
 
 def accounts_view(accounts: Iterable["AccountView"]) -> Table:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from attestation.commit_book import StepCommit
+from attestation.roster import Query
 from coordinator.backend import ActorLost
 from coordinator.checkpoints import Checkpoints
 from coordinator.config import RunConfig
@@ -27,6 +28,7 @@ from coordinator.stopping import StopRequest
 from coordinator.tssp_writer import Snapshot
 from metrics.collectors import RunMetrics
 from metrics.errors import BudgetError, RefusedError, RunFailedError
+from workers.measurement import Released
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +37,12 @@ class Course:
 
     Attributes:
         last_step: number of finished steps to end at.
-        committed: steps that earlier executions committed, which must come out the same.
+        committed: steps that earlier executions committed, by query, which must come out the same.
         releases: whether steps may be charged that were not; a replay only repeats.
     """
 
     last_step: int
-    committed: Mapping[int, StepCommit]
+    committed: Mapping[tuple[Query, int], StepCommit]
     releases: bool
 
 
@@ -50,6 +52,7 @@ class Training:
 
     Attributes:
         renew: gets fresh evidence of every member, as each epoch needs it.
+        measured: takes what a measurement released.
     """
 
     config: RunConfig
@@ -65,7 +68,9 @@ class Training:
     model: Model
     finished_steps: int
     renew: Callable[[], None]
+    measured: Callable[[Released], None]
     outcomes: list[StepOutcome] = field(default_factory=list)
+    measurement_outcomes: list[StepOutcome] = field(default_factory=list)
     _evaluated: tuple[bytes, Evaluation] | None = None
     _sealed_steps: int = -1
 
@@ -81,19 +86,30 @@ class Training:
                 return Ending.STOPPED
             if self.finished_steps != first and self.finished_steps % self.config.epoch_steps == 0:
                 self.renew()
-            try:
-                self.membership.settle()
-                self._step()
-            except RunFailedError as failure:
-                failure.spent_epsilon = failure.spent_epsilon or self.runner.charged_epsilon
-                failure.step = self.finished_steps if failure.step is None else failure.step
-                raise
-            except BudgetError as refusal:
-                self.metrics.step_refused(refusal.code)
-                if refusal.code != "cap_exceeded" or self.finished_steps == 0:
-                    raise
+            if self._refused(self._next):
                 return Ending.CAP
-        return Ending.COMPLETE
+        is_over = self.finished_steps == self.plan.mechanism.steps
+        return Ending.CAP if is_over and self._refused(self._measure) else Ending.COMPLETE
+
+    def _refused(self, act: Callable[[], None]) -> bool:
+        """Do the next thing; True if the cap left no room for it."""
+        try:
+            act()
+        except RunFailedError as failure:
+            failure.spent_epsilon = failure.spent_epsilon or self.runner.charged_epsilon
+            failure.step = self.finished_steps if failure.step is None else failure.step
+            raise
+        except BudgetError as refusal:
+            self.metrics.step_refused(refusal.code)
+            if refusal.code != "cap_exceeded" or self.finished_steps == 0:
+                raise
+            return True
+        return False
+
+    def _next(self) -> None:
+        self.membership.settle()
+        self._measure()
+        self._step()
 
     def parameters(self) -> np.ndarray:
         """The model's parameters, float32[d]; RunFailedError ``state_lost`` if the node that had them is gone."""
@@ -124,6 +140,19 @@ class Training:
         self._sealed_steps = self.finished_steps
         self.metrics.phase_finished("checkpoint", time.perf_counter() - started)
 
+    def _measure(self) -> None:
+        """Release what is to be measured between two steps. What was released before comes out the same, for free."""
+        planned = self.plan.mechanism.steps
+        for measurement in self.plan.measurements:
+            number = measurement.due(self.finished_steps, planned)
+            if number is None or not (self.course.releases or self._was_charged(measurement.query, number)):
+                continue
+            released, outcome = self.runner.measure(measurement, number, self.model)
+            self.measurement_outcomes.append(outcome)
+            self._require_same(outcome.commit)
+            self.measured(released)
+            self._report_measured(released, outcome)
+
     def _step(self) -> None:
         step = self.finished_steps
         if not self.course.releases:
@@ -138,10 +167,14 @@ class Training:
                 self.seal()
             self.checkpoints.poll()
 
-    def _require_charged(self, step: int) -> None:
-        status = self.runner.control.ledger("status", self.runner.manifest.run_id, step)
+    def _was_charged(self, query: Query, step: int) -> bool:
+        """Whether a step was charged for these parameters and committed."""
+        status = self.runner.control.ledger("status", self.runner.manifest.run_id, step, query)
         is_charged = status.charged and status.parameter_digest == self.model.digest
-        if step not in self.course.committed or not is_charged:
+        return is_charged and (query, step) in self.course.committed
+
+    def _require_charged(self, step: int) -> None:
+        if not self._was_charged("gradient", step):
             raise RefusedError(
                 "not_charged",
                 f"step {step} was never charged for these parameters and committed; computing it would release "
@@ -150,11 +183,11 @@ class Training:
             )
 
     def _require_same(self, commit: StepCommit) -> None:
-        known = self.course.committed.get(commit.step)
+        known = self.course.committed.get((commit.query, commit.step))
         if known is not None and known.parameter_digest != commit.parameter_digest:
             raise RunFailedError(
                 "not_reproducible",
-                f"step {commit.step} gave the parameter digest {commit.parameter_digest.hex()}; the evidence log has "
+                f"{commit.query} {commit.step} gave the digest {commit.parameter_digest.hex()}; the evidence log has "
                 f"{known.parameter_digest.hex()}",
                 "Nothing further was charged. Compare machines and libraries with those of the run.",
                 commit.step,
@@ -185,6 +218,22 @@ class Training:
                 f"the released model was lost with its node ({lost.cause})",
                 "Go on from the newest sealed package: raycloak run CONFIG --resume",
             ) from None
+
+    def _report_measured(self, released: Released, outcome: StepOutcome) -> None:
+        self.metrics.masked_bytes_received(outcome.masked_bytes)
+        for name, value in released.values.items():
+            self.reporting.events.write(
+                "measurement",
+                query=released.query,
+                release=released.number,
+                steps=released.after,
+                value_name=name,
+                value=value,
+                noise_deviation=released.deviation[name],
+                epsilon=outcome.charged_epsilon,
+                attempts=outcome.commit.attempts,
+                seconds=round(outcome.seconds, 6),
+            )
 
     def _report(self, outcome: StepOutcome) -> None:
         """Metrics, event and progress of a finished step."""

@@ -13,7 +13,8 @@ from typing import Any, Self
 from rich.console import Console
 from rich.table import Table
 
-from coordinator.tables import epsilon_text, fields_table, size_text
+from coordinator.tables import epsilon_text, fields_table, released_text, size_text
+from workers.measurement import Released
 
 SIMULATED = "simulated"
 
@@ -36,6 +37,7 @@ class Verdict:
         exact: False if operations without a deterministic kernel were allowed: a repeat may give other bytes.
         evaluation_accuracy: share in [0, 1] on the public split; None without one, or where the loss is measured.
         evaluation_loss: mean over the examples of the public split, for a loss that has no accuracy; else None.
+        measurements: what was released about the private examples, each with the deviation of its noise.
         evidence_class: ``simulated`` or the hardware class whose root verified.
         parameter_digest: hexadecimal digest of the final parameters.
         num_workers, virtual_workers: hosts and V.
@@ -65,6 +67,7 @@ class Verdict:
     wall_seconds: float
     exact: bool = True
     evaluation_loss: float | None = None
+    measurements: tuple[Released, ...] = ()
     rollback_witness: bool = False
     colocated: bool = False
     warnings: tuple[str, ...] = ()
@@ -76,14 +79,16 @@ class Verdict:
 
     def metrics(self) -> dict[str, Any]:
         """The JSON of the run without ``run_dir``, which `Trainer.train` returns beside it."""
-        return {key: value for key, value in asdict(self).items() if key != "run_dir"}
+        own = {key: value for key, value in asdict(self).items() if key != "run_dir"}
+        return own | {"measurements": [released.model_dump(mode="json") for released in self.measurements]}
 
     @classmethod
     def of(cls, result: Mapping[str, Any]) -> Self:
         """The verdict in what `Trainer.train` returned: ``run_dir`` and ``metrics``; other metrics are left out."""
         known = {field.name for field in fields(cls)}
         metrics = {key: value for key, value in result["metrics"].items() if key in known}
-        return cls(run_dir=Path(result["run_dir"]), **metrics)
+        released = tuple(Released.model_validate(each) for each in metrics.pop("measurements", ()))
+        return cls(run_dir=Path(result["run_dir"]), measurements=released, **metrics)
 
 
 def verdict_table(verdict: Verdict) -> Table:
@@ -104,6 +109,7 @@ def verdict_rows(verdict: Verdict) -> list[tuple[str, str]]:
         *(_budget_rows(verdict) if verdict.private else [("privacy", "NOT PRIVATE: differential privacy was off")]),
         ("steps", _steps(verdict)),
         _evaluation_row(verdict),
+        *_measurement_rows(verdict),
         ("evidence", _evidence(verdict)),
         ("workers", f"{verdict.num_workers}, hosting {verdict.virtual_workers} virtual workers"),
         ("masked", _masked(verdict)),
@@ -162,6 +168,12 @@ def _evaluation_row(verdict: Verdict) -> tuple[str, str]:
     if verdict.evaluation_accuracy is None:
         return "accuracy", "not measured: no public split is declared"
     return "accuracy", f"{verdict.evaluation_accuracy:.1%} on the public split"
+
+
+def _measurement_rows(verdict: Verdict) -> list[tuple[str, str]]:
+    """The newest release of each measurement; all of them are in the JSON."""
+    newest = {released.query: released for released in verdict.measurements}
+    return [(f"private {query.replace('_', ' ')}", released_text(released)) for query, released in newest.items()]
 
 
 def _evidence(verdict: Verdict) -> str:

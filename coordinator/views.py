@@ -54,8 +54,9 @@ def verdict_of(
     """What a run may claim that ended in this way."""
     mechanism, delta = finished.plan.mechanism, finished.plan.delta
     private = mechanism.private
-    outsiders = epsilon_against(mechanism, 0, delta, finished.steps) if private else None
-    one_worker = epsilon_against(mechanism, finished.most_hosted, delta, finished.steps) if private else None
+    beside = [(each.mechanism, finished.measured[each.query]) for each in finished.plan.measurements]
+    outsiders = epsilon_against(mechanism, 0, delta, finished.steps, beside) if private else None
+    one_worker = epsilon_against(mechanism, finished.most_hosted, delta, finished.steps, beside) if private else None
     return Verdict(
         run_dir=folder,
         steps=finished.steps,
@@ -70,6 +71,7 @@ def verdict_of(
         exact=finished.manifest.computation.exact,
         evaluation_accuracy=finished.evaluation.accuracy if finished.evaluation else None,
         evaluation_loss=finished.evaluation.loss if finished.evaluation else None,
+        measurements=finished.released,
         evidence_class=finished.evidence_class,
         parameter_digest=finished.parameter_digest.hex(),
         num_workers=finished.workers,

@@ -194,8 +194,10 @@ class HandRun:
         self.workers = {f"worker-{i}": TrainWorker(f"worker-{i}", self.source, self.clock) for i in range(workers)}
         self.facts, *_ = [worker.prepare(self.setup) for worker in self.workers.values()]
         dimension = sum(tensor.size for tensor in self.facts.tensors)
-        self.mechanism = make_plan(self.config, self.facts.num_examples, dimension).mechanism
-        self.known_answer, *_ = [w.compute_known_answer(self.mechanism) for w in self.workers.values()]
+        plan = make_plan(self.config, self.facts.num_examples, dimension)
+        self.mechanism, self.measurements = plan.mechanism, plan.measurements
+        planned = (self.mechanism, *self.measurements)
+        self.known_answer, *_ = [worker.compute_known_answer(*planned) for worker in self.workers.values()]
         self.manifest = self._manifest()
         self.admission = Admission(self.manifest, self.policy, self.collateral, self.config.secure_aggregation)
         self.orchestrator.begin(run_terms(self.manifest, self.policy, self.collateral), "first")
@@ -220,8 +222,9 @@ class HandRun:
         return orchestrator
 
     def _manifest(self) -> Manifest:
+        setup = self.setup
         computation = build_computation(
-            self.config, self.setup.model.name, self.setup.dataset, self.facts, self.mechanism
+            self.config, setup.model.name, setup.dataset, self.facts, self.mechanism, self.measurements
         )
         return build_manifest(
             computation,

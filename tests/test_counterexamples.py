@@ -29,21 +29,25 @@ from tests.protocol import (
     mechanism,
     trained,
 )
+from tests.workers.test_measurement import measurement
 from workers import masks, virtual_worker
 from workers.clipping import ClippedSum, GradientEngine
 from workers.datasets import ArrayDataset
 from workers.known_answer import known_answer
 from workers.masks import PairSecret, masked_sum, roster_masks
+from workers.measuring import ClassCounts
 from workers.models import ModelSource, build_model, cross_entropy
 from workers.noise import NoiseSampler
 from workers.numerics import pin_numerics
 from workers.payload import VectorRange
 from workers.ring import decode
 from workers.train_worker import TrainWorker
+from workers.virtual_worker import VirtualWorkerComputer
 
 DELTA = 1e-5
 RUN = b"c" * 32
 START = initial_parameters()
+KEYS = keys_of(RUN, 0)
 HONEST = pytest.mark.parametrize("rule", ["kept", "removed"])
 
 
@@ -69,12 +73,12 @@ def error(found: np.ndarray, truth: np.ndarray) -> float:
     return float(np.linalg.norm(found - truth) / np.linalg.norm(truth))
 
 
-def forget(monkeypatch, *, model: bool = False, data: bool = False) -> None:
-    """Sampling and noise keyed without the parameter digest, or without the digest of the slice."""
+def forget(monkeypatch, *, query: bool = False, model: bool = False, data: bool = False) -> None:
+    """Sampling and noise keyed without the query, the parameter digest or the digest of the slice."""
 
-    def weaker(secret, purpose, step, model_digest, slice_digest):
-        kept = [field for field, dropped in ((model_digest, model), (slice_digest, data)) if not dropped]
-        return derive(secret, purpose, step, *kept)
+    def weaker(secret, purpose, name, step, model_digest, slice_digest):
+        fields = ((name, query), (model_digest, model), (slice_digest, data))
+        return derive(secret, purpose, step, *(field for field, dropped in fields if not dropped))
 
     monkeypatch.setattr("workers.virtual_worker.derive", weaker)
 
@@ -107,6 +111,22 @@ def test_a_resume_whose_bytes_diverge_gives_a_difference_without_noise(monkeypat
     found = release(chosen) - release(chosen, **other)
     assert (error(found, truth) < 1e-6) == (rule == "removed")
     assert error(found, truth) < 1e-6 or error(found, truth) > 1
+
+
+@HONEST
+def test_two_queries_of_a_step_under_one_noise_tell_their_difference(monkeypatch, rule):
+    """Two counts that the ledger would charge for apart, with keys that do not tell them apart."""
+    if rule == "removed":
+        forget(monkeypatch, query=True)
+    counts = measurement("class_counts", 500)
+    renamed = counts.model_copy(update={"mechanism": counts.mechanism.model_copy(update={"query": "evaluation"})})
+    data = ArrayDataset(*examples())
+    first, second = (
+        VirtualWorkerComputer(of.mechanism, ClassCounts(counts), data).vector(0, KEYS, 0, b"p" * 32, START)
+        for of in (counts, renamed)
+    )
+    noise_free = np.array_equal(first.values, second.values)
+    assert noise_free == (rule == "removed")
 
 
 def test_the_ledger_charges_no_second_model_for_a_step(tmp_path):

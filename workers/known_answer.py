@@ -9,8 +9,8 @@ import numpy as np
 from attestation.canonical import digest
 from attestation.key_release import VirtualWorkerKeys
 from attestation.keys import Purpose, Secret, derive
-from workers.clipping import GradientEngine
 from workers.datasets import Dataset
+from workers.measuring import SumEngine
 from workers.mechanism import Mechanism
 from workers.streams import KeyStream
 from workers.virtual_worker import VirtualWorkerComputer
@@ -42,7 +42,7 @@ def _fill(template: np.ndarray, count: int, name: str) -> np.ndarray:
     return (octets % 2).astype(template.dtype)
 
 
-def known_answer(mechanism: Mechanism, engine: GradientEngine, dataset: Dataset, parameters: np.ndarray) -> bytes:
+def known_answer(mechanism: Mechanism, engine: SumEngine, dataset: Dataset, parameters: np.ndarray) -> bytes:
     """Digest of the encoded, noised vector of one synthetic virtual worker.
 
     Args:

@@ -9,6 +9,9 @@ from typing import ClassVar, Literal
 
 from attestation.canonical import digest, length_prefixed
 from attestation.messages import Message
+from attestation.roster import Query
+from metrics.errors import ProtocolError
+from workers.measurement import Measurement
 from workers.mechanism import Mechanism
 
 
@@ -76,6 +79,7 @@ class Computation(Message):
     """All that determines the bytes of the weights, given the run secret and the data.
 
     Attributes:
+        measurements: what is released beside the gradients, in the order of release.
         model: ``module:function`` or the qualified name of a callable, for the reader.
         model_code: SHA-256 of the model's source.
         loss: ``cross_entropy``, ``mse`` or ``module:function``.
@@ -90,6 +94,7 @@ class Computation(Message):
     DOMAIN: ClassVar[str] = "raycloak/computation/v1"
 
     mechanism: Mechanism
+    measurements: tuple[Measurement, ...] = ()
     model: str
     model_code: bytes
     loss: str
@@ -102,6 +107,29 @@ class Computation(Message):
     numerics: NumericsClass
     dataset: bytes
     epoch_steps: int
+
+    @property
+    def mechanisms(self) -> tuple[Mechanism, ...]:
+        """All that the run may release, the gradient first."""
+        return (self.mechanism, *(measurement.mechanism for measurement in self.measurements))
+
+    def measurement(self, query: Query) -> Measurement:
+        """The measurement with that query; ProtocolError ``query_unknown`` if the run has none."""
+        for measurement in self.measurements:
+            if measurement.query == query:
+                return measurement
+        raise ProtocolError("query_unknown", f"the run has no measurement '{query}'")
+
+    def mechanism_of(self, query: Query) -> Mechanism:
+        """The mechanism with that query; ProtocolError ``query_unknown`` if the run has none."""
+        return self.mechanism if query == "gradient" else self.measurement(query).mechanism
+
+    def epoch_of(self, query: Query, step: int) -> int:
+        """The key epoch of a step of ``query``; a measurement has that of the training step it comes before."""
+        if query != "gradient":
+            after = self.measurement(query).after(step, self.mechanism.steps)
+            step = min(after, self.mechanism.steps - 1)
+        return step // self.epoch_steps
 
     @property
     def exact(self) -> bool:

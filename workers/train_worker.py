@@ -24,7 +24,7 @@ from attestation.key_release import VirtualWorkerKeys, open_keys
 from attestation.keys import Purpose, Secret, derive
 from attestation.messages import Envelope, seal
 from attestation.policy import Policy
-from attestation.roster import Member, Roster, open_roster
+from attestation.roster import Member, Query, Roster, open_roster
 from attestation.slices import DataCommitments
 from metrics.errors import ConfigError, EvidenceError, ProtocolError, RefusedError
 from workers.clipping import GradientEngine
@@ -34,6 +34,8 @@ from workers.guard import answer_code, guarded
 from workers.known_answer import known_answer
 from workers.manifest import Manifest, NumericsClass, TensorSpec
 from workers.masks import PairSecret, masked_sum, roster_masks
+from workers.measurement import Measurement
+from workers.measuring import ClassCounts, PrivateEvaluation, SumEngine, check_measurable
 from workers.mechanism import Mechanism
 from workers.model_checks import check_trainable
 from workers.models import ModelSource, build_model, loss_function, read_flat, trainable_tensors
@@ -149,9 +151,9 @@ class TrainWorker:
         self._appraisals: dict[bytes, Appraisal] = {}
         self._pairs: dict[tuple[str, bytes], PairSecret] = {}
         self._vectors: dict[int, EncodedVector] = {}
-        self._vectors_of: tuple[int, bytes] | None = None
+        self._vectors_of: tuple[Query, int, bytes] | None = None
         self._last: tuple[bytes, StepReply, tuple[np.ndarray, ...]] | None = None
-        self._position = (-1, -1)
+        self._positions: dict[Query, tuple[int, int]] = {}
         self._ratchet = 0
         self._fencing = 0
         self._manifest_digest = b""
@@ -190,23 +192,40 @@ class TrainWorker:
         return self._facts
 
     @guarded
-    def compute_known_answer(self, mechanism: Mechanism) -> bytes:
-        """Digest of the public synthetic batch's vector; it is part of the evidence this worker presents later.
+    def compute_known_answer(self, mechanism: Mechanism, *measurements: Measurement) -> bytes:
+        """Digest of the public synthetic batch's vectors; it is part of the evidence this worker presents later.
 
         Raises:
             ProtocolError: ``already_presented``.
+            ConfigError: ``measurement_labels`` or ``measurement_too_large``.
             RefusedError: ``not_public`` if there is to be no noise on data that is not declared public.
             ModelError: ``nondeterministic_op``, with the operation's name: no example is in reach of it yet.
         """
         self._check_unpresented()
         if not mechanism.private and not self._setup.dataset.public:
             raise RefusedError("not_public", "this worker's data is not declared public, so it trains only with noise")
-        self._mechanism = mechanism
+        self._mechanism, self._measurements = mechanism, measurements
         deterministic = not self._setup.allow_nondeterministic
+        start = self._facts.initial_parameters
         engine = GradientEngine(self._module, self._loss, mechanism, self._setup.device, deterministic)
-        self._computer = VirtualWorkerComputer(mechanism, engine, self._dataset)
-        self._known_answer = known_answer(mechanism, engine, self._dataset, self._facts.initial_parameters)
+        self._computers = {mechanism.query: VirtualWorkerComputer(mechanism, engine, self._dataset)}
+        answers = [known_answer(mechanism, engine, self._dataset, start)]
+        for measurement in measurements:
+            check_measurable(measurement, dataset_form(self._dataset))
+            measuring = self._measuring(measurement, deterministic)
+            self._computers[measurement.query] = self._computers["gradient"].beside(measurement.mechanism, measuring)
+            # One batch tells what the code computes; a whole slice would take as long as an evaluation.
+            small = measurement.mechanism.model_copy(update={"micro_batches": 1})
+            answers.append(known_answer(small, measuring, self._dataset, start))
+        self._known_answer = answers[0] if len(answers) == 1 else digest(b"".join(answers))
         return self._known_answer
+
+    def _measuring(self, measurement: Measurement, deterministic: bool) -> SumEngine:
+        if measurement.query == "class_counts":
+            return ClassCounts(measurement)
+        setup = self._setup
+        module = build_model(setup.model, setup.base, setup.seed)
+        return PrivateEvaluation(measurement, module, self._loss, setup.device, deterministic)
 
     @guarded
     def present(self, challenge: Challenge, admission: Admission) -> Envelope:
@@ -241,7 +260,7 @@ class TrainWorker:
         self._keys = {place: key for place, key in self._keys.items() if place[0] == epoch}
         self._keys |= {(epoch, v): key for v, key in keys.items()}
         commitments = tuple(
-            derive(key.data, Purpose.DATA_COMMITMENT, self._computer.slice(v).digest).reveal()
+            derive(key.data, Purpose.DATA_COMMITMENT, self._computers["gradient"].slice(v).digest).reveal()
             for v, key in sorted(keys.items())
         )
         body = DataCommitments(
@@ -255,9 +274,11 @@ class TrainWorker:
     def step(self, request: StepRequest, *parameters: np.ndarray) -> tuple[Any, ...]:
         """Compute, mask and sign this worker's contribution to one attempt.
 
+        The roster's query says which of the run's mechanisms it is a step of.
+
         Guarantee: nothing is computed before a receipt and a roster for exactly these parameters were verified; one
-        masked vector leaves per (run, step, attempt), and a repeat gets the same bytes or a refusal. Every failure
-        is answered by a code.
+        masked vector leaves per (run, query, step, attempt), and a repeat gets the same bytes or a refusal. Every
+        failure is answered by a code.
 
         Args:
             parameters: the float32 parameters of each range, in range order.
@@ -284,10 +305,10 @@ class TrainWorker:
         model = self._check_parameters(request, roster, flat)
         self._appraise_peers(roster, request.presentations)
         self._advance(roster)
-        mechanism = self._admission.manifest.computation.mechanism
+        mechanism = self._admission.manifest.computation.mechanism_of(roster.query)
 
         started = time.perf_counter()
-        self._compute(roster.step, model, flat, roster.member(self._attester.member_id).virtual_workers)
+        self._compute(roster, model, flat)
         computed = time.perf_counter()
         vectors, header = self._mask(Attempt.of(roster, model, request.ranges, mechanism.ring_bits))
         masked = time.perf_counter()
@@ -308,6 +329,7 @@ class TrainWorker:
             "numerics": (computation.numerics, facts.numerics),
             "num_examples": (computation.mechanism.num_examples, facts.num_examples),
             "mechanism": (computation.mechanism, self._mechanism),
+            "measurements": (computation.measurements, self._measurements),
             "loss": (computation.loss, self._setup.loss),
             "tensors": (computation.tensors, facts.tensors),
             "model_code": (computation.model_code, facts.model_code),
@@ -338,7 +360,8 @@ class TrainWorker:
         return roster
 
     def _check_position(self, roster: Roster) -> None:
-        if (roster.step, roster.attempt) <= self._position or roster.ratchet < self._ratchet:
+        last = self._positions.get(roster.query, (-1, -1))
+        if (roster.step, roster.attempt) <= last or roster.ratchet < self._ratchet:
             raise ProtocolError("step_fenced", f"step {roster.step} attempt {roster.attempt} is over for this worker")
 
     def _check_parameters(self, request: StepRequest, roster: Roster, flat: np.ndarray) -> bytes:
@@ -349,16 +372,17 @@ class TrainWorker:
             request.receipt,
             ledger_key=manifest.ledger_key,
             run_id=manifest.run_id,
+            query=roster.query,
             step=roster.step,
             parameter_digest=model,
             manifest_digest=self._manifest_digest,
             account=manifest.account,
-            mechanism_digest=manifest.computation.mechanism.digest(),
+            mechanism_digest=manifest.computation.mechanism_of(roster.query).digest(),
             lowest_fencing=self._fencing,
             dataset_fingerprint=manifest.dataset_fingerprint,
         )
         self._fencing = receipt.fencing
-        if roster.step == 0 and model != manifest.computation.initial_parameters:
+        if (roster.query, roster.step) == ("gradient", 0) and model != manifest.computation.initial_parameters:
             raise ProtocolError("parameters_mismatch", "step 0 does not start from the manifest's parameters")
         return model
 
@@ -397,7 +421,7 @@ class TrainWorker:
 
         Guarantee: keys and vectors of a virtual worker are dropped at the first roster that gives it to another.
         """
-        self._position = (roster.step, roster.attempt)
+        self._positions[roster.query] = (roster.step, roster.attempt)
         self._ratchet = roster.ratchet
         self._last = None
         own = roster.member(self._attester.member_id)
@@ -417,24 +441,25 @@ class TrainWorker:
                     manifest_digest=self._manifest_digest,
                 )
 
-    def _compute(self, step: int, model: bytes, flat: np.ndarray, own: Sequence[int]) -> None:
-        """Fill ``_vectors`` for ``own``; kept vectors of the same step and parameters are not computed again."""
-        if self._vectors_of != (step, model):
-            self._vectors, self._vectors_of = {}, (step, model)
-        epoch = step // self._admission.manifest.computation.epoch_steps
-        for v in own:
+    def _compute(self, roster: Roster, model: bytes, flat: np.ndarray) -> None:
+        """Fill ``_vectors`` for what is hosted; kept vectors of the same step and parameters are not computed again."""
+        if self._vectors_of != (roster.query, roster.step, model):
+            self._vectors, self._vectors_of = {}, (roster.query, roster.step, model)
+        epoch = self._admission.manifest.computation.epoch_of(roster.query, roster.step)
+        for v in roster.member(self._attester.member_id).virtual_workers:
             if v not in self._vectors:
                 keys = self._keys.get((epoch, v))
                 if keys is None:
                     raise EvidenceError("release_denied", f"no key of virtual worker {v} in epoch {epoch}")
-                self._vectors[v] = self._computer.vector(v, keys, step, model, flat)
+                self._vectors[v] = self._computers[roster.query].vector(v, keys, roster.step, model, flat)
 
     def _mask(self, attempt: Attempt) -> tuple[tuple[RingVector, ...], Envelope]:
         """Sum the hosted vectors under the masks of each range, tag each for its aggregator, sign the header."""
         own_id, roster = self._attester.member_id, attempt.roster
         own = roster.member(own_id).virtual_workers
-        check_partition(attempt.ranges, self._admission.manifest.computation.mechanism.dimension)
-        masks = self._masks(attempt)
+        mechanism = self._admission.manifest.computation.mechanism_of(roster.query)
+        check_partition(attempt.ranges, mechanism.dimension)
+        masks = self._masks(attempt, mechanism.private)
         vectors, tags = [], []
         for part, aggregator in zip(attempt.ranges, roster.aggregators, strict=True):
             hosted = [self._vectors[v].values[part.offset : part.offset + part.length] for v in own]
@@ -447,13 +472,12 @@ class TrainWorker:
         header = seal_header(attempt, own_id, self._attester.identity, vector_tags=vector_tags, payload_tags=tags)
         return tuple(vectors), header
 
-    def _masks(self, attempt: Attempt) -> Sequence[Sequence[tuple[Secret, int]]]:
+    def _masks(self, attempt: Attempt, private: bool) -> Sequence[Sequence[tuple[Secret, int]]]:
         """Per range, (key, sign) towards every peer.
 
         Without secure aggregation there are none for public data, nor for a lone worker, whose vector carries all
         the noise.
         """
-        private = self._admission.manifest.computation.mechanism.private
         needless = len(attempt.roster.workers) == 1 or not private
         if needless and not self._admission.secure_aggregation:
             return [()] * len(attempt.ranges)

@@ -11,8 +11,9 @@ import numpy as np
 
 from attestation.key_release import VirtualWorkerKeys
 from attestation.keys import Purpose, derive
-from workers.clipping import GradientEngine, micro_batches
+from workers.clipping import micro_batches
 from workers.datasets import Dataset, slice_digest, slice_ids
+from workers.measuring import SumEngine
 from workers.mechanism import Mechanism
 from workers.noise import NoiseSampler
 from workers.payload import vector_tag
@@ -37,19 +38,25 @@ class EncodedVector:
 
 
 class VirtualWorkerComputer:
-    """Computes vectors of any hosted virtual worker.
+    """Computes vectors of any hosted virtual worker, for one mechanism.
 
     Args:
         mechanism: what is sampled, clipped, encoded and noised.
-        engine: per-example clipping for the run's model and loss.
+        engine: what an example contributes, and its clipping.
         dataset: all examples this process may open.
     """
 
-    def __init__(self, mechanism: Mechanism, engine: GradientEngine, dataset: Dataset) -> None:
+    def __init__(self, mechanism: Mechanism, engine: SumEngine, dataset: Dataset) -> None:
         self._mechanism = mechanism
         self._engine = engine
         self._dataset = dataset
         self._slices: dict[int, Slice] = {}
+
+    def beside(self, mechanism: Mechanism, engine: SumEngine) -> "VirtualWorkerComputer":
+        """A computer for another mechanism on the same slices, which are read for their digests only once."""
+        other = VirtualWorkerComputer(mechanism, engine, self._dataset)
+        other._slices = self._slices
+        return other
 
     def slice(self, v: int) -> Slice:
         """The slice of virtual worker ``v``; its digest reads every example once."""
@@ -64,7 +71,8 @@ class VirtualWorkerComputer:
         """Sample, clip, encode and noise virtual worker ``v``'s contribution to ``step``.
 
         Guarantee: the result is the same bytes for the same (keys, slice bytes, step, parameters) in one numerics
-        class. Noise and sampling keys depend on all of them, so another model or other data never meet this noise.
+        class. Noise and sampling keys depend on all of them and on the query, so another model, other data or another
+        query of the same step never meet this noise.
 
         Args:
             parameters: float32[d], whose digest is ``parameter_digest``.
@@ -73,7 +81,7 @@ class VirtualWorkerComputer:
             uint32[d] or uint64[d] in the ring, owned by the caller.
         """
         mechanism, data = self._mechanism, self.slice(v)
-        context = (step, parameter_digest, data.digest)
+        context = (mechanism.query, step, parameter_digest, data.digest)
         sampling_key = derive(keys.stream, Purpose.SAMPLING, *context)
         capacity = mechanism.micro_batch_size * mechanism.micro_batches
         drawn = draw_ids(sampling_key, data.ids, mechanism.sample_rate, capacity)

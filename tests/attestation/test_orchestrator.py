@@ -452,7 +452,7 @@ def test_the_exported_log_verifies_and_holds_every_decision(desk, tmp_path):
     assert verify_exported_log(path, desk.key) == len(kinds)
     lines = [json.loads(line) for line in path.read_text().splitlines()[:-1]]
     assert [line["kind"] for line in lines] == kinds
-    assert lines[8]["body"] == {"step": 0, "attempt": 0, "digest": view.digest().hex()}
+    assert lines[8]["body"] == {"query": "gradient", "step": 0, "attempt": 0, "digest": view.digest().hex()}
     with pytest.raises(EvidenceError):
         verify_exported_log(path, IdentityKey.generate().public)
 

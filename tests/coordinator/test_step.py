@@ -289,7 +289,7 @@ def test_a_vector_changed_on_its_way_is_refused_and_only_its_sender_leaves(tmp_p
 def test_an_aggregator_that_accuses_everybody_ends_the_run_with_each_accusation_named(tmp_path):
     """It can keep workers out, but not in silence, and not below the fewest the run needs."""
 
-    def accuse(self, attempt, headers, vectors):
+    def accuse(self, attempt, own, headers, vectors):
         raise SenderError("payload_tag", "not what it tagged", member_id=attempt.roster.workers[0].member_id)
 
     run = whole_run(tmp_path, overrides=["failure.max_failures=4"])

@@ -51,11 +51,20 @@ def digests(result):
 
 
 def test_three_workers_and_one_give_the_same_bytes_and_a_repeat_charges_nothing(ray_cluster, secret):
-    _, masked = train(digits(aggregators=2), run_secret=secret)
-    _, alone = train(digits(num_workers=1, secure_aggregation=False), run_secret=secret)
+    measured = {
+        "measurements": {
+            "class_counts": {"classes": 10, "noise_multiplier": 20},
+            "evaluation": {"every": 2, "noise_multiplier": 20},
+        }
+    }
+    _, masked = train(digits(aggregators=2, **measured), run_secret=secret)
+    _, alone = train(digits(num_workers=1, secure_aggregation=False, **measured), run_secret=secret)
     assert digests(masked) == digests(alone)
     assert len(digests(masked)) == STEPS
-    assert (masked["metrics"]["masked_bytes"], alone["metrics"]["masked_bytes"]) == (3 * STEPS * 4 * 4810, 0)
+    words = STEPS * 4810 + 10 + 2 * 2
+    assert (masked["metrics"]["masked_bytes"], alone["metrics"]["masked_bytes"]) == (3 * 4 * words, 0)
+    assert len(masked["metrics"]["measurements"]) == 3
+    assert masked["metrics"]["measurements"] == alone["metrics"]["measurements"]
     assert masked["metrics"]["privacy_epsilon_charged"] == alone["metrics"]["privacy_epsilon_charged"]
 
 

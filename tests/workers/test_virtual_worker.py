@@ -117,7 +117,7 @@ def test_an_empty_draw_is_pure_noise():
     chosen = mechanism(sample_rate=0.0)
     each = computer(chosen)
     expected = np.zeros(chosen.dimension, np.uint32)
-    noise_key = derive(KEYS.stream, Purpose.NOISE, 0, MODEL, each.slice(0).digest)
+    noise_key = derive(KEYS.stream, Purpose.NOISE, "gradient", 0, MODEL, each.slice(0).digest)
     NoiseSampler(chosen.sigma, 32).add_to(expected, noise_key)
     assert np.array_equal(vector(each), expected)
 

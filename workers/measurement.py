@@ -1,0 +1,106 @@
+"""Measurements: Gaussian sums over all examples, released beside the gradient and paid for like it.
+
+    class_counts   how many examples each class has, once, before the first step
+    evaluation     mean loss and accuracy of the model on the training examples, every so many steps and at the end
+
+A measurement is a mechanism of its own: every example contributes (q = 1) one vector of norm at most 1
+(`workers/measuring.py`), and everything behind it is the path of a gradient: receipt, keyed noise of each virtual
+worker, ring, masks, a sum that is decoded only as a whole. It does not enter the update of the parameters.
+"""
+
+import math
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attestation.messages import Message
+from attestation.roster import Query
+from workers.mechanism import Mechanism
+
+LARGEST_NORM = 1.0 - 2.0**-15
+"""Norm that a contribution is scaled to at most. It is below what clipping to 1 aims at, so clipping never binds, and
+dividing by it gives counts and means without bias."""
+
+
+class Measurement(Message):
+    """One measurement of a run.
+
+    Attributes:
+        mechanism: its own, with ``query``, ``dimension`` and ``steps``, the number of releases.
+        every: training steps between two releases; 0 for one release before the first step.
+        loss_bound: B; an example's loss is cut to [-B, B]. 0 where no loss is measured.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/measurement/v1"
+
+    mechanism: Mechanism
+    every: int
+    loss_bound: float
+
+    @property
+    def query(self) -> Query:
+        """Which of the run's queries it is."""
+        return self.mechanism.query
+
+    @property
+    def unit(self) -> float:
+        """What one coordinate of an example's vector is at most, a float32 number; see ``LARGEST_NORM``."""
+        hot = 1 if self.query == "class_counts" else self.mechanism.dimension
+        return float(np.float32(LARGEST_NORM / math.sqrt(hot)))
+
+    def after(self, number: int, planned_steps: int) -> int:
+        """How many training steps are finished when release ``number`` is made."""
+        return min((number + 1) * self.every, planned_steps)
+
+    def due(self, finished_steps: int, planned_steps: int) -> int | None:
+        """Number of the release that is made between two training steps; None if there is none."""
+        if self.every == 0:
+            return 0 if finished_steps == 0 else None
+        if finished_steps == 0 or (finished_steps % self.every and finished_steps != planned_steps):
+            return None
+        return -(-finished_steps // self.every) - 1
+
+
+class Released(Message):
+    """What one release of a measurement says; noised, so any use of it is free.
+
+    Attributes:
+        query, number: which release of which measurement.
+        after: finished training steps.
+        values: by name: ``loss`` and ``accuracy``, or ``count_0``, ``count_1``, ...
+        deviation: standard deviation of the noise in each value. It says nothing about the data.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/released/v1"
+
+    query: Query
+    number: int
+    after: int
+    values: dict[str, float]
+    deviation: dict[str, float]
+
+
+def released(measurement: Measurement, number: int, planned_steps: int, average: NDArray[np.float64]) -> Released:
+    """Name and scale what an aggregator decoded.
+
+    Args:
+        average: float64 [d], the decoded sum over the public divisor.
+    """
+    mechanism = measurement.mechanism
+    noise = math.sqrt(mechanism.virtual_workers) * mechanism.sigma * mechanism.gamma / mechanism.expected_batch_size
+    scales = {name: scale / measurement.unit for name, scale in _scales(measurement).items()}
+    return Released(
+        query=measurement.query,
+        number=number,
+        after=measurement.after(number, planned_steps),
+        values={name: float(value) * scale for (name, scale), value in zip(scales.items(), average, strict=True)},
+        deviation={name: noise * scale for name, scale in scales.items()},
+    )
+
+
+def _scales(measurement: Measurement) -> dict[str, float]:
+    dimension = measurement.mechanism.dimension
+    if measurement.query == "class_counts":
+        return {f"count_{label}": 1.0 for label in range(dimension)}
+    return {"loss": measurement.loss_bound, "accuracy": 1.0} if dimension == 2 else {"loss": measurement.loss_bound}
