@@ -120,8 +120,8 @@ def shared_cap(view: LedgerView, config: RunConfig, run_id: str = "") -> float:
     A run is planned once: a cap that changes later ends it sooner or lets others go on, but changes nothing of it.
 
     Raises:
-        BudgetError: ``account_unknown``, or ``account_mismatch`` if its delta is not the configuration's: every
-            epsilon of the run is stated at one delta.
+        BudgetError: ``account_unknown``, ``account_closed`` for a new run, or ``account_mismatch`` if its delta is not
+            the configuration's: every epsilon of the run is stated at one delta.
     """
     name, delta = config.ledger.account, config.dp_config.target_delta
     account = next((account for account in view.accounts if account.name == name), None)
@@ -133,7 +133,10 @@ def shared_cap(view: LedgerView, config: RunConfig, run_id: str = "") -> float:
             f"account '{name}' is open with delta {account.delta:g}, the configuration says {delta:g}.",
             f"Set dp_config.target_delta to {account.delta:g}.",
         )
-    return next((run.epsilon_cap for run in account.runs if run.run_id == run_id), account.epsilon_cap)
+    planned = next((run.epsilon_cap for run in account.runs if run.run_id == run_id), None)
+    if planned is None and account.closed:
+        raise BudgetError("account_closed", f"account '{name}' is closed: no new run may charge to it.")
+    return account.epsilon_cap if planned is None else planned
 
 
 def plan_mechanism(config: RunConfig, num_examples: int, dimension: int, shared_cap: float | None = None) -> Mechanism:

@@ -11,7 +11,8 @@ from workers.manifest import Manifest
 OPERATIONAL = frozenset(
     {"num_workers", "min_workers", "max_workers", "aggregators", "failure", "placement", "checkpoint", "metrics"}
 )
-"""Fields of a configuration that may be another when a run goes on: where and how, never what."""
+"""Fields of a configuration that may be another when a run goes on: where and how, never what. So may the ledger's
+witness, since the ledger itself stays the same."""
 
 
 def require_same_config(before: RunConfig, now: RunConfig) -> None:
@@ -20,7 +21,8 @@ def require_same_config(before: RunConfig, now: RunConfig) -> None:
     Raises:
         RefusedError: ``resume_differs``; names every field that differs, with both values.
     """
-    old, new = (each.model_dump(mode="json", exclude=set(OPERATIONAL)) for each in (before, now))
+    exclude: dict[str, bool | set[str]] = {**dict.fromkeys(OPERATIONAL, True), "ledger": {"witness"}}
+    old, new = (each.model_dump(mode="json", exclude=exclude) for each in (before, now))
     _refuse(differences(old, new), "the configuration")
 
 

@@ -112,6 +112,7 @@ def test_accounts_of_one_dataset_share_its_epsilon_and_are_closed(raycloak: Any,
     assert refused(raycloak("transfer", "one", "free", "--epsilon", 1)) == (3, "transfer_mismatch")
     assert raycloak("close", "one")[1]["closed"]
     assert refused(raycloak("cap", "one", "--epsilon-cap", 1)) == (3, "account_closed")
+    assert raycloak("show", "one")[1]["accounts"][0]["closed"]
     assert "one (closed)" in raycloak("show", as_json=False)[1]
     assert "one to two" in raycloak("history", as_json=False)[1]
     assert "rollback" in raycloak("verify", as_json=False)[1]

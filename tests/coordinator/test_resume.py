@@ -19,6 +19,9 @@ def test_another_configuration_is_refused_with_both_values():
     assert error.code == "resume_differs"
     assert "steps was 3, now 4" in error.message
     assert "seed was 0, now 1" in error.message
+    assert (
+        "ledger.account" in refused(RefusedError, require_same_config, config(), config(["ledger.account=x"])).message
+    )
     nested = refused(RefusedError, require_same_config, config(), config(["optimizer.learning_rate=0.25"]))
     assert "optimizer.learning_rate was 0.5, now 0.25" in nested.message
 
@@ -30,6 +33,7 @@ def test_how_and_where_may_be_another():
             "placement.strategy=SPREAD",
             "checkpoint.num_to_keep=5",
             "metrics.bind='[::1]:0'",
+            "ledger.witness=/mnt/other",
         ],
         num_workers=4,
         min_workers=3,
