@@ -46,6 +46,24 @@ from workers.train_worker import WorkerSetup
 FEWEST_CANARIES = 32
 MOST_CANARIES = 2**16
 
+KEPT = {
+    "aggregators",
+    "allow_nondeterministic",
+    "epoch_steps",
+    "failure",
+    "micro_batch_size",
+    "min_workers",
+    "num_workers",
+    "ring",
+    "secret_retention",
+    "secure_aggregation",
+    "seed",
+    "steps",
+    "virtual_workers",
+}
+"""Fields that an audit takes from the configuration as they are. Task, sizes, noise and update rule are its own; what
+is released beside the gradients is left out, and so is what says where a run goes on and how it is watched."""
+
 
 @dataclass(frozen=True, slots=True)
 class AuditResult:
@@ -169,27 +187,21 @@ def _check(config: RunConfig, canaries: int, confidence: float) -> None:
 
 def _audited(config: RunConfig, planned: Mechanism, canaries: int) -> RunConfig:
     """The configuration with the canaries' task in place of its own, at the planned sampling rate and noise."""
-    noise = {"target_epsilon": None, "noise_multiplier": planned.noise_multiplier, "epsilon_cap": account_cap(config)}
     assert config.dataset is not None, "the task was made from it"
     public = config.dataset.public
     dataset = DatasetConfig(kind="module", function=f"{MODULE}:dataset", public=public)
-    changes = {
+    noise = {"target_epsilon": None, "noise_multiplier": planned.noise_multiplier, "epsilon_cap": account_cap(config)}
+    kept = config.model_dump(include=KEPT if public else {*KEPT, "ledger"})
+    own = {
         "name": f"{config.name}-audit",
         "model": f"{MODULE}:model",
         "loss": f"{MODULE}:loss",
         "dataset": dataset.model_dump(),
-        "evaluation": None,
-        "measurements": {},
         "optimizer": {"name": "sgd", "learning_rate": config.optimizer.learning_rate},
-        "batch_size_per_worker": None,
         "expected_batch_size": planned.sample_rate * (planned.num_examples + canaries),
         "dp_config": {**config.dp_config.model_dump(), **noise},
-        "checkpoint": {},
-        "use_gpu": False,
-        "max_workers": None,
-        "policy": None,
     }
-    return parse_config({**config.model_dump(), **changes, **({"ledger": {}} if public else {})})
+    return parse_config({**kept, **own})
 
 
 def _train(

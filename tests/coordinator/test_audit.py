@@ -115,6 +115,18 @@ def test_the_audited_mechanism_is_that_of_the_configuration(home):
     assert result.epsilon == pytest.approx(plan.epsilon, rel=1e-3)
 
 
+def test_what_is_measured_beside_the_gradients_is_left_out_and_their_noise_stays_the_planned_one(home, raycloak_home):
+    config = small_config(measurements={"class_counts": {"classes": 3, "noise_multiplier": 20.0}})
+    result = audit(config, home, canaries=100)
+    assert result.noise_multiplier == plan_of(config, home).mechanism.noise_multiplier
+    assert result.noise_multiplier > 1.01 * plan_of(small_config(), home).mechanism.noise_multiplier
+    assert result.epsilon < 0.99
+    ledger = PrivacyLedger(f"sqlite:///{raycloak_home / 'ledger.sqlite'}", create=False)
+    (run,) = ledger.view().accounts[0].runs
+    ledger.close()
+    assert [each.query for each in run.queries] == ["gradient"]
+
+
 def test_an_audit_of_private_data_is_charged_like_a_run_and_leaves_a_record(home, raycloak_home):
     result = audit(small_config(), home, canaries=100)
     ledger = PrivacyLedger(f"sqlite:///{raycloak_home / 'ledger.sqlite'}", create=False)
