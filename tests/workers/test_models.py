@@ -206,11 +206,17 @@ def test_sequences_and_regression_are_accepted() -> None:
     check_trainable(nn.Linear(6, 2), values, mse)
 
 
-@pytest.mark.parametrize(("function", "size"), [("digits_mlp", 4_810), ("mnist_cnn", 26_010)])
-def test_the_example_models_are_trainable(function: str, size: int) -> None:
-    shapes = {"digits_mlp": (64,), "mnist_cnn": (28, 28)}
-    data = ArrayDataset(np.zeros((9, *shapes[function])), np.zeros(9, np.int64))
-    module = build_model(ModelSource.of(f"models:{function}"), EXAMPLES, 0)
+@pytest.mark.parametrize(
+    ("folder", "function", "shape", "size"),
+    [
+        (EXAMPLES, "models:digits_mlp", (64,), 4_810),
+        (EXAMPLES / "mnist", "recipes:cnn", (28, 28), 26_010),
+        (EXAMPLES / "mnist", "recipes:scattering_linear", (201,), 2_010),
+    ],
+)
+def test_the_example_models_are_trainable(folder: Path, function: str, shape: tuple[int, ...], size: int) -> None:
+    data = ArrayDataset(np.zeros((9, *shape), np.float32), np.zeros(9, np.int64))
+    module = build_model(ModelSource.of(function), folder, 0)
     assert parameter_count(module) == size
     check_trainable(module, dataset_form(data), cross_entropy)
 
