@@ -35,8 +35,9 @@ def main() -> None:
     if unknown := set(chosen.recipes) - set(RECIPES):
         parser.error(f"no recipe {', '.join(sorted(unknown))}; there are {', '.join(RECIPES)}")
     RESULTS.mkdir(exist_ok=True)
-    for recipe in () if chosen.table else chosen.recipes or RECIPES:
-        for path in PATHS:
+    recipes = () if chosen.table else chosen.recipes or RECIPES
+    for path in PATHS:
+        for recipe in recipes:
             for seed in SEEDS:
                 _make(recipe, path, seed)
     print(table())

@@ -1,0 +1,205 @@
+"""What must not leave a worker, and a search for it wherever bytes of a run may lie.
+
+A needle is bytes under a name. Needles are long or distinctive enough that none is found by chance: at least 8 bytes
+that a key, a float64 or several numbers of the run fix.
+"""
+
+import base64
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from attestation.key_release import RunKeys
+from attestation.keys import Purpose, Secret, derive
+from coordinator.process_table import process_table
+from workers.clipping import micro_batches
+from workers.datasets import Dataset, slice_digest, slice_ids
+from workers.manifest import Manifest, key_context
+from workers.models import load_flat, read_flat
+from workers.ring import encode_into, ring_dtype
+from workers.sampling import draw_ids
+
+Needles = Mapping[str, bytes]
+WINDOW = 32
+_PLASMA = ("plasma", "/dev/shm/")
+
+
+def key_needles(name: str, raw: bytes) -> dict[str, bytes]:
+    """A key as it is, in hexadecimal and in base 64."""
+    return {
+        f"{name}, raw": raw,
+        f"{name}, hexadecimal": raw.hex().encode(),
+        f"{name}, base 64": base64.b64encode(raw)[:40],
+    }
+
+
+def array_needles(name: str, values: np.ndarray) -> dict[str, bytes]:
+    """Stretches of an array's bytes from its begin, middle and end, where no two neighbours are equal."""
+    size = WINDOW // values.itemsize
+    flat = np.ascontiguousarray(values).ravel()
+    starts = [start for start in range(0, len(flat) - size + 1, size) if _distinct(flat[start : start + size])]
+    assert starts, f"{name} has no stretch that could not be found by chance"
+    chosen = {starts[0], starts[len(starts) // 2], starts[-1]}
+    return {f"{name}, from {start}": flat[start : start + size].tobytes() for start in sorted(chosen)}
+
+
+def number_needles(name: str, values: np.ndarray) -> dict[str, bytes]:
+    """Several numbers as 64 and 32 bit words, and as text with commas and spaces."""
+    numbers = [int(value) for value in values[:8]]
+    assert len(numbers) >= 4
+    return {
+        f"{name}, int64": np.array(numbers, np.int64).tobytes(),
+        f"{name}, int32": np.array(numbers, np.int32).tobytes(),
+        f"{name}, JSON": ", ".join(map(str, numbers)).encode(),
+        f"{name}, compact JSON": ",".join(map(str, numbers)).encode(),
+        f"{name}, words": " ".join(map(str, numbers)).encode(),
+    }
+
+
+def float_needles(name: str, value: float) -> dict[str, bytes]:
+    """A float64 as bytes and as text; nine digits, so that rounding in the last ones does not hide it."""
+    return {f"{name}, float64": np.float64(value).tobytes(), f"{name}, text": f"{value:.12f}"[:11].encode()}
+
+
+def worker_needles(worker) -> dict[str, bytes]:
+    """All secrets of a ``TrainWorker`` that has just finished a step; to be called in its process.
+
+    Its keys, and for each virtual worker it hosts the sampled ids, their number, the losses, the clear sum and its
+    encoding, with and without noise, as its own classes compute them.
+    """
+    needles = {}
+    attester = worker._attester
+    needles |= key_needles("mask agreement key", attester.agreement._key.private_bytes_raw())
+    needles |= key_needles("identity key", attester.identity._key.private_bytes_raw())
+    for (peer, _), pair in worker._pairs.items():
+        needles |= key_needles(f"pair secret with {peer}", pair._secret.reveal())
+    step, model = worker._vectors_of
+    sizes, clear = [], []
+    for (_, v), keys in worker._keys.items():
+        found, size, total = _virtual_worker(worker, v, keys, step, model)
+        needles |= found
+        sizes.append(size)
+        clear.append(total)
+    noised = [vector.values for vector in worker._vectors.values()]
+    needles |= array_needles("unmasked sum of the hosted vectors", np.sum(noised, axis=0, dtype=noised[0].dtype))
+    needles |= array_needles("clear sum of the hosted sums", np.sum(clear, axis=0))
+    return needles | number_needles("realised batch sizes", np.array(sizes))
+
+
+def run_needles(manifest: Manifest, dataset: Dataset, secret: Secret, digests: Sequence[bytes]) -> dict[str, bytes]:
+    """What the run secret gives, for every step of a run: keys, sampled ids and realised batch sizes.
+
+    Args:
+        digests: of the parameters each step started from.
+    """
+    mechanism = manifest.computation.mechanism
+    keys_of = RunKeys(secret, manifest.run_id)
+    context = key_context(manifest.computation, manifest.known_answer)
+    needles = key_needles("run secret", secret.reveal())
+    for step, model in enumerate(digests):
+        sizes = []
+        for v in range(mechanism.virtual_workers):
+            keys = keys_of.of(context, v, step // manifest.computation.epoch_steps)
+            own = slice_ids(v, mechanism.virtual_workers, mechanism.num_examples)
+            place = (step, model, slice_digest(dataset, own))
+            drawn_by = derive(keys.stream, Purpose.SAMPLING, *place)
+            noise = derive(keys.stream, Purpose.NOISE, *place)
+            named = {"stream": keys.stream, "data": keys.data, "sampling": drawn_by, "noise": noise}
+            for name, key in named.items():
+                needles |= key_needles(f"{name} key of {v} in step {step}", key.reveal())
+            ids = draw_ids(drawn_by, own, mechanism.sample_rate, mechanism.micro_batch_size * mechanism.micro_batches)
+            needles |= number_needles(f"sampled ids of {v} in step {step}", ids)
+            sizes.append(len(ids))
+        needles |= number_needles(f"realised batch sizes of step {step}", np.array(sizes))
+    return needles
+
+
+def _virtual_worker(worker, v, keys, step, model):
+    computer, mechanism = worker._computer, worker._mechanism
+    data = computer.slice(v)
+    context = (step, model, data.digest)
+    sampling, noise = (derive(keys.stream, purpose, *context) for purpose in (Purpose.SAMPLING, Purpose.NOISE))
+    capacity = mechanism.micro_batch_size * mechanism.micro_batches
+    ids = draw_ids(sampling, data.ids, mechanism.sample_rate, capacity)
+    parameters = read_flat(worker._module)
+    batches = micro_batches(worker._dataset, ids, mechanism, padding=int(data.ids[0]))
+    clear = computer._engine.clipped_sum(parameters, batches)
+    encoded = np.empty(mechanism.dimension, ring_dtype(mechanism.ring_bits))
+    encode_into(clear, computer._ring, encoded)
+    again = computer.vector(v, keys, step, model, parameters)
+    assert again.tag == worker._vectors[v].tag, "these are the values the worker used"
+    losses = _losses(worker, ids)
+    needles = {}
+    named = {"stream": keys.stream, "data": keys.data, "sampling": sampling, "noise": noise}
+    for name, key in named.items():
+        needles |= key_needles(f"{name} key of {v}", key.reveal())
+    needles |= array_needles(f"clear sum of {v}, float64", clear)
+    needles |= array_needles(f"clear sum of {v}, float32", clear.astype(np.float32))
+    needles |= array_needles(f"encoded sum of {v} without noise", encoded)
+    needles |= array_needles(f"encoded sum of {v} with noise", worker._vectors[v].values)
+    needles |= number_needles(f"sampled ids of {v}", ids)
+    needles |= array_needles(f"losses of {v}", losses.astype(np.float32))
+    needles |= float_needles(f"mean loss of {v}", float(losses.mean()))
+    return needles, len(ids), clear
+
+
+def _losses(worker, ids) -> np.ndarray:
+    import torch
+
+    features, labels = (torch.tensor(part) for part in worker._dataset.batch(ids))
+    load_flat(worker._module, read_flat(worker._module))
+    with torch.no_grad():
+        return worker._loss(worker._module(features), labels).double().numpy()
+
+
+def leaks(needles: Needles, places: Iterable[tuple[str, bytes]]) -> list[str]:
+    """``needle in place`` for every needle found in any of ``places``."""
+    return [f"{name} in {place}" for place, content in places for name, needle in needles.items() if needle in content]
+
+
+def files_below(*folders: Path) -> Iterator[tuple[str, bytes]]:
+    """Every regular file below ``folders``; those that vanish meanwhile are left out."""
+    for folder in folders:
+        for path in sorted(folder.rglob("*")):
+            try:
+                if path.is_file() and not path.is_symlink():
+                    yield str(path), path.read_bytes()
+            except OSError:
+                continue
+
+
+def object_stores(session: str) -> Iterator[tuple[str, bytes]]:
+    """The memory of every object store of the Ray session: live objects, and what deleted ones left behind.
+
+    Plasma maps a file that has no name any more, so it is opened through the raylet's descriptor.
+    """
+    for process in process_table():
+        if "raylet" not in Path(process.title.split(" ")[0]).name or session not in process.title:
+            continue
+        for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+            try:
+                target = str(descriptor.readlink())
+            except OSError:
+                continue
+            if any(part in target for part in _PLASMA):
+                for extent in _extents(descriptor):
+                    yield f"object store {target}", extent
+
+
+def _extents(path: Path) -> Iterator[bytes]:
+    """What was ever written to a sparse file."""
+    with open(path, "rb", buffering=0) as file:
+        end, position = os.fstat(file.fileno()).st_size, 0
+        while position < end:
+            try:
+                begin = os.lseek(file.fileno(), position, os.SEEK_DATA)
+            except OSError:
+                return
+            position = os.lseek(file.fileno(), begin, os.SEEK_HOLE)
+            yield os.pread(file.fileno(), position - begin, begin)
+
+
+def _distinct(stretch: np.ndarray) -> bool:
+    return bool(np.all(stretch != 0)) and len(np.unique(stretch)) == len(stretch)

@@ -1,0 +1,230 @@
+"""What must not leak: every byte that left a worker is searched for what only a worker may know.
+
+The needles are made inside the workers, by their own classes from their own state, and never leave them: what comes
+back is the names of those found. The searched places are the object store's memory, Ray's whole session folder (logs,
+spilled objects), the metrics page, the state folder (run directory, packages, ledger, evidence) and what was said on
+the way. The search itself is tested by planting.
+"""
+
+import json
+import shutil
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+
+from attestation.keys import Secret
+from coordinator.config import parse_config
+from coordinator.demo import demo_config
+from coordinator.ray_backend import RayBackend
+from coordinator.trainer import Trainer
+from metrics.errors import RunFailedError
+from tests.ray import leaks
+from workers.datasets import DatasetDescriptor
+from workers.guard import _silenced
+from workers.manifest import Manifest
+
+STEPS = 3
+EXAMPLES = 600
+SECRET = bytes(range(100, 132))
+HERE = Path(__file__).resolve().parent
+
+
+class _Watching(RayBackend):
+    """Knows the handles of its workers."""
+
+    workers: dict = {}
+
+    def start_worker(self, member_id):
+        actor = super().start_worker(member_id)
+        self.workers[member_id] = actor.handle
+        return actor
+
+
+@pytest.fixture
+def watching(monkeypatch):
+    monkeypatch.setattr(_Watching, "workers", {})
+    monkeypatch.setattr("coordinator.execution.RayBackend", _Watching)
+    return _Watching
+
+
+@pytest.fixture
+def inputs(tmp_path):
+    """A folder with the data, whose first row is the marker, and the user's code; it is not searched."""
+    folder = tmp_path / "inputs"
+    folder.mkdir()
+    generator = np.random.default_rng(11)
+    features = generator.random((EXAMPLES, 64), np.float32)
+    np.savez(folder / "data.npz", images=features, labels=np.arange(EXAMPLES) % 10)
+    shutil.copy(HERE / "leaky.py", folder / "leaky.py")
+    (folder / "secret").write_text(SECRET.hex())
+    return folder
+
+
+def _session():
+    return Path(ray._private.worker._global_node.get_session_dir_path())
+
+
+def _places(home):
+    session = _session()
+    yield from leaks.object_stores(session.name)
+    yield from leaks.files_below(home, session)
+
+
+def _search_inside(worker, home, tests):
+    """Runs in a worker's process; returns how many needles it looked for, in how many bytes, and those it found."""
+    import sys
+
+    sys.path.insert(0, tests)
+    with _silenced():
+        needles = leaks.worker_needles(worker)
+    places = list(_places(Path(home)))
+    return len(needles), {name: len(content) for name, content in places}, leaks.leaks(needles, places)
+
+
+def _config(**changes):
+    raw = demo_config() | {
+        "num_workers": 2,
+        "virtual_workers": 8,
+        "steps": STEPS,
+        "expected_batch_size": 200,
+        "dataset": {"kind": "npz", "path": "data.npz"},
+        "evaluation": None,
+        "loss": "leaky:loss",
+        "checkpoint": {"checkpoint_frequency": 1},
+    }
+    return parse_config(raw | changes)
+
+
+class _Searching:
+    """Searches after every step, while workers still have its secrets in memory."""
+
+    def __init__(self, home, workers):
+        self.home, self.workers = home, workers
+        self.said, self.pages, self.found, self.counts, self.places = [], [], [], [], {}
+
+    def notice(self, line):
+        self.said.append(line)
+
+    def after(self, report):
+        (url,) = (line.removeprefix("metrics: ") for line in self.said if line.startswith("metrics: "))
+        with urllib.request.urlopen(url, timeout=10) as page:
+            content = page.read()
+        self.pages.append(content)
+        (self.home / f"page-{report.step}").write_bytes(content)
+        root = str(HERE.parents[1])
+        asked = [handle.__ray_call__.remote(_search_inside, str(self.home), root) for handle in self.workers.values()]
+        for count, places, found in ray.get(asked, timeout=60):
+            self.counts.append(count)
+            self.places |= places
+            self.found += found
+
+
+def _marker(folder):
+    row = np.load(folder / "data.npz")["images"][0]
+    return {
+        **leaks.array_needles("marker example, float32", row),
+        **leaks.array_needles("marker example, float64", row.astype(np.float64)),
+        **leaks.array_needles("marker example less its mean", row - row.mean()),
+    }
+
+
+def _run_needles(folder, inputs):
+    """Keys, sampled ids and batch sizes of every step, as the run secret gives them."""
+    manifest = Manifest.model_validate_json((folder / "manifest.json").read_bytes())
+    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    after = [bytes.fromhex(event["parameter_digest"]) for event in events if event["event"] == "step"]
+    started_from = [manifest.computation.initial_parameters, *after[:-1]]
+    dataset = DatasetDescriptor(kind="npz", path="data.npz").open(inputs)
+    return leaks.run_needles(manifest, dataset, Secret(SECRET), started_from)
+
+
+def test_nothing_that_left_a_worker_tells_an_update_a_draw_a_loss_a_key_or_an_example(
+    ray_cluster, raycloak_home, inputs, watching, capfd
+):
+    """Also when a worker is made to fail by user code that raises private labels."""
+    searching = _Searching(raycloak_home, watching.workers)
+    options = {"config_dir": inputs, "run_secret": inputs / "secret", "notice": searching.notice}
+    result = Trainer(_config(), progress=searching.after, **options).train()
+    assert len(searching.counts) == 2 * STEPS
+    assert min(searching.counts) > 60, "needles of four virtual workers"
+    for place in ("object store", "metrics.jsonl", "ledger.sqlite", "orchestrator/", ".tssp", "page-1", "raylet.out"):
+        assert any(place in name for name in searching.places), f"{place} was not searched"
+    assert searching.found == []
+
+    (inputs / "fail").touch()
+    with pytest.raises(RunFailedError) as failure:
+        Trainer(_config(seed=5), **options).train()
+    said = [*searching.said, str(failure.value), repr(failure.value), *capfd.readouterr()]
+    needles = {
+        **_run_needles(Path(result["run_dir"]), inputs),
+        **_marker(inputs),
+        "printed by the loss": b"TOLD-BY" + b"-THE-LOSS",
+        "raised by the loss": b"RAISED-BY" + b"-THE-LOSS",
+    }
+    places = [*[("what was said", text.encode()) for text in said], *_places(raycloak_home)]
+    assert any(name.endswith("evidence.jsonl") for name, _ in places)
+    assert leaks.leaks(needles, places) == []
+
+
+# --- the search itself
+
+_KINDS = {
+    "clear update": leaks.array_needles("clear update", np.linspace(-1, 1, 64)),
+    "encoded update": leaks.array_needles("encoded update", np.arange(5, 500, 3, dtype=np.uint32)),
+    "realised batch sizes": leaks.number_needles("realised batch sizes", np.array([51, 49, 60, 47])),
+    "sampled ids": leaks.number_needles("sampled ids", np.array([3, 17, 21, 24, 31, 40, 41, 52, 66])),
+    "private loss": leaks.float_needles("private loss", 2.3025850929),
+    "key": leaks.key_needles("key", bytes(range(7, 39))),
+    "marker": leaks.array_needles("marker", np.linspace(0.1, 0.9, 64, dtype=np.float32)),
+}
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_the_search_finds_each_kind_in_a_file_and_in_the_object_store(ray_cluster, tmp_path, kind):
+    needles = _KINDS[kind]
+    places = {f"planted-{i}": needle for i, needle in enumerate(needles.values())}
+    for name, needle in places.items():
+        (tmp_path / name).write_bytes(b"before " + needle + b" after")
+    found = leaks.leaks(needles, leaks.files_below(tmp_path))
+    assert {line.rpartition(" in ")[0] for line in found} == set(needles)
+    kept = ray.put(np.frombuffer(b"x" * 200_000 + b" ".join(needles.values()), np.uint8))
+    found = leaks.leaks(needles, leaks.object_stores(_session().name))
+    assert {line.rpartition(" in ")[0] for line in found} == set(needles)
+    del kept
+
+
+def test_the_search_finds_what_a_deleted_object_left_behind_and_in_a_log(ray_cluster, tmp_path):
+    needles = leaks.key_needles("key of a log", bytes(range(60, 92)))
+
+    @ray.remote
+    def careless():
+        print(bytes(range(60, 92)).hex())
+
+    ray.get(careless.remote(), timeout=60)
+    found = leaks.leaks(needles, leaks.files_below(_session()))
+    assert any("hexadecimal in" in line and "/logs/worker" in line for line in found)
+
+
+def test_the_worker_itself_knows_what_it_would_be_found_by(ray_cluster, raycloak_home, inputs, watching):
+    """Planted by the test from inside a worker: the same search in the same process then finds it."""
+
+    def plant(worker, home):
+        values = next(iter(worker._vectors.values())).values
+        (Path(home) / "planted").write_bytes(values.tobytes())
+
+    caught = []
+
+    def after(report):
+        handle = next(iter(watching.workers.values()))
+        ray.get(handle.__ray_call__.remote(plant, str(raycloak_home)), timeout=30)
+        caught.extend(
+            ray.get(handle.__ray_call__.remote(_search_inside, str(raycloak_home), str(HERE.parents[1])), timeout=60)[2]
+        )
+
+    options = {"config_dir": inputs, "run_secret": inputs / "secret", "notice": lambda line: None}
+    Trainer(_config(steps=1), progress=after, **options).train()
+    assert any("with noise" in line and line.endswith("planted") for line in caught)
+    assert all("planted" in line for line in caught)
