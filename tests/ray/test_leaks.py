@@ -154,12 +154,14 @@ def test_nothing_that_left_a_worker_tells_an_update_a_draw_a_loss_a_key_or_an_ex
         assert any(place in name for name in searching.places), f"{place} was not searched"
     assert searching.found == []
 
-    (inputs / "fail").touch()
-    with pytest.raises(RunFailedError) as failure:
-        Trainer(_config(seed=5), **options).train()
+    (inputs / "other").write_text(SECRET[::-1].hex())
+    options |= {"run_secret": inputs / "other", "progress": lambda report: (inputs / "fail").touch()}
+    with pytest.raises(RunFailedError, match="worker_error") as failure:
+        Trainer(_config(), **options).train()
     said = [*searching.said, str(failure.value), repr(failure.value), *capfd.readouterr()]
     needles = {
         **_run_needles(Path(result["run_dir"]), inputs),
+        **leaks.key_needles("secret of the failed run", SECRET[::-1]),
         **_marker(inputs),
         "printed by the loss": b"TOLD-BY" + b"-THE-LOSS",
         "raised by the loss": b"RAISED-BY" + b"-THE-LOSS",
