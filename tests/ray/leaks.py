@@ -75,7 +75,8 @@ def worker_needles(worker) -> dict[str, bytes]:
     needles |= key_needles("identity key", attester.identity._key.private_bytes_raw())
     for (peer, _), pair in worker._pairs.items():
         needles |= key_needles(f"pair secret with {peer}", pair._secret.reveal())
-    step, model = worker._vectors_of
+    query, step, model = worker._vectors_of
+    assert query == "gradient", "the last thing computed was a training step"
     sizes, clear = [], []
     for (_, v), keys in worker._keys.items():
         found, size, total = _virtual_worker(worker, v, keys, step, model)
@@ -103,7 +104,7 @@ def run_needles(manifest: Manifest, dataset: Dataset, secret: Secret, digests: S
         for v in range(mechanism.virtual_workers):
             keys = keys_of.of(context, v, step // manifest.computation.epoch_steps)
             own = slice_ids(v, mechanism.virtual_workers, mechanism.num_examples)
-            place = (step, model, slice_digest(dataset, own))
+            place = (mechanism.query, step, model, slice_digest(dataset, own))
             drawn_by = derive(keys.stream, Purpose.SAMPLING, *place)
             noise = derive(keys.stream, Purpose.NOISE, *place)
             named = {"stream": keys.stream, "data": keys.data, "sampling": drawn_by, "noise": noise}
@@ -117,9 +118,9 @@ def run_needles(manifest: Manifest, dataset: Dataset, secret: Secret, digests: S
 
 
 def _virtual_worker(worker, v, keys, step, model):
-    computer, mechanism = worker._computer, worker._mechanism
+    computer, mechanism = worker._computers["gradient"], worker._mechanism
     data = computer.slice(v)
-    context = (step, model, data.digest)
+    context = (mechanism.query, step, model, data.digest)
     sampling, noise = (derive(keys.stream, purpose, *context) for purpose in (Purpose.SAMPLING, Purpose.NOISE))
     capacity = mechanism.micro_batch_size * mechanism.micro_batches
     ids = draw_ids(sampling, data.ids, mechanism.sample_rate, capacity)
