@@ -30,6 +30,8 @@ class DPConfig(Section):
         epsilon_cap: hard cap of the run's own account; ``target_epsilon`` if absent.
         max_grad_norm: C.
         colluding_workers: T, workers whose noise is not counted on.
+        accountant: with which noise is solved and the account is held. ``auto`` is ``pld`` for the run's own account
+            and the named account's for one that runs share.
     """
 
     enabled: bool = True
@@ -39,6 +41,7 @@ class DPConfig(Section):
     epsilon_cap: float | None = Field(default=None, gt=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
     colluding_workers: int = Field(default=0, ge=0)
+    accountant: Literal["auto", "rdp", "pld"] = "auto"
 
     @model_validator(mode="after")
     def _one_dial(self) -> Self:

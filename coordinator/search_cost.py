@@ -1,0 +1,119 @@
+"""What a hyper-parameter search costs: every trial is a run of its own on one shared account, and pays in full.
+
+Trials are chosen after earlier ones were seen, so they are composed by the Renyi filter of a shared account, whatever
+accountant holds a single run. Nothing is taken off for trials whose results are thrown away: whoever chose among them
+has seen them.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from coordinator.accounting import SLACK_SHARE
+from coordinator.calibration import composed_epsilon, solve_noise_multiplier
+from coordinator.releases import Release, Releases
+from metrics.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class SearchCost:
+    """What ``trials`` runs of one plan cost together, on a shared account.
+
+    Attributes:
+        epsilon: of all trials, at the account's delta.
+        epsilon_one: of one trial, by the same accountant.
+        trials_within_cap: how many fit the cap; of ``trials`` at most.
+        noise_multiplier: of training, at which all trials together fit the cap; None if none is enough, or if the
+            reserve of delta does not last for so many trials.
+        slack_share: share of the account's reserve of delta that all trials take.
+    """
+
+    trials: int
+    epsilon_cap: float
+    epsilon: float
+    epsilon_one: float
+    trials_within_cap: int
+    noise_multiplier: float | None
+    slack_share: float
+
+    def as_json(self) -> dict[str, Any]:
+        """Fields of the JSON of ``plan --trials``."""
+        return {
+            "trials": self.trials,
+            "accountant": "rdp",
+            "epsilon": self.epsilon,
+            "epsilon_one": self.epsilon_one,
+            "trials_within_cap": self.trials_within_cap,
+            "noise_multiplier": self.noise_multiplier,
+            "slack_share": self.slack_share,
+        }
+
+
+def search_cost(
+    training: Release, others: Releases, trials: int, epsilon_cap: float, delta: float, slack: float
+) -> SearchCost:
+    """What ``trials`` runs cost that each release ``training`` and ``others``.
+
+    Args:
+        training: the steps of one trial. others: what else it releases.
+        epsilon_cap, delta: of the account that all trials share.
+        slack: part of delta that one trial's slack takes.
+
+    Raises:
+        ConfigError: ``trials`` if there is none.
+    """
+    if trials < 1:
+        raise ConfigError("trials", f"a search has at least one trial, not {trials}.")
+    one = (training, *others)
+    slack_share = trials * slack / (SLACK_SHARE * delta)
+    return SearchCost(
+        trials=trials,
+        epsilon_cap=epsilon_cap,
+        epsilon=_epsilon(one, trials, delta),
+        epsilon_one=_epsilon(one, 1, delta),
+        trials_within_cap=_trials_within(one, trials, epsilon_cap, delta),
+        noise_multiplier=_noise(training, others, trials, epsilon_cap, delta) if slack_share <= 1 else None,
+        slack_share=slack_share,
+    )
+
+
+def _times(releases: Releases, trials: int) -> Releases:
+    return tuple(replace(release, count=release.count * trials) for release in releases)
+
+
+def _epsilon(one: Releases, trials: int, delta: float) -> float:
+    return composed_epsilon(_times(one, trials), delta, "rdp")
+
+
+def _trials_within(one: Releases, trials: int, cap: float, delta: float) -> int:
+    low, high = 0, trials
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _epsilon(one, middle, delta) <= cap:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _noise(training: Release, others: Releases, trials: int, cap: float, delta: float) -> float | None:
+    steps = training.count * trials
+    try:
+        return solve_noise_multiplier(cap, delta, training.sample_rate, steps, "rdp", _times(others, trials))
+    except ConfigError:
+        return None
+
+
+def search_rows(cost: SearchCost) -> list[tuple[str, str]]:
+    """Label and sentence of each line that ``plan --trials`` adds to the plan's table."""
+    from coordinator.tables import epsilon_text
+
+    enough = (
+        f"{cost.noise_multiplier:.4g} would let all fit the cap {cost.epsilon_cap:g}"
+        if cost.noise_multiplier is not None
+        else f"no noise multiplier lets all fit the cap {cost.epsilon_cap:g}"
+    )
+    return [
+        ("search", f"{cost.trials} trials cost ε {epsilon_text(cost.epsilon)} together, one {cost.epsilon_one:.3f}"),
+        ("trials that fit", f"{cost.trials_within_cap} of {cost.trials}, on one shared account (rdp accountant)"),
+        ("search noise", enough),
+    ]
