@@ -29,7 +29,8 @@ from coordinator.coordinator import Assignment, Coordinator, Session
 from coordinator.local import local_session
 from coordinator.outcome import Finished
 from coordinator.output import attach_log
-from coordinator.plan import account_cap, plan_mechanism
+from coordinator.payer import account_cap
+from coordinator.plan import plan_mechanism
 from coordinator.plan_command import descriptor
 from coordinator.progress import StepReport
 from coordinator.reporting import Reporting

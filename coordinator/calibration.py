@@ -29,7 +29,12 @@ def epsilon_of(
 
 def composed_epsilon(releases: Releases, delta: float, accountant: AccountantName = "rdp") -> float:
     """Epsilon of ``releases`` at an account's ``delta``, of which the slack reserve is taken off first."""
-    return accountant_of(accountant).curve([releases], accountant_delta(delta))[0]
+    return composed_curve([releases], delta, accountant)[0]
+
+
+def composed_curve(points: Sequence[Releases], delta: float, accountant: AccountantName = "rdp") -> tuple[float, ...]:
+    """The same of several growing compositions, of which the last is the most exact."""
+    return accountant_of(accountant).curve(points, accountant_delta(delta))
 
 
 def epsilon_against(

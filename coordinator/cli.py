@@ -142,17 +142,28 @@ def _discard(output: Output, run_dir: Path) -> int:
 
 
 @app.command()
-def plan(config: ConfigFile, overrides: Overrides = None, as_json: AsJson = False, debug: Debug = False) -> None:
+def plan(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    trials: Annotated[
+        int | None, typer.Option(metavar="K", help="Say also what a search of K such runs costs.", min=1)
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
     """Show what CONFIG will spend and need, and refuse what cannot run; charges nothing."""
-    _execute(as_json, debug, lambda output: _plan(output, load_config(config, overrides), config.parent))
+    _execute(as_json, debug, lambda output: _plan(output, load_config(config, overrides), config.parent, trials))
 
 
-def _plan(output: Output, config: RunConfig, config_dir: Path) -> int:
+def _plan(output: Output, config: RunConfig, config_dir: Path, trials: int | None) -> int:
     from coordinator.plan_command import plan_of
+    from coordinator.search_cost import search_of, search_rows
     from coordinator.tables import plan_table
 
     plan = plan_of(config, config_dir)
-    output.result(plan.as_json(), plan_table(plan))
+    search = search_of(plan, trials) if trials is not None else None
+    fields = plan.as_json() | ({"search": search.as_json()} if search else {})
+    output.result(fields, plan_table(plan, search_rows(search) if search else []))
     return 0
 
 

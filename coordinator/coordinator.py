@@ -28,6 +28,7 @@ from coordinator.backend import ActorLost, Backend
 from coordinator.checkpoints import Checkpoints, Restored
 from coordinator.config import RunConfig
 from coordinator.control import Control
+from coordinator.crosscheck import checked
 from coordinator.departures import Departures
 from coordinator.evaluation import Evaluator
 from coordinator.joining import Timer
@@ -35,7 +36,8 @@ from coordinator.ledger_view import AccountView
 from coordinator.manifest import build_computation, build_manifest, epochs, run_terms
 from coordinator.membership import Membership
 from coordinator.outcome import Ending, Finished, Model
-from coordinator.plan import Plan, account_cap, make_plan, shared_cap
+from coordinator.payer import NamedAccount, account_cap, named_account
+from coordinator.plan import Plan, make_plan
 from coordinator.ranges import ParameterRange, split_ranges
 from coordinator.reporting import Reporter, Reporting
 from coordinator.resume import require_ledger, require_same_manifest
@@ -154,14 +156,14 @@ class Coordinator:
             raise
 
     def _admit(self, facts: WorkerFacts) -> tuple[Manifest, RunMetrics]:
-        shared_cap = self._shared_cap()
+        account = self._named_account()
         dimension = sum(tensor.size for tensor in facts.tensors)
-        plan = self._plan = make_plan(self.config, facts.num_examples, dimension, shared_cap)
+        plan = self._plan = checked(make_plan(self.config, facts.num_examples, dimension, account))
         known_answer = self._membership.known_answer(plan.mechanism, plan.measurements)
         manifest = self._manifest(facts, plan, known_answer)
         if self._assignment.recorded is not None:
             self._require_same_run(self._assignment.recorded, manifest)
-        self._open_account(plan, manifest, shared_cap)
+        self._open_account(plan, manifest, account)
         terms = run_terms(manifest, self.session.policy, self.session.collateral)
         self._orchestrator("begin", terms, secrets.token_hex(16))
         self._ranges = split_ranges(facts.tensors, self.config.aggregators)
@@ -184,11 +186,11 @@ class Coordinator:
         self._committed = {(commit.query, commit.step): commit for commit in self._orchestrator("committed")}
         require_ledger(self._committed.values(), lambda sequence: self._ledger("hash_at", sequence))
 
-    def _shared_cap(self) -> float | None:
-        """Cap of the named account that pays; None if the run opens its own."""
+    def _named_account(self) -> NamedAccount | None:
+        """The named account that pays; None if the run opens its own."""
         if self.config.ledger.account is None:
             return None
-        return shared_cap(self._ledger("view"), self.config, self.session.run_id)
+        return named_account(self._ledger("view"), self.config, self.session.run_id)
 
     def _manifest(self, facts: WorkerFacts, plan: Plan, known_answer: bytes) -> Manifest:
         computation = build_computation(
@@ -211,9 +213,10 @@ class Coordinator:
             dataset_fingerprint=facts.dataset_fingerprint,
         )
 
-    def _open_account(self, plan: Plan, manifest: Manifest, shared_cap: float | None) -> None:
-        if shared_cap is None:
-            self._ledger("open_account", self._account, account_cap(self.config), plan.delta)
+    def _open_account(self, plan: Plan, manifest: Manifest, named: NamedAccount | None) -> None:
+        if named is None:
+            accountant = plan.mechanism.accountant
+            self._ledger("open_account", self._account, account_cap(self.config), plan.delta, b"", b"", accountant)
         mechanisms = manifest.computation.mechanisms
         terms = mechanisms, manifest.digest(), manifest.dataset_fingerprint
         self._ledger("register_run", self.session.run_id, self._account, *terms)

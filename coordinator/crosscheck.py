@@ -9,11 +9,12 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 from coordinator import accounting, privacy_loss
+from coordinator.plan import Plan
 from coordinator.releases import Releases, merged
 from metrics.errors import ConfigError, RefusedError
 
@@ -77,6 +78,19 @@ class CrossCheck:
                 f"the accountants contradict each other on this plan: {problem}.",
                 "Rely on neither; change the sampling rate or the noise, and report it.",
             )
+
+
+def checked(plan: Plan) -> Plan:
+    """``plan`` with what each accountant says of it; as it is where nothing is private.
+
+    Raises:
+        RefusedError: ``accountants_disagree``.
+    """
+    if not plan.releases:
+        return plan
+    found = cross_check(plan.releases, accounting.accountant_delta(plan.delta))
+    found.require_agreement()
+    return replace(plan, epsilon_by_accountant=found.epsilon, accountants_not_computed=found.not_computed)
 
 
 @lru_cache(maxsize=64)

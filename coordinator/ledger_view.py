@@ -9,6 +9,7 @@ from coordinator.ledger_accounts import Account
 from coordinator.ledger_entries import Head, RunRegistered
 from coordinator.ledger_leases import Lease
 from coordinator.ledger_rules import accountant_terms, epsilon_at, slack_at
+from workers.mechanism import AccountantName
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class AccountView:
     name: str
     epsilon_cap: float
     delta: float
-    accountant: str
+    accountant: AccountantName
     spent_epsilon: float
     spent_ratio: float
     delta_slack: float

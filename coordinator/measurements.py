@@ -12,7 +12,7 @@ from coordinator.config import ClassCountsConfig, PrivateEvaluationConfig, RunCo
 from coordinator.releases import Release, Releases
 from metrics.errors import ConfigError
 from workers.measurement import Measurement
-from workers.mechanism import Mechanism
+from workers.mechanism import AccountantName, Mechanism
 from workers.ring import fit_ring
 
 NORM = 1.0
@@ -162,9 +162,9 @@ def scaled(releases: Releases, factor: float) -> Releases:
     return tuple(Release(each.sample_rate, each.noise_multiplier * factor, each.count) for each in releases)
 
 
-def check_affordable(others: Releases, target_epsilon: float, delta: float) -> None:
+def check_affordable(others: Releases, target_epsilon: float, delta: float, accountant: AccountantName) -> None:
     """Refuse measurements that leave nothing for training; ConfigError ``measurements_too_costly``."""
-    spent = composed_epsilon(others, delta) if others else 0.0
+    spent = composed_epsilon(others, delta, accountant) if others else 0.0
     if not math.isfinite(spent) or spent >= target_epsilon:
         raise ConfigError(
             "measurements_too_costly",

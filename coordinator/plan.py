@@ -4,22 +4,20 @@ A plan depends only on public numbers: the configuration, the number of examples
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from coordinator.accountants import accountant_of
 from coordinator.accounting import (
     SLACK_SHARE,
     SMALLEST_NOISE_MULTIPLIER,
     DeltaTerms,
     accountant_delta,
-    accountant_version,
     total_slack,
 )
 from coordinator.calibration import composed_epsilon, epsilon_against, solve_noise_multiplier
 from coordinator.capacity import overflow_bound, physical_shape
 from coordinator.config import RunConfig
-from coordinator.ledger_view import LedgerView
 from coordinator.measurements import (
     MechanismCost,
     check_affordable,
@@ -30,10 +28,11 @@ from coordinator.measurements import (
     releases_within,
     scaled,
 )
-from coordinator.releases import Release
-from metrics.errors import BudgetError, ConfigError, DatasetError, ModelError, RefusedError
+from coordinator.payer import NamedAccount, account_cap, accountant_for, epsilon_curve, steps_within
+from coordinator.releases import Release, Releases
+from metrics.errors import ConfigError, DatasetError, ModelError, RefusedError
 from workers.measurement import Measurement
-from workers.mechanism import Mechanism
+from workers.mechanism import AccountantName, Mechanism
 from workers.ring import fit_ring
 
 OVERFLOW_SHARE = 1e-5
@@ -45,7 +44,6 @@ PUBLIC_OVERFLOW = 1e-9
 PUBLIC_GRADIENT_BOUND = 2.0**16
 """Bound of one coordinate of one example's gradient on public data, where nothing is clipped."""
 
-CURVE_POINTS = 40
 STATED_EPSILON_MARGIN = 20.0
 _STATE_TENSORS = {"sgd": 1, "adam": 2, "adamw": 2, "adafactor": 1}
 
@@ -56,6 +54,7 @@ class Plan:
 
     Attributes:
         mechanism, measurements: what will run.
+        releases: all of them within the cap, as the accountants count them.
         mechanism_costs: each mechanism, the gradient's first, with what it would cost alone.
         epsilon_cap, delta: of the account.
         steps_within_cap: steps the cap allows, at most the planned ones, if nothing else is charged to the account.
@@ -69,12 +68,15 @@ class Plan:
         sensitivity_inflation: C'/C - 1, what rounding to the grid costs.
         bytes_per_step: masked payload of all workers in one attempt.
         object_store_bytes: most that parameters, optimizer state and masked vectors of two attempts need at once.
+        epsilon_by_accountant: of ``releases``, by four accountants; ``accountants_not_computed`` says why one is not
+            there. Both are empty until `coordinator.crosscheck.checked` has compared them.
         exact: False if operations without a deterministic kernel may run.
         warnings: sentences for the reader; nothing here stops a run.
     """
 
     mechanism: Mechanism
     measurements: tuple[Measurement, ...]
+    releases: Releases
     mechanism_costs: tuple[MechanismCost, ...]
     epsilon_cap: float
     delta: float
@@ -89,6 +91,8 @@ class Plan:
     object_store_bytes: int
     exact: bool
     warnings: tuple[str, ...]
+    epsilon_by_accountant: dict[str, float] = field(default_factory=dict)
+    accountants_not_computed: dict[str, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """One flat object for ``raycloak plan --json``: the mechanism's fields, gamma, and the plan's."""
@@ -98,48 +102,15 @@ class Plan:
         return {
             **self.mechanism.model_dump(mode="json"),
             "gamma": self.mechanism.gamma,
-            "accountant_version": accountant_version(),
+            "accountant_version": accountant_of(self.mechanism.accountant).version(),
             "accountant_delta": accountant_delta(self.delta),
             **own,
         }
 
 
-def account_cap(config: RunConfig) -> float:
-    """Epsilon cap of the run's own account; 0 where privacy is switched off."""
-    dp = config.dp_config
-    if not dp.enabled:
-        return 0.0
-    cap = dp.epsilon_cap if dp.epsilon_cap is not None else dp.target_epsilon
-    assert cap is not None
-    return cap
-
-
-def shared_cap(view: LedgerView, config: RunConfig, run_id: str = "") -> float:
-    """Epsilon cap of the account that the configuration names, or the one that it had when ``run_id`` was registered.
-
-    A run is planned once: a cap that changes later ends it sooner or lets others go on, but changes nothing of it.
-
-    Raises:
-        BudgetError: ``account_unknown``, ``account_closed`` for a new run, or ``account_mismatch`` if its delta is not
-            the configuration's: every epsilon of the run is stated at one delta.
-    """
-    name, delta = config.ledger.account, config.dp_config.target_delta
-    account = next((account for account in view.accounts if account.name == name), None)
-    if account is None:
-        raise BudgetError("account_unknown", f"there is no account '{name}'.", f"Open it: raycloak budget open {name}")
-    if account.delta != delta:
-        raise BudgetError(
-            "account_mismatch",
-            f"account '{name}' is open with delta {account.delta:g}, the configuration says {delta:g}.",
-            f"Set dp_config.target_delta to {account.delta:g}.",
-        )
-    planned = next((run.epsilon_cap for run in account.runs if run.run_id == run_id), None)
-    if planned is None and account.closed:
-        raise BudgetError("account_closed", f"account '{name}' is closed: no new run may charge to it.")
-    return account.epsilon_cap if planned is None else planned
-
-
-def plan_mechanism(config: RunConfig, num_examples: int, dimension: int, shared_cap: float | None = None) -> Mechanism:
+def plan_mechanism(
+    config: RunConfig, num_examples: int, dimension: int, account: NamedAccount | None = None
+) -> Mechanism:
     """The frozen mechanism of a run.
 
     Guarantee: a function of public numbers only, and of none that may differ between two executions of one run: the
@@ -147,7 +118,7 @@ def plan_mechanism(config: RunConfig, num_examples: int, dimension: int, shared_
 
     Args:
         num_examples: N. dimension: d, number of trainable parameters.
-        shared_cap: epsilon cap of the named account that pays, if it is not the run's own.
+        account: the named one that pays, if it is not the run's own.
 
     Raises:
         ConfigError, DatasetError, ModelError: the configuration does not fit the data or the ring; with numbers.
@@ -157,10 +128,11 @@ def plan_mechanism(config: RunConfig, num_examples: int, dimension: int, shared_
     _check_sizes(config, num_examples, dimension)
     sample_rate = _sample_rate(config, num_examples)
     honest = _honest_share(config)
-    noise = _noise_multiplier(config, sample_rate)
+    accountant = accountant_for(config, account)
+    noise = _noise_multiplier(config, sample_rate, accountant)
     slice_size = -(-num_examples // config.virtual_workers)
     draws = config.steps * config.virtual_workers
-    budget = _overflow_budget(config, sample_rate, noise, honest, shared_cap)
+    budget = _overflow_budget(config, sample_rate, noise, honest, account)
     rows, batches = physical_shape(slice_size, sample_rate, draws, budget, config.micro_batch_size)
     capacity = rows * batches
     private = config.dp_config.enabled
@@ -192,27 +164,31 @@ def plan_mechanism(config: RunConfig, num_examples: int, dimension: int, shared_
         micro_batch_size=rows,
         micro_batches=batches,
         overflow_probability=overflow_bound(slice_size, sample_rate, draws, capacity),
+        accountant=accountant,
     )
 
 
-def make_plan(config: RunConfig, num_examples: int, dimension: int, shared_cap: float | None = None) -> Plan:
+def make_plan(config: RunConfig, num_examples: int, dimension: int, account: NamedAccount | None = None) -> Plan:
     """The mechanism and all that follows from it; arguments and errors as :func:`plan_mechanism`.
 
     Raises:
         ConfigError: also ``delta_slack`` and ``cap_too_small``.
     """
-    mechanism = plan_mechanism(config, num_examples, dimension, shared_cap)
-    cap = account_cap(config) if shared_cap is None else shared_cap
+    mechanism = plan_mechanism(config, num_examples, dimension, account)
+    cap = account_cap(config) if account is None else account.epsilon_cap
     delta = config.dp_config.target_delta
     measurements = plan_measurements(config, mechanism)
     terms = total_slack((mechanism, *(each.mechanism for each in measurements)), cap)
     if terms.total > SLACK_SHARE * delta:
         raise ConfigError("delta_slack", _slack_message(terms, cap, delta), "Lower the cap, the steps or the size.")
 
-    def spent(finished: int, last: int) -> float:
-        return composed_epsilon(releases_within(mechanism, measurements, finished, last), delta, mechanism.accountant)
+    def releases(finished: int, last: int) -> Releases:
+        return releases_within(mechanism, measurements, finished, last)
 
-    steps = _steps_within(mechanism.steps, lambda step: spent(step, step - 1), cap)
+    def spent(finished: int, last: int) -> float:
+        return composed_epsilon(releases(finished, last), delta, mechanism.accountant)
+
+    steps = steps_within(mechanism.steps, lambda step: spent(step, step - 1), cap)
     if steps == 0:
         raise ConfigError(
             "cap_too_small",
@@ -226,6 +202,7 @@ def make_plan(config: RunConfig, num_examples: int, dimension: int, shared_cap: 
     return Plan(
         mechanism=mechanism,
         measurements=measurements,
+        releases=releases(steps, last),
         mechanism_costs=mechanism_costs(mechanism, measurements, delta),
         epsilon_cap=cap,
         delta=delta,
@@ -234,7 +211,7 @@ def make_plan(config: RunConfig, num_examples: int, dimension: int, shared_cap: 
         epsilon_outsiders=epsilon_against(mechanism, 0, delta, steps, counts),
         epsilon_one_worker=one_worker if math.isfinite(one_worker) else None,
         delta_terms=terms,
-        epsilon_curve=_curve(steps, lambda step: spent(step, min(step, last))),
+        epsilon_curve=epsilon_curve(steps, lambda step: releases(step, min(step, last)), delta, mechanism.accountant),
         sensitivity_inflation=mechanism.sensitivity / mechanism.max_grad_norm - 1,
         bytes_per_step=_masked_bytes(config, mechanism),
         object_store_bytes=_object_store_bytes(config, mechanism),
@@ -249,13 +226,13 @@ def hosted_at_most(config: RunConfig, workers: int) -> int:
 
 
 def _overflow_budget(
-    config: RunConfig, sample_rate: float, noise: float, honest: float, shared_cap: float | None
+    config: RunConfig, sample_rate: float, noise: float, honest: float, account: NamedAccount | None
 ) -> float:
     """eta: small enough for the cap and for the epsilon that will be stated against one worker."""
     dp = config.dp_config
     if not dp.enabled:
         return PUBLIC_OVERFLOW
-    cap = account_cap(config) if shared_cap is None else shared_cap
+    cap = account_cap(config) if account is None else account.epsilon_cap
     # The worst case of two workers, whatever the configuration has: the mechanism must not depend on their number.
     unknown = config.virtual_workers - hosted_at_most(config, 2)
     releases = (Release(sample_rate, noise, config.steps), *planned_measurements(config))
@@ -313,14 +290,14 @@ def _honest_share(config: RunConfig) -> float:
     return 1 - known / config.virtual_workers
 
 
-def _noise_multiplier(config: RunConfig, sample_rate: float) -> float:
+def _noise_multiplier(config: RunConfig, sample_rate: float, accountant: AccountantName) -> float:
     dp = config.dp_config
     if not dp.enabled:
         return 0.0
     if dp.target_epsilon is not None:
         others = planned_measurements(config)
-        check_affordable(others, dp.target_epsilon, dp.target_delta)
-        return solve_noise_multiplier(dp.target_epsilon, dp.target_delta, sample_rate, config.steps, others=others)
+        check_affordable(others, dp.target_epsilon, dp.target_delta, accountant)
+        return solve_noise_multiplier(dp.target_epsilon, dp.target_delta, sample_rate, config.steps, accountant, others)
     assert dp.noise_multiplier is not None
     if dp.noise_multiplier < SMALLEST_NOISE_MULTIPLIER:
         raise ConfigError(
@@ -328,23 +305,6 @@ def _noise_multiplier(config: RunConfig, sample_rate: float) -> float:
             f"a noise multiplier of {dp.noise_multiplier:g} is below {SMALLEST_NOISE_MULTIPLIER:g} and hides nothing.",
         )
     return dp.noise_multiplier
-
-
-def _steps_within(planned: int, spent: Callable[[int], float], cap: float) -> int:
-    """Largest number of planned steps whose epsilon, which grows with them, does not exceed the cap."""
-    low, high = 0, planned
-    while low < high:
-        middle = (low + high + 1) // 2
-        if spent(middle) <= cap:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _curve(steps: int, spent: Callable[[int], float]) -> tuple[tuple[int, float], ...]:
-    points = sorted({max(1, round(steps * point / CURVE_POINTS)) for point in range(1, CURVE_POINTS + 1)})
-    return tuple((point, spent(point)) for point in points)
 
 
 def _masked_bytes(config: RunConfig, mechanism: Mechanism) -> int:

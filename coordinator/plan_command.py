@@ -4,8 +4,10 @@ from pathlib import Path
 
 from coordinator import state
 from coordinator.config import DatasetConfig, RunConfig
+from coordinator.crosscheck import checked
 from coordinator.ledger import PrivacyLedger
-from coordinator.plan import Plan, make_plan, shared_cap
+from coordinator.payer import NamedAccount, named_account
+from coordinator.plan import Plan, make_plan
 from metrics.errors import ConfigError
 from workers.datasets import DatasetDescriptor, dataset_form
 from workers.measuring import check_measurable
@@ -20,7 +22,7 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
 
     Raises:
         ConfigError, DatasetError, ModelError: the run cannot be made as configured.
-        RefusedError: ``not_public``.
+        RefusedError: ``not_public`` or ``accountants_disagree``.
         BudgetError: ``ledger_missing`` or ``account_unknown`` or ``account_mismatch`` for the named account.
     """
     if config.dataset is None or config.model is None:
@@ -29,10 +31,10 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     model = build_model(ModelSource.of(config.model), config_dir, config.seed)
     loss, _ = loss_function(config.loss, config_dir)
     check_trainable(model, form, loss, deterministic=not config.allow_nondeterministic)
-    plan = make_plan(config, form.num_examples, parameter_count(model), _account_cap(config))
+    plan = make_plan(config, form.num_examples, parameter_count(model), _account(config))
     for measurement in plan.measurements:
         check_measurable(measurement, form)
-    return plan
+    return checked(plan)
 
 
 def descriptor(dataset: DatasetConfig) -> DatasetDescriptor:
@@ -41,12 +43,12 @@ def descriptor(dataset: DatasetConfig) -> DatasetDescriptor:
     return DatasetDescriptor(**{**dataset.model_dump(), "features": tuple(columns)})
 
 
-def _account_cap(config: RunConfig) -> float | None:
-    """Epsilon cap of the named account; None if the run opens its own."""
+def _account(config: RunConfig) -> NamedAccount | None:
+    """The named account; None if the run opens its own."""
     if config.ledger.account is None:
         return None
     ledger = PrivacyLedger(config.ledger.url or state.ledger_url(), create=False)
     try:
-        return shared_cap(ledger.view(), config)
+        return named_account(ledger.view(), config)
     finally:
         ledger.close()

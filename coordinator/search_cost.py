@@ -10,6 +10,7 @@ from typing import Any
 
 from coordinator.accounting import SLACK_SHARE
 from coordinator.calibration import composed_epsilon, solve_noise_multiplier
+from coordinator.plan import Plan
 from coordinator.releases import Release, Releases
 from metrics.errors import ConfigError
 
@@ -74,6 +75,19 @@ def search_cost(
         noise_multiplier=_noise(training, others, trials, epsilon_cap, delta) if slack_share <= 1 else None,
         slack_share=slack_share,
     )
+
+
+def search_of(plan: Plan, trials: int) -> SearchCost:
+    """What ``trials`` runs of a plan cost, at its account's cap and delta.
+
+    Raises:
+        ConfigError: ``trials``, or ``not_private`` for a plan that charges nothing.
+    """
+    if not plan.mechanism.private:
+        raise ConfigError("not_private", "a search on public data costs no privacy.", "Leave --trials out.")
+    mechanisms = (plan.mechanism, *(each.mechanism for each in plan.measurements))
+    training, *others = (Release(each.sample_rate, each.noise_multiplier, each.steps) for each in mechanisms)
+    return search_cost(training, tuple(others), trials, plan.epsilon_cap, plan.delta, plan.delta_terms.total)
 
 
 def _times(releases: Releases, trials: int) -> Releases:

@@ -74,9 +74,9 @@ def released_text(released: "Released", most: int = 12) -> str:
     return f"{', '.join(texts)}{rest}; noised, after {released.after} steps"
 
 
-def plan_table(plan: "Plan") -> Table:
-    """What a run will spend and need."""
-    return fields_table("Plan (nothing is charged yet)", plan_rows(plan))
+def plan_table(plan: "Plan", more: Iterable[tuple[str, str]] = ()) -> Table:
+    """What a run will spend and need, and ``more`` rows."""
+    return fields_table("Plan (nothing is charged yet)", [*plan_rows(plan), *more])
 
 
 def plan_rows(plan: "Plan") -> list[tuple[str, str]]:
@@ -89,6 +89,7 @@ def plan_rows(plan: "Plan") -> list[tuple[str, str]]:
         *_mechanism_rows(plan),
         ("steps", f"{plan.steps_within_cap} of {mechanism.steps} fit below the cap {plan.epsilon_cap:g}"),
         ("ε", f"{epsilon_text(plan.epsilon)} charged at δ = {plan.delta:g} ({mechanism.accountant} accountant)"),
+        *accountant_rows(plan.epsilon_by_accountant, plan.accountants_not_computed),
         ("ε, outsiders", f"{epsilon_text(plan.epsilon_outsiders)}, the aggregator included"),
         ("ε, one worker", f"{epsilon_text(plan.epsilon_one_worker)}, it and the aggregator together"),
         ("ε by step", ", ".join(f"{step}: {epsilon_text(value)}" for step, value in _some(plan.epsilon_curve))),
@@ -104,6 +105,13 @@ def _some(curve: tuple[tuple[int, float], ...], points: int = 8) -> list[tuple[i
     """At most ``points`` points of ``curve``, evenly spread, the last included."""
     count = min(points, len(curve))
     return [curve[(index + 1) * len(curve) // count - 1] for index in range(count)]
+
+
+def accountant_rows(epsilon: Mapping[str, float], missing: Mapping[str, str]) -> list[tuple[str, str]]:
+    """One line with what each accountant says, and why one says nothing; none where they were not asked."""
+    said = [f"{name.replace('_', ' ')} {epsilon_text(value)}" for name, value in epsilon.items()]
+    said += [f"{name.replace('_', ' ')} not computed: {reason}" for name, reason in missing.items()]
+    return [("ε by accountant", ", ".join(said))] if said else []
 
 
 def _mechanism_rows(plan: "Plan") -> list[tuple[str, str]]:

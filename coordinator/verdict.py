@@ -6,15 +6,16 @@ evidence is, and whether a rollback of the ledger would be noticed.
 
 import io
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
 from rich.console import Console
 from rich.table import Table
 
-from coordinator.tables import epsilon_text, fields_table, released_text, size_text
+from coordinator.tables import accountant_rows, epsilon_text, fields_table, released_text, size_text
 from workers.measurement import Released
+from workers.mechanism import AccountantName
 
 SIMULATED = "simulated"
 
@@ -34,6 +35,9 @@ class Verdict:
         privacy_epsilon_charged: what the account has been charged by all its runs; never below what this run spent.
         privacy_delta: delta of each epsilon, the design's slack terms included.
         epsilon_cap: what the account may spend.
+        accountant: with which the account is held.
+        epsilon_by_accountant: of what this run released, by four accountants; the noise of ``colluding_workers`` is
+            not counted on. ``accountants_not_computed`` says why one is not there.
         exact: False if operations without a deterministic kernel were allowed: a repeat may give other bytes.
         evaluation_accuracy: share in [0, 1] on the public split; None without one, or where the loss is measured.
         evaluation_loss: mean over the examples of the public split, for a loss that has no accuracy; else None.
@@ -68,6 +72,9 @@ class Verdict:
     exact: bool = True
     evaluation_loss: float | None = None
     measurements: tuple[Released, ...] = ()
+    accountant: AccountantName | None = None
+    epsilon_by_accountant: dict[str, float] = field(default_factory=dict)
+    accountants_not_computed: dict[str, str] = field(default_factory=dict)
     rollback_witness: bool = False
     colocated: bool = False
     warnings: tuple[str, ...] = ()
@@ -153,9 +160,15 @@ def _budget_rows(verdict: Verdict) -> list[tuple[str, str]]:
     return [
         ("ε spent", f"{epsilon_text(verdict.privacy_epsilon)} of {epsilon_text(verdict.epsilon_cap)}, {_OUTSIDERS}"),
         ("ε with one worker", f"{epsilon_text(verdict.privacy_epsilon_one_worker)}, {_ONE_WORKER}"),
-        ("ε charged", f"{epsilon_text(verdict.privacy_epsilon_charged)} to the account, by all its runs"),
+        ("ε charged", _charged(verdict)),
+        *accountant_rows(verdict.epsilon_by_accountant, verdict.accountants_not_computed),
         ("δ", "unknown" if verdict.privacy_delta is None else f"{verdict.privacy_delta:g}"),
     ]
+
+
+def _charged(verdict: Verdict) -> str:
+    held = f"; it is held with {verdict.accountant}" if verdict.accountant else ""
+    return f"{epsilon_text(verdict.privacy_epsilon_charged)} to the account, by all its runs{held}"
 
 
 _OUTSIDERS = "against outsiders and the aggregator"

@@ -4,9 +4,12 @@ import math
 from importlib.metadata import version
 from pathlib import Path
 
+from coordinator.accounting import accountant_delta
 from coordinator.calibration import epsilon_against
+from coordinator.crosscheck import CrossCheck, cross_check
 from coordinator.ledger_view import LedgerView
 from coordinator.outcome import Finished
+from coordinator.releases import Release
 from coordinator.verdict import Verdict
 from metrics import collectors
 from raycloak_layout import VERSION
@@ -57,6 +60,10 @@ def verdict_of(
     beside = [(each.mechanism, finished.measured[each.query]) for each in finished.plan.measurements]
     outsiders = epsilon_against(mechanism, 0, delta, finished.steps, beside) if private else None
     one_worker = epsilon_against(mechanism, finished.most_hosted, delta, finished.steps, beside) if private else None
+    check = _cross_check(finished)
+    problem = check.disagreement() if check else None
+    if problem:
+        warnings += (f"THE ACCOUNTANTS DISAGREE: {problem}.",)
     return Verdict(
         run_dir=folder,
         steps=finished.steps,
@@ -68,6 +75,9 @@ def verdict_of(
         privacy_epsilon_charged=finished.charged_epsilon if private else None,
         privacy_delta=delta if private else None,
         epsilon_cap=finished.plan.epsilon_cap if private else None,
+        accountant=mechanism.accountant if private else None,
+        epsilon_by_accountant=check.epsilon if check else {},
+        accountants_not_computed=check.not_computed if check else {},
         exact=finished.manifest.computation.exact,
         evaluation_accuracy=finished.evaluation.accuracy if finished.evaluation else None,
         evaluation_loss=finished.evaluation.loss if finished.evaluation else None,
@@ -82,3 +92,14 @@ def verdict_of(
         colocated=finished.colocated,
         warnings=warnings,
     )
+
+
+def _cross_check(finished: Finished) -> CrossCheck | None:
+    """What four accountants say of all that a run released, at the noise it was planned with; None of nothing."""
+    plan = finished.plan
+    made = [(plan.mechanism, finished.steps)]
+    made += [(each.mechanism, finished.measured[each.query]) for each in plan.measurements]
+    releases = tuple(
+        Release(each.sample_rate, each.noise_multiplier, count) for each, count in made if each.private and count
+    )
+    return cross_check(releases, accountant_delta(plan.delta)) if releases else None

@@ -53,7 +53,7 @@ manifest = rc.build_manifest(
     ledger_key=ledger_view.public_key, orchestrator_key=orchestrator_key,
     key_commitments=get(orchestrator.key_commitments.remote(rc.key_context(computation, answer), 8, 1))[0],
 )  # fmt: skip
-get(ledger.open_account.remote("by-hand", plan.epsilon_cap, plan.delta))
+get(ledger.open_account.remote("by-hand", plan.epsilon_cap, plan.delta, accountant=plan.mechanism.accountant))
 get(ledger.register_run.remote(run_id, "by-hand", (plan.mechanism,), manifest.digest()))
 
 # Evidence before keys, keys before data.

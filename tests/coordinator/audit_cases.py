@@ -38,7 +38,7 @@ def small_config(
         "model": "tests.models:small_model",
         "dataset": {"kind": "npz", "path": "examples.npz", "features": "features"},
         "optimizer": {"learning_rate": 0.5, "momentum": 0.9},
-        "dp_config": {"target_epsilon": epsilon, "target_delta": DELTA},
+        "dp_config": {"target_epsilon": epsilon, "target_delta": DELTA, "accountant": "rdp"},
     }
     return parse_config({**raw, **fields})
 

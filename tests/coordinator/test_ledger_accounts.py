@@ -15,7 +15,7 @@ from coordinator.ledger_audit import audit
 from coordinator.ledger_authority import CapAuthorisation, SignedCap, authorise
 from coordinator.ledger_entries import AccountClosed, CapChanged, CapTransferred, Event, RunRegistered, make_entry
 from coordinator.ledger_view import AccountView, LedgerView
-from coordinator.plan import shared_cap
+from coordinator.payer import named_account
 from metrics.errors import BudgetError, ConfigError
 from tests.coordinator.ledger_cases import (
     CAP,
@@ -189,12 +189,12 @@ def test_a_run_keeps_the_cap_it_was_planned_for(ledger: PrivacyLedger):
 def test_a_plan_takes_the_cap_its_run_was_registered_at_and_no_new_run_on_a_closed_account(ledger: PrivacyLedger):
     settings = config(ledger={"account": "patients"})
     ledger.change_cap("patients", 7.0)
-    assert shared_cap(ledger.view(), settings) == 7.0
-    assert shared_cap(ledger.view(), settings, "run-a") == CAP
+    assert named_account(ledger.view(), settings).epsilon_cap == 7.0
+    assert named_account(ledger.view(), settings, "run-a").epsilon_cap == CAP
     ledger.close_account("patients")
-    assert shared_cap(ledger.view(), settings, "run-a") == CAP
+    assert named_account(ledger.view(), settings, "run-a").epsilon_cap == CAP
     with pytest.raises(BudgetError, match="account_closed"):
-        shared_cap(ledger.view(), settings, "run-b")
+        named_account(ledger.view(), settings, "run-b")
 
 
 # --- transfers

@@ -11,9 +11,11 @@ from coordinator.accounting import SLACK_SHARE, effective_noise_multiplier
 from coordinator.calibration import epsilon_of
 from coordinator.capacity import overflow_bound, physical_shape
 from coordinator.config import RunConfig, parse_config
+from coordinator.crosscheck import checked
 from coordinator.ledger_entries import Head
 from coordinator.ledger_view import AccountView, LedgerView
-from coordinator.plan import make_plan, plan_mechanism, shared_cap
+from coordinator.payer import NamedAccount, named_account
+from coordinator.plan import make_plan, plan_mechanism
 from coordinator.tables import plan_rows
 from metrics.errors import BudgetError, ConfigError, DatasetError, ModelError, RefusedError
 
@@ -39,8 +41,9 @@ def test_the_demo_is_planned_to_its_target():
     )
     mechanism = plan.mechanism
     assert mechanism.sample_rate == 359 / 1437
-    assert 2.42 < mechanism.noise_multiplier < 2.43
-    assert 0.999 * 8 <= plan.epsilon <= 8.0
+    assert 2.28 < mechanism.noise_multiplier < 2.29
+    assert mechanism.accountant == "pld"
+    assert 0.997 * 8 <= plan.epsilon <= 8.0
     assert plan.steps_within_cap == 200
     assert plan.epsilon_outsiders <= plan.epsilon < (plan.epsilon_one_worker or 0)
     assert mechanism.ring_bits == 32
@@ -171,7 +174,7 @@ def test_a_single_worker_leaves_no_guarantee_against_itself():
 
 
 def test_a_shared_accounts_cap_replaces_the_runs_own():
-    plan = make_plan(config(), 1437, 4810, shared_cap=3.0)
+    plan = make_plan(config(), 1437, 4810, account=NamedAccount(3.0, "rdp"))
     assert plan.epsilon_cap == 3.0
     assert plan.epsilon <= 3.0
 
@@ -216,8 +219,35 @@ def test_a_shared_account_must_exist_and_state_the_same_delta() -> None:
     account = AccountView("patients", 3.0, 1e-7, "rdp", 0.0, 0.0, 0.0, ())
     view = LedgerView(bytes(32), 1, Head(), (account,))
     with pytest.raises(BudgetError, match="account_unknown"):
-        shared_cap(view, config(ledger={"account": "others"}))
+        named_account(view, config(ledger={"account": "others"}))
     with pytest.raises(BudgetError, match="account_mismatch"):
-        shared_cap(view, config(ledger={"account": "patients"}))
+        named_account(view, config(ledger={"account": "patients"}))
     same = config(ledger={"account": "patients"}, dp_config={"target_epsilon": 3.0, "target_delta": 1e-7})
-    assert shared_cap(view, same) == 3.0
+    assert named_account(view, same) == NamedAccount(3.0, "rdp")
+
+
+def test_a_runs_own_account_is_planned_with_pld_and_a_named_one_with_its_own_accountant() -> None:
+    own = make_plan(config(), 1437, 4810)
+    named = make_plan(config(ledger={"account": "a"}), 1437, 4810, account=NamedAccount(8.0, "rdp"))
+    asked = make_plan(config(dp_config={**config().dp_config.model_dump(), "accountant": "rdp"}), 1437, 4810)
+    assert [plan.mechanism.accountant for plan in (own, named, asked)] == ["pld", "rdp", "rdp"]
+    assert own.epsilon < 0.97 * named.epsilon == pytest.approx(0.97 * asked.epsilon)
+    assert "dp-accounting" in own.as_json()["accountant_version"]
+
+
+def test_an_account_held_with_another_accountant_than_configured_is_refused() -> None:
+    account = AccountView("patients", 3.0, 1e-5, "rdp", 0.0, 0.0, 0.0, ())
+    view = LedgerView(bytes(32), 1, Head(), (account,))
+    wrong = config(ledger={"account": "patients"}, dp_config={"target_epsilon": 3.0, "accountant": "pld"})
+    with pytest.raises(BudgetError, match=r"account_mismatch.*held with the rdp accountant.*says pld"):
+        named_account(view, wrong)
+
+
+def test_a_checked_plan_says_what_four_accountants_say_in_json_and_table() -> None:
+    plan = checked(make_plan(config(), 1437, 4810))
+    found = plan.as_json()["epsilon_by_accountant"]
+    assert set(found) == {"dp_accounting_pld", "dp_accounting_rdp", "opacus_prv", "opacus_rdp"}
+    assert plan.epsilon == pytest.approx(found["dp_accounting_pld"], rel=1e-9)
+    assert "opacus prv" in dict(plan_rows(plan))["ε by accountant"]
+    open_data = config(dp_config={"enabled": False}, dataset=DIGITS | {"public": True})
+    assert checked(make_plan(open_data, 1437, 10)).epsilon_by_accountant == {}

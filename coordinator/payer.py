@@ -1,0 +1,94 @@
+"""Who pays for a run: its own account or a named one, with which accountant, and how far its cap reaches."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from coordinator.calibration import composed_curve
+from coordinator.config import RunConfig
+from coordinator.ledger_view import LedgerView
+from coordinator.releases import Releases
+from metrics.errors import BudgetError
+from workers.mechanism import AccountantName
+
+CURVE_POINTS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class NamedAccount:
+    """What a plan needs of the account that the configuration names."""
+
+    epsilon_cap: float
+    accountant: AccountantName
+
+
+def account_cap(config: RunConfig) -> float:
+    """Epsilon cap of the run's own account; 0 where privacy is switched off."""
+    dp = config.dp_config
+    if not dp.enabled:
+        return 0.0
+    cap = dp.epsilon_cap if dp.epsilon_cap is not None else dp.target_epsilon
+    assert cap is not None
+    return cap
+
+
+def named_account(view: LedgerView, config: RunConfig, run_id: str = "") -> NamedAccount:
+    """The account that the configuration names, with the cap that it had when ``run_id`` was registered, if it was.
+
+    A run is planned once: a cap that changes later ends it sooner or lets others go on, but changes nothing of it.
+
+    Raises:
+        BudgetError: ``account_unknown``, ``account_closed`` for a new run, or ``account_mismatch`` if its delta or its
+            accountant is not the configuration's: every epsilon of the run is stated at one delta, and planned with
+            what holds the cap.
+    """
+    name, delta = config.ledger.account, config.dp_config.target_delta
+    account = next((account for account in view.accounts if account.name == name), None)
+    if account is None:
+        raise BudgetError("account_unknown", f"there is no account '{name}'.", f"Open it: raycloak budget open {name}")
+    if account.delta != delta:
+        raise BudgetError(
+            "account_mismatch",
+            f"account '{name}' is open with delta {account.delta:g}, the configuration says {delta:g}.",
+            f"Set dp_config.target_delta to {account.delta:g}.",
+        )
+    asked = config.dp_config.accountant
+    if config.dp_config.enabled and asked not in ("auto", account.accountant):
+        raise BudgetError(
+            "account_mismatch",
+            f"account '{name}' is held with the {account.accountant} accountant, the configuration says {asked}.",
+            "Set dp_config.accountant to auto, or name another account.",
+        )
+    planned = next((run.epsilon_cap for run in account.runs if run.run_id == run_id), None)
+    if planned is None and account.closed:
+        raise BudgetError("account_closed", f"account '{name}' is closed: no new run may charge to it.")
+    return NamedAccount(account.epsilon_cap if planned is None else planned, account.accountant)
+
+
+def accountant_for(config: RunConfig, account: NamedAccount | None) -> AccountantName:
+    """The named account's; for the run's own account what is configured, and by default the tight one."""
+    if account is not None:
+        return account.accountant
+    if config.dp_config.accountant != "auto":
+        return config.dp_config.accountant
+    return "pld" if config.dp_config.enabled else "rdp"
+
+
+def steps_within(planned: int, spent: Callable[[int], float], cap: float) -> int:
+    """Largest number of planned steps whose epsilon, which grows with them, does not exceed the cap."""
+    low, high = 0, planned
+    middle = planned
+    while low < high:
+        if spent(middle) <= cap:
+            low = middle
+        else:
+            high = middle - 1
+        middle = (low + high + 1) // 2
+    return low
+
+
+def epsilon_curve(
+    steps: int, releases: Callable[[int], Releases], delta: float, accountant: AccountantName
+) -> tuple[tuple[int, float], ...]:
+    """(steps, epsilon) at up to ``CURVE_POINTS`` points, of what was released until then; the last at ``steps``."""
+    points = sorted({max(1, round(steps * point / CURVE_POINTS)) for point in range(1, CURVE_POINTS + 1)})
+    return tuple(zip(points, composed_curve([releases(point) for point in points], delta, accountant), strict=True))
