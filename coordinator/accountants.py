@@ -65,12 +65,14 @@ class Spend:
 
     Attributes:
         rdp: at the account's orders, of all its charges.
-        counts: per mechanism of the run, its charges.
+        counts: per private mechanism of the run, its charges.
+        releases: the same charges as releases, without those that were never made.
         quote: what its registration recorded.
     """
 
     rdp: NDArray[np.float64]
     counts: tuple[int, ...]
+    releases: Releases
     quote: Quote
 
 
@@ -171,10 +173,19 @@ class PrivacyLossAccountant:
         return Quote(counts, tuple(accumulate(epsilon, max)))
 
     def spent(self, spends: Sequence[Spend], terms: Terms) -> float:
-        """The recorded epsilon of the next point of the plan, or Renyi's value where that is smaller."""
-        quoted = [spend.quote.at(spend.counts) for spend in spends if any(spend.counts)]
+        """The recorded epsilon of the next point of the plan, or Renyi's value where that is smaller.
+
+        Where both are above the cap, the charges themselves are composed, so that none is refused that fits: points
+        have every mechanism in proportion, and a run may be ahead with one of them.
+        """
+        made = [spend for spend in spends if spend.releases]
         renyi = RENYI.spent(spends, terms)
-        return min(renyi, quoted[0]) if len(quoted) == 1 else renyi
+        if len(made) != 1:
+            return renyi
+        looked_up = min(renyi, made[0].quote.at(made[0].counts))
+        if looked_up <= terms.epsilon_cap:
+            return looked_up
+        return min(looked_up, privacy_loss.epsilon(made[0].releases, terms.delta))
 
     def ratio(self, spends: Sequence[Spend], terms: Terms) -> float:
         """See :class:`Accountant`."""

@@ -51,9 +51,14 @@ class PricedRun:
 
     def spend(self, charged: Mapping[Query, int]) -> Spend:
         """What that many releases of each mechanism cost; public ones cost nothing and are not counted."""
-        private = [(charged[query], each.step_rdp) for query, each in self.priced.items() if each.mechanism.private]
-        rdp = sum((count * cost for count, cost in private), np.zeros(len(self.registered.step_rdp[0])))
-        return Spend(rdp, tuple(count for count, _ in private), self.quote)
+        private = [(charged[query], each) for query, each in self.priced.items() if each.mechanism.private]
+        rdp = sum((count * each.step_rdp for count, each in private), np.zeros(len(self.registered.step_rdp[0])))
+        releases = tuple(
+            Release(each.mechanism.sample_rate, each.mechanism.noise_multiplier, count)
+            for count, each in private
+            if count
+        )
+        return Spend(rdp, tuple(count for count, _ in private), releases, self.quote)
 
 
 def registration(

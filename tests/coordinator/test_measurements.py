@@ -110,7 +110,7 @@ def test_every_release_is_charged_once_before_it_is_made_as_an_event_of_its_own(
         ("evaluation", 2, 2),
     ]
     alone = (Release(0.5, 2.0, 3), Release(1.0, 0.5, 1), Release(1.0, 2.0, 2))
-    assert spent == pytest.approx(composed_epsilon(alone, 1e-5), rel=1e-9)
+    assert spent == pytest.approx(composed_epsilon(alone, 1e-5, "pld"), rel=1e-9)
     assert measured.finished.charged_epsilon == pytest.approx(measured.finished.plan.epsilon, rel=1e-9)
 
 
@@ -305,8 +305,8 @@ def test_the_target_covers_training_and_every_measurement():
     planned, bare = plan(**target), plan(**target, measurements={})
     assert planned.mechanism.noise_multiplier > bare.mechanism.noise_multiplier
     everything = releases_within(planned.mechanism, planned.measurements, 3, 3)
-    assert 0.999 * 30 <= composed_epsilon(everything, 1e-5) <= 30
-    assert planned.epsilon == composed_epsilon(everything, 1e-5)
+    assert 0.997 * 30 <= composed_epsilon(everything, 1e-5, "pld") <= 30
+    assert planned.epsilon == composed_epsilon(everything, 1e-5, "pld")
     assert planned.steps_within_cap == 3
     assert planned.epsilon_curve[-1] == (3, planned.epsilon)
 
@@ -321,7 +321,7 @@ def test_the_plan_lists_each_mechanism_with_its_own_epsilon_and_the_total():
     ]
     alone = [each.epsilon_alone for each in planned.mechanism_costs]
     assert max(alone) < planned.epsilon < sum(alone)
-    assert alone[1] == pytest.approx(composed_epsilon((Release(1.0, 0.5, 1),), 1e-5))
+    assert alone[1] == pytest.approx(composed_epsilon((Release(1.0, 0.5, 1),), 1e-5, "pld"))
     assert [each["mechanism"]["query"] for each in fields["measurements"]] == ["class_counts", "evaluation"]
     rows = dict(plan_rows(planned))
     assert "2 times at noise multiplier 2" in rows["evaluation"]
@@ -330,7 +330,7 @@ def test_the_plan_lists_each_mechanism_with_its_own_epsilon_and_the_total():
 
 def test_the_cap_counts_what_is_measured_before_a_step():
     before_the_last = (Release(0.5, 2.0, 3), Release(1.0, 0.5, 1), Release(1.0, 2.0, 1))
-    cap = composed_epsilon(before_the_last, 1e-5) - 1e-6
+    cap = composed_epsilon(before_the_last, 1e-5, "pld") - 1e-6
     capped = {"noise_multiplier": 2.0, "epsilon_cap": cap}
     with_counts, without = plan(dp_config=capped), plan(dp_config=capped, measurements={})
     assert without.steps_within_cap == 3
@@ -338,9 +338,11 @@ def test_the_cap_counts_what_is_measured_before_a_step():
     assert with_counts.epsilon <= cap
 
 
-def test_a_cap_without_room_for_the_last_evaluation_ends_the_run_there(tmp_path):
-    full = plan().epsilon
-    run = trained(tmp_path, **{**MEASURED, "dp_config": {"noise_multiplier": 2.0, "epsilon_cap": full - 1e-6}})
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+def test_a_cap_without_room_for_the_last_evaluation_ends_the_run_there(tmp_path, accountant: str):
+    held = {**MEASURED["dp_config"], "accountant": accountant}
+    full = plan(dp_config=held).epsilon
+    run = trained(tmp_path, **{**MEASURED, "dp_config": held | {"epsilon_cap": full - 1e-6}})
     assert run.finished.steps == 3
     assert run.finished.ending.value == "cap_exceeded"
     assert charges(run) == BEFORE_THE_LAST

@@ -135,7 +135,7 @@ def terms(cap: float) -> Terms:
 
 def spend(counts: tuple[int, ...], plan: tuple[Release, ...], quote: Quote) -> Spend:
     parts = [Release(r.sample_rate, r.noise_multiplier, n) for r, n in zip(plan, counts, strict=True) if n]
-    return Spend(composed_rdp(parts), counts, quote)
+    return Spend(composed_rdp(parts), counts, tuple(parts), quote)
 
 
 def test_a_quote_covers_the_plan_and_is_never_below_what_a_part_costs():
