@@ -86,7 +86,9 @@ def test_workers_asked_to_leave_drained_and_dead_nodes_change_no_byte(raylets, r
             each.kill()
     assert done.code == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
-    assert answer["departed"][:3] == ["left", "preempted", "died"]
+    assert answer["departed"][:2] == ["left", "preempted"]
+    # A worker whose raylet is gone ends by itself; the driver may notice that before it hears of the node's death.
+    assert answer["departed"][2] in ("died", "unreachable")
     assert answer["same"]
     assert answer["steps"] == 90
     assert answer["repeated"] == 1
