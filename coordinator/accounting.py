@@ -22,8 +22,6 @@ from workers.mechanism import Mechanism
 from workers.noise import ROUNDING_DISTANCE, ROUNDING_VARIANCE, SAMPLER_DISTANCE
 from workers.ring import TAIL_DEVIATIONS
 
-ACCOUNTANT = "rdp"
-
 ORDERS: tuple[float, ...] = (
     *(1 + tenth / 10 for tenth in range(1, 100)),
     *(float(order) for order in range(11, 65)),

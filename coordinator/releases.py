@@ -9,8 +9,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-ADJACENCY = "zero_out"
-
 
 @dataclass(frozen=True, slots=True)
 class Release:

@@ -41,11 +41,6 @@ def simulator_folder() -> Path:
     return _folder(home() / "simulator")
 
 
-def orchestrator_database(run_id: str) -> Path:
-    """File of the orchestrator's durable state of one run; its folder exists, with mode 0700."""
-    return _folder(home() / "orchestrator") / f"{run_id}.sqlite"
-
-
 def run_lock(run_id: str) -> Path:
     """File whose lock is held by the one process that executes the run."""
     return _folder(home() / "orchestrator") / f"{run_id}.lock"

@@ -36,7 +36,7 @@ def test_a_home_that_cannot_be_made_is_refused(monkeypatch: pytest.MonkeyPatch, 
 
 def test_paths_below_home(raycloak_home: Path):
     assert state.ledger_url() == f"sqlite:///{raycloak_home}/ledger.sqlite"
-    assert state.orchestrator_database("ab12") == raycloak_home / "orchestrator" / "ab12.sqlite"
+    assert state.run_lock("ab12") == raycloak_home / "orchestrator" / "ab12.lock"
     assert state.simulator_folder() == raycloak_home / "simulator"
     for name in ("orchestrator", "simulator"):
         assert (raycloak_home / name).stat().st_mode & 0o777 == 0o700
