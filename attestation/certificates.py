@@ -1,4 +1,6 @@
-"""Walks X.509 chains to a pinned root and reads revocation lists, for the certificates behind a quote.
+"""Walks X.509 chains to a pinned root and reads revocation lists, for the certificates behind any kind of evidence.
+
+Keys are ECDSA on P-256 (Intel) or P-384 (AMD leaves, NVIDIA), or RSA (AMD).
 
 A root is compared by its public key, since a vendor may issue its root certificate again with the same key.
 """
@@ -10,7 +12,8 @@ from itertools import pairwise
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, SECP256R1, EllipticCurvePublicKey
+from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, SECP256R1, SECP384R1, EllipticCurvePublicKey
+from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 from cryptography.hazmat.primitives.asymmetric.utils import encode_dss_signature
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
@@ -18,7 +21,10 @@ from cryptography.x509.oid import NameOID
 
 from attestation.evidence import Refusal, refuse
 
-_MAX_CHAIN = 4
+PublicKey = EllipticCurvePublicKey | RSAPublicKey
+
+_MAX_CHAIN = 5
+_MIN_RSA_BITS = 3072
 _UNREADABLE = (
     ValueError,
     TypeError,
@@ -30,8 +36,21 @@ _UNREADABLE = (
 
 
 def key_id(certificate: x509.Certificate) -> bytes:
-    """SHA-384 of the certificate's uncompressed P-256 point, 48 bytes."""
-    return hashlib.sha384(_public_key(certificate).public_bytes(Encoding.X962, PublicFormat.UncompressedPoint)).digest()
+    """SHA-384 of the certificate's uncompressed point, or of the SubjectPublicKeyInfo of an RSA key; 48 bytes."""
+    key = public_key(certificate)
+    if isinstance(key, EllipticCurvePublicKey):
+        return hashlib.sha384(key.public_bytes(Encoding.X962, PublicFormat.UncompressedPoint)).digest()
+    return hashlib.sha384(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).digest()
+
+
+def public_key(certificate: x509.Certificate) -> PublicKey:
+    """The certificate's key; ValueError if it is none of the kinds that vendors use."""
+    key = certificate.public_key()
+    if isinstance(key, EllipticCurvePublicKey) and isinstance(key.curve, SECP256R1 | SECP384R1):
+        return key
+    if isinstance(key, RSAPublicKey) and key.key_size >= _MIN_RSA_BITS:
+        return key
+    raise ValueError("the certificate has no P-256, P-384 or RSA key")
 
 
 def common_name(certificate: x509.Certificate) -> str:
@@ -41,7 +60,7 @@ def common_name(certificate: x509.Certificate) -> str:
 
 
 def read_certificates(pem: bytes) -> tuple[x509.Certificate, ...]:
-    """The certificates in ``pem``, each with a P-256 key and readable in every part that is used later.
+    """The certificates in ``pem``, each with a known kind of key and readable in every part that is used later.
 
     Raises:
         ValueError: for anything else.
@@ -113,7 +132,7 @@ def load_crl(der: bytes, issuer: x509.Certificate, what: str) -> x509.Certificat
     """
     try:
         crl = x509.load_der_x509_crl(der)
-        genuine = crl.is_signature_valid(_public_key(issuer))
+        genuine = crl.is_signature_valid(public_key(issuer))
     except _UNREADABLE:
         refuse(Refusal.COLLATERAL_STALE, f"there is no readable {what} revocation list")
     if not genuine:
@@ -138,12 +157,13 @@ def check_crl_window(crl: x509.CertificateRevocationList, now: datetime, what: s
 
 def signed_by(certificate: x509.Certificate, signature: bytes, message: bytes) -> bool:
     """Whether 64 raw bytes r and s are the ECDSA P-256 SHA-256 signature of the certificate's key."""
-    return ecdsa_is_valid(_public_key(certificate), signature, message)
+    key = public_key(certificate)
+    return isinstance(key, EllipticCurvePublicKey) and ecdsa_is_valid(key, signature, message)
 
 
 def ecdsa_is_valid(key: EllipticCurvePublicKey, signature: bytes, message: bytes) -> bool:
-    """Whether 64 raw bytes r and s are ``key``'s ECDSA SHA-256 signature of ``message``."""
-    if len(signature) != 64:
+    """Whether 64 raw bytes r and s are ``key``'s ECDSA P-256 SHA-256 signature of ``message``."""
+    if len(signature) != 64 or not isinstance(key.curve, SECP256R1):
         return False
     r, s = int.from_bytes(signature[:32], "big"), int.from_bytes(signature[32:], "big")
     try:
@@ -163,20 +183,13 @@ def point(raw: bytes) -> EllipticCurvePublicKey | None:
 
 def _read_through(certificate: x509.Certificate) -> None:
     """The library reads most parts only when they are asked for; ask now, so that no later access can fail."""
-    _public_key(certificate)
+    public_key(certificate)
     # A signature is whole bytes. Libraries ignore unused bits, which would give one certificate two encodings.
     if not certificate.public_bytes(Encoding.DER).endswith(b"\0" + certificate.signature):
         raise ValueError("the signature is not whole bytes")
     parts = (certificate.subject, certificate.issuer, certificate.extensions, certificate.serial_number)
     window = (certificate.not_valid_before_utc, certificate.not_valid_after_utc)
     assert all(part is not None for part in (*parts, *window))
-
-
-def _public_key(certificate: x509.Certificate) -> EllipticCurvePublicKey:
-    key = certificate.public_key()
-    if not isinstance(key, EllipticCurvePublicKey) or not isinstance(key.curve, SECP256R1):
-        raise ValueError("the certificate has no P-256 key")
-    return key
 
 
 def _issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
@@ -188,11 +201,17 @@ def _issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
 
 
 def _may_issue(issuer: x509.Certificate, intermediates: int) -> bool:
-    """Whether ``issuer`` is a CA that may stand above that many intermediate certificates."""
+    """Whether ``issuer`` is a CA that may stand above that many intermediate certificates (RFC 5280, 6.1.4)."""
     try:
         constraints = issuer.extensions.get_extension_for_class(x509.BasicConstraints).value
-        usage = issuer.extensions.get_extension_for_class(x509.KeyUsage).value
     except x509.ExtensionNotFound:
         return False
     long_enough = constraints.path_length is None or constraints.path_length >= intermediates
-    return constraints.ca and usage.key_cert_sign and long_enough
+    return constraints.ca and long_enough and _usage_allows_issuing(issuer)
+
+
+def _usage_allows_issuing(issuer: x509.Certificate) -> bool:
+    try:
+        return issuer.extensions.get_extension_for_class(x509.KeyUsage).value.key_cert_sign
+    except x509.ExtensionNotFound:
+        return True  # RFC 5280, 6.1.4 (n), looks at the extension only where there is one.

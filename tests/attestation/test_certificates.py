@@ -4,7 +4,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding
 from hypothesis import given
 from hypothesis import strategies as st
@@ -88,14 +88,27 @@ def test_a_path_longer_than_its_ca_allows_is_refused(pki) -> None:
     assert codes(check_links, chain, "test") == "chain_broken"
 
 
-def test_certificates_without_a_p256_key_or_ca_extensions_are_refused(pki) -> None:
+def test_certificates_without_a_known_kind_of_key_or_ca_extensions_are_refused(pki) -> None:
     key = ec.generate_private_key(ec.SECP256R1())
     plain = certificate("a", key.public_key(), "a", key)
     assert codes(check_links, (plain, plain), "test") == "chain_broken"
-    large = ec.generate_private_key(ec.SECP384R1())
-    der = certificate("a", large.public_key(), "a", large).public_bytes(Encoding.DER)
-    with pytest.raises(ValueError, match="not a readable root"):
-        read_root(der)
+    for other in (ec.generate_private_key(ec.SECP521R1()), rsa.generate_private_key(65537, 1024)):
+        der = certificate("a", other.public_key(), "a", other).public_bytes(Encoding.DER)
+        with pytest.raises(ValueError, match="not a readable root"):
+            read_root(der)
+
+
+def test_a_ca_whose_key_usage_leaves_out_signing_certificates_cannot_issue() -> None:
+    key = ec.generate_private_key(ec.SECP384R1())
+    ca = x509.BasicConstraints(True, None)
+    others = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "crl_sign")
+    usage = dict.fromkeys((*others, "encipher_only", "decipher_only"), False)
+    for signs, code in ((True, None), (False, "chain_broken")):
+        stated = x509.KeyUsage(digital_signature=True, key_cert_sign=signs, **usage)
+        root = certificate("a", key.public_key(), "a", key, (ca, stated))
+        assert codes(check_links, (root, root), "test") == code
+    silent = certificate("a", key.public_key(), "a", key, (ca,))
+    assert codes(check_links, (silent, silent), "test") is None
 
 
 @given(st.data())
