@@ -6,7 +6,9 @@ A root is compared by its public key, since a vendor may issue its root certific
 """
 
 import hashlib
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from itertools import pairwise
 
@@ -15,8 +17,9 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, SECP256R1, SECP384R1, EllipticCurvePublicKey
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 from cryptography.hazmat.primitives.asymmetric.utils import encode_dss_signature
-from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.hashes import SHA256, SHA384
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from cryptography.utils import CryptographyDeprecationWarning
 from cryptography.x509.oid import NameOID
 
 from attestation.evidence import Refusal, refuse
@@ -59,6 +62,19 @@ def common_name(certificate: x509.Certificate) -> str:
     return str(names[0].value) if len(names) == 1 else ""
 
 
+def serial_number(certificate: x509.Certificate) -> int:
+    """The serial number, which is 0 in AMD's endorsement certificates."""
+    with _tolerating_serial_zero():
+        return certificate.serial_number
+
+
+def read_presented(data: bytes) -> tuple[x509.Certificate, ...]:
+    """The certificates in ``data``, which is PEM or one certificate in DER; otherwise as :func:`read_certificates`."""
+    if b"-----BEGIN CERTIFICATE-----" in data:
+        return read_certificates(data)
+    return (read_root(data),)
+
+
 def read_certificates(pem: bytes) -> tuple[x509.Certificate, ...]:
     """The certificates in ``pem``, each with a known kind of key and readable in every part that is used later.
 
@@ -66,9 +82,10 @@ def read_certificates(pem: bytes) -> tuple[x509.Certificate, ...]:
         ValueError: for anything else.
     """
     try:
-        certificates = tuple(x509.load_pem_x509_certificates(pem))
-        for certificate in certificates:
-            _read_through(certificate)
+        with _tolerating_serial_zero():
+            certificates = tuple(x509.load_pem_x509_certificates(pem))
+            for certificate in certificates:
+                _read_through(certificate)
     except _UNREADABLE as error:
         raise ValueError("not readable certificates") from error
     return certificates
@@ -77,8 +94,9 @@ def read_certificates(pem: bytes) -> tuple[x509.Certificate, ...]:
 def read_root(der: bytes) -> x509.Certificate:
     """One certificate, as :func:`read_certificates`."""
     try:
-        certificate = x509.load_der_x509_certificate(der)
-        _read_through(certificate)
+        with _tolerating_serial_zero():
+            certificate = x509.load_der_x509_certificate(der)
+            _read_through(certificate)
     except _UNREADABLE as error:
         raise ValueError("not a readable root certificate") from error
     return certificate
@@ -90,6 +108,21 @@ def load_chain(pem: str, what: str) -> tuple[x509.Certificate, ...]:
         return read_certificates(pem.encode())
     except ValueError:
         refuse(Refusal.CHAIN_BROKEN, f"the {what} chain cannot be read")
+
+
+def order_chain(leaf: x509.Certificate, pool: Iterable[x509.Certificate]) -> tuple[x509.Certificate, ...]:
+    """``leaf``, its issuer and so on up to a self-signed certificate, each the first in ``pool`` that fits.
+
+    Nothing is judged here: the result ends where nobody in ``pool`` is the issuer, and :func:`check_links` says
+    whether it is a chain.
+    """
+    known, chain = tuple(pool), [leaf]
+    while len(chain) <= _MAX_CHAIN and chain[-1].subject != chain[-1].issuer:
+        issuer = next((each for each in known if _issued_by(chain[-1], each)), None)
+        if issuer is None:
+            break
+        chain.append(issuer)
+    return tuple(chain)
 
 
 def check_links(chain: Sequence[x509.Certificate], what: str) -> None:
@@ -143,7 +176,7 @@ def load_crl(der: bytes, issuer: x509.Certificate, what: str) -> x509.Certificat
 def check_not_revoked(crl: x509.CertificateRevocationList, certificates: Sequence[x509.Certificate]) -> None:
     """None of ``certificates`` is on the list; EvidenceError ``revoked`` otherwise."""
     for certificate in certificates:
-        if crl.get_revoked_certificate_by_serial_number(certificate.serial_number) is not None:
+        if crl.get_revoked_certificate_by_serial_number(serial_number(certificate)) is not None:
             refuse(Refusal.REVOKED, f"'{common_name(certificate)}' is revoked by its issuer")
 
 
@@ -156,18 +189,24 @@ def check_crl_window(crl: x509.CertificateRevocationList, now: datetime, what: s
 
 
 def signed_by(certificate: x509.Certificate, signature: bytes, message: bytes) -> bool:
-    """Whether 64 raw bytes r and s are the ECDSA P-256 SHA-256 signature of the certificate's key."""
+    """Whether raw r and s are the ECDSA signature of the certificate's key; see :func:`ecdsa_is_valid`."""
     key = public_key(certificate)
     return isinstance(key, EllipticCurvePublicKey) and ecdsa_is_valid(key, signature, message)
 
 
 def ecdsa_is_valid(key: EllipticCurvePublicKey, signature: bytes, message: bytes) -> bool:
-    """Whether 64 raw bytes r and s are ``key``'s ECDSA P-256 SHA-256 signature of ``message``."""
-    if len(signature) != 64 or not isinstance(key.curve, SECP256R1):
+    """Whether raw, big-endian r and s are ``key``'s signature of ``message``.
+
+    64 bytes and SHA-256 for a P-256 key, 96 bytes and SHA-384 for a P-384 key. A high s is as good as a low one:
+    about half of the signatures that hardware makes have it.
+    """
+    size = (key.curve.key_size + 7) // 8
+    if len(signature) != 2 * size or not isinstance(key.curve, SECP256R1 | SECP384R1):
         return False
-    r, s = int.from_bytes(signature[:32], "big"), int.from_bytes(signature[32:], "big")
+    r, s = int.from_bytes(signature[:size], "big"), int.from_bytes(signature[size:], "big")
+    algorithm = SHA256() if isinstance(key.curve, SECP256R1) else SHA384()
     try:
-        key.verify(encode_dss_signature(r, s), message, ECDSA(SHA256()))
+        key.verify(encode_dss_signature(r, s), message, ECDSA(algorithm))
     except InvalidSignature:
         return False
     return True
@@ -179,6 +218,14 @@ def point(raw: bytes) -> EllipticCurvePublicKey | None:
         return EllipticCurvePublicKey.from_encoded_point(SECP256R1(), b"\x04" + raw)
     except ValueError:
         return None
+
+
+@contextmanager
+def _tolerating_serial_zero() -> Iterator[None]:
+    """The library warns of a serial number that is not positive; AMD's endorsement certificates have number 0."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Parsed a serial number", CryptographyDeprecationWarning)
+        yield
 
 
 def _read_through(certificate: x509.Certificate) -> None:

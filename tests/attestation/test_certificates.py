@@ -5,6 +5,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from cryptography.hazmat.primitives.serialization import Encoding
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,11 +16,15 @@ from attestation.certificates import (
     check_links,
     check_not_revoked,
     check_root,
+    ecdsa_is_valid,
     key_id,
     load_chain,
     load_crl,
+    order_chain,
     point,
+    read_presented,
     read_root,
+    serial_number,
 )
 from attestation.roots import INTEL_SGX_ROOT_DER, INTEL_SGX_ROOT_KEY_ID
 from attestation.simulator_pki import Credential, new_crl, new_platform_ca, new_root, new_tcb_signer
@@ -72,6 +77,40 @@ def test_broken_chains_are_refused(pki) -> None:
     other = new_root().certificate
     for chain in ((), (root,), (leaf, root), (ca, leaf), (leaf, ca), (leaf, ca, other), (leaf, ca, root, root, root)):
         assert codes(check_links, chain, "test") == "chain_broken"
+
+
+def test_a_chain_is_ordered_from_whatever_is_presented(pki) -> None:
+    root, ca, leaf = (credential.certificate for credential in pki)
+    namesakes = new_root().certificate, new_platform_ca(new_root()).certificate
+    assert order_chain(leaf, (*namesakes, root, leaf, ca)) == (leaf, ca, root)
+    assert order_chain(leaf, (*namesakes, root)) == (leaf,)
+    assert order_chain(leaf, (ca, *namesakes)) == (leaf, ca)
+    assert order_chain(root, (ca, root)) == (root,)
+
+
+@pytest.mark.parametrize(("curve", "digest"), [(ec.SECP256R1(), hashes.SHA256()), (ec.SECP384R1(), hashes.SHA384())])
+def test_a_raw_signature_holds_with_either_s_and_for_its_message_alone(curve, digest) -> None:
+    key = ec.generate_private_key(curve)
+    r, s = decode_dss_signature(key.sign(b"message", ec.ECDSA(digest)))
+    size = curve.key_size // 8
+    order = {32: 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551}.get(
+        size, 2**384 - 0x389CB27E0BC8D220A7E5F24DB74F58851313E695333AD68D
+    )
+    raw = [r.to_bytes(size, "big") + value.to_bytes(size, "big") for value in (s, order - s, 0, order)]
+    assert [ecdsa_is_valid(key.public_key(), each, b"message") for each in raw] == [True, True, False, False]
+    assert not ecdsa_is_valid(key.public_key(), raw[0], b"another")
+    assert not ecdsa_is_valid(key.public_key(), raw[0] + b"\0", b"message")
+    assert not ecdsa_is_valid(ec.generate_private_key(ec.SECP521R1()).public_key(), raw[0], b"message")
+
+
+def test_certificates_are_read_from_either_encoding(pki) -> None:
+    leaf, root = pki[2].certificate, pki[0].certificate
+    assert read_presented(leaf.public_bytes(Encoding.DER)) == (leaf,)
+    assert read_presented((pki[2].pem + pki[0].pem).encode()) == (leaf, root)
+    assert serial_number(leaf) == leaf.serial_number
+    for unreadable in (b"", b"-----BEGIN CERTIFICATE-----", leaf.public_bytes(Encoding.DER) + b"\0"):
+        with pytest.raises(ValueError, match="not"):
+            read_presented(unreadable)
 
 
 def test_a_leaf_cannot_issue(pki) -> None:
