@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from attestation.appraisal import Appraisal, appraise, open_presentation
-from attestation.evidence import Challenge, Collateral, Presentation, Role
+from attestation.evidence import Challenge, CollateralBundle, Presentation, Role
 from attestation.evidence_log import EvidenceLog
 from attestation.messages import Envelope
 from attestation.nonce_book import NonceBook
@@ -25,7 +25,7 @@ class RunTerms:
     virtual_workers: int
     known_answer: bytes
     policy: Policy
-    collateral: Collateral
+    collateral: CollateralBundle
 
 
 @dataclass(frozen=True, slots=True)

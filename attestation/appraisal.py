@@ -12,13 +12,13 @@ from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from attestation.canonical import digest, length_prefixed
-from attestation.evidence import MLKEM_BYTES, Collateral, EvidenceClass, Presentation, Refusal, Role, refuse
+from attestation.evidence import MLKEM_BYTES, CollateralBundle, EvidenceClass, Presentation, Refusal, Role, refuse
 from attestation.keys import signature_is_valid
 from attestation.messages import Envelope, parse
 from attestation.policy import Policy
-from attestation.quote_format import MAX_QUOTE_BYTES, parse_quote
+from attestation.quote_format import MAX_QUOTE_BYTES
 from attestation.report_data import expected_report_data
-from attestation.tdx import TdxClaims, select_anchor, verify_tdx
+from attestation.tdx import TdxClaims, verify_tdx
 from metrics.errors import ProtocolError
 
 MAX_PRESENTATION_BYTES: Final = 4 * MAX_QUOTE_BYTES
@@ -95,7 +95,7 @@ def appraise(
     role: Role,
     manifest_digest: bytes,
     policy: Policy,
-    collateral: Collateral,
+    collateral: CollateralBundle,
     now: int,
     evaluation_floor: int = 0,
 ) -> Appraisal:
@@ -113,9 +113,7 @@ def appraise(
         EvidenceError: with one code of `attestation.evidence.Refusal`.
     """
     presentation = open_presentation(envelope)
-    quote = parse_quote(presentation.quote)
-    anchor = select_anchor(quote, policy)
-    claims = verify_tdx(presentation.quote, collateral, anchor, now, policy, evaluation_floor)
+    claims = _verify_quote(presentation, policy, collateral, now, evaluation_floor)
     _check_measurement(claims, policy)
     _check_session(presentation, run_id, member_id, role, manifest_digest)
     _check_keys(presentation)
@@ -128,10 +126,26 @@ def appraise(
     return _result(envelope, presentation, claims, policy, now)
 
 
+def _verify_quote(
+    presentation: Presentation, policy: Policy, collateral: CollateralBundle, now: int, evaluation_floor: int
+) -> TdxClaims:
+    if presentation.quote_family != "tdx":
+        refuse(Refusal.EVIDENCE_MALFORMED, f"there is no verifier for evidence of family {presentation.quote_family}")
+    return verify_tdx(
+        presentation.quote,
+        collateral.tdx,
+        anchors=policy.anchors,
+        accepted=policy.accepted_classes,
+        rules=policy.tdx,
+        now=now,
+        evaluation_floor=evaluation_floor,
+    )
+
+
 def _check_measurement(claims: TdxClaims, policy: Policy) -> None:
-    known = [measurement for measurement in policy.measurements if any(measurement)]
-    if claims.mr_td not in known:
-        refuse(Refusal.MEASUREMENT_UNKNOWN, f"measurement {claims.mr_td.hex()} is not one that the policy accepts")
+    known = [measurement for measurement in policy.tdx.measurements or () if any(measurement)]
+    if claims.measurement not in known:
+        refuse(Refusal.MEASUREMENT_UNKNOWN, f"{claims.measurement.hex()} is not a measurement that the policy accepts")
 
 
 def _check_session(found: Presentation, run_id: str, member_id: str, role: Role, manifest_digest: bytes) -> None:
@@ -192,7 +206,7 @@ def _result(envelope: Envelope, presentation: Presentation, claims: TdxClaims, p
         known_answer=presentation.known_answer,
         evidence_class=claims.evidence_class,
         evidence_digest=digest(envelope.body),
-        measurement=claims.mr_td,
+        measurement=claims.measurement,
         tcb_status=claims.tcb_status,
         platform_id=claims.platform_id,
         evaluation_number=claims.evaluation_number,
@@ -212,7 +226,7 @@ def _steps(presentation: Presentation, claims: TdxClaims) -> tuple[tuple[str, st
         ("collateral", f"evaluation number {claims.evaluation_number}, until {claims.expires_at}"),
         ("tcb", claims.tcb_status),
         ("attributes", "no debug"),
-        ("measurement", claims.mr_td.hex()),
+        ("measurement", claims.measurement.hex()),
         ("session", f"{presentation.run_id} {presentation.member_id} {presentation.role}"),
         ("binding", "three keys, known answer and no GPU"),
         ("platform", claims.platform_id.hex()),

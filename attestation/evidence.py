@@ -5,6 +5,7 @@ identity key it presents, and the verifier appraises it with collateral that it 
 """
 
 import json
+from collections.abc import Collection
 from enum import StrEnum
 from typing import Annotated, ClassVar, Literal, NoReturn, Self
 
@@ -20,6 +21,7 @@ REPORT_DATA_BYTES = 64
 MEASUREMENT_BYTES = 48
 
 Role = Literal["worker", "aggregator"]
+QuoteFamily = Literal["tdx", "sev_snp"]
 Bytes32 = Annotated[bytes, Field(min_length=32, max_length=32)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 
@@ -29,6 +31,8 @@ class EvidenceClass(StrEnum):
 
     SIMULATED = "simulated"
     INTEL_TDX = "intel_tdx"
+    AMD_SEV_SNP = "amd_sev_snp"
+    NVIDIA_GPU = "nvidia_gpu"
 
 
 class Refusal(StrEnum):
@@ -80,6 +84,21 @@ def refuse(code: Refusal, message: str) -> NoReturn:
     raise EvidenceError(code.value, message, _REMEDIES.get(code, "")) from None
 
 
+def require_class(evidence_class: EvidenceClass, accepted: Collection[EvidenceClass]) -> None:
+    """Refuse evidence that verified under an anchor whose class is not ``accepted``.
+
+    Raises:
+        EvidenceError: ``simulator_not_allowed``, or ``root_unknown`` for a hardware class.
+    """
+    if evidence_class in accepted:
+        return
+    if evidence_class is EvidenceClass.SIMULATED:
+        refuse(
+            Refusal.SIMULATOR_NOT_ALLOWED, "the evidence comes from a simulator and the policy accepts hardware only"
+        )
+    refuse(Refusal.ROOT_UNKNOWN, f"the policy does not accept evidence of class {evidence_class}")
+
+
 class Challenge(Message):
     """A nonce for one member of one run, in one role.
 
@@ -98,6 +117,20 @@ class Challenge(Message):
     expires_at: int
 
 
+class GpuEvidence(Message):
+    """What one GPU presents.
+
+    Attributes:
+        report: SPDM request and response, as the device answers.
+        chain: the device's certificates in DER, leaf first.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/gpu-evidence/v1"
+
+    report: bytes
+    chain: tuple[bytes, ...]
+
+
 class Presentation(Message):
     """Evidence for a member's keys; it travels in an envelope signed by ``identity_key``.
 
@@ -106,11 +139,14 @@ class Presentation(Message):
         mask_key: X25519 raw, 32 bytes.
         identity_key: Ed25519 raw, 32 bytes.
         known_answer: 32-byte digest of the numerics known answer; empty for an aggregator.
-        quote: the TEE's quote, whose report data binds all other fields.
-        gpu_evidence: one entry per GPU in a fixed order; empty without a confidential GPU.
+        quote: the TEE's quote or report, whose report data binds all fields but this one and the two that help to
+            read it.
+        quote_family: which format ``quote`` has. It selects the parser; the class follows from the root.
+        certificates: in DER, the endorsement key of an SEV-SNP report first; empty for TDX, whose quotes carry theirs.
+        gpu_evidence: one encoded :class:`GpuEvidence` per GPU in a fixed order; empty without a confidential GPU.
     """
 
-    DOMAIN: ClassVar[str] = "raycloak/presentation/v1"
+    DOMAIN: ClassVar[str] = "raycloak/presentation/v2"
 
     nonce: Bytes32
     run_id: Name
@@ -122,6 +158,8 @@ class Presentation(Message):
     identity_key: Bytes32
     known_answer: Annotated[bytes, Field(max_length=32)]
     quote: bytes
+    quote_family: QuoteFamily = "tdx"
+    certificates: tuple[bytes, ...] = ()
     gpu_evidence: tuple[bytes, ...] = ()
 
     @model_validator(mode="after")
@@ -168,3 +206,21 @@ class Collateral(Message):
             return cls.model_validate_json(json.dumps(known))
         except (LookupError, TypeError, ValueError, RecursionError):
             refuse(Refusal.COLLATERAL_STALE, "the collateral is not in the form that is expected")
+
+
+class CollateralBundle(Message):
+    """What the vendors publish, as a run's verifiers hold it: obtained by them, never from whoever is judged.
+
+    Attributes:
+        tdx: one entry per platform family.
+        snp_crls: AMD's revocation lists, DER.
+        gpu_rims: NVIDIA's signed reference values, XML; a report says which versions it is to be compared with.
+        gpu_ocsp: NVIDIA's answers about device certificates, DER.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/collateral-bundle/v1"
+
+    tdx: tuple[Collateral, ...] = ()
+    snp_crls: tuple[bytes, ...] = ()
+    gpu_rims: tuple[bytes, ...] = ()
+    gpu_ocsp: tuple[bytes, ...] = ()

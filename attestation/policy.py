@@ -1,105 +1,66 @@
 """What evidence a run accepts, fixed before the run and named by its digest in the manifest.
 
-Guarantee: the class of evidence follows from the root that verified it. A root counts as Intel's only if its public
-key is the pinned one, so no policy file can declare a simulator's root to be hardware.
+The rules of each family of evidence are in a file of its own; the roots are in `attestation.roots`.
 """
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
+from typing import Annotated, Any, ClassVar, Protocol, Self
 
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from attestation.canonical import canonical_json
-from attestation.certificates import key_id, read_root
-from attestation.evidence import MEASUREMENT_BYTES, EvidenceClass
+from attestation.evidence import EvidenceClass
 from attestation.messages import Message
-from attestation.roots import INTEL_SGX_ROOT_DER, INTEL_SGX_ROOT_KEY_ID
+from attestation.roots import Anchor, pinned_anchors
+from attestation.tdx_rules import TdxRules
 from metrics.errors import ConfigError
 
-TcbStatus = Literal[
-    "UpToDate", "SWHardeningNeeded", "ConfigurationNeeded", "ConfigurationAndSWHardeningNeeded", "OutOfDate",
-    "OutOfDateConfigurationNeeded",
-]  # fmt: skip
-Measurement = Annotated[bytes, Field(min_length=MEASUREMENT_BYTES, max_length=MEASUREMENT_BYTES)]
-PlatformId = Annotated[bytes, Field(min_length=16, max_length=16)]
+PlatformId = Annotated[bytes, Field(min_length=16, max_length=64)]
 
 DEFAULT_LIFETIME_S = 24 * 3600
 
 
-class Anchor(Message):
-    """A root that the verifier trusts to vouch for one class of evidence.
-
-    Attributes:
-        root_der: the self-signed root certificate.
-    """
-
-    DOMAIN: ClassVar[str] = "raycloak/anchor/v1"
-
-    evidence_class: EvidenceClass
-    root_der: bytes
-
-    @property
-    def root_key_id(self) -> bytes:
-        """SHA-384 of the root's uncompressed public point, 48 bytes."""
-        return key_id(read_root(self.root_der))
-
-    @model_validator(mode="after")
-    def _class_follows_root(self) -> Self:
-        is_intel = self.root_key_id == INTEL_SGX_ROOT_KEY_ID
-        if is_intel != (self.evidence_class is EvidenceClass.INTEL_TDX):
-            raise ValueError(f"this root does not vouch for {self.evidence_class} evidence")
-        return self
-
-
-INTEL_TDX_ANCHOR = Anchor(evidence_class=EvidenceClass.INTEL_TDX, root_der=INTEL_SGX_ROOT_DER)
-
-
 class Policy(Message):
-    """Acceptance rules for evidence.
+    """Acceptance rules for evidence; the defaults are those of a hardware run.
 
     Attributes:
         accepted_classes: classes that are admitted.
         anchors: known roots. One of a class that is not accepted is recognised and refused by its name.
-        measurements: accepted ``mr_td`` values, 48 bytes each. An empty set admits nothing.
-        tcb_statuses: accepted status of platform, TDX module and quoting enclave.
-        rejected_advisories: vendor advisories that must not apply to the platform.
-        minimum_evaluation_number: lowest accepted ``tcbEvaluationDataNumber`` of collateral.
         evidence_lifetime_s: seconds after which appraised evidence must be renewed.
-        allow_dynamic_platform, allow_cached_keys, allow_smt: platform properties that are tolerated; real
-            multi-socket hosts have all three.
-        platforms: admitted platform instance ids, 16 bytes each; None admits any platform.
+        platforms: admitted platform ids, 16 bytes for TDX and 64 for SEV-SNP; None admits any platform.
+        workers_per_platform: most workers that may present the same platform id; None sets no limit.
+        gpus_per_worker: how many confidential GPUs each worker must present, no more and no less.
+        tdx: rules for TDX quotes.
     """
 
-    DOMAIN: ClassVar[str] = "raycloak/policy/v1"
+    DOMAIN: ClassVar[str] = "raycloak/policy/v2"
 
     accepted_classes: Annotated[tuple[EvidenceClass, ...], Field(min_length=1)]
     anchors: Annotated[tuple[Anchor, ...], Field(min_length=1)]
-    measurements: tuple[Measurement, ...]
-    tcb_statuses: tuple[TcbStatus, ...] = ("UpToDate",)
-    rejected_advisories: tuple[str, ...] = ()
-    minimum_evaluation_number: Annotated[int, Field(ge=0, lt=2**32)] = 0
     evidence_lifetime_s: Annotated[int, Field(gt=0, le=366 * 24 * 3600)] = DEFAULT_LIFETIME_S
-    allow_dynamic_platform: bool = True
-    allow_cached_keys: bool = True
-    allow_smt: bool = True
     platforms: tuple[PlatformId, ...] | None = None
+    workers_per_platform: Annotated[int, Field(gt=0, lt=2**16)] | None = 1
+    gpus_per_worker: Annotated[int, Field(ge=0, lt=2**8)] = 0
+    tdx: TdxRules = TdxRules()
 
     @field_validator("anchors")
     @classmethod
     def _no_root_twice(cls, anchors: tuple[Anchor, ...]) -> tuple[Anchor, ...]:
-        if len({anchor.root_key_id for anchor in anchors}) != len(anchors):
+        if len({(anchor.family, anchor.root_key_id) for anchor in anchors}) != len(anchors):
             raise ValueError("a root is listed twice")
         return anchors
+
+    @model_validator(mode="after")
+    def _measurements_are_compared(self) -> Self:
+        if self.tdx.measurements is None:
+            raise ValueError("tdx.measurements must be a list; an empty one admits nothing")
+        return self
 
     @property
     def accepts_simulated(self) -> bool:
         """Whether a run under this policy may rest on simulated evidence; its outputs then say SIMULATED."""
         return EvidenceClass.SIMULATED in self.accepted_classes
-
-    def anchor_for(self, root_key_id: bytes) -> Anchor | None:
-        """The anchor with that root key, if it is known."""
-        return next((anchor for anchor in self.anchors if anchor.root_key_id == root_key_id), None)
 
 
 class HasRoot(Protocol):
@@ -111,12 +72,16 @@ class HasRoot(Protocol):
 
 def simulated_policy(vendor: HasRoot, measurement: bytes) -> Policy:
     """The policy of a run on this machine: ``vendor``'s simulated platforms running the code ``measurement``."""
-    anchor = Anchor(evidence_class=EvidenceClass.SIMULATED, root_der=vendor.root_der)
-    return Policy(accepted_classes=(EvidenceClass.SIMULATED,), anchors=(anchor,), measurements=(measurement,))
+    return Policy(
+        accepted_classes=(EvidenceClass.SIMULATED,),
+        anchors=(Anchor(evidence_class=EvidenceClass.SIMULATED, family="tdx", root_der=vendor.root_der),),
+        workers_per_platform=None,
+        tdx=TdxRules(measurements=(measurement,)),
+    )
 
 
 def load_policy(path: Path) -> Policy:
-    """Read a policy from YAML. Byte strings are hexadecimal; the anchor ``intel_tdx`` may be given by name alone.
+    """Read a policy from YAML. Byte strings are hexadecimal; a hardware class by name stands for its pinned anchors.
 
     Raises:
         ConfigError: ``policy`` if the file cannot be read, has unknown, missing or wrong fields, or a key twice.
@@ -138,14 +103,15 @@ def load_policy(path: Path) -> Policy:
 
 def _policy_from(raw: Any) -> Policy:
     if isinstance(raw, dict) and isinstance(raw.get("anchors"), list):
-        raw["anchors"] = [_named_anchor(anchor) for anchor in raw["anchors"]]
+        raw["anchors"] = [anchor for given in raw["anchors"] for anchor in _named_anchors(given)]
     return Policy.model_validate_json(canonical_json(raw))
 
 
-def _named_anchor(anchor: Any) -> Any:
-    if anchor == EvidenceClass.INTEL_TDX.value:
-        return INTEL_TDX_ANCHOR.model_dump(mode="json")
-    return anchor
+def _named_anchors(anchor: Any) -> list[Any]:
+    """What stands for ``anchor``: the pinned roots of a hardware class given by name, or itself."""
+    named = {evidence_class.value for evidence_class in EvidenceClass}
+    pinned = pinned_anchors(EvidenceClass(anchor)) if isinstance(anchor, str) and anchor in named else ()
+    return [each.model_dump(mode="json") for each in pinned] or [anchor]
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

@@ -1,7 +1,26 @@
-"""Pinned vendor roots: public certificates, compared by public key."""
+"""Roots that vouch for evidence: the vendors' pinned certificates, and the anchors of a policy.
+
+Guarantee: a root counts as hardware only if its public key is pinned here, so no policy file can declare a simulator's
+root to be hardware. Roots are compared by public key, since a vendor may issue a root certificate again with the same
+key.
+"""
 
 import base64
-from typing import Final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+from typing import ClassVar, Final, Literal, Self
+
+from cryptography import x509
+from pydantic import model_validator
+
+from attestation.certificates import key_id, read_root
+from attestation.evidence import EvidenceClass
+from attestation.messages import Message
+
+Family = Literal["tdx", "sev_snp", "nvidia_gpu"]
+"""The format of evidence, and with it the verifier that reads it."""
 
 # Intel SGX Root CA, valid 2018-05-21 to 2049-12-31; it vouches for SGX and TDX alike.
 INTEL_SGX_ROOT_DER: Final = base64.b64decode(
@@ -14,6 +33,76 @@ INTEL_SGX_ROOT_DER: Final = base64.b64decode(
     "cjAdBgNVHQ4EFgQUImUM1lqdNInzg7SVUr9QGzknBqwwDgYDVR0PAQH/BAQDAgEGMBIGA1UdEwEB/wQIMAYBAf8CAQEwCgYIKoZIzj0EAwIDSQAw"
     "RgIhAOW/5QkR+S9CiSDcNoowLuPRLsWGf/Yi7GSX94BgwTwgAiEA4J0lrHoMs+Xo5o/sX6O9QWxHRAvZUGOdRQ7cvqRXaqI="
 )
-INTEL_SGX_ROOT_KEY_ID: Final = bytes.fromhex(
-    "46e403bd34f05a3f2817ab9badcaacc7ffc98e0f261008cd30dae936cace18d5dcf58eef31463613de1570d516200993"
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedRoot:
+    """A vendor's root certificate, and the one class and family it vouches for."""
+
+    evidence_class: EvidenceClass
+    family: Family
+    root_der: bytes
+
+
+# Roots of another family: one line here that unpacks what the family's own file reads from `attestation/anchors/`.
+_PINNED_ROOTS: Final[tuple[PinnedRoot, ...]] = (PinnedRoot(EvidenceClass.INTEL_TDX, "tdx", INTEL_SGX_ROOT_DER),)
+
+PINNED: Final[Mapping[bytes, PinnedRoot]] = MappingProxyType(
+    {key_id(read_root(root.root_der)): root for root in _PINNED_ROOTS}
 )
+"""The pinned roots by :func:`key_id`."""
+
+
+@lru_cache(maxsize=64)
+def _loaded(der: bytes) -> tuple[x509.Certificate, bytes]:
+    root = read_root(der)
+    return root, key_id(root)
+
+
+class Anchor(Message):
+    """A root that the verifier trusts to vouch for one class of evidence of one family.
+
+    Attributes:
+        root_der: the self-signed root certificate.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/anchor/v2"
+
+    evidence_class: EvidenceClass
+    family: Family = "tdx"
+    root_der: bytes
+
+    @property
+    def root(self) -> x509.Certificate:
+        return _loaded(self.root_der)[0]
+
+    @property
+    def root_key_id(self) -> bytes:
+        """See :func:`key_id`, 48 bytes."""
+        return _loaded(self.root_der)[1]
+
+    @model_validator(mode="after")
+    def _class_follows_root(self) -> Self:
+        pinned = PINNED.get(self.root_key_id)
+        expected = (pinned.evidence_class, pinned.family) if pinned else (EvidenceClass.SIMULATED, self.family)
+        if (self.evidence_class, self.family) != expected:
+            raise ValueError(f"this root does not vouch for {self.evidence_class} evidence of family {self.family}")
+        return self
+
+
+def pinned_anchors(evidence_class: EvidenceClass) -> tuple[Anchor, ...]:
+    """The anchors of a hardware class: every pinned root of it."""
+    return tuple(
+        Anchor(evidence_class=root.evidence_class, family=root.family, root_der=root.root_der)
+        for root in PINNED.values()
+        if root.evidence_class is evidence_class
+    )
+
+
+def anchor_of(anchors: Sequence[Anchor], family: Family, root: x509.Certificate) -> Anchor | None:
+    """The anchor of ``family`` with the public key of ``root``, if there is one."""
+    wanted = key_id(root)
+    return next((anchor for anchor in anchors if anchor.family == family and anchor.root_key_id == wanted), None)
+
+
+INTEL_TDX_ANCHOR: Final = pinned_anchors(EvidenceClass.INTEL_TDX)[0]

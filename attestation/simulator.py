@@ -16,7 +16,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from attestation.canonical import canonical_json, length_prefixed
-from attestation.evidence import Collateral
+from attestation.evidence import Collateral, CollateralBundle
 from attestation.messages import Message, parse
 from attestation.private_files import publish, read_private
 from attestation.simulator_pki import (
@@ -124,8 +124,12 @@ class SimulatedVendor:
         """A new platform under this vendor; a node needs one."""
         return SimulatedPlatform.create(self._platform_ca, self._root)
 
-    def collateral(self, now: int, variant: CollateralVariant = CURRENT) -> Collateral:
-        """What the vendor publishes at unix second ``now``.
+    def collateral(self, now: int, variant: CollateralVariant = CURRENT) -> CollateralBundle:
+        """Everything the vendor publishes at unix second ``now``; see :meth:`tdx_collateral`."""
+        return CollateralBundle(tdx=(self.tdx_collateral(now, variant),))
+
+    def tdx_collateral(self, now: int, variant: CollateralVariant = CURRENT) -> Collateral:
+        """What the vendor publishes about its TDX platforms at unix second ``now``.
 
         Valid from one hour before, so that nodes' clocks may differ, to 30 days after.
         """

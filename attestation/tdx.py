@@ -9,6 +9,7 @@ passes. Not checked here: measurements, freshness and report data, which `attest
 import hashlib
 import json
 import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple, NoReturn
@@ -30,9 +31,10 @@ from attestation.certificates import (
     point,
     signed_by,
 )
-from attestation.evidence import Collateral, EvidenceClass, Refusal, refuse
-from attestation.policy import Anchor, Policy
+from attestation.evidence import Collateral, EvidenceClass, Refusal, refuse, require_class
 from attestation.quote_format import TdxQuote, parse_quote
+from attestation.roots import Anchor, anchor_of
+from attestation.tdx_rules import TdxRules
 
 TCB_SIGNER: Final = "Intel SGX TCB Signing"
 PCK_LEAF: Final = "Intel SGX PCK Certificate"
@@ -52,7 +54,7 @@ class TdxClaims:
 
     Attributes:
         evidence_class: class of the anchor whose root verified the quote.
-        mr_td, rtmrs: measurements of the guest, 48 bytes each.
+        measurement, rtmrs: ``mr_td`` and the run-time registers of the guest, 48 bytes each.
         report_data: 64 bytes that the guest chose.
         platform_id: platform instance id, 16 bytes; the PPID where the certificate has none.
         evaluation_number: ``tcbEvaluationDataNumber`` of the collateral.
@@ -60,7 +62,7 @@ class TdxClaims:
     """
 
     evidence_class: EvidenceClass
-    mr_td: bytes
+    measurement: bytes
     rtmrs: tuple[bytes, ...]
     report_data: bytes
     tcb_status: str
@@ -89,59 +91,79 @@ class _Documents(NamedTuple):
     qe_identity: dict[str, Any]
 
 
-def select_anchor(quote: TdxQuote, policy: Policy) -> Anchor:
-    """The policy's anchor under whose root the quote's chain ends, if its class is accepted.
-
-    Guarantee: a quote under a simulator's root never passes a policy that accepts hardware only.
-
-    Raises:
-        EvidenceError: ``root_unknown``, ``simulator_not_allowed`` or ``chain_broken``.
-    """
-    if not quote.chain:
-        refuse(Refusal.CHAIN_BROKEN, "the quote carries no certificate chain")
-    anchor = policy.anchor_for(key_id(quote.chain[-1]))
-    if anchor is None:
-        check_links(quote.chain, "PCK")
-        refuse(Refusal.ROOT_UNKNOWN, f"'{common_name(quote.chain[-1])}' is not a root that the policy trusts")
-    if anchor.evidence_class in policy.accepted_classes:
-        return anchor
-    if anchor.evidence_class is EvidenceClass.SIMULATED:
-        refuse(
-            Refusal.SIMULATOR_NOT_ALLOWED, "the evidence comes from a simulator and the policy accepts hardware only"
-        )
-    refuse(Refusal.ROOT_UNKNOWN, f"the policy does not accept evidence of class {anchor.evidence_class}")
-
-
 def verify_tdx(
-    quote: bytes, collateral: Collateral, anchor: Anchor, now: int, policy: Policy, evaluation_floor: int = 0
+    quote: bytes,
+    collateral: Sequence[Collateral],
+    *,
+    anchors: Sequence[Anchor],
+    accepted: Collection[EvidenceClass],
+    rules: TdxRules,
+    now: int,
+    evaluation_floor: int = 0,
 ) -> TdxClaims:
-    """Verify ``quote`` at unix second ``now`` with ``anchor`` as the only root.
+    """Verify ``quote`` at unix second ``now``.
 
-    Guarantee: returns only for a canonical quote of a non-debug TD whose signature chain ends in ``anchor``, with
-    signed, current, unrevoked collateral of its own platform family and an accepted TCB status.
+    Guarantee: returns only for a canonical quote of a TD that ``rules`` accept, whose signature chain ends in one of
+    ``anchors`` of an accepted class, with signed, current, unrevoked collateral of its own platform family.
 
     Args:
+        collateral: of one or several platform families; that of the quote's own is used.
         evaluation_floor: highest ``tcbEvaluationDataNumber`` seen so far; collateral below it is refused.
 
     Raises:
-        EvidenceError: one of the codes of `attestation.evidence.Refusal`.
+        EvidenceError: one of the codes of `attestation.evidence.Refusal`, that of the first stage that fails.
     """
     parsed = parse_quote(quote)
-    documents = _read_documents(collateral)
-    chains = _linked_chains(parsed, collateral, anchor)
+    anchor = _select_anchor(parsed, anchors, accepted)
+    own = _collateral_for(parsed, collateral)
+    documents = _read_documents(own)
+    chains = _linked_chains(parsed, own, anchor)
     _check_platform(parsed, documents)
     _check_attestation_key(parsed, documents)
-    _check_signatures(parsed, collateral, chains)
-    crls = _load_crls(collateral, chains)
+    _check_signatures(parsed, own, chains)
+    crls = _load_crls(own, chains)
     _check_roles(chains)
     check_not_revoked(crls.pck, chains.pck[:1])
     check_not_revoked(crls.root, (*chains.pck[1:], chains.tcb_info[0], chains.qe_identity[0]))
     expires_at = _check_windows(chains, crls, documents, now)
-    number = _check_evaluation_number(documents, max(evaluation_floor, policy.minimum_evaluation_number))
-    rating = _rate(parsed, collateral, anchor, now, policy, number)
-    _check_rating(rating, anchor, policy)
-    _check_attributes(parsed, rating, policy)
+    number = _check_evaluation_number(documents, max(evaluation_floor, rules.min_tcb_evaluation_data_number))
+    rating = _rate(parsed, own, anchor, now, rules, number)
+    _check_rating(rating, anchor, rules)
+    _check_attributes(parsed, rating, rules)
     return _claims(parsed, rating, anchor, expires_at, number)
+
+
+def _select_anchor(quote: TdxQuote, anchors: Sequence[Anchor], accepted: Collection[EvidenceClass]) -> Anchor:
+    """The anchor under whose root the quote's chain ends, if its class is accepted.
+
+    Guarantee: a quote under a simulator's root never passes where only hardware is accepted.
+    """
+    if not quote.chain:
+        refuse(Refusal.CHAIN_BROKEN, "the quote carries no certificate chain")
+    anchor = anchor_of(anchors, "tdx", quote.chain[-1])
+    if anchor is None:
+        check_links(quote.chain, "PCK")
+        refuse(Refusal.ROOT_UNKNOWN, f"'{common_name(quote.chain[-1])}' is not a root that the policy trusts")
+    require_class(anchor.evidence_class, accepted)
+    return anchor
+
+
+def _collateral_for(quote: TdxQuote, collateral: Sequence[Collateral]) -> Collateral:
+    """The entry for the quote's platform family, or any where there is none."""
+    if not collateral:
+        refuse(Refusal.COLLATERAL_STALE, "there is no collateral for a TDX quote")
+    if len(collateral) == 1:
+        return collateral[0]
+    try:
+        family = bytes(dcap_qvl.parse_pck_extension_from_pem(quote.chain_pem).fmspc).hex()
+    except ValueError:
+        return collateral[0]
+    own = (each for each in collateral if _family_of(each) == family)
+    return next(own, collateral[0])
+
+
+def _family_of(collateral: Collateral) -> str:
+    return str(_read_documents(collateral).tcb_info.get("fmspc", "")).lower()
 
 
 def _read_documents(collateral: Collateral) -> _Documents:
@@ -268,18 +290,18 @@ def _check_evaluation_number(documents: _Documents, floor: int) -> int:
 
 
 def _rate(
-    quote: TdxQuote, collateral: Collateral, anchor: Anchor, now: int, policy: Policy, floor: int
+    quote: TdxQuote, collateral: Collateral, anchor: Anchor, now: int, rules: TdxRules, floor: int
 ) -> dict[str, Any]:
     # Every setter returns a new object; a result that is dropped would be a limit that does not exist.
-    rules = dcap_qvl.QuotePolicy.strict(now).allow_dynamic_platform(True).allow_cached_keys(True).allow_smt(True)
-    rules = rules.min_tcb_eval_data_number(floor).reject_advisories(list(policy.rejected_advisories))
-    rules = rules.platform_grace_period(_FOREVER_S).qe_grace_period(_FOREVER_S)
-    for status in policy.tcb_statuses:
-        rules = rules.allow_status(status)
+    policy = dcap_qvl.QuotePolicy.strict(now).allow_dynamic_platform(True).allow_cached_keys(True).allow_smt(True)
+    policy = policy.min_tcb_eval_data_number(floor).reject_advisories(list(rules.rejected_advisories))
+    policy = policy.platform_grace_period(_FOREVER_S).qe_grace_period(_FOREVER_S)
+    for status in rules.tcb_statuses:
+        policy = policy.allow_status(status)
     fields = {name: getattr(collateral, name) for name in Collateral.model_fields}
     verifier = dcap_qvl.QuoteVerifier(anchor.root_der)
     try:
-        claims = verifier.verify_with_policy(quote.raw, dcap_qvl.QuoteCollateralV3(**fields), now, rules)
+        claims = verifier.verify_with_policy(quote.raw, dcap_qvl.QuoteCollateralV3(**fields), now, policy)
     except ValueError as error:
         _refuse_by_text(str(error))
     rating: dict[str, Any] = json.loads(claims.to_json())
@@ -302,7 +324,7 @@ def _refuse_by_text(text: str) -> NoReturn:
     refuse(code, f"the quote verifier refuses: {detail}")
 
 
-def _check_rating(rating: dict[str, Any], anchor: Anchor, policy: Policy) -> None:
+def _check_rating(rating: dict[str, Any], anchor: Anchor, rules: TdxRules) -> None:
     if bytes(rating["platform"]["root_key_id"]) != anchor.root_key_id:
         refuse(Refusal.CHAIN_BROKEN, "the quote was verified under another root than the anchor")
     statuses = (
@@ -311,11 +333,11 @@ def _check_rating(rating: dict[str, Any], anchor: Anchor, policy: Policy) -> Non
         rating["qe"]["tcb_level"]["tcbStatus"],
     )
     for status in statuses:
-        if status not in policy.tcb_statuses:
+        if status not in rules.tcb_statuses:
             refuse(Refusal.TCB_STATUS, f"the platform's TCB status is {status}")
 
 
-def _check_attributes(quote: TdxQuote, rating: dict[str, Any], policy: Policy) -> None:
+def _check_attributes(quote: TdxQuote, rating: dict[str, Any], rules: TdxRules) -> None:
     attributes = quote.td_attributes
     if attributes & _DEBUG:
         refuse(Refusal.DEBUG, "the guest was launched with the debug attribute, so the host can read its memory")
@@ -325,9 +347,9 @@ def _check_attributes(quote: TdxQuote, rating: dict[str, Any], policy: Policy) -
         refuse(Refusal.ATTRIBUTES, "a service TD is bound to the guest")
     pck = rating["platform"]["pck"]
     tolerated = {
-        "dynamic_platform": policy.allow_dynamic_platform,
-        "cached_keys": policy.allow_cached_keys,
-        "smt_enabled": policy.allow_smt,
+        "dynamic_platform": rules.allow_dynamic_platform,
+        "cached_keys": rules.allow_cached_keys,
+        "smt_enabled": rules.allow_smt,
     }
     for name, allowed in tolerated.items():
         if not allowed and pck[name] != "False":
@@ -338,7 +360,7 @@ def _claims(quote: TdxQuote, rating: dict[str, Any], anchor: Anchor, expires_at:
     pck = rating["platform"]["pck"]
     return TdxClaims(
         evidence_class=anchor.evidence_class,
-        mr_td=quote.mr_td,
+        measurement=quote.mr_td,
         rtmrs=quote.rtmrs,
         report_data=quote.report_data,
         tcb_status=rating["tcb"]["status"],

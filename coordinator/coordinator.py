@@ -20,7 +20,7 @@ import numpy as np
 
 from attestation.admissions import OrchestratorView
 from attestation.commit_book import StepCommit
-from attestation.evidence import Collateral
+from attestation.evidence import CollateralBundle
 from attestation.policy import Policy
 from attestation.roster import Query
 from coordinator.archive import Archive
@@ -76,7 +76,7 @@ class Session:
     backend: Backend
     control: Control
     policy: Policy
-    collateral: Collateral
+    collateral: CollateralBundle
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Builds the manifest of a run from its configuration and from what the prepared workers are."""
 
 from attestation.admissions import RunTerms
-from attestation.evidence import Collateral
+from attestation.evidence import CollateralBundle
 from attestation.policy import Policy
 from coordinator.config import RunConfig
 from workers.datasets import DatasetDescriptor
@@ -71,7 +71,7 @@ def build_manifest(
     )
 
 
-def run_terms(manifest: Manifest, policy: Policy, collateral: Collateral) -> RunTerms:
+def run_terms(manifest: Manifest, policy: Policy, collateral: CollateralBundle) -> RunTerms:
     """What the orchestrator needs to know of ``manifest``."""
     return RunTerms(
         manifest_digest=manifest.digest(),

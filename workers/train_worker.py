@@ -19,7 +19,7 @@ import torch
 from attestation.appraisal import Appraisal, appraise
 from attestation.attester import Attester, EvidenceSource
 from attestation.canonical import digest
-from attestation.evidence import Challenge, Collateral
+from attestation.evidence import Challenge, CollateralBundle
 from attestation.key_release import VirtualWorkerKeys, open_keys
 from attestation.keys import Purpose, Secret, derive
 from attestation.messages import Envelope, seal
@@ -96,7 +96,7 @@ class Admission:
 
     manifest: Manifest
     policy: Policy
-    collateral: Collateral
+    collateral: CollateralBundle
     secure_aggregation: bool
 
 

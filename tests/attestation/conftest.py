@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from attestation.appraisal import Appraisal, appraise
-from attestation.evidence import Collateral, Presentation, Role
+from attestation.evidence import CollateralBundle, Presentation, Role
 from attestation.key_release import HpkeKey
 from attestation.keys import AgreementKey, IdentityKey
 from attestation.messages import Envelope, seal
@@ -63,7 +63,7 @@ class Session:
 
     vendor: SimulatedVendor
     platform: SimulatedPlatform
-    collateral: Collateral
+    collateral: CollateralBundle
     policy: Policy
 
     def member(self, **changes: Any) -> Member:
@@ -81,6 +81,11 @@ class Session:
             "now": NOW,
         }
         return appraise(envelope, **(arguments | changes))
+
+
+def with_tdx(policy: Policy, **changes: Any) -> Policy:
+    """``policy`` with other rules for TDX quotes."""
+    return policy.model_copy(update={"tdx": policy.tdx.model_copy(update=changes)})
 
 
 @pytest.fixture(scope="session")

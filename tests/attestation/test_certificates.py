@@ -26,7 +26,7 @@ from attestation.certificates import (
     read_root,
     serial_number,
 )
-from attestation.roots import INTEL_SGX_ROOT_DER, INTEL_SGX_ROOT_KEY_ID
+from attestation.roots import INTEL_SGX_ROOT_DER
 from attestation.simulator_pki import Credential, new_crl, new_platform_ca, new_root, new_tcb_signer
 from metrics.errors import EvidenceError
 
@@ -57,6 +57,11 @@ def certificate(subject: str, public, issuer: str, signer, extensions=()) -> x50
     for extension in extensions:
         builder = builder.add_extension(extension, critical=True)
     return builder.sign(signer, hashes.SHA256())
+
+
+INTEL_SGX_ROOT_KEY_ID = bytes.fromhex(
+    "46e403bd34f05a3f2817ab9badcaacc7ffc98e0f261008cd30dae936cace18d5dcf58eef31463613de1570d516200993"
+)
 
 
 def test_a_root_is_known_by_its_public_key() -> None:

@@ -5,12 +5,14 @@ import yaml
 from pydantic import ValidationError
 
 from attestation.evidence import EvidenceClass
-from attestation.policy import INTEL_TDX_ANCHOR, Anchor, Policy, load_policy, simulated_policy
-from attestation.roots import INTEL_SGX_ROOT_DER
+from attestation.policy import Policy, load_policy, simulated_policy
+from attestation.roots import INTEL_SGX_ROOT_DER, INTEL_TDX_ANCHOR, Anchor
+from attestation.tdx_rules import TdxRules
 from metrics.errors import ConfigError
-from tests.attestation.conftest import MEASUREMENT, Session
+from tests.attestation.conftest import MEASUREMENT, Session, with_tdx
 
-HARDWARE = {"accepted_classes": ["intel_tdx"], "anchors": ["intel_tdx"], "measurements": [MEASUREMENT.hex()]}
+TDX = {"measurements": [MEASUREMENT.hex()]}
+HARDWARE = {"accepted_classes": ["intel_tdx"], "anchors": ["intel_tdx"], "tdx": TDX}
 
 
 def load(folder: Path, content: object) -> Policy:
@@ -30,9 +32,10 @@ def test_no_policy_can_declare_a_simulator_s_root_to_be_hardware(session: Sessio
 
 
 def test_a_hardware_policy_is_read_from_yaml(tmp_path: Path) -> None:
-    policy = load(tmp_path, HARDWARE | {"tcb_statuses": ["UpToDate", "SWHardeningNeeded"], "platforms": ["0a" * 16]})
+    tdx = TDX | {"tcb_statuses": ["UpToDate", "SWHardeningNeeded"]}
+    policy = load(tmp_path, HARDWARE | {"tdx": tdx, "platforms": ["0a" * 16]})
     assert policy.anchors == (INTEL_TDX_ANCHOR,)
-    assert policy.measurements == (MEASUREMENT,)
+    assert policy.tdx.measurements == (MEASUREMENT,)
     assert policy.platforms == (b"\x0a" * 16,)
     assert not policy.accepts_simulated
 
@@ -55,14 +58,16 @@ def test_a_simulated_policy_survives_yaml(tmp_path: Path, session: Session) -> N
         {"anchors": ["intel_tdx", "intel_tdx"]},
         {"anchors": ["amd_sev_snp"]},
         {"anchors": [{"evidence_class": "simulated", "root_der": "00"}]},
-        {"measurements": ["00"]},
-        {"measurements": "all"},
-        {"measurements": None},
-        {"tcb_statuses": ["Revoked"]},
-        {"tcb_statuses": ["anything"]},
+        {"tdx": {"measurements": ["00"]}},
+        {"tdx": {"measurements": "all"}},
+        {"tdx": {"measurements": None}},
+        {"tdx": TDX | {"tcb_statuses": ["Revoked"]}},
+        {"tdx": TDX | {"tcb_statuses": ["anything"]}},
+        {"tdx": TDX | {"min_tcb_evaluation_data_number": -1}},
+        {"tdx": TDX | {"allow_smt": "yes"}},
         {"evidence_lifetime_s": 0},
-        {"minimum_evaluation_number": -1},
-        {"allow_smt": "yes"},
+        {"workers_per_platform": 0},
+        {"gpus_per_worker": -1},
         {"platforms": ["00"]},
         {1: 2},
     ],
@@ -95,9 +100,9 @@ def test_what_is_no_policy_document_is_refused(tmp_path: Path, text: str) -> Non
 
 def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
     text = yaml.safe_dump(HARDWARE)
-    assert load(tmp_path, text).measurements == (MEASUREMENT,)
+    assert load(tmp_path, text).tdx.measurements == (MEASUREMENT,)
     with pytest.raises(ConfigError, match="given twice"):
-        load(tmp_path, text + f"measurements: ['{MEASUREMENT.hex()}']\n")
+        load(tmp_path, text + "tdx: {}\n")
 
 
 def test_a_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
@@ -109,22 +114,30 @@ def test_a_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
 
 def test_every_field_is_in_the_digest(session: Session) -> None:
     base = simulated_policy(session.vendor, MEASUREMENT)
-    changes = {
-        "accepted_classes": (EvidenceClass.SIMULATED, EvidenceClass.INTEL_TDX),
-        "anchors": (*base.anchors, INTEL_TDX_ANCHOR),
+    tdx = {
         "measurements": (bytes(48),),
         "tcb_statuses": ("UpToDate", "OutOfDate"),
         "rejected_advisories": ("INTEL-SA-1",),
-        "minimum_evaluation_number": 1,
-        "evidence_lifetime_s": 5,
+        "min_tcb_evaluation_data_number": 1,
         "allow_dynamic_platform": False,
         "allow_cached_keys": False,
         "allow_smt": False,
-        "platforms": (),
+        "allow_debug": True,
+        "require_sept_ve_disable": False,
     }
-    assert set(changes) == set(Policy.model_fields)
-    digests = {base.model_copy(update={name: value}).digest() for name, value in changes.items()}
-    assert len(digests | {base.digest()}) == len(changes) + 1
+    changes = {
+        "accepted_classes": (EvidenceClass.SIMULATED, EvidenceClass.INTEL_TDX),
+        "anchors": (*base.anchors, INTEL_TDX_ANCHOR),
+        "evidence_lifetime_s": 5,
+        "platforms": (),
+        "workers_per_platform": 1,
+        "gpus_per_worker": 1,
+        "tdx": TdxRules(),
+    }
+    assert (set(changes), set(tdx)) == (set(Policy.model_fields), set(TdxRules.model_fields))
+    changed = [base.model_copy(update={name: value}) for name, value in changes.items()]
+    changed += [with_tdx(base, **{name: value}) for name, value in tdx.items()]
+    assert len({policy.digest() for policy in (base, *changed)}) == len(changes) + len(tdx) + 1
 
 
 def test_the_documented_policy_is_one(tmp_path: Path) -> None:

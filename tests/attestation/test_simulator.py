@@ -58,7 +58,7 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
 
 def test_every_certificate_says_that_it_is_a_simulator() -> None:
     vendor = SimulatedVendor.create()
-    collateral = vendor.collateral(NOW)
+    collateral = vendor.tdx_collateral(NOW)
     texts = (vendor.platform().chain_pem, collateral.tcb_info_issuer_chain, collateral.pck_crl_issuer_chain)
     for certificate in x509.load_pem_x509_certificates("".join(texts).encode()):
         organization = certificate.subject.get_attributes_for_oid(x509.NameOID.ORGANIZATION_NAME)

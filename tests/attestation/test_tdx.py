@@ -15,13 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attestation.evidence import Collateral, EvidenceClass
-from attestation.policy import INTEL_TDX_ANCHOR, Anchor, Policy, simulated_policy
-from attestation.quote_format import parse_quote
+from attestation.policy import Policy, simulated_policy
+from attestation.roots import INTEL_TDX_ANCHOR, Anchor
 from attestation.simulator import COLLATERAL_AGE_S, COLLATERAL_LIFETIME_S, CollateralVariant, SimulatedVendor
 from attestation.simulator_platform import GENUINE, QuoteVariant
-from attestation.tdx import TdxClaims, select_anchor, verify_tdx
+from attestation.tdx import TdxClaims, verify_tdx
+from attestation.tdx_rules import TdxRules
 from metrics.errors import EvidenceError
-from tests.attestation.conftest import MEASUREMENT, NOW, Session
+from tests.attestation.conftest import MEASUREMENT, NOW, Session, with_tdx
 
 REPORT_DATA = bytes(range(64))
 SIGNED_BYTES = 632
@@ -30,14 +31,15 @@ VECTORS = Path(__file__).resolve().parents[3] / "shared" / "vectors"
 
 def verify(session: Session, quote: bytes, **changes: Any) -> TdxClaims:
     policy = changes.get("policy", session.policy)
-    anchor = select_anchor(parse_quote(quote), policy)
+    collateral = changes.get("collateral", session.collateral.tdx[0])
     return verify_tdx(
         quote,
-        changes.get("collateral", session.collateral),
-        anchor,
-        changes.get("now", NOW),
-        policy,
-        changes.get("floor", 0),
+        (collateral,),
+        anchors=changes.get("anchors", policy.anchors),
+        accepted=policy.accepted_classes,
+        rules=policy.tdx,
+        now=changes.get("now", NOW),
+        evaluation_floor=changes.get("floor", 0),
     )
 
 
@@ -57,7 +59,7 @@ def quote(session: Session) -> bytes:
 def test_a_simulated_quote_passes_with_the_class_of_its_root(session: Session, quote: bytes) -> None:
     claims = verify(session, quote)
     assert claims.evidence_class is EvidenceClass.SIMULATED
-    assert (claims.mr_td, claims.report_data) == (MEASUREMENT, REPORT_DATA)
+    assert (claims.measurement, claims.report_data) == (MEASUREMENT, REPORT_DATA)
     assert claims.platform_id == session.platform.instance_id
     assert claims.expires_at == NOW + COLLATERAL_LIFETIME_S
     assert claims.evaluation_number == 18
@@ -92,18 +94,18 @@ COLLATERAL_BYTES = [name for name in Collateral.model_fields if not name.endswit
 @pytest.mark.parametrize("name", COLLATERAL_BYTES)
 def test_changed_collateral_is_refused(session: Session, quote: bytes, name: str) -> None:
     draw = random.Random(name)
-    original = getattr(session.collateral, name)
+    original = getattr(session.collateral.tdx[0], name)
     raw = original.encode() if isinstance(original, str) else original
     for _ in range(25):
         changed = bytearray(raw)
         changed[draw.randrange(len(raw))] ^= 1 << draw.randrange(7)
         value = changed.decode() if isinstance(original, str) else bytes(changed)
-        assert refusal(session, quote, collateral=session.collateral.model_copy(update={name: value}))
+        assert refusal(session, quote, collateral=session.collateral.tdx[0].model_copy(update={name: value}))
 
 
 @pytest.mark.parametrize(("name", "code"), [(name, "collateral_stale") for name in ("root_ca_crl", "pck_crl")])
 def test_a_missing_revocation_list_refuses(session: Session, quote: bytes, name: str, code: str) -> None:
-    assert refusal(session, quote, collateral=session.collateral.model_copy(update={name: b""})) == code
+    assert refusal(session, quote, collateral=session.collateral.tdx[0].model_copy(update={name: b""})) == code
 
 
 QUOTE_VARIANTS = {
@@ -148,13 +150,13 @@ def test_bad_collateral_is_refused_by_name(session: Session, quote: bytes, index
     variants = list(collateral_variants(session).values())
     assert len(variants) == 9
     variant, code = variants[index]
-    assert refusal(session, quote, collateral=session.vendor.collateral(NOW, variant)) == code
+    assert refusal(session, quote, collateral=session.vendor.tdx_collateral(NOW, variant)) == code
 
 
 @pytest.mark.parametrize("status", ["OutOfDate", "SWHardeningNeeded", "ConfigurationNeeded"])
 def test_a_listed_status_is_tolerated(session: Session, quote: bytes, status: Any) -> None:
-    policy = session.policy.model_copy(update={"tcb_statuses": ("UpToDate", status)})
-    collateral = session.vendor.collateral(NOW, CollateralVariant(tcb_status=status))
+    policy = with_tdx(session.policy, tcb_statuses=("UpToDate", status))
+    collateral = session.vendor.tdx_collateral(NOW, CollateralVariant(tcb_status=status))
     assert verify(session, quote, policy=policy, collateral=collateral).tcb_status == status
 
 
@@ -169,15 +171,15 @@ def test_the_window_of_collateral_has_exact_edges(session: Session, quote: bytes
 def test_an_expired_document_beside_current_revocation_lists_is_stale(
     session: Session, quote: bytes, document: str
 ) -> None:
-    older = session.vendor.collateral(NOW - COLLATERAL_LIFETIME_S)
+    older = session.vendor.tdx_collateral(NOW - COLLATERAL_LIFETIME_S)
     fields = {name: getattr(older, name) for name in (document, f"{document}_signature")}
-    collateral = session.collateral.model_copy(update=fields)
+    collateral = session.collateral.tdx[0].model_copy(update=fields)
     assert refusal(session, quote, collateral=collateral, now=NOW - 1) is None
     assert refusal(session, quote, collateral=collateral, now=NOW) == "collateral_stale"
 
 
 def test_collateral_below_the_floor_is_a_rollback(session: Session, quote: bytes) -> None:
-    strict = session.policy.model_copy(update={"minimum_evaluation_number": 19})
+    strict = with_tdx(session.policy, min_tcb_evaluation_data_number=19)
     assert refusal(session, quote, floor=18) is None
     assert refusal(session, quote, floor=19) == "collateral_rollback"
     assert refusal(session, quote, policy=strict) == "collateral_rollback"
@@ -186,24 +188,22 @@ def test_collateral_below_the_floor_is_a_rollback(session: Session, quote: bytes
 
 @pytest.mark.parametrize("name", ["allow_dynamic_platform", "allow_cached_keys", "allow_smt"])
 def test_platform_properties_the_policy_does_not_allow_are_refused(session: Session, quote: bytes, name: str) -> None:
-    assert refusal(session, quote, policy=session.policy.model_copy(update={name: False})) == "attributes"
+    assert refusal(session, quote, policy=with_tdx(session.policy, **{name: False})) == "attributes"
 
 
 def test_collateral_of_another_vendor_is_refused(session: Session, quote: bytes) -> None:
-    assert refusal(session, quote, collateral=SimulatedVendor.create().collateral(NOW)) == "chain_broken"
+    assert refusal(session, quote, collateral=SimulatedVendor.create().tdx_collateral(NOW)) == "chain_broken"
 
 
 def test_each_class_is_refused_under_the_other_anchor(session: Session, quote: bytes) -> None:
     other = simulated_policy(SimulatedVendor.create(), MEASUREMENT)
     hardware = Policy(
-        accepted_classes=(EvidenceClass.INTEL_TDX,), anchors=(INTEL_TDX_ANCHOR,), measurements=(MEASUREMENT,)
+        accepted_classes=(EvidenceClass.INTEL_TDX,),
+        anchors=(INTEL_TDX_ANCHOR,),
+        tdx=TdxRules(measurements=(MEASUREMENT,)),
     )
     for policy in (other, hardware):
         assert refusal(session, quote, policy=policy) == "root_unknown"
-    for anchor in (*other.anchors, INTEL_TDX_ANCHOR):
-        with pytest.raises(EvidenceError) as refused:
-            verify_tdx(quote, session.collateral, anchor, NOW, session.policy)
-        assert refused.value.code == "chain_broken"
 
 
 def test_a_simulator_never_satisfies_a_hardware_policy(session: Session, quote: bytes) -> None:
@@ -259,26 +259,29 @@ def policy_of(case: dict[str, Any]) -> Policy:
     roots = [(VECTORS / name).read_bytes() for name in simulators]
     anchors = [INTEL_TDX_ANCHOR, *(Anchor(evidence_class=EvidenceClass.SIMULATED, root_der=root) for root in roots)]
     classes = [EvidenceClass.INTEL_TDX, *([EvidenceClass.SIMULATED] if rules["allow_simulator"] else [])]
+    known = {name: value for name, value in rules.items() if name in TdxRules.model_fields}
+    known["measurements"] = rules["measurements"] or []
     return Policy(
         accepted_classes=tuple(classes),
         anchors=tuple(anchors),
-        measurements=tuple(bytes.fromhex(value) for value in rules["measurements"] or ()),
-        tcb_statuses=tuple(rules["tcb_statuses"]),
-        minimum_evaluation_number=rules["min_tcb_evaluation_data_number"],
-        allow_dynamic_platform=rules["allow_dynamic_platform"],
-        allow_cached_keys=rules["allow_cached_keys"],
-        allow_smt=rules["allow_smt"],
+        tdx=TdxRules.model_validate_json(json.dumps(known)),
     )
 
 
 def verdict_on(case: dict[str, Any]) -> str | TdxClaims:
     policy = policy_of(case)
     evidence = decode((VECTORS / case["evidence"]).read_bytes(), case["encoding"])
-    text = (VECTORS / case["collateral"]).read_text() if case["collateral"] else ""
+    collateral = (Collateral.from_json((VECTORS / case["collateral"]).read_text()),) if case["collateral"] else ()
+    now = int(datetime.fromisoformat(case["at"]).timestamp())
     try:
-        anchor = select_anchor(parse_quote(evidence), policy)
-        now = int(datetime.fromisoformat(case["at"]).timestamp())
-        return verify_tdx(evidence, Collateral.from_json(text), anchor, now, policy)
+        return verify_tdx(
+            evidence,
+            collateral,
+            anchors=policy.anchors,
+            accepted=policy.accepted_classes,
+            rules=policy.tdx,
+            now=now,
+        )
     except EvidenceError as error:
         return error.code
 
@@ -290,7 +293,7 @@ def test_recorded_evidence_gets_its_known_verdict(case: dict[str, Any]) -> None:
         # Compared later, by the appraisal: the quote itself is genuine.
         assert isinstance(verdict, TdxClaims)
         listed = [bytes.fromhex(value) for value in case["policy"].get("measurements", ())]
-        assert verdict.mr_td not in listed
+        assert verdict.measurement not in listed
         assert verdict.report_data.hex() != case["report_data"]
     elif case["expect"] == "accept":
         assert isinstance(verdict, TdxClaims)
@@ -310,7 +313,7 @@ def test_recorded_evidence_is_there(vectors: Path) -> None:
 
 
 def library_accepts(session: Session, quote: bytes, variant: CollateralVariant) -> bool:
-    collateral = session.vendor.collateral(NOW, variant)
+    collateral = session.vendor.tdx_collateral(NOW, variant)
     fields = {name: getattr(collateral, name) for name in Collateral.model_fields}
     policy = dcap_qvl.QuotePolicy.strict(NOW).allow_dynamic_platform(True).allow_cached_keys(True).allow_smt(True)
     try:

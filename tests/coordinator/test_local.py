@@ -87,7 +87,7 @@ def test_a_wrong_secret_file_is_a_config_error(tmp_path):
 
 def test_the_time_is_the_callers(tmp_path):
     session, _ = local_session(tmp_path, clock=lambda: NOW)
-    assert session.collateral.tcb_info.count("2027-01-15")
+    assert session.collateral.tdx[0].tcb_info.count("2027-01-15")
     close(session)
 
 

@@ -191,7 +191,7 @@ def test_another_known_answer_or_policy_is_refused(still):
     worker, challenge = still.workers["worker-0"], still.orchestrator.challenge("worker-0", "worker")
     foreign = still.manifest.model_copy(update={"known_answer": bytes(32)})
     assert refused(worker.present, challenge, replace(still.admission, manifest=foreign)) == "manifest_mismatch"
-    lax = still.policy.model_copy(update={"minimum_evaluation_number": 1})
+    lax = still.policy.model_copy(update={"evidence_lifetime_s": 1})
     assert refused(worker.present, challenge, replace(still.admission, policy=lax)) == "policy_mismatch"
 
 
