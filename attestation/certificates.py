@@ -173,6 +173,22 @@ def load_crl(der: bytes, issuer: x509.Certificate, what: str) -> x509.Certificat
     return crl
 
 
+def crl_issuer(der: bytes) -> x509.Name | None:
+    """Whose list ``der`` says that it is; None if it cannot be read. Nothing is verified."""
+    try:
+        return x509.load_der_x509_crl(der).issuer
+    except _UNREADABLE:
+        return None
+
+
+def crl_number(crl: x509.CertificateRevocationList) -> int | None:
+    """The list's number, which grows from issue to issue (RFC 5280, 5.2.3); None if it has none."""
+    try:
+        return crl.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
+    except (x509.ExtensionNotFound, *_UNREADABLE):
+        return None
+
+
 def check_not_revoked(crl: x509.CertificateRevocationList, certificates: Sequence[x509.Certificate]) -> None:
     """None of ``certificates`` is on the list; EvidenceError ``revoked`` otherwise."""
     for certificate in certificates:

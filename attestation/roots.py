@@ -13,11 +13,13 @@ from types import MappingProxyType
 from typing import ClassVar, Final, Literal, Self
 
 from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
 from pydantic import model_validator
 
 from attestation.certificates import key_id, read_root
 from attestation.evidence import EvidenceClass
 from attestation.messages import Message
+from attestation.snp_roots import amd_roots
 
 Family = Literal["tdx", "sev_snp", "nvidia_gpu"]
 """The format of evidence, and with it the verifier that reads it."""
@@ -45,7 +47,10 @@ class PinnedRoot:
 
 
 # Roots of another family: one line here that unpacks what the family's own file reads from `attestation/anchors/`.
-_PINNED_ROOTS: Final[tuple[PinnedRoot, ...]] = (PinnedRoot(EvidenceClass.INTEL_TDX, "tdx", INTEL_SGX_ROOT_DER),)
+_PINNED_ROOTS: Final[tuple[PinnedRoot, ...]] = (
+    PinnedRoot(EvidenceClass.INTEL_TDX, "tdx", INTEL_SGX_ROOT_DER),
+    *(PinnedRoot(EvidenceClass.AMD_SEV_SNP, "sev_snp", root.public_bytes(Encoding.DER)) for root in amd_roots()),
+)
 
 PINNED: Final[Mapping[bytes, PinnedRoot]] = MappingProxyType(
     {key_id(read_root(root.root_der)): root for root in _PINNED_ROOTS}

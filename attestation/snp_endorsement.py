@@ -1,0 +1,96 @@
+"""Reads what AMD states in the certificate of an endorsement key: for which machine and TCB version it was derived.
+
+The extensions are those of AMD's key distribution service specification (document 57230). The TCB version has eight
+bytes whose meaning depends on the processor's generation.
+"""
+
+from dataclasses import dataclass
+from typing import Final, get_args
+
+from cryptography import x509
+
+from attestation.certificates import common_name
+from attestation.snp_report import KEY_KINDS, KeyKind
+from attestation.snp_rules import Generation
+
+AMD_OID: Final = "1.3.6.1.4.1.3704.1"
+HARDWARE_ID_OID: Final = f"{AMD_OID}.4"
+_INTEGER, _OCTETS = 0x02, 0x04
+_BOOT_LOADER, _TEE, _SNP, _MICROCODE, _FMC = 1, 2, 3, 8, 9
+_RESERVED = (4, 5, 6, 7)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a generation writes TCB version and hardware id.
+
+    Attributes:
+        components: last number of the extension's OID, for each byte of a TCB version.
+        hardware_id_bytes: how many bytes of the chip id name the chip; the others are zero.
+    """
+
+    components: tuple[int, ...]
+    hardware_id_bytes: int
+
+    def snp_svn(self, tcb: bytes) -> int:
+        """Version of the SNP firmware in a TCB version."""
+        return tcb[self.components.index(_SNP)]
+
+    def describe(self, tcb: bytes) -> str:
+        """The TCB version's components for a person."""
+        names = {_FMC: "fmc", _BOOT_LOADER: "boot loader", _TEE: "tee", _SNP: "snp", _MICROCODE: "microcode"}
+        parts = zip(self.components, tcb, strict=True)
+        return ", ".join(f"{names[number]} {value}" for number, value in parts if number in names)
+
+
+_MILAN = Layout((_BOOT_LOADER, _TEE, *_RESERVED, _SNP, _MICROCODE), 64)
+_TURIN = Layout((_FMC, _BOOT_LOADER, _TEE, _SNP, *_RESERVED[1:], _MICROCODE), 8)
+LAYOUTS: Final[dict[Generation, Layout]] = {"Milan": _MILAN, "Genoa": _MILAN, "Turin": _TURIN}
+
+
+def issuer_name(generation: Generation, kind: KeyKind) -> str:
+    """Common name of the CA that certifies keys of ``kind``."""
+    return f"SEV-{generation}" if kind == "VCEK" else f"SEV-{kind}-{generation}"
+
+
+_ROLES: Final = {
+    issuer_name(generation, kind): (generation, kind)
+    for generation in get_args(Generation)
+    for kind in KEY_KINDS.values()
+}
+
+
+def issuer_role(issuer: x509.Certificate) -> tuple[Generation, KeyKind] | None:
+    """Of which generation and kind of key ``issuer`` is the CA, None if of none."""
+    return _ROLES.get(common_name(issuer))
+
+
+def certified_tcb(certificate: x509.Certificate, layout: Layout) -> bytes | None:
+    """The TCB version, 8 bytes, that the key was derived for; None if the certificate does not say."""
+    values = [_component(certificate, number) for number in layout.components]
+    known = [value for value in values if value is not None]
+    return bytes(known) if len(known) == len(values) else None
+
+
+def certified_hardware_id(certificate: x509.Certificate) -> bytes | None:
+    """The id of the chip that holds the key; None in a VLEK's certificate, which is for many chips."""
+    value = _extension(certificate, HARDWARE_ID_OID)
+    if value is not None and value[:2] == bytes((_OCTETS, len(value) - 2)):
+        return value[2:]  # Newer certificates have the id in an octet string, older ones the bare bytes.
+    return value
+
+
+def _component(certificate: x509.Certificate, number: int) -> int | None:
+    value = _extension(certificate, f"{AMD_OID}.3.{number}")
+    if value is None:
+        return 0 if number in _RESERVED else None
+    short = len(value) == 3 and value[:2] == bytes((_INTEGER, 1)) and value[2] < 0x80
+    long = len(value) == 4 and value[:3] == bytes((_INTEGER, 2, 0)) and value[3] >= 0x80
+    return value[-1] if short or long else None
+
+
+def _extension(certificate: x509.Certificate, oid: str) -> bytes | None:
+    for extension in certificate.extensions:
+        if extension.oid.dotted_string == oid and isinstance(extension.value, x509.UnrecognizedExtension):
+            return extension.value.value
+    return None

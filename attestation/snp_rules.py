@@ -1,0 +1,52 @@
+"""What an AMD SEV-SNP guest and its machine must look like to be accepted."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from attestation.evidence import MEASUREMENT_BYTES
+from attestation.messages import Message
+
+Generation = Literal["Milan", "Genoa", "Turin"]
+"""Third, fourth and fifth generation of EPYC, by the name that is in AMD's certificates."""
+
+Svn = Annotated[int, Field(ge=0, lt=2**8)]
+Vmpl = Annotated[int, Field(ge=0, le=3)]
+Measurement = Annotated[bytes, Field(min_length=MEASUREMENT_BYTES, max_length=MEASUREMENT_BYTES)]
+
+
+def _floors() -> dict[Generation, int]:
+    return {"Milan": 24, "Genoa": 23}
+
+
+class SnpRules(Message):
+    """Acceptance rules for SEV-SNP reports; the defaults are those of a hardware run.
+
+    Attributes:
+        allowed_generations: admitted generations. Milan is left out by default, since software can read the seed of
+            its endorsement keys (arXiv 2605.12990); Turin, since there is no floor to set for it yet.
+        min_snp_svn: lowest version of the SNP firmware (its SVN) by generation, for the reported, the committed and
+            the launch TCB. A generation without a floor is not admitted. 24 and 23 are AMD's fixes for
+            CVE-2024-56161.
+        require_alias_check: whether the firmware must have looked for memory modules that lie about their size
+            (CVE-2024-21944).
+        allow_debug: whether a guest whose memory its host can read is accepted.
+        allow_migrate_ma: whether a guest may be bound to a migration agent, which can move its memory elsewhere.
+        allow_smt: whether the guest may run beside another one's hardware thread. Clouds launch guests so.
+        allowed_vmpl: privilege levels from which a report is accepted.
+        require_crl: whether a current revocation list of AMD's root must be at hand.
+        measurements: accepted launch measurements, 48 bytes each. An empty set admits nothing; None compares nothing,
+            which no policy of a run may say.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/snp-rules/v1"
+
+    allowed_generations: tuple[Generation, ...] = ("Genoa",)
+    min_snp_svn: dict[Generation, Svn] = Field(default_factory=_floors)
+    require_alias_check: bool = True
+    allow_debug: bool = False
+    allow_migrate_ma: bool = False
+    allow_smt: bool = True
+    allowed_vmpl: tuple[Vmpl, ...] = (0,)
+    require_crl: bool = True
+    measurements: tuple[Measurement, ...] | None = ()
