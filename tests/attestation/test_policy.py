@@ -56,7 +56,7 @@ def test_a_simulated_policy_survives_yaml(tmp_path: Path, session: Session) -> N
         {"accepted_classes": ["not a sample"]},
         {"anchors": []},
         {"anchors": ["intel_tdx", "intel_tdx"]},
-        {"anchors": ["amd_sev_snp"]},
+        {"anchors": ["simulated"]},
         {"anchors": [{"evidence_class": "simulated", "root_der": "00"}]},
         {"tdx": {"measurements": ["00"]}},
         {"tdx": {"measurements": "all"}},
