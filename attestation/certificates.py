@@ -118,11 +118,20 @@ def order_chain(leaf: x509.Certificate, pool: Iterable[x509.Certificate]) -> tup
     """
     known, chain = tuple(pool), [leaf]
     while len(chain) <= _MAX_CHAIN and chain[-1].subject != chain[-1].issuer:
-        issuer = next((each for each in known if _issued_by(chain[-1], each)), None)
+        issuer = next((each for each in known if is_issued_by(chain[-1], each)), None)
         if issuer is None:
             break
         chain.append(issuer)
     return tuple(chain)
+
+
+def is_issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
+    """Whether ``issuer`` has the issuer's name and its key signed ``certificate``."""
+    try:
+        certificate.verify_directly_issued_by(issuer)
+    except (InvalidSignature, *_UNREADABLE):
+        return False
+    return True
 
 
 def check_links(chain: Sequence[x509.Certificate], what: str) -> None:
@@ -134,7 +143,7 @@ def check_links(chain: Sequence[x509.Certificate], what: str) -> None:
     if not 2 <= len(chain) <= _MAX_CHAIN:
         refuse(Refusal.CHAIN_BROKEN, f"the {what} chain has {len(chain)} certificates")
     for below, (certificate, issuer) in enumerate(pairwise((*chain, chain[-1]))):
-        if not _issued_by(certificate, issuer) or not _may_issue(issuer, min(below, len(chain) - 2)):
+        if not is_issued_by(certificate, issuer) or not _may_issue(issuer, min(below, len(chain) - 2)):
             refuse(Refusal.CHAIN_BROKEN, f"the {what} chain breaks at '{common_name(certificate)}'")
 
 
@@ -253,14 +262,6 @@ def _read_through(certificate: x509.Certificate) -> None:
     parts = (certificate.subject, certificate.issuer, certificate.extensions, certificate.serial_number)
     window = (certificate.not_valid_before_utc, certificate.not_valid_after_utc)
     assert all(part is not None for part in (*parts, *window))
-
-
-def _issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
-    try:
-        certificate.verify_directly_issued_by(issuer)
-    except (InvalidSignature, *_UNREADABLE):
-        return False
-    return True
 
 
 def _may_issue(issuer: x509.Certificate, intermediates: int) -> bool:

@@ -18,11 +18,12 @@ from pydantic import model_validator
 
 from attestation.certificates import key_id, read_root
 from attestation.evidence import EvidenceClass
+from attestation.gpu_roots import NVIDIA_DEVICE_ROOT_DER, NVIDIA_RIM_ROOT_DER
 from attestation.messages import Message
 from attestation.snp_roots import amd_roots
 
-Family = Literal["tdx", "sev_snp", "nvidia_gpu"]
-"""The format of evidence, and with it the verifier that reads it."""
+Family = Literal["tdx", "sev_snp", "nvidia_gpu", "nvidia_rim"]
+"""The format of what a root vouches for: evidence, and so the verifier that reads it, or signed reference values."""
 
 # Intel SGX Root CA, valid 2018-05-21 to 2049-12-31; it vouches for SGX and TDX alike.
 INTEL_SGX_ROOT_DER: Final = base64.b64decode(
@@ -50,6 +51,8 @@ class PinnedRoot:
 _PINNED_ROOTS: Final[tuple[PinnedRoot, ...]] = (
     PinnedRoot(EvidenceClass.INTEL_TDX, "tdx", INTEL_SGX_ROOT_DER),
     *(PinnedRoot(EvidenceClass.AMD_SEV_SNP, "sev_snp", root.public_bytes(Encoding.DER)) for root in amd_roots()),
+    PinnedRoot(EvidenceClass.NVIDIA_GPU, "nvidia_gpu", NVIDIA_DEVICE_ROOT_DER),
+    PinnedRoot(EvidenceClass.NVIDIA_GPU, "nvidia_rim", NVIDIA_RIM_ROOT_DER),
 )
 
 PINNED: Final[Mapping[bytes, PinnedRoot]] = MappingProxyType(

@@ -1,0 +1,173 @@
+"""Checks OCSP answers (RFC 6960) about the certificates of a GPU.
+
+Device certificates end in the year 9999, so these answers are the only revocation there is. Each stage is a function
+of its own, since the order of refusals interleaves them with other checks.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import pairwise
+from typing import Final, NoReturn
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, EllipticCurvePublicKey
+from cryptography.hazmat.primitives.hashes import SHA384
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from cryptography.x509 import ocsp
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
+from attestation.certificates import check_certificate_windows, common_name, is_issued_by, public_key, read_root
+from attestation.evidence import Refusal, refuse
+
+MAX_OCSP_BYTES: Final = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer about one certificate of a chain.
+
+    Attributes:
+        certificate, issuer: whom it is about, and who answers for it.
+        responder: whose key signed the response, of the certificates that came with it and the issuer itself; None if
+            it is nobody's.
+    """
+
+    certificate: x509.Certificate
+    issuer: x509.Certificate
+    responder: x509.Certificate | None
+    status: ocsp.OCSPCertStatus
+    this_update: datetime
+    next_update: datetime | None
+
+
+def find_answers(ders: Sequence[bytes], chain: Sequence[x509.Certificate]) -> tuple[Answer, ...]:
+    """For each certificate of ``chain`` but the first and the last the newest answer about it; nothing is judged.
+
+    What cannot be read, or says that there is no answer, is no answer about anything.
+    """
+    answers = [answer for der in ders for answer in _read(der, chain)]
+    newest: dict[int, Answer] = {}
+    for answer in sorted(answers, key=lambda each: each.this_update):
+        newest[chain.index(answer.certificate)] = answer
+    return tuple(newest[position] for position in sorted(newest))
+
+
+def check_signatures(answers: Sequence[Answer]) -> None:
+    """Each answer is signed by one of its responders; EvidenceError ``evidence_tampered`` otherwise."""
+    for answer in answers:
+        if answer.responder is None:
+            _refuse(Refusal.EVIDENCE_TAMPERED, answer, "is not signed by its responder")
+
+
+def check_responders(answers: Sequence[Answer]) -> None:
+    """Each responder is the issuer, or one to whom the issuer gave this task.
+
+    Raises:
+        EvidenceError: ``signer_role``.
+    """
+    for answer in answers:
+        if answer.responder is None or not _may_answer(answer.responder, answer.issuer):
+            _refuse(Refusal.SIGNER_ROLE, answer, "is signed by somebody who may not answer for its issuer")
+
+
+def check_good(answers: Sequence[Answer]) -> None:
+    """Every answer is "good"; EvidenceError ``revoked`` for revoked, held and unknown certificates."""
+    for answer in answers:
+        if answer.status is not ocsp.OCSPCertStatus.GOOD:
+            _refuse(Refusal.REVOKED, answer, f"says {answer.status.name.lower()}")
+
+
+def check_coverage(answers: Sequence[Answer], chain: Sequence[x509.Certificate], now: datetime) -> datetime:
+    """There is a current answer about every certificate between the leaf and the root; when the first one ends.
+
+    Raises:
+        EvidenceError: ``collateral_stale`` for a missing answer, and outside [this update, next update).
+    """
+    covered = [answer.certificate for answer in answers]
+    for certificate in chain[1:-1]:
+        if certificate not in covered:
+            refuse(Refusal.COLLATERAL_STALE, f"there is no OCSP answer about '{common_name(certificate)}'")
+    return min(_window(answer, now) for answer in answers)
+
+
+def _read(der: bytes, chain: Sequence[x509.Certificate]) -> list[Answer]:
+    try:
+        if len(der) > MAX_OCSP_BYTES:
+            raise ValueError("too large")
+        response = ocsp.load_der_ocsp_response(der)
+        if response.response_status is not ocsp.OCSPResponseStatus.SUCCESSFUL:
+            raise ValueError("not an answer")
+        certificates = tuple(read_root(each.public_bytes(Encoding.DER)) for each in response.certificates)
+        return [answer for single in response.responses for answer in _about(response, single, certificates, chain)]
+    except (ValueError, TypeError, UnsupportedAlgorithm, x509.DuplicateExtension):
+        return []
+
+
+def _about(
+    response: ocsp.OCSPResponse,
+    single: ocsp.OCSPSingleResponse,
+    certificates: tuple[x509.Certificate, ...],
+    chain: Sequence[x509.Certificate],
+) -> list[Answer]:
+    return [
+        Answer(
+            certificate=certificate,
+            issuer=issuer,
+            responder=next((each for each in (*certificates, issuer) if _signed(each, response)), None),
+            status=single.certificate_status,
+            this_update=single.this_update_utc,
+            next_update=single.next_update_utc,
+        )
+        for certificate, issuer in pairwise(chain[1:])
+        if single.serial_number == certificate.serial_number and _names_issuer(single, issuer)
+    ]
+
+
+def _names_issuer(single: ocsp.OCSPSingleResponse, issuer: x509.Certificate) -> bool:
+    name = hashlib.new(single.hash_algorithm.name, issuer.subject.public_bytes()).digest()
+    key = hashlib.new(single.hash_algorithm.name, _key_bits(issuer)).digest()
+    return (single.issuer_name_hash, single.issuer_key_hash) == (name, key)
+
+
+def _key_bits(certificate: x509.Certificate) -> bytes:
+    """Content of the BIT STRING of the public key, which RFC 6960 hashes."""
+    key = public_key(certificate)
+    if isinstance(key, EllipticCurvePublicKey):
+        return key.public_bytes(Encoding.X962, PublicFormat.UncompressedPoint)
+    return key.public_bytes(Encoding.DER, PublicFormat.PKCS1)
+
+
+def _signed(responder: x509.Certificate, response: ocsp.OCSPResponse) -> bool:
+    key = public_key(responder)
+    if not isinstance(key, EllipticCurvePublicKey) or not isinstance(response.signature_hash_algorithm, SHA384):
+        return False
+    try:
+        key.verify(response.signature, response.tbs_response_bytes, ECDSA(SHA384()))
+    except InvalidSignature:
+        return False
+    return True
+
+
+def _may_answer(responder: x509.Certificate, issuer: x509.Certificate) -> bool:
+    if public_key(responder) == public_key(issuer):
+        return True
+    try:
+        usage = responder.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    except x509.ExtensionNotFound:
+        return False
+    return ExtendedKeyUsageOID.OCSP_SIGNING in usage and is_issued_by(responder, issuer)
+
+
+def _window(answer: Answer, now: datetime) -> datetime:
+    if answer.next_update is None or not answer.this_update <= now < answer.next_update:
+        _refuse(Refusal.COLLATERAL_STALE, answer, "is not current")
+    return min(
+        answer.next_update, check_certificate_windows((answer.responder or answer.issuer,), now, "OCSP responder")
+    )
+
+
+def _refuse(code: Refusal, answer: Answer, what: str) -> NoReturn:
+    refuse(code, f"the OCSP answer about '{common_name(answer.certificate)}' {what}")

@@ -1,0 +1,91 @@
+"""Judges the state that a genuine GPU report describes: device class, firmware identity, mode and measurements.
+
+Everything here raises ``gpu_state``, and is only worth asking after `attestation.gpu` has verified the report.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Final
+
+from cryptography import x509
+from cryptography.x509.oid import ObjectIdentifier
+
+from attestation.certificates import common_name
+from attestation.evidence import Refusal, refuse
+from attestation.gpu_report import GpuReport, Opaque
+from attestation.gpu_rim import GoldenValues
+from attestation.gpu_rules import GpuRules
+
+_FWID_BYTES: Final = 48
+_FWID_OIDS: Final = (ObjectIdentifier("2.23.133.5.4.1"), ObjectIdentifier("2.23.133.5.4.1.1"))
+_SHA384_DIGEST: Final = bytes.fromhex("06096086480165030402020430")
+"""DER of the object identifier of SHA-384, and tag and length of the 48 bytes of digest behind it."""
+
+_GPU_LEAF: Final = re.compile(r"(G[A-Z])[0-9]\w* .*FMC LF")
+_CHIP_FAMILY: Final = re.compile(r"(G[A-Z])[0-9]\w*")
+_MODES: Final[Mapping[int, str]] = {0: "multi GPU", 1: "single GPU", 2: "protected PCIe"}
+_PPCIE_MODE, _PPCIE_ON = 2, 0xAA
+
+
+def check_device(leaf: x509.Certificate) -> str:
+    """The chip's family, such as ``GH``; refused where the certificate is that of another kind of device."""
+    found = _GPU_LEAF.fullmatch(common_name(leaf))
+    if found is None:
+        refuse(Refusal.GPU_STATE, f"'{common_name(leaf)}' is not the firmware certificate of a GPU")
+    return found[1]
+
+
+def check_firmware_identity(leaf: x509.Certificate, report: GpuReport) -> None:
+    """The firmware that the leaf certifies is the one that reports; compared where both name one."""
+    certified, reported = _certified_fwid(leaf), report.opaque.get(Opaque.FWID)
+    if certified is not None and reported is not None and certified != reported:
+        refuse(Refusal.GPU_STATE, "the GPU's certificate is for other firmware than the report")
+
+
+def _certified_fwid(leaf: x509.Certificate) -> bytes | None:
+    """Hopper ends the extension with it; Blackwell lists several, its own first, and says more behind them."""
+    for extension in leaf.extensions:
+        if extension.oid in _FWID_OIDS and isinstance(extension.value, x509.UnrecognizedExtension):
+            _, found, rest = extension.value.value.partition(_SHA384_DIGEST)
+            return rest[:_FWID_BYTES] if found else extension.value.value[-_FWID_BYTES:]
+    return None
+
+
+def check_mode(report: GpuReport, rules: GpuRules) -> str:
+    """The mode in words; a mode that is unknown, or protected PCIe where the rules do not allow it, is refused."""
+    flag = report.opaque.get(Opaque.FEATURE_FLAG)
+    mode = int.from_bytes(flag, "little") if flag is not None else None
+    protected = mode == _PPCIE_MODE or report.opaque.get(Opaque.PROTECTED_PCIE_STATUS) == bytes((_PPCIE_ON,))
+    if mode is not None and mode not in _MODES:
+        refuse(Refusal.GPU_STATE, f"the GPU runs in a mode that is not known ({mode})")
+    if protected and not rules.allow_ppcie:
+        refuse(Refusal.GPU_STATE, "the GPU runs in protected-PCIe mode, not in confidential-computing mode")
+    if protected:
+        return _MODES[_PPCIE_MODE]
+    return "confidential computing" if mode is None else _MODES[mode]
+
+
+def check_references(
+    report: GpuReport, chip_family: str, driver: GoldenValues | None, vbios: GoldenValues | None
+) -> int:
+    """Compare with the reference values that there are; how many measurements were compared."""
+    _check_described(driver, report.driver_version, chip_family, "driver")
+    _check_described(vbios, report.vbios_version, chip_family, "VBIOS")
+    driver_values, vbios_values = (each.values if each else {} for each in (driver, vbios))
+    if both := driver_values.keys() & vbios_values.keys():
+        refuse(Refusal.GPU_STATE, f"driver and VBIOS manifest both claim measurement {min(both)}")
+    values = {**driver_values, **vbios_values}
+    differing = [index for index, accepted in values.items() if report.measurements.get(index + 1) not in accepted]
+    if differing:
+        refuse(Refusal.GPU_STATE, f"measurements {differing} of the GPU are not those of its manifests")
+    return len(values)
+
+
+def _check_described(golden: GoldenValues | None, version: str, chip_family: str, what: str) -> None:
+    if golden is None:
+        return
+    if not version or golden.version.casefold() != version.casefold():
+        refuse(Refusal.GPU_STATE, f"the {what} manifest is for version {golden.version!r}, the GPU runs {version!r}")
+    product = _CHIP_FAMILY.match(golden.product)
+    if product and product[1] != chip_family:
+        refuse(Refusal.GPU_STATE, f"the {what} manifest is for {golden.product!r}, which the GPU is not")
