@@ -5,9 +5,10 @@ identity key it presents, and the verifier appraises it with collateral that it 
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from enum import StrEnum
-from typing import Annotated, ClassVar, Literal, NoReturn, Self
+from types import MappingProxyType
+from typing import Annotated, ClassVar, Final, Literal, NoReturn, Self
 
 from pydantic import Field, model_validator
 
@@ -64,6 +65,37 @@ class Refusal(StrEnum):
     GPU_STATE = "gpu_state"
     RELEASE_DENIED = "release_denied"
 
+
+STAGES: Final[Mapping[Refusal, str]] = MappingProxyType(
+    {
+        Refusal.EVIDENCE_MALFORMED: "format",
+        Refusal.ROOT_UNKNOWN: "root",
+        Refusal.SIMULATOR_NOT_ALLOWED: "root",
+        Refusal.CHAIN_BROKEN: "chain",
+        Refusal.PLATFORM_MISMATCH: "platform",
+        Refusal.ATTESTATION_KEY_UNCERTIFIED: "attestation key",
+        Refusal.EVIDENCE_TAMPERED: "signatures",
+        Refusal.SIGNER_ROLE: "signer roles",
+        Refusal.REVOKED: "revocation",
+        Refusal.COLLATERAL_STALE: "validity",
+        Refusal.COLLATERAL_ROLLBACK: "rollback",
+        Refusal.TCB_UNACCEPTABLE: "TCB level",
+        Refusal.TCB_STATUS: "TCB status",
+        Refusal.FIRMWARE_FLOOR: "firmware",
+        Refusal.DEBUG: "debug",
+        Refusal.ATTRIBUTES: "attributes",
+        Refusal.PRIVILEGE_LEVEL: "privilege level",
+        Refusal.MEASUREMENT_UNKNOWN: "measurement",
+        Refusal.NONCE_REPLAYED: "nonce",
+        Refusal.NONCE_FOREIGN: "nonce",
+        Refusal.KEY_NOT_BOUND: "binding",
+        Refusal.PEER_NOT_BOUND: "peer",
+        Refusal.GPU_NOT_BOUND: "GPU binding",
+        Refusal.GPU_STATE: "GPU state",
+        Refusal.RELEASE_DENIED: "release",
+    }
+)
+"""The stage each code belongs to, in the order in which stages are judged."""
 
 _REMEDIES = {
     Refusal.ROOT_UNKNOWN: "Compare the anchors of the policy with the hardware that is used.",

@@ -80,6 +80,12 @@ class Anchor(Message):
     family: Family = "tdx"
     root_der: bytes
 
+    @classmethod
+    def simulated(cls, family: Family, root: x509.Certificate) -> Self:
+        """The anchor of class ``simulated`` with that root; ValidationError if the root is a vendor's."""
+        der = root.public_bytes(Encoding.DER)
+        return cls(evidence_class=EvidenceClass.SIMULATED, family=family, root_der=der)
+
     @property
     def root(self) -> x509.Certificate:
         return _loaded(self.root_der)[0]

@@ -13,6 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 from typer.exceptions import Abort, TyperException
 
+from coordinator.attest_cli import attest
 from coordinator.audit_cli import audit_command
 from coordinator.bench_cli import bench
 from coordinator.budget_cli import budget
@@ -32,6 +33,7 @@ app = typer.Typer(
 app.add_typer(budget, name="budget")
 app.add_typer(bench, name="bench")
 app.add_typer(package, name="package")
+app.add_typer(attest, name="attest")
 app.command("audit")(audit_command)
 
 RunSecret = Annotated[

@@ -1,12 +1,6 @@
 """The quote verifier: recorded hardware evidence, and everything the simulator can get wrong."""
 
-import base64
-import json
 import random
-import re
-from datetime import datetime
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import dcap_qvl
@@ -16,7 +10,7 @@ from hypothesis import strategies as st
 
 from attestation.evidence import Collateral, EvidenceClass
 from attestation.policy import Policy, simulated_policy
-from attestation.roots import INTEL_TDX_ANCHOR, Anchor
+from attestation.roots import INTEL_TDX_ANCHOR
 from attestation.simulator import COLLATERAL_AGE_S, COLLATERAL_LIFETIME_S, CollateralVariant, SimulatedVendor
 from attestation.simulator_platform import GENUINE, QuoteVariant
 from attestation.tdx import TdxClaims, verify_tdx
@@ -26,7 +20,6 @@ from tests.attestation.conftest import MEASUREMENT, NOW, Session, with_tdx
 
 REPORT_DATA = bytes(range(64))
 SIGNED_BYTES = 632
-VECTORS = Path(__file__).resolve().parents[3] / "shared" / "vectors"
 
 
 def verify(session: Session, quote: bytes, **changes: Any) -> TdxClaims:
@@ -220,93 +213,6 @@ def test_a_quote_without_certificates_is_refused(session: Session, quote: bytes)
     pem_at = quote.index(b"-----BEGIN")
     blank = quote[:pem_at] + b" " * (len(quote) - pem_at)
     assert refusal(session, blank) in ("evidence_malformed", "chain_broken")
-
-
-# Recorded hardware evidence
-
-
-@cache
-def index() -> dict[str, Any]:
-    path = VECTORS / "INDEX.json"
-    return json.loads(path.read_text()) if path.is_file() else {"cases": []}
-
-
-def tdx_cases() -> list[Any]:
-    recorded = [pytest.param(case, id=case["id"]) for case in index()["cases"] if case["family"] == "tdx"]
-    absent = pytest.mark.skip(reason="no recorded hardware evidence beside the repository (../shared/vectors)")
-    return recorded or [pytest.param({}, marks=absent, id="absent")]
-
-
-def decode(raw: bytes, encoding: str) -> bytes:
-    if encoding == "raw":
-        return raw
-    text = "".join(raw.decode().split())
-    if encoding == "hex":
-        return bytes.fromhex(text.removeprefix("0x"))
-    if encoding == "base64":
-        return base64.b64decode(text)
-    value = json.loads(raw)
-    for part in filter(None, encoding.removeprefix("json:").split("/")):
-        value = value[int(part) if isinstance(value, list) else part]
-    if isinstance(value, list):
-        return bytes(value)
-    return bytes.fromhex(value) if re.fullmatch("[0-9a-fA-F]+", value) else base64.b64decode(value)
-
-
-def policy_of(case: dict[str, Any]) -> Policy:
-    rules = index()["default_policy"]["tdx"] | case["policy"]
-    simulators = [rules["simulator_root"]] if rules["simulator_root"] else []
-    roots = [(VECTORS / name).read_bytes() for name in simulators]
-    anchors = [INTEL_TDX_ANCHOR, *(Anchor(evidence_class=EvidenceClass.SIMULATED, root_der=root) for root in roots)]
-    classes = [EvidenceClass.INTEL_TDX, *([EvidenceClass.SIMULATED] if rules["allow_simulator"] else [])]
-    known = {name: value for name, value in rules.items() if name in TdxRules.model_fields}
-    known["measurements"] = rules["measurements"] or []
-    return Policy(
-        accepted_classes=tuple(classes),
-        anchors=tuple(anchors),
-        tdx=TdxRules.model_validate_json(json.dumps(known)),
-    )
-
-
-def verdict_on(case: dict[str, Any]) -> str | TdxClaims:
-    policy = policy_of(case)
-    evidence = decode((VECTORS / case["evidence"]).read_bytes(), case["encoding"])
-    collateral = (Collateral.from_json((VECTORS / case["collateral"]).read_text()),) if case["collateral"] else ()
-    now = int(datetime.fromisoformat(case["at"]).timestamp())
-    try:
-        return verify_tdx(
-            evidence,
-            collateral,
-            anchors=policy.anchors,
-            accepted=policy.accepted_classes,
-            rules=policy.tdx,
-            now=now,
-        )
-    except EvidenceError as error:
-        return error.code
-
-
-@pytest.mark.parametrize("case", tdx_cases())
-def test_recorded_evidence_gets_its_known_verdict(case: dict[str, Any]) -> None:
-    verdict = verdict_on(case)
-    if case["refusal"] in ("measurement_unknown", "key_not_bound"):
-        # Compared later, by the appraisal: the quote itself is genuine.
-        assert isinstance(verdict, TdxClaims)
-        listed = [bytes.fromhex(value) for value in case["policy"].get("measurements", ())]
-        assert verdict.measurement not in listed
-        assert verdict.report_data.hex() != case["report_data"]
-    elif case["expect"] == "accept":
-        assert isinstance(verdict, TdxClaims)
-        simulated = "sim" in case["id"].split("-")
-        assert verdict.evidence_class == (EvidenceClass.SIMULATED if simulated else EvidenceClass.INTEL_TDX)
-        assert case["report_data"] in (None, verdict.report_data.hex())
-    else:
-        assert verdict == case["refusal"]
-
-
-def test_recorded_evidence_is_there(vectors: Path) -> None:
-    accepted = [case for case in index()["cases"] if case["family"] == "tdx" and case["expect"] == "accept"]
-    assert len(accepted) >= 2
 
 
 # What the library does on its own

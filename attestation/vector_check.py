@@ -1,0 +1,71 @@
+"""Judges the cases of an index of evidence, each by the verifier of its family.
+
+Guarantee: a case's verdict depends on that case and its files alone, not on the cases before it.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from attestation.evidence import STAGES, Refusal
+from attestation.vector_index import Case
+from attestation.vector_tdx import appraise_tdx
+from metrics.errors import ConfigError, EvidenceError
+
+# One line per family: a function that returns what the evidence says, or raises EvidenceError.
+FAMILIES: Final[Mapping[str, Callable[[Case], object]]] = MappingProxyType(
+    {
+        "tdx": appraise_tdx,
+    }
+)
+LAST_STEP: Final = "result"
+
+
+@dataclass(frozen=True, slots=True)
+class CaseVerdict:
+    """What became of a case.
+
+    Attributes:
+        accepted: None if the case could not be appraised.
+        refusal: code of the first stage that failed; None if none did.
+        step: name of that stage, or of the last.
+        detail: one sentence for a person; empty for accepted evidence.
+        milliseconds: from reading the case's files to its verdict.
+    """
+
+    case: Case
+    accepted: bool | None
+    refusal: str | None
+    step: str
+    detail: str
+    milliseconds: float
+
+    @property
+    def as_expected(self) -> bool | None:
+        """Whether this is the verdict the index expects; None if it expects none."""
+        fields = self.case.fields
+        if fields.expect is None:
+            return None
+        return self.accepted is (fields.expect == "accept") and self.refusal == fields.refusal
+
+
+def check(case: Case) -> CaseVerdict:
+    """Appraise one case."""
+    started = time.perf_counter()
+    accepted, refusal, step, detail = _judge(case)
+    return CaseVerdict(case, accepted, refusal, step, detail, (time.perf_counter() - started) * 1000)
+
+
+def _judge(case: Case) -> tuple[bool | None, str | None, str, str]:
+    appraise = FAMILIES.get(case.fields.family)
+    if appraise is None:
+        return None, None, "", f"there is no verifier for evidence of family '{case.fields.family}'"
+    try:
+        appraise(case)
+    except EvidenceError as error:
+        return False, error.code, STAGES[Refusal(error.code)], error.message
+    except ConfigError as error:
+        return None, None, "", error.message
+    return True, None, LAST_STEP, ""

@@ -1,0 +1,28 @@
+"""Compares what a guest's evidence says with what a case of an index expects."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from attestation.evidence import Refusal, refuse
+from attestation.vector_index import Case
+
+
+class GuestClaims(Protocol):
+    """What every verifier of a guest finds: 48 bytes of measurement and 64 of report data."""
+
+    @property
+    def measurement(self) -> bytes: ...
+    @property
+    def report_data(self) -> bytes: ...
+
+
+def compare(case: Case, claims: GuestClaims, measurements: Sequence[bytes] | None) -> None:
+    """Refuse a measurement that is not one of ``measurements``, and report data that the case does not expect.
+
+    Raises:
+        EvidenceError: ``measurement_unknown`` or ``key_not_bound``.
+    """
+    if measurements is not None and claims.measurement not in [value for value in measurements if any(value)]:
+        refuse(Refusal.MEASUREMENT_UNKNOWN, f"measurement {claims.measurement.hex()} is not a reference value")
+    if case.report_data is not None and claims.report_data != case.report_data:
+        refuse(Refusal.KEY_NOT_BOUND, "the report data is not the expected one")

@@ -1,0 +1,184 @@
+"""Reads an index of evidence: cases that say what is presented, with what, when, under which policy.
+
+The format is described in `docs/attestation-index.md`. Paths are relative to the index; anchors are those that raycloak
+pins, and what a case names as ``simulator_root``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from attestation.canonical import canonical_json
+from attestation.certificates import read_presented
+from attestation.evidence import EvidenceClass, Refusal, refuse
+from attestation.messages import Message
+from attestation.roots import PINNED, Anchor, Family, pinned_anchors
+from attestation.vector_encoding import bytes_of, certificate_text, decode, read_json, resolve
+from metrics.errors import ConfigError
+
+Rules = TypeVar("Rules", bound=Message)
+_ABOUT_ROOTS = ("simulator_root", "allow_simulator")
+
+
+class CaseFields(BaseModel):
+    """One entry of ``cases``; fields that only describe a case are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    id: str
+    family: str
+    evidence: str
+    encoding: str
+    at: str
+    collateral: str | None = None
+    chain: list[str] | None = None
+    rim: dict[str, str | None] | None = None
+    ocsp: list[str] | None = None
+    crl: list[str] | None = None
+    nonce: str | None = None
+    report_data: str | None = None
+    expect: Literal["accept", "refuse"] | None = None
+    refusal: str | None = None
+    policy: dict[str, Any] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A case with its policy and the folder its paths are relative to.
+
+    Everything that reads a file or a field raises ConfigError ``index`` if that cannot be done, except for evidence
+    whose content is not of the stated encoding: that is refused as ``evidence_malformed``.
+    """
+
+    fields: CaseFields
+    policy: Mapping[str, Any]
+    folder: Path
+
+    @property
+    def now(self) -> int:
+        """The verifier's clock in unix seconds; a fraction of a second is cut off."""
+        try:
+            instant = datetime.fromisoformat(self.fields.at.upper())
+        except ValueError:
+            instant = None
+        if instant is None or instant.tzinfo is None:
+            raise self._unusable(f"its time '{self.fields.at}' is not an RFC 3339 time")
+        return int(instant.timestamp() // 1)
+
+    @property
+    def nonce(self) -> bytes:
+        """The nonce that was issued; empty if the case names none."""
+        return self._hex("nonce", self.fields.nonce) or b""
+
+    @property
+    def report_data(self) -> bytes | None:
+        """The expected report data; None if it is not compared."""
+        return self._hex("report_data", self.fields.report_data)
+
+    def evidence(self) -> bytes:
+        """What is presented."""
+        content = self.file(self.fields.evidence)
+        try:
+            return decode(content, self.fields.encoding)
+        except LookupError as error:
+            raise self._unusable(str(error.args[0])) from None
+        except ValueError as error:
+            refuse(Refusal.EVIDENCE_MALFORMED, f"the evidence is not {self.fields.encoding}: {error}")
+
+    def chain(self) -> tuple[bytes, ...]:
+        """The certificates, each entry PEM or DER, in the order of the case."""
+        return tuple(self._certificates(entry) for entry in self.fields.chain or ())
+
+    def file(self, name: str) -> bytes:
+        """The content of a file that the case names."""
+        try:
+            return (self.folder / name).read_bytes()
+        except (OSError, ValueError) as error:
+            cause = error.strerror if isinstance(error, OSError) else str(error)
+            raise self._unusable(f"cannot read {name}: {cause}") from None
+
+    def base64_file(self, name: str) -> bytes:
+        """The bytes in a base64 file, or the file itself where it is not base64."""
+        content = self.file(name)
+        try:
+            return decode(content, "base64")
+        except ValueError:
+            return content
+
+    def rules(self, kind: type[Rules]) -> Rules:
+        """The family's acceptance rules: the index's default policy with the case's over it."""
+        given = {name: value for name, value in self.policy.items() if name not in _ABOUT_ROOTS}
+        try:
+            return kind.model_validate_json(canonical_json(given))
+        except (ValidationError, TypeError, ValueError) as error:
+            raise self._unusable(f"its policy cannot be used: {_first_line(error)}") from None
+
+    def anchors(self, family: Family) -> tuple[Anchor, ...]:
+        """The pinned roots, and the simulator's root of class ``simulated`` if the policy names one."""
+        classes = sorted({root.evidence_class for root in PINNED.values() if root.family == family})
+        pinned = [anchor for each in classes for anchor in pinned_anchors(each)]
+        name = self.policy.get("simulator_root")
+        if name is None:
+            return tuple(pinned)
+        try:
+            roots = read_presented(self.file(str(name)))
+            return (*pinned, *(Anchor.simulated(family, root) for root in roots))
+        except ValueError:
+            raise self._unusable(f"{name} is not a root that can be a simulator's") from None
+
+    @property
+    def accepted(self) -> frozenset[EvidenceClass]:
+        """The classes that are admitted: hardware, and simulated evidence where the policy says so."""
+        every = frozenset(EvidenceClass)
+        return every if self.policy.get("allow_simulator") is True else every - {EvidenceClass.SIMULATED}
+
+    def _certificates(self, entry: str) -> bytes:
+        name, found, pointer = entry.partition("#")
+        content = self.file(name)
+        if not found:
+            return content
+        try:
+            return certificate_text(resolve(read_json(content), pointer))
+        except ValueError as error:
+            refuse(Refusal.EVIDENCE_MALFORMED, f"the certificates cannot be read: {error}")
+
+    def _hex(self, name: str, text: str | None) -> bytes | None:
+        if text is None:
+            return None
+        try:
+            return bytes_of(text) if text else b""
+        except ValueError:
+            raise self._unusable(f"its {name} is not hexadecimal") from None
+
+    def _unusable(self, message: str) -> ConfigError:
+        return ConfigError("index", f"case '{self.fields.id}': {message}.")
+
+
+def read_index(path: Path) -> tuple[Case, ...]:
+    """The cases of the index at ``path``, in its order.
+
+    Raises:
+        ConfigError: ``index`` if it cannot be read, is not of the format, or names an id twice.
+    """
+    try:
+        document = read_json(path.read_bytes())
+        entries = [CaseFields.model_validate(entry) for entry in document["cases"]]
+        defaults = {family: dict(rules) for family, rules in document.get("default_policy", {}).items()}
+    except OSError as error:
+        raise ConfigError("index", f"cannot read {path}: {error.strerror}.") from None
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError("index", f"{path} is not an index of evidence: {_first_line(error)}.") from None
+    if len({entry.id for entry in entries}) != len(entries):
+        raise ConfigError("index", f"{path} names a case twice.")
+    return tuple(Case(entry, {**defaults.get(entry.family, {}), **entry.policy}, path.parent) for entry in entries)
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_input=False)[0]
+        return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,34 @@
+"""Judges the TDX cases of an index."""
+
+from attestation.evidence import Collateral
+from attestation.tdx import TdxClaims, verify_tdx
+from attestation.tdx_rules import TdxRules
+from attestation.vector_compare import compare
+from attestation.vector_index import Case
+from metrics.errors import EvidenceError
+
+
+def appraise_tdx(case: Case) -> TdxClaims:
+    """What the case's quote says; EvidenceError if it is refused."""
+    rules = case.rules(TdxRules)
+    claims = verify_tdx(
+        case.evidence(),
+        _collateral(case),
+        anchors=case.anchors("tdx"),
+        accepted=case.accepted,
+        rules=rules,
+        now=case.now,
+    )
+    compare(case, claims, rules.measurements)
+    return claims
+
+
+def _collateral(case: Case) -> tuple[Collateral, ...]:
+    """The collateral; none where it cannot be read, which the verifier refuses in its turn."""
+    if case.fields.collateral is None:
+        return ()
+    content = case.file(case.fields.collateral)
+    try:
+        return (Collateral.from_json(content.decode()),)
+    except (EvidenceError, UnicodeDecodeError):
+        return ()

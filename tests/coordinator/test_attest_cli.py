@@ -1,0 +1,65 @@
+import json
+from datetime import UTC, datetime
+
+import pytest
+
+from attestation.simulator import SimulatedVendor
+from coordinator.cli import main
+
+NOW = 1_800_000_000
+
+
+@pytest.fixture
+def index(tmp_path):
+    """One case that is accepted, one that is refused and one of a family that nobody judges."""
+    vendor = SimulatedVendor.create()
+    (tmp_path / "quote").write_bytes(vendor.platform().quote(bytes(64), bytes(range(48))))
+    (tmp_path / "collateral").write_bytes(vendor.tdx_collateral(NOW).encode())
+    (tmp_path / "root").write_bytes(vendor.root_der)
+    shared = {"evidence": "quote", "encoding": "raw", "at": datetime.fromtimestamp(NOW, UTC).isoformat()}
+    shared |= {"family": "tdx", "collateral": "collateral"}
+    policy = {"simulator_root": "root", "allow_simulator": True, "measurements": None}
+    cases = [
+        {"id": "good", **shared, "policy": policy, "expect": "accept"},
+        {"id": "bad", **shared, "policy": policy | {"measurements": []}, "expect": "accept"},
+        {"id": "odd", **shared, "policy": {}, "family": "sgx"},
+    ]
+    path = tmp_path / "INDEX.json"
+    path.write_text(json.dumps({"cases": cases}))
+    return path
+
+
+def run(capfd, *arguments):
+    with pytest.raises(SystemExit) as left:
+        main(["attest", *map(str, arguments)])
+    said = capfd.readouterr()
+    return left.value.code, said.out, said.err
+
+
+def test_verify_prints_one_object(index, capfd):
+    code, out, _ = run(capfd, "verify", "--index", index, "--case", "good", "--case", "bad", "--json")
+    good, bad = json.loads(out)["cases"]
+    assert code == 0
+    assert set(good) == set(bad) == {"id", "verdict", "refusal", "step", "milliseconds"}
+    assert (good["id"], good["verdict"], good["refusal"]) == ("good", "accept", None)
+    assert (bad["id"], bad["verdict"], bad["refusal"]) == ("bad", "refuse", "measurement_unknown")
+
+
+def test_verify_shows_a_table_to_a_person(index, capfd):
+    code, out, _ = run(capfd, "verify", "--index", index, "--case", "good", "--case", "bad")
+    assert code == 0
+    assert "1 of 2 cases accepted, 1 not as the index expects" in out
+
+
+def test_a_case_that_cannot_be_appraised_fails_the_command(index, capfd):
+    code, out, err = run(capfd, "verify", "--index", index, "--json")
+    assert code == 4
+    odd = json.loads(out)["cases"][2]
+    assert (odd["verdict"], odd["refusal"]) == (None, None)
+    assert "'sgx'" in odd["error"]
+    assert "odd" in err
+
+
+def test_an_unknown_case_or_index_is_bad_input(index, capfd):
+    assert run(capfd, "verify", "--index", index, "--case", "none")[0] == 2
+    assert run(capfd, "verify", "--index", index.parent / "absent")[0] == 2
