@@ -6,7 +6,7 @@ INSTALLED := .venv/installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 ON_RAY := tests/ray tests/test_snippets.py
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint format proto clean
 
 demo: $(INSTALLED)
 	$(BIN)/raycloak demo
@@ -25,6 +25,10 @@ lint: $(INSTALLED)
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The stubs of the evidence service; a test compares them with what this makes.
+proto: $(INSTALLED)
+	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. attestation/evidence.proto
 
 # Build isolation is off because it would fetch a setuptools that constraints.txt does not pin.
 $(INSTALLED): pyproject.toml constraints.txt

@@ -76,7 +76,7 @@ class Admissions:
                 appraisal = replace(appraisal, expires_at=min(row.expires_at, appraisal.expires_at))
                 self._members[row.member_id] = Admitted(appraisal, presentation, row)
 
-    def challenge(self, member_id: str, role: Role) -> Challenge:
+    def challenge(self, member_id: str, role: Role, identity_key: bytes = b"") -> Challenge:
         """See `attestation.orchestrator.EvidenceOrchestrator.challenge`."""
         with self._state.transaction():
             if member_id in self._members:
@@ -87,6 +87,7 @@ class Admissions:
                 role=role,
                 manifest_digest=self._terms.manifest_digest,
                 now=self._clock(),
+                identity_key=identity_key,
             )
 
     def admit(self, envelope: Envelope) -> Appraisal:

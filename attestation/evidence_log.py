@@ -141,6 +141,20 @@ class EvidenceLog:
             for row in cursor:
                 yield Entry(*row)
 
+    def lines(self, start: int, limit: int) -> tuple[bytes, ...]:
+        """At most ``limit`` entries from position ``start``, each as a line of an exported log."""
+        query = (
+            "SELECT sequence, kind, body, previous, hash FROM evidence_log WHERE run_id = ? AND sequence >= ? "
+            "ORDER BY sequence LIMIT ?"
+        )
+        rows = self._connection.execute(query, (self._run_id, min(start, 2**62), limit)).fetchall()
+        return tuple(_line(Entry(*row)) for row in rows)
+
+    def head_line(self) -> bytes:
+        """The signed head, as the last line of an exported log."""
+        head = self.head()
+        return ExportedHead(head=head.body, signature=head.signature).encode()
+
     def newest(self, kind: str) -> Iterator[Entry]:
         """The entries of one kind, newest first."""
         query = (
@@ -164,13 +178,13 @@ class EvidenceLog:
 
     def export(self, path: Path) -> None:
         """Write the log to ``path`` as JSON lines, the signed head as the last one. The file appears as a whole."""
-        head = self.head()
+        head = self.head_line()
         draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         try:
             with draft.open("xb") as file:
                 for entry in self.entries():
                     file.write(_line(entry) + b"\n")
-                file.write(ExportedHead(head=head.body, signature=head.signature).encode() + b"\n")
+                file.write(head + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
             draft.replace(path)

@@ -7,6 +7,7 @@ share a key. Primitives: HKDF-SHA-256 (RFC 5869), Ed25519 (RFC 8032), X25519 (RF
 from enum import StrEnum
 from typing import Any, NoReturn, Self
 
+from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -92,6 +93,10 @@ class IdentityKey(_Unexportable):
     def sign(self, message: bytes) -> bytes:
         """64-byte signature."""
         return self._key.sign(message)
+
+    def certify(self, builder: x509.CertificateBuilder) -> x509.Certificate:
+        """The certificate that ``builder`` describes, issued by this key."""
+        return builder.sign(self._key, None)
 
 
 def signature_is_valid(public: bytes, message: bytes, signature: bytes) -> bool:

@@ -17,8 +17,10 @@ from pathlib import Path
 
 from attestation.admissions import Admissions, OrchestratorView, RunTerms
 from attestation.appraisal import Appraisal
+from attestation.channel import server_end
 from attestation.commit_book import CommitBook, StepCommit
 from attestation.evidence import Challenge, Role
+from attestation.evidence_desk import EvidenceDesk
 from attestation.evidence_log import EvidenceLog, LogHead
 from attestation.key_release import KeyPackage, RunKeys, commitments_digest, seal_keys
 from attestation.keys import IdentityKey, Purpose, derive
@@ -29,6 +31,7 @@ from attestation.package_keys import RecipientPublic, SignerPublic
 from attestation.roster import Member, Query, Roster
 from attestation.run_secret import create_secret, destroy_secret, kept_secret, load_secret, run_id_of
 from attestation.slices import DataCommitments, SliceBook, most_hosted
+from attestation.static_hosting import StaticHosting
 from metrics.errors import ConfigError, EvidenceError, ProtocolError
 
 MAX_ATTEMPTS_PER_STEP = 4096
@@ -50,6 +53,8 @@ class EvidenceOrchestrator:
         self._clock = clock
         self._session = SessionId()
         self._generated_secret: Path | None = None
+        self._roster: Envelope | None = None
+        self._hosted: dict[str, tuple[int, ...]] = {}
 
     def open_run(self, secret_file: str | None, run_id: str | None = None) -> tuple[str, bytes]:
         """Read the run secret, or generate one; returns (run id, the orchestrator's Ed25519 public key).
@@ -113,9 +118,9 @@ class EvidenceOrchestrator:
         self._is_new = False
         self._admissions.begin(terms)
 
-    def challenge(self, member_id: str, role: Role) -> Challenge:
-        """A fresh nonce for one presentation by ``member_id`` in ``role``."""
-        return self._admissions.challenge(member_id, role)
+    def challenge(self, member_id: str, role: Role, identity_key: bytes = b"") -> Challenge:
+        """A fresh nonce for one presentation by ``member_id`` in ``role``, of ``identity_key`` alone if given."""
+        return self._admissions.challenge(member_id, role, identity_key)
 
     def admit(self, envelope: Envelope) -> Appraisal:
         """Appraise a presentation and admit its sender; the decision is logged either way.
@@ -174,6 +179,7 @@ class EvidenceOrchestrator:
                     "evidence_digest": admitted.appraisal.evidence_digest.hex(),
                 },
             )
+        self._hosted[member_id] = virtual_workers
         return seal_keys(package, keys, admitted.presentation.hpke_key, self._key)
 
     def record_data(self, envelope: Envelope) -> None:
@@ -231,7 +237,8 @@ class EvidenceOrchestrator:
             )
             body = {"query": query, "step": step, "attempt": attempt, "digest": roster.digest().hex()}
             self._log.append("roster", body)
-        return seal(roster, self._key)
+        self._roster = seal(roster, self._key)
+        return self._roster
 
     def bind_vectors(self, step: int, vectors: bytes, query: Query = "gradient") -> None:
         """See `SliceBook.bind_vectors`."""
@@ -321,6 +328,25 @@ class EvidenceOrchestrator:
     def open_package(self, info: bytes, wrapped_key: bytes) -> bytes:
         """See `PackageDesk.open`."""
         return self._packages.open(info, wrapped_key)
+
+    def evidence_desk(self, hosting: StaticHosting | None = None) -> EvidenceDesk:
+        """What the gRPC service of a run that has begun answers from.
+
+        Args:
+            hosting: who hosts what where no coordinator says so; by default, a member gets over the service only the
+                keys that were last released to it, and the newest roster that was opened.
+        """
+        return EvidenceDesk(
+            run_id=self._run_id,
+            end=server_end(self._key),
+            orchestrator=self,
+            admissions=self._admissions,
+            log=self._log,
+            transaction=self._state.transaction,
+            hosted=hosting.hosted if hosting else lambda member_id: self._hosted.get(member_id, ()),
+            newest_roster=hosting.rosters(self, self._admissions) if hosting else lambda: self._roster,
+            now=self._now,
+        )
 
     def view(self) -> OrchestratorView:
         """Facts for metrics: admitted members by role, evidence class, earliest expiry per role."""

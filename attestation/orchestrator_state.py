@@ -95,7 +95,14 @@ class OrchestratorState:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Hold the write lock; all of the block is durable when it ends, or none of it exists if it raises."""
+        """Hold the write lock; all of the block is durable when it ends, or none of it exists if it raises.
+
+        Inside another one it is a part of it: undone alone if it raises, durable when the outermost ends.
+        """
+        if self.db.in_transaction:
+            with self._part():
+                yield
+            return
         self.db.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -103,6 +110,17 @@ class OrchestratorState:
             self.db.execute("ROLLBACK")
             raise
         self.db.execute("COMMIT")
+
+    @contextmanager
+    def _part(self) -> Iterator[None]:
+        self.db.execute("SAVEPOINT part")
+        try:
+            yield
+        except BaseException:
+            self.db.execute("ROLLBACK TO part")
+            self.db.execute("RELEASE part")
+            raise
+        self.db.execute("RELEASE part")
 
     # --- the session
 

@@ -1,0 +1,153 @@
+"""A member's side of the evidence service, for workers outside the Ray cluster.
+
+Guarantee: everything goes to, and comes from, a service whose TLS key the orchestrator named in the manifest certified;
+anybody else is refused in the handshake, before a byte of evidence leaves. What the answers carry is not trusted for
+that: the caller checks signatures and commitments as it would in a cluster (`attestation.key_release.open_keys`,
+`attestation.roster.open_roster`).
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Final, Self
+
+import grpc
+from google.protobuf.message import Message as ProtoMessage
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from attestation import evidence_pb2 as wire
+from attestation.attester import Attester
+from attestation.canonical import digest
+from attestation.channel import SERVER_NAME, ChannelBinding, client_credentials, client_end
+from attestation.evidence import Challenge, Role
+from attestation.evidence_desk import AttestationResult
+from attestation.evidence_pb2_grpc import EvidenceStub
+from attestation.messages import Envelope, parse
+from attestation.refusals import SERVICE_NAME, refusal_in
+from attestation.wire_messages import from_wire, to_wire
+from metrics.errors import EvidenceError, ProtocolError
+
+DEADLINE_S: Final = 10.0
+MAX_MESSAGE_BYTES: Final = 16 * 2**20
+
+
+class EvidenceClient:
+    """One channel to the service of a run.
+
+    Args:
+        address: ``host:port``.
+        manifest_digest, orchestrator_key: of the run, obtained with its manifest and not from the service.
+        attester: the member's keys.
+        deadline_s: of each call, the handshake included.
+
+    Every call raises the service's refusal, and EvidenceError ``release_denied`` if there is no answer, or none from
+    the orchestrator of the manifest.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        manifest_digest: bytes,
+        orchestrator_key: bytes,
+        attester: Attester,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        self._address = address
+        self._manifest_digest = manifest_digest
+        self._attester = attester
+        self._deadline_s = deadline_s
+        self._end = client_end(attester.identity, manifest_digest)
+        self._server_certificate = b""
+        options = (
+            ("grpc.ssl_target_name_override", SERVER_NAME),
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.enable_retries", 0),
+            ("grpc.enable_http_proxy", 0),
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        )
+        self.channel = grpc.secure_channel(address, client_credentials(self._end, orchestrator_key), options)
+        self._stub: Any = EvidenceStub(self.channel)  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the channel."""
+        self.channel.close()
+
+    def challenge(self, role: Role = "worker") -> Challenge:
+        """A fresh challenge for this member; ProtocolError ``challenge_mismatch`` if it is for another."""
+        request = wire.ChallengeRequest(
+            member_id=self._attester.member_id, role=role, identity_key=self._attester.identity.public
+        )
+        reply = self._call(self._stub.Challenge, request)
+        challenge = parse(Challenge, reply.challenge)
+        stated = (challenge.member_id, challenge.role, challenge.manifest_digest)
+        if stated != (self._attester.member_id, role, self._manifest_digest):
+            raise ProtocolError("challenge_mismatch", f"{self._attester.member_id} was sent a challenge not its own")
+        self._server_certificate = reply.server_certificate
+        return challenge
+
+    def attest(self, presentation: Envelope) -> AttestationResult:
+        """Hand in the answer to the challenge that this client got, bound to this channel."""
+        binding = ChannelBinding(
+            presentation=digest(presentation.body),
+            server_certificate=self._server_certificate,
+            client_certificate=self._end.certificate,
+        )
+        signature = self._attester.identity.sign(binding.signed_bytes())
+        request = wire.AttestRequest(presentation=to_wire(presentation), channel_signature=signature)
+        return parse(AttestationResult, self._call(self._stub.Attest, request).result)
+
+    def release_keys(self, epoch: int, virtual_workers: Sequence[int] = ()) -> Envelope:
+        """The signed package with the keys of the virtual workers this member hosts, or of some of them."""
+        request = wire.ReleaseKeysRequest(
+            member_id=self._attester.member_id, epoch=epoch, virtual_workers=virtual_workers
+        )
+        return from_wire(self._call(self._stub.ReleaseKeys, request).package)
+
+    def roster(self, data_commitments: Envelope | None = None) -> tuple[Envelope, tuple[Envelope, ...]]:
+        """The newest roster with this member in it, and the presentations of all its members.
+
+        Args:
+            data_commitments: what this member says of its slices; needed once, before it can be in a roster.
+
+        Raises:
+            ProtocolError: ``no_roster`` while there is none.
+        """
+        request = wire.RosterRequest(member_id=self._attester.member_id)
+        if data_commitments is not None:
+            request.data_commitments.CopyFrom(to_wire(data_commitments))
+        reply = self._call(self._stub.Roster, request)
+        return from_wire(reply.roster), tuple(from_wire(each) for each in reply.presentations)
+
+    def log(self, start: int = 0, limit: int = 1000) -> tuple[tuple[bytes, ...], bytes]:
+        """Entries of the evidence log from position ``start``, and its signed head: lines as in an exported log."""
+        reply = self._call(self._stub.Log, wire.LogRequest(start=start, limit=limit))
+        return tuple(reply.entries), reply.head
+
+    def is_serving(self) -> bool:
+        """Whether the service says that it is well."""
+        check = health_pb2_grpc.HealthStub(self.channel).Check
+        answer = self._call(check, health_pb2.HealthCheckRequest(service=SERVICE_NAME))
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def _call(self, method: Callable[..., Any], request: ProtoMessage) -> Any:
+        try:
+            return method(request, timeout=self._deadline_s)
+        except grpc.RpcError as error:
+            raise self._refusal(error) from None
+
+    def _refusal(self, error: grpc.RpcError) -> Exception:
+        metadata: Any = ()
+        status = getattr(error, "code", lambda: grpc.StatusCode.UNKNOWN)()
+        with suppress(AttributeError):
+            metadata = error.trailing_metadata() or ()
+        return refusal_in(metadata) or EvidenceError(
+            "release_denied",
+            f"the evidence service at {self._address} gave no answer ({status.name}).",
+            "Check address and manifest; without an answer of its orchestrator this worker gets no keys.",
+        )

@@ -1,0 +1,203 @@
+"""What the evidence service does for a peer at the other end of a channel: plain calls, one at a time.
+
+It adds to the orchestrator's decisions the one that only a service can take: that the peer of this channel is the
+member that it speaks for (`attestation/channel.py`). It knows nothing of gRPC.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, get_args
+
+from cryptography import x509
+
+from attestation.admissions import Admissions, Admitted
+from attestation.appraisal import Appraisal, open_presentation
+from attestation.canonical import digest
+from attestation.channel import ChannelBinding, ChannelEnd, certificate_digest, is_channel_of, read_leaf
+from attestation.evidence import Bytes32, Challenge, EvidenceClass, Presentation, Refusal, Role, refuse
+from attestation.evidence_log import EvidenceLog
+from attestation.keys import signature_is_valid
+from attestation.messages import Envelope, Message, parse
+from attestation.roster import Roster
+from attestation.slices import DataCommitments
+from metrics.errors import EvidenceError, ProtocolError
+
+MAX_LOG_ENTRIES = 1000
+
+
+class AttestationResult(Message):
+    """What an appraisal came to, for the member it is about.
+
+    Attributes:
+        evidence_class: ``simulated`` proves nothing about a machine.
+        expires_at: unix seconds after which fresh evidence is needed.
+        steps: (step, verdict) in the order in which they were taken.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/attestation-result/v1"
+
+    run_id: str
+    member_id: str
+    role: Role
+    evidence_class: EvidenceClass
+    evidence_digest: Bytes32
+    policy_digest: Bytes32
+    expires_at: int
+    steps: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, run_id: str, appraisal: Appraisal) -> "AttestationResult":
+        """The result that ``appraisal`` came to."""
+        return cls(
+            run_id=run_id,
+            member_id=appraisal.member_id,
+            role=appraisal.role,
+            evidence_class=appraisal.evidence_class,
+            evidence_digest=appraisal.evidence_digest,
+            policy_digest=appraisal.policy_digest,
+            expires_at=appraisal.expires_at,
+            steps=appraisal.steps,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Whoever is at the other end of a channel.
+
+    Attributes:
+        address: host, without the port.
+        certificate: of its TLS key.
+    """
+
+    address: str
+    certificate: x509.Certificate
+
+    @classmethod
+    def of(cls, address: str, leaf_pem: bytes) -> "Peer":
+        """EvidenceError ``peer_not_bound`` if there is no certificate."""
+        return cls(address, read_leaf(leaf_pem))
+
+
+class Orchestrator(Protocol):
+    """What the desk asks of `attestation.orchestrator.EvidenceOrchestrator`."""
+
+    def challenge(self, member_id: str, role: Role, identity_key: bytes = b"") -> Challenge: ...
+    def admit(self, envelope: Envelope) -> Appraisal: ...
+    def release(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> Envelope: ...
+    def record_data(self, envelope: Envelope) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EvidenceDesk:
+    """The calls of the evidence service.
+
+    Attributes:
+        end: the service's end of its channels.
+        transaction: makes everything inside it durable together when it ends.
+        hosted: the virtual workers that a member may have the keys of.
+        newest_roster: the roster to show; None if there is none yet.
+        now: unix seconds.
+    """
+
+    run_id: str
+    end: ChannelEnd
+    orchestrator: Orchestrator
+    admissions: Admissions
+    log: EvidenceLog
+    transaction: Callable[[], AbstractContextManager[None]]
+    hosted: Callable[[str], Sequence[int]]
+    newest_roster: Callable[[], Envelope | None]
+    now: Callable[[], int]
+
+    def challenge(self, peer: Peer, member_id: str, role: str, identity_key: bytes) -> Challenge:
+        """A nonce that only ``identity_key`` can use, if it certified the peer's end of the channel.
+
+        While a member's evidence is valid, its name is challenged over its own channels alone.
+
+        Raises:
+            EvidenceError: ``peer_not_bound``.
+            ProtocolError: ``malformed``.
+        """
+        known = next((each for each in get_args(Role) if each == role), None)
+        if known is None or not 1 <= len(member_id) <= 200:
+            raise ProtocolError("malformed", "a challenge is for a role of the protocol and a name of 1 to 200 letters")
+        if not is_channel_of(peer.certificate, identity_key):
+            refuse(Refusal.PEER_NOT_BOUND, "the announced identity key did not certify this channel")
+        admitted = self.admissions.find(member_id)
+        is_other = admitted is not None and admitted.presentation.identity_key != identity_key
+        if admitted is not None and is_other and admitted.appraisal.expires_at > self.now():
+            refuse(Refusal.PEER_NOT_BOUND, f"'{member_id}' is a member with another identity key")
+        return self.orchestrator.challenge(member_id, known, identity_key)
+
+    def attest(self, peer: Peer, envelope: Envelope, channel_signature: bytes) -> AttestationResult:
+        """Appraise and admit, as `attestation.orchestrator.EvidenceOrchestrator.admit`, over the peer's own channel.
+
+        Guarantee: evidence that comes over any channel but one that its identity key certified and signed is refused,
+        and its nonce stays unused, so whoever relays it cannot spend it.
+
+        Raises:
+            EvidenceError: ``peer_not_bound``, or as ``admit``.
+        """
+        presentation = open_presentation(envelope)
+        binding = ChannelBinding(
+            presentation=digest(envelope.body),
+            server_certificate=self.end.certificate,
+            client_certificate=certificate_digest(peer.certificate),
+        )
+        certified = is_channel_of(peer.certificate, presentation.identity_key)
+        signed = signature_is_valid(presentation.identity_key, binding.signed_bytes(), channel_signature)
+        if not (certified and signed):
+            self._refuse_relayed(presentation)
+        return AttestationResult.of(self.run_id, self.orchestrator.admit(envelope))
+
+    def release_keys(self, peer: Peer, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> Envelope:
+        """The keys of the virtual workers that the peer hosts, or of those it names.
+
+        Raises:
+            EvidenceError: ``peer_not_bound``, or ``release_denied`` if it names one that it does not host, or as
+                `attestation.orchestrator.EvidenceOrchestrator.release`.
+        """
+        self._member(peer, member_id)
+        hosted = tuple(sorted(self.hosted(member_id)))
+        wanted = tuple(sorted(set(virtual_workers))) or hosted
+        if not wanted or not set(wanted) <= set(hosted):
+            refuse(Refusal.RELEASE_DENIED, f"'{member_id}' hosts {list(hosted)} and asked for {list(wanted)}")
+        return self.orchestrator.release(member_id, epoch, wanted)
+
+    def roster(self, peer: Peer, member_id: str, data: Envelope | None) -> tuple[Envelope, tuple[Envelope, ...]]:
+        """The newest roster and the presentations of its members; ``data`` is recorded first.
+
+        Raises:
+            EvidenceError: ``peer_not_bound``, or as `record_data`.
+            ProtocolError: ``no_roster`` while there is none with the peer in it.
+        """
+        self._member(peer, member_id)
+        if data is not None:
+            if parse(DataCommitments, data.body).member_id != member_id:
+                refuse(Refusal.PEER_NOT_BOUND, f"'{member_id}' sent data commitments of another member")
+            self.orchestrator.record_data(data)
+        envelope = self.newest_roster()
+        members = parse(Roster, envelope.body).members if envelope else ()
+        if envelope is None or member_id not in {member.member_id for member in members}:
+            raise ProtocolError("no_roster", f"there is no roster with '{member_id}' in it yet.", "Ask again later.")
+        admitted = (self.admissions.find(member.member_id) for member in members)
+        return envelope, tuple(each.row.presentation for each in admitted if each is not None)
+
+    def log_lines(self, start: int, limit: int) -> tuple[tuple[bytes, ...], bytes]:
+        """At most ``limit`` entries from position ``start``, and the signed head: lines as in an exported log."""
+        return self.log.lines(start, min(limit, MAX_LOG_ENTRIES)), self.log.head_line()
+
+    def _member(self, peer: Peer, member_id: str) -> Admitted:
+        admitted = self.admissions.find(member_id)
+        if admitted is None:
+            raise EvidenceError("release_denied", f"'{member_id}' is not an admitted member")
+        if not is_channel_of(peer.certificate, admitted.presentation.identity_key):
+            refuse(Refusal.PEER_NOT_BOUND, f"this channel is not one of '{member_id}'")
+        return admitted
+
+    def _refuse_relayed(self, presentation: Presentation) -> None:
+        name, code = presentation.member_id, Refusal.PEER_NOT_BOUND
+        with self.transaction():
+            self.log.append("refused", {"member_id": name, "code": code.value})
+        refuse(code, f"the evidence of '{name}' came over a channel that its identity key does not vouch for")

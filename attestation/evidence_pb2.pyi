@@ -1,0 +1,95 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class SignedMessage(_message.Message):
+    __slots__ = ("body", "signature")
+    BODY_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    body: bytes
+    signature: bytes
+    def __init__(self, body: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+
+class ChallengeRequest(_message.Message):
+    __slots__ = ("member_id", "role", "identity_key")
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_KEY_FIELD_NUMBER: _ClassVar[int]
+    member_id: str
+    role: str
+    identity_key: bytes
+    def __init__(self, member_id: _Optional[str] = ..., role: _Optional[str] = ..., identity_key: _Optional[bytes] = ...) -> None: ...
+
+class ChallengeReply(_message.Message):
+    __slots__ = ("challenge", "server_certificate")
+    CHALLENGE_FIELD_NUMBER: _ClassVar[int]
+    SERVER_CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    challenge: bytes
+    server_certificate: bytes
+    def __init__(self, challenge: _Optional[bytes] = ..., server_certificate: _Optional[bytes] = ...) -> None: ...
+
+class AttestRequest(_message.Message):
+    __slots__ = ("presentation", "channel_signature")
+    PRESENTATION_FIELD_NUMBER: _ClassVar[int]
+    CHANNEL_SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    presentation: SignedMessage
+    channel_signature: bytes
+    def __init__(self, presentation: _Optional[_Union[SignedMessage, _Mapping]] = ..., channel_signature: _Optional[bytes] = ...) -> None: ...
+
+class AttestReply(_message.Message):
+    __slots__ = ("result",)
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    result: bytes
+    def __init__(self, result: _Optional[bytes] = ...) -> None: ...
+
+class ReleaseKeysRequest(_message.Message):
+    __slots__ = ("member_id", "epoch", "virtual_workers")
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VIRTUAL_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    member_id: str
+    epoch: int
+    virtual_workers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, member_id: _Optional[str] = ..., epoch: _Optional[int] = ..., virtual_workers: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReleaseKeysReply(_message.Message):
+    __slots__ = ("package",)
+    PACKAGE_FIELD_NUMBER: _ClassVar[int]
+    package: SignedMessage
+    def __init__(self, package: _Optional[_Union[SignedMessage, _Mapping]] = ...) -> None: ...
+
+class RosterRequest(_message.Message):
+    __slots__ = ("member_id", "data_commitments")
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    DATA_COMMITMENTS_FIELD_NUMBER: _ClassVar[int]
+    member_id: str
+    data_commitments: SignedMessage
+    def __init__(self, member_id: _Optional[str] = ..., data_commitments: _Optional[_Union[SignedMessage, _Mapping]] = ...) -> None: ...
+
+class RosterReply(_message.Message):
+    __slots__ = ("roster", "presentations")
+    ROSTER_FIELD_NUMBER: _ClassVar[int]
+    PRESENTATIONS_FIELD_NUMBER: _ClassVar[int]
+    roster: SignedMessage
+    presentations: _containers.RepeatedCompositeFieldContainer[SignedMessage]
+    def __init__(self, roster: _Optional[_Union[SignedMessage, _Mapping]] = ..., presentations: _Optional[_Iterable[_Union[SignedMessage, _Mapping]]] = ...) -> None: ...
+
+class LogRequest(_message.Message):
+    __slots__ = ("start", "limit")
+    START_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    limit: int
+    def __init__(self, start: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class LogReply(_message.Message):
+    __slots__ = ("entries", "head")
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    entries: _containers.RepeatedScalarFieldContainer[bytes]
+    head: bytes
+    def __init__(self, entries: _Optional[_Iterable[bytes]] = ..., head: _Optional[bytes] = ...) -> None: ...

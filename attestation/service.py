@@ -1,0 +1,209 @@
+"""The gRPC evidence service: Challenge, Attest, ReleaseKeys, Roster and Log over mutual TLS on attested keys.
+
+An event loop in a thread of its own reads and writes; what it is asked goes to the orchestrator one call after the
+other, in one more thread (`attestation/service_queue.py`). Peers that are slow, silent or half open hold a coroutine
+or a socket, never one of those threads. Health (``grpc.health.v1``) and reflection are served beside it.
+
+Guarantee: fails closed. Whatever cannot be decided, recorded or answered in time is a refusal, and a service that could
+not write its record answers nothing else any more.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, Self, TypeAlias, TypeVar
+from urllib.parse import unquote
+
+import grpc
+from google.protobuf.message import Message as ProtoMessage
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as aio_health
+from grpc_reflection.v1alpha import reflection
+
+from attestation import evidence_pb2 as wire
+from attestation.channel import server_credentials
+from attestation.evidence_desk import EvidenceDesk, Peer
+from attestation.evidence_pb2_grpc import EvidenceServicer, add_EvidenceServicer_to_server
+from attestation.refusals import SERVICE_NAME, status_of, trailing
+from attestation.service_limits import RateLimit, ServiceLimits
+from attestation.service_queue import ServiceQueue
+from attestation.wire_messages import from_wire, to_wire
+from metrics.errors import ConfigError, EvidenceError, RaycloakError
+
+R = TypeVar("R", bound=ProtoMessage)
+Context: TypeAlias = Any
+"""A `grpc.aio.ServicerContext`; gRPC ships no types."""
+START_DEADLINE_S: Final = 30.0
+
+
+class _Servicer(EvidenceServicer):
+    """Turns wire messages into calls of the desk, under the limits."""
+
+    def __init__(self, desk: EvidenceDesk, queue: ServiceQueue, limits: ServiceLimits) -> None:
+        self._desk = desk
+        self._queue = queue
+        self._limits = limits
+        self._by_identity = RateLimit(limits.identity_rate, limits.identity_burst, time.monotonic)
+        self._by_address = RateLimit(limits.address_rate, limits.address_burst, time.monotonic)
+
+    async def Challenge(self, request: wire.ChallengeRequest, context: Context) -> wire.ChallengeReply:  # noqa: N802
+        def answer(peer: Peer) -> wire.ChallengeReply:
+            challenge = self._desk.challenge(peer, request.member_id, request.role, request.identity_key)
+            return wire.ChallengeReply(challenge=challenge.encode(), server_certificate=self._desk.end.certificate)
+
+        return await self._answer(context, answer)
+
+    async def Attest(self, request: wire.AttestRequest, context: Context) -> wire.AttestReply:  # noqa: N802
+        def answer(peer: Peer) -> wire.AttestReply:
+            result = self._desk.attest(peer, from_wire(request.presentation), request.channel_signature)
+            return wire.AttestReply(result=result.encode())
+
+        return await self._answer(context, answer)
+
+    async def ReleaseKeys(  # noqa: N802
+        self, request: wire.ReleaseKeysRequest, context: Context
+    ) -> wire.ReleaseKeysReply:
+        def answer(peer: Peer) -> wire.ReleaseKeysReply:
+            wanted = tuple(request.virtual_workers)
+            package = self._desk.release_keys(peer, request.member_id, request.epoch, wanted)
+            return wire.ReleaseKeysReply(package=to_wire(package))
+
+        return await self._answer(context, answer)
+
+    async def Roster(self, request: wire.RosterRequest, context: Context) -> wire.RosterReply:  # noqa: N802
+        def answer(peer: Peer) -> wire.RosterReply:
+            data = from_wire(request.data_commitments) if request.HasField("data_commitments") else None
+            roster, presentations = self._desk.roster(peer, request.member_id, data)
+            return wire.RosterReply(roster=to_wire(roster), presentations=[to_wire(each) for each in presentations])
+
+        return await self._answer(context, answer)
+
+    async def Log(self, request: wire.LogRequest, context: Context) -> wire.LogReply:  # noqa: N802
+        def answer(peer: Peer) -> wire.LogReply:
+            entries, head = self._desk.log_lines(request.start, request.limit)
+            return wire.LogReply(entries=entries, head=head)
+
+        return await self._answer(context, answer)
+
+    async def _answer(self, context: Context, call: Callable[[Peer], R]) -> R:
+        """The answer to ``call``; a refusal becomes a status and its code in the trailing metadata."""
+        refusal: RaycloakError
+        try:
+            peer = self._peer(context)
+            left = context.time_remaining()
+            deadline_s = self._limits.deadline_s if left is None else min(left, self._limits.deadline_s)
+            return await self._queue.run(lambda: call(peer), deadline_s)
+        except RaycloakError as error:
+            refusal = error
+        except Exception:
+            # gRPC would tell the peer the text of the exception.
+            logging.getLogger(__name__).exception("a call of the evidence service failed")
+            refusal = EvidenceError("release_denied", "the service failed at this call.", "See the log of the service.")
+        await context.abort(status_of(refusal), refusal.code, trailing(refusal))
+        raise AssertionError("unreachable: abort raises")
+
+    def _peer(self, context: Context) -> Peer:
+        """Whoever is at the other end, if it has calls left."""
+        pem = next(iter(context.auth_context().get("x509_pem_cert", ())), b"")
+        host = unquote(context.peer()).rpartition(":")[0]
+        peer = Peer.of(host, pem)
+        # Each channel has a fresh certificate, so what counts is its issuer. Anybody can write another's name there,
+        # but only at an address of his own.
+        identity = host.encode() + b" " + peer.certificate.issuer.public_bytes()
+        if not (self._by_address.allows(host) and self._by_identity.allows(identity)):
+            raise EvidenceError("rate_limited", "this peer asks more than the service allows.", "Ask again later.")
+        return peer
+
+
+@dataclass(slots=True)
+class EvidenceServer:
+    """A running service.
+
+    Attributes:
+        port: TCP port that it listens on.
+    """
+
+    port: int
+    _loop: asyncio.AbstractEventLoop
+    _thread: threading.Thread
+    _stop: Callable[[float], Coroutine[Any, Any, None]]
+    _queue: ServiceQueue
+
+    @classmethod
+    def start(
+        cls,
+        desk: EvidenceDesk,
+        manifest_digest: bytes,
+        bind: str,
+        limits: ServiceLimits | None = None,
+        turn: "threading.RLock | None" = None,
+    ) -> Self:
+        """Serve ``desk`` at ``bind`` (``host:port``; port 0 takes a free one) until :meth:`stop`.
+
+        Args:
+            turn: held while the orchestrator is asked; whoever else asks it must hold it too.
+
+        Raises:
+            ConfigError: ``bind`` if the address cannot be listened on.
+        """
+        limits = limits or ServiceLimits()
+        queue = ServiceQueue(desk.transaction, turn or threading.RLock(), limits.pending_calls)
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=loop.run_forever, name="evidence-service", daemon=True)
+        thread.start()
+        starting = asyncio.run_coroutine_threadsafe(_serve(desk, manifest_digest, bind, limits, queue), loop)
+        try:
+            port, stop = starting.result(START_DEADLINE_S)
+        except BaseException:
+            loop.call_soon_threadsafe(loop.stop)
+            queue.close()
+            raise
+        return cls(port, loop, thread, stop, queue)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the service answers nothing any more, if it does not."""
+        return self._queue.failure
+
+    def stop(self, grace_s: float = 1.0) -> None:
+        """Finish the calls under way for up to ``grace_s`` seconds, then close."""
+        with suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._stop(grace_s), self._loop).result(grace_s + START_DEADLINE_S)
+        self._queue.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(START_DEADLINE_S)
+        self._loop.close()
+
+
+async def _serve(
+    desk: EvidenceDesk, manifest_digest: bytes, bind: str, limits: ServiceLimits, queue: ServiceQueue
+) -> tuple[int, Callable[[float], Coroutine[Any, Any, None]]]:
+    server = grpc.aio.server(options=limits.channel_options())
+    add_EvidenceServicer_to_server(_Servicer(desk, queue, limits), server)  # type: ignore[no-untyped-call]
+    health = aio_health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    names = (SERVICE_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    try:
+        port = server.add_secure_port(bind, server_credentials(desk.end, manifest_digest))
+    except RuntimeError:
+        raise ConfigError("bind", f"cannot listen on '{bind}'.", "Give host:port of this machine.") from None
+    serving, ended = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+    loop = asyncio.get_running_loop()
+
+    async def tell(status: Any) -> None:
+        for name in ("", SERVICE_NAME):
+            await health.set(name, status)
+
+    async def stop(grace_s: float) -> None:
+        await tell(ended)
+        await server.stop(grace_s)
+
+    queue.when_failed(lambda: asyncio.run_coroutine_threadsafe(tell(ended), loop))
+    await server.start()
+    await tell(serving)
+    return port, stop

@@ -1,0 +1,110 @@
+"""What the evidence service allows one peer, and all of them together.
+
+Guarantee: every wait that a peer can cause has an end, and everything that a peer can fill has a size.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+from pydantic import Field
+
+from attestation.appraisal import MAX_PRESENTATION_BYTES
+from attestation.messages import Message
+
+_MAX_BUCKETS: Final = 65_536
+
+
+class ServiceLimits(Message):
+    """Limits of the evidence service.
+
+    Attributes:
+        deadline_s: longest time a call may take, whatever deadline its caller gave.
+        handshake_s: from a connection's start to the end of its TLS handshake; then it is closed.
+        idle_s: a connection without a call is closed after it.
+        age_s: any connection is closed after it; its calls get another ``deadline_s``.
+        connections: at once; more are turned away.
+        calls_per_connection: at once.
+        pending_calls: that wait for the orchestrator; more are refused.
+        message_bytes: of one request.
+        identity_rate, address_rate: calls per second of one TLS identity, and of one network address.
+        identity_burst, address_burst: calls that may come at once beyond the rate.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/service-limits/v1"
+
+    deadline_s: float = Field(default=10.0, gt=0, le=600)
+    handshake_s: float = Field(default=5.0, gt=0, le=60)
+    idle_s: float = Field(default=30.0, gt=0, le=3600)
+    age_s: float = Field(default=300.0, gt=0, le=86_400)
+    connections: int = Field(default=16_384, gt=0, lt=2**20)
+    calls_per_connection: int = Field(default=8, gt=0, le=1024)
+    pending_calls: int = Field(default=1024, gt=0, le=65_536)
+    message_bytes: int = Field(default=MAX_PRESENTATION_BYTES + 65_536, gt=0, lt=2**30)
+    identity_rate: float = Field(default=20.0, gt=0)
+    address_rate: float = Field(default=2000.0, gt=0)
+    identity_burst: int = Field(default=40, ge=1)
+    address_burst: int = Field(default=4000, ge=1)
+
+    def channel_options(self) -> tuple[tuple[str, int], ...]:
+        """The part that gRPC enforces, as options of its server."""
+        return (
+            ("grpc.server_handshake_timeout_ms", _ms(self.handshake_s)),
+            ("grpc.max_connection_idle_ms", _ms(self.idle_s)),
+            ("grpc.max_connection_age_ms", _ms(self.age_s)),
+            ("grpc.max_connection_age_grace_ms", _ms(self.deadline_s)),
+            ("grpc.max_allowed_incoming_connections", self.connections),
+            ("grpc.max_concurrent_streams", self.calls_per_connection),
+            ("grpc.max_receive_message_length", self.message_bytes),
+            ("grpc.max_metadata_size", 8192),
+            # A dead peer is noticed, and one that only pings is closed.
+            ("grpc.keepalive_time_ms", 60_000),
+            ("grpc.keepalive_timeout_ms", 10_000),
+            ("grpc.keepalive_permit_without_calls", 0),
+            ("grpc.http2.min_ping_interval_without_data_ms", 30_000),
+            ("grpc.http2.max_ping_strikes", 2),
+            ("grpc.so_reuseport", 0),
+        )
+
+
+@dataclass(slots=True)
+class _Bucket:
+    tokens: float
+    at: float
+
+
+class RateLimit:
+    """A token bucket per peer.
+
+    Args:
+        rate: tokens per second.
+        burst: tokens that a bucket holds.
+        clock: seconds that never go back.
+    """
+
+    def __init__(self, rate: float, burst: int, clock: Callable[[], float]) -> None:
+        self._rate = rate
+        self._size = float(burst)
+        self._clock = clock
+        self._buckets: OrderedDict[bytes | str, _Bucket] = OrderedDict()
+
+    def allows(self, peer: bytes | str) -> bool:
+        """Take a token of ``peer``; False if it has none left. The peer seen longest ago is forgotten first."""
+        now = self._clock()
+        bucket = self._buckets.get(peer)
+        if bucket is None:
+            bucket = self._buckets[peer] = _Bucket(self._size, now)
+            if len(self._buckets) > _MAX_BUCKETS:
+                self._buckets.popitem(last=False)
+        self._buckets.move_to_end(peer)
+        bucket.tokens = min(self._size, bucket.tokens + (now - bucket.at) * self._rate)
+        bucket.at = now
+        if bucket.tokens < 1.0:
+            return False
+        bucket.tokens -= 1.0
+        return True
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(seconds * 1000))

@@ -1,0 +1,142 @@
+"""Calls to the orchestrator, one after the other, and many in one transaction.
+
+Each call alone would wait for the disk to confirm its record. Calls that wait at the same time are executed in one
+transaction and answered when that is on disk, so they share the wait.
+"""
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from metrics.errors import EvidenceError, RaycloakError
+
+T = TypeVar("T")
+MAX_BATCH: Final = 32
+
+
+@dataclass(slots=True)
+class _Call:
+    call: Callable[[], Any]
+    until: float
+    loop: asyncio.AbstractEventLoop
+    done: "asyncio.Future[Any]"
+    result: Any = None
+    error: BaseException | None = None
+
+    def settle(self) -> None:
+        """Hand the outcome to whoever waits, if anybody still does."""
+        if self.done.done():
+            return
+        if self.error is None:
+            self.done.set_result(self.result)
+        else:
+            self.done.set_exception(self.error)
+
+
+class ServiceQueue:
+    """One thread that asks the orchestrator.
+
+    Guarantee: no answer leaves before the record of what it rests on is on disk. If a record cannot be written, the
+    calls it holds and every later one are refused: memory and disk may differ from then on.
+
+    Args:
+        transaction: of the orchestrator.
+        turn: held while it is asked.
+        max_pending: calls that may wait; more are refused.
+    """
+
+    def __init__(
+        self, transaction: Callable[[], AbstractContextManager[None]], turn: threading.RLock, max_pending: int
+    ) -> None:
+        self._transaction = transaction
+        self._turn = turn
+        self._waiting: queue.Queue[_Call | None] = queue.Queue(max_pending)
+        self._on_failure: Callable[[], Any] = lambda: None
+        self.failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="evidence-queue", daemon=True)
+        self._thread.start()
+
+    def when_failed(self, told: Callable[[], Any]) -> None:
+        """Call ``told`` once, from the queue's thread, when nothing can be recorded any more."""
+        self._on_failure = told
+
+    async def run(self, call: Callable[[], T], deadline_s: float) -> T:
+        """What ``call`` returns or raises; an event loop must be running.
+
+        Raises:
+            EvidenceError: ``busy`` if too many wait, ``deadline`` if it was not answered in time (it may still be
+                executed if it had begun), ``release_denied`` once a record could not be written.
+        """
+        loop = asyncio.get_running_loop()
+        item = _Call(call, time.monotonic() + deadline_s, loop, loop.create_future())
+        try:
+            self._waiting.put_nowait(item)
+        except queue.Full:
+            raise EvidenceError("busy", "too many calls wait for the orchestrator.", "Ask again later.") from None
+        try:
+            answer: T = await asyncio.wait_for(item.done, max(deadline_s, 0.0))
+        except TimeoutError:
+            raise _late() from None
+        return answer
+
+    def close(self) -> None:
+        """End the thread after the calls that wait."""
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (first := self._waiting.get()) is not None:
+            batch, ends = [first], False
+            while len(batch) < MAX_BATCH and not ends:
+                try:
+                    item = self._waiting.get_nowait()
+                except queue.Empty:
+                    break
+                if item is None:
+                    ends = True
+                else:
+                    batch.append(item)
+            self._execute(batch)
+            for loop in {item.loop for item in batch}:
+                loop.call_soon_threadsafe(_settle, [item for item in batch if item.loop is loop])
+            if ends:
+                return
+
+    def _execute(self, batch: list[_Call]) -> None:
+        if self.failure is None:
+            try:
+                with self._turn, self._transaction():
+                    for item in batch:
+                        _take(item)
+            except Exception as error:  # noqa: BLE001 - whatever it was, the record is not on disk
+                self.failure = error
+                self._on_failure()
+        if self.failure is not None:
+            for item in batch:
+                item.error = EvidenceError(
+                    "release_denied", "the orchestrator cannot write its record.", "See the log of the service."
+                )
+
+
+def _take(item: _Call) -> None:
+    if time.monotonic() >= item.until:
+        item.error = _late()
+        return
+    try:
+        item.result = item.call()
+    except Exception as error:  # noqa: BLE001 - it belongs to this call, and the others go on
+        item.error = error
+
+
+def _settle(items: list[_Call]) -> None:
+    for item in items:
+        item.settle()
+
+
+def _late() -> RaycloakError:
+    return EvidenceError("deadline", "the orchestrator did not answer in time.", "Ask again.")

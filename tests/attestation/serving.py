@@ -1,0 +1,84 @@
+"""An evidence service on loopback, and members that talk to it."""
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from attestation.admissions import RunTerms
+from attestation.attester import Attester
+from attestation.canonical import digest
+from attestation.client import EvidenceClient
+from attestation.messages import Envelope
+from attestation.orchestrator import EvidenceOrchestrator
+from attestation.policy import simulated_policy
+from attestation.service import EvidenceServer
+from attestation.service_limits import ServiceLimits
+from attestation.static_hosting import StaticHosting
+from tests.attestation.conftest import MANIFEST, MEASUREMENT, NOW, Session
+from tests.attestation.test_attester import Source
+
+ANSWER = b"k" * 32
+HOSTING = {"worker-0": (0, 2), "worker-1": (1, 3)}
+
+
+@dataclass
+class Site:
+    """An orchestrator that has begun a run and serves it."""
+
+    session: Session
+    home: Path
+    limits: ServiceLimits = field(default_factory=ServiceLimits)
+
+    def __post_init__(self) -> None:
+        self.orchestrator = EvidenceOrchestrator(str(self.home), lambda: NOW)
+        self.run_id, self.key = self.orchestrator.open_run(None)
+        policy = simulated_policy(self.session.vendor, MEASUREMENT)
+        terms = RunTerms(MANIFEST, digest(b"computation"), 4, ANSWER, policy, self.session.collateral)
+        self.orchestrator.begin(terms, "execution-1")
+        self.desk = self.orchestrator.evidence_desk(StaticHosting.of(HOSTING, (), 4))
+
+    @contextmanager
+    def served(self) -> Iterator["Site"]:
+        self.server = EvidenceServer.start(self.desk, MANIFEST, "127.0.0.1:0", self.limits)
+        try:
+            yield self
+        finally:
+            self.server.stop(0.2)
+            self.orchestrator.close()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.server.port}"
+
+    def attester(self, name: str = "worker-0") -> Attester:
+        return Attester(name, Source(self.session.platform))
+
+    def client(self, attester: Attester, **changes) -> EvidenceClient:
+        arguments = {"manifest_digest": MANIFEST, "orchestrator_key": self.key, "attester": attester}
+        return EvidenceClient(self.address, **arguments | changes)
+
+    def admitted(self, name: str = "worker-0") -> tuple[EvidenceClient, Attester]:
+        attester = self.attester(name)
+        client = self.client(attester)
+        client.attest(answer(client, attester))
+        return client, attester
+
+    def connect(self) -> socket.socket:
+        """A bare TCP connection."""
+        return socket.create_connection(("127.0.0.1", self.server.port), timeout=10)
+
+
+def answer(client: EvidenceClient, attester: Attester) -> Envelope:
+    """An honest presentation for a fresh challenge."""
+    return attester.present(client.challenge("worker"), MANIFEST, ANSWER)
+
+
+def eventually(condition: Callable[[], bool], deadline_s: float = 20.0) -> None:
+    """Wait until ``condition`` holds."""
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true in time"
+        time.sleep(0.01)
