@@ -1,8 +1,8 @@
-"""Just enough DER to write the SGX extension of a PCK certificate."""
+"""Just enough DER to write the extensions of PCK certificates and of AMD's endorsement certificates."""
 
 SGX_EXTENSION_OID = "1.2.840.113741.1.13.1"
 
-_BOOLEAN, _INTEGER, _OCTETS, _OID, _ENUMERATED, _SEQUENCE = 0x01, 0x02, 0x04, 0x06, 0x0A, 0x30
+_BOOLEAN, _INTEGER, _OCTETS, _OID, _ENUMERATED, _IA5, _SEQUENCE = 0x01, 0x02, 0x04, 0x06, 0x0A, 0x16, 0x30
 
 
 def sgx_extension(*, ppid: bytes, fmspc: bytes, instance_id: bytes, component_svns: bytes, pce_svn: int) -> bytes:
@@ -11,16 +11,16 @@ def sgx_extension(*, ppid: bytes, fmspc: bytes, instance_id: bytes, component_sv
     Args:
         ppid, instance_id, component_svns: 16 bytes each; ``fmspc``: 6 bytes.
     """
-    components = [_entry(f"2.{i}", _integer(svn)) for i, svn in enumerate(component_svns, 1)]
-    tcb = _sequence(*components, _entry("2.17", _integer(pce_svn)), _entry("2.18", _tlv(_OCTETS, component_svns)))
+    components = [_entry(f"2.{i}", integer(svn)) for i, svn in enumerate(component_svns, 1)]
+    tcb = _sequence(*components, _entry("2.17", integer(pce_svn)), _entry("2.18", octets(component_svns)))
     configuration = _sequence(*(_entry(f"7.{i}", _tlv(_BOOLEAN, b"\xff")) for i in (1, 2, 3)))
     return _sequence(
-        _entry("1", _tlv(_OCTETS, ppid)),
+        _entry("1", octets(ppid)),
         _entry("2", tcb),
-        _entry("3", _tlv(_OCTETS, bytes(2))),
-        _entry("4", _tlv(_OCTETS, fmspc)),
+        _entry("3", octets(bytes(2))),
+        _entry("4", octets(fmspc)),
         _entry("5", _tlv(_ENUMERATED, b"\x01")),
-        _entry("6", _tlv(_OCTETS, instance_id)),
+        _entry("6", octets(instance_id)),
         _entry("7", configuration),
     )
 
@@ -33,7 +33,18 @@ def _sequence(*parts: bytes) -> bytes:
     return _tlv(_SEQUENCE, b"".join(parts))
 
 
-def _integer(value: int) -> bytes:
+def octets(value: bytes) -> bytes:
+    """OCTET STRING."""
+    return _tlv(_OCTETS, value)
+
+
+def text(value: str) -> bytes:
+    """IA5String."""
+    return _tlv(_IA5, value.encode("ascii"))
+
+
+def integer(value: int) -> bytes:
+    """INTEGER, not negative."""
     return _tlv(_INTEGER, value.to_bytes(value.bit_length() // 8 + 1, "big"))
 
 

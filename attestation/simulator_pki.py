@@ -32,8 +32,8 @@ from attestation.messages import Message
 from attestation.simulator_der import SGX_EXTENSION_OID, sgx_extension
 
 ORGANIZATION = "SIMULATOR - NOT A TEE"
-_VALID_FROM = datetime(2020, 1, 1, tzinfo=UTC)
-_VALID_UNTIL = datetime(2049, 12, 31, tzinfo=UTC)
+VALID_FROM = datetime(2020, 1, 1, tzinfo=UTC)
+VALID_UNTIL = datetime(2049, 12, 31, tzinfo=UTC)
 
 
 class StoredCredential(Message):
@@ -145,17 +145,12 @@ def _issue(
     extension: x509.UnrecognizedExtension | None = None,
 ) -> Credential:
     key = generate_private_key(SECP256R1())
-    subject = x509.Name(
-        [
-            x509.NameAttribute(NameOID.COMMON_NAME, common_name),
-            x509.NameAttribute(NameOID.ORGANIZATION_NAME, ORGANIZATION),
-        ]
-    )
-    issuer_name, issuer_key = (issuer.certificate.subject, issuer.key) if issuer else (subject, key)
-    builder = x509.CertificateBuilder(issuer_name, subject, key.public_key(), x509.random_serial_number())
-    builder = builder.not_valid_before(_VALID_FROM).not_valid_after(_VALID_UNTIL)
+    name = subject(common_name)
+    issuer_name, issuer_key = (issuer.certificate.subject, issuer.key) if issuer else (name, key)
+    builder = x509.CertificateBuilder(issuer_name, name, key.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_before(VALID_FROM).not_valid_after(VALID_UNTIL)
     builder = builder.add_extension(x509.BasicConstraints(is_ca, path_length), critical=True)
-    builder = builder.add_extension(_key_usage(is_ca), critical=True)
+    builder = builder.add_extension(key_usage(is_ca), critical=True)
     builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
     builder = builder.add_extension(authority, critical=False)
@@ -164,7 +159,18 @@ def _issue(
     return Credential(key, builder.sign(issuer_key, SHA256()))
 
 
-def _key_usage(is_ca: bool) -> x509.KeyUsage:
+def subject(common_name: str) -> x509.Name:
+    """A name that says that it is a simulator's."""
+    return x509.Name(
+        [
+            x509.NameAttribute(NameOID.COMMON_NAME, common_name),
+            x509.NameAttribute(NameOID.ORGANIZATION_NAME, ORGANIZATION),
+        ]
+    )
+
+
+def key_usage(is_ca: bool) -> x509.KeyUsage:
+    """That of a CA, which signs certificates and revocation lists, or that of a leaf."""
     return x509.KeyUsage(
         digital_signature=not is_ca,
         content_commitment=not is_ca,

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.rsa import generate_private_key
 
 from attestation.appraisal import Appraisal, appraise
 from attestation.evidence import CollateralBundle, Presentation, Role
@@ -15,6 +16,7 @@ from attestation.policy import Policy, simulated_policy
 from attestation.report_data import report_data
 from attestation.simulator import SimulatedVendor
 from attestation.simulator_platform import GENUINE, QuoteVariant, SimulatedPlatform
+from attestation.snp_simulator_pki import RSA_BITS, AuthorityKeys
 
 NOW = 1_800_000_000
 MEASUREMENT = bytes(range(48))
@@ -92,6 +94,13 @@ def with_tdx(policy: Policy, **changes: Any) -> Policy:
 def session() -> Session:
     vendor = SimulatedVendor.create()
     return Session(vendor, vendor.platform(), vendor.collateral(NOW), simulated_policy(vendor, MEASUREMENT))
+
+
+@pytest.fixture(scope="session")
+def amd_keys() -> AuthorityKeys:
+    """Keys of a simulated AMD; both CAs share one, since an RSA key takes long to make."""
+    root, ca = (generate_private_key(65537, RSA_BITS) for _ in range(2))
+    return AuthorityKeys(root, ca, ca)
 
 
 @pytest.fixture(scope="session")
