@@ -11,12 +11,14 @@ from typing import Final
 
 from attestation.evidence import STAGES, Refusal
 from attestation.vector_index import Case
+from attestation.vector_snp import appraise_snp
 from attestation.vector_tdx import appraise_tdx
 from metrics.errors import ConfigError, EvidenceError
 
 # One line per family: a function that returns what the evidence says, or raises EvidenceError.
 FAMILIES: Final[Mapping[str, Callable[[Case], object]]] = MappingProxyType(
     {
+        "sev_snp": appraise_snp,
         "tdx": appraise_tdx,
     }
 )
