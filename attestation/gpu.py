@@ -189,7 +189,7 @@ def _check_state(
     now: datetime,
 ) -> tuple[str, str]:
     """The mode, and what was compared with which reference values, in words."""
-    chip_family = check_device(leaf)
+    family = check_device(leaf)
     check_firmware_identity(leaf, report)
     mode = check_mode(report, rules)
     for rim, what in ((rims.driver, "driver"), (rims.vbios, "VBIOS")):
@@ -199,7 +199,7 @@ def _check_state(
         verify_rim(rim, rim_roots, now, what) if rim else None
         for rim, what in ((rims.driver, "driver"), (rims.vbios, "VBIOS"))
     )
-    count = check_references(report, chip_family, driver, vbios)
+    count = check_references(report, family, driver, vbios)
     return mode, f"{count} equal their reference values" if count else ""
 
 

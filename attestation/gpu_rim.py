@@ -50,6 +50,11 @@ class Rim:
         """The version that it says it is for: a hint for choosing among several, no more."""
         return _version_and_product(self.root)[0]
 
+    @property
+    def stated_product(self) -> str:
+        """The chip that it says it is for, likewise."""
+        return _version_and_product(self.root)[1]
+
 
 @dataclass(frozen=True, slots=True)
 class GoldenValues:

@@ -21,18 +21,23 @@ _FWID_OIDS: Final = (ObjectIdentifier("2.23.133.5.4.1"), ObjectIdentifier("2.23.
 _SHA384_DIGEST: Final = bytes.fromhex("06096086480165030402020430")
 """DER of the object identifier of SHA-384, and tag and length of the 48 bytes of digest behind it."""
 
-_GPU_LEAF: Final = re.compile(r"(G[A-Z])[0-9]\w* .*FMC LF")
-_CHIP_FAMILY: Final = re.compile(r"(G[A-Z])[0-9]\w*")
+_CHIP: Final = re.compile(r"(G[A-Z])[0-9]\w*( |$)")
 _MODES: Final[Mapping[int, str]] = {0: "multi GPU", 1: "single GPU", 2: "protected PCIe"}
 _PPCIE_MODE, _PPCIE_ON = 2, 0xAA
 
 
+def chip_family(name: str) -> str:
+    """``GH`` for names that begin with a chip such as ``GH100``; empty for those of other devices."""
+    found = _CHIP.match(name)
+    return found[1] if found else ""
+
+
 def check_device(leaf: x509.Certificate) -> str:
-    """The chip's family, such as ``GH``; refused where the certificate is that of another kind of device."""
-    found = _GPU_LEAF.fullmatch(common_name(leaf))
-    if found is None:
+    """The chip's family; refused where the certificate is that of another kind of device, such as a switch."""
+    family = chip_family(common_name(leaf))
+    if not family:
         refuse(Refusal.GPU_STATE, f"'{common_name(leaf)}' is not the firmware certificate of a GPU")
-    return found[1]
+    return family
 
 
 def check_firmware_identity(leaf: x509.Certificate, report: GpuReport) -> None:
@@ -65,12 +70,10 @@ def check_mode(report: GpuReport, rules: GpuRules) -> str:
     return "confidential computing" if mode is None else _MODES[mode]
 
 
-def check_references(
-    report: GpuReport, chip_family: str, driver: GoldenValues | None, vbios: GoldenValues | None
-) -> int:
+def check_references(report: GpuReport, family: str, driver: GoldenValues | None, vbios: GoldenValues | None) -> int:
     """Compare with the reference values that there are; how many measurements were compared."""
-    _check_described(driver, report.driver_version, chip_family, "driver")
-    _check_described(vbios, report.vbios_version, chip_family, "VBIOS")
+    _check_described(driver, report.driver_version, family, "driver")
+    _check_described(vbios, report.vbios_version, family, "VBIOS")
     driver_values, vbios_values = (each.values if each else {} for each in (driver, vbios))
     if both := driver_values.keys() & vbios_values.keys():
         refuse(Refusal.GPU_STATE, f"driver and VBIOS manifest both claim measurement {min(both)}")
@@ -81,11 +84,10 @@ def check_references(
     return len(values)
 
 
-def _check_described(golden: GoldenValues | None, version: str, chip_family: str, what: str) -> None:
+def _check_described(golden: GoldenValues | None, version: str, family: str, what: str) -> None:
     if golden is None:
         return
     if not version or golden.version.casefold() != version.casefold():
         refuse(Refusal.GPU_STATE, f"the {what} manifest is for version {golden.version!r}, the GPU runs {version!r}")
-    product = _CHIP_FAMILY.match(golden.product)
-    if product and product[1] != chip_family:
+    if chip_family(golden.product) not in ("", family):
         refuse(Refusal.GPU_STATE, f"the {what} manifest is for {golden.product!r}, which the GPU is not")

@@ -13,13 +13,13 @@ def sgx_extension(*, ppid: bytes, fmspc: bytes, instance_id: bytes, component_sv
     """
     components = [_entry(f"2.{i}", integer(svn)) for i, svn in enumerate(component_svns, 1)]
     tcb = _sequence(*components, _entry("2.17", integer(pce_svn)), _entry("2.18", octets(component_svns)))
-    configuration = _sequence(*(_entry(f"7.{i}", _tlv(_BOOLEAN, b"\xff")) for i in (1, 2, 3)))
+    configuration = _sequence(*(_entry(f"7.{i}", tlv(_BOOLEAN, b"\xff")) for i in (1, 2, 3)))
     return _sequence(
         _entry("1", octets(ppid)),
         _entry("2", tcb),
         _entry("3", octets(bytes(2))),
         _entry("4", octets(fmspc)),
-        _entry("5", _tlv(_ENUMERATED, b"\x01")),
+        _entry("5", tlv(_ENUMERATED, b"\x01")),
         _entry("6", octets(instance_id)),
         _entry("7", configuration),
     )
@@ -30,27 +30,27 @@ def _entry(suffix: str, value: bytes) -> bytes:
 
 
 def _sequence(*parts: bytes) -> bytes:
-    return _tlv(_SEQUENCE, b"".join(parts))
+    return tlv(_SEQUENCE, b"".join(parts))
 
 
 def octets(value: bytes) -> bytes:
     """OCTET STRING."""
-    return _tlv(_OCTETS, value)
+    return tlv(_OCTETS, value)
 
 
 def text(value: str) -> bytes:
     """IA5String."""
-    return _tlv(_IA5, value.encode("ascii"))
+    return tlv(_IA5, value.encode("ascii"))
 
 
 def integer(value: int) -> bytes:
     """INTEGER, not negative."""
-    return _tlv(_INTEGER, value.to_bytes(value.bit_length() // 8 + 1, "big"))
+    return tlv(_INTEGER, value.to_bytes(value.bit_length() // 8 + 1, "big"))
 
 
 def _oid(dotted: str) -> bytes:
     first, second, *rest = map(int, dotted.split("."))
-    return _tlv(_OID, b"".join(map(_base128, (40 * first + second, *rest))))
+    return tlv(_OID, b"".join(map(_base128, (40 * first + second, *rest))))
 
 
 def _base128(value: int) -> bytes:
@@ -60,7 +60,8 @@ def _base128(value: int) -> bytes:
     return bytes(reversed(digits))
 
 
-def _tlv(tag: int, content: bytes) -> bytes:
+def tlv(tag: int, content: bytes) -> bytes:
+    """Any element."""
     size = len(content)
     if size < 0x80:
         return bytes((tag, size)) + content

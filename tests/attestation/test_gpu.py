@@ -1,0 +1,305 @@
+"""The GPU verifier on simulated devices: what passes, and each refusal by its name."""
+
+import random
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from cryptography import x509
+
+from attestation.evidence import EvidenceClass
+from attestation.gpu import GpuClaims, GpuReferences, verify_gpu
+from attestation.gpu_rules import GpuRules
+from attestation.gpu_simulator import DRIVER_INDICES, DRIVER_VERSION, GpuVariant, SimulatedGpu, SimulatedGpuVendor
+from attestation.gpu_simulator_pki import OcspVariant, issue, issue_responder
+from attestation.gpu_simulator_rim import Manifest
+from attestation.roots import pinned_anchors
+from metrics.errors import EvidenceError
+
+NOW = 1_800_000_000
+NONCE = bytes(range(32))
+
+
+@dataclass
+class Bench:
+    """A vendor, one of its devices, and what a verifier holds."""
+
+    vendor: SimulatedGpuVendor
+    gpu: SimulatedGpu
+    rims: GpuReferences
+    ocsp: tuple[bytes, ...]
+
+    def verify(self, variant: GpuVariant | None = None, **changes: Any) -> GpuClaims:
+        gpu: SimulatedGpu = changes.pop("gpu", self.gpu)
+        arguments: dict[str, Any] = {
+            "report": gpu.report(NONCE, variant or GpuVariant()),
+            "chain": gpu.chain,
+            "anchors": self.vendor.anchors,
+            "accepted": (EvidenceClass.SIMULATED,),
+            "rules": GpuRules(),
+            "nonce": NONCE,
+            "rims": self.rims,
+            "ocsp": self.ocsp,
+            "now": NOW,
+        } | changes
+        return verify_gpu(arguments.pop("report"), arguments.pop("chain"), **arguments)
+
+    def code(self, variant: GpuVariant | None = None, **changes: Any) -> str | None:
+        try:
+            self.verify(variant, **changes)
+        except EvidenceError as error:
+            return error.code
+        return None
+
+
+@pytest.fixture(scope="session")
+def bench() -> Bench:
+    vendor = SimulatedGpuVendor.create()
+    gpu = vendor.gpu()
+    return Bench(vendor, gpu, vendor.references(), vendor.ocsp(gpu, NOW))
+
+
+def test_a_simulated_gpu_passes_under_strict_rules_and_stays_simulated(bench: Bench) -> None:
+    claims = bench.verify()
+    assert claims.evidence_class is EvidenceClass.SIMULATED
+    assert (claims.eat_nonce, claims.dbgstat, claims.mode) == (NONCE, "disabled", "single GPU")
+    assert claims.expires_at == NOW + 23 * 3600  # answers are an hour old and hold for a day
+    assert claims.platform_id == bench.verify().platform_id
+    assert len(claims.platform_id) == len(claims.measurement) == 48
+
+
+@pytest.mark.parametrize("chip", ["GB100", "GB20X"])
+def test_blackwell_passes_with_its_own_form_of_the_firmware_identity(bench: Bench, chip: str) -> None:
+    gpu = bench.vendor.gpu(chip)
+    known = {"gpu": gpu, "ocsp": bench.vendor.ocsp(gpu, NOW), "rims": bench.vendor.references("GB100")}
+    assert bench.code(**known) is None
+    assert bench.code(GpuVariant(fwid=bytes(48)), **known) == "gpu_state"
+    assert bench.code(**known | {"rims": bench.rims}) == "gpu_state"  # reference values of Hopper
+
+
+def test_simulated_evidence_never_satisfies_hardware_rules(bench: Bench) -> None:
+    hardware = (EvidenceClass.NVIDIA_GPU,)
+    assert bench.code(accepted=hardware) == "simulator_not_allowed"
+    assert bench.code(anchors=pinned_anchors(EvidenceClass.NVIDIA_GPU), accepted=hardware) == "root_unknown"
+    assert bench.code(anchors=SimulatedGpuVendor.create().anchors) == "root_unknown"
+
+
+def test_broken_chains(bench: Bench) -> None:
+    leaf, boot_rom, provisioner, family, root = bench.gpu.chain
+    other = bench.vendor.gpu().chain
+    for chain in (
+        (),
+        (root,),
+        (leaf, boot_rom, provisioner, family),
+        (leaf, boot_rom, provisioner, root),
+        (boot_rom, provisioner, family, root),
+        (boot_rom, boot_rom, provisioner, family, root),
+        (leaf, other[1], provisioner, family, root),
+        (root, family, provisioner, boot_rom, leaf),
+        (leaf, boot_rom, provisioner, family, b"certificate"),
+        (*bench.gpu.chain, root),
+    ):
+        assert bench.code(chain=chain) == "chain_broken"
+
+
+def test_a_chain_of_five_without_a_firmware_leaf_is_broken(bench: Bench) -> None:
+    """Otherwise the boot ROM could vouch for a key of any name."""
+    named = issue("GH100 A01 GSP something", bench.gpu.credentials[1])
+    gpu = SimulatedGpu((named, *bench.gpu.credentials[1:]), "GH100", b"")
+    assert bench.code(gpu=gpu) == "chain_broken"
+
+
+def test_a_report_signed_by_another_key_is_tampered(bench: Bench) -> None:
+    assert bench.code(GpuVariant(signed_by_boot_rom=True)) == "evidence_tampered"
+    assert bench.code(report=bench.vendor.gpu().report(NONCE)) == "evidence_tampered"
+
+
+def test_no_changed_byte_of_a_report_passes(bench: Bench) -> None:
+    """A seeded choice of positions; each changed by a non-zero XOR."""
+    report, draw = bench.gpu.report(NONCE), random.Random(11)
+    for position in draw.sample(range(len(report)), 25):
+        changed = bytearray(report)
+        changed[position] ^= draw.randrange(1, 256)
+        assert bench.code(report=bytes(changed)) is not None
+
+
+def test_trailing_zeros_pass_and_other_bytes_do_not(bench: Bench) -> None:
+    report = bench.gpu.report(NONCE)
+    assert bench.code(report=report + bytes(99)) is None
+    assert bench.code(report=report + bytes(99) + b"\x01") == "evidence_malformed"
+    assert bench.code(report=report[:-1]) == "evidence_malformed"
+
+
+def test_the_nonce_is_the_one_that_was_issued(bench: Bench) -> None:
+    assert bench.code(nonce=bytes(32)) == "nonce_foreign"
+    assert bench.code(nonce=NONCE[:8]) == "nonce_foreign"
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        OcspVariant(reason=x509.ReasonFlags.key_compromise),
+        OcspVariant(reason=x509.ReasonFlags.certificate_hold),
+        OcspVariant(unknown=True),
+    ],
+    ids=["revoked", "hold", "unknown"],
+)
+@pytest.mark.parametrize("position", [1, 2, 3])
+def test_a_certificate_whose_answer_is_not_good_is_revoked(bench: Bench, variant: OcspVariant, position: int) -> None:
+    answers = bench.vendor.ocsp(bench.gpu, NOW, {position: variant})
+    assert bench.code(ocsp=answers) == "revoked"
+    assert bench.code(ocsp=answers, rules=GpuRules(require_ocsp=False)) == "revoked"
+
+
+def test_answers_come_from_whom_the_issuer_authorised(bench: Bench) -> None:
+    boot_rom, provisioner = bench.gpu.credentials[1:3]
+    stranger = issue_responder(issue("NVIDIA GH100 Provisioner ICA 1", None, is_ca=True))
+    for responder, code in (
+        (provisioner, None),
+        (issue_responder(provisioner), None),
+        (issue_responder(provisioner, authorised=False), "signer_role"),
+        (issue_responder(bench.gpu.credentials[3]), "signer_role"),
+        (boot_rom, "signer_role"),
+        (stranger, "signer_role"),
+    ):
+        answers = bench.vendor.ocsp(bench.gpu, NOW, {1: OcspVariant(responder=responder)})
+        assert bench.code(ocsp=answers) == code
+
+
+def test_a_changed_answer_is_tampered_or_none(bench: Bench) -> None:
+    draw, answer = random.Random(3), bench.ocsp[0]
+    for position in draw.sample(range(len(answer)), 20):
+        changed = bytearray(answer)
+        changed[position] ^= draw.randrange(1, 256)
+        code = bench.code(ocsp=(bytes(changed), *bench.ocsp[1:]))
+        assert code in ("evidence_tampered", "collateral_stale", "revoked", "signer_role")
+
+
+def test_answers_must_be_there_and_current(bench: Bench) -> None:
+    lax = GpuRules(require_ocsp=False)
+    assert bench.code(ocsp=()) == "collateral_stale"
+    assert bench.code(ocsp=(), rules=lax) is None
+    assert bench.code(ocsp=bench.ocsp[1:], rules=lax) == "collateral_stale"
+    assert bench.code(ocsp=(b"", *bench.ocsp[1:])) == "collateral_stale"
+    assert bench.code(ocsp=bench.vendor.ocsp(bench.vendor.gpu(), NOW)) == "collateral_stale"
+    endless = bench.vendor.ocsp(bench.gpu, NOW, {2: OcspVariant(without_next_update=True)})
+    assert bench.code(ocsp=endless) == "collateral_stale"
+
+
+@pytest.mark.parametrize(
+    ("offset", "code"),
+    [(-3601, "collateral_stale"), (-3600, None), (82_799, None), (82_800, "collateral_stale")],
+)
+def test_the_window_of_an_answer_excludes_its_end(bench: Bench, offset: int, code: str | None) -> None:
+    assert bench.code(now=NOW + offset) == code
+
+
+def test_the_newest_answer_counts(bench: Bench) -> None:
+    held = bench.vendor.ocsp(bench.gpu, NOW - 60, {1: OcspVariant(reason=x509.ReasonFlags.certificate_hold)})
+    assert bench.code(ocsp=(*bench.ocsp, *held)) is None
+    held = bench.vendor.ocsp(bench.gpu, NOW + 60, {1: OcspVariant(reason=x509.ReasonFlags.certificate_hold)})
+    assert bench.code(ocsp=(*held, *bench.ocsp)) == "revoked"
+
+
+def test_modes(bench: Bench) -> None:
+    for variant, code in (
+        (GpuVariant(feature_flag=None), None),
+        (GpuVariant(feature_flag=0), None),
+        (GpuVariant(feature_flag=2), "gpu_state"),
+        (GpuVariant(feature_flag=None, protected_pcie=True), "gpu_state"),
+        (GpuVariant(feature_flag=3), "gpu_state"),
+    ):
+        assert bench.code(variant) == code
+    allowed = bench.verify(GpuVariant(feature_flag=2), rules=GpuRules(allow_ppcie=True))
+    assert allowed.mode == "protected PCIe"
+
+
+def test_a_switch_is_not_a_gpu(bench: Bench) -> None:
+    switch = bench.vendor.gpu("LS_10")
+    assert bench.code(gpu=switch, ocsp=bench.vendor.ocsp(switch, NOW)) == "gpu_state"
+
+
+def test_the_firmware_identity_is_compared_where_both_state_it(bench: Bench) -> None:
+    assert bench.code(GpuVariant(fwid=bytes(48))) == "gpu_state"
+    assert bench.code(GpuVariant(fwid=b"")) is None
+
+
+def test_reference_values_must_be_there_for_both(bench: Bench) -> None:
+    lax = GpuRules(require_rim=False)
+    for rims in (GpuReferences(), GpuReferences(driver=bench.rims.driver), GpuReferences(vbios=bench.rims.vbios)):
+        assert bench.code(rims=rims) == "gpu_state"
+        assert bench.code(rims=rims, rules=lax) is None
+    assert bench.verify(rims=GpuReferences(), rules=lax).dbgstat == ""
+
+
+def test_a_differing_measurement_or_version_is_refused(bench: Bench) -> None:
+    for variant in (
+        GpuVariant(measurements={DRIVER_INDICES[0]: bytes(48)}),
+        GpuVariant(measurements={0: bytes(48)}),
+        GpuVariant(measurements={0: b""}),
+        GpuVariant(driver_version="590.13"),
+        GpuVariant(driver_version=""),
+        GpuVariant(vbios_version="96.00.A5.00.02"),
+    ):
+        assert bench.code(variant) == "gpu_state"
+        lax = GpuRules(require_rim=False)
+        assert bench.code(variant, rules=lax) == "gpu_state"
+        assert bench.code(variant, rules=lax, rims=GpuReferences()) is None
+    assert bench.code(GpuVariant(measurements={40: bytes(48)})) is None  # no manifest speaks of it
+    swapped = GpuReferences(driver=bench.rims.vbios, vbios=bench.rims.driver)
+    assert bench.code(rims=swapped) == "gpu_state"
+
+
+def test_one_of_several_accepted_values_is_enough(bench: Bench) -> None:
+    values = {index: (bytes(48), bytes([index]) * 48) for index in DRIVER_INDICES}
+    reported = {index: accepted[1] for index, accepted in values.items()}
+    driver = bench.vendor.sign(Manifest(DRIVER_VERSION, "GH100", values))
+    rims = GpuReferences(driver, bench.rims.vbios)
+    assert bench.code(GpuVariant(measurements=reported), rims=rims) is None
+    assert bench.code(GpuVariant(measurements=reported)) == "gpu_state"
+
+
+def test_an_index_may_be_claimed_once(bench: Bench) -> None:
+    driver = bench.vendor.sign(Manifest(DRIVER_VERSION, "GH100", {7: (bytes(48),)}))
+    values = GpuVariant(measurements={7: bytes(48)})
+    assert bench.code(values, rims=GpuReferences(driver, bench.rims.vbios)) == "gpu_state"
+    assert bench.code(values, rims=GpuReferences(driver), rules=GpuRules(require_rim=False)) is None
+
+
+def test_a_signer_of_reference_values_must_be_current(bench: Bench) -> None:
+    ended = bench.vendor.issue_rim_signer(datetime.fromtimestamp(NOW, UTC) - timedelta(seconds=1))
+    driver = bench.vendor.sign(Manifest(DRIVER_VERSION, "GH100", {8: (bytes(48),)}), ended)
+    assert bench.code(rims=GpuReferences(driver, bench.rims.vbios)) == "collateral_stale"
+
+
+def test_reference_values_are_signed_under_the_root_of_their_class(bench: Bench) -> None:
+    other = SimulatedGpuVendor.create()
+    assert bench.code(rims=other.references()) == "gpu_state"
+    device_alone = (bench.vendor.anchors[0], *pinned_anchors(EvidenceClass.NVIDIA_GPU))
+    assert bench.code(anchors=device_alone) == "gpu_state"
+
+
+def test_the_first_failing_stage_decides(bench: Bench) -> None:
+    """Every later stage fails too; the earlier ones are repaired one by one."""
+    everything: dict[str, Any] = {
+        "report": bench.vendor.gpu("LS_10").report(bytes(32), GpuVariant(feature_flag=2)) + b"\x01",
+        "anchors": SimulatedGpuVendor.create().anchors,
+        "accepted": (EvidenceClass.NVIDIA_GPU,),
+        "chain": bench.gpu.chain,
+        "ocsp": bench.vendor.ocsp(bench.gpu, NOW - 90_000, {1: OcspVariant(reason=x509.ReasonFlags.superseded)}),
+    }
+    repairs: list[tuple[str, dict[str, Any]]] = [
+        ("evidence_malformed", {"report": everything["report"][:-1]}),
+        ("root_unknown", {"anchors": bench.vendor.anchors}),
+        ("simulator_not_allowed", {"accepted": (EvidenceClass.SIMULATED,)}),
+        ("evidence_tampered", {"report": bench.gpu.report(bytes(32), GpuVariant(feature_flag=2))}),
+        ("revoked", {"ocsp": bench.vendor.ocsp(bench.gpu, NOW - 90_000)}),
+        ("collateral_stale", {"ocsp": bench.ocsp}),
+        ("nonce_foreign", {"nonce": bytes(32)}),
+        ("gpu_state", {"rules": GpuRules(allow_ppcie=True)}),
+    ]
+    for code, repair in repairs:
+        assert bench.code(**everything) == code
+        everything |= repair
+    assert bench.code(**everything) is None
