@@ -13,7 +13,14 @@ from typing import Final
 
 from cryptography import x509
 
-from attestation.certificates import check_certificate_windows, check_links, common_name, key_id, read_root, signed_by
+from attestation.certificates import (
+    check_certificate_windows,
+    check_links,
+    common_name,
+    key_id,
+    read_presented,
+    signed_by,
+)
 from attestation.evidence import EvidenceClass, Refusal, refuse, require_class
 from attestation.gpu_ocsp import (
     Answer,
@@ -111,7 +118,7 @@ def verify_gpu(
     every reference value that was supplied.
 
     Args:
-        chain: the device's certificates, DER, leaf first.
+        chain: the device's certificates, each entry DER or PEM, leaf first.
         anchors: roots of family ``nvidia_gpu``, and of ``nvidia_rim`` for reference values of the same class.
         nonce: 32 bytes that the report must be over.
         ocsp: answers, DER; others than for this chain are passed over.
@@ -149,12 +156,13 @@ def _named(rims: GpuReferences) -> tuple[tuple[bytes | None, str], ...]:
 
 
 def _read_chain(chain: Sequence[bytes]) -> tuple[x509.Certificate, ...]:
-    if not 1 <= len(chain) <= CHAIN_LENGTH:
-        refuse(Refusal.CHAIN_BROKEN, f"a GPU presents {CHAIN_LENGTH} certificates, not {len(chain)}")
     try:
-        return tuple(read_root(each) for each in chain)
+        certificates = tuple(each for data in chain[: CHAIN_LENGTH + 1] for each in read_presented(data))
     except ValueError:
         refuse(Refusal.CHAIN_BROKEN, "a certificate of the GPU cannot be read")
+    if not 1 <= len(certificates) <= CHAIN_LENGTH:
+        refuse(Refusal.CHAIN_BROKEN, f"a GPU presents {CHAIN_LENGTH} certificates, not {len(certificates)}")
+    return certificates
 
 
 def _select_anchor(chain: Sequence[x509.Certificate], anchors: Sequence[Anchor]) -> Anchor:

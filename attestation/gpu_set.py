@@ -9,7 +9,7 @@ from itertools import product
 from typing import Final
 
 from attestation.canonical import length_prefixed
-from attestation.certificates import common_name, read_root
+from attestation.certificates import common_name, read_presented
 from attestation.evidence import EvidenceClass, GpuEvidence, Refusal, refuse
 from attestation.gpu import GpuClaims, GpuReferences, verify_gpu
 from attestation.gpu_report import parse_gpu_report
@@ -137,6 +137,6 @@ def _for_version(version: str, fitting: Sequence[tuple[bytes, str]]) -> Sequence
 
 def _family(gpu: GpuEvidence) -> str:
     try:
-        return chip_family(common_name(read_root(gpu.chain[0])))
+        return chip_family(common_name(read_presented(gpu.chain[0])[0]))
     except (IndexError, ValueError):
         refuse(Refusal.CHAIN_BROKEN, "the certificate of a GPU's firmware is missing or cannot be read")

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Final
 
 from attestation.evidence import STAGES, Refusal
+from attestation.vector_gpu import appraise_gpu
 from attestation.vector_index import Case
 from attestation.vector_snp import appraise_snp
 from attestation.vector_tdx import appraise_tdx
@@ -19,6 +20,7 @@ from metrics.errors import ConfigError, EvidenceError
 FAMILIES: Final[Mapping[str, Callable[[Case], object]]] = MappingProxyType(
     {
         "sev_snp": appraise_snp,
+        "nvidia_gpu": appraise_gpu,
         "tdx": appraise_tdx,
     }
 )

@@ -1,0 +1,32 @@
+"""Judges the GPU cases of an index."""
+
+from attestation.gpu import GpuClaims, GpuReferences, verify_gpu
+from attestation.gpu_rules import GpuRules
+from attestation.vector_index import Case
+
+
+def appraise_gpu(case: Case) -> GpuClaims:
+    """What the case's report says; EvidenceError if it is refused."""
+    return verify_gpu(
+        case.evidence(),
+        case.chain(),
+        anchors=(*case.anchors("nvidia_gpu"), *case.anchors("nvidia_rim")),
+        accepted=case.accepted,
+        rules=case.rules(GpuRules),
+        nonce=case.nonce,
+        rims=references_of(case),
+        ocsp=answers_of(case),
+        now=case.now,
+    )
+
+
+def references_of(case: Case) -> GpuReferences:
+    """The manifests that the case names."""
+    named = case.fields.rim or {}
+    driver, vbios = (named.get(kind) for kind in ("driver", "vbios"))
+    return GpuReferences(case.file(driver) if driver else None, case.file(vbios) if vbios else None)
+
+
+def answers_of(case: Case) -> tuple[bytes, ...]:
+    """The OCSP answers that the case names, in base64 or DER."""
+    return tuple(case.base64_file(name) for name in case.fields.ocsp or ())
