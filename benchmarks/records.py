@@ -19,7 +19,7 @@ from statistics import mean
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
-RECIPES = ("scattering-eps1", "cnn-eps1", "scattering", "cnn")
+RECIPES = ("scattering-eps1", "scattering", "cnn")
 PATHS = ("raycloak", "opacus")
 SEEDS = (1, 2, 3)
 LIBRARIES = ("torch", "numpy", "opacus", "ray")

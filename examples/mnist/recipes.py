@@ -11,20 +11,24 @@ FEATURES = 201
 def cnn() -> nn.Module:
     """28 x 28 pixels to 10 classes through two convolutions; 26,010 parameters.
 
-    The end-to-end model of Tramer and Boneh (arXiv 2011.11660). Tanh is bounded and keeps gradients small, which is
-    what clipping rewards.
+    The layers of the end-to-end model of Tramer and Boneh (arXiv 2011.11660), with two changes: what each layer gives
+    is normalised within the example, without parameters, and tanh is ReLU. Normalised layers learn in fewer steps,
+    and ReLU without them was no better than tanh.
     """
     return nn.Sequential(
         _Image(),
         nn.Conv2d(1, 16, kernel_size=8, stride=2, padding=3),
-        nn.Tanh(),
+        nn.GroupNorm(4, 16, affine=False),
         _Pool(),
+        nn.ReLU(),
         nn.Conv2d(16, 32, kernel_size=4, stride=2),
-        nn.Tanh(),
+        nn.GroupNorm(4, 32, affine=False),
         _Pool(),
+        nn.ReLU(),
         nn.Flatten(),
         nn.Linear(512, 32),
-        nn.Tanh(),
+        nn.LayerNorm(32, elementwise_affine=False),
+        nn.ReLU(),
         nn.Linear(32, 10),
     )
 
@@ -37,10 +41,13 @@ def scattering_linear() -> nn.Module:
 
 
 class _Image(nn.Module):
-    """[n, 28, 28] to [n, 1, 28, 28], with pixels in [0, 1] moved to [-1, 1]."""
+    """[n, 28, 28] to [n, 1, 28, 28], with pixels in [0, 1] centred and scaled by public constants.
+
+    They are mean and deviation of scikit-learn's digits, enlarged as in `prepare.py`: 0.16 and 0.3.
+    """
 
     def forward(self, pixels: Tensor) -> Tensor:
-        return (pixels * 2.0 - 1.0).unsqueeze(1)
+        return ((pixels - 0.16) / 0.3).unsqueeze(1)
 
 
 class _Pool(nn.Module):
