@@ -47,6 +47,35 @@ class TdxQuote:
     chain: tuple[x509.Certificate, ...]
 
     @property
+    def version(self) -> int:
+        return int.from_bytes(self.raw[:2], "little")
+
+    @property
+    def tee_tcb_svn(self) -> bytes:
+        """16 versions: of the TDX module (minor, major) and of what it runs on."""
+        return self.body[:16]
+
+    @property
+    def module_version(self) -> int:
+        """Major version of the TDX module."""
+        return self.body[1]
+
+    @property
+    def module_signer(self) -> bytes:
+        """48 bytes; zero for Intel's own modules."""
+        return self.body[64:112]
+
+    @property
+    def module_attributes(self) -> bytes:
+        """8 bytes."""
+        return self.body[112:120]
+
+    @property
+    def qe_svn(self) -> int:
+        """Security version of the quoting enclave."""
+        return int.from_bytes(self.qe_report[258:260], "little")
+
+    @property
     def qe_vendor(self) -> bytes:
         return self.raw[12:28]
 

@@ -71,6 +71,7 @@ class CollateralVariant:
     fmspc: bytes = FMSPC
     evaluation_number: int = EVALUATION_NUMBER
     tcb_status: str = "UpToDate"
+    advisory_ids: tuple[str, ...] = ()
     component_svns: bytes = COMPONENT_SVNS
     signer: SimulatedPlatform | None = None
     revoked_platforms: tuple[SimulatedPlatform, ...] = ()
@@ -176,6 +177,7 @@ def _tcb_info(variant: CollateralVariant, start: datetime, end: datetime) -> dic
         "tdxtcbcomponents": [{"svn": svn} for svn in TEE_TCB_SVN],
         "pcesvn": PCE_SVN,
     }
+    advisories = {"advisoryIDs": list(variant.advisory_ids)} if variant.advisory_ids else {}
     return {
         "id": "TDX",
         "version": 3,
@@ -185,7 +187,7 @@ def _tcb_info(variant: CollateralVariant, start: datetime, end: datetime) -> dic
         "tcbType": 0,
         "tdxModule": module,
         "tdxModuleIdentities": [{"id": f"TDX_{TEE_TCB_SVN[1]:02X}", **module, "tcbLevels": [module_level]}],
-        "tcbLevels": [{"tcb": tcb, "tcbDate": _TCB_DATE, "tcbStatus": variant.tcb_status}],
+        "tcbLevels": [{"tcb": tcb, "tcbDate": _TCB_DATE, "tcbStatus": variant.tcb_status, **advisories}],
     }
 
 

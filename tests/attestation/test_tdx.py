@@ -12,7 +12,7 @@ from attestation.evidence import Collateral, EvidenceClass
 from attestation.policy import Policy, simulated_policy
 from attestation.roots import INTEL_TDX_ANCHOR
 from attestation.simulator import COLLATERAL_AGE_S, COLLATERAL_LIFETIME_S, CollateralVariant, SimulatedVendor
-from attestation.simulator_platform import GENUINE, QuoteVariant
+from attestation.simulator_platform import FMSPC, GENUINE, QuoteVariant
 from attestation.tdx import TdxClaims, verify_tdx
 from attestation.tdx_rules import TdxRules
 from metrics.errors import EvidenceError
@@ -103,7 +103,7 @@ def test_a_missing_revocation_list_refuses(session: Session, quote: bytes, name:
 
 QUOTE_VARIANTS = {
     "debug": (QuoteVariant(td_attributes=bytes.fromhex("0100001000000000")), "debug"),
-    "reserved bit beside debug": (QuoteVariant(td_attributes=bytes.fromhex("8000001000000000")), "attributes"),
+    "another debug attribute": (QuoteVariant(td_attributes=bytes.fromhex("8000001000000000")), "debug"),
     "no SEPT_VE_DISABLE": (QuoteVariant(td_attributes=bytes(8)), "attributes"),
     "migratable": (QuoteVariant(td_attributes=bytes.fromhex("0000003000000000")), "attributes"),
     "reserved attribute": (QuoteVariant(td_attributes=bytes.fromhex("0000011000000000")), "attributes"),
@@ -213,6 +213,81 @@ def test_a_quote_without_certificates_is_refused(session: Session, quote: bytes)
     pem_at = quote.index(b"-----BEGIN")
     blank = quote[:pem_at] + b" " * (len(quote) - pem_at)
     assert refusal(session, blank) in ("evidence_malformed", "chain_broken")
+
+
+def test_a_debug_guest_is_refused_unless_the_rules_tolerate_it(session: Session) -> None:
+    variant = QuoteVariant(td_attributes=bytes.fromhex("0100001000000000"))
+    debug = session.platform.quote(REPORT_DATA, MEASUREMENT, variant)
+    claims = verify(session, debug, policy=with_tdx(session.policy, allow_debug=True))
+    assert claims.dbgstat == "enabled"
+    assert verify(session, session.platform.quote(REPORT_DATA, MEASUREMENT)).dbgstat == "disabled-since-boot"
+
+
+def test_a_guest_without_sept_ve_disable_is_refused_unless_the_rules_tolerate_it(session: Session) -> None:
+    quote = session.platform.quote(REPORT_DATA, MEASUREMENT, QuoteVariant(td_attributes=bytes(8)))
+    assert refusal(session, quote) == "attributes"
+    assert refusal(session, quote, policy=with_tdx(session.policy, require_sept_ve_disable=False)) is None
+
+
+FAULTS = {
+    "tcb_unacceptable": CollateralVariant(component_svns=bytes([4] * 16)),
+    "tcb_status": CollateralVariant(tcb_status="OutOfDate"),
+    "debug": CollateralVariant(),
+}
+
+
+@pytest.mark.parametrize("first", FAULTS)
+def test_the_first_failing_stage_names_the_refusal(session: Session, first: str) -> None:
+    """A guest with debug on and page faults unprotected, on a platform with one more fault of an earlier stage."""
+    debug = QuoteVariant(td_attributes=bytes.fromhex("0100000000000000"))
+    quote = session.platform.quote(REPORT_DATA, MEASUREMENT, debug)
+    collateral = session.vendor.tdx_collateral(NOW, FAULTS[first])
+    assert refusal(session, quote, collateral=collateral) == first
+    assert refusal(session, quote, collateral=collateral, now=NOW + 10**8) == "collateral_stale"
+
+
+def test_faults_of_the_quote_come_before_missing_collateral(session: Session, quote: bytes) -> None:
+    def code(evidence: bytes) -> str | None:
+        try:
+            verify_tdx(
+                evidence,
+                (),
+                anchors=session.policy.anchors,
+                accepted=session.policy.accepted_classes,
+                rules=session.policy.tdx,
+                now=NOW,
+            )
+        except EvidenceError as error:
+            return error.code
+        return None
+
+    changed = bytearray(quote)
+    changed[200] ^= 1
+    foreign = session.platform.quote(REPORT_DATA, MEASUREMENT, QuoteVariant(foreign_attestation_key=True))
+    assert code(quote) == "collateral_stale"
+    assert code(bytes(changed)) == "evidence_tampered"
+    assert code(foreign) == "attestation_key_uncertified"
+
+
+def test_the_collateral_of_the_platforms_own_family_is_used(session: Session, quote: bytes) -> None:
+    other = session.vendor.tdx_collateral(NOW, CollateralVariant(fmspc=bytes(6)))
+    claims = verify_tdx(
+        quote,
+        (other, session.collateral.tdx[0]),
+        anchors=session.policy.anchors,
+        accepted=session.policy.accepted_classes,
+        rules=session.policy.tdx,
+        now=NOW,
+    )
+    assert claims.fmspc == FMSPC
+
+
+def test_an_advisory_that_the_rules_reject_is_refused(session: Session, quote: bytes) -> None:
+    collateral = session.vendor.tdx_collateral(NOW, CollateralVariant(advisory_ids=("INTEL-SA-1", "INTEL-SA-2")))
+    assert verify(session, quote, collateral=collateral).advisory_ids == ("INTEL-SA-1", "INTEL-SA-2")
+    policy = with_tdx(session.policy, rejected_advisories=("INTEL-SA-2",))
+    assert refusal(session, quote, collateral=collateral, policy=policy) == "tcb_unacceptable"
+    assert refusal(session, quote, policy=policy) is None
 
 
 # What the library does on its own
