@@ -132,8 +132,13 @@ class Admissions:
 
     def _admitted_by(self, envelope: Envelope) -> Admitted | None:
         """The member that this very presentation has admitted, unless a newer challenge asks it for another."""
-        rows = ((each, each.row) for each in self._members.values())
-        return next((each for each, row in rows if row.presentation == envelope and not row.superseded), None)
+        try:
+            member = self._members.get(open_presentation(envelope).member_id)
+        except EvidenceError:
+            return None  # The decision says why.
+        if member is None or member.row.presentation != envelope or member.row.superseded:
+            return None
+        return member
 
     def _decide(self, envelope: Envelope) -> Admitted | EvidenceError:
         """Use up the nonce, appraise, and log the decision."""

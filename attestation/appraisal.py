@@ -6,6 +6,7 @@ workers appraise every peer in the same way, without the nonces. No network, no 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PublicKey
@@ -65,6 +66,7 @@ class Appraisal:
     steps: tuple[tuple[str, str], ...]
 
 
+@lru_cache(maxsize=16)  # one admission opens it several times
 def open_presentation(envelope: Envelope) -> Presentation:
     """The presentation in ``envelope``, if the key that it presents has signed it.
 
@@ -124,6 +126,11 @@ def appraise(
     if policy.platforms is not None and claims.platform_id not in policy.platforms:
         refuse(Refusal.PEER_NOT_BOUND, f"the platform {claims.platform_id.hex()} is not on the policy's list")
     return _result(envelope, presentation, claims, policy, now)
+
+
+@lru_cache(maxsize=16)
+def _digest_of(policy: Policy) -> bytes:
+    return policy.digest()
 
 
 def _verify_quote(
@@ -211,7 +218,7 @@ def _result(envelope: Envelope, presentation: Presentation, claims: TdxClaims, p
         platform_id=claims.platform_id,
         evaluation_number=claims.evaluation_number,
         expires_at=min(claims.expires_at, now + policy.evidence_lifetime_s),
-        policy_digest=policy.digest(),
+        policy_digest=_digest_of(policy),
         steps=_steps(presentation, claims),
     )
 

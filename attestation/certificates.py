@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from functools import lru_cache
 from itertools import pairwise
 
 from cryptography import x509
@@ -38,6 +39,12 @@ _UNREADABLE = (
 )
 
 
+# A verifier meets the same roots, intermediates, lists and documents at every appraisal. What is asked of them here
+# depends on their bytes alone, so an answer is good for the next time; an exception is never kept.
+_remembered = lru_cache(maxsize=512)
+
+
+@_remembered
 def key_id(certificate: x509.Certificate) -> bytes:
     """SHA-384 of the certificate's uncompressed point, or of the SubjectPublicKeyInfo of an RSA key; 48 bytes."""
     key = public_key(certificate)
@@ -75,6 +82,7 @@ def read_presented(data: bytes) -> tuple[x509.Certificate, ...]:
     return (read_root(data),)
 
 
+@_remembered
 def read_certificates(pem: bytes) -> tuple[x509.Certificate, ...]:
     """The certificates in ``pem``, each with a known kind of key and readable in every part that is used later.
 
@@ -91,6 +99,7 @@ def read_certificates(pem: bytes) -> tuple[x509.Certificate, ...]:
     return certificates
 
 
+@_remembered
 def read_root(der: bytes) -> x509.Certificate:
     """One certificate, as :func:`read_certificates`."""
     try:
@@ -125,6 +134,7 @@ def order_chain(leaf: x509.Certificate, pool: Iterable[x509.Certificate]) -> tup
     return tuple(chain)
 
 
+@_remembered
 def is_issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
     """Whether ``issuer`` has the issuer's name and its key signed ``certificate``."""
     try:
@@ -165,6 +175,7 @@ def check_certificate_windows(chain: Sequence[x509.Certificate], now: datetime, 
     return min(certificate.not_valid_after_utc for certificate in chain)
 
 
+@_remembered
 def load_crl(der: bytes, issuer: x509.Certificate, what: str) -> x509.CertificateRevocationList:
     """A revocation list that ``issuer`` signed.
 
@@ -213,6 +224,7 @@ def check_crl_window(crl: x509.CertificateRevocationList, now: datetime, what: s
     return due
 
 
+@_remembered
 def signed_by(certificate: x509.Certificate, signature: bytes, message: bytes) -> bool:
     """Whether raw r and s are the ECDSA signature of the certificate's key; see :func:`ecdsa_is_valid`."""
     key = public_key(certificate)
