@@ -100,6 +100,24 @@ def _bench_chaos(output: Output, path: Path, overrides: tuple[str, ...], damage:
     return 4 if result.breaches or missed else 0
 
 
+@bench.command("attest")
+def attest_command(
+    connections: Annotated[int, typer.Option(help="Workers to attest, each over a connection of its own.")] = 2000,
+    concurrency: Annotated[int, typer.Option(help="Workers at a time.")] = 8,
+    held: Annotated[int, typer.Option(help="Idle, half-open and slow connections held beside.")] = 0,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Attest simulated workers over the gRPC evidence service: handshake, challenge, appraisal, keys. SIMULATED."""
+    execute(as_json, debug, lambda output: _bench_attest(output, connections, concurrency, held))
+
+
+def _bench_attest(output: Output, connections: int, concurrency: int, held: int) -> int:
+    from coordinator.bench_attest import bench_attest
+
+    return _measured(output, "bench attest (SIMULATED)", bench_attest(connections, concurrency, held))
+
+
 def _ring_bits(bits: int) -> Literal[32, 64]:
     if bits == 32:
         return 32

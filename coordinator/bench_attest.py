@@ -1,0 +1,161 @@
+"""How many workers the evidence service attests per second, each over a new mutual-TLS connection.
+
+One attestation is a TLS handshake, Challenge, a SIMULATED quote, Attest and ReleaseKeys, of a worker that is new to the
+service. The service runs in a process of its own, this process is the workers, and both share the machine's cores.
+Beside them, connections can be held that never become an attestation (`coordinator/bench_attest_processes.py`).
+"""
+
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+from attestation.attester import Attester
+from attestation.client import EvidenceClient
+from attestation.simulator import SimulatedVendor, code_measurement
+from attestation.simulator_platform import SimulatedPlatform
+from coordinator.bench_attest_processes import ANSWER, MANIFEST, Child, cpu_seconds, hold, raise_open_files, serve
+from metrics.errors import ConfigError, RaycloakError
+
+
+@dataclass(frozen=True, slots=True)
+class AttestBench:
+    """What was measured.
+
+    Attributes:
+        attestations, refused: finished, and refused for any reason. concurrency: at any time.
+        held_idle, held_half_open, held_slow: other connections that were open when the measurement ended: bare TCP,
+            with the start of a TLS record, and with a call whose request never comes. reopened: that the service had
+            closed, during the measurement.
+        per_second: finished attestations.
+        p50_ms, p99_ms, max_ms: from the start of a connection to the keys.
+        service_cpu_ms, worker_cpu_ms, held_cpu_ms: processor time per attestation of the three processes.
+        service_mib: resident memory of the service at its peak.
+    """
+
+    evidence: str
+    attestations: int
+    refused: int
+    concurrency: int
+    held_idle: int
+    held_half_open: int
+    held_slow: int
+    reopened: int
+    per_second: float
+    p50_ms: float
+    p99_ms: float
+    max_ms: float
+    service_cpu_ms: float
+    worker_cpu_ms: float
+    held_cpu_ms: float
+    service_mib: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The one machine that all simulated workers run on."""
+
+    platform: SimulatedPlatform
+
+    def quote(self, report_data: bytes) -> bytes:
+        return self.platform.quote(report_data, code_measurement())
+
+
+@dataclass(frozen=True, slots=True)
+class _Service:
+    address: str
+    orchestrator_key: bytes
+
+    def attest(self, attester: Attester) -> None:
+        """One full attestation over a connection of its own."""
+        arguments = {"manifest_digest": MANIFEST, "orchestrator_key": self.orchestrator_key}
+        with EvidenceClient(self.address, **arguments, attester=attester) as client:  # type: ignore[arg-type]
+            client.attest(attester.present(client.challenge(), MANIFEST, ANSWER))
+            client.release_keys(0)
+
+
+def bench_attest(connections: int, concurrency: int, held: int) -> AttestBench:
+    """Attest ``connections`` simulated workers, ``concurrency`` at a time, beside ``held`` other connections.
+
+    Raises:
+        ConfigError: ``bench_input``; ``open_files`` if the system allows too few open files.
+        RunFailedError: ``bench_failed`` if a process of the bench did not start or answer.
+    """
+    if connections < 1 or concurrency < 1 or held < 0:
+        raise ConfigError("bench_input", "the bench needs at least 1 connection and 1 at a time.")
+    raise_open_files(held + 1024)
+    with tempfile.TemporaryDirectory(prefix="raycloak-bench-") as folder:
+        source = _Source(SimulatedVendor.load_or_create(Path(folder) / "simulator").platform())
+        warm_up = [Attester(f"warm-up-{i}", source) for i in range(8)]
+        attesters = [Attester(f"worker-{i}", source) for i in range(connections)]
+        with Child(serve, folder) as service:
+            address, key = service.first()
+            with Child(hold, address, held) as holder:
+                holder.first()
+                target = _Service(address, key)
+                _attest_all(target, warm_up, 2)
+                return _measure(target, attesters, concurrency, service, holder)
+
+
+def _measure(
+    target: _Service, attesters: list[Attester], concurrency: int, service: Child, holder: Child
+) -> AttestBench:
+    before, held_before = service.ask(), holder.ask()
+    own, began = cpu_seconds(), time.perf_counter()
+    seconds, refused = _attest_all(target, attesters, concurrency)
+    wall, own = time.perf_counter() - began, cpu_seconds() - own
+    after, held = service.ask(), holder.ask()
+    ranked = sorted(1e3 * each for each in seconds) or [float("nan")]
+    per_attestation = 1e3 / len(attesters)
+    return AttestBench(
+        evidence="SIMULATED",
+        attestations=len(seconds),
+        refused=refused,
+        concurrency=concurrency,
+        held_idle=int(held["idle"]),
+        held_half_open=int(held["half_open"]),
+        held_slow=int(held["slow"]),
+        reopened=int(held["reopened"] - held_before["reopened"]),
+        per_second=len(seconds) / wall,
+        p50_ms=statistics.median(ranked),
+        p99_ms=ranked[min(len(ranked) - 1, int(0.99 * len(ranked)))],
+        max_ms=ranked[-1],
+        service_cpu_ms=per_attestation * (after["cpu"] - before["cpu"]),
+        worker_cpu_ms=per_attestation * own,
+        held_cpu_ms=per_attestation * (held["cpu"] - held_before["cpu"]),
+        service_mib=after["mib"],
+    )
+
+
+def _attest_all(target: _Service, attesters: Iterable[Attester], concurrency: int) -> tuple[list[float], int]:
+    """Seconds of each attestation that was finished, and how many were refused."""
+    waiting: SimpleQueue[Attester] = SimpleQueue()
+    for attester in attesters:
+        waiting.put(attester)
+    seconds: list[float] = []
+    refused: list[str] = []
+
+    def work() -> None:
+        while True:
+            try:
+                attester = waiting.get_nowait()
+            except Empty:
+                return
+            started = time.perf_counter()
+            try:
+                target.attest(attester)
+            except RaycloakError as refusal:
+                refused.append(refusal.code)
+            else:
+                seconds.append(time.perf_counter() - started)
+
+    threads = [threading.Thread(target=work) for _ in range(concurrency)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return seconds, len(refused)
