@@ -1,9 +1,10 @@
 """The attesting side of an actor: its keys, and the presentation that binds them to its evidence."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from attestation.canonical import digest
-from attestation.evidence import Challenge, Presentation
+from attestation.evidence import Challenge, Presentation, QuoteFamily
 from attestation.key_release import HpkeKey
 from attestation.keys import AgreementKey, IdentityKey
 from attestation.messages import Envelope, seal
@@ -11,10 +12,19 @@ from attestation.report_data import expected_report_data
 from metrics.errors import ProtocolError
 
 
+@dataclass(frozen=True, slots=True)
+class CpuEvidence:
+    """What a platform says about the guest on it; the fields are those of `Presentation`."""
+
+    quote: bytes
+    quote_family: QuoteFamily = "tdx"
+    certificates: tuple[bytes, ...] = ()
+
+
 class EvidenceSource(Protocol):
     """The platform under an actor: a TEE's report interface, or the simulated platform of its node."""
 
-    def quote(self, report_data: bytes) -> bytes:
+    def collect(self, report_data: bytes) -> CpuEvidence:
         """Evidence over 64 bytes of report data."""
         ...
 
@@ -50,7 +60,8 @@ class Attester:
             known_answer=known_answer,
             quote=b"",
         )
-        quote = self._source.quote(expected_report_data(presentation))
-        envelope = seal(presentation.model_copy(update={"quote": quote}), self.identity)
+        found = self._source.collect(expected_report_data(presentation))
+        fields = {name: getattr(found, name) for name in ("quote", "quote_family", "certificates")}
+        envelope = seal(presentation.model_copy(update=fields), self.identity)
         self.evidence_digest = digest(envelope.body)
         return envelope

@@ -162,17 +162,17 @@ def _endorsement(
 
 
 def _presented(certificates: Sequence[bytes]) -> tuple[x509.Certificate, ...]:
-    if not certificates:
+    presented: list[x509.Certificate] = []
+    for each in certificates:
+        try:
+            presented += read_presented(each)
+        except ValueError:
+            refuse(Refusal.CHAIN_BROKEN, "the endorsement chain cannot be read")
+        if len(presented) > MAX_CERTIFICATES:
+            refuse(Refusal.EVIDENCE_MALFORMED, f"more than {MAX_CERTIFICATES} certificates are presented")
+    if not presented:
         refuse(Refusal.CHAIN_BROKEN, "no certificate of the endorsement key is presented")
-    if len(certificates) > MAX_CERTIFICATES:
-        refuse(Refusal.EVIDENCE_MALFORMED, f"{len(certificates)} certificates are more than {MAX_CERTIFICATES}")
-    try:
-        presented = tuple(certificate for each in certificates for certificate in read_presented(each))
-    except ValueError:
-        refuse(Refusal.CHAIN_BROKEN, "the endorsement chain cannot be read")
-    if not 1 <= len(presented) <= MAX_CERTIFICATES:
-        refuse(Refusal.CHAIN_BROKEN, f"the endorsement chain has {len(presented)} certificates")
-    return presented
+    return tuple(presented)
 
 
 def _check_machine(report: SnpReport, endorsement: _Endorsement) -> None:

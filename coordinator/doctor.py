@@ -19,6 +19,7 @@ from typing import Literal
 from rich.table import Table
 from rich.text import Text
 
+from attestation.tsm import TSM_REMEDY, TSM_REPORTS, tee_nodes
 from coordinator import state
 from coordinator.ledger_files import file_system, refuse_network_file_system
 from coordinator.ledger_store import LedgerStore
@@ -35,11 +36,6 @@ SUPPORTED = {"opacus": "1.6", "ray": "2.60", "torch": "2.13"}
 PORTS = {6379: "Ray's control store", 8265: "Ray's dashboard and jobs", 9464: "raycloak's metrics"}
 SHARED_MEMORY_BYTES = 2**30
 MEMORY_FILE_SYSTEMS = ("ramfs", "tmpfs")
-TEE_NODES = {
-    "sys/kernel/config/tsm/report": "quotes through configfs-tsm",
-    "dev/tdx_guest": "Intel TDX guest",
-    "dev/sev-guest": "AMD SEV-SNP guest",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,10 +212,13 @@ def check_gpu() -> Check:
 
 
 def check_tee(root: Path) -> Check:
-    """Which device nodes of a trusted execution environment are below ``root``."""
-    found = [f"/{node} ({meaning})" for node, meaning in TEE_NODES.items() if (root / node).exists()]
+    """Which interface and device nodes of a trusted execution environment are below ``root``."""
+    found = tee_nodes(root)
+    named = ", ".join(f"/{node} ({meaning})" for node, meaning in found.items())
+    if TSM_REPORTS in found:
+        return Check("tee", "ok", named)
     if found:
-        return Check("tee", "ok", ", ".join(found))
+        return Check("tee", "warn", f"{named}, but /{TSM_REPORTS} is missing: no evidence can be collected", TSM_REMEDY)
     finding = "no device of a trusted execution environment: evidence of workers here is SIMULATED"
     return Check("tee", "warn", finding, "Run the workers in Intel TDX or AMD SEV-SNP guests for hardware evidence.")
 

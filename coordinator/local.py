@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from attestation.attester import CpuEvidence
 from attestation.orchestrator import EvidenceOrchestrator
 from attestation.policy import simulated_policy
 from attestation.simulator import SimulatedVendor, code_measurement
@@ -29,9 +30,9 @@ class LocalPlatform:
 
     platform: SimulatedPlatform
 
-    def quote(self, report_data: bytes) -> bytes:
+    def collect(self, report_data: bytes) -> CpuEvidence:
         """See `attestation.attester.EvidenceSource`."""
-        return self.platform.quote(report_data, code_measurement())
+        return CpuEvidence(self.platform.quote(report_data, code_measurement()))
 
 
 def local_session(

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from attestation.attester import Attester
+from attestation.attester import Attester, CpuEvidence
 from attestation.canonical import digest
 from attestation.evidence import Challenge, Presentation
 from attestation.messages import open_envelope, seal
@@ -19,8 +19,8 @@ class Source:
 
     platform: SimulatedPlatform
 
-    def quote(self, report_data: bytes) -> bytes:
-        return self.platform.quote(report_data, MEASUREMENT)
+    def collect(self, report_data: bytes) -> CpuEvidence:
+        return CpuEvidence(self.platform.quote(report_data, MEASUREMENT))
 
 
 def challenge(**changes) -> Challenge:

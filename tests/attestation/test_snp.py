@@ -190,6 +190,11 @@ def test_bad_endorsements_are_refused_by_name(each: Bench, index: int) -> None:
     assert changed.refusal(changed.report()) == code
 
 
+def test_a_certificate_of_chip_zero_does_not_fit_a_masked_chip_id(bench: Bench) -> None:
+    blank = bench.with_machine(endorsement=EndorsementVariant(hardware_id=bytes(64)))
+    assert blank.refusal(blank.report(chip_id=bytes(64))) == "platform_mismatch"
+
+
 def test_reserved_components_may_be_absent_and_are_then_zero(each: Bench) -> None:
     shorter = each.with_machine(endorsement=EndorsementVariant(without_tcb=5))
     assert shorter.refusal(shorter.report()) is None
@@ -279,6 +284,8 @@ def test_broken_chains_are_refused(bench: Bench) -> None:
     crowd = (vek,) + (ca,) * MAX_CERTIFICATES
     assert bench.refusal(bench.report(), certificates=crowd) == "evidence_malformed"
     assert bench.refusal(bench.report(), certificates=crowd[:-1]) is None
+    bundle = "".join(each.public_bytes(Encoding.PEM).decode() for each in bench.machine.chain[1:] * MAX_CERTIFICATES)
+    assert bench.refusal(bench.report(), certificates=(vek, bundle.encode())) == "evidence_malformed"
 
 
 def test_a_key_of_one_kind_under_the_ca_of_the_other_is_refused(bench: Bench) -> None:

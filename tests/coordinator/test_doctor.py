@@ -167,7 +167,12 @@ def test_tee_devices_are_found(tmp_path):
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "tdx_guest").touch()
     check = doctor.check_tee(tmp_path)
-    assert (check.status, check.finding) == ("ok", "/dev/tdx_guest (Intel TDX guest)")
+    assert check.status == "warn"
+    assert "/dev/tdx_guest (Intel TDX guest), but /sys/kernel/config/tsm/report is missing" in check.finding
+    (tmp_path / "sys/kernel/config/tsm/report").mkdir(parents=True)
+    check = doctor.check_tee(tmp_path)
+    assert check.status == "ok"
+    assert check.finding.startswith("/sys/kernel/config/tsm/report (")
 
 
 def test_a_shadowed_package_fails(monkeypatch, tmp_path):

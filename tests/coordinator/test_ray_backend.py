@@ -12,7 +12,7 @@ from workers.train_worker import StepReply, TrainWorker
 
 
 class NoSource:
-    def quote(self, report_data):
+    def collect(self, report_data):
         raise AssertionError("nobody asked for evidence")
 
 

@@ -1,0 +1,78 @@
+"""Reads the certificate table that a host hands to its SEV-SNP guests with an extended report.
+
+The layout is that of AMD's guest-hypervisor communication block specification (document 56421, MSG_REPORT_REQ): entries
+of a 16-byte GUID, offset and length, ended by one of zeros, and the certificates behind them. The host wrote it, so it
+is a hint: whoever judges the report verifies the certificates.
+"""
+
+from typing import Final
+from uuid import UUID
+
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from attestation.certificates import read_presented
+from attestation.snp_report import KeyKind, SnpReport
+from metrics.errors import EvidenceError
+
+_ENTRY_BYTES = 24
+_MAX_TABLE_BYTES = 1 << 20
+_KEYS: Final[dict[KeyKind, UUID]] = {
+    "VCEK": UUID("63da758d-e664-4564-adc5-f4b93be8accd"),
+    "VLEK": UUID("a8074bc2-a25a-483e-aae6-39c045a0b8a1"),
+}
+_CA: Final = UUID("4ab7b379-bbac-4fe4-a02f-05aef327c782")
+
+
+def read_table(table: bytes) -> dict[UUID, bytes]:
+    """What the table holds, by GUID; empty if there is none.
+
+    Raises:
+        EvidenceError: ``tee_report`` if it is not of the format, or names a GUID twice.
+    """
+    found: dict[UUID, bytes] = {}
+    if not any(table):
+        return found
+    for at in range(0, len(table) - _ENTRY_BYTES + 1, _ENTRY_BYTES):
+        entry = table[at : at + _ENTRY_BYTES]
+        if not any(entry):
+            return found
+        name = UUID(bytes=entry[:16])
+        offset, length = (int.from_bytes(entry[start : start + 4], "little") for start in (16, 20))
+        if offset + length > len(table) or len(table) > _MAX_TABLE_BYTES or name in found:
+            break
+        found[name] = table[offset : offset + length]
+    raise EvidenceError("tee_report", "the host's table of certificates is not of the expected format.")
+
+
+def endorsement_chain(table: bytes, report: SnpReport) -> tuple[bytes, ...]:
+    """Certificate in DER of the key that signed ``report`` and, where the table has it, of its CA.
+
+    Raises:
+        EvidenceError: ``tee_report`` if the table cannot be read or lacks the key's certificate.
+    """
+    found = read_table(table)
+    vek = found.get(_KEYS[report.key_kind])
+    if not vek:
+        raise EvidenceError(
+            "tee_report",
+            f"the host hands its guests no certificate of the {report.key_kind} (chip {report.chip_id.hex()}, "
+            f"TCB version {report.reported_tcb.hex()}).",
+            "Get it from AMD's key distribution service and name its file in RAYCLOAK_ENDORSEMENT.",
+        )
+    return (*certificates_in(vek), *certificates_in(found.get(_CA, b"")))
+
+
+def certificates_in(data: bytes) -> tuple[bytes, ...]:
+    """The certificates of a file or an entry of the table, in DER; it is PEM, DER or empty.
+
+    Raises:
+        EvidenceError: ``tee_report`` if it is something else.
+    """
+    if not data:
+        return ()
+    # Hosts fill PEM up with zeros. DER is left as it is: a signature may end in one.
+    text = data.rstrip(b"\0") if data.startswith(b"-----BEGIN") else data
+    try:
+        return tuple(certificate.public_bytes(Encoding.DER) for certificate in read_presented(text))
+    except ValueError:
+        raise EvidenceError("tee_report", "a certificate that belongs to the platform cannot be read.") from None
