@@ -217,8 +217,7 @@ class PrivacyLedger(LedgerReader):
         account.require_open()
         terms = account.terms
         spent = self._book.spent(rows, rows.runs(row.account), (row.run_id, query))
-        if priced.mechanism.private:
-            check_cap(terms, spent)
+        charged = check_cap(terms, spent) if priced.mechanism.private else epsilon_at(terms, spent)
         event = StepCharged(
             recorded_at=now(),
             run_id=row.run_id,
@@ -228,7 +227,7 @@ class PrivacyLedger(LedgerReader):
             manifest_digest=run.registered.manifest_digest,
             mechanism_digest=priced.digest,
             fencing=self.fencing,
-            charged_epsilon=epsilon_at(terms, spent),
+            charged_epsilon=charged,
         )
         rows.count_charge(row.run_id, query)
         rows.renew_lease(self.fencing)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import sqlalchemy as sa
 
+from coordinator.ledger_engine import execute
+
 
 @dataclass(frozen=True, slots=True)
 class Lease:
@@ -55,7 +57,7 @@ class Leases:
 
     def renew(self, connection: sa.Connection, fencing: int) -> None:
         """Note that an instance took or charged a run."""
-        connection.execute(self._renew, {"number": fencing, "at": int(time.time())})
+        execute(connection, self._renew, {"number": fencing, "at": int(time.time())})
 
     def of(self, connection: sa.Connection, numbers: Iterable[int]) -> dict[int, Lease]:
         """The leases with these fencing numbers."""

@@ -194,8 +194,8 @@ def check_reserve(terms: AccountOpened, registered: Sequence[RunRegistered]) -> 
         )
 
 
-def check_cap(terms: AccountOpened, spent: Sequence[Spend]) -> None:
-    """Refuse a charge after which all of ``spent`` would exceed the cap."""
+def check_cap(terms: AccountOpened, spent: Sequence[Spend]) -> float:
+    """Epsilon after a charge that makes all of ``spent``; BudgetError ``cap_exceeded`` if it is over the cap."""
     after = epsilon_at(terms, spent)
     if after > terms.epsilon_cap:
         raise BudgetError(
@@ -204,6 +204,7 @@ def check_cap(terms: AccountOpened, spent: Sequence[Spend]) -> None:
             f"{terms.epsilon_cap:g} at delta {terms.delta:g}.",
             "The budget of this data is spent; another account is another promise to the people in it.",
         )
+    return after
 
 
 def epsilon_at(terms: AccountOpened, spent: Sequence[Spend]) -> float:

@@ -4,9 +4,9 @@ The chain of entries is the record; the other tables are what it adds up to, kep
 the chain. Every writer takes the store's one write lock before it reads, so check and charge are one atomic act.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from attestation.keys import IdentityKey, Secret
 from attestation.roster import Query
-from coordinator.ledger_engine import check_tables_last, open_engine, reading, storage_errors, take_write_lock
+from coordinator.ledger_engine import (
+    check_tables_last,
+    execute,
+    open_engine,
+    reading,
+    storage_errors,
+    take_write_lock,
+)
 from coordinator.ledger_entries import Head, LedgerEntry
 from coordinator.ledger_leases import Lease, Leases
 from metrics.errors import BudgetError
@@ -243,7 +250,7 @@ class Rows:
 
     def head(self) -> Head:
         """The chain's end."""
-        row = self._connection.execute(_SELECT_HEAD).first()
+        row = execute(self._connection, _SELECT_HEAD).fetchone()
         return Head(*row) if row else Head()
 
     def entry(self, sequence: int) -> LedgerEntry | None:
@@ -254,7 +261,7 @@ class Rows:
     def charge(self, run_id: str, query: Query, step: int) -> LedgerEntry | None:
         """The entry that charged a step of a run's mechanism."""
         values = {"run": run_id, "query_name": query, "number": step}
-        row = self._connection.execute(_SELECT_CHARGE, values).first()
+        row = execute(self._connection, _SELECT_CHARGE, values).fetchone()
         return LedgerEntry(*row) if row else None
 
     def entries(self) -> Iterator[LedgerEntry]:
@@ -269,17 +276,17 @@ class Rows:
 
     def run(self, run_id: str) -> RunRow | None:
         """One run."""
-        return next(iter(_run_rows(self._connection.execute(_SELECT_RUN, {"run": run_id}))), None)
+        return next(iter(_run_rows(execute(self._connection, _SELECT_RUN, {"run": run_id}))), None)
 
     def runs(self, account: str | None = None) -> list[RunRow]:
         """Runs in the order of registration, of one account or of all."""
         if account is None:
             return _run_rows(self._connection.execute(_SELECT_RUNS))
-        return _run_rows(self._connection.execute(_SELECT_ACCOUNT_RUNS, {"name": account}))
+        return _run_rows(execute(self._connection, _SELECT_ACCOUNT_RUNS, {"name": account}))
 
     def account(self, name: str) -> AccountRow | None:
         """One account."""
-        row = self._connection.execute(_SELECT_ACCOUNT, {"key": name}).first()
+        row = execute(self._connection, _SELECT_ACCOUNT, {"key": name}).fetchone()
         return AccountRow(*row) if row else None
 
     def accounts(self) -> list[AccountRow]:
@@ -289,7 +296,8 @@ class Rows:
     def append(self, entry: LedgerEntry, key: tuple[str, Query, int] | None = None) -> None:
         """Add an entry at the end; that of a charge is found by its key: run, query and step."""
         run_id, query, step = key or (None, None, None)
-        self._connection.execute(
+        execute(
+            self._connection,
             _INSERT_ENTRY,
             {
                 "sequence": entry.sequence,
@@ -326,14 +334,16 @@ class Rows:
 
     def count_charge(self, run_id: str, query: Query) -> None:
         """Count one more charge of a run's mechanism."""
-        self._connection.execute(_UPDATE_CHARGED, {"run": run_id, "query_name": query})
+        execute(self._connection, _UPDATE_CHARGED, {"run": run_id, "query_name": query})
 
 
-def _run_rows(found: Iterable[sa.Row[Any]]) -> list[RunRow]:
+def _run_rows(found: Iterable[Sequence[Any]]) -> list[RunRow]:
     """Runs in the order found, from one row for each of their queries."""
-    runs: dict[str, RunRow] = {}
-    for each in found:
-        row = runs.setdefault(each.run_id, RunRow(each.run_id, each.account, each.sequence, each.fencing, {}))
-        if each.query is not None:
-            runs[row.run_id] = replace(row, charged={**row.charged, each.query: each.charges})
-    return list(runs.values())
+    charged: dict[str, dict[Query, int]] = {}
+    runs: list[RunRow] = []
+    for run_id, account, sequence, fencing, query, charges in found:
+        if run_id not in charged:
+            runs.append(RunRow(run_id, account, sequence, fencing, charged.setdefault(run_id, {})))
+        if query is not None:
+            charged[run_id][query] = charges
+    return runs
