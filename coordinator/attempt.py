@@ -91,10 +91,8 @@ class Attempts:
         """The attempts that follow are of another step."""
         self._tags, self._all_lost = {}, False
 
-    def compute(
-        self, task: Task, model: Model, receipt: Envelope, roster: Envelope, beside: Callable[[], None]
-    ) -> Answers | None:
-        """Ask every worker, and do ``beside`` while they compute; those that fail are lost, and None is returned."""
+    def compute(self, task: Task, model: Model, receipt: Envelope, roster: Envelope) -> Answers | None:
+        """Ask every worker; those that fail are lost, and None is returned."""
         workers = {i: self.membership.workers[i] for i in sorted(self.membership.workers)}
         returns = 1 + len(task.ranges)
         # Of those who are not in the roster, a worker would forget the evidence again.
@@ -105,7 +103,6 @@ class Attempts:
             unseen = tuple(envelope for envelope in shown if envelope not in self._seen.get(member_id, ()))
             request = StepRequest(receipt, roster, unseen, task.ranges)
             calls[member_id] = self.backend.call(worker, "step", request, *model.parameters, returns=returns)
-        beside()
         ready = self.backend.wait([reference for call in calls.values() for reference in call], self.deadline_s)
         replies: dict[str, StepReply] = {}
         failures: dict[str, str] = {}
@@ -143,12 +140,16 @@ class Attempts:
         except ProtocolError as refusal:
             raise RunFailedError(refusal.code, refusal.message, refusal.remedy, task.step) from None
 
-    def reduce(self, task: Task, model: Model, answers: Answers) -> Reduced | None:
-        """Reduce every range; None if an aggregator was lost and replaced, or a worker's vector failed its checks."""
+    def reduce(self, task: Task, model: Model, answers: Answers, beside: Callable[[], None]) -> Reduced | None:
+        """Reduce every range, and do ``beside`` meanwhile: most processors have nothing to do then.
+
+        None is returned if an aggregator was lost and replaced, or a worker's vector failed its checks.
+        """
         request = ReduceRequest(answers.roster, answers.headers, model.digest, task.ranges)
         aggregators = self.membership.aggregators[: len(task.ranges)]
         parts = enumerate(aggregators)
         calls = [self._reduction(task, index, actor, model, request, answers) for index, actor in parts]
+        beside()
         ready = self.backend.wait([reference for call in calls for reference in call], self.deadline_s)
         reports: list[Any] = []
         lost: dict[int, str] = {}

@@ -175,13 +175,13 @@ class StepRunner:
         """One attempt under ``roster``, with the time its answers were complete; None if another is needed."""
         self.metrics.attempt_started()
         begun = time.perf_counter()
-        answers = self._attempts.compute(task, model, receipt, roster, lambda: self._prepare_next(task))
+        answers = self._attempts.compute(task, model, receipt, roster)
         computed = time.perf_counter()
         self.metrics.phase_finished("compute", computed - begun)
         if answers is None:
             return None
         self._attempts.bind_vectors(task)
-        reduced = self._attempts.reduce(task, model, answers)
+        reduced = self._attempts.reduce(task, model, answers, lambda: self._prepare_next(task))
         self.metrics.phase_finished("reduce", time.perf_counter() - computed)
         return (answers, reduced, computed) if reduced else None
 
@@ -201,7 +201,7 @@ class StepRunner:
         return self._receive(self._ask_roster(task))
 
     def _prepare_next(self, task: Task) -> None:
-        """Ask for the next step's roster while the workers compute.
+        """Ask for the next step's roster while the aggregators reduce this one.
 
         An epoch begins with fresh evidence instead, and what is measured first needs a roster of its own.
         """
