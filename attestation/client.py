@@ -21,6 +21,7 @@ from attestation.channel import SERVER_NAME, ChannelBinding, client_credentials,
 from attestation.evidence import Challenge, Role
 from attestation.evidence_desk import AttestationResult
 from attestation.evidence_pb2_grpc import EvidenceStub
+from attestation.key_release import KeyRelease
 from attestation.messages import Envelope, parse
 from attestation.refusals import SERVICE_NAME, refusal_in
 from attestation.wire_messages import from_wire, to_wire
@@ -102,12 +103,13 @@ class EvidenceClient:
         request = wire.AttestRequest(presentation=to_wire(presentation), channel_signature=signature)
         return parse(AttestationResult, self._call(self._stub.Attest, request).result)
 
-    def release_keys(self, epoch: int, virtual_workers: Sequence[int] = ()) -> Envelope:
-        """The signed package with the keys of the virtual workers this member hosts, or of some of them."""
+    def release_keys(self, epoch: int, virtual_workers: Sequence[int] = ()) -> KeyRelease:
+        """The keys of the virtual workers this member hosts, or of some of them, and the proof that the log has it."""
         request = wire.ReleaseKeysRequest(
             member_id=self._attester.member_id, epoch=epoch, virtual_workers=virtual_workers
         )
-        return from_wire(self._call(self._stub.ReleaseKeys, request).package)
+        reply = self._call(self._stub.ReleaseKeys, request)
+        return KeyRelease(from_wire(reply.package), reply.proof)
 
     def roster(self, data_commitments: Envelope | None = None) -> tuple[Envelope, tuple[Envelope, ...]]:
         """The newest roster with this member in it, and the presentations of all its members.

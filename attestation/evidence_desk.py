@@ -17,6 +17,7 @@ from attestation.canonical import digest
 from attestation.channel import ChannelBinding, ChannelEnd, certificate_digest, is_channel_of, read_leaf
 from attestation.evidence import Bytes32, Challenge, EvidenceClass, Presentation, Refusal, Role, refuse
 from attestation.evidence_log import EvidenceLog
+from attestation.key_release import KeyRelease
 from attestation.keys import signature_is_valid
 from attestation.messages import Envelope, Message, parse
 from attestation.roster import Roster
@@ -84,7 +85,7 @@ class Orchestrator(Protocol):
 
     def challenge(self, member_id: str, role: Role, identity_key: bytes = b"") -> Challenge: ...
     def admit(self, envelope: Envelope) -> Appraisal: ...
-    def release(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> Envelope: ...
+    def release(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> KeyRelease: ...
     def record_data(self, envelope: Envelope) -> None: ...
 
 
@@ -151,7 +152,7 @@ class EvidenceDesk:
             self._refuse_relayed(presentation)
         return AttestationResult.of(self.run_id, self.orchestrator.admit(envelope))
 
-    def release_keys(self, peer: Peer, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> Envelope:
+    def release_keys(self, peer: Peer, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> KeyRelease:
         """The keys of the virtual workers that the peer hosts, or of those it names.
 
         Raises:

@@ -1,7 +1,8 @@
-"""The append-only, hash-chained record of every decision about evidence, rosters and keys.
+"""The append-only record of every decision about evidence, rosters and keys: a Merkle log after RFC 9162.
 
-Guarantee: each entry's hash covers run, position, the previous hash, kind and the full body. Whoever holds a signed
-head can tell whether any earlier entry was changed, removed, inserted or moved.
+Guarantee: each entry's leaf covers run, position, kind and the full body, and a head covers all leaves in order.
+Whoever holds a signed head can tell whether any earlier entry was changed, removed, inserted or moved; a proof of a few
+hashes shows that an entry is under a head, or that a later head extends an earlier one.
 Not guaranteed: that the newest entries were not cut off, unless a later head is kept elsewhere.
 """
 
@@ -11,170 +12,138 @@ import secrets
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any
 
 from pydantic import JsonValue
 
-from attestation.canonical import canonical_json, digest, length_prefixed
-from attestation.keys import IdentityKey
-from attestation.messages import Envelope, Message, open_envelope, parse, seal
-from metrics.errors import EvidenceError, ProtocolError
-
-M = TypeVar("M", bound=Message)
+from attestation import merkle
+from attestation.canonical import canonical_json
+from attestation.hybrid_signature import HybridSigner, SignerPublic
+from attestation.log_entries import (
+    Entry,
+    EntryProof,
+    ExportedEntry,
+    LogHead,
+    SignedHead,
+    broken,
+    entry_hash,
+    parse_line,
+)
+from metrics.errors import EvidenceError
 
 _SCHEMA = (
     """
-    CREATE TABLE IF NOT EXISTS evidence_log (
+    CREATE TABLE IF NOT EXISTS log_entries (
         run_id TEXT NOT NULL,
         sequence INTEGER NOT NULL,
         kind TEXT NOT NULL,
         body BLOB NOT NULL,
-        previous BLOB NOT NULL,
         hash BLOB NOT NULL,
         PRIMARY KEY (run_id, sequence)
     ) WITHOUT ROWID
     """,
     """
-    CREATE TRIGGER IF NOT EXISTS evidence_log_keeps_entries BEFORE UPDATE ON evidence_log
-    BEGIN SELECT RAISE(ABORT, 'the evidence log is append-only'); END
+    CREATE TABLE IF NOT EXISTS log_subtrees (
+        run_id TEXT NOT NULL,
+        level INTEGER NOT NULL,
+        place INTEGER NOT NULL,
+        hash BLOB NOT NULL,
+        PRIMARY KEY (run_id, level, place)
+    ) WITHOUT ROWID
     """,
-    """
-    CREATE TRIGGER IF NOT EXISTS evidence_log_keeps_all BEFORE DELETE ON evidence_log
-    BEGIN SELECT RAISE(ABORT, 'the evidence log is append-only'); END
-    """,
+    *(
+        f"""
+        CREATE TRIGGER IF NOT EXISTS {table}_{action.lower()} BEFORE {action} ON {table}
+        BEGIN SELECT RAISE(ABORT, 'the evidence log is append-only'); END
+        """
+        for table in ("log_entries", "log_subtrees")
+        for action in ("UPDATE", "DELETE")
+    ),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One decision.
-
-    Attributes:
-        sequence: position from 0.
-        body: canonical JSON.
-        previous, hash: 32 bytes; the hash is SHA-256 over run, sequence, previous, kind and body.
-    """
-
-    sequence: int
-    kind: str
-    body: bytes
-    previous: bytes
-    hash: bytes
-
-    @property
-    def content(self) -> dict[str, Any]:
-        """The body, parsed."""
-        parsed: dict[str, Any] = json.loads(self.body)
-        return parsed
-
-
-class LogHead(Message):
-    """What the log's owner signs: so many entries, and the hash of the last one."""
-
-    DOMAIN: ClassVar[str] = "raycloak/evidence-log/head/v1"
-
-    run_id: str
-    length: int
-    hash: bytes
-
-
-class ExportedEntry(Message):
-    """An entry as a line of an exported log."""
-
-    DOMAIN: ClassVar[str] = "raycloak/evidence-log/line/v1"
-
-    sequence: int
-    kind: str
-    body: dict[str, JsonValue]
-    previous: bytes
-    hash: bytes
-
-
-class ExportedHead(Message):
-    """The last line of an exported log."""
-
-    DOMAIN: ClassVar[str] = "raycloak/evidence-log/last-line/v1"
-
-    head: bytes
-    signature: bytes
 
 
 class EvidenceLog:
     """The log of one run, in a SQLite database that its owner opens.
 
-    Nothing here commits: an entry and what it records become durable in the owner's transaction, or neither does.
+    Nothing here commits: an entry and what it records become durable in the owner's transaction, or neither does. The
+    hashes of complete subtrees are stored beside the entries, so that an append, a head or a proof of n entries reads
+    O(log n) of them.
 
     Raises:
-        EvidenceError: ``log_broken`` if the entries found in the database are not a chain.
+        EvidenceError: ``log_broken`` if the entries found in the database are not those of its tree, ``log_format`` if
+            the database has a log of an older version.
     """
 
-    def __init__(self, connection: sqlite3.Connection, run_id: str, key: IdentityKey) -> None:
+    def __init__(self, connection: sqlite3.Connection, run_id: str, signer: HybridSigner) -> None:
         self._connection = connection
         self._run_id = run_id
-        self._key = key
+        self._signer = signer
+        if self._one("SELECT 1 FROM sqlite_master WHERE name = 'evidence_log'"):
+            raise _old_format("the state of this run")
         for statement in _SCHEMA:
             connection.execute(statement)
-        previous = _genesis(run_id)
-        for sequence, entry in enumerate(self.entries()):
-            _check_entry(entry, run_id, sequence, previous)
-            previous = entry.hash
+        self._check()
 
     def append(self, kind: str, body: Mapping[str, JsonValue]) -> Entry:
         """Add a decision; ``body`` must be JSON without NaN. It is durable when the caller's transaction commits."""
-        length, previous = self._tip()
+        length = len(self)
         encoded = canonical_json(dict(body))
-        entry = Entry(length, kind, encoded, previous, _entry_hash(self._run_id, length, previous, kind, encoded))
-        values = (self._run_id, length, kind, encoded, previous, entry.hash)
-        self._connection.execute("INSERT INTO evidence_log VALUES (?, ?, ?, ?, ?, ?)", values)
+        entry = Entry(length, kind, encoded, entry_hash(self._run_id, length, kind, encoded))
+        values = (self._run_id, length, kind, encoded, entry.hash)
+        self._connection.execute("INSERT INTO log_entries VALUES (?, ?, ?, ?, ?)", values)
+        subtrees = enumerate(merkle.completed(length, entry.hash, self._subtree))
+        rows = [(self._run_id, level, length >> level, subtree) for level, subtree in subtrees if level]
+        self._connection.executemany("INSERT INTO log_subtrees VALUES (?, ?, ?, ?)", rows)
         return entry
 
-    def head(self) -> Envelope:
+    def __len__(self) -> int:
+        """Number of entries; read anew, so a rollback leaves no trace here."""
+        last = self._one("SELECT max(sequence) FROM log_entries WHERE run_id = ?", self._run_id)
+        return 0 if last is None else int(last) + 1
+
+    def head(self) -> SignedHead:
         """The signed :class:`LogHead` over all entries so far."""
-        return seal(self.position(), self._key)
+        return self.position().sign(self._signer)
 
     def entries(self) -> Iterator[Entry]:
         """All entries in order."""
-        query = "SELECT sequence, kind, body, previous, hash FROM evidence_log WHERE run_id = ? ORDER BY sequence"
-        with closing(self._connection.execute(query, (self._run_id,))) as cursor:
-            for row in cursor:
-                yield Entry(*row)
+        return self._entries("ORDER BY sequence")
 
     def lines(self, start: int, limit: int) -> tuple[bytes, ...]:
         """At most ``limit`` entries from position ``start``, each as a line of an exported log."""
-        query = (
-            "SELECT sequence, kind, body, previous, hash FROM evidence_log WHERE run_id = ? AND sequence >= ? "
-            "ORDER BY sequence LIMIT ?"
-        )
-        rows = self._connection.execute(query, (self._run_id, min(start, 2**62), limit)).fetchall()
-        return tuple(_line(Entry(*row)) for row in rows)
+        found = self._entries("AND sequence >= ? ORDER BY sequence LIMIT ?", min(start, 2**62), limit)
+        return tuple(ExportedEntry.of(entry).encode() for entry in found)
 
     def head_line(self) -> bytes:
         """The signed head, as the last line of an exported log."""
-        head = self.head()
-        return ExportedHead(head=head.body, signature=head.signature).encode()
+        return self.head().encode()
 
     def newest(self, kind: str) -> Iterator[Entry]:
         """The entries of one kind, newest first."""
-        query = (
-            "SELECT sequence, kind, body, previous, hash FROM evidence_log WHERE run_id = ? AND kind = ? "
-            "ORDER BY sequence DESC"
-        )
-        with closing(self._connection.execute(query, (self._run_id, kind))) as cursor:
-            for row in cursor:
-                yield Entry(*row)
+        return self._entries("AND kind = ? ORDER BY sequence DESC", kind)
 
     def position(self) -> LogHead:
         """The head, unsigned."""
-        length, tip = self._tip()
-        return LogHead(run_id=self._run_id, length=length, hash=tip)
+        length = len(self)
+        return LogHead(run_id=self._run_id, length=length, root=merkle.root(length, self._subtree))
 
-    def hash_at(self, length: int) -> bytes | None:
-        """The hash of the last of the first ``length`` entries; None if there are fewer, or ``length`` is 0."""
-        query = "SELECT hash FROM evidence_log WHERE run_id = ? AND sequence = ?"
-        row = self._connection.execute(query, (self._run_id, length - 1)).fetchone()
-        return bytes(row[0]) if row else None
+    def root_at(self, length: int) -> bytes | None:
+        """The root over the first ``length`` entries; None if there are fewer, or ``length`` is not positive."""
+        return merkle.root(length, self._subtree) if 0 < length <= len(self) else None
+
+    def prove(self, sequence: int) -> EntryProof:
+        """Entry ``sequence`` with its proof under a head that is signed now; ValueError if there is no such entry."""
+        head = self.position()
+        path = merkle.inclusion_proof(sequence, head.length, self._subtree)
+        entry = next(self._entries("AND sequence = ?", sequence))
+        return EntryProof(entry=ExportedEntry.of(entry), path=path, head=head.sign(self._signer))
+
+    def prove_extends(self, old_length: int, length: int) -> tuple[bytes, ...]:
+        """The proof that the first ``length`` entries begin with the first ``old_length``; ValueError if not."""
+        if length > len(self):
+            raise ValueError(f"the log has {len(self)} entries, not {length}")
+        return merkle.consistency_proof(old_length, length, self._subtree)
 
     def export(self, path: Path) -> None:
         """Write the log to ``path`` as JSON lines, the signed head as the last one. The file appears as a whole."""
@@ -183,7 +152,7 @@ class EvidenceLog:
         try:
             with draft.open("xb") as file:
                 for entry in self.entries():
-                    file.write(_line(entry) + b"\n")
+                    file.write(ExportedEntry.of(entry).encode() + b"\n")
                 file.write(head + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
@@ -191,82 +160,131 @@ class EvidenceLog:
         finally:
             draft.unlink(missing_ok=True)
 
-    def _tip(self) -> tuple[int, bytes]:
-        """Number of entries, and the hash the next one builds on; read anew, so a rollback leaves no trace here."""
-        query = "SELECT sequence, hash FROM evidence_log WHERE run_id = ? ORDER BY sequence DESC LIMIT 1"
+    def _entries(self, rest: str, *values: str | int) -> Iterator[Entry]:
+        query = f"SELECT sequence, kind, body, hash FROM log_entries WHERE run_id = ? {rest}"
+        with closing(self._connection.execute(query, (self._run_id, *values))) as cursor:
+            for row in cursor:
+                yield Entry(*row)
+
+    def _subtree(self, level: int, index: int) -> bytes:
+        if level == 0:
+            subtree = self._one("SELECT hash FROM log_entries WHERE run_id = ? AND sequence = ?", self._run_id, index)
+        else:
+            query = "SELECT hash FROM log_subtrees WHERE run_id = ? AND level = ? AND place = ?"
+            subtree = self._one(query, self._run_id, level, index)
+        if subtree is None:
+            broken(f"its tree has no subtree {index} of level {level}")
+        return bytes(subtree)
+
+    def _check(self) -> None:
+        """Require that the stored tree is that of the entries."""
+        tree = merkle.MerkleTree()
+        for sequence, entry in enumerate(self.entries()):
+            entry.check(self._run_id, sequence)
+            tree.append(entry.hash)
+        expected = {(level, i): each for level, row in enumerate(tree.levels) if level for i, each in enumerate(row)}
+        query = "SELECT level, place, hash FROM log_subtrees WHERE run_id = ?"
         with closing(self._connection.execute(query, (self._run_id,))) as cursor:
+            stored = {(level, place): bytes(subtree) for level, place, subtree in cursor}
+        if stored != expected:
+            broken(f"the stored tree is not that of its {len(tree)} entries")
+
+    def _one(self, query: str, *values: str | int) -> Any:
+        """The first column of the first row; None if there is no row."""
+        with closing(self._connection.execute(query, values)) as cursor:
             row = cursor.fetchone()
-        return (row[0] + 1, row[1]) if row else (0, _genesis(self._run_id))
+            return row[0] if row else None
 
 
-def verify_exported_log(path: Path, public_key: bytes) -> int:
-    """Check an exported log against the public key of its owner; returns the number of entries.
+def verify_exported_log(path: Path, owner: SignerPublic) -> int:
+    """Check an exported log against the public keys of its owner; returns the number of entries.
 
     Guarantee, Raises: as :func:`read_exported_log`.
     """
-    return len(read_exported_log(path, public_key))
+    return len(read_exported_log(path, owner).entries)
 
 
-def read_exported_log(path: Path, public_key: bytes) -> tuple[Entry, ...]:
-    """The entries of an exported log, checked against the public key of its owner.
+class ExportedLog:
+    """A log that was read from a file; :func:`read_exported_log` returns it once it is verified.
 
-    Guarantee: returns only if every line is an entry in its place of the chain that ``public_key`` signed as a whole.
+    Attributes:
+        entries: all of them, in order.
+        signed: the head as it stands in the file.
+        head: the same, opened.
+    """
+
+    __slots__ = ("entries", "head", "signed", "tree")
+
+    def __init__(self, entries: tuple[Entry, ...], signed: SignedHead, head: LogHead) -> None:
+        self.entries, self.signed, self.head = entries, signed, head
+        self.tree = merkle.MerkleTree()
+        for entry in entries:
+            self.tree.append(entry.hash)
+
+    def prove(self, sequence: int) -> EntryProof:
+        """As `EvidenceLog.prove`, under the head of the file."""
+        path = merkle.inclusion_proof(sequence, len(self.entries), self.tree.subtree)
+        return EntryProof(entry=ExportedEntry.of(self.entries[sequence]), path=path, head=self.signed)
+
+    def prove_extends(self, old_length: int) -> tuple[bytes, ...]:
+        """The proof that this log begins with the first ``old_length`` of its entries; ValueError if it has fewer."""
+        return merkle.consistency_proof(old_length, len(self.entries), self.tree.subtree)
+
+
+def read_exported_log(path: Path, owner: SignerPublic) -> ExportedLog:
+    """An exported log, checked against the public keys of its owner.
+
+    Guarantee: returns only if every line is an entry in its place of the log that ``owner`` signed as a whole, with
+    both schemes.
 
     Raises:
-        EvidenceError: ``log_broken``; the message names the first entry that is not in its place, or the head.
+        EvidenceError: ``log_broken``; the message names the first entry that is not in its place, or the head;
+            ``log_format`` for the log of an older version.
     """
+    *lines, last = _lines(path)
+    signed = _signed_head(last)
+    claimed = parse_line(LogHead, signed.head, "the signed head")
+    entries = []
+    for sequence, line in enumerate(lines):
+        entry = parse_line(ExportedEntry, line, f"entry {sequence}").entry
+        entry.check(claimed.run_id, sequence)
+        entries.append(entry)
+    log = ExportedLog(tuple(entries), signed, signed.open(owner))
+    if (log.head.length, log.head.root) != (len(entries), log.tree.root()):
+        broken(f"the head is signed over {log.head.length} entries, which are not the {len(entries)} in the file")
+    return log
+
+
+def read_exported_head(path: Path) -> SignedHead:
+    """The signed head in the last line of ``path``, which may hold a whole log or nothing else; not verified.
+
+    Raises:
+        EvidenceError: ``log_broken`` or ``log_format``.
+    """
+    return _signed_head(_lines(path)[-1])
+
+
+def _lines(path: Path) -> list[bytes]:
     try:
-        *lines, last = path.read_bytes().splitlines()
-    except (OSError, ValueError):
-        _broken(f"{path} cannot be read or is empty")
-    head_line = _parse_line(ExportedHead, last, "the signed head")
-    claimed = _parse_line(LogHead, head_line.head, "the signed head")
-    entries = tuple(_read_line(line, sequence) for sequence, line in enumerate(lines))
-    previous = _genesis(claimed.run_id)
-    for sequence, entry in enumerate(entries):
-        _check_entry(entry, claimed.run_id, sequence, previous)
-        previous = entry.hash
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        lines = []
+    return lines or broken(f"{path} cannot be read or is empty")
+
+
+def _signed_head(line: bytes) -> SignedHead:
     try:
-        head = open_envelope(LogHead, Envelope(head_line.head, head_line.signature), public_key)
-    except ProtocolError:
-        _broken("the head is not signed by the log's owner")
-    if (head.length, head.hash) != (len(lines), previous):
-        _broken(f"the head is signed over {head.length} entries, which are not the {len(lines)} in the file")
-    return entries
+        fields = set(json.loads(line))
+    except (ValueError, TypeError, RecursionError):
+        fields = set()
+    if fields == {"head", "signature"}:
+        raise _old_format("this log")
+    return parse_line(SignedHead, line, "the signed head")
 
 
-def _genesis(run_id: str) -> bytes:
-    return digest(length_prefixed("raycloak/evidence-log/genesis/v1", run_id))
-
-
-def _entry_hash(run_id: str, sequence: int, previous: bytes, kind: str, body: bytes) -> bytes:
-    return digest(length_prefixed("raycloak/evidence-log/entry/v1", run_id, sequence, previous, kind, body))
-
-
-def _check_entry(entry: Entry, run_id: str, sequence: int, previous: bytes) -> None:
-    expected = _entry_hash(run_id, sequence, previous, entry.kind, entry.body)
-    if (entry.sequence, entry.previous, entry.hash) != (sequence, previous, expected):
-        _broken(f"entry {sequence} is not the one that was logged there")
-
-
-def _line(entry: Entry) -> bytes:
-    return ExportedEntry(
-        sequence=entry.sequence, kind=entry.kind, body=entry.content, previous=entry.previous, hash=entry.hash
-    ).encode()
-
-
-def _read_line(line: bytes, sequence: int) -> Entry:
-    parsed = _parse_line(ExportedEntry, line, f"entry {sequence}")
-    return Entry(parsed.sequence, parsed.kind, canonical_json(parsed.body), parsed.previous, parsed.hash)
-
-
-def _parse_line(cls: type[M], line: bytes, what: str) -> M:
-    try:
-        return parse(cls, line)
-    except ProtocolError:
-        _broken(f"{what} cannot be read")
-
-
-def _broken(message: str) -> NoReturn:
-    remedy = "Compare with a head kept elsewhere; decisions from there on cannot be relied on."
-    raise EvidenceError("log_broken", f"The evidence log is broken: {message}.", remedy) from None
+def _old_format(what: str) -> EvidenceError:
+    return EvidenceError(
+        "log_format",
+        f"{what} is a hash chain, format 1; this version reads the Merkle log, format 2.",
+        "Use the version of raycloak that wrote it.",
+    )

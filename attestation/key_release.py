@@ -1,7 +1,8 @@
 """From the run secret to the virtual-worker keys of one member, sealed to its attested key.
 
 HPKE (RFC 9180) with the hybrid KEM of ML-KEM-768 and X25519. A package is signed by the orchestrator that the
-manifest names; its keys are checked against the manifest's commitments, so a worker accepts no other key.
+manifest names; its keys are checked against the manifest's commitments, so a worker accepts no other key. With it comes
+the proof that the evidence log has the release: a worker takes no key that left without being logged.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,11 +20,14 @@ from cryptography.hazmat.primitives.hpke import (
     MLKEM768X25519PublicKey,
     Suite,
 )
+from pydantic import JsonValue
 
 from attestation.canonical import digest, length_prefixed
 from attestation.evidence import MLKEM_BYTES
+from attestation.hybrid_signature import SignerPublic
 from attestation.keys import IdentityKey, Purpose, Secret, derive
-from attestation.messages import Envelope, Message, open_envelope, seal
+from attestation.log_entries import EntryProof
+from attestation.messages import Envelope, Message, open_envelope, parse, seal
 from metrics.errors import EvidenceError
 
 _SUITE = Suite(KEM.MLKEM768_X25519, KDF.HKDF_SHA256, AEAD.AES_256_GCM)
@@ -93,6 +97,30 @@ class KeyPackage(Message):
         return self.model_copy(update={"ciphertext": b""}).digest()
 
 
+@dataclass(frozen=True, slots=True)
+class KeyRelease:
+    """What a member is sent.
+
+    Attributes:
+        package: a signed :class:`KeyPackage`.
+        proof: an `attestation.log_entries.EntryProof` of the release, encoded.
+    """
+
+    package: Envelope
+    proof: bytes
+
+
+def released_body(package: KeyPackage) -> dict[str, JsonValue]:
+    """What the evidence log says of a release, in an entry of kind ``released``."""
+    return {
+        "member_id": package.member_id,
+        "epoch": package.epoch,
+        "virtual_workers": list(package.virtual_workers),
+        "evidence_digest": package.evidence_digest.hex(),
+        "package": package.info().hex(),
+    }
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class VirtualWorkerKeys:
     """What the host of a virtual worker holds.
@@ -150,9 +178,9 @@ def seal_keys(
 
 
 def open_keys(
-    envelope: Envelope,
+    release: KeyRelease,
     *,
-    orchestrator_key: bytes,
+    orchestrator: SignerPublic,
     hpke_key: HpkeKey,
     run_id: str,
     member_id: str,
@@ -162,18 +190,22 @@ def open_keys(
     """Verify and decrypt a package; returns (epoch, keys by virtual worker).
 
     Guarantee: every returned stream key is the one that the manifest's commitment of its epoch fixes, and the package
-    was signed by ``orchestrator_key`` for this run, member and manifest.
+    was signed by ``orchestrator`` for this run, member and manifest. Its evidence log has exactly this release.
 
     Raises:
         ProtocolError: ``signature`` or ``malformed``.
-        EvidenceError: ``key_package_mismatch``, ``key_not_for_us`` or ``key_not_committed``.
+        EvidenceError: ``key_package_mismatch``, ``key_not_for_us`` or ``key_not_committed``; ``log_broken`` or
+            ``release_not_logged`` if the log does not have the release.
     """
-    package = open_envelope(KeyPackage, envelope, orchestrator_key)
+    package = open_envelope(KeyPackage, release.package, orchestrator.ed25519)
     if (package.run_id, package.member_id, package.manifest_digest) != (run_id, member_id, manifest_digest):
         raise EvidenceError("key_package_mismatch", "the key package is for another run, member or manifest")
     in_manifest = package.epoch < len(key_commitments)
     if not in_manifest or commitments_digest(package.commitments) != key_commitments[package.epoch]:
         raise EvidenceError("key_not_committed", f"the manifest does not commit to the keys of epoch {package.epoch}")
+    entry, _ = parse(EntryProof, release.proof).check(orchestrator, run_id)
+    if (entry.kind, entry.content) != ("released", released_body(package)):
+        raise EvidenceError("release_not_logged", f"entry {entry.sequence} of the log is not the release of these keys")
     plaintext = hpke_key.open(package.ciphertext, package.info())
     if len(plaintext) != 2 * _KEY_BYTES * len(package.virtual_workers):
         raise EvidenceError("key_package_mismatch", "the key package holds another number of keys than it names")

@@ -22,6 +22,7 @@ class Purpose(StrEnum):
 
     RUN_ID = "raycloak/run-id/v1"
     ORCHESTRATOR_IDENTITY = "raycloak/orchestrator-identity/v1"
+    ORCHESTRATOR_ML_DSA = "raycloak/orchestrator-ml-dsa/v1"
     VIRTUAL_WORKER = "raycloak/virtual-worker/v1"
     KEY_COMMITMENT = "raycloak/key-commitment/v1"
     DATA_COMMITMENT = "raycloak/data-commitment/v1"

@@ -12,7 +12,6 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from attestation.admissions import Admissions, OrchestratorView, RunTerms
@@ -21,13 +20,16 @@ from attestation.channel import server_end
 from attestation.commit_book import CommitBook, StepCommit
 from attestation.evidence import Challenge, Role
 from attestation.evidence_desk import EvidenceDesk
-from attestation.evidence_log import EvidenceLog, LogHead
-from attestation.key_release import KeyPackage, RunKeys, commitments_digest, seal_keys
+from attestation.evidence_log import EvidenceLog
+from attestation.hybrid_signature import HybridSigner, SignerPublic
+from attestation.key_release import KeyRelease, RunKeys, commitments_digest
 from attestation.keys import IdentityKey, Purpose, derive
+from attestation.log_entries import LogHead
 from attestation.messages import Envelope, open_envelope, parse, seal
 from attestation.orchestrator_state import OrchestratorState, SessionId
 from attestation.package_desk import PackageDesk, PublishedPackage
-from attestation.package_keys import RecipientPublic, SignerPublic
+from attestation.package_keys import RecipientPublic
+from attestation.release_desk import ReleaseDesk
 from attestation.roster import Member, Query, Roster
 from attestation.run_secret import create_secret, destroy_secret, kept_secret, load_secret, run_id_of
 from attestation.slices import DataCommitments, SliceBook, most_hosted
@@ -56,8 +58,8 @@ class EvidenceOrchestrator:
         self._roster: Envelope | None = None
         self._hosted: dict[str, tuple[int, ...]] = {}
 
-    def open_run(self, secret_file: str | None, run_id: str | None = None) -> tuple[str, bytes]:
-        """Read the run secret, or generate one; returns (run id, the orchestrator's Ed25519 public key).
+    def open_run(self, secret_file: str | None, run_id: str | None = None) -> tuple[str, SignerPublic]:
+        """Read the run secret, or generate one; returns (run id, the orchestrator's public keys).
 
         Args:
             secret_file: of the user's own secret; None for a generated one.
@@ -79,12 +81,22 @@ class EvidenceOrchestrator:
         if run_id not in (None, self._run_id):
             raise ConfigError("run_secret", f"{secret_file} is the secret of run {self._run_id}, not of {run_id}.")
         self._keys = RunKeys(secret, self._run_id)
-        self._key = IdentityKey.from_seed(derive(secret, Purpose.ORCHESTRATOR_IDENTITY))
+        identity = derive(secret, Purpose.ORCHESTRATOR_IDENTITY)
+        self._key = IdentityKey.from_seed(identity)
+        signer = HybridSigner(identity, derive(secret, Purpose.ORCHESTRATOR_ML_DSA))
         self._state = OrchestratorState(self._state_file(self._run_id))
-        self._log = EvidenceLog(self._state.db, self._run_id, self._key)
+        self._log = EvidenceLog(self._state.db, self._run_id, signer)
         self._commits = CommitBook(self._state, self._log)
         self._slices = SliceBook(self._state, self._log)
         self._admissions = Admissions(self._state, self._log, self._run_id, self._now)
+        self._releases = ReleaseDesk(
+            keys=self._keys,
+            signer=self._key,
+            admissions=self._admissions,
+            log=self._log,
+            transaction=self._own_transaction,
+            clock=self._now,
+        )
         self._packages = PackageDesk(
             run_id=self._run_id,
             run_secret=secret,
@@ -96,7 +108,7 @@ class EvidenceOrchestrator:
         )
         # Only the next session ends the former one: whoever opens a run as new may yet find that it is under way.
         self._is_new = run_id is None
-        return self._run_id, self._key.public
+        return self._run_id, signer.public
 
     def key_commitments(self, key_context: bytes, virtual_workers: int, epochs: int) -> tuple[bytes, ...]:
         """Per epoch, the digest of the commitments to all its keys, for the manifest."""
@@ -137,50 +149,18 @@ class EvidenceOrchestrator:
         """
         return self._admissions.admit(envelope)
 
-    def release(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> Envelope:
+    def release(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> KeyRelease:
         """Seal the keys of ``virtual_workers`` in ``epoch`` to an admitted worker, logged before they leave.
+
+        Returns: the sealed keys, and the proof that the log has the release.
 
         Raises:
             EvidenceError: ``release_denied`` if the member is not an admitted worker, or its evidence has expired or
                 served another epoch.
         """
-        admitted = self._admissions.find(member_id)
-        if admitted is None or admitted.appraisal.role != "worker":
-            raise EvidenceError("release_denied", f"{member_id} is not an admitted worker")
-        if admitted.appraisal.expires_at <= self._now():
-            raise EvidenceError("release_denied", f"the evidence of {member_id} expired", "Present fresh evidence.")
-        if admitted.row.epoch not in (None, epoch):
-            raise EvidenceError(
-                "release_denied",
-                f"the evidence of {member_id} was for epoch {admitted.row.epoch}, not {epoch}",
-                "Present fresh evidence.",
-            )
-        terms = self._terms
-        package = KeyPackage(
-            run_id=self._run_id,
-            member_id=member_id,
-            manifest_digest=terms.manifest_digest,
-            policy_digest=terms.policy.digest(),
-            evidence_digest=admitted.appraisal.evidence_digest,
-            epoch=epoch,
-            virtual_workers=virtual_workers,
-            commitments=self._keys.commitments(terms.key_context, terms.virtual_workers, epoch),
-            ciphertext=b"",
-        )
-        keys = [self._keys.of(terms.key_context, v, epoch) for v in virtual_workers]
-        with self._own_transaction():
-            self._admissions.keep(replace(admitted.row, epoch=epoch))
-            self._log.append(
-                "released",
-                {
-                    "member_id": member_id,
-                    "epoch": epoch,
-                    "virtual_workers": list(virtual_workers),
-                    "evidence_digest": admitted.appraisal.evidence_digest.hex(),
-                },
-            )
+        release = self._releases.release(self._terms, member_id, epoch, virtual_workers)
         self._hosted[member_id] = virtual_workers
-        return seal_keys(package, keys, admitted.presentation.hpke_key, self._key)
+        return release
 
     def record_data(self, envelope: Envelope) -> None:
         """Record a worker's data commitments; the first of each virtual worker binds the run.
@@ -298,12 +278,12 @@ class EvidenceOrchestrator:
         self._state.close()
 
     def log_position(self) -> LogHead:
-        """How many decisions are logged, and the hash of the last."""
+        """How many decisions are logged, and the root over them."""
         return self._log.position()
 
-    def log_hash_at(self, length: int) -> bytes | None:
-        """See `EvidenceLog.hash_at`."""
-        return self._log.hash_at(length)
+    def log_root_at(self, length: int) -> bytes | None:
+        """See `EvidenceLog.root_at`."""
+        return self._log.root_at(length)
 
     def package_signer(self) -> SignerPublic:
         """See `PackageDesk.signer`."""

@@ -13,10 +13,12 @@ from functools import cached_property
 from pathlib import Path
 
 from attestation.commit_book import CommitBook
-from attestation.evidence_log import Entry, EvidenceLog
+from attestation.evidence_log import EvidenceLog
+from attestation.hybrid_signature import SignerPublic
 from attestation.keys import Secret
+from attestation.log_entries import Entry
 from attestation.messages import parse
-from attestation.package_keys import RUN_RECIPIENT, PackageSigner, RecipientPublic, SignerPublic, run_recipient_key
+from attestation.package_keys import RUN_RECIPIENT, PackageSigner, RecipientPublic, run_recipient_key
 from attestation.package_manifest import PackageManifest
 from metrics.errors import EvidenceError
 
@@ -86,7 +88,7 @@ class PackageDesk:
         if manifest.manifest_digest != self._manifest_digest():
             raise EvidenceError("seal_refused", "the package is of another manifest than the run's")
         self._check_committed(manifest)
-        if self._log.hash_at(manifest.log_length) != manifest.log_hash:
+        if self._log.root_at(manifest.log_length) != manifest.log_hash:
             raise EvidenceError("seal_refused", "the package states an evidence log head that is not in the log")
         self._record("sealed", PublishedPackage(manifest.step, manifest.digest()))
         return self._signer.sign(manifest_bytes).encode()

@@ -10,16 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Literal, Self, TypeVar
 
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.asymmetric.mldsa import MLDSA65PrivateKey, MLDSA65PublicKey
 from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from pydantic import Field, ValidationError
 
 from attestation.canonical import digest, length_prefixed
+from attestation.hybrid_signature import KEY_ID_BYTES, HybridSignature, HybridSigner, SignerPublic, new_seeds
 from attestation.key_release import HpkeKey, hpke_seal
-from attestation.keys import IdentityKey, Purpose, Secret, derive, signature_is_valid
+from attestation.keys import Purpose, Secret, derive
 from attestation.messages import Message, parse
 from attestation.package_manifest import PackageRefusal, refuse
 from attestation.private_files import publish, read_private
@@ -27,34 +25,9 @@ from metrics.errors import ConfigError, ProtocolError
 
 M = TypeVar("M", bound=Message)
 
-KEY_ID_BYTES = 16
 RUN_RECIPIENT = "run"
 SIGNER_FILE = "signer.json"
 SIGNER_PUBLIC_FILE = "signer.pub.json"
-
-
-class SignerPublic(Message):
-    """Both public keys of a signer, raw: Ed25519 (32 bytes) and ML-DSA-65 (1,952 bytes)."""
-
-    DOMAIN: ClassVar[str] = "raycloak/package/signer/v1"
-
-    ed25519: bytes = Field(min_length=32, max_length=32)
-    ml_dsa_65: bytes = Field(min_length=1952, max_length=1952)
-
-    @property
-    def key_id(self) -> bytes:
-        """The first 16 bytes of the digest of both keys."""
-        return digest(length_prefixed("raycloak/package/signer-key/v1", self.ed25519, self.ml_dsa_65))[:KEY_ID_BYTES]
-
-
-class HybridSignature(Message):
-    """Both signatures over ``LP(domain, bytes)``, and the key id of their signer."""
-
-    DOMAIN: ClassVar[str] = "raycloak/package/signature/v1"
-
-    key_id: bytes
-    ed25519: bytes
-    ml_dsa_65: bytes
 
 
 class _StoredSigner(Message):
@@ -66,17 +39,10 @@ class _StoredSigner(Message):
     ml_dsa_65: bytes
 
 
-class PackageSigner:
+class PackageSigner(HybridSigner):
     """Signs packages with both schemes."""
 
-    __slots__ = ("_ed25519", "_ml_dsa_65", "public")
-
-    def __init__(self, ed25519: Secret, ml_dsa_65: Secret) -> None:
-        self._ed25519 = IdentityKey.from_seed(ed25519)
-        self._ml_dsa_65 = MLDSA65PrivateKey.from_seed_bytes(ml_dsa_65.reveal())
-        self.public = SignerPublic(
-            ed25519=self._ed25519.public, ml_dsa_65=self._ml_dsa_65.public_key().public_bytes_raw()
-        )
+    __slots__ = ()
 
     @classmethod
     def load_or_create(cls, folder: Path) -> Self:
@@ -101,19 +67,10 @@ class PackageSigner:
             raise ConfigError("signer", f"{path} is damaged.", "Remove it to get a new signer.") from None
         return signer
 
-    def sign(self, data: bytes) -> HybridSignature:
-        """Both signatures over ``data``."""
-        signed = _signed(data)
-        return HybridSignature(
-            key_id=self.public.key_id, ed25519=self._ed25519.sign(signed), ml_dsa_65=self._ml_dsa_65.sign(signed)
-        )
-
 
 def _new_signer() -> _StoredSigner:
-    return _StoredSigner(
-        ed25519=Ed25519PrivateKey.generate().private_bytes_raw(),
-        ml_dsa_65=MLDSA65PrivateKey.generate().private_bytes_raw(),
-    )
+    ed25519, ml_dsa_65 = new_seeds()
+    return _StoredSigner(ed25519=ed25519.reveal(), ml_dsa_65=ml_dsa_65.reveal())
 
 
 class TrustedSigner(Message):
@@ -190,29 +147,12 @@ class TrustStore(Message):
         trusted = [known for known in self.signers if known.signer.key_id == signature.key_id]
         if not trusted:
             refuse(PackageRefusal.UNKNOWN_SIGNER, f"no trusted signer has the key id {signature.key_id.hex()}.")
-        signer, signed = trusted[0].signer, _signed(data)
-        valid = {
-            "Ed25519": signature_is_valid(signer.ed25519, signed, signature.ed25519),
-            "ML-DSA-65": _ml_dsa_is_valid(signer.ml_dsa_65, signed, signature.ml_dsa_65),
-        }
-        invalid = [scheme for scheme, is_valid in valid.items() if not is_valid]
+        invalid = signature.invalid_parts(data, trusted[0].signer)
         if len(invalid) == 1:
             refuse(PackageRefusal.HALF_SIGNED, f"the {invalid[0]} signature does not verify; both must.")
         if invalid:
             refuse(PackageRefusal.SIGNATURE, "its signatures do not verify.")
         return trusted[0].name
-
-
-def _signed(data: bytes) -> bytes:
-    return length_prefixed(HybridSignature.DOMAIN, data)
-
-
-def _ml_dsa_is_valid(public: bytes, message: bytes, signature: bytes) -> bool:
-    try:
-        MLDSA65PublicKey.from_public_bytes(public).verify(signature, message)
-    except (InvalidSignature, ValueError):
-        return False
-    return True
 
 
 def load_signer(path: Path) -> SignerPublic:

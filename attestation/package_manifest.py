@@ -123,7 +123,7 @@ class PackageManifest(Message):
         evidence_class: of the run's members.
         roster_digest: of the roster under which the last step was computed.
         ledger_sequence, ledger_hash: the ledger's entry that charged the last step.
-        log_length, log_hash: entries of the evidence log when the snapshot was taken, and the hash of the last.
+        log_length, log_hash: entries of the evidence log when the snapshot was taken, and the Merkle root over them.
         previous: digest of the package published before this one; empty for the first.
         evaluation_accuracy, evaluation_loss: released metrics of these parameters.
         created_at: unix seconds.

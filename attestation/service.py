@@ -69,8 +69,8 @@ class _Servicer(EvidenceServicer):
     ) -> wire.ReleaseKeysReply:
         def answer(peer: Peer) -> wire.ReleaseKeysReply:
             wanted = tuple(request.virtual_workers)
-            package = self._desk.release_keys(peer, request.member_id, request.epoch, wanted)
-            return wire.ReleaseKeysReply(package=to_wire(package))
+            release = self._desk.release_keys(peer, request.member_id, request.epoch, wanted)
+            return wire.ReleaseKeysReply(package=to_wire(release.package), proof=release.proof)
 
         return await self._answer(context, answer)
 

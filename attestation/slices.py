@@ -7,7 +7,8 @@ The book lives in the state of its orchestrator.
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from attestation.evidence_log import Entry, EvidenceLog
+from attestation.evidence_log import EvidenceLog
+from attestation.log_entries import Entry
 from attestation.messages import Message
 from attestation.orchestrator_state import OrchestratorState
 from attestation.roster import Query

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from coordinator.attest_log_cli import attest_log
 from coordinator.commands import AsJson, Debug, execute
 from coordinator.output import Output
 from metrics.errors import ConfigError
@@ -15,11 +16,7 @@ if TYPE_CHECKING:
     from attestation.vector_check import CaseVerdict
 
 attest = typer.Typer(name="attest", help="Check evidence of trusted hardware, and the policies it is judged by.")
-
-
-@attest.callback()
-def _group() -> None:
-    """Group of commands, also while it has only one."""
+attest.add_typer(attest_log, name="log")
 
 
 @attest.command("verify")

@@ -3,7 +3,6 @@
 Every check reads what a run leaves behind, and returns what is wrong and where; an empty answer is what is promised.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import closing
@@ -11,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
-from attestation.evidence_log import verify_exported_log
+from attestation.evidence_log import read_exported_log
+from attestation.hybrid_signature import SignerPublic
 from coordinator.chaos_events import StepSeen
 from coordinator.ledger import PrivacyLedger
 from coordinator.ledger_entries import Event, StepCharged
@@ -74,18 +74,16 @@ def _is_step(event: Event, run_id: str) -> TypeGuard[StepCharged]:
     return isinstance(event, StepCharged) and (event.run_id, event.query) == (run_id, "gradient")
 
 
-def logged_digests(log: Path, public_key: bytes) -> dict[int, set[str]]:
+def logged_digests(log: Path, owner: SignerPublic) -> dict[int, set[str]]:
     """The digests that an exported evidence log has for each step.
 
     Raises:
         EvidenceError: ``log_broken`` if the log is not whole.
     """
-    verify_exported_log(log, public_key)
     digests: dict[int, set[str]] = {}
-    for line in log.read_bytes().splitlines()[:-1]:
-        entry = json.loads(line)
-        if entry["kind"] in ("committed", "reproduced"):
-            body = entry["body"]
+    for entry in read_exported_log(log, owner).entries:
+        if entry.kind in ("committed", "reproduced"):
+            body = entry.content
             if body.get("query", "gradient") == "gradient":
                 digests.setdefault(body["step"], set()).add(body["parameter_digest"])
     return digests

@@ -170,7 +170,7 @@ def _logged(run: ChildRun) -> dict[int, set[str]]:
     manifest = run.folder.manifest()
     if manifest is None:
         raise EvidenceError("log_broken", "the run has no manifest that names the log's owner")
-    return logged_digests(run.folder.path / "evidence.jsonl", manifest.orchestrator_key)
+    return logged_digests(run.folder.path / "evidence.jsonl", manifest.log_owner)
 
 
 def _hits(recoveries: Sequence[Recovery]) -> tuple[Tally, ...]:

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from attestation.hybrid_signature import SignerPublic
 from attestation.keys import Secret
 from attestation.package_desk import PublishedPackage
-from attestation.package_keys import RecipientPublic, SignerPublic, TrustStore
+from attestation.package_keys import RecipientPublic, TrustStore
 from attestation.package_manifest import PackageManifest, PackageRefusal, refuse
 from coordinator.background import Background
 from coordinator.config import CheckpointConfig
@@ -274,7 +275,7 @@ def newest(
         run=manifest.digest(),
         newest=published if at_most is None else None,
         ledger_hash=partial(control.ledger, "hash_at"),
-        log_hash=partial(control.orchestrator, "log_hash_at"),
+        log_root=partial(control.orchestrator, "log_root_at"),
     )
     try:
         names = [name for name in storage.names() if at_most is None or package_order(name)[0] <= at_most]

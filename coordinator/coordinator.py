@@ -21,6 +21,7 @@ import numpy as np
 from attestation.admissions import OrchestratorView
 from attestation.commit_book import StepCommit
 from attestation.evidence import CollateralBundle
+from attestation.hybrid_signature import SignerPublic
 from attestation.policy import Policy
 from attestation.roster import Query
 from coordinator.archive import Archive
@@ -72,7 +73,7 @@ class Session:
     """The actors of one run and what evidence they are judged by, started and owned by the caller."""
 
     run_id: str
-    orchestrator_key: bytes
+    orchestrator_key: SignerPublic
     backend: Backend
     control: Control
     policy: Policy

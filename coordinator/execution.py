@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 
+from attestation.hybrid_signature import SignerPublic
 from attestation.policy import Policy, load_policy, simulated_policy
 from attestation.simulator import SimulatedVendor, code_measurement
 from coordinator import state
@@ -136,7 +137,7 @@ class Execution:
         self,
         stack: ExitStack,
         actors: RayControl,
-        orchestrator_key: bytes,
+        orchestrator_key: SignerPublic,
         folder: RunFolder,
         assignment: Assignment,
     ) -> "Outcome":
@@ -199,7 +200,7 @@ class Execution:
                 wall_seconds = time.monotonic() - started
                 error.result = Outcome(finished, folder, error.code, wall_seconds, tuple(self.warnings)).result()
 
-    def _session(self, stack: ExitStack, run_id: str, orchestrator_key: bytes, control: Control) -> Session:
+    def _session(self, stack: ExitStack, run_id: str, orchestrator_key: SignerPublic, control: Control) -> Session:
         """Platforms, policy and the backend that starts workers."""
         vendor = SimulatedVendor.load_or_create(state.simulator_folder())
         platforms = Platforms(vendor)

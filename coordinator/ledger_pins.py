@@ -78,7 +78,7 @@ def log_pins(runs: Path, ledger_key: bytes) -> Iterator[Pin]:
 def _log_pin(log: Path, ledger_key: bytes) -> Pin:
     try:
         run = parse(Manifest, (log.parent / "manifest.json").read_bytes().strip())
-        entries = read_exported_log(log, run.orchestrator_key)
+        entries = read_exported_log(log, run.log_owner).entries
     except (OSError, ProtocolError):
         return Pin("evidence log", str(log), unusable="the run directory has no readable manifest.json")
     except RaycloakError as error:

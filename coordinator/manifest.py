@@ -2,6 +2,7 @@
 
 from attestation.admissions import RunTerms
 from attestation.evidence import CollateralBundle
+from attestation.hybrid_signature import SignerPublic
 from attestation.policy import Policy
 from coordinator.config import RunConfig
 from workers.datasets import DatasetDescriptor
@@ -53,7 +54,7 @@ def build_manifest(
     known_answer: bytes,
     policy_digest: bytes,
     ledger_key: bytes,
-    orchestrator_key: bytes,
+    orchestrator_key: SignerPublic,
     key_commitments: tuple[bytes, ...],
     dataset_fingerprint: bytes = b"",
 ) -> Manifest:
@@ -65,7 +66,8 @@ def build_manifest(
         policy_digest=policy_digest,
         account=account,
         ledger_key=ledger_key,
-        orchestrator_key=orchestrator_key,
+        orchestrator_key=orchestrator_key.ed25519,
+        orchestrator_ml_dsa=orchestrator_key.ml_dsa_65,
         key_commitments=key_commitments,
         dataset_fingerprint=dataset_fingerprint,
     )

@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 
+from attestation.hybrid_signature import SignerPublic
 from attestation.orchestrator import EvidenceOrchestrator
 from coordinator.actors import actor, fetch, on_this_node
 from coordinator.backend import Actor, ActorLost
@@ -70,7 +71,7 @@ class RayControl:
         self._serial = 0
         self.actors: dict[ControlRole, Actor] = {role: self._launch(role) for role in self._arguments}
 
-    def open_run(self, secret_file: str | None, run_id: str | None = None) -> tuple[str, bytes]:
+    def open_run(self, secret_file: str | None, run_id: str | None = None) -> tuple[str, SignerPublic]:
         """Open the run, once; returns what `EvidenceOrchestrator.open_run` returns.
 
         Raises:
@@ -143,8 +144,8 @@ class RayControl:
         # None if this process cannot see it, as in another container of the node: then Ray alone ends it.
         self._processes[each.member_id] = process if process and _Process.find(process.pid) == process else None
 
-    def _open(self, orchestrator: Actor, run_id: str | None) -> tuple[str, bytes]:
-        opened: tuple[str, bytes] = fetch(
+    def _open(self, orchestrator: Actor, run_id: str | None) -> tuple[str, SignerPublic]:
+        opened: tuple[str, SignerPublic] = fetch(
             orchestrator.handle.open_run.remote(self._secret_file, run_id), START_DEADLINE_S
         )
         return opened

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from attestation.package_keys import SignerPublic, TrustStore
+from attestation.hybrid_signature import SignerPublic
+from attestation.package_keys import TrustStore
 from attestation.package_manifest import PackageManifest
 from coordinator.config import CheckpointConfig
 from coordinator.tssp_reader import signed_manifest

@@ -15,11 +15,12 @@ from pathlib import Path
 import numpy as np
 from safetensors import safe_open
 
+from attestation.hybrid_signature import HybridSignature
 from attestation.key_release import HpkeKey
 from attestation.keys import Secret
 from attestation.messages import parse
 from attestation.package_desk import PublishedPackage
-from attestation.package_keys import HybridSignature, TrustStore, recipient_key_id
+from attestation.package_keys import TrustStore, recipient_key_id
 from attestation.package_manifest import PackageManifest, PackageRefusal, Payload, refuse
 from coordinator.tssp_storage import MANIFEST, RUN_MANIFEST, SIGNATURE, PackageStorage
 from coordinator.tssp_stream import CHUNK_BYTES, read_payload
@@ -39,13 +40,13 @@ class Expected:
         run: digest of the run's manifest.
         newest: the package that was published last, as far as the reader knows.
         ledger_hash: the hash of the ledger's entry at a sequence, None if it has none there.
-        log_hash: the hash of the evidence log's last entry when it had so many, None if it never had.
+        log_root: the root of the evidence log over its first so many entries, None if it has fewer.
     """
 
     run: bytes | None = None
     newest: PublishedPackage | None = None
     ledger_hash: Callable[[int], bytes | None] | None = None
-    log_hash: Callable[[int], bytes | None] | None = None
+    log_root: Callable[[int], bytes | None] | None = None
 
 
 NOTHING_EXPECTED = Expected()
@@ -164,7 +165,7 @@ def _check_expected(manifest: PackageManifest, expected: Expected) -> None:
             PackageRefusal.LEDGER_ROLLED_BACK,
             f"it was sealed after the ledger's entry {manifest.ledger_sequence}, which this ledger does not have.",
         )
-    if expected.log_hash and expected.log_hash(manifest.log_length) != manifest.log_hash:
+    if expected.log_root and expected.log_root(manifest.log_length) != manifest.log_hash:
         refuse(
             PackageRefusal.LOG_ROLLED_BACK,
             f"it was sealed after {manifest.log_length} entries of the evidence log, which this log does not have.",

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from attestation.evidence_log import LogHead
 from attestation.key_release import hpke_seal
 from attestation.keys import Secret
+from attestation.log_entries import LogHead
 from attestation.package_keys import RecipientPublic
 from attestation.package_manifest import PackageManifest, Payload, Recipient, package_context
 from coordinator.evaluation import Evaluation
@@ -142,7 +142,7 @@ def _unwrapped(
         ledger_sequence=snapshot.ledger_head.sequence,
         ledger_hash=snapshot.ledger_head.hash,
         log_length=snapshot.log_head.length,
-        log_hash=snapshot.log_head.hash,
+        log_hash=snapshot.log_head.root,
         previous=previous,
         evaluation_accuracy=evaluation.accuracy if evaluation else None,
         evaluation_loss=evaluation.loss if evaluation else None,

@@ -7,7 +7,10 @@ count: those may differ between two executions that must give the same bytes.
 
 from typing import ClassVar, Literal
 
+from pydantic import ValidationError
+
 from attestation.canonical import digest, length_prefixed
+from attestation.hybrid_signature import SignerPublic
 from attestation.messages import Message
 from attestation.roster import Query
 from metrics.errors import ProtocolError
@@ -151,6 +154,8 @@ class Manifest(Message):
     Attributes:
         known_answer: digest of the encoded, noised vector of the public synthetic batch; see
             `workers/known_answer.py`.
+        orchestrator_key, orchestrator_ml_dsa: the Ed25519 key of all it signs, and the ML-DSA-65 key that signs the
+            heads of its evidence log as well.
         key_commitments: per epoch, digest of the commitments to all virtual-worker keys.
         dataset_fingerprint: as every worker computed it, see `workers/fingerprint.py`; empty without a key.
     """
@@ -164,5 +169,14 @@ class Manifest(Message):
     account: str
     ledger_key: bytes
     orchestrator_key: bytes
+    orchestrator_ml_dsa: bytes
     key_commitments: tuple[bytes, ...]
     dataset_fingerprint: bytes = b""
+
+    @property
+    def log_owner(self) -> SignerPublic:
+        """Who signs the heads of the run's evidence log; ProtocolError ``malformed`` if a key is of another length."""
+        try:
+            return SignerPublic(ed25519=self.orchestrator_key, ml_dsa_65=self.orchestrator_ml_dsa)
+        except ValidationError:
+            raise ProtocolError("malformed", "the manifest does not name the orchestrator's two keys") from None

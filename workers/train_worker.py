@@ -20,7 +20,7 @@ from attestation.appraisal import Appraisal, appraise
 from attestation.attester import Attester, EvidenceSource
 from attestation.canonical import digest
 from attestation.evidence import Challenge, CollateralBundle
-from attestation.key_release import VirtualWorkerKeys, open_keys
+from attestation.key_release import KeyRelease, VirtualWorkerKeys, open_keys
 from attestation.keys import Purpose, Secret, derive
 from attestation.messages import Envelope, seal
 from attestation.policy import Policy
@@ -245,12 +245,15 @@ class TrainWorker:
         return self._attester.present(challenge, self._manifest_digest, self._known_answer)
 
     @guarded
-    def accept_keys(self, package: Envelope) -> Envelope:
-        """Take virtual-worker keys; returns signed keyed commitments to the slices they belong to."""
+    def accept_keys(self, release: KeyRelease) -> Envelope:
+        """Take virtual-worker keys whose release the evidence log has.
+
+        Returns: signed keyed commitments to the slices they belong to.
+        """
         manifest = self._admission.manifest
         epoch, keys = open_keys(
-            package,
-            orchestrator_key=manifest.orchestrator_key,
+            release,
+            orchestrator=manifest.log_owner,
             hpke_key=self._attester.hpke,
             run_id=manifest.run_id,
             member_id=self._attester.member_id,

@@ -34,7 +34,8 @@ class Site:
 
     def __post_init__(self) -> None:
         self.orchestrator = EvidenceOrchestrator(str(self.home), lambda: NOW)
-        self.run_id, self.key = self.orchestrator.open_run(None)
+        self.run_id, self.log_owner = self.orchestrator.open_run(None)
+        self.key = self.log_owner.ed25519
         policy = simulated_policy(self.session.vendor, MEASUREMENT)
         terms = RunTerms(MANIFEST, digest(b"computation"), 4, ANSWER, policy, self.session.collateral)
         self.orchestrator.begin(terms, "execution-1")

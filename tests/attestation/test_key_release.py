@@ -2,25 +2,33 @@
 
 import copy
 import pickle
+import sqlite3
+from contextlib import closing
 
 import pytest
 
 from attestation.canonical import digest
+from attestation.evidence_log import EvidenceLog
+from attestation.hybrid_signature import HybridSigner
 from attestation.key_release import (
     HpkeKey,
     KeyPackage,
+    KeyRelease,
     VirtualWorkerKeys,
     commitments_digest,
     key_commitment,
     open_keys,
+    released_body,
     seal_keys,
     virtual_worker_keys,
 )
 from attestation.keys import IdentityKey, Secret
-from attestation.messages import Envelope, seal
+from attestation.log_entries import EntryProof
+from attestation.messages import Envelope, parse, seal
 from metrics.errors import EvidenceError, ProtocolError, RefusedError
 
-ORCHESTRATOR, RECIPIENT = IdentityKey.generate(), HpkeKey.generate()
+SEED, RECIPIENT = Secret(b"o" * 32), HpkeKey.generate()
+ORCHESTRATOR, LOG_OWNER = IdentityKey.from_seed(SEED), HybridSigner(SEED, Secret(b"m" * 32))
 SECRET, COMPUTATION, MANIFEST = Secret(b"s" * 32), digest(b"computation"), digest(b"manifest")
 COUNT, EPOCHS = 4, 2
 
@@ -51,24 +59,39 @@ def package(**changes) -> KeyPackage:
     return KeyPackage(**fields | changes)
 
 
-def sealed(keys=None, signer=ORCHESTRATOR, recipient=RECIPIENT.public, **changes) -> Envelope:
+def logged(run_id="run", signer=LOG_OWNER, kind="released", **body) -> bytes:
+    """The proof of an entry that says what ``body`` says, between others."""
+    with closing(sqlite3.connect(":memory:")) as connection:
+        log = EvidenceLog(connection, run_id, signer)
+        log.append("admitted", {})
+        entry = log.append(kind, body)
+        log.append("admitted", {})
+        return log.prove(entry.sequence).encode()
+
+
+def sealed(keys=None, signer=ORCHESTRATOR, recipient=RECIPIENT.public, **changes) -> KeyRelease:
     contents = [keys_of(0), keys_of(2)] if keys is None else keys
-    return seal_keys(package(**changes), contents, recipient, signer)
+    body = package(**changes)
+    return KeyRelease(seal_keys(body, contents, recipient, signer), logged(**released_body(body)))
 
 
-def opened(envelope: Envelope, **changes):
+def resealed(body: KeyPackage) -> KeyRelease:
+    return KeyRelease(seal(body, ORCHESTRATOR), logged(**released_body(body)))
+
+
+def opened(release: KeyRelease, **changes):
     expected = {
-        "orchestrator_key": ORCHESTRATOR.public,
+        "orchestrator": LOG_OWNER.public,
         "hpke_key": RECIPIENT,
         "run_id": "run",
         "member_id": "worker-0",
         "manifest_digest": MANIFEST,
         "key_commitments": IN_MANIFEST,
     }
-    return open_keys(envelope, **expected | changes)
+    return open_keys(release, **expected | changes)
 
 
-def refusal(envelope: Envelope, **changes) -> RefusedError:
+def refusal(envelope: KeyRelease, **changes) -> RefusedError:
     with pytest.raises((EvidenceError, ProtocolError)) as error:
         opened(envelope, **changes)
     return error.value
@@ -101,25 +124,53 @@ def test_another_members_hpke_key_opens_nothing():
 @pytest.mark.parametrize("field", ["policy_digest", "evidence_digest", "virtual_workers"])
 def test_a_ciphertext_belongs_to_all_fields_of_its_package(field):
     """Moved under other fields and signed again, it does not open: HPKE's info covers each of them."""
-    honest = KeyPackage.model_validate_json(sealed().body)
+    honest = KeyPackage.model_validate_json(sealed().package.body)
     other = (0, 1) if field == "virtual_workers" else bytes(32)
-    assert refusal(seal(honest.model_copy(update={field: other}), ORCHESTRATOR)).code == "key_not_for_us"
+    assert refusal(resealed(honest.model_copy(update={field: other}))).code == "key_not_for_us"
 
 
 @pytest.mark.parametrize("cut", [1, 16, 64, 1200])
 def test_a_truncated_or_extended_ciphertext_does_not_open(cut):
-    honest = KeyPackage.model_validate_json(sealed().body)
+    honest = KeyPackage.model_validate_json(sealed().package.body)
     for ciphertext in (honest.ciphertext[:-cut], honest.ciphertext[cut:], honest.ciphertext + bytes(cut), b""):
         changed = honest.model_copy(update={"ciphertext": ciphertext})
-        assert refusal(seal(changed, ORCHESTRATOR)).code == "key_not_for_us"
+        assert refusal(resealed(changed)).code == "key_not_for_us"
 
 
 def test_any_changed_byte_of_a_signed_package_is_refused():
-    envelope = sealed()
+    release = sealed()
+    envelope = release.package
     for position in range(0, len(envelope.body), 97):
         body = bytearray(envelope.body)
         body[position] ^= 1
-        assert refusal(Envelope(bytes(body), envelope.signature)).code == "signature"
+        assert refusal(KeyRelease(Envelope(bytes(body), envelope.signature), release.proof)).code == "signature"
+
+
+def test_keys_whose_release_is_not_in_the_log_are_refused():
+    """A release that was not logged, or was logged otherwise, leaves no key behind."""
+    honest = sealed()
+    body = released_body(package())
+    for changed in (
+        logged(**body | {"member_id": "worker-1"}),
+        logged(**body | {"virtual_workers": [0]}),
+        logged(**body | {"package": bytes(32).hex()}),
+        logged(kind="refused", **body),
+    ):
+        assert refusal(KeyRelease(honest.package, changed)).code == "release_not_logged"
+    for foreign in (
+        logged(signer=HybridSigner.generate(), **body),
+        logged(signer=HybridSigner(SEED, Secret(b"x" * 32)), **body),
+        logged(run_id="another", **body),
+    ):
+        assert refusal(KeyRelease(honest.package, foreign)).code == "log_broken"
+    proof = parse(EntryProof, honest.proof)
+    for wrong in (
+        {"path": ()},
+        {"path": (*proof.path[:-1], bytes(32))},
+        {"entry": proof.entry.model_copy(update={"sequence": 0})},
+    ):
+        assert refusal(KeyRelease(honest.package, proof.model_copy(update=wrong).encode())).code == "log_broken"
+    assert refusal(KeyRelease(honest.package, b"")).code == "malformed"
 
 
 def test_a_key_that_the_manifest_does_not_commit_to_is_refused():

@@ -12,7 +12,8 @@ from attestation.attester import Attester
 from attestation.canonical import digest
 from attestation.commit_book import StepCommit
 from attestation.evidence import Presentation
-from attestation.evidence_log import verify_exported_log
+from attestation.evidence_log import read_exported_log, verify_exported_log
+from attestation.hybrid_signature import HybridSigner
 from attestation.key_release import open_keys
 from attestation.keys import IdentityKey, Purpose, Secret, derive
 from attestation.messages import Envelope, open_envelope, seal
@@ -98,7 +99,7 @@ class Desk:
         for name, hosted in hosting.items():
             self.open_slices(name, hosted)
         envelope = self.orchestrator.open_step(step, hosting, aggregators, (done,) if done else ())
-        return open_envelope(Roster, envelope, self.key)
+        return open_envelope(Roster, envelope, self.key.ed25519)
 
     def log(self) -> list[tuple[str, dict]]:
         return [(entry.kind, entry.content) for entry in self.orchestrator._log.entries()]
@@ -123,10 +124,14 @@ def refusal(function, *arguments) -> str:
 # --- the run
 
 
+KEYS = ("identity", "ml-dsa")
+
+
 def test_run_id_and_key_follow_from_the_secret_so_a_restart_is_the_same_orchestrator(desk):
     run_id, key = desk.run_id, desk.key
     assert run_id == run_id_of(SECRET)
-    assert key == IdentityKey.from_seed(derive(SECRET, Purpose.ORCHESTRATOR_IDENTITY)).public
+    assert key.ed25519 == IdentityKey.from_seed(derive(SECRET, Purpose.ORCHESTRATOR_IDENTITY)).public
+    assert key == HybridSigner(*(derive(SECRET, Purpose(f"raycloak/orchestrator-{each}/v1")) for each in KEYS)).public
     desk.start()
     assert (desk.run_id, desk.key) == (run_id, key)
 
@@ -219,7 +224,7 @@ def test_released_keys_open_for_their_member_alone_and_are_the_committed_ones(de
     desk.admit("worker-0", "worker-1")
     package = desk.orchestrator.release("worker-0", 1, (0, 2))
     expected = {
-        "orchestrator_key": desk.key,
+        "orchestrator": desk.key,
         "run_id": desk.run_id,
         "member_id": "worker-0",
         "manifest_digest": MANIFEST,
@@ -235,7 +240,7 @@ def test_a_release_is_logged_before_the_package_exists(desk, monkeypatch):
     desk.admit("worker-0")
     sealed_after = []
     monkeypatch.setattr(
-        "attestation.orchestrator.seal_keys", lambda *_: sealed_after.append(desk.log()[-1]) or Envelope(b"", b"")
+        "attestation.release_desk.seal_keys", lambda *_: sealed_after.append(desk.log()[-1]) or Envelope(b"", b"")
     )
     desk.orchestrator.release("worker-0", 0, (0,))
     ((kind, content),) = sealed_after
@@ -454,7 +459,7 @@ def test_the_exported_log_verifies_and_holds_every_decision(desk, tmp_path):
     assert [line["kind"] for line in lines] == kinds
     assert lines[8]["body"] == {"query": "gradient", "step": 0, "attempt": 0, "digest": view.digest().hex()}
     with pytest.raises(EvidenceError):
-        verify_exported_log(path, IdentityKey.generate().public)
+        verify_exported_log(path, HybridSigner.generate().public)
 
 
 def test_a_generated_secret_is_destroyed_when_asked_and_a_users_own_never(session, desk, tmp_path):
@@ -476,8 +481,9 @@ def test_finishing_again_adds_nothing_to_the_log_and_writes_it_again(desk, tmp_p
     desk.restart()
     desk.orchestrator.finish((), str(tmp_path / "3.jsonl"), True)
     assert desk.log() == before
-    assert (tmp_path / "1.jsonl").read_bytes() == (tmp_path / "2.jsonl").read_bytes()
-    assert (tmp_path / "1.jsonl").read_bytes() == (tmp_path / "3.jsonl").read_bytes()
+    # The entries and the head are the same; ML-DSA signs with fresh randomness.
+    logs = [read_exported_log(tmp_path / f"{number}.jsonl", desk.key) for number in (1, 2, 3)]
+    assert all((log.entries, log.head) == (logs[0].entries, logs[0].head) for log in logs)
 
 
 def test_a_run_that_never_began_is_finished_too(session, tmp_path):

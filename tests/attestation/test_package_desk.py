@@ -3,12 +3,14 @@
 import pytest
 
 from attestation.commit_book import CommitBook, StepCommit
-from attestation.evidence_log import EvidenceLog, LogHead
+from attestation.evidence_log import EvidenceLog
+from attestation.hybrid_signature import HybridSignature, HybridSigner
 from attestation.key_release import hpke_seal
-from attestation.keys import IdentityKey, Secret
+from attestation.keys import Secret
+from attestation.log_entries import LogHead
 from attestation.orchestrator_state import OrchestratorState, SessionId
 from attestation.package_desk import PackageDesk, PublishedPackage
-from attestation.package_keys import HybridSignature, TrustStore
+from attestation.package_keys import TrustStore
 from attestation.package_manifest import PackageManifest
 from metrics.errors import EvidenceError, ProtocolError
 
@@ -20,7 +22,7 @@ class Desk:
 
     def __init__(self, home):
         self.state = OrchestratorState(home / "state" / "run.sqlite")
-        self.log = EvidenceLog(self.state.db, RUN, IdentityKey.generate())
+        self.log = EvidenceLog(self.state.db, RUN, HybridSigner.generate())
         self.commits = CommitBook(self.state, self.log)
         self.signer_folder = home / "signer"
         self.desk = PackageDesk(
@@ -43,7 +45,7 @@ class Desk:
         fields = {
             "run_id": RUN, "manifest_digest": b"m" * 32, "step": 3, "ranges": 1, "parameter_digest": PARAMETERS,
             "epsilon": None, "delta": 1e-5, "evidence_class": "simulated", "roster_digest": b"", "ledger_sequence": 7,
-            "ledger_hash": b"l" * 32, "log_length": head.length, "log_hash": head.hash, "previous": b"",
+            "ledger_hash": b"l" * 32, "log_length": head.length, "log_hash": head.root, "previous": b"",
             "evaluation_accuracy": None, "evaluation_loss": None, "created_at": 1, "payloads": (), "recipients": (),
         }  # fmt: skip
         return PackageManifest(**fields | changes)
@@ -130,6 +132,6 @@ def test_it_opens_what_was_sealed_to_the_run(desk):
 
 def test_the_logs_position_and_hashes_agree(desk):
     head = desk.log.position()
-    assert head == LogHead(run_id=RUN, length=1, hash=desk.log.hash_at(1))
-    assert desk.log.hash_at(0) is None
-    assert desk.log.hash_at(2) is None
+    assert head == LogHead(run_id=RUN, length=1, root=desk.log.root_at(1))
+    assert desk.log.root_at(0) is None
+    assert desk.log.root_at(2) is None

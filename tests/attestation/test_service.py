@@ -12,10 +12,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from attestation import evidence_pb2 as wire
 from attestation.canonical import digest
 from attestation.channel import SERVER_NAME, ChannelBinding, client_credentials, client_end
-from attestation.evidence_log import ExportedEntry, ExportedHead, LogHead
-from attestation.key_release import KeyPackage
+from attestation.key_release import KeyPackage, released_body
 from attestation.keys import IdentityKey
-from attestation.messages import Envelope, open_envelope, parse, seal
+from attestation.log_entries import EntryProof, ExportedEntry, SignedHead
+from attestation.messages import open_envelope, parse, seal
 from attestation.refusals import refusal_in
 from attestation.roster import open_roster
 from attestation.service_limits import ServiceLimits
@@ -53,7 +53,10 @@ def test_a_worker_outside_the_cluster_gets_from_challenge_to_roster_and_log(site
         for name in HOSTING:
             client, attester = site.admitted(name)
             stack.callback(client.close)
-            package = open_envelope(KeyPackage, client.release_keys(0), site.key)
+            release = client.release_keys(0)
+            package = open_envelope(KeyPackage, release.package, site.key)
+            entry, _ = parse(EntryProof, release.proof).check(site.log_owner, site.run_id)
+            assert (entry.kind, entry.content) == ("released", released_body(package))
             assert (package.member_id, package.virtual_workers) == (name, HOSTING[name])
             assert len(attester.hpke.open(package.ciphertext, package.info())) == 2 * 2 * 32
             if name == "worker-0":
@@ -64,8 +67,7 @@ def test_a_worker_outside_the_cluster_gets_from_challenge_to_roster_and_log(site
         assert {digest(each.body) for each in presentations} == {m.evidence_digest for m in roster.members}
         assert client.roster()[0] == envelope
         entries, head_line = client.log()
-    exported = parse(ExportedHead, head_line)
-    head = open_envelope(LogHead, Envelope(exported.head, exported.signature), site.key)
+    head = parse(SignedHead, head_line).open(site.log_owner)
     lines = [parse(ExportedEntry, line) for line in entries]
     assert (head.length, [line.sequence for line in lines]) == (len(lines), list(range(len(lines))))
     assert [line.kind for line in lines] == [

@@ -6,7 +6,7 @@ from contextlib import closing
 import pytest
 
 from attestation.evidence_log import EvidenceLog
-from attestation.keys import IdentityKey
+from attestation.hybrid_signature import HybridSigner
 from coordinator.chaos_checks import (
     Charges,
     check_charges,
@@ -76,7 +76,7 @@ def test_a_home_without_a_ledger_has_lost_every_charge(tmp_path):
 
 
 def test_the_evidence_log_gives_every_digest_it_has_and_is_verified_first(tmp_path):
-    key, path = IdentityKey.generate(), tmp_path / "evidence.jsonl"
+    key, path = HybridSigner.generate(), tmp_path / "evidence.jsonl"
     with closing(sqlite3.connect(tmp_path / "log.sqlite", isolation_level=None)) as connection:
         log = EvidenceLog(connection, "run-a", key)
         log.append("committed", {"step": 0, "parameter_digest": "aa"})

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from attestation.evidence_log import EvidenceLog
-from attestation.keys import IdentityKey
+from attestation.hybrid_signature import HybridSigner
 from coordinator import bench_chaos, cli
 from coordinator.chaos_events import EventTail, Left, StepSeen
 from coordinator.chaos_figures import Kill
@@ -19,7 +19,7 @@ from coordinator.config import load_config
 from tests.coordinator.ledger_cases import MANIFEST, PARAMETERS, opened
 
 CONFIG = Path(__file__).resolve().parents[2] / "benchmarks" / "chaos.yaml"
-KEY = IdentityKey.generate()
+KEY = HybridSigner.generate()
 KILLS = (Kill("worker", "SIGKILL", 1.5, 7), Kill("driver", "SIGSTOP", 3.5, 8), Kill("node", "SIGKILL", 5.5, 9))
 
 
@@ -42,7 +42,7 @@ def _run(home, steps, *, charged=(), logged=None, ended=()):
             log.append("committed", {"step": step, "parameter_digest": digest})
         log.export(home / "evidence.jsonl")
     tail = EventTail(home / "metrics.jsonl", steps=steps, departures=[Left(1.6, "died"), Left(5.6, "unreachable")])
-    record, manifest = SimpleNamespace(run_id="run-a"), SimpleNamespace(orchestrator_key=KEY.public)
+    record, manifest = SimpleNamespace(run_id="run-a"), SimpleNamespace(log_owner=KEY.public)
     folder = SimpleNamespace(record=record, path=home, manifest=lambda: manifest)
     return SimpleNamespace(home=home, tail=tail, steps=steps, ended=list(ended), folder=folder)
 

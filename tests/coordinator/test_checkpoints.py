@@ -387,7 +387,7 @@ def test_a_rolled_back_ledger_is_refused(bench, tmp_path):
 
 def test_a_rolled_back_evidence_log_is_refused(bench, monkeypatch):
     bench.publish(1)
-    monkeypatch.setattr(bench.orchestrator, "log_hash_at", lambda length: None)
+    monkeypatch.setattr(bench.orchestrator, "log_root_at", lambda length: None)
     assert code_of(bench.newest) == "log_rolled_back"
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from attestation.canonical import canonical_json
 from attestation.evidence_log import EvidenceLog
+from attestation.hybrid_signature import HybridSigner
 from attestation.keys import IdentityKey
 from coordinator import cli
 from coordinator.ledger import PrivacyLedger
@@ -266,10 +267,14 @@ class Pinned:
         home.mkdir(mode=0o700)
         shutil.copy2(original, self.path)
         ledger = PrivacyLedger(f"sqlite:///{self.path}", create=False)
-        key, orchestrator = ledger.public_key, IdentityKey.generate()
+        key, orchestrator = ledger.public_key, HybridSigner.generate()
         self.head = Head(seen, ledger.hash_at(seen) or b"")
         ledger.close()
-        manifest = run_manifest(ledger_key=key, orchestrator_key=orchestrator.public)
+        manifest = run_manifest(
+            ledger_key=key,
+            orchestrator_key=orchestrator.public.ed25519,
+            orchestrator_ml_dsa=orchestrator.public.ml_dsa_65,
+        )
         self.site = Site(home, manifest)
         self.site.storage = type(self.site.storage).open(str(home / "packages" / manifest.run_id))
         self.site.publish(ledger_head=self.head)

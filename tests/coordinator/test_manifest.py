@@ -84,12 +84,15 @@ def test_epochs_are_counted_up():
 
 def test_the_manifest_names_everybody_who_may_sign_and_survives_the_wire(hand):
     manifest = hand.manifest
-    assert manifest.orchestrator_key == hand.orchestrator_key
+    assert manifest.log_owner == hand.orchestrator_key
     assert manifest.ledger_key == hand.ledger_key.public
     assert manifest.run_id == hand.run_id
     assert len(manifest.key_commitments) == 1
     assert Manifest.model_validate_json(manifest.encode()) == manifest
-    others = [{field: bytes(32)} for field in ("known_answer", "policy_digest", "ledger_key", "orchestrator_key")] + [
+    others = [
+        {field: bytes(32)}
+        for field in ("known_answer", "policy_digest", "ledger_key", "orchestrator_key", "orchestrator_ml_dsa")
+    ] + [
         {"account": "another"},
         {"run_id": "another"},
         {"key_commitments": ()},

@@ -6,9 +6,10 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from attestation.hybrid_signature import HybridSignature
 from attestation.key_release import HpkeKey
 from attestation.package_desk import PublishedPackage
-from attestation.package_keys import HybridSignature, PackageSigner, TrustStore
+from attestation.package_keys import PackageSigner, TrustStore
 from coordinator import tssp_reader
 from coordinator.evaluation import Evaluation
 from coordinator.tssp_arrays import load_arrays
@@ -223,8 +224,8 @@ def test_a_ledger_head_that_the_ledger_does_not_have_is_refused(site, sealed):
 
 
 def test_a_log_head_that_the_log_does_not_have_is_refused(site, sealed):
-    assert site.refusal(sealed, Expected(log_hash={9: b"e" * 32}.get)) == ""
-    assert site.refusal(sealed, Expected(log_hash={}.get)) == "log_rolled_back"
+    assert site.refusal(sealed, Expected(log_root={9: b"e" * 32}.get)) == ""
+    assert site.refusal(sealed, Expected(log_root={}.get)) == "log_rolled_back"
 
 
 def test_a_package_of_another_run_is_refused(site, sealed):

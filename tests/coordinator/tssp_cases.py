@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from attestation.evidence_log import LogHead
 from attestation.key_release import HpkeKey
 from attestation.keys import Secret
+from attestation.log_entries import LogHead
 from attestation.package_keys import PackageSigner, RecipientPublic, TrustStore
 from attestation.package_manifest import PackageManifest
 from coordinator.ledger_entries import Head
@@ -40,7 +40,7 @@ def run_manifest(tensors: tuple[TensorSpec, ...] = TENSORS, **changes: Any) -> M
     )  # fmt: skip
     fields: dict[str, Any] = {
         "run_id": "0123456789abcdef", "computation": computation, "known_answer": b"", "policy_digest": b"",
-        "account": "a", "ledger_key": b"", "orchestrator_key": b"", "key_commitments": (),
+        "account": "a", "ledger_key": b"", "orchestrator_key": b"", "orchestrator_ml_dsa": b"", "key_commitments": (),
     }  # fmt: skip
     return Manifest(**fields | changes)
 
@@ -74,7 +74,7 @@ def snapshot(manifest: Manifest, step: int = 3, **changes: Any) -> Snapshot:
         "epsilon": 1.5,
         "roster_digest": bytes(32),
         "ledger_head": Head(7, b"l" * 32),
-        "log_head": LogHead(run_id=manifest.run_id, length=9, hash=b"e" * 32),
+        "log_head": LogHead(run_id=manifest.run_id, length=9, root=b"e" * 32),
         "evaluation": None,
     }
     return Snapshot(**fields | changes)

@@ -76,7 +76,7 @@ def test_run_directory_holds_what_a_third_party_needs(ray_cluster):
     saved = load_file(folder / "parameters.safetensors")
     flat = np.concatenate([saved[tensor.name].ravel() for tensor in tensors])
     assert parameter_digest(tensors, tensor_digests(flat, tensors)).hex() == result["metrics"]["parameter_digest"]
-    assert verify_exported_log(folder / "evidence.jsonl", manifest.orchestrator_key) > STEPS
+    assert verify_exported_log(folder / "evidence.jsonl", manifest.log_owner) > STEPS
     committed = re.findall(rb'"parameter_digest":"([0-9a-f]{64})"', (folder / "evidence.jsonl").read_bytes())
     assert [digest.decode() for digest in committed] == digests(result)
     assert parse_config(__import__("yaml").safe_load((folder / "config.yaml").read_text())) == digits()

@@ -9,6 +9,7 @@ import pytest
 
 from attestation.attester import Attester
 from attestation.evidence import Challenge
+from attestation.key_release import KeyRelease
 from attestation.keys import IdentityKey, Purpose, derive
 from attestation.messages import Envelope, open_envelope, seal
 from attestation.roster import Member, Roster
@@ -206,7 +207,8 @@ def test_a_challenge_for_somebody_else_is_not_answered(still):
 def test_keys_for_another_member_or_from_another_signer_are_refused(still):
     foreign = still.orchestrator.release("worker-1", 0, (0,))
     assert refused(still.workers["worker-0"].accept_keys, foreign) == "key_package_mismatch"
-    forged = replace(foreign, signature=IdentityKey.generate().sign(foreign.body))
+    package = replace(foreign.package, signature=IdentityKey.generate().sign(foreign.package.body))
+    forged = replace(foreign, package=package)
     assert refused(still.workers["worker-1"].accept_keys, forged) == "signature"
 
 
@@ -535,11 +537,11 @@ def test_an_error_of_ours_leaves_the_other_methods_as_itself_and_any_other_witho
 
     monkeypatch.setattr("workers.train_worker.open_keys", fail)
     with pytest.raises(RunFailedError) as error:
-        worker.accept_keys(Envelope(b"", b""))
+        worker.accept_keys(KeyRelease(Envelope(b"", b""), b""))
     assert error.value.code == "worker_error"
     assert "4711" not in str(error.value)
     assert error.value.__cause__ is None
     assert error.value.__context__ is None
     monkeypatch.undo()
     with pytest.raises((ProtocolError, EvidenceError)):
-        worker.accept_keys(Envelope(b"", b""))
+        worker.accept_keys(KeyRelease(Envelope(b"", b""), b""))

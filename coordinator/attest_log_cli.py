@@ -1,0 +1,171 @@
+"""The commands ``raycloak attest log``: checking the evidence log of a run, by whoever has the keys of its owner."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from coordinator.commands import AsJson, Debug, execute
+from coordinator.output import Output
+from metrics.errors import ConfigError
+
+if TYPE_CHECKING:
+    from attestation.evidence_log import ExportedLog
+    from attestation.hybrid_signature import SignerPublic
+
+attest_log = typer.Typer(help="The evidence log: check one, prove one entry of it.")
+
+LOG_FILE = "evidence.jsonl"
+
+LogPath = Annotated[
+    Path, typer.Argument(metavar="RUN_DIR|FILE", help="Run directory, or an exported log.", show_default=False)
+]
+OwnerKey = Annotated[
+    Path | None,
+    typer.Option(
+        "--key",
+        metavar="FILE",
+        help="Both public keys of the log's owner, or a manifest that names them; default: the run's own manifest.",
+        show_default=False,
+    ),
+]
+
+
+@attest_log.command("verify")
+def verify_command(
+    log: LogPath,
+    key: OwnerKey = None,
+    head: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="An older head or log, which this one must extend.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Check every entry and the signed head; name the first entry that is wrong. Exit code 3 if one is."""
+    execute(as_json, debug, lambda output: _verify(output, log, key, head))
+
+
+def _verify(output: Output, path: Path, key: Path | None, older: Path | None) -> int:
+    from attestation.evidence_log import read_exported_head
+    from attestation.log_entries import broken, check_extends
+
+    owner, log = _opened(path, key)
+    facts: dict[str, Any] = {
+        "verified": True,
+        "run_id": log.head.run_id,
+        "entries": log.head.length,
+        "root": log.head.root.hex(),
+        "owner": owner.key_id.hex(),
+        "keys_from": str(key or _manifest_of(path)),
+    }
+    if older is not None:
+        old = read_exported_head(older).open(owner)
+        if old.length > log.head.length:
+            broken(f"it has {log.head.length} entries, the older head {old.length}: it was cut off")
+        check_extends(old, log.head, log.prove_extends(old.length))
+        facts["extends"] = old.length
+    classes = sorted({entry.content["evidence_class"] for entry in log.entries if entry.kind == "admitted"})
+    facts["evidence_classes"] = classes
+    return _show(output, "Evidence log (SIMULATED evidence)" if "simulated" in classes else "Evidence log", facts)
+
+
+@attest_log.command("prove")
+def prove_command(
+    log: LogPath,
+    sequence: Annotated[int, typer.Argument(metavar="SEQUENCE", help="Position of the entry, from 0.", min=0)],
+    key: OwnerKey = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="New file for the proof.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Prove one entry of a log that verifies: the entry, the hashes up to the root, and the signed head."""
+    execute(as_json, debug, lambda output: _prove(output, log, sequence, key, out))
+
+
+def _prove(output: Output, path: Path, sequence: int, key: Path | None, out: Path | None) -> int:
+    _, log = _opened(path, key)
+    if sequence >= log.head.length:
+        raise ConfigError("log_entry", f"the log has {log.head.length} entries; there is no entry {sequence}.")
+    proof = log.prove(sequence)
+    if out is not None:
+        try:
+            with out.open("xb") as file:
+                file.write(proof.encode() + b"\n")
+        except FileExistsError:
+            raise ConfigError("out_exists", f"{out} is there already.", "Choose another name, or remove it.") from None
+        except OSError as error:
+            raise ConfigError("out_unwritable", f"cannot write {out}: {error.strerror}.") from None
+    facts = {"sequence": sequence, "kind": proof.entry.kind, "hashes": len(proof.path), "entries": log.head.length}
+    return _show(output, "Proof of an entry", facts | {"proof": proof.model_dump(mode="json")}, hidden=("proof",))
+
+
+@attest_log.command("check")
+def check_command(
+    proof: Annotated[Path, typer.Argument(metavar="PROOF", help="File that prove has written.", show_default=False)],
+    key: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help="Both public keys of the log's owner, or a manifest.", show_default=False),
+    ],
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Check a proof without the log it is from. Exit code 3 if it does not hold."""
+    execute(as_json, debug, lambda output: _check(output, proof, key))
+
+
+def _check(output: Output, path: Path, key: Path) -> int:
+    from attestation.log_entries import EntryProof, LogHead, parse_line
+
+    proof = parse_line(EntryProof, _read(path).strip(), "the proof")
+    claimed = parse_line(LogHead, proof.head.head, "the signed head")
+    entry, head = proof.check(_owner(key), claimed.run_id)
+    facts = {"verified": True, "run_id": head.run_id, "sequence": entry.sequence, "kind": entry.kind}
+    return _show(output, "Proof of an entry", facts | {"entries": head.length, "body": entry.content})
+
+
+def _opened(path: Path, key: Path | None) -> tuple["SignerPublic", "ExportedLog"]:
+    from attestation.evidence_log import read_exported_log
+
+    owner = _owner(key or _manifest_of(path))
+    return owner, read_exported_log(path / LOG_FILE if path.is_dir() else path, owner)
+
+
+def _manifest_of(path: Path) -> Path:
+    return (path if path.is_dir() else path.parent) / "manifest.json"
+
+
+def _owner(path: Path) -> "SignerPublic":
+    """The log's owner: a file of its two public keys, or the manifest that names them."""
+    from attestation.hybrid_signature import SignerPublic
+    from attestation.messages import parse
+    from metrics.errors import ProtocolError
+    from workers.manifest import Manifest
+
+    data = _read(path).strip()
+    try:
+        return parse(SignerPublic, data) if b'"run_id"' not in data else parse(Manifest, data).log_owner
+    except ProtocolError as error:
+        raise ConfigError("log_key", f"{path} does not name the owner of a log: {error.message}.") from None
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        remedy = "Give the file with --key." if path.name == "manifest.json" else ""
+        raise ConfigError("log_key", f"cannot read {path}: {error.strerror}.", remedy) from None
+
+
+def _show(output: Output, title: str, facts: dict[str, Any], hidden: tuple[str, ...] = ()) -> int:
+    from coordinator.tables import fields_table, value_text
+
+    rows = [
+        (name.replace("_", " "), ", ".join(value) if isinstance(value, list) else value_text(value))
+        for name, value in facts.items()
+        if name not in hidden
+    ]
+    output.result(facts, fields_table(title, rows))
+    return 0
