@@ -27,6 +27,7 @@ from ray.exceptions import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from attestation.admissions import OrchestratorView
+from attestation.attester import CpuEvidence
 from attestation.orchestrator import EvidenceOrchestrator
 from attestation.simulator import SimulatedVendor, code_measurement
 from attestation.simulator_platform import SimulatedPlatform
@@ -70,10 +71,10 @@ class NodeEvidenceSource:
     def __init__(self, platforms: Mapping[str, Any]) -> None:
         self._platforms = platforms
 
-    def quote(self, report_data: bytes) -> bytes:
+    def collect(self, report_data: bytes) -> CpuEvidence:
         """See `attestation.attester.EvidenceSource`."""
         quote: bytes = ray.get(self._platforms[_own_node(self)].quote.remote(report_data), timeout=QUOTE_DEADLINE_S)
-        return quote
+        return CpuEvidence(quote)
 
 
 class OrchestratorActor(EvidenceOrchestrator):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from attestation.attester import Attester
+from attestation.attester import Attester, CpuEvidence
 from attestation.client import EvidenceClient
 from attestation.simulator import SimulatedVendor, code_measurement
 from attestation.simulator_platform import SimulatedPlatform
@@ -61,8 +61,8 @@ class _Source:
 
     platform: SimulatedPlatform
 
-    def quote(self, report_data: bytes) -> bytes:
-        return self.platform.quote(report_data, code_measurement())
+    def collect(self, report_data: bytes) -> CpuEvidence:
+        return CpuEvidence(self.platform.quote(report_data, code_measurement()))
 
 
 @dataclass(frozen=True, slots=True)
