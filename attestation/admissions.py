@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from attestation.appraisal import Appraisal, appraise, open_presentation
+from attestation.enrolment import check_enrolment
 from attestation.evidence import Challenge, CollateralBundle, Presentation, Role
 from attestation.evidence_log import EvidenceLog
+from attestation.fact_book import FactBook
 from attestation.messages import Envelope
 from attestation.nonce_book import NonceBook
 from attestation.orchestrator_state import MemberRow, OrchestratorState
@@ -57,6 +59,7 @@ class Admissions:
         self._state = state
         self._log = log
         self._nonces = NonceBook(state.db)
+        self._facts = FactBook(state.db)
         self._run_id = run_id
         self._clock = clock
         self._members: dict[str, Admitted] = {}
@@ -68,6 +71,7 @@ class Admissions:
         for row in self._state.members():
             try:
                 presentation = open_presentation(row.presentation)
+                self._facts.check_clock(self._clock())
                 appraisal = self._appraise(row.presentation, presentation)
             except EvidenceError:
                 continue
@@ -123,7 +127,7 @@ class Admissions:
         expiry: dict[str, int] = {}
         for appraisal in members:
             expiry[appraisal.role] = min(appraisal.expires_at, expiry.get(appraisal.role, appraisal.expires_at))
-        classes = sorted({appraisal.evidence_class for appraisal in members})
+        classes = sorted({each for appraisal in members for each in appraisal.evidence_classes})
         return OrchestratorView(
             admitted={a.member_id: a.role for a in members},
             evidence_class="+".join(classes),
@@ -147,7 +151,11 @@ class Admissions:
             presentation = open_presentation(envelope)
             claimed = presentation.member_id
             self._nonces.consume(presentation, self._clock())
+            self._facts.check_clock(self._clock())
             appraisal = self._appraise(envelope, presentation)
+            self._facts.keep(appraisal.facts)
+            others = [each.appraisal for name, each in self._members.items() if name != claimed]
+            check_enrolment([*others, appraisal], self._terms.policy)
         except EvidenceError as refusal:
             self._log.append("refused", {"member_id": claimed, "code": refusal.code})
             return refusal
@@ -179,6 +187,7 @@ class Admissions:
             policy=self._terms.policy,
             collateral=self._terms.collateral,
             now=self._clock(),
+            floors=self._facts.floors(),
         )
         if presentation.role == "worker" and presentation.known_answer != self._terms.known_answer:
             raise EvidenceError(

@@ -13,16 +13,27 @@ from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from attestation.canonical import digest, length_prefixed
+from attestation.composite import (
+    GuestClaims,
+    classes_of,
+    facts_of,
+    measurements_of,
+    verify_guest,
+    verify_own_gpus,
+)
 from attestation.evidence import MLKEM_BYTES, CollateralBundle, EvidenceClass, Presentation, Refusal, Role, refuse
+from attestation.floors import NO_FLOORS, Fact, Floors
+from attestation.gpu import GpuClaims
 from attestation.keys import signature_is_valid
 from attestation.messages import Envelope, parse
 from attestation.policy import Policy
 from attestation.quote_format import MAX_QUOTE_BYTES
 from attestation.report_data import expected_report_data
-from attestation.tdx import TdxClaims, verify_tdx
+from attestation.tdx import TdxClaims
 from metrics.errors import ProtocolError
 
-MAX_PRESENTATION_BYTES: Final = 4 * MAX_QUOTE_BYTES
+# A quote, and sixteen GPUs of which each takes some forty thousand characters.
+MAX_PRESENTATION_BYTES: Final = 16 * MAX_QUOTE_BYTES
 
 # The y coordinates of the Ed25519 points of order 1, 2, 4 and 8, in every encoding.
 _P = 2**255 - 19
@@ -43,8 +54,11 @@ class Appraisal:
         evidence_class: class of the root that verified the quote.
         evidence_digest: SHA-256 of the signed body, for logs and rosters; never an identity or replay key, since
             quotes are malleable.
-        platform_id: 16 bytes that name the machine.
-        evaluation_number: of the collateral; the verifier keeps the highest as its next floor.
+        evidence_classes: that class and those of the GPUs.
+        platform_id: names the machine, 16 bytes for TDX and up to 64 for SEV-SNP.
+        gpus: the worker's GPUs, in the order in which it presented them.
+        facts: numbers of the collateral; the verifier keeps the highest of each as its next floor.
+        hwmodel, dbgstat: of the guest's platform; see `attestation.eat`.
         expires_at: unix seconds after which fresh evidence is needed.
         steps: (step, verdict) in the order in which they were taken.
     """
@@ -55,12 +69,17 @@ class Appraisal:
     mask_key: bytes
     identity_key: bytes
     known_answer: bytes
+    nonce: bytes
     evidence_class: EvidenceClass
+    evidence_classes: tuple[EvidenceClass, ...]
     evidence_digest: bytes
     measurement: bytes
     tcb_status: str
     platform_id: bytes
-    evaluation_number: int
+    gpus: tuple[GpuClaims, ...]
+    facts: tuple[Fact, ...]
+    hwmodel: str
+    dbgstat: str
     expires_at: int
     policy_digest: bytes
     steps: tuple[tuple[str, str], ...]
@@ -99,33 +118,33 @@ def appraise(
     policy: Policy,
     collateral: CollateralBundle,
     now: int,
-    evaluation_floor: int = 0,
+    floors: Floors = NO_FLOORS,
 ) -> Appraisal:
     """Judge a member's evidence at unix second ``now``.
 
     Guarantee: returns only if a root of a class that ``policy`` accepts vouches for accepted code, and that code bound
-    exactly this run, member, role, manifest and these keys into its quote.
+    exactly this run, member, role, manifest, these keys and these GPUs into its quote, which are as many as the policy
+    asks for.
 
     Args:
         run_id, member_id, role, manifest_digest: the session the evidence must be for.
         collateral: obtained by the verifier itself, never from the member.
-        evaluation_floor: highest evaluation number of collateral seen so far.
+        floors: highest numbers of collateral seen so far.
 
     Raises:
         EvidenceError: with one code of `attestation.evidence.Refusal`.
     """
     presentation = open_presentation(envelope)
-    claims = _verify_quote(presentation, policy, collateral, now, evaluation_floor)
-    _check_measurement(claims, policy)
+    claims = verify_guest(presentation, policy, collateral, now, floors)
+    _check_measurement(claims, presentation, policy)
     _check_session(presentation, run_id, member_id, role, manifest_digest)
     _check_keys(presentation)
     if claims.report_data != expected_report_data(presentation):
         refuse(Refusal.KEY_NOT_BOUND, f"the quote of '{member_id}' does not vouch for this session and these keys")
-    if presentation.gpu_evidence:
-        refuse(Refusal.GPU_STATE, f"'{member_id}' presents GPU evidence, and the policy accepts no class of it")
+    gpus = verify_own_gpus(presentation, policy, collateral, now)
     if policy.platforms is not None and claims.platform_id not in policy.platforms:
         refuse(Refusal.PEER_NOT_BOUND, f"the platform {claims.platform_id.hex()} is not on the policy's list")
-    return _result(envelope, presentation, claims, policy, now)
+    return _result(envelope, presentation, claims, gpus, policy, now)
 
 
 @lru_cache(maxsize=16)
@@ -133,25 +152,8 @@ def _digest_of(policy: Policy) -> bytes:
     return policy.digest()
 
 
-def _verify_quote(
-    presentation: Presentation, policy: Policy, collateral: CollateralBundle, now: int, evaluation_floor: int
-) -> TdxClaims:
-    if presentation.quote_family != "tdx":
-        refuse(Refusal.EVIDENCE_MALFORMED, f"there is no verifier for evidence of family {presentation.quote_family}")
-    return verify_tdx(
-        presentation.quote,
-        collateral.tdx,
-        anchors=policy.anchors,
-        accepted=policy.accepted_classes,
-        rules=policy.tdx,
-        now=now,
-        evaluation_floor=evaluation_floor,
-    )
-
-
-def _check_measurement(claims: TdxClaims, policy: Policy) -> None:
-    known = [measurement for measurement in policy.tdx.measurements or () if any(measurement)]
-    if claims.measurement not in known:
+def _check_measurement(claims: GuestClaims, presentation: Presentation, policy: Policy) -> None:
+    if claims.measurement not in measurements_of(policy, presentation.quote_family):
         refuse(Refusal.MEASUREMENT_UNKNOWN, f"{claims.measurement.hex()} is not a measurement that the policy accepts")
 
 
@@ -203,7 +205,14 @@ def _is_mlkem(public: bytes) -> bool:
     return any(public[:-32])
 
 
-def _result(envelope: Envelope, presentation: Presentation, claims: TdxClaims, policy: Policy, now: int) -> Appraisal:
+def _result(
+    envelope: Envelope,
+    presentation: Presentation,
+    claims: GuestClaims,
+    gpus: tuple[GpuClaims, ...],
+    policy: Policy,
+    now: int,
+) -> Appraisal:
     return Appraisal(
         member_id=presentation.member_id,
         role=presentation.role,
@@ -211,30 +220,31 @@ def _result(envelope: Envelope, presentation: Presentation, claims: TdxClaims, p
         mask_key=presentation.mask_key,
         identity_key=presentation.identity_key,
         known_answer=presentation.known_answer,
+        nonce=presentation.nonce,
         evidence_class=claims.evidence_class,
+        evidence_classes=classes_of(claims, gpus),
         evidence_digest=digest(envelope.body),
         measurement=claims.measurement,
-        tcb_status=claims.tcb_status,
+        tcb_status=claims.tcb_status if isinstance(claims, TdxClaims) else claims.firmware,
         platform_id=claims.platform_id,
-        evaluation_number=claims.evaluation_number,
-        expires_at=min(claims.expires_at, now + policy.evidence_lifetime_s),
+        gpus=gpus,
+        facts=facts_of(claims),
+        hwmodel=claims.hwmodel,
+        dbgstat=claims.dbgstat,
+        expires_at=min(claims.expires_at, *(gpu.expires_at for gpu in gpus), now + policy.evidence_lifetime_s),
         policy_digest=_digest_of(policy),
-        steps=_steps(presentation, claims),
+        steps=_steps(presentation, claims, gpus),
     )
 
 
-def _steps(presentation: Presentation, claims: TdxClaims) -> tuple[tuple[str, str], ...]:
+def _steps(presentation: Presentation, claims: GuestClaims, gpus: tuple[GpuClaims, ...]) -> tuple[tuple[str, str], ...]:
+    of_gpus = ((f"GPU {i} {step}", verdict) for i, gpu in enumerate(gpus) for step, verdict in gpu.steps)
     return (
-        ("format", f"TDX quote of {len(presentation.quote)} bytes"),
         ("possession", "signed by the presented identity key"),
-        ("root", f"{claims.evidence_class} {claims.root_key_id.hex()[:16]}"),
-        ("chain", "certificates, signatures and roles hold"),
-        ("revocation", "nothing revoked"),
-        ("collateral", f"evaluation number {claims.evaluation_number}, until {claims.expires_at}"),
-        ("tcb", claims.tcb_status),
-        ("attributes", "no debug"),
+        *claims.steps,
         ("measurement", claims.measurement.hex()),
         ("session", f"{presentation.run_id} {presentation.member_id} {presentation.role}"),
-        ("binding", "three keys, known answer and no GPU"),
-        ("platform", claims.platform_id.hex()),
+        ("binding", f"three keys, known answer and {len(gpus)} GPUs"),
+        *of_gpus,
+        ("machine", claims.platform_id.hex()),
     )

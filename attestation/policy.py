@@ -11,8 +11,10 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from attestation.canonical import canonical_json
 from attestation.evidence import EvidenceClass
+from attestation.gpu_rules import GpuRules
 from attestation.messages import Message
 from attestation.roots import Anchor, pinned_anchors
+from attestation.snp_rules import SnpRules
 from attestation.tdx_rules import TdxRules
 from metrics.errors import ConfigError
 
@@ -31,7 +33,7 @@ class Policy(Message):
         platforms: admitted platform ids, 16 bytes for TDX and 64 for SEV-SNP; None admits any platform.
         workers_per_platform: most workers that may present the same platform id; None sets no limit.
         gpus_per_worker: how many confidential GPUs each worker must present, no more and no less.
-        tdx: rules for TDX quotes.
+        tdx, sev_snp, nvidia_gpu: rules for TDX quotes, SEV-SNP reports and GPU reports.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/policy/v2"
@@ -43,6 +45,8 @@ class Policy(Message):
     workers_per_platform: Annotated[int, Field(gt=0, lt=2**16)] | None = 1
     gpus_per_worker: Annotated[int, Field(ge=0, lt=2**8)] = 0
     tdx: TdxRules = TdxRules()
+    sev_snp: SnpRules = SnpRules()
+    nvidia_gpu: GpuRules = GpuRules()
 
     @field_validator("anchors")
     @classmethod
@@ -53,8 +57,9 @@ class Policy(Message):
 
     @model_validator(mode="after")
     def _measurements_are_compared(self) -> Self:
-        if self.tdx.measurements is None:
-            raise ValueError("tdx.measurements must be a list; an empty one admits nothing")
+        for name, rules in (("tdx", self.tdx), ("sev_snp", self.sev_snp)):
+            if rules.measurements is None:
+                raise ValueError(f"{name}.measurements must be a list; an empty one admits nothing")
         return self
 
     @property

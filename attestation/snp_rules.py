@@ -50,3 +50,7 @@ class SnpRules(Message):
     allowed_vmpl: tuple[Vmpl, ...] = (0,)
     require_crl: bool = True
     measurements: tuple[Measurement, ...] | None = ()
+
+    def __hash__(self) -> int:
+        """Of all fields, one of which is a mapping."""
+        return hash(self.encode())

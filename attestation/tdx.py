@@ -17,6 +17,7 @@ import dcap_qvl
 
 from attestation.certificates import check_links, common_name, ecdsa_is_valid, point, signed_by
 from attestation.evidence import Collateral, EvidenceClass, Refusal, refuse, require_class
+from attestation.floors import NO_FLOORS, Fact, Floors, check_not_older, evaluation_fact
 from attestation.quote_format import TdxQuote, parse_quote
 from attestation.roots import Anchor, anchor_of
 from attestation.tdx_collateral import (
@@ -27,6 +28,7 @@ from attestation.tdx_collateral import (
     check_revocation,
     check_roles,
     check_windows,
+    crl_facts,
     documents_for,
     linked_chains,
     load_crls,
@@ -56,6 +58,7 @@ class TdxClaims:
         platform_id: platform instance id, 16 bytes; the PPID where the certificate has none.
         tcb_status: the first status of platform, TDX module and quoting enclave that is not ``UpToDate``.
         evaluation_number: ``tcbEvaluationDataNumber`` of the collateral.
+        facts: numbers of the collateral that may only rise.
         expires_at: unix seconds at which collateral or a certificate stops being valid.
         hwmodel, dbgstat: the claims of RFC 9711 of these names.
         steps: (step, verdict) in the order in which they were taken.
@@ -68,6 +71,7 @@ class TdxClaims:
     tcb_status: str
     advisory_ids: tuple[str, ...]
     evaluation_number: int
+    facts: tuple[Fact, ...]
     fmspc: bytes
     platform_id: bytes
     root_key_id: bytes
@@ -85,7 +89,7 @@ def verify_tdx(
     accepted: Collection[EvidenceClass],
     rules: TdxRules,
     now: int,
-    evaluation_floor: int = 0,
+    floors: Floors = NO_FLOORS,
 ) -> TdxClaims:
     """Verify ``quote`` at unix second ``now``.
 
@@ -94,7 +98,7 @@ def verify_tdx(
 
     Args:
         collateral: of one or several platform families; that of the quote's own is used.
-        evaluation_floor: highest ``tcbEvaluationDataNumber`` seen so far; collateral below it is refused.
+        floors: highest numbers of collateral seen so far; collateral below them is refused.
 
     Raises:
         EvidenceError: one of the codes of `attestation.evidence.Refusal`, that of the first stage that fails.
@@ -116,14 +120,15 @@ def verify_tdx(
     check_roles(chains)
     check_revocation(crls, chains)
     expires_at = check_windows(documents, chains, crls, now)
-    floor = max(evaluation_floor, rules.min_tcb_evaluation_data_number)
-    number = check_evaluation_number(documents, floor)
+    number = check_evaluation_number(documents, rules.min_tcb_evaluation_data_number)
+    facts = (evaluation_fact(anchor.root_key_id, number), *crl_facts(crls, chains))
+    check_not_older(facts, floors)
     rating = rate(parsed, platform, documents.tcb_info, documents.qe_identity, rules)
     _check_guest(parsed, rules)
     _check_configuration(platform, rules)
     if not _guest_needs_tolerance(parsed):
-        _check_again(parsed, documents.raw, anchor, now, rules, floor)
-    return _claims(parsed, platform, rating, anchor, expires_at, number)
+        _check_again(parsed, documents.raw, anchor, now, rules, number)
+    return _claims(parsed, platform, rating, anchor, expires_at, facts)
 
 
 def _select_anchor(quote: TdxQuote, anchors: Sequence[Anchor], accepted: Collection[EvidenceClass]) -> Anchor:
@@ -218,12 +223,12 @@ def _guest_needs_tolerance(quote: TdxQuote) -> bool:
 
 
 def _check_again(
-    quote: TdxQuote, collateral: Collateral, anchor: Anchor, now: int, rules: TdxRules, floor: int
+    quote: TdxQuote, collateral: Collateral, anchor: Anchor, now: int, rules: TdxRules, number: int
 ) -> None:
     """Ask dcap-qvl for the whole verification, under the same rules."""
     # Every setter returns a new object; a result that is dropped would be a limit that does not exist.
     policy = dcap_qvl.QuotePolicy.strict(now).allow_dynamic_platform(True).allow_cached_keys(True).allow_smt(True)
-    policy = policy.min_tcb_eval_data_number(floor).reject_advisories(list(rules.rejected_advisories))
+    policy = policy.min_tcb_eval_data_number(number).reject_advisories(list(rules.rejected_advisories))
     policy = policy.platform_grace_period(_FOREVER_S).qe_grace_period(_FOREVER_S)
     for status in rules.tcb_statuses:
         policy = policy.allow_status(status)
@@ -262,8 +267,14 @@ def _refuse_by_text(text: str) -> NoReturn:
 
 
 def _claims(
-    quote: TdxQuote, platform: TdxPlatform, rating: TdxRating, anchor: Anchor, expires_at: int, number: int
+    quote: TdxQuote,
+    platform: TdxPlatform,
+    rating: TdxRating,
+    anchor: Anchor,
+    expires_at: int,
+    facts: tuple[Fact, ...],
 ) -> TdxClaims:
+    number = facts[0][1]
     debug = bool(quote.td_attributes & _DEBUG)
     advisories = f", {' '.join(rating.advisory_ids)}" if rating.advisory_ids else ""
     return TdxClaims(
@@ -274,6 +285,7 @@ def _claims(
         tcb_status=rating.worst,
         advisory_ids=rating.advisory_ids,
         evaluation_number=number,
+        facts=facts,
         fmspc=platform.fmspc,
         platform_id=platform.platform_id,
         root_key_id=anchor.root_key_id,

@@ -18,12 +18,14 @@ from attestation.certificates import (
     check_not_revoked,
     check_root,
     common_name,
+    crl_number,
     key_id,
     load_chain,
     load_crl,
     signed_by,
 )
 from attestation.evidence import Collateral, Refusal, refuse
+from attestation.floors import Fact, crl_fact
 from attestation.tdx_platform import TdxPlatform
 from metrics.errors import EvidenceError
 
@@ -139,6 +141,13 @@ def load_crls(collateral: Collateral, chains: TdxChains) -> TdxCrls:
             found.append(None)
             missing = error.message
     return TdxCrls(found[0], found[1], missing)
+
+
+def crl_facts(crls: TdxCrls, chains: TdxChains) -> tuple[Fact, ...]:
+    """The numbers of the lists that are there and have one."""
+    lists = ((crls.root, chains.pck[-1]), (crls.pck, chains.pck_crl[0]))
+    numbered = [(crl_number(crl), issuer) for crl, issuer in lists if crl is not None]
+    return tuple(crl_fact(key_id(issuer), number) for number, issuer in numbered if number is not None)
 
 
 def check_roles(chains: TdxChains) -> None:

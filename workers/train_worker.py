@@ -19,6 +19,7 @@ import torch
 from attestation.appraisal import Appraisal, appraise
 from attestation.attester import Attester, EvidenceSource
 from attestation.canonical import digest
+from attestation.enrolment import check_enrolment
 from attestation.evidence import Challenge, CollateralBundle
 from attestation.key_release import KeyRelease, VirtualWorkerKeys, open_keys
 from attestation.keys import Purpose, Secret, derive
@@ -406,6 +407,7 @@ class TrainWorker:
                 raise EvidenceError("peer_not_bound", f"the evidence shown for {member.member_id} is another member's")
             if (known.mask_key, known.identity_key) != (member.mask_key, member.identity_key):
                 raise EvidenceError("key_not_bound", f"the roster's keys of {member.member_id} are not its evidence's")
+        check_enrolment([self._appraisals[member.evidence_digest] for member in roster.members], self._admission.policy)
 
     def _appraise(self, member: Member, envelope: Envelope, now: int) -> Appraisal:
         return appraise(

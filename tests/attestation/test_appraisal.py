@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from attestation.appraisal import MAX_PRESENTATION_BYTES, Appraisal, open_presentation
 from attestation.canonical import digest
-from attestation.evidence import EvidenceClass, Presentation
+from attestation.evidence import EvidenceClass, GpuEvidence, Presentation
 from attestation.key_release import HpkeKey
 from attestation.keys import AgreementKey, IdentityKey
 from attestation.messages import Envelope, seal
@@ -39,7 +39,7 @@ def test_honest_evidence_is_accepted_and_reported_in_full(session: Session) -> N
     assert appraisal.evidence_digest == digest(envelope.body)
     assert appraisal.policy_digest == session.policy.digest()
     assert appraisal.platform_id == session.platform.instance_id
-    assert [step for step, _ in appraisal.steps][:3] == ["format", "possession", "root"]
+    assert [step for step, _ in appraisal.steps][:3] == ["possession", "format", "root"]
 
 
 def test_an_aggregator_is_appraised_in_its_own_role(session: Session) -> None:
@@ -199,15 +199,19 @@ def test_platforms_that_are_not_listed_are_refused(session: Session) -> None:
         assert refusal(session, envelope, policy=policy) == code
 
 
-def test_gpu_evidence_is_refused_while_no_policy_accepts_it(session: Session) -> None:
-    assert refusal(session, session.member().envelope(gpu_evidence=(b"gpu",))) == "gpu_state"
+def test_gpu_evidence_that_no_policy_asks_for_is_refused(session: Session) -> None:
+    gpu = GpuEvidence(report=b"r", chain=()).encode()
+    assert refusal(session, session.member().envelope(gpu_evidence=(gpu,))) == "gpu_not_bound"
+    assert refusal(session, session.member().envelope(gpu_evidence=(b"gpu",))) == "evidence_malformed"
 
 
 def test_verifier_refusals_come_through_with_one_code(session: Session) -> None:
     debug = QuoteVariant(td_attributes=bytes.fromhex("0100001000000000"))
     assert refusal(session, session.member().envelope(debug)) == "debug"
     assert refusal(session, session.member().envelope(), now=NOW + 10**8) == "collateral_stale"
-    assert refusal(session, session.member().envelope(), evaluation_floor=19) == "collateral_rollback"
+    facts = dict(session.appraise(session.member().envelope()).facts)
+    floors = {name: number + 1 for name, number in facts.items()}
+    assert refusal(session, session.member().envelope(), floors=floors) == "collateral_rollback"
 
 
 # Form

@@ -5,8 +5,10 @@ import yaml
 from pydantic import ValidationError
 
 from attestation.evidence import EvidenceClass
+from attestation.gpu_rules import GpuRules
 from attestation.policy import Policy, load_policy, simulated_policy
 from attestation.roots import INTEL_SGX_ROOT_DER, INTEL_TDX_ANCHOR, Anchor
+from attestation.snp_rules import SnpRules
 from attestation.tdx_rules import TdxRules
 from metrics.errors import ConfigError
 from tests.attestation.conftest import MEASUREMENT, Session, with_tdx
@@ -61,6 +63,7 @@ def test_a_simulated_policy_survives_yaml(tmp_path: Path, session: Session) -> N
         {"tdx": {"measurements": ["00"]}},
         {"tdx": {"measurements": "all"}},
         {"tdx": {"measurements": None}},
+        {"sev_snp": {"measurements": None}},
         {"tdx": TDX | {"tcb_statuses": ["Revoked"]}},
         {"tdx": TDX | {"tcb_statuses": ["anything"]}},
         {"tdx": TDX | {"min_tcb_evaluation_data_number": -1}},
@@ -133,6 +136,8 @@ def test_every_field_is_in_the_digest(session: Session) -> None:
         "workers_per_platform": 1,
         "gpus_per_worker": 1,
         "tdx": TdxRules(),
+        "sev_snp": SnpRules(require_crl=False),
+        "nvidia_gpu": GpuRules(require_rim=False),
     }
     assert (set(changes), set(tdx)) == (set(Policy.model_fields), set(TdxRules.model_fields))
     changed = [base.model_copy(update={name: value}) for name, value in changes.items()]

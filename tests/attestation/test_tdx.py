@@ -32,7 +32,7 @@ def verify(session: Session, quote: bytes, **changes: Any) -> TdxClaims:
         accepted=policy.accepted_classes,
         rules=policy.tdx,
         now=changes.get("now", NOW),
-        evaluation_floor=changes.get("floor", 0),
+        floors=changes.get("floors", {}),
     )
 
 
@@ -173,10 +173,13 @@ def test_an_expired_document_beside_current_revocation_lists_is_stale(
 
 def test_collateral_below_the_floor_is_a_rollback(session: Session, quote: bytes) -> None:
     strict = with_tdx(session.policy, min_tcb_evaluation_data_number=19)
-    assert refusal(session, quote, floor=18) is None
-    assert refusal(session, quote, floor=19) == "collateral_rollback"
+    facts = dict(verify(session, quote).facts)
+    assert set(facts.values()) == {18}
+    assert refusal(session, quote, floors=facts) is None
+    assert refusal(session, quote, floors={"of another root": 19}) is None
+    for name in facts:
+        assert refusal(session, quote, floors={name: 19}) == "collateral_rollback"
     assert refusal(session, quote, policy=strict) == "collateral_rollback"
-    assert refusal(session, quote, policy=strict, floor=3) == "collateral_rollback"
 
 
 @pytest.mark.parametrize("name", ["allow_dynamic_platform", "allow_cached_keys", "allow_smt"])

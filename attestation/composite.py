@@ -1,0 +1,102 @@
+"""Verifies all evidence of one actor: the guest it runs in, by the format of its quote, and the GPUs of that guest.
+
+The class of each piece follows from the root that verified it. That the pieces belong together is in the quote's report
+data, which `attestation.appraisal` compares.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from attestation.evidence import CollateralBundle, EvidenceClass, Presentation, QuoteFamily
+from attestation.floors import Fact, Floors, check_not_older, crl_fact
+from attestation.gpu import GpuClaims
+from attestation.gpu_set import gpu_nonce, verify_gpus
+from attestation.policy import Policy
+from attestation.snp import SnpClaims, verify_snp
+from attestation.tdx import TdxClaims, verify_tdx
+
+GuestClaims = TdxClaims | SnpClaims
+
+
+def verify_guest(
+    presentation: Presentation, policy: Policy, collateral: CollateralBundle, now: int, floors: Floors
+) -> GuestClaims:
+    """What the quote says about the guest, verified as the policy demands for its format.
+
+    Raises:
+        EvidenceError: as `verify_tdx` and `verify_snp`; ``collateral_rollback`` if collateral is older than ``floors``.
+    """
+    return _VERIFIERS[presentation.quote_family](presentation, policy, collateral, now, floors)
+
+
+def verify_own_gpus(
+    presentation: Presentation, policy: Policy, collateral: CollateralBundle, now: int
+) -> tuple[GpuClaims, ...]:
+    """The GPUs of a worker, which are exactly those that the policy asks of each; an aggregator has none.
+
+    Raises:
+        EvidenceError: as `attestation.gpu_set.verify_gpus`.
+    """
+    return verify_gpus(
+        presentation.gpu_evidence,
+        count=policy.gpus_per_worker if presentation.role == "worker" else 0,
+        nonce=gpu_nonce(presentation.nonce, presentation.hpke_key),
+        anchors=policy.anchors,
+        accepted=policy.accepted_classes,
+        rules=policy.nvidia_gpu,
+        rims=collateral.gpu_rims,
+        ocsp=collateral.gpu_ocsp,
+        now=now,
+    )
+
+
+def facts_of(claims: GuestClaims) -> tuple[Fact, ...]:
+    """The numbers of the collateral that was used, which may only rise."""
+    if isinstance(claims, TdxClaims):
+        return claims.facts
+    return () if claims.crl_number is None else (crl_fact(claims.root_key_id, claims.crl_number),)
+
+
+def measurements_of(policy: Policy, family: QuoteFamily) -> tuple[bytes, ...]:
+    """The reference values for guests of that format; zero is none."""
+    rules = policy.tdx if family == "tdx" else policy.sev_snp
+    return tuple(value for value in rules.measurements or () if any(value))
+
+
+def classes_of(guest: GuestClaims, gpus: tuple[GpuClaims, ...]) -> tuple[EvidenceClass, ...]:
+    """Every class that the evidence rests on, the guest's first."""
+    return tuple(dict.fromkeys([guest.evidence_class, *(gpu.evidence_class for gpu in gpus)]))
+
+
+def _tdx(
+    presentation: Presentation, policy: Policy, collateral: CollateralBundle, now: int, floors: Floors
+) -> GuestClaims:
+    return verify_tdx(
+        presentation.quote,
+        collateral.tdx,
+        anchors=policy.anchors,
+        accepted=policy.accepted_classes,
+        rules=policy.tdx,
+        now=now,
+        floors=floors,
+    )
+
+
+def _sev_snp(
+    presentation: Presentation, policy: Policy, collateral: CollateralBundle, now: int, floors: Floors
+) -> GuestClaims:
+    claims = verify_snp(
+        presentation.quote,
+        presentation.certificates,
+        anchors=policy.anchors,
+        accepted=policy.accepted_classes,
+        rules=policy.sev_snp,
+        crls=collateral.snp_crls,
+        now=now,
+    )
+    check_not_older(facts_of(claims), floors)
+    return claims
+
+
+_Verifier = Callable[[Presentation, Policy, CollateralBundle, int, Floors], GuestClaims]
+_VERIFIERS: Final[Mapping[QuoteFamily, _Verifier]] = {"tdx": _tdx, "sev_snp": _sev_snp}
