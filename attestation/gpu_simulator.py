@@ -171,16 +171,17 @@ class SimulatedGpuVendor:
         )
 
 
-def _value(index: int) -> bytes:
+def genuine_value(index: int) -> bytes:
+    """What simulated firmware measures at an index counted from 0, 48 bytes."""
     return hashlib.sha384(f"simulated measurement {index}".encode()).digest()
 
 
 def _values(indices: range) -> dict[int, tuple[bytes, ...]]:
-    return {index: (_value(index),) for index in indices}
+    return {index: (genuine_value(index),) for index in indices}
 
 
 def _block(index: int, variant: GpuVariant) -> bytes:
-    value = variant.measurements.get(index, _value(index))
+    value = variant.measurements.get(index, genuine_value(index))
     block = b"\x01" + len(value).to_bytes(2, "little") + value
     return bytes((index + 1, 1)) + len(block).to_bytes(2, "little") + block
 

@@ -11,9 +11,16 @@ from cryptography import x509
 from attestation.evidence import EvidenceClass
 from attestation.gpu import GpuClaims, GpuReferences, verify_gpu
 from attestation.gpu_rules import GpuRules
-from attestation.gpu_simulator import DRIVER_INDICES, DRIVER_VERSION, GpuVariant, SimulatedGpu, SimulatedGpuVendor
-from attestation.gpu_simulator_pki import OcspVariant, issue, issue_responder
-from attestation.gpu_simulator_rim import Manifest
+from attestation.gpu_simulator import (
+    DRIVER_INDICES,
+    DRIVER_VERSION,
+    GpuVariant,
+    SimulatedGpu,
+    SimulatedGpuVendor,
+    genuine_value,
+)
+from attestation.gpu_simulator_pki import OcspVariant, issue, issue_responder, ocsp_answer
+from attestation.gpu_simulator_rim import Manifest, sign_manifest, write_manifest
 from attestation.roots import pinned_anchors
 from metrics.errors import EvidenceError
 
@@ -167,6 +174,15 @@ def test_answers_come_from_whom_the_issuer_authorised(bench: Bench) -> None:
         assert bench.code(ocsp=answers) == code
 
 
+def test_an_answer_names_the_issuer_and_not_the_serial_number_alone(bench: Bench) -> None:
+    boot_rom, provisioner, family = bench.gpu.credentials[1:4]
+    at = datetime.fromtimestamp(NOW, UTC)
+    for issuer, code in ((provisioner, None), (family, "collateral_stale")):
+        variant = OcspVariant(responder=issue_responder(provisioner))
+        answer = ocsp_answer(boot_rom.certificate, issuer, at, variant)
+        assert bench.code(ocsp=(answer, *bench.ocsp[1:])) == code
+
+
 def test_a_changed_answer_is_tampered_or_none(bench: Bench) -> None:
     draw, answer = random.Random(3), bench.ocsp[0]
     for position in draw.sample(range(len(answer)), 20):
@@ -261,10 +277,20 @@ def test_one_of_several_accepted_values_is_enough(bench: Bench) -> None:
 
 
 def test_an_index_may_be_claimed_once(bench: Bench) -> None:
-    driver = bench.vendor.sign(Manifest(DRIVER_VERSION, "GH100", {7: (bytes(48),)}))
-    values = GpuVariant(measurements={7: bytes(48)})
-    assert bench.code(values, rims=GpuReferences(driver, bench.rims.vbios)) == "gpu_state"
-    assert bench.code(values, rims=GpuReferences(driver), rules=GpuRules(require_rim=False)) is None
+    driver = bench.vendor.sign(Manifest(DRIVER_VERSION, "GH100", {7: (genuine_value(7),)}))
+    assert bench.code(rims=GpuReferences(driver, bench.rims.vbios)) == "gpu_state"
+    assert bench.code(rims=GpuReferences(driver), rules=GpuRules(require_rim=False)) is None
+
+
+def test_a_report_without_a_version_matches_no_manifest(bench: Bench) -> None:
+    driver = bench.vendor.sign(Manifest("", "GH100", {8: (genuine_value(8),)}))
+    assert bench.code(GpuVariant(driver_version=""), rims=GpuReferences(driver, bench.rims.vbios)) == "gpu_state"
+
+
+def test_a_device_cannot_sign_its_own_reference_values(bench: Bench) -> None:
+    leaf, *issuers = bench.gpu.credentials
+    own = sign_manifest(write_manifest(Manifest(DRIVER_VERSION, "GH100", {8: (genuine_value(8),)})), leaf, issuers)
+    assert bench.code(rims=GpuReferences(own, bench.rims.vbios)) == "gpu_state"
 
 
 def test_a_signer_of_reference_values_must_be_current(bench: Bench) -> None:

@@ -187,6 +187,10 @@ def test_a_signature_over_a_part_gives_the_part_alone(signed: Signed) -> None:
     root = write_manifest(GENUINE)
     root.find(f"{SWID}Payload").set("Id", "part")
     assert signed.code(sign(signed, root, reference_uri="#part")) == "gpu_state"
+    outer, inner = evil(signed), write_manifest(GENUINE)
+    inner.set("Id", "inner")
+    outer.append(inner)
+    assert signed.verify(sign(signed, outer, reference_uri="#inner")).values == GENUINE.active
 
 
 def test_an_enveloping_signature_is_refused(signed: Signed) -> None:
