@@ -5,6 +5,7 @@ from typing import Protocol
 
 from attestation.canonical import digest
 from attestation.evidence import Challenge, Presentation, QuoteFamily
+from attestation.gpu_set import gpu_nonce
 from attestation.key_release import HpkeKey
 from attestation.keys import AgreementKey, IdentityKey
 from attestation.messages import Envelope, seal
@@ -29,25 +30,42 @@ class EvidenceSource(Protocol):
         ...
 
 
-class Attester:
-    """Fresh keys of one actor incarnation; a restarted actor has new ones and must present itself again."""
+class GpuSource(Protocol):
+    """The GPUs of an actor."""
 
-    def __init__(self, member_id: str, source: EvidenceSource) -> None:
+    def collect(self, nonce: bytes) -> tuple[bytes, ...]:
+        """One encoded `GpuEvidence` per GPU over a 32-byte nonce, always in the same order."""
+        ...
+
+
+class Attester:
+    """Fresh keys of one actor incarnation; a restarted actor has new ones and must present itself again.
+
+    Args:
+        gpus: the actor's confidential GPUs; None if it has none.
+    """
+
+    def __init__(self, member_id: str, source: EvidenceSource, gpus: GpuSource | None = None) -> None:
         self.member_id = member_id
         self.identity = IdentityKey.generate()
         self.agreement = AgreementKey.generate()
         self.hpke = HpkeKey.generate()
         self._source = source
+        self._gpus = gpus
         self.evidence_digest = b""
 
     def present(self, challenge: Challenge, manifest_digest: bytes, known_answer: bytes) -> Envelope:
         """Answer a challenge with evidence that binds this actor's keys; signed, which proves possession.
+
+        GPUs report first, over a nonce that follows from the challenge and this actor's key, so that the quote binds
+        what they said.
 
         Raises:
             ProtocolError: ``challenge_mismatch`` if the challenge is for another member or manifest.
         """
         if (challenge.member_id, challenge.manifest_digest) != (self.member_id, manifest_digest):
             raise ProtocolError("challenge_mismatch", f"{self.member_id} was sent a challenge that is not its own")
+        nonce = gpu_nonce(challenge.nonce, self.hpke.public)
         presentation = Presentation(
             nonce=challenge.nonce,
             run_id=challenge.run_id,
@@ -59,6 +77,7 @@ class Attester:
             identity_key=self.identity.public,
             known_answer=known_answer,
             quote=b"",
+            gpu_evidence=self._gpus.collect(nonce) if self._gpus else (),
         )
         found = self._source.collect(expected_report_data(presentation))
         fields = {name: getattr(found, name) for name in ("quote", "quote_family", "certificates")}

@@ -111,6 +111,17 @@ class SimulatedGpu:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class SimulatedGpus:
+    """`attestation.attester.GpuSource` of an actor with these devices."""
+
+    gpus: tuple[SimulatedGpu, ...]
+
+    def collect(self, nonce: bytes) -> tuple[bytes, ...]:
+        """See `attestation.attester.GpuSource`."""
+        return tuple(gpu.evidence(nonce) for gpu in self.gpus)
+
+
 class SimulatedGpuVendor:
     """Roots of devices and of reference values, and whoever they certify."""
 

@@ -64,7 +64,7 @@ class GpuSampler:
         """One reading per GPU in NVML's order; empty on a machine without NVML."""
         if not self._ready:
             return ()
-        state = _confidential_state()
+        state = confidential_state()
         count = _supported(pynvml.nvmlDeviceGetCount) or 0
         return tuple(self._read(index, state) for index in range(count))
 
@@ -116,8 +116,9 @@ def _ecc_errors(handle: Any, kind: int) -> int | None:
     return None if errors is None else int(errors)
 
 
-def _confidential_state() -> ConfidentialState | None:
-    settings = _confidential_settings() or _supported(pynvml.nvmlSystemGetConfComputeState)
+def confidential_state(nvml: Any = pynvml) -> ConfidentialState | None:
+    """The mode of the node as NVML says it, None where it does not; ``nvml`` must be initialised."""
+    settings = _confidential_settings(nvml) or _supported(nvml.nvmlSystemGetConfComputeState)
     if settings is None:
         return None
     enabled = settings.ccFeature == pynvml.NVML_CC_SYSTEM_FEATURE_ENABLED
@@ -132,8 +133,8 @@ def _confidential_state() -> ConfidentialState | None:
     return "ppcie" if protected_pcie else "on"
 
 
-def _confidential_settings() -> Any:
+def _confidential_settings(nvml: Any) -> Any:
     settings = pynvml.c_nvmlSystemConfComputeSettings_v1_t()
     # The binding hands its argument to the C function as it is and returns the raw status.
-    status = _supported(pynvml.nvmlSystemGetConfComputeSettings, ctypes.byref(settings))
+    status = _supported(nvml.nvmlSystemGetConfComputeSettings, ctypes.byref(settings))
     return settings if status == pynvml.NVML_SUCCESS else None
