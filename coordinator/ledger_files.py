@@ -11,6 +11,7 @@ _MOUNTS = Path("/proc/mounts")
 _NETWORK = {
     *("9p", "afs", "beegfs", "ceph", "cifs", "coda", "fuse", "gfs", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs"),
     *("nfs", "nfs4", "ocfs2", "orangefs", "smb3", "smbfs"),
+    *("vboxsf", "virtiofs"),  # a host's folder in its guest: its locks and syncs are not a local disk's
 }
 
 

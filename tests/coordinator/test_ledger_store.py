@@ -23,6 +23,8 @@ bucket /mnt/bucket fuse.s3fs rw 0 0
 overlay /mnt/over overlay rw 0 0
 server:/over /mnt/over nfs rw 0 0
 tmpfs /tmp tmpfs rw 0 0
+share /mnt/host virtiofs rw 0 0
+share /mnt/box vboxsf rw 0 0
 """
 
 
@@ -244,6 +246,8 @@ def test_the_database_itself_refuses_a_step_twice(tmp_path: Path):
         ("/mnt/with space/ledger.sqlite", "cifs"),
         ("/mnt/bucket/ledger.sqlite", "fuse.s3fs"),
         ("/mnt/over/ledger.sqlite", "nfs"),
+        ("/mnt/host/ledger.sqlite", "virtiofs"),
+        ("/mnt/box/ledger.sqlite", "vboxsf"),
     ],
 )
 def test_network_file_systems_are_refused(path: str, kind: str):
