@@ -1,11 +1,14 @@
 """A ledger in a real PostgreSQL: durable whatever the server's defaults, and a lost server is a refusal."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
+from coordinator import cli
 from coordinator.ledger import PrivacyLedger
 from coordinator.ledger_postgres import refuse_settings
 from coordinator.ledger_store import LedgerStore
@@ -99,6 +102,29 @@ def test_tables_that_a_crash_would_empty_are_refused(postgres: PostgresServer):
     postgres.execute(f"ALTER TABLE {schema}.entries SET UNLOGGED")
     with pytest.raises(BudgetError, match="ledger_not_durable: entries cannot outlive a crash"):
         LedgerStore(url)
+
+
+def test_the_command_verifies_a_servers_ledger_and_finds_an_edited_charge(
+    postgres: PostgresServer, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(cli, "leave_stdout", lambda: None)
+    url = postgres.url()
+    ledger = opened(url)
+    ledger.charge("run-a", 0, PARAMETERS, MANIFEST)
+    ledger.close()
+
+    def verify() -> tuple[object, Any]:
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(["budget", "verify", "--ledger", url, "--json"])
+        return stopped.value.code, json.loads(capfd.readouterr().out)
+
+    code, facts = verify()
+    assert (code, facts["entries"]) == (0, 3)
+    schema = url.rpartition("%3D")[2]
+    postgres.execute(f"UPDATE {schema}.entries SET body = body || ' ' WHERE sequence = 3")
+    code, facts = verify()
+    assert (code, facts["error"]["code"]) == (3, "chain_broken")
+    assert "entry 3" in facts["error"]["message"]
 
 
 def test_a_lost_connection_is_named_and_the_next_charge_makes_another(postgres: PostgresServer):
