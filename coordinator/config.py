@@ -156,12 +156,12 @@ class LedgerConfig(Section):
     """Which ledger and account pay.
 
     Attributes:
-        url: of the ledger; the file in the state folder if absent.
+        url: of the ledger; the file in the state folder if absent. A password in it is written and shown nowhere.
         account: that pays; without a name the run opens its own.
         witness: absolute folder on other storage, or http(s) URL, that is told every head of the ledger.
     """
 
-    url: str | None = None
+    url: str | None = Field(default=None, repr=False)
     account: str | None = None
     witness: str | None = None
 

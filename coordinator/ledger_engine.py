@@ -14,9 +14,10 @@ from urllib.parse import quote
 
 import sqlalchemy as sa
 from sqlalchemy.dialects.sqlite import dialect as sqlite_dialect
-from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, InternalError, OperationalError, ProgrammingError
+from sqlalchemy.exc import DBAPIError, InterfaceError, InternalError, OperationalError, ProgrammingError
 from sqlalchemy.sql.compiler import SQLCompiler
 
+from coordinator.ledger_address import URL_REMEDY, parse_url
 from coordinator.ledger_files import prepare_file
 from coordinator.ledger_postgres import begin_write, postgres_engine, refuse_unlogged
 from metrics.errors import BudgetError, ConfigError
@@ -29,8 +30,6 @@ _NO_RIGHT = "42501"
 _OTHER_TABLES = ("42703", "42P01")
 """PostgreSQL's codes for a missing column and a missing table."""
 
-_URL_REMEDY = "Use sqlite:////absolute/path/ledger.sqlite or postgresql://user@host/database."
-
 
 def open_engine(url: str, create: bool) -> sa.Engine:
     """An engine for the URL of a ledger, with the settings that durability and locking need.
@@ -38,20 +37,17 @@ def open_engine(url: str, create: bool) -> sa.Engine:
     Raises:
         ConfigError, BudgetError: see `coordinator.ledger_store.LedgerStore`.
     """
-    try:
-        parsed = sa.make_url(url)
-    except ArgumentError:
-        raise ConfigError("ledger_url", "the ledger URL cannot be read.", _URL_REMEDY) from None
+    parsed = parse_url(url)
     if parsed.get_backend_name() == "sqlite":
         return _sqlite_engine(parsed, create)
     if parsed.get_backend_name() != "postgresql":
-        raise ConfigError("ledger_url", f"a ledger cannot be kept in {parsed.get_backend_name()}.", _URL_REMEDY)
+        raise ConfigError("ledger_url", f"a ledger cannot be kept in {parsed.get_backend_name()}.", URL_REMEDY)
     return postgres_engine(parsed)
 
 
 def _sqlite_engine(url: sa.URL, create: bool) -> sa.Engine:
     if not url.database or not Path(url.database).is_absolute() or url.query:
-        raise ConfigError("ledger_url", f"'{url.database or ''}' is not an absolute path of a ledger.", _URL_REMEDY)
+        raise ConfigError("ledger_url", f"'{url.database or ''}' is not an absolute path of a ledger.", URL_REMEDY)
     prepare_file(Path(url.database), create)
     if not create:
         # Neither the file nor its log is written to, not even to tidy up after a writer that was killed.

@@ -5,6 +5,7 @@ from typing import Any
 
 from attestation.commit_book import StepCommit
 from coordinator.config import RunConfig
+from coordinator.ledger_address import recorded
 from metrics.errors import BudgetError, RefusedError
 from workers.manifest import Manifest
 
@@ -16,13 +17,13 @@ witness, since the ledger itself stays the same."""
 
 
 def require_same_config(before: RunConfig, now: RunConfig) -> None:
-    """Refuse to go on with another configuration.
+    """Refuse to go on with another configuration. The ledger's password may be another, and is not shown.
 
     Raises:
         RefusedError: ``resume_differs``; names every field that differs, with both values.
     """
     exclude: dict[str, bool | set[str]] = {**dict.fromkeys(OPERATIONAL, True), "ledger": {"witness"}}
-    old, new = (each.model_dump(mode="json", exclude=exclude) for each in (before, now))
+    old, new = (recorded(each).model_dump(mode="json", exclude=exclude) for each in (before, now))
     _refuse(differences(old, new), "the configuration")
 
 

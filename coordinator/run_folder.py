@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 from attestation.messages import Message, parse
 from coordinator import state
 from coordinator.config import RunConfig, parse_config
+from coordinator.ledger_address import recorded
 from coordinator.outcome import Finished
 from metrics.errors import ConfigError, ProtocolError, RefusedError
 from workers.manifest import Manifest
@@ -65,9 +66,9 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: RunConfig, run_id: str, base: str, secret_file: str | None) -> "RunFolder":
-        """A new directory of a run that begins now."""
+        """A new directory of a run that begins now; the ledger's password is not written into it."""
         path = state.create_run_folder(config.name, run_id)
-        (path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        (path / "config.yaml").write_text(yaml.safe_dump(recorded(config).model_dump(mode="json"), sort_keys=False))
         record = RunRecord(
             run_id=run_id,
             name=config.name,
@@ -96,7 +97,7 @@ class RunFolder:
         draft.replace(self.path / "run.json")
 
     def config(self) -> RunConfig:
-        """The configuration the run began with."""
+        """The configuration the run began with, without the password of its ledger's URL."""
         try:
             raw = yaml.safe_load((self.path / "config.yaml").read_text())
         except (OSError, yaml.YAMLError):
