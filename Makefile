@@ -6,7 +6,7 @@ INSTALLED := .venv/installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 ON_RAY := tests/ray tests/test_snippets.py
 
-.PHONY: demo test lint format proto clean
+.PHONY: demo test lint format fuzz proto clean
 
 demo: $(INSTALLED)
 	$(BIN)/raycloak demo
@@ -29,6 +29,14 @@ format: $(INSTALLED)
 # The stubs of the evidence service; a test compares them with what this makes.
 proto: $(INSTALLED)
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. attestation/evidence.proto
+
+# Seeds and findings go to FUZZ_DIR; INDEX=path/to/INDEX.json adds recorded evidence to the seeds.
+FUZZ_DIR ?= build/fuzz
+FUZZ_OPTIONS ?=
+
+fuzz: $(INSTALLED)
+	$(PIP) atheris==3.0.0
+	$(BIN)/python -m tests.fuzz --folder $(FUZZ_DIR) $(if $(INDEX),--index $(INDEX)) $(FUZZ_OPTIONS)
 
 # Build isolation is off because it would fetch a setuptools that constraints.txt does not pin.
 $(INSTALLED): pyproject.toml constraints.txt

@@ -1,0 +1,90 @@
+"""Makes the seeds of the fuzz targets, from simulated evidence and from an index of recorded evidence."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from attestation.evidence import CollateralBundle, Presentation
+from attestation.gpu_simulator import SimulatedGpuVendor
+from attestation.key_release import HpkeKey
+from attestation.keys import AgreementKey, IdentityKey
+from attestation.policy import simulated_policy
+from attestation.simulator import SimulatedVendor
+from attestation.vector_gpu import answers_of, references_of
+from attestation.vector_index import Case, read_index
+from metrics.errors import RaycloakError
+
+NOW = 1_800_000_000
+Seed = tuple[str, bytes]
+_EVIDENCE = {"tdx": "tdx_quote", "sev_snp": "snp_report", "nvidia_gpu": "gpu_report"}
+
+
+def write_corpus(folder: Path, index: Path | None) -> None:
+    """Write every seed to ``folder/TARGET/NUMBER``, where libFuzzer finds it and adds its own."""
+    seeds = [*simulated(), *(recorded(index) if index else ())]
+    for number, (target, data) in enumerate(seeds):
+        (folder / target).mkdir(parents=True, exist_ok=True)
+        (folder / target / f"seed-{number}").write_bytes(data)
+
+
+def simulated() -> Iterator[Seed]:
+    """One or more seeds for every target that needs a form."""
+    vendor, gpus = SimulatedVendor.create(), SimulatedGpuVendor.create()
+    gpu, references, collateral = gpus.gpu(), gpus.references(), vendor.collateral(NOW).tdx[0]
+    quote = vendor.platform().quote(bytes(64), bytes(48))
+    policy = simulated_policy(vendor, bytes(range(48)))
+    manifests = [each for each in (references.driver, references.vbios) if each]
+    answers = gpus.ocsp(gpu, NOW)
+    bundle = CollateralBundle(tdx=(collateral,), gpu_rims=tuple(manifests), gpu_ocsp=answers)
+    yield "tdx_quote", quote
+    yield "gpu_report", gpu.report(bytes(32))
+    yield "gpu_evidence", gpu.evidence(bytes(32))
+    yield from (("gpu_rim", each) for each in manifests)
+    yield from (("gpu_ocsp", each) for each in answers)
+    yield "tdx_collateral", collateral.encode()
+    yield "collateral_bundle", bundle.encode()
+    yield "policy", policy.encode()
+    yield "policy", b"accepted_classes: [intel_tdx]\nanchors: [intel_tdx]\ntdx:\n  measurements: []\n"
+    yield "presentation", _presentation(quote, gpu.evidence(bytes(32)))
+    yield (
+        "index",
+        b'{"cases": [{"id": "a", "family": "tdx", "evidence": "b", "encoding": "raw", "at": "2027-01-15T08:00:00Z"}]}',
+    )
+    yield from (("encoding", kind + b"\n" + b"0x00ff") for kind in (b"raw", b"hex", b"base64"))
+    yield "encoding", b'json:/a/0\n{"a": ["00ff", [1, 2]]}'
+    yield "json_bytes", b"[0, 255]"
+    yield "snp_report", bytes(1184)
+    yield "snp_cert_table", bytes(24)
+
+
+def _presentation(quote: bytes, gpu: bytes) -> bytes:
+    return Presentation(
+        nonce=bytes(32),
+        run_id="run",
+        member_id="worker-0",
+        role="worker",
+        manifest_digest=bytes(32),
+        hpke_key=HpkeKey.generate().public,
+        mask_key=AgreementKey.generate().public,
+        identity_key=IdentityKey.generate().public,
+        known_answer=bytes(32),
+        quote=quote,
+        gpu_evidence=(gpu,),
+    ).encode()
+
+
+def recorded(index: Path) -> Iterator[Seed]:
+    """What the cases of an index present, and what they are judged with."""
+    yield "index", index.read_bytes()
+    for case in read_index(index):
+        with suppress(RaycloakError):  # a case may be about a file that is not of its stated form
+            yield from _of_case(case)
+
+
+def _of_case(case: Case) -> Iterator[Seed]:
+    yield _EVIDENCE[case.fields.family], case.evidence()
+    if case.fields.collateral:
+        yield "tdx_collateral", case.file(case.fields.collateral)
+    references = references_of(case)
+    yield from (("gpu_rim", each) for each in (references.driver, references.vbios) if each)
+    yield from (("gpu_ocsp", each) for each in answers_of(case))

@@ -1,0 +1,106 @@
+"""What is fuzzed: every parser of evidence, collateral, policies and messages, with the one way each may refuse."""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from attestation.appraisal import open_presentation
+from attestation.evidence import Collateral, CollateralBundle, GpuEvidence
+from attestation.gpu_ocsp import find_answers
+from attestation.gpu_report import parse_gpu_report
+from attestation.gpu_rim import read_rim
+from attestation.messages import Envelope, parse
+from attestation.policy import load_policy
+from attestation.quote_format import parse_quote
+from attestation.snp_cert_table import certificates_in
+from attestation.snp_report import parse_report
+from attestation.vector_encoding import bytes_of, decode, read_json
+from attestation.vector_index import read_index
+from metrics.errors import ConfigError, EvidenceError, ProtocolError
+
+SLOW_S = 0.1
+
+
+class TooSlow(Exception):
+    """An input that keeps a parser busy for longer than `SLOW_S` seconds of CPU time."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A parser under test.
+
+    Attributes:
+        parse: called with any bytes.
+        refusals: the exceptions by which it may refuse them; any other one is a defect.
+        own: whether the work is done by code of this repository, and not by a library below it.
+    """
+
+    name: str
+    parse: Callable[[bytes], object]
+    refusals: tuple[type[Exception], ...]
+    own: bool
+
+    def __call__(self, data: bytes) -> None:
+        """Run once; raises for a defect. An input that seems slow is run again, since another process may be why."""
+        if self._seconds(data) > SLOW_S and min(self._seconds(data) for _ in range(3)) > SLOW_S:
+            raise TooSlow(f"{self.name} needs more than {SLOW_S} s for {len(data)} bytes")
+
+    def _seconds(self, data: bytes) -> float:
+        started = time.thread_time()
+        with suppress(*self.refusals):
+            self.parse(data)
+        return time.thread_time() - started
+
+
+def _in_a_file(read: Callable[[Path], object]) -> Callable[[bytes], object]:
+    """For parsers of files: one file that each call writes again."""
+    path = Path(tempfile.gettempdir()) / f"raycloak-fuzz-{os.getpid()}"
+
+    def parse_file(data: bytes) -> object:
+        path.write_bytes(data)
+        return read(path)
+
+    return parse_file
+
+
+def _rim(data: bytes) -> object:
+    rim = read_rim(data, "reference")
+    return rim.stated_version, rim.stated_product
+
+
+def _encoding(data: bytes) -> object:
+    kind, _, content = data.partition(b"\n")
+    return decode(content, kind.decode("utf-8", "replace"))
+
+
+def _collateral(data: bytes) -> object:
+    return Collateral.from_json(data.decode("utf-8", "replace"))
+
+
+def _json_bytes(data: bytes) -> object:
+    return bytes_of(read_json(data))
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("tdx_quote", parse_quote, (EvidenceError,), own=True),
+        Target("snp_report", parse_report, (EvidenceError,), own=True),
+        Target("snp_cert_table", certificates_in, (EvidenceError,), own=True),
+        Target("gpu_report", parse_gpu_report, (EvidenceError,), own=True),
+        Target("encoding", _encoding, (ValueError, LookupError), own=True),
+        Target("gpu_rim", _rim, (EvidenceError,), own=False),
+        Target("gpu_ocsp", lambda data: find_answers([data], ()), (), own=False),
+        Target("gpu_evidence", lambda data: parse(GpuEvidence, data), (ProtocolError,), own=False),
+        Target("tdx_collateral", _collateral, (EvidenceError,), own=False),
+        Target("collateral_bundle", lambda data: parse(CollateralBundle, data), (ProtocolError,), own=False),
+        Target("presentation", lambda data: open_presentation(Envelope(data, bytes(64))), (EvidenceError,), own=False),
+        Target("json_bytes", _json_bytes, (ValueError,), own=False),
+        Target("policy", _in_a_file(load_policy), (ConfigError,), own=False),
+        Target("index", _in_a_file(read_index), (ConfigError,), own=False),
+    )
+}
