@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coordinator.attest_log_cli import attest_log
+from coordinator.attest_policy_cli import measure, policy
 from coordinator.commands import AsJson, Debug, execute
 from coordinator.output import Output
 from metrics.errors import ConfigError
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 attest = typer.Typer(name="attest", help="Check evidence of trusted hardware, and the policies it is judged by.")
 attest.add_typer(attest_log, name="log")
+attest.add_typer(policy, name="policy")
+attest.add_typer(measure, name="measure")
 
 
 @attest.command("verify")

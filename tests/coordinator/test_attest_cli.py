@@ -63,3 +63,50 @@ def test_a_case_that_cannot_be_appraised_fails_the_command(index, capfd):
 def test_an_unknown_case_or_index_is_bad_input(index, capfd):
     assert run(capfd, "verify", "--index", index, "--case", "none")[0] == 2
     assert run(capfd, "verify", "--index", index.parent / "absent")[0] == 2
+
+
+POLICY = """\
+accepted_classes: [intel_tdx, nvidia_gpu]
+anchors: [intel_tdx, nvidia_gpu]
+gpus_per_worker: 8
+tdx: {tcb_statuses: [UpToDate, OutOfDate]}
+"""
+
+
+def test_policy_check_explains_and_warns(tmp_path, capfd):
+    path = tmp_path / "policy.yaml"
+    path.write_text(POLICY)
+    code, out, _ = run(capfd, "policy", "check", path, "--json")
+    said = json.loads(out)
+    assert code == 0
+    assert not said["accepts_simulated"]
+    warnings = [each["text"] for each in said["says"] if each["warning"]]
+    assert any("no guest is accepted" in text for text in warnings)
+    assert any("OutOfDate" in text for text in warnings)
+
+
+def test_policy_check_shows_sentences_to_a_person(tmp_path, capfd):
+    path = tmp_path / "policy.yaml"
+    path.write_text(POLICY)
+    code, out, _ = run(capfd, "policy", "check", path)
+    assert code == 0
+    assert "exactly 8 GPU(s)" in out
+
+
+def test_policy_check_refuses_what_is_no_policy(tmp_path, capfd):
+    path = tmp_path / "policy.yaml"
+    path.write_text(POLICY + "unknown: 1\n")
+    assert run(capfd, "policy", "check", path)[0] == 2
+
+
+def test_measure_says_what_can_be_computed(capfd, tmp_path):
+    from attestation.simulator import code_measurement
+
+    code, out, _ = run(capfd, "measure", "simulated", "--json")
+    said = json.loads(out)
+    assert (code, said["measurement"]) == (0, code_measurement().hex())
+    assert "SIMULATED" in said["note"]
+    code, _, err = run(capfd, "measure", "tdx")
+    assert code == 2
+    assert "measure_tool" in err
+    assert run(capfd, "measure", "sev-snp", "--ovmf", tmp_path / "absent", "--vcpus", 1)[0] == 2

@@ -1,0 +1,64 @@
+"""Computes the launch measurement of an SEV-SNP guest from what it is launched with."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from metrics.errors import ConfigError
+
+GUEST_FEATURES = 0x1
+"""Value of ``guest_features`` for a guest with SEV-SNP and nothing else switched on."""
+
+
+@dataclass(frozen=True, slots=True)
+class SnpLaunch:
+    """How a guest is launched.
+
+    Attributes:
+        ovmf: firmware image. kernel, initrd, append: of a direct boot, measured by the firmware; None and empty
+            where the guest boots from a disk.
+        vcpus: number of virtual processors, each of which is measured. vcpu_type: QEMU's name of their model.
+        guest_features: the VMSA's SEV_FEATURES word.
+    """
+
+    ovmf: Path
+    vcpus: int
+    vcpu_type: str
+    kernel: Path | None = None
+    initrd: Path | None = None
+    append: str = ""
+    guest_features: int = GUEST_FEATURES
+
+
+def snp_measurement(launch: SnpLaunch) -> bytes:
+    """The launch digest, 48 bytes, for ``sev_snp.measurements`` of a policy.
+
+    Raises:
+        ConfigError: ``measure_tool`` if the library that computes it is not installed; ``measure`` if the launch
+            cannot be measured, for example because a file is missing.
+    """
+    try:
+        from sevsnpmeasure import guest
+        from sevsnpmeasure.sev_mode import SevMode
+        from sevsnpmeasure.vcpu_types import CPU_SIGS
+    except ImportError:
+        raise ConfigError(
+            "measure_tool", "sev-snp-measure is not installed.", "Install raycloak with the extra 'measure'."
+        ) from None
+    if launch.vcpu_type not in CPU_SIGS:
+        raise ConfigError("measure", f"'{launch.vcpu_type}' is no processor model; one is EPYC-v4.")
+    files = [str(path) if path else "" for path in (launch.kernel, launch.initrd)]
+    try:
+        digest = guest.calc_launch_digest(
+            SevMode.SEV_SNP,
+            launch.vcpus,
+            CPU_SIGS[launch.vcpu_type],
+            str(launch.ovmf),
+            *files,
+            launch.append,
+            launch.guest_features,
+        )
+    except OSError as error:
+        raise ConfigError("measure", f"cannot read {error.filename}: {error.strerror}.") from None
+    except (RuntimeError, ValueError, LookupError, AssertionError) as error:
+        raise ConfigError("measure", f"{launch.ovmf} cannot be measured: {error}.") from None
+    return bytes(digest)
