@@ -193,6 +193,14 @@ def load_crl(der: bytes, issuer: x509.Certificate, what: str) -> x509.Certificat
     return crl
 
 
+def crl_der(data: bytes) -> bytes:
+    """A revocation list in DER, from PEM or DER; ``data`` as it is where it is neither, which nobody will accept."""
+    try:
+        return x509.load_pem_x509_crl(data).public_bytes(Encoding.DER)
+    except _UNREADABLE:
+        return data
+
+
 def crl_issuer(der: bytes) -> x509.Name | None:
     """Whose list ``der`` says that it is; None if it cannot be read. Nothing is verified."""
     try:

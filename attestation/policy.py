@@ -6,7 +6,6 @@ The rules of each family of evidence are in a file of its own; the roots are in 
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Protocol, Self
 
-import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from attestation.canonical import canonical_json
@@ -16,6 +15,7 @@ from attestation.messages import Message
 from attestation.roots import Anchor, pinned_anchors
 from attestation.snp_rules import SnpRules
 from attestation.tdx_rules import TdxRules
+from attestation.yaml_files import read_yaml
 from metrics.errors import ConfigError
 
 PlatformId = Annotated[bytes, Field(min_length=16, max_length=64)]
@@ -92,12 +92,7 @@ def load_policy(path: Path) -> Policy:
         ConfigError: ``policy`` if the file cannot be read, has unknown, missing or wrong fields, or a key twice.
     """
     try:
-        raw = yaml.load(path.read_text(), Loader=_UniqueKeyLoader)  # noqa: S506 - a SafeLoader
-        return _policy_from(raw)
-    except OSError as error:
-        raise ConfigError("policy", f"cannot read {path}: {error.strerror}.") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError("policy", f"{path} is not YAML: {str(error).splitlines()[0]}.") from None
+        return _policy_from(read_yaml(path, "policy"))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         field = ".".join(str(part) for part in first["loc"]) or "the document"
@@ -117,13 +112,3 @@ def _named_anchors(anchor: Any) -> list[Any]:
     named = {evidence_class.value for evidence_class in EvidenceClass}
     pinned = pinned_anchors(EvidenceClass(anchor)) if isinstance(anchor, str) and anchor in named else ()
     return [each.model_dump(mode="json") for each in pinned] or [anchor]
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses a mapping that names a key twice, where YAML would let the last one win."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        if len(set(map(repr, keys))) != len(keys):
-            raise yaml.constructor.ConstructorError(None, None, "a key is given twice", node.start_mark)
-        return super().construct_mapping(node, deep)

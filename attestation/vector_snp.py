@@ -1,8 +1,6 @@
 """Judges the SEV-SNP cases of an index."""
 
-from cryptography import x509
-from cryptography.hazmat.primitives.serialization import Encoding
-
+from attestation.certificates import crl_der
 from attestation.snp import SnpClaims, verify_snp
 from attestation.snp_rules import SnpRules
 from attestation.vector_compare import compare
@@ -18,17 +16,8 @@ def appraise_snp(case: Case) -> SnpClaims:
         anchors=case.anchors("sev_snp"),
         accepted=case.accepted,
         rules=rules,
-        crls=tuple(_crl(case, name) for name in case.fields.crl or ()),
+        crls=tuple(crl_der(case.base64_file(name)) for name in case.fields.crl or ()),
         now=case.now,
     )
     compare(case, claims, rules.measurements)
     return claims
-
-
-def _crl(case: Case, name: str) -> bytes:
-    """A revocation list in DER; the file's content where it is none, which the verifier refuses in its turn."""
-    content = case.base64_file(name)
-    try:
-        return x509.load_pem_x509_crl(content).public_bytes(Encoding.DER)
-    except ValueError:
-        return content

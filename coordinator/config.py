@@ -246,6 +246,7 @@ class RunConfig(Section):
         secret_retention: whether a generated run secret is destroyed (``run``) or kept (``keep``) when the run is
             complete.
         policy: evidence policy file; without one, simulated evidence is accepted and the run says SIMULATED.
+        collateral: file that names the vendors' collateral; needed where the policy accepts hardware only.
         cpu_capability: instruction set the CPU kernels are held to, ``avx2`` or ``avx512`` or ``default``.
         allow_nondeterministic: lets operations without a deterministic kernel run; the run is then marked NOT EXACT.
     """
@@ -274,6 +275,7 @@ class RunConfig(Section):
     epoch_steps: int = Field(default=100, gt=0)
     ledger: LedgerConfig = LedgerConfig()
     policy: str | None = None
+    collateral: str | None = None
     secret_retention: Literal["run", "keep"] = "run"
     failure: FailureConfig = FailureConfig()
     placement: PlacementConfig = PlacementConfig()

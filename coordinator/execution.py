@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from attestation.hybrid_signature import SignerPublic
-from attestation.policy import Policy, load_policy, simulated_policy
+from attestation.policy import load_policy, simulated_policy
 from attestation.simulator import SimulatedVendor, code_measurement
 from coordinator import state
 from coordinator.actors import (
@@ -34,12 +34,13 @@ from coordinator.control import Control, Restart
 from coordinator.coordinator import Assignment, Coordinator, Session
 from coordinator.departures import Departure
 from coordinator.evaluation import Evaluator, open_public
+from coordinator.hardware import Guests, given_collateral
 from coordinator.outcome import Ending, Finished
 from coordinator.output import attach_log
 from coordinator.placement import Placement
 from coordinator.plan_command import descriptor
 from coordinator.progress import StepReport
-from coordinator.ray_backend import RayBackend
+from coordinator.ray_backend import EvidenceSources, RayBackend
 from coordinator.ray_control import RayControl
 from coordinator.reporting import Reporting
 from coordinator.run_folder import RunFolder, run_lock
@@ -201,26 +202,30 @@ class Execution:
                 error.result = Outcome(finished, folder, error.code, wall_seconds, tuple(self.warnings)).result()
 
     def _session(self, stack: ExitStack, run_id: str, orchestrator_key: SignerPublic, control: Control) -> Session:
-        """Platforms, policy and the backend that starts workers."""
-        vendor = SimulatedVendor.load_or_create(state.simulator_folder())
-        platforms = Platforms(vendor)
-        stack.callback(platforms.close)
-        fetch_all(platforms.extend(), START_DEADLINE_S)
-        backend = RayBackend(platforms, self._placement(), cpu_capability=self._config.cpu_capability)
+        """Policy, collateral and the backend that starts workers."""
+        policy = load_policy(Path(self._base) / self._config.policy) if self._config.policy else None
+        collateral = given_collateral(policy, self._config.collateral, Path(self._base))
+        sources: EvidenceSources = Guests()
+        if policy is None or collateral is None:
+            vendor = SimulatedVendor.load_or_create(state.simulator_folder())
+            sources = self._platforms(stack, vendor)
+            policy, collateral = policy or simulated_policy(vendor, code_measurement()), vendor.collateral(_now())
+        backend = RayBackend(sources, self._placement(), cpu_capability=self._config.cpu_capability)
         stack.callback(backend.close)
         return Session(
             run_id=run_id,
             orchestrator_key=orchestrator_key,
             backend=backend,
             control=control,
-            policy=self._policy(vendor),
-            collateral=vendor.collateral(int(time.time())),
+            policy=policy,
+            collateral=collateral,
         )
 
-    def _policy(self, vendor: SimulatedVendor) -> Policy:
-        if self._config.policy is None:
-            return simulated_policy(vendor, code_measurement())
-        return load_policy(Path(self._base) / self._config.policy)
+    def _platforms(self, stack: ExitStack, vendor: SimulatedVendor) -> Platforms:
+        platforms = Platforms(vendor)
+        stack.callback(platforms.close)
+        fetch_all(platforms.extend(), START_DEADLINE_S)
+        return platforms
 
     def _placement(self) -> Placement:
         config = self._config
@@ -320,6 +325,10 @@ class Outcome:
         path, warnings = self.folder.path, (*self.finished.plan.warnings, *self.warnings)
         verdict = verdict_of(self.finished, path, self.wall_seconds, self.ending, warnings)
         return {"run_dir": str(path), "metrics": verdict.metrics()}
+
+
+def _now() -> int:
+    return int(time.time())
 
 
 def _ask(target: Actor, method: str, deadline_s: float) -> Any:

@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import ray
 
 from attestation.attester import EvidenceSource
-from coordinator.actors import Platforms, actor, ask_node, fetch, kill_all
+from coordinator.actors import actor, ask_node, fetch, kill_all
 from coordinator.aggregator import MaskedAggregator
 from coordinator.backend import Actor, ActorLost
 from coordinator.placement import Placement
@@ -26,6 +26,12 @@ NODE_DEADLINE_S = 30.0
 SPARE_DEADLINE_S = 1.0
 SPARE_AFTER_S = 5.0
 """How long a run trains before it keeps a spare: a process takes seconds of CPU to start."""
+
+
+class EvidenceSources(Protocol):
+    """Gives actors their evidence source: `coordinator.actors.Platforms` or `coordinator.hardware.Guests`."""
+
+    def source(self) -> EvidenceSource: ...
 
 
 class TrainWorkerActor(TrainWorker):
@@ -99,7 +105,7 @@ class RayBackend:
         cpu_capability: instruction set of workers and aggregators.
     """
 
-    def __init__(self, platforms: Platforms, placement: Placement, *, cpu_capability: str) -> None:
+    def __init__(self, platforms: EvidenceSources, placement: Placement, *, cpu_capability: str) -> None:
         self._platforms = platforms
         self._placement = placement
         self._environment = worker_environment(cpu_capability)

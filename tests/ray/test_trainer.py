@@ -15,6 +15,7 @@ import torch
 from safetensors.numpy import load_file
 
 from attestation.evidence_log import verify_exported_log
+from attestation.tsm import tee_nodes
 from coordinator.chaos_victims import role
 from coordinator.config import parse_config
 from coordinator.demo import demo_config
@@ -189,12 +190,16 @@ def test_what_is_wrong_with_the_input_is_said_before_anything_is_charged(ray_clu
     assert len(list((raycloak_home / "runs").rglob("evidence.jsonl"))) == 3
 
 
-def test_a_policy_for_hardware_refuses_simulated_workers(ray_cluster, tmp_path):
+def test_a_policy_for_hardware_is_met_by_no_machine_without_a_tee(ray_cluster, tmp_path):
+    if tee_nodes():
+        pytest.skip("this machine has a device of a trusted execution environment")
     (tmp_path / "policy.yaml").write_text(
-        "accepted_classes: [intel_tdx]\nanchors: [intel_tdx]\nmeasurements: ['" + "11" * 48 + "']\n"
+        "accepted_classes: [intel_tdx]\nanchors: [intel_tdx]\ntdx: {measurements: ['" + "11" * 48 + "']}\n"
     )
-    with pytest.raises(RefusedError, match=r"worker-0: (simulator_not_allowed|root_unknown)"):
-        train(digits(policy="policy.yaml"), config_dir=tmp_path)
+    (tmp_path / "collateral.yaml").write_text("tdx: []\n")
+    config = digits(policy="policy.yaml", collateral="collateral.yaml")
+    with pytest.raises(RefusedError, match="worker-0: tee_unavailable"):
+        train(config, config_dir=tmp_path)
 
 
 def test_exception_text_of_user_code_stays_in_the_worker(ray_cluster, tmp_path, capfd):

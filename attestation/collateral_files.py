@@ -1,0 +1,74 @@
+"""Reads the collateral of a run on real hardware: what its verifiers obtained from the vendors, as files.
+
+One YAML file names them, by paths relative to itself. Nothing is fetched from the network.
+"""
+
+from pathlib import Path
+from typing import Final
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from attestation.certificates import crl_der
+from attestation.evidence import Collateral, CollateralBundle
+from attestation.vector_encoding import decode
+from attestation.yaml_files import read_yaml
+from metrics.errors import ConfigError, EvidenceError
+
+CODE: Final = "collateral"
+
+
+class _Files(BaseModel):
+    """The fields of `CollateralBundle`, each a list of files."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    tdx: list[str] = []
+    snp_crls: list[str] = []
+    gpu_rims: list[str] = []
+    gpu_ocsp: list[str] = []
+
+
+def load_collateral(path: Path) -> CollateralBundle:
+    """What the files that ``path`` names hold.
+
+    TDX collateral is JSON in dcap-qvl's form; revocation lists are PEM or DER; reference values are XML; OCSP answers
+    are DER, bare or in base64.
+
+    Raises:
+        ConfigError: ``collateral`` if a file cannot be read or is not of its form.
+    """
+    try:
+        files = _Files.model_validate(read_yaml(path, CODE))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        field = ".".join(str(part) for part in first["loc"]) or "the document"
+        raise ConfigError(CODE, f"{path}: {field}: {first['msg']}.") from None
+    folder = path.parent
+    return CollateralBundle(
+        tdx=tuple(_tdx(folder / name) for name in files.tdx),
+        snp_crls=tuple(crl_der(_content(folder / name)) for name in files.snp_crls),
+        gpu_rims=tuple(_content(folder / name) for name in files.gpu_rims),
+        gpu_ocsp=tuple(_bare(_content(folder / name)) for name in files.gpu_ocsp),
+    )
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        cause = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(CODE, f"cannot read {path}: {cause}.") from None
+
+
+def _tdx(path: Path) -> Collateral:
+    try:
+        return Collateral.from_json(_content(path).decode())
+    except (EvidenceError, UnicodeDecodeError):
+        raise ConfigError(CODE, f"{path} is not TDX collateral in dcap-qvl's JSON form.") from None
+
+
+def _bare(content: bytes) -> bytes:
+    try:
+        return decode(content, "base64")
+    except ValueError:
+        return content

@@ -1,0 +1,61 @@
+"""Where the evidence of real machines comes from: every actor asks the kernel of the guest that it runs in."""
+
+import os
+from pathlib import Path
+
+from attestation.attester import CpuEvidence
+from attestation.collateral_files import load_collateral
+from attestation.evidence import CollateralBundle
+from attestation.policy import Policy
+from attestation.tsm import TsmReports
+from metrics.errors import ConfigError
+
+ENDORSEMENT_VARIABLE = "RAYCLOAK_ENDORSEMENT"
+"""Names a file with the certificate of an SEV-SNP machine's endorsement key, on nodes whose host hands out none."""
+
+
+class GuestEvidence:
+    """`attestation.attester.EvidenceSource` of an actor in a guest with a trusted execution environment.
+
+    It is sent to the actor and looks around only when it is asked, so interface and environment are the actor's own.
+    """
+
+    def collect(self, report_data: bytes) -> CpuEvidence:
+        """See `attestation.tsm.TsmReports.collect`."""
+        endorsement = os.environ.get(ENDORSEMENT_VARIABLE)
+        return TsmReports(endorsement=Path(endorsement) if endorsement else None).collect(report_data)
+
+
+class Guests:
+    """The nodes of a cluster whose workers run in such guests."""
+
+    def source(self) -> GuestEvidence:
+        """The evidence source of an actor that is started now, on any node that is there."""
+        return GuestEvidence()
+
+
+def given_collateral(policy: Policy | None, file: str | None, base: Path) -> CollateralBundle | None:
+    """What the evidence of a run under ``policy`` is judged with; None if it is simulated, whose vendor makes its own.
+
+    Args:
+        policy: None stands for simulated evidence.
+        file: that the configuration names, relative to ``base``.
+
+    Raises:
+        ConfigError: ``collateral`` if it is missing for hardware, given for simulated evidence, or cannot be read.
+    """
+    if policy is None or policy.accepts_simulated:
+        if file is not None:
+            raise ConfigError(
+                "collateral",
+                "the policy accepts simulated evidence, whose collateral the simulator makes itself.",
+                "Leave 'collateral' out, or name a policy that accepts hardware only.",
+            )
+        return None
+    if file is None:
+        raise ConfigError(
+            "collateral",
+            "the policy accepts hardware only, and there is no collateral to judge its evidence with.",
+            "Name a file in 'collateral'; docs/attestation.md says what belongs into it.",
+        )
+    return load_collateral(base / file)
