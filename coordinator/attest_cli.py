@@ -7,6 +7,7 @@ import typer
 
 from coordinator.attest_log_cli import attest_log
 from coordinator.attest_policy_cli import measure, policy
+from coordinator.attest_serve_cli import serve_command
 from coordinator.commands import AsJson, Debug, execute
 from coordinator.output import Output
 from metrics.errors import ConfigError
@@ -20,6 +21,7 @@ attest = typer.Typer(name="attest", help="Check evidence of trusted hardware, an
 attest.add_typer(attest_log, name="log")
 attest.add_typer(policy, name="policy")
 attest.add_typer(measure, name="measure")
+attest.command("serve")(serve_command)
 
 
 @attest.command("verify")

@@ -5,12 +5,14 @@ Unknown fields are refused. What is contradictory on its face is refused here; w
 """
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from metrics.errors import ConfigError
+
+S = TypeVar("S", bound="Section")
 
 
 class Section(BaseModel):
@@ -346,8 +348,13 @@ def parse_config(raw: Any, overrides: list[str] | None = None) -> RunConfig:
         raise ConfigError("config", "the configuration must be a mapping of fields")
     for override in overrides or []:
         _apply_override(raw, override)
+    return validated(RunConfig, raw)
+
+
+def validated(section: type[S], raw: Any) -> S:
+    """A section from plain data; errors as :func:`parse_config`."""
     try:
-        return RunConfig.model_validate(raw)
+        return section.model_validate(raw)
     except ValidationError as error:
         wrong = "; ".join(
             f"{'.'.join(map(str, e['loc'])) or 'config'}: {e['msg'].removeprefix('Value error, ')}"
@@ -358,13 +365,17 @@ def parse_config(raw: Any, overrides: list[str] | None = None) -> RunConfig:
 
 def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
     """Read a YAML file; the same errors as :func:`parse_config`."""
+    return parse_config(read_yaml(path), overrides)
+
+
+def read_yaml(path: Path) -> Any:
+    """The content of a YAML file, unvalidated; ConfigError ``config`` if there is none."""
     try:
-        raw = yaml.safe_load(path.read_text())
+        return yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError("config", f"cannot read {path}: {error.strerror}") from None
     except yaml.YAMLError as error:
         raise ConfigError("config", f"{path} is not YAML: {str(error).splitlines()[0]}") from None
-    return parse_config(raw, overrides)
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:

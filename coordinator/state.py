@@ -2,7 +2,7 @@
 
 The home is absolute because the working directory of a Ray job is temporary: a ledger there would start the budget
 at zero. Layout: ``ledger.sqlite``, ``simulator/``, ``signer/``, ``orchestrator/<run_id>.sqlite``,
-``packages/<run_id>/``, ``runs/<name>-<run_id>[-k]/``.
+``packages/<run_id>/``, ``runs/<name>-<run_id>[-k]/``, ``service/``.
 """
 
 import itertools
@@ -39,6 +39,11 @@ def ledger_url() -> str:
 def simulator_folder() -> Path:
     """Folder of the simulated platform's root and keys, mode 0700."""
     return _folder(home() / "simulator")
+
+
+def service_folder() -> Path:
+    """Folder of the standalone evidence service: its orchestrator's state and contracts, mode 0700."""
+    return _folder(home() / "service")
 
 
 def run_lock(run_id: str) -> Path:

@@ -2,9 +2,10 @@
 
 The ``python`` blocks of one document run in order in one process, so a later block may use the names of an earlier
 one; tracebacks carry the document's line numbers. A document that uses Ray joins the session's cluster by a plain
-``ray.init()``. A ``yaml`` block is a file of another program (only parsed), an evidence policy, a whole configuration,
-or a part of one, which is checked laid over the demo's. A ``console-json`` block is a command line and the JSON it
-prints. Every ``raycloak`` command line in a ``console`` or ``sh`` block names commands and options that exist.
+``ray.init()``. A ``yaml`` block is a file of another program (only parsed), an evidence policy, an evidence service, a
+whole configuration, or a part of one, which is checked laid over the demo's. A ``console-json`` block is a command line
+and the JSON it prints. Every ``raycloak`` command line in a ``console`` or ``sh`` block names commands and options that
+exist.
 """
 
 import json
@@ -18,8 +19,9 @@ import typer.main
 import yaml
 
 from attestation.policy import load_policy
+from coordinator.attest_serve import ServiceConfig
 from coordinator.cli import app
-from coordinator.config import parse_config
+from coordinator.config import parse_config, validated
 from coordinator.demo import demo_config
 from metrics.errors import ConfigError
 
@@ -98,6 +100,9 @@ def check_yaml(body, folder):
         policy = folder / "policy.yaml"
         policy.write_text(body)
         load_policy(policy)
+        return
+    if "hosting" in raw:
+        validated(ServiceConfig, raw)
         return
     if "dp_config" in raw:
         parse_config(raw)

@@ -1,0 +1,213 @@
+"""A standalone evidence service: an orchestrator without a cluster, which attests members and gives them their keys."""
+
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from attestation.admissions import RunTerms
+from attestation.canonical import digest
+from attestation.evidence import CollateralBundle
+from attestation.hybrid_signature import SignerPublic
+from attestation.messages import parse
+from attestation.orchestrator import EvidenceOrchestrator
+from attestation.policy import Policy, load_policy, simulated_policy
+from attestation.run_secret import load_secret, run_id_of
+from attestation.service import EvidenceServer
+from attestation.service_contract import ServiceContract, contract_context
+from attestation.service_limits import ServiceLimits
+from attestation.simulator import SimulatedVendor, code_measurement
+from attestation.static_hosting import StaticHosting
+from coordinator import state
+from coordinator.config import Section, read_yaml, validated
+from metrics.errors import ConfigError, ProtocolError
+from workers.manifest import Manifest, key_context
+
+SESSION = "evidence service"
+
+
+class ContractConfig(Section):
+    """Terms of a service that is not for a run of raycloak's own workers.
+
+    Attributes:
+        virtual_workers, epochs: how many keys there are.
+        known_answer: 64 hexadecimal digits that every worker has to present; the digest of nothing by default.
+    """
+
+    virtual_workers: int = Field(gt=0, le=65_536)
+    epochs: int = Field(default=1, gt=0, le=65_536)
+    known_answer: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] = digest(b"").hex()
+
+
+class ServiceConfig(Section):
+    """The file of ``raycloak attest serve``; paths are relative to it.
+
+    Attributes:
+        bind: ``host:port`` to listen on.
+        run_secret: file of 64 hexadecimal digits, which all keys derive from.
+        hosting: which virtual workers each member hosts; every one is hosted once.
+        aggregators: member ids, in range order.
+        policy, collateral: what evidence is judged by; without them, simulated evidence is accepted, which proves
+            nothing about a machine.
+        manifest: of a run, whose keys are given; or ``contract``.
+        limits: of the service, by name.
+    """
+
+    bind: str = "127.0.0.1:7443"
+    run_secret: str
+    hosting: dict[str, tuple[int, ...]]
+    aggregators: tuple[str, ...] = ()
+    policy: str | None = None
+    collateral: str | None = None
+    manifest: str | None = None
+    contract: ContractConfig | None = None
+    limits: ServiceLimits = ServiceLimits()
+
+    @field_validator("hosting", mode="before")
+    @classmethod
+    def _tuples(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: tuple(each) if isinstance(each, list) else each for name, each in value.items()}
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "ServiceConfig":
+        if (self.manifest is None) == (self.contract is None):
+            raise ValueError("give exactly one of manifest and contract")
+        if (self.policy is None) != (self.collateral is None):
+            raise ValueError("policy and collateral go together")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceFacts:
+    """What a member needs to know, and whoever reads the service's output.
+
+    Attributes:
+        evidence: ``SIMULATED`` if the policy accepts simulated evidence.
+        manifest_digest: of the manifest or the contract.
+        contract: file with the contract, if there is one.
+    """
+
+    evidence: str
+    address: str
+    run_id: str
+    manifest_digest: bytes
+    orchestrator_key: bytes
+    contract: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    run: RunTerms
+    contract: ServiceContract | None
+
+
+def load_service(path: Path) -> ServiceConfig:
+    """Read the file; ConfigError ``config``."""
+    return validated(ServiceConfig, read_yaml(path))
+
+
+def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, EvidenceOrchestrator, ServiceFacts]:
+    """Open the orchestrator below ``RAYCLOAK_HOME/service`` and serve it; restarted, it goes on where it was.
+
+    Args:
+        base: folder that relative paths start from.
+
+    Raises:
+        ConfigError: what cannot be used, by name.
+    """
+    policy, collateral = _policy(config, base)
+    secret = base / config.run_secret
+    run_id = run_id_of(load_secret(secret))
+    folder = state.service_folder()
+    orchestrator = EvidenceOrchestrator(str(folder / "orchestrator"), time.time)
+    known = (folder / "orchestrator" / f"{run_id}.sqlite").is_file()
+    _, key = orchestrator.open_run(str(secret), run_id if known else None)
+    try:
+        terms = _terms(config, base, orchestrator, (run_id, key), policy, collateral)
+        hosting = StaticHosting.of(config.hosting, config.aggregators, terms.run.virtual_workers)
+        orchestrator.begin(terms.run, SESSION)
+        desk = orchestrator.evidence_desk(hosting)
+        server = EvidenceServer.start(desk, terms.run.manifest_digest, config.bind, config.limits)
+    except BaseException:
+        orchestrator.close()
+        raise
+    facts = ServiceFacts(
+        evidence="SIMULATED" if policy.accepts_simulated else "hardware",
+        address=f"{config.bind.rpartition(':')[0]}:{server.port}",
+        run_id=run_id,
+        manifest_digest=terms.run.manifest_digest,
+        orchestrator_key=key.ed25519,
+        contract=_write(terms.contract, folder / f"{run_id}.contract.json"),
+    )
+    return server, orchestrator, facts
+
+
+def _policy(config: ServiceConfig, base: Path) -> tuple[Policy, CollateralBundle]:
+    if config.policy is None or config.collateral is None:
+        vendor = SimulatedVendor.load_or_create(state.simulator_folder())
+        return simulated_policy(vendor, code_measurement()), vendor.collateral(int(time.time()))
+    path = base / config.collateral
+    try:
+        collateral = CollateralBundle.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise ConfigError("collateral", f"cannot read {path}: {error.strerror}.") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigError("collateral", f"{path} is not a collateral bundle: {where}: {first['msg']}.") from None
+    return load_policy(base / config.policy), collateral
+
+
+def _terms(
+    config: ServiceConfig,
+    base: Path,
+    orchestrator: EvidenceOrchestrator,
+    identity: tuple[str, SignerPublic],
+    policy: Policy,
+    collateral: CollateralBundle,
+) -> _Terms:
+    run_id, key = identity
+    if config.manifest is not None:
+        manifest = _manifest(base / config.manifest)
+        stated = (manifest.run_id, manifest.orchestrator_key, manifest.policy_digest)
+        if stated != (run_id, key.ed25519, policy.digest()):
+            raise ConfigError("manifest", "the manifest names another run secret or another policy than this file.")
+        answer, count = manifest.known_answer, manifest.computation.mechanism.virtual_workers
+        context = key_context(manifest.computation, answer)
+        return _Terms(RunTerms(manifest.digest(), context, count, answer, policy, collateral), None)
+    assert config.contract is not None  # the configuration has one of the two
+    answer, count = bytes.fromhex(config.contract.known_answer), config.contract.virtual_workers
+    context = contract_context(count, answer)
+    contract = ServiceContract(
+        run_id=run_id,
+        orchestrator_key=key.ed25519,
+        orchestrator_ml_dsa=key.ml_dsa_65,
+        policy_digest=policy.digest(),
+        virtual_workers=count,
+        known_answer=answer,
+        key_commitments=orchestrator.key_commitments(context, count, config.contract.epochs),
+    )
+    return _Terms(RunTerms(contract.digest(), context, count, answer, policy, collateral), contract)
+
+
+def _manifest(path: Path) -> Manifest:
+    try:
+        return parse(Manifest, path.read_bytes().strip())
+    except OSError as error:
+        raise ConfigError("manifest", f"cannot read {path}: {error.strerror}.") from None
+    except ProtocolError:
+        raise ConfigError("manifest", f"{path} is not the manifest of a run.") from None
+
+
+def _write(contract: ServiceContract | None, path: Path) -> Path | None:
+    if contract is None:
+        return None
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    draft.write_bytes(contract.encode() + b"\n")
+    draft.replace(path)
+    return path

@@ -1,0 +1,49 @@
+"""``raycloak attest serve``: the evidence service as a command."""
+
+import os
+import signal
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coordinator.commands import AsJson, Debug, execute
+from coordinator.output import Output
+from metrics.errors import RunFailedError
+
+_LOOK_S = 0.5
+
+
+def serve_command(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the service.", show_default=False)],
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Attest members over gRPC and give them their keys, until SIGTERM or Ctrl-C; says first where it listens."""
+    execute(as_json, debug, lambda output: _serve(output, config))
+
+
+def _serve(output: Output, path: Path) -> int:
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # every refused handshake would be a line
+    from coordinator.attest_serve import load_service, start_service
+    from coordinator.tables import fields_table, value_text
+
+    ended = threading.Event()
+    former = {each: signal.signal(each, lambda *_: ended.set()) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        server, orchestrator, facts = start_service(load_service(path), path.parent)
+        rows = [(name.replace("_", " "), value_text(value)) for name, value in asdict(facts).items()]
+        output.result(asdict(facts), fields_table(f"Evidence service ({facts.evidence} evidence)", rows))
+        while not ended.wait(_LOOK_S) and server.failure is None:
+            pass
+        server.stop()
+        orchestrator.close()
+    finally:
+        for each, handler in former.items():
+            signal.signal(each, handler)
+    if server.failure is not None:
+        cause = type(server.failure).__name__
+        raise RunFailedError("service_failed", f"the service could not write its record ({cause}).", "Free the disk.")
+    return 0

@@ -1,0 +1,148 @@
+"""``raycloak attest serve``: a service without a cluster, which restarts where it was."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from attestation.attester import Attester
+from attestation.canonical import digest
+from attestation.client import EvidenceClient
+from attestation.key_release import open_keys
+from attestation.messages import parse
+from attestation.policy import simulated_policy
+from attestation.service_contract import ServiceContract
+from attestation.simulator import SimulatedVendor, code_measurement
+from coordinator import state
+from coordinator.attest_serve import ServiceConfig, load_service, start_service
+from coordinator.config import validated
+from coordinator.local import LocalPlatform
+from metrics.errors import ConfigError, RefusedError
+
+ROOT = Path(__file__).resolve().parents[2]
+ANSWER = digest(b"")
+CONFIG = {
+    "bind": "127.0.0.1:0",
+    "run_secret": "secret.hex",
+    "hosting": {"worker-0": [0, 2], "worker-1": [1]},
+    "contract": {"virtual_workers": 3},
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "secret.hex").write_text("ab" * 32)
+    return tmp_path
+
+
+def started(folder, **changes):
+    return start_service(validated(ServiceConfig, CONFIG | changes), folder)
+
+
+def member(contract, address, name="worker-0"):
+    attester = Attester(name, LocalPlatform(SimulatedVendor.load_or_create(state.simulator_folder()).platform()))
+    client = EvidenceClient(
+        address, manifest_digest=contract.digest(), orchestrator_key=contract.orchestrator_key, attester=attester
+    )
+    return client, attester
+
+
+def keys_of(contract, client, attester):
+    epoch, keys = open_keys(
+        client.release_keys(0),
+        orchestrator=contract.orchestrator,
+        hpke_key=attester.hpke,
+        run_id=contract.run_id,
+        member_id=attester.member_id,
+        manifest_digest=contract.digest(),
+        key_commitments=contract.key_commitments,
+    )
+    return epoch, {v: key.stream.reveal() for v, key in keys.items()}
+
+
+def test_a_member_with_the_contract_gets_the_keys_it_commits_to_also_after_a_restart(folder):
+    server, orchestrator, facts = started(folder)
+    assert facts.evidence == "SIMULATED"
+    contract = parse(ServiceContract, facts.contract.read_bytes().strip())
+    assert contract.digest() == facts.manifest_digest
+    client, attester = member(contract, facts.address)
+    with client:
+        client.attest(attester.present(client.challenge(), contract.digest(), ANSWER))
+        keys = keys_of(contract, client, attester)
+    server.stop()
+    orchestrator.close()
+    assert (keys[0], sorted(keys[1])) == (0, [0, 2])
+
+    server, orchestrator, again = started(folder)
+    assert parse(ServiceContract, again.contract.read_bytes().strip()) == contract
+    client = EvidenceClient(
+        again.address, manifest_digest=contract.digest(), orchestrator_key=contract.orchestrator_key, attester=attester
+    )
+    with client:
+        assert keys_of(contract, client, attester) == keys  # still admitted
+    server.stop()
+    orchestrator.close()
+
+
+def test_a_hardware_policy_refuses_simulated_workers(folder):
+    vendor = SimulatedVendor.load_or_create(state.simulator_folder())
+    policy = simulated_policy(vendor, code_measurement())
+    hardware = {"accepted_classes": ["intel_tdx"], "anchors": ["intel_tdx"]}
+    known = json.loads(policy.encode())
+    hardware["anchors"] += known["anchors"]
+    (folder / "policy.yaml").write_text(yaml.safe_dump({**known, **hardware}))
+    (folder / "collateral.json").write_bytes(vendor.collateral(1_800_000_000).encode())
+    server, orchestrator, facts = started(folder, policy="policy.yaml", collateral="collateral.json")
+    assert facts.evidence == "hardware"
+    contract = parse(ServiceContract, facts.contract.read_bytes().strip())
+    client, attester = member(contract, facts.address)
+    with client, pytest.raises(RefusedError) as error:
+        client.attest(attester.present(client.challenge(), contract.digest(), ANSWER))
+    assert error.value.code == "simulator_not_allowed"
+    server.stop()
+    orchestrator.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"hosting": {"worker-0": [0, 1]}}, "hosting"),
+        ({"hosting": {"worker-0": [0, 1, 2], "worker-1": [2]}}, "hosting"),
+        ({"contract": None}, "config"),
+        ({"policy": "policy.yaml"}, "config"),
+        ({"policy": "policy.yaml", "collateral": "none.json"}, "collateral"),
+        ({"policy": "policy.yaml", "collateral": "secret.hex"}, "collateral"),
+        ({"contract": None, "manifest": "none.json"}, "manifest"),
+        ({"contract": None, "manifest": "secret.hex"}, "manifest"),
+        ({"run_secret": "none"}, "run_secret"),
+        ({"bind": "not-a-host.invalid:1"}, "bind"),
+        ({"limits": {"deadline_s": 0}}, "config"),
+        ({"no_such_field": 1}, "config"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_by_name(changes, code, folder):
+    with pytest.raises(ConfigError) as error:
+        started(folder, **changes)
+    assert error.value.code == code
+
+
+def test_the_command_says_where_it_listens_and_ends_with_sigterm(folder):
+    (folder / "service.yaml").write_text(yaml.safe_dump(CONFIG))
+    assert load_service(folder / "service.yaml") == validated(ServiceConfig, CONFIG)
+    command = [sys.executable, "-m", "coordinator", "attest", "serve", str(folder / "service.yaml"), "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
+        facts = json.loads(process.stdout.readline())
+        contract = parse(ServiceContract, Path(facts["contract"]).read_bytes().strip())
+        client, _ = member(contract, facts["address"])
+        with client:
+            assert client.is_serving()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        assert process.stdout.read() == ""
+    assert facts["evidence"] == "SIMULATED"
