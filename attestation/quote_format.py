@@ -18,6 +18,8 @@ TD15_BYTES: Final = 648
 QE_REPORT_BYTES: Final = 384
 _ECDSA_P256, _TEE_TDX = 2, 0x81
 _CERTIFIED_BY_QE, _CERTIFIED_BY_PEM_CHAIN = 6, 5
+# Platform ids in three forms, a certificate alone, or a chain; only a chain can be verified.
+_INNER_CERTIFICATION = range(1, _CERTIFIED_BY_PEM_CHAIN + 1)
 _V5_BODY_BYTES = {2: TD10_BYTES, 3: TD15_BYTES}
 
 
@@ -32,7 +34,7 @@ class TdxQuote:
         signature: r and s, 64 bytes. attestation_key: x and y, 64 bytes.
         qe_report: the quoting enclave's report, 384 bytes; qe_signature: the PCK's over it.
         authentication_data: hashed into the enclave's report together with the attestation key.
-        chain: PCK certificate first, root last.
+        chain: PCK certificate first, root last; empty where the quote carries none that can be read.
     """
 
     raw: bytes
@@ -169,9 +171,11 @@ def _read_certification(data: bytes, raw: bytes, signed: bytes, body: bytes) -> 
     reader.expect(4, len(data) - reader.position - 4, "certification length")
     qe_report, qe_signature = reader.take(QE_REPORT_BYTES), reader.take(64)
     authentication_data = reader.take(reader.integer(2))
-    reader.expect(2, _CERTIFIED_BY_PEM_CHAIN, "inner certification type")
+    kind = reader.integer(2)
+    if kind not in _INNER_CERTIFICATION:
+        refuse(Refusal.EVIDENCE_MALFORMED, f"the quote's inner certification type {kind} is not known")
     reader.expect(4, len(data) - reader.position - 4, "inner certification length")
-    pem = reader.rest()
+    pem = reader.rest() if kind == _CERTIFIED_BY_PEM_CHAIN else b""
     return TdxQuote(
         raw=raw,
         signed=signed,
@@ -187,7 +191,8 @@ def _read_certification(data: bytes, raw: bytes, signed: bytes, body: bytes) -> 
 
 
 def _read_chain(pem: bytes) -> tuple[x509.Certificate, ...]:
+    """The certificates; none where one of them cannot be read, which is no chain."""
     try:
         return read_certificates(pem.rstrip(b"\0"))
     except ValueError:
-        refuse(Refusal.EVIDENCE_MALFORMED, "the quote's certificate chain cannot be read")
+        return ()

@@ -137,7 +137,7 @@ def _select_anchor(quote: TdxQuote, anchors: Sequence[Anchor], accepted: Collect
     Guarantee: a quote under a simulator's root never passes where only hardware is accepted.
     """
     if not quote.chain:
-        refuse(Refusal.CHAIN_BROKEN, "the quote carries no certificate chain")
+        refuse(Refusal.CHAIN_BROKEN, "the quote carries no certificate chain that can be read")
     anchor = anchor_of(anchors, "tdx", quote.chain[-1])
     if anchor is None:
         check_links(quote.chain, "PCK")

@@ -5,7 +5,7 @@ pins, and what a case names as ``simulator_root``.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -78,6 +78,13 @@ class Case:
     def report_data(self) -> bytes | None:
         """The expected report data; None if it is not compared."""
         return self._hex("report_data", self.fields.report_data)
+
+    def without(self, rule: str, value: Any) -> "Case":
+        """The case under a policy whose list ``rule`` does not have ``value``, which no policy can make acceptable."""
+        listed = self.policy.get(rule)
+        if not isinstance(listed, list) or value not in listed:
+            return self
+        return replace(self, policy={**self.policy, rule: [each for each in listed if each != value]})
 
     def evidence(self) -> bytes:
         """What is presented."""

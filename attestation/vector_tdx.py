@@ -10,7 +10,7 @@ from metrics.errors import EvidenceError
 
 def appraise_tdx(case: Case) -> TdxClaims:
     """What the case's quote says; EvidenceError if it is refused."""
-    rules = case.rules(TdxRules)
+    rules = case.without("tcb_statuses", "Revoked").rules(TdxRules)
     claims = verify_tdx(
         case.evidence(),
         _collateral(case),

@@ -8,6 +8,9 @@ from attestation.quote_format import MAX_QUOTE_BYTES, parse_quote
 from metrics.errors import EvidenceError
 from tests.attestation.conftest import MEASUREMENT, Session
 
+# Behind the header and body (632), signature, key, QE report, its signature and 32 bytes of authentication data.
+INNER_TYPE = 632 + 4 + 64 + 64 + 6 + 384 + 64 + 2 + 32
+
 
 @pytest.fixture(scope="module")
 def quote(session: Session) -> bytes:
@@ -45,12 +48,20 @@ def test_every_truncation_is_malformed(quote: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("offset", "value"),
-    [(0, 3), (0, 5), (0, 6), (2, 3), (4, 0), (764, 5), (632, 0), (635, 1), (766, 0)],
+    [(0, 3), (0, 5), (0, 6), (2, 3), (4, 0), (764, 5), (632, 0), (635, 1), (766, 0), (INNER_TYPE, 0), (INNER_TYPE, 6)],
 )
 def test_other_versions_kinds_and_lengths_are_malformed(quote: bytes, offset: int, value: int) -> None:
     changed = bytearray(quote)
     changed[offset] = value
     assert refusal_of(bytes(changed)) == "evidence_malformed"
+
+
+def test_certification_without_a_chain_has_no_certificates(quote: bytes) -> None:
+    assert quote[INNER_TYPE] == 5
+    for kind in (1, 2, 3, 4):
+        assert parse_quote(quote[:INNER_TYPE] + bytes([kind]) + quote[INNER_TYPE + 1 :]).chain == ()
+    unreadable = quote.replace(b"MII", b"!!!", 1)
+    assert parse_quote(unreadable).chain == ()
 
 
 def test_an_oversized_quote_is_refused_before_it_is_read(quote: bytes) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from attestation.evidence import STAGES, Refusal
 from attestation.roots import INTEL_SGX_ROOT_DER
+from attestation.simulator import CollateralVariant
 from attestation.vector_check import FAMILIES, LAST_STEP, CaseVerdict, check
 from attestation.vector_index import Case, read_index
 from metrics.errors import ConfigError
@@ -90,7 +91,7 @@ def test_refused_evidence_names_the_stage(folder: Path, changes: dict[str, Any],
         {"at": "yesterday"},
         {"report_data": "xyz!"},
         {"policy": {"no_such_rule": 1}},
-        {"policy": {"tcb_statuses": ["Revoked"]}},
+        {"policy": {"tcb_statuses": ["Fine"]}},
         {"policy": {"simulator_root": "absent.der"}},
         {"policy": {"simulator_root": "collateral.json"}},
     ],
@@ -99,6 +100,14 @@ def test_what_cannot_be_appraised_gets_no_verdict(folder: Path, changes: dict[st
     found = verdict(folder, **changes)
     assert (found.accepted, found.refusal) == (None, None)
     assert found.detail
+
+
+def test_a_status_that_nobody_may_accept_stays_refused(folder: Path, session: Session) -> None:
+    revoked = session.vendor.tdx_collateral(NOW, CollateralVariant(tcb_status="Revoked"))
+    (folder / "revoked.json").write_bytes(revoked.encode())
+    policy = {"tcb_statuses": ["UpToDate", "Revoked"]}
+    assert verdict(folder, policy=policy).accepted
+    assert verdict(folder, policy=policy, collateral="revoked.json").refusal == "tcb_unacceptable"
 
 
 def test_a_vendors_root_is_no_simulators(folder: Path) -> None:
