@@ -3,7 +3,7 @@
 Nothing here is verified: whoever receives the evidence appraises it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import pynvml
@@ -20,6 +20,25 @@ _DRIVER_REMEDY: Final = (
     "Run the worker where the NVIDIA driver (R535 or later) and a Hopper or Blackwell GPU are, or declare no GPU."
 )
 _MODE_REMEDY: Final = "Turn confidential computing on for the GPU from the host, and start the guest again."
+
+
+def visible_devices(environment: Mapping[str, str]) -> tuple[int, ...] | None:
+    """The indices in ``CUDA_VISIBLE_DEVICES``, by which a scheduler says which GPUs are a process's; None if unset.
+
+    Raises:
+        EvidenceError: ``gpu_unavailable`` if they are named in another way.
+    """
+    given = environment.get("CUDA_VISIBLE_DEVICES")
+    if given is None:
+        return None
+    names = [name.strip() for name in given.split(",") if name.strip()]
+    if not all(name.isascii() and name.isdigit() for name in names):
+        raise EvidenceError(
+            "gpu_unavailable",
+            f"CUDA_VISIBLE_DEVICES is '{given}', from which no indices of GPUs follow.",
+            "Name GPUs by their indices; parts of a GPU give no evidence.",
+        )
+    return tuple(int(name) for name in names)
 
 
 class GpuCollector:

@@ -8,6 +8,7 @@ Guarantee: for any bytes, :func:`parse_gpu_report` returns a report or raises Ev
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from struct import Struct
 from typing import Final
 
 from attestation.evidence import Refusal, refuse
@@ -20,6 +21,8 @@ _VERSIONS: Final = (0x11, 0x12)
 _GET_MEASUREMENTS, _MEASUREMENTS = 0xE0, 0x60
 _WANTS_SIGNATURE, _ALL_MEASUREMENTS = 0x01, 0xFF
 _DMTF: Final = 1
+_DMTF_HEAD_BYTES: Final = 3
+_BLOCK_HEAD: Final = Struct("<BBHBH")
 
 
 class Opaque(IntEnum):
@@ -143,11 +146,10 @@ def _read_measurements(record: bytes, count: int) -> dict[int, bytes]:
     reader = _Reader(record, "measurement record")
     measurements: dict[int, bytes] = {}
     for _ in range(count):
-        index, specification, size = reader.integer(1), reader.integer(1), reader.integer(2)
-        block = _Reader(reader.take(size), "measurement block")
-        block.take(1)  # what the value describes
-        value = block.take(block.integer(2))
-        if specification != _DMTF or not block.at_end:
+        # The fourth field says what the value describes.
+        index, specification, size, _, value_size = _BLOCK_HEAD.unpack(reader.take(_BLOCK_HEAD.size))
+        value = reader.take(value_size)
+        if specification != _DMTF or size != _DMTF_HEAD_BYTES + value_size:
             refuse(Refusal.EVIDENCE_MALFORMED, f"measurement {index} of the GPU is not in the DMTF format")
         if index in measurements or index == 0:
             refuse(Refusal.EVIDENCE_MALFORMED, f"the GPU report has measurement {index} twice, or counts from zero")

@@ -153,6 +153,9 @@ class Platforms:
         self.extend()
         return NodeEvidenceSource(dict(self.handles))
 
+    def gpus(self) -> None:
+        """A simulated node has no confidential GPU."""
+
     def close(self) -> None:
         """Kill them all."""
         kill_all(self.handles.values())

@@ -205,7 +205,7 @@ class Execution:
         """Policy, collateral and the backend that starts workers."""
         policy = load_policy(Path(self._base) / self._config.policy) if self._config.policy else None
         collateral = given_collateral(policy, self._config.collateral, Path(self._base))
-        sources: EvidenceSources = Guests()
+        sources: EvidenceSources = Guests(policy.gpus_per_worker if policy else 0)
         if policy is None or collateral is None:
             vendor = SimulatedVendor.load_or_create(state.simulator_folder())
             sources = self._platforms(stack, vendor)

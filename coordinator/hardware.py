@@ -1,14 +1,16 @@
 """Where the evidence of real machines comes from: every actor asks the kernel of the guest that it runs in."""
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from attestation.attester import CpuEvidence
 from attestation.collateral_files import load_collateral
 from attestation.evidence import CollateralBundle
+from attestation.gpu_collection import GpuCollector, visible_devices
 from attestation.policy import Policy
 from attestation.tsm import TsmReports
-from metrics.errors import ConfigError
+from metrics.errors import ConfigError, EvidenceError
 
 ENDORSEMENT_VARIABLE = "RAYCLOAK_ENDORSEMENT"
 """Names a file with the certificate of an SEV-SNP machine's endorsement key, on nodes whose host hands out none."""
@@ -26,12 +28,45 @@ class GuestEvidence:
         return TsmReports(endorsement=Path(endorsement) if endorsement else None).collect(report_data)
 
 
+@dataclass(frozen=True, slots=True)
+class GuestGpus:
+    """`attestation.attester.GpuSource` of a worker in such a guest: the GPUs that its scheduler gave it.
+
+    Args:
+        count: how many the policy asks for.
+    """
+
+    count: int
+
+    def collect(self, nonce: bytes) -> tuple[bytes, ...]:
+        """See `attestation.gpu_collection.GpuCollector.collect`."""
+        devices = visible_devices(os.environ)
+        if devices is not None and len(devices) != self.count:
+            raise EvidenceError(
+                "gpu_unavailable",
+                f"the policy asks each worker for {self.count} GPUs, and this one was given {len(devices)}.",
+                f"Set use_gpu, and GPU: {self.count} in placement.resources_per_worker.",
+            )
+        return GpuCollector(devices).collect(nonce)
+
+
+@dataclass(frozen=True, slots=True)
 class Guests:
-    """The nodes of a cluster whose workers run in such guests."""
+    """The nodes of a cluster whose workers run in such guests.
+
+    Args:
+        gpus_per_worker: how many confidential GPUs each worker has.
+    """
+
+    gpus_per_worker: int = 0
 
     def source(self) -> GuestEvidence:
         """The evidence source of an actor that is started now, on any node that is there."""
         return GuestEvidence()
+
+    def gpus(self) -> GuestGpus | None:
+        """The GPUs of a worker that is started now; None if the policy asks for none."""
+        return GuestGpus(self.gpus_per_worker) if self.gpus_per_worker else None
 
 
 def given_collateral(policy: Policy | None, file: str | None, base: Path) -> CollateralBundle | None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import ray
 
-from attestation.attester import EvidenceSource
+from attestation.attester import EvidenceSource, GpuSource
 from coordinator.actors import actor, ask_node, fetch, kill_all
 from coordinator.aggregator import MaskedAggregator
 from coordinator.backend import Actor, ActorLost
@@ -33,6 +33,8 @@ class EvidenceSources(Protocol):
 
     def source(self) -> EvidenceSource: ...
 
+    def gpus(self) -> GpuSource | None: ...
+
 
 class TrainWorkerActor(TrainWorker):
     """TrainWorker that leaves when its process is asked to end.
@@ -41,8 +43,10 @@ class TrainWorkerActor(TrainWorker):
     ends the process at once.
     """
 
-    def __init__(self, member_id: str, source: EvidenceSource, clock: Callable[[], float]) -> None:
-        super().__init__(member_id, source, clock)
+    def __init__(
+        self, member_id: str, source: EvidenceSource, clock: Callable[[], float], gpus: GpuSource | None
+    ) -> None:
+        super().__init__(member_id, source, clock, gpus)
         self._leaving = False
         self._before = signal.signal(signal.SIGTERM, self._asked_to_end)
 
@@ -123,7 +127,8 @@ class RayBackend:
             scheduling_strategy=self._placement.take(member_id),
             environment=self._environment,
         )
-        return self._member(member_id, _Started.of(worker.remote(member_id, self._platforms.source(), time.time)))
+        evidence = (self._platforms.source(), time.time, self._platforms.gpus())
+        return self._member(member_id, _Started.of(worker.remote(member_id, *evidence)))
 
     def start_aggregator(self, member_id: str) -> Actor:
         spare, self._spare = self._spare or self._new_aggregator(), None

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from attestation.appraisal import Appraisal, appraise
-from attestation.attester import Attester, EvidenceSource
+from attestation.attester import Attester, EvidenceSource, GpuSource
 from attestation.canonical import digest
 from attestation.enrolment import check_enrolment
 from attestation.evidence import Challenge, CollateralBundle
@@ -143,10 +143,13 @@ class TrainWorker:
         member_id: name of this incarnation; a replacement has another.
         source: the platform that issues its evidence.
         clock: seconds since the epoch.
+        gpus: its confidential GPUs; None if the policy asks for none.
     """
 
-    def __init__(self, member_id: str, source: EvidenceSource, clock: Callable[[], float]) -> None:
-        self._attester = Attester(member_id, source)
+    def __init__(
+        self, member_id: str, source: EvidenceSource, clock: Callable[[], float], gpus: GpuSource | None = None
+    ) -> None:
+        self._attester = Attester(member_id, source, gpus)
         self._clock = clock
         self._keys: dict[tuple[int, int], VirtualWorkerKeys] = {}
         self._appraisals: dict[bytes, Appraisal] = {}

@@ -8,7 +8,7 @@ import pytest
 
 from attestation.attester import Attester
 from attestation.evidence import EvidenceClass, GpuEvidence, Presentation
-from attestation.gpu_collection import GpuCollector
+from attestation.gpu_collection import GpuCollector, visible_devices
 from attestation.gpu_rules import GpuRules
 from attestation.gpu_set import gpu_nonce, verify_gpus
 from attestation.gpu_simulator import SimulatedGpu, SimulatedGpus, SimulatedGpuVendor
@@ -132,6 +132,13 @@ def test_a_missing_driver_gpu_or_report_is_named(gpus: tuple[SimulatedGpu, ...])
     short = FakeNvml(gpus)
     short.chain_length = 4
     assert "no chain of 5 certificates" in refusal(short).message
+
+
+def test_a_scheduler_says_which_gpus_are_visible() -> None:
+    for given, devices in (({}, None), ({"CUDA_VISIBLE_DEVICES": ""}, ()), ({"CUDA_VISIBLE_DEVICES": "2, 0"}, (2, 0))):
+        assert visible_devices(given) == devices
+    with pytest.raises(EvidenceError, match="MIG-1"):
+        visible_devices({"CUDA_VISIBLE_DEVICES": "MIG-1"})
 
 
 def test_a_nonce_has_32_bytes(gpus: tuple[SimulatedGpu, ...]) -> None:

@@ -45,6 +45,17 @@ def test_an_actors_source_travels_to_it_and_asks_the_machine_there() -> None:
         source.collect(bytes(64))
 
 
+def test_a_worker_has_the_gpus_that_the_policy_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Guests().gpus() is None
+    gpus = pickle.loads(pickle.dumps(Guests(2).gpus()))
+    for given, says in (("", "was given 0"), ("3", "was given 1"), ("GPU-1,GPU-2", "no indices of GPUs follow")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+        with pytest.raises(EvidenceError, match=says) as refused:
+            gpus.collect(bytes(32))
+        assert refused.value.code == "gpu_unavailable"
+        assert refused.value.remedy
+
+
 def test_workers_without_a_tee_are_named_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if tee_nodes():
         pytest.skip("this machine has a device of a trusted execution environment")

@@ -29,7 +29,7 @@ def worker(monkeypatch):
 
     monkeypatch.setattr(TrainWorker, "step", step)
     before = signal.signal(signal.SIGTERM, _end)
-    yield TrainWorkerActor("worker-0", NoSource(), time.time)
+    yield TrainWorkerActor("worker-0", NoSource(), time.time, None)
     signal.signal(signal.SIGTERM, before)
 
 
