@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from coordinator.releases import Release
 from workers.mechanism import Mechanism
 from workers.noise import ROUNDING_DISTANCE, ROUNDING_VARIANCE, SAMPLER_DISTANCE
+from workers.opacus_modules import opacus_module
 from workers.ring import TAIL_DEVIATIONS
 
 ORDERS: tuple[float, ...] = (
@@ -47,7 +48,7 @@ def accountant_version() -> str:
 def step_rdp(sample_rate: float, noise_multiplier: float, orders: tuple[float, ...] = ORDERS) -> tuple[float, ...]:
     """RDP of one step of the Poisson-subsampled Gaussian, at each of ``orders``.
 
-    Takes about 0.1 s for a new pair of arguments (and 2 s more in the process's first call), nothing for a repeat.
+    Takes about 0.1 s for a new pair of arguments (and 0.3 s more in the process's first call), nothing for a repeat.
 
     Args:
         sample_rate: q in (0, 1]; 1 is the plain Gaussian.
@@ -57,9 +58,8 @@ def step_rdp(sample_rate: float, noise_multiplier: float, orders: tuple[float, .
     assert noise_multiplier > 0
     if sample_rate == 1:
         return tuple(order / (2 * noise_multiplier**2) for order in orders)
-    from opacus.accountants.analysis.rdp import compute_rdp  # importing Opacus costs seconds
-
-    raw = compute_rdp(q=sample_rate, noise_multiplier=noise_multiplier, steps=1, orders=list(orders))
+    rdp = opacus_module("opacus.accountants.analysis.rdp")
+    raw = rdp.compute_rdp(q=sample_rate, noise_multiplier=noise_multiplier, steps=1, orders=list(orders))
     return tuple(float(value) if value < UNBOUNDED_RDP else UNBOUNDED_RDP for value in raw)
 
 

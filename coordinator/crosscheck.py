@@ -17,6 +17,7 @@ from coordinator import accounting, privacy_loss
 from coordinator.plan import Plan
 from coordinator.releases import Releases, merged
 from metrics.errors import ConfigError, RefusedError
+from workers.opacus_modules import opacus_module
 
 RDP_TOLERANCE = 1e-3
 """Relative difference allowed between the two RDPs at integer orders. At fractional ones dp-accounting's series does
@@ -119,11 +120,10 @@ def cross_check(releases: Releases, delta: float) -> CrossCheck:
 
 
 def _opacus_rdp(releases: Releases, delta: float, orders: tuple[float, ...]) -> float:
-    from opacus.accountants.analysis.rdp import get_privacy_spent
-
+    opacus_rdp = opacus_module("opacus.accountants.analysis.rdp")
     with _quiet():
         rdp = accounting.composed_rdp(releases, orders)
-        found, _ = get_privacy_spent(orders=list(orders), rdp=rdp, delta=delta)
+        found, _ = opacus_rdp.get_privacy_spent(orders=list(orders), rdp=rdp, delta=delta)
     return max(0.0, float(found))
 
 

@@ -12,13 +12,14 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from opacus.grad_sample import GradSampleModule
 from torch import Tensor, nn
 
 from metrics.errors import ModelError
 from workers.datasets import Batch, Dataset
 from workers.mechanism import Mechanism
 from workers.models import LossFn, load_flat, trainable_tensors
+from workers.numerics import choose_kernels
+from workers.opacus_modules import opacus_module
 
 MAX_ROWS = 2**17
 CLIP_MARGIN = 2.0**-16
@@ -116,7 +117,9 @@ class PerExampleGradients:
 
     def __init__(self, module: nn.Module, loss_fn: LossFn, deterministic: bool = True) -> None:
         try:
-            self._wrapped = GradSampleModule(module, batch_first=True, loss_reduction="sum", strict=True)
+            self._wrapped = opacus_module("opacus.grad_sample").GradSampleModule(
+                module, batch_first=True, loss_reduction="sum", strict=True
+            )
         except NotImplementedError as error:
             raise ModelError("unsupported_layer", f"Opacus cannot give per-example gradients: {error}") from None
         self._wrapped.train()
@@ -252,8 +255,8 @@ def named_operations(deterministic: bool) -> Iterator[None]:
     Raises:
         ModelError: ``nondeterministic_op``.
     """
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=not deterministic)
+    before = torch.get_deterministic_debug_mode()
+    choose_kernels(deterministic)
     try:
         yield
     except RuntimeError as error:
@@ -267,4 +270,4 @@ def named_operations(deterministic: bool) -> Iterator[None]:
             "Use another layer, or the CPU, or set allow_nondeterministic: true for a run that is NOT EXACT.",
         ) from None
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.set_deterministic_debug_mode(before)

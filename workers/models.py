@@ -12,12 +12,12 @@ import cloudpickle  # type: ignore[import-untyped]
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 from torch.nn import functional
 
 from metrics.errors import ModelError
 from workers.manifest import TensorSpec
+from workers.opacus_modules import opacus_module
 from workers.parameters import dimension, split_flat
 from workers.resolve import resolve, source_digest
 
@@ -184,7 +184,7 @@ def _dropout(layer: nn.Module) -> float:
 def _check_supported(layer: nn.Module, shown: str) -> None:
     if not any(tensor.requires_grad for tensor in layer.parameters(recurse=False)):
         return
-    validator = ModuleValidator.VALIDATORS.get(type(layer))
+    validator = opacus_module("opacus.validators").ModuleValidator.VALIDATORS.get(type(layer))
     reasons = [str(error) for error in validator(layer)] if validator else []
     if any(True for _ in layer.buffers()):
         reasons.append("it has trained parameters and buffers")

@@ -44,7 +44,17 @@ def worker_environment(cpu_capability: str) -> dict[str, str]:
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "MKL_NUM_THREADS": "1",
         "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_DETERMINISTIC": "1",
     }
+
+
+def choose_kernels(deterministic: bool) -> None:
+    """Deterministic kernels from now on; False lets an operation that has none run, with a warning by torch.
+
+    It is ``torch.use_deterministic_algorithms`` but for what that sets, and imports for more than a second, of a
+    compiler that nothing here uses; a model that compiles itself finds the same in :func:`worker_environment`.
+    """
+    torch.set_deterministic_debug_mode("error" if deterministic else "warn")
 
 
 def pin_numerics(deterministic: bool = True) -> None:
@@ -66,7 +76,7 @@ def pin_numerics(deterministic: bool = True) -> None:
             raise ConfigError(
                 "numerics", "torch already computes on several inter-op threads in this process."
             ) from None
-    torch.use_deterministic_algorithms(True, warn_only=not deterministic)
+    choose_kernels(deterministic)
     torch.set_flush_denormal(False)
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -1,0 +1,65 @@
+"""Opacus, of which a process loads only what it uses.
+
+Opacus' packages import all of it: its optimizers, and through them torch.distributed, sympy and more of scipy, which
+takes every worker two seconds, and the ledger four, since RDP alone needs no torch. Nothing here trains with those.
+
+So :func:`opacus_module` puts a deferred package in the place of each of `DEFERRED`. Its own ``__init__`` runs, once,
+when somebody asks it for a name that no loaded module has given it: for a user's ``opacus.PrivacyEngine`` all is as
+it was.
+"""
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec
+from threading import RLock
+from types import ModuleType
+from typing import Any
+
+DEFERRED = ("opacus", "opacus.accountants", "opacus.accountants.analysis")
+
+_LOADING = RLock()
+_RUNNING: set[str] = set()
+
+
+def opacus_module(name: str) -> Any:
+    """The module of that name, such as ``opacus.grad_sample``; what is imported already stays as it is."""
+    for package in DEFERRED:
+        if package not in sys.modules:
+            _defer(package)
+    return import_module(name)
+
+
+class _DeferredPackage(ModuleType):
+    """A package that has not run its ``__init__`` yet; afterwards it is a module like any other."""
+
+    def __getattr__(self, name: str) -> Any:
+        # Python and its libraries look for many such names in every module; that is nobody's wish for the package.
+        if not name.startswith("__") or name in ("__all__", "__version__"):
+            with _LOADING:
+                if type(self) is _DeferredPackage and self.__name__ not in _RUNNING:
+                    self._run()
+            if name in self.__dict__:
+                return self.__dict__[name]
+        raise AttributeError(f"module '{self.__name__}' has no attribute '{name}'", name=name, obj=self)
+
+    def _run(self) -> None:
+        assert self.__spec__ is not None, "it was made from one"
+        assert self.__spec__.loader is not None, "a package with an __init__ has a loader"
+        _RUNNING.add(self.__name__)
+        try:
+            self.__spec__.loader.exec_module(self)
+            self.__class__ = ModuleType  # type: ignore[assignment]  # as importlib.util.LazyLoader does
+        finally:
+            _RUNNING.discard(self.__name__)
+
+
+def _defer(name: str) -> None:
+    spec = find_spec(name)
+    if spec is None:
+        raise ModuleNotFoundError(f"No module named '{name}'", name=name)
+    package = module_from_spec(spec)
+    package.__class__ = _DeferredPackage
+    sys.modules[name] = package
+    parent, _, last = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], last, package)
