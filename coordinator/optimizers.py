@@ -11,6 +11,7 @@ in the run's numerics class: kernels of another instruction set may round differ
 | ``adafactor`` | eps (the smaller of its two), weight decay; its own decay of the second moment |
 """
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,6 +26,23 @@ from workers.parameters import dimension
 
 State = dict[str, NDArray[np.float32]]
 _ADAFACTOR_PARAMETER_SCALE = 1e-3
+
+
+def _without_compiler(rule: Any) -> Any:
+    """The rule of `torch.optim` without the wrappers that import torch's compiler, for more than a second of CPU.
+
+    What computes is the same function, without gradients as there.
+    """
+    inner = {
+        "add_param_group": inspect.unwrap(rule.add_param_group),
+        "step": torch.no_grad()(inspect.unwrap(rule.step)),
+    }
+    return type(rule.__name__, (rule,), inner)
+
+
+_SGD, _ADAM, _ADAMW, _ADAFACTOR = (
+    _without_compiler(rule) for rule in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adafactor)
+)
 
 
 def learning_rate(spec: OptimizerSpec, step: int, total_steps: int) -> float:
@@ -124,27 +142,22 @@ class Optimizer:
             start += tensor.size
         return parts
 
-    def _rule(self, leaves: list[torch.Tensor], rate: float) -> torch.optim.Optimizer:
+    def _rule(self, leaves: list[torch.Tensor], rate: float) -> Any:
         spec = self._spec
         decay, betas = spec.weight_decay, (spec.beta1, spec.beta2)
+        kernels = {"foreach": False, "fused": False}
         match spec.name:
             case "sgd":
-                return torch.optim.SGD(
-                    leaves, lr=rate, momentum=spec.momentum, weight_decay=decay, foreach=False, fused=False
-                )
+                return _SGD(leaves, lr=rate, momentum=spec.momentum, weight_decay=decay, **kernels)
             case "adam":
-                return torch.optim.Adam(
-                    leaves, lr=rate, betas=betas, eps=spec.eps, weight_decay=decay, foreach=False, fused=False
-                )
+                return _ADAM(leaves, lr=rate, betas=betas, eps=spec.eps, weight_decay=decay, **kernels)
             case "adamw":
-                return torch.optim.AdamW(
-                    leaves, lr=rate, betas=betas, eps=spec.eps, weight_decay=decay, foreach=False, fused=False
-                )
+                return _ADAMW(leaves, lr=rate, betas=betas, eps=spec.eps, weight_decay=decay, **kernels)
             case "adafactor":
                 epsilons = (spec.eps, _ADAFACTOR_PARAMETER_SCALE)
-                return torch.optim.Adafactor(leaves, lr=rate, eps=epsilons, weight_decay=decay, foreach=False)
+                return _ADAFACTOR(leaves, lr=rate, eps=epsilons, weight_decay=decay, foreach=False)
 
-    def _state_of(self, rule: torch.optim.Optimizer, leaves: list[torch.Tensor]) -> State:
+    def _state_of(self, rule: Any, leaves: list[torch.Tensor]) -> State:
         """All state tensors by ``tensor name/field``; fields that are not in use are left out."""
         return {
             f"{tensor.name}/{field}": value.numpy()

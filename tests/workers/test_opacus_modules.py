@@ -8,6 +8,11 @@ LOADED = "import json, sys; from workers.opacus_modules import opacus_module\n"
 WATCHED = ["torch", "sympy", "torch._dynamo", "opacus.optimizers"]
 REPORT = f"print(json.dumps([name for name in {WATCHED} if name in sys.modules]))"
 
+UPDATE = {
+    "learning_rate": 0.1, "momentum": 0.0, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8,
+    "schedule": "constant", "warmup_steps": 0,
+}  # fmt: skip
+
 
 def report(run_python, code):
     done = run_python("-c", f"{LOADED}{code}")
@@ -26,6 +31,20 @@ def test_a_worker_loads_neither_optimizers_nor_a_compiler(run_python):
         "check_layers(model)\n"
         "PerExampleGradients(model, cross_entropy)(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))\n"
     )
+    assert report(run_python, code + REPORT) == ["torch"]
+
+
+def test_an_update_loads_no_compiler(run_python):
+    code = (
+        "import numpy as np\n"
+        "from coordinator.optimizers import Optimizer\n"
+        "from workers.manifest import OptimizerSpec, TensorSpec\n"
+        "ones = np.ones(3, np.float32)\n"
+        "for name in ('sgd', 'adam', 'adamw', 'adafactor'):\n"
+        "    rule = Optimizer(OptimizerSpec(**VALUES, name=name), (TensorSpec(name='w', shape=(3,)),), 5)\n"
+        "    updated, _ = rule.update(ones, ones, {}, 0)\n"
+        "    assert (updated < 1).all()\n"
+    ).replace("VALUES", repr(UPDATE))
     assert report(run_python, code + REPORT) == ["torch"]
 
 
