@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 _START_DEADLINE_S = 60.0
+_ROOM = 2**30
 
 
 def binaries() -> Path | None:
@@ -35,7 +36,7 @@ class PostgresServer:
         self._binaries, self._settings = folder, dict(settings or {})
         self._numbers = itertools.count()
         # Short, because of the socket in it, and reachable for the user that the server runs as.
-        self._folder = Path(tempfile.mkdtemp(prefix="rcpg", dir="/tmp"))
+        self._folder = Path(tempfile.mkdtemp(prefix="rcpg", dir=_base()))
         self._user = _unprivileged()
         if "user" in self._user:
             os.chown(self._folder, self._user["user"], self._user["group"])
@@ -115,6 +116,12 @@ class PostgresServer:
 
     def _environment(self) -> dict[str, Any]:
         return {"cwd": self._folder, "env": {"PATH": os.environ["PATH"], "LC_ALL": "C"}, **self._user}
+
+
+def _base() -> str:
+    """Memory, where a commit waits for no disk and a killed server loses no more; `/tmp` where there is too little."""
+    memory = Path("/dev/shm")
+    return str(memory if memory.is_dir() and shutil.disk_usage(memory).free > _ROOM else "/tmp")
 
 
 def _unprivileged() -> dict[str, Any]:
