@@ -177,7 +177,7 @@ def _presented(certificates: Sequence[bytes]) -> tuple[x509.Certificate, ...]:
 
 def _check_machine(report: SnpReport, endorsement: _Endorsement) -> None:
     """The key is of the chip and the TCB version that the report names."""
-    hardware_id = certified_hardware_id(endorsement.chain[0])
+    hardware_id = certified_hardware_id(endorsement.chain[0], endorsement.layout)
     if report.key_kind == "VCEK":
         if not any(report.chip_id):
             refuse(Refusal.PLATFORM_MISMATCH, "the host masks the chip id, so the report names no machine")

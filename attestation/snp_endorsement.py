@@ -72,11 +72,14 @@ def certified_tcb(certificate: x509.Certificate, layout: Layout) -> bytes | None
     return bytes(known) if len(known) == len(values) else None
 
 
-def certified_hardware_id(certificate: x509.Certificate) -> bytes | None:
-    """The id of the chip that holds the key; None in a VLEK's certificate, which is for many chips."""
-    value = _extension(certificate, HARDWARE_ID_OID)
-    if value is not None and value[:2] == bytes((_OCTETS, len(value) - 2)):
-        return value[2:]  # Newer certificates have the id in an octet string, older ones the bare bytes.
+def certified_hardware_id(certificate: x509.Certificate, layout: Layout) -> bytes | None:
+    """The id of the chip that holds the key; None in a VLEK's certificate, which is for many chips.
+
+    It is the bare bytes, or an octet string of them. The length tells which: a bare id may look like the header.
+    """
+    value, size = _extension(certificate, HARDWARE_ID_OID), layout.hardware_id_bytes
+    if value is not None and len(value) == size + 2 and value[:2] == bytes((_OCTETS, size)):
+        return value[2:]
     return value
 
 

@@ -134,6 +134,15 @@ def test_newer_certificates_wrap_the_hardware_id(each: Bench) -> None:
     assert wrapped.verify(wrapped.report()).platform_id == wrapped.machine.chip_id
 
 
+def test_a_bare_hardware_id_that_looks_like_an_octet_string_is_one(each: Bench) -> None:
+    size = 8 if each.amd.generation == "Turin" else 64
+    hardware_id = bytes((4, size - 2)) + bytes(range(size - 2))
+    for wrap in (False, True):
+        variant = EndorsementVariant(hardware_id=hardware_id, wrap_hardware_id=wrap)
+        chip = each.with_machine(endorsement=variant)
+        assert chip.refusal(chip.report(chip_id=hardware_id.ljust(64, b"\0"))) is None
+
+
 def guests(bench: Bench) -> dict[str, tuple[ReportVariant, str]]:
     old = bench.machine.tcb_with(3, SNP_SVN - 1)
     return {
