@@ -54,7 +54,11 @@ def simulated() -> Iterator[Seed]:
     yield "encoding", b'json:/a/0\n{"a": ["00ff", [1, 2]]}'
     yield "json_bytes", b"[0, 255]"
     yield "snp_report", bytes(1184)
-    yield "snp_cert_table", bytes(24)
+    yield "snp_report", b"\3".ljust(0x34, b"\0") + b"\1".ljust(1184 - 0x34, b"\0")
+    # One entry of four bytes, and the one of zeros that ends the table.
+    yield "snp_cert_table", bytes(range(16)) + b"\x30\0\0\0\4\0\0\0" + bytes(24) + b"leaf"
+    yield "certificates", vendor.platform().chain_pem.encode()
+    yield "certificates", vendor.root_der
 
 
 def _presentation(quote: bytes, gpu: bytes) -> bytes:

@@ -16,7 +16,7 @@ from attestation.gpu_rim import read_rim
 from attestation.messages import Envelope, parse
 from attestation.policy import load_policy
 from attestation.quote_format import parse_quote
-from attestation.snp_cert_table import certificates_in
+from attestation.snp_cert_table import certificates_in, read_table
 from attestation.snp_report import parse_report
 from attestation.vector_encoding import bytes_of, decode, read_json
 from attestation.vector_index import read_index
@@ -90,7 +90,7 @@ TARGETS = {
     for target in (
         Target("tdx_quote", parse_quote, (EvidenceError,), own=True),
         Target("snp_report", parse_report, (EvidenceError,), own=True),
-        Target("snp_cert_table", certificates_in, (EvidenceError,), own=True),
+        Target("snp_cert_table", read_table, (EvidenceError,), own=True),
         Target("gpu_report", parse_gpu_report, (EvidenceError,), own=True),
         Target("encoding", _encoding, (ValueError, LookupError), own=True),
         Target("gpu_rim", _rim, (EvidenceError,), own=False),
@@ -99,6 +99,7 @@ TARGETS = {
         Target("tdx_collateral", _collateral, (EvidenceError,), own=False),
         Target("collateral_bundle", lambda data: parse(CollateralBundle, data), (ProtocolError,), own=False),
         Target("presentation", lambda data: open_presentation(Envelope(data, bytes(64))), (EvidenceError,), own=False),
+        Target("certificates", certificates_in, (EvidenceError,), own=False),
         Target("json_bytes", _json_bytes, (ValueError,), own=False),
         Target("policy", _in_a_file(load_policy), (ConfigError,), own=False),
         Target("index", _in_a_file(read_index), (ConfigError,), own=False),
