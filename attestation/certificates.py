@@ -36,6 +36,7 @@ _UNREADABLE = (
     x509.DuplicateExtension,
     x509.InvalidVersion,
     x509.UnsupportedGeneralNameType,
+    UserWarning,
 )
 
 
@@ -267,9 +268,13 @@ def point(raw: bytes) -> EllipticCurvePublicKey | None:
 
 @contextmanager
 def _tolerating_serial_zero() -> Iterator[None]:
-    """The library warns of a serial number that is not positive; AMD's endorsement certificates have number 0."""
+    """The library warns of a serial number that is not positive; AMD's endorsement certificates have number 0.
+
+    It warns of a country of other than two letters too, which no vendor's name has: such a name is unreadable.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Parsed a serial number", CryptographyDeprecationWarning)
+        warnings.filterwarnings("error", "Attribute's length", UserWarning)
         yield
 
 

@@ -35,6 +35,7 @@ QE_MRSIGNER: Final = hashlib.sha256(b"raycloak simulated quoting enclave").diges
 QE_ATTRIBUTES: Final = bytes.fromhex("1100000000000000e700000000000000")
 QE_PRODUCT: Final = 2
 QE_SVN: Final = 4
+_TD15_REPORT = 3
 _XFAM = bytes.fromhex("e702060000000000")
 
 
@@ -43,10 +44,13 @@ class QuoteVariant:
     """What a quote says about guest and quoting enclave; the defaults pass, anything else is for refusals.
 
     Attributes:
+        version: 4, or 5 for a quote with the longer TD 1.5 report. mr_service_td: 48 bytes, in version 5 only.
         td_attributes: 8 bytes. qe_mrsigner: 32 bytes. qe_attributes: 16 bytes.
         foreign_attestation_key: sign with a key that the quoting enclave's report does not certify.
     """
 
+    version: int = 4
+    mr_service_td: bytes = bytes(48)
     td_attributes: bytes = bytes.fromhex("0000001000000000")
     tee_tcb_svn: bytes = TEE_TCB_SVN
     qe_vendor: bytes = bytes.fromhex("939a7233f79c4ca9940a0db3957f0607")
@@ -123,7 +127,7 @@ class SimulatedPlatform:
         return cls(pck, key, keys.issuers_pem, keys.instance_id)
 
     def quote(self, report_data: bytes, measurement: bytes, variant: QuoteVariant = GENUINE) -> bytes:
-        """A TDX version 4 quote.
+        """A TDX quote.
 
         Args:
             report_data: 64 bytes, as `attestation.report_data` makes them.
@@ -149,7 +153,7 @@ class SimulatedPlatform:
 
 
 def _header(variant: QuoteVariant) -> bytes:
-    kind = bytes.fromhex("0400020081000000")
+    kind = variant.version.to_bytes(2, "little") + bytes.fromhex("020081000000")
     return kind + bytes(4) + variant.qe_vendor + bytes(20)
 
 
@@ -157,7 +161,8 @@ def _body(report_data: bytes, measurement: bytes, variant: QuoteVariant) -> byte
     seam = bytes(48 + 48 + 8)
     owner_and_rtmrs = bytes(3 * 48 + 4 * 48)
     guest = variant.td_attributes + _XFAM + measurement
-    return variant.tee_tcb_svn + seam + guest + owner_and_rtmrs + report_data
+    body = variant.tee_tcb_svn + seam + guest + owner_and_rtmrs + report_data
+    return body if variant.version == 4 else _sized(_TD15_REPORT, body + variant.tee_tcb_svn + variant.mr_service_td)
 
 
 def _qe_report(binding: bytes, variant: QuoteVariant) -> bytes:

@@ -57,9 +57,9 @@ def rate(
             _module_level(quote, tcb_info),
             _enclave_level(quote, qe_identity),
         )
+        advisories = sorted({str(name) for level in levels for name in level.get("advisoryIDs") or ()})
     except (LookupError, TypeError, ValueError, AttributeError):
         refuse(Refusal.TCB_UNACCEPTABLE, "the TCB info or the QE identity has no readable levels")
-    advisories = sorted({str(name) for level in levels for name in level.get("advisoryIDs") or ()})
     platform_status, module, enclave = (str(level.get("tcbStatus", "")) for level in levels)
     rating = TdxRating(platform_status, module, enclave, tuple(advisories))
     if _REVOKED in rating.statuses:

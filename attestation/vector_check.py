@@ -5,19 +5,24 @@ Guarantee: a case's verdict depends on that case and its files alone, not on the
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
-from attestation.evidence import STAGES, Refusal
+from attestation.evidence import STAGES, EvidenceClass, Refusal
+from attestation.gpu import GpuClaims
+from attestation.snp import SnpClaims
+from attestation.tdx import TdxClaims
 from attestation.vector_gpu import appraise_gpu
 from attestation.vector_index import Case
 from attestation.vector_snp import appraise_snp
 from attestation.vector_tdx import appraise_tdx
 from metrics.errors import ConfigError, EvidenceError
 
+Claims = TdxClaims | SnpClaims | GpuClaims
+
 # One line per family: a function that returns what the evidence says, or raises EvidenceError.
-FAMILIES: Final[Mapping[str, Callable[[Case], object]]] = MappingProxyType(
+FAMILIES: Final[Mapping[str, Callable[[Case], Claims]]] = MappingProxyType(
     {
         "sev_snp": appraise_snp,
         "nvidia_gpu": appraise_gpu,
@@ -33,6 +38,7 @@ class CaseVerdict:
 
     Attributes:
         accepted: None if the case could not be appraised.
+        evidence_class: of accepted evidence.
         refusal: code of the first stage that failed; None if none did.
         step: name of that stage, or of the last.
         detail: one sentence for a person; empty for accepted evidence.
@@ -41,10 +47,11 @@ class CaseVerdict:
 
     case: Case
     accepted: bool | None
+    evidence_class: EvidenceClass | None
     refusal: str | None
     step: str
     detail: str
-    milliseconds: float
+    milliseconds: float = 0.0
 
     @property
     def as_expected(self) -> bool | None:
@@ -58,18 +65,19 @@ class CaseVerdict:
 def check(case: Case) -> CaseVerdict:
     """Appraise one case."""
     started = time.perf_counter()
-    accepted, refusal, step, detail = _judge(case)
-    return CaseVerdict(case, accepted, refusal, step, detail, (time.perf_counter() - started) * 1000)
+    verdict = _judge(case)
+    return replace(verdict, milliseconds=(time.perf_counter() - started) * 1000)
 
 
-def _judge(case: Case) -> tuple[bool | None, str | None, str, str]:
+def _judge(case: Case) -> CaseVerdict:
     appraise = FAMILIES.get(case.fields.family)
     if appraise is None:
-        return None, None, "", f"there is no verifier for evidence of family '{case.fields.family}'"
+        family = case.fields.family
+        return CaseVerdict(case, None, None, None, "", f"there is no verifier for evidence of family '{family}'")
     try:
-        appraise(case)
+        claims = appraise(case)
     except EvidenceError as error:
-        return False, error.code, STAGES[Refusal(error.code)], error.message
+        return CaseVerdict(case, False, None, error.code, STAGES[Refusal(error.code)], error.message)
     except ConfigError as error:
-        return None, None, "", error.message
-    return True, None, LAST_STEP, ""
+        return CaseVerdict(case, None, None, None, "", error.message)
+    return CaseVerdict(case, True, claims.evidence_class, None, LAST_STEP, "")

@@ -48,6 +48,9 @@ def _verify(output: Output, index: Path, wanted: list[str]) -> int:
     verdicts = [check(each) for each in cases if not wanted or each.fields.id in wanted]
     failed = [verdict for verdict in verdicts if verdict.accepted is None]
     output.result({"cases": [_as_json(verdict) for verdict in verdicts]}, _table(verdicts))
+    simulated = [verdict.case.fields.id for verdict in verdicts if verdict.evidence_class == "simulated"]
+    if simulated:
+        output.note(f"SIMULATED: the accepted evidence of {', '.join(simulated)} proves nothing about a machine.")
     for verdict in failed:
         output.note(f"not appraised: {verdict.case.fields.id}: {verdict.detail}")
     return 4 if failed else 0
@@ -81,7 +84,8 @@ def _table(verdicts: "list[CaseVerdict]") -> "Table":
     table.add_column("expected")
     for verdict in verdicts:
         expected = {True: "yes", False: "NO", None: ""}[verdict.as_expected]
-        word = _word(verdict.accepted) or "not appraised"
+        simulated = " (SIMULATED)" if verdict.evidence_class == "simulated" else ""
+        word = (_word(verdict.accepted) or "not appraised") + simulated
         row = (verdict.case.fields.id, word, verdict.refusal or "", verdict.step)
         table.add_row(*row, f"{verdict.milliseconds:.1f}", expected)
     return table

@@ -215,3 +215,12 @@ def test_unreadable_pem_and_points_off_the_curve() -> None:
     assert codes(load_chain, "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----", "test") == "chain_broken"
     assert codes(load_chain, "", "test") == "chain_broken"
     assert point(bytes(64)) is None
+
+
+def test_a_country_of_many_letters_is_unreadable(pki) -> None:
+    """One byte of an object identifier makes a common name a country; the library only warns of its length."""
+    der = pki[0].certificate.public_bytes(Encoding.DER)
+    common_name_oid, country_oid = bytes.fromhex("0603550403"), bytes.fromhex("0603550406")
+    assert common_name_oid in der
+    with pytest.raises(ValueError, match="not a readable"):
+        read_root(der.replace(common_name_oid, country_oid))

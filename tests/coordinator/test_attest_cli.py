@@ -46,8 +46,10 @@ def test_verify_prints_one_object(index, capfd):
 
 
 def test_verify_shows_a_table_to_a_person(index, capfd):
-    code, out, _ = run(capfd, "verify", "--index", index, "--case", "good", "--case", "bad")
+    code, out, err = run(capfd, "verify", "--index", index, "--case", "good", "--case", "bad")
     assert code == 0
+    assert "accept (SIMULATED)" in out
+    assert "SIMULATED: the accepted evidence of good" in err
     assert "1 of 2 cases accepted, 1 not as the index expects" in out
 
 
