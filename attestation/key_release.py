@@ -25,9 +25,11 @@ from pydantic import JsonValue
 from attestation.canonical import digest, length_prefixed
 from attestation.evidence import MLKEM_BYTES
 from attestation.hybrid_signature import SignerPublic
+from attestation.key_policy import KeyKind, KeyPolicy
 from attestation.keys import IdentityKey, Purpose, Secret, derive
 from attestation.log_entries import EntryProof
 from attestation.messages import Envelope, Message, open_envelope, parse, seal
+from attestation.policy import Policy
 from metrics.errors import EvidenceError
 
 _SUITE = Suite(KEM.MLKEM768_X25519, KDF.HKDF_SHA256, AEAD.AES_256_GCM)
@@ -74,7 +76,9 @@ class KeyPackage(Message):
     """Virtual-worker keys of one epoch for one member.
 
     Attributes:
-        evidence_digest: of the presentation that the release rests on.
+        session: the execution of the run that it is released in.
+        policy_digest: of the `attestation.key_policy.KeyPolicy` of its kind.
+        nonce: that the evidence answered; with ``evidence_digest``, the presentation that the release rests on.
         virtual_workers: whose keys are inside, ascending.
         commitments: of the keys of all V virtual workers in this epoch; the manifest holds their digest.
         ciphertext: HPKE of the concatenated key pairs (2 x 32 bytes each), with all other fields in ``info``.
@@ -82,10 +86,13 @@ class KeyPackage(Message):
 
     DOMAIN: ClassVar[str] = "raycloak/key-package/v1"
 
+    kind: KeyKind
     run_id: str
+    session: str
     member_id: str
     manifest_digest: bytes
     policy_digest: bytes
+    nonce: bytes
     evidence_digest: bytes
     epoch: int
     virtual_workers: tuple[int, ...]
@@ -113,6 +120,7 @@ class KeyRelease:
 def released_body(package: KeyPackage) -> dict[str, JsonValue]:
     """What the evidence log says of a release, in an entry of kind ``released``."""
     return {
+        "kind": package.kind.value,
         "member_id": package.member_id,
         "epoch": package.epoch,
         "virtual_workers": list(package.virtual_workers),
@@ -185,6 +193,7 @@ def open_keys(
     run_id: str,
     member_id: str,
     manifest_digest: bytes,
+    policy: Policy,
     key_commitments: Sequence[bytes],
 ) -> tuple[int, Mapping[int, VirtualWorkerKeys]]:
     """Verify and decrypt a package; returns (epoch, keys by virtual worker).
@@ -200,6 +209,9 @@ def open_keys(
     package = open_envelope(KeyPackage, release.package, orchestrator.ed25519)
     if (package.run_id, package.member_id, package.manifest_digest) != (run_id, member_id, manifest_digest):
         raise EvidenceError("key_package_mismatch", "the key package is for another run, member or manifest")
+    terms = KeyPolicy.of(KeyKind.VIRTUAL_WORKER, policy)
+    if (package.kind, package.policy_digest) != (terms.kind, terms.digest()):
+        raise EvidenceError("key_package_mismatch", "the key package is of another kind, or under another policy")
     in_manifest = package.epoch < len(key_commitments)
     if not in_manifest or commitments_digest(package.commitments) != key_commitments[package.epoch]:
         raise EvidenceError("key_not_committed", f"the manifest does not commit to the keys of epoch {package.epoch}")

@@ -22,6 +22,7 @@ from attestation.evidence import Challenge, Role
 from attestation.evidence_desk import EvidenceDesk
 from attestation.evidence_log import EvidenceLog
 from attestation.hybrid_signature import HybridSigner, SignerPublic
+from attestation.key_policy import DrawBook
 from attestation.key_release import KeyRelease, RunKeys, commitments_digest
 from attestation.keys import IdentityKey, Purpose, derive
 from attestation.log_entries import LogHead
@@ -89,10 +90,12 @@ class EvidenceOrchestrator:
         self._commits = CommitBook(self._state, self._log)
         self._slices = SliceBook(self._state, self._log)
         self._admissions = Admissions(self._state, self._log, self._run_id, self._now)
+        self._draws = DrawBook(self._state.db)
         self._releases = ReleaseDesk(
             keys=self._keys,
             signer=self._key,
             admissions=self._admissions,
+            draws=self._draws,
             log=self._log,
             transaction=self._own_transaction,
             clock=self._now,
@@ -129,6 +132,7 @@ class EvidenceOrchestrator:
             self._start_session()
         self._is_new = False
         self._admissions.begin(terms)
+        self._releases.begin(session, terms)
 
     def challenge(self, member_id: str, role: Role, identity_key: bytes = b"") -> Challenge:
         """A fresh nonce for one presentation by ``member_id`` in ``role``, of ``identity_key`` alone if given."""
@@ -155,10 +159,10 @@ class EvidenceOrchestrator:
         Returns: the sealed keys, and the proof that the log has the release.
 
         Raises:
-            EvidenceError: ``release_denied`` if the member is not an admitted worker, or its evidence has expired or
-                served another epoch.
+            EvidenceError: ``release_denied`` if the member is not an admitted worker, its evidence has expired, served
+                another epoch or was appraised by another policy, or a key was drawn as often as its quota says.
         """
-        release = self._releases.release(self._terms, member_id, epoch, virtual_workers)
+        release = self._releases.release(member_id, epoch, virtual_workers)
         self._hosted[member_id] = virtual_workers
         return release
 
@@ -306,8 +310,8 @@ class EvidenceOrchestrator:
         return self._packages.newest_published()
 
     def open_package(self, info: bytes, wrapped_key: bytes) -> bytes:
-        """See `PackageDesk.open`."""
-        return self._packages.open(info, wrapped_key)
+        """See `PackageDesk.open`, `ReleaseDesk.open_checkpoint`."""
+        return self._releases.open_checkpoint(info, lambda: self._packages.open(info, wrapped_key))
 
     def evidence_desk(self, hosting: StaticHosting | None = None) -> EvidenceDesk:
         """What the gRPC service of a run that has begun answers from.

@@ -23,6 +23,22 @@ PlatformId = Annotated[bytes, Field(min_length=16, max_length=64)]
 DEFAULT_LIFETIME_S = 24 * 3600
 
 
+class KeyQuotas(Message):
+    """How often one key may be drawn.
+
+    A member draws a key again each time it hosts its virtual worker again, and each time an answer was lost.
+
+    Attributes:
+        per_member: by one member in one session of the run.
+        per_run: by all members, in all sessions.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/key-quotas/v1"
+
+    per_member: Annotated[int, Field(gt=0, lt=2**31)] = 64
+    per_run: Annotated[int, Field(gt=0, lt=2**31)] = 4096
+
+
 class Policy(Message):
     """Acceptance rules for evidence; the defaults are those of a hardware run.
 
@@ -33,6 +49,7 @@ class Policy(Message):
         platforms: admitted platform ids, 16 bytes for TDX and 64 for SEV-SNP; None admits any platform.
         workers_per_platform: most workers that may present the same platform id; None sets no limit.
         gpus_per_worker: how many confidential GPUs each worker must present, no more and no less.
+        key_quotas: how often a key is released, over all recoveries.
         tdx, sev_snp, nvidia_gpu: rules for TDX quotes, SEV-SNP reports and GPU reports.
     """
 
@@ -44,6 +61,7 @@ class Policy(Message):
     platforms: tuple[PlatformId, ...] | None = None
     workers_per_platform: Annotated[int, Field(gt=0, lt=2**16)] | None = 1
     gpus_per_worker: Annotated[int, Field(ge=0, lt=2**8)] = 0
+    key_quotas: KeyQuotas = KeyQuotas()
     tdx: TdxRules = TdxRules()
     sev_snp: SnpRules = SnpRules()
     nvidia_gpu: GpuRules = GpuRules()

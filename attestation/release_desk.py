@@ -1,7 +1,8 @@
 """The desk that hands out keys: who may have which, in the log before they leave.
 
 Guarantee: a key leaves only for a member whose evidence is accepted and not expired, sealed to the key that the
-evidence binds, and after the log says so; the member gets the proof that it does.
+evidence binds, no more often than its quota, and after the log says so; the member gets the proof that it does. What is
+released in a session is released under the policy that the session began with.
 """
 
 from collections.abc import Callable
@@ -9,7 +10,9 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from attestation.admissions import Admissions, Admitted, RunTerms
+from attestation.canonical import digest
 from attestation.evidence_log import EvidenceLog
+from attestation.key_policy import DrawBook, KeyKind, KeyPolicy
 from attestation.key_release import KeyPackage, KeyRelease, RunKeys, released_body, seal_keys
 from attestation.keys import IdentityKey
 from metrics.errors import EvidenceError
@@ -29,6 +32,7 @@ class ReleaseDesk:
         keys: RunKeys,
         signer: IdentityKey,
         admissions: Admissions,
+        draws: DrawBook,
         log: EvidenceLog,
         transaction: Callable[[], AbstractContextManager[None]],
         clock: Callable[[], int],
@@ -36,18 +40,29 @@ class ReleaseDesk:
         self._keys = keys
         self._signer = signer
         self._admissions = admissions
+        self._draws = draws
         self._log = log
         self._transaction = transaction
         self._clock = clock
 
-    def release(self, terms: RunTerms, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> KeyRelease:
+    def begin(self, session: str, terms: RunTerms) -> None:
+        """Take up a session that has begun; what it releases stays under the policy that it began with."""
+        self._session, self._terms = session, terms
+        begun = next(self._log.newest("session")).content
+        self._policy_of_session = bytes.fromhex(begun["policy_digest"])
+
+    def release(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> KeyRelease:
         """See `attestation.orchestrator.EvidenceOrchestrator.release`."""
-        admitted = self._entitled(member_id, epoch)
+        terms, key_terms = self._terms, KeyPolicy.of(KeyKind.VIRTUAL_WORKER, self._terms.policy)
+        admitted = self._entitled(member_id, epoch, key_terms)
         package = KeyPackage(
+            kind=key_terms.kind,
             run_id=self._keys.run_id,
+            session=self._session,
             member_id=member_id,
             manifest_digest=terms.manifest_digest,
-            policy_digest=terms.policy.digest(),
+            policy_digest=key_terms.digest(),
+            nonce=admitted.presentation.nonce,
             evidence_digest=admitted.appraisal.evidence_digest,
             epoch=epoch,
             virtual_workers=virtual_workers,
@@ -56,15 +71,38 @@ class ReleaseDesk:
         )
         keys = [self._keys.of(terms.key_context, v, epoch) for v in virtual_workers]
         with self._transaction():
+            self._draws.draw(key_terms, epoch, map(str, virtual_workers), self._session, member_id)
             self._admissions.keep(replace(admitted.row, epoch=epoch))
             entry = self._log.append("released", released_body(package))
         proof = self._log.prove(entry.sequence).encode()
         return KeyRelease(seal_keys(package, keys, admitted.presentation.hpke_key, self._signer), proof)
 
-    def _entitled(self, member_id: str, epoch: int) -> Admitted:
+    def open_checkpoint(self, info: bytes, opened: Callable[[], bytes]) -> bytes:
+        """The data key of a sealed package of the run, which ``opened`` gives, logged before it leaves.
+
+        Args:
+            info: what the key is bound to; it names the package.
+
+        Raises:
+            EvidenceError: ``release_denied`` if it was asked for as often as its quota says, or as ``opened``.
+        """
+        data_key, name = opened(), digest(info).hex()
+        with self._transaction():
+            terms = KeyPolicy.of(KeyKind.CHECKPOINT, self._terms.policy)
+            self._draws.draw(terms, 0, (name,), self._session, "")
+            self._log.append("opened", {"kind": terms.kind.value, "package": name, "policy": terms.digest().hex()})
+        return data_key
+
+    def _entitled(self, member_id: str, epoch: int, terms: KeyPolicy) -> Admitted:
         admitted = self._admissions.find(member_id)
-        if admitted is None or admitted.appraisal.role != "worker":
+        if admitted is None or admitted.appraisal.role != terms.role:
             raise EvidenceError("release_denied", f"{member_id} is not an admitted worker")
+        if not terms.evidence_policy == admitted.appraisal.policy_digest == self._policy_of_session:
+            raise EvidenceError(
+                "release_denied",
+                f"the policy was changed since {member_id} was appraised, or since the session began",
+                "Start a new run under the new policy.",
+            )
         if admitted.appraisal.expires_at <= self._clock():
             raise EvidenceError("release_denied", f"the evidence of {member_id} expired", "Present fresh evidence.")
         if admitted.row.epoch not in (None, epoch):

@@ -262,6 +262,7 @@ class TrainWorker:
             run_id=manifest.run_id,
             member_id=self._attester.member_id,
             manifest_digest=self._manifest_digest,
+            policy=self._admission.policy,
             key_commitments=manifest.key_commitments,
         )
         self._keys = {place: key for place, key in self._keys.items() if place[0] == epoch}

@@ -10,6 +10,7 @@ import pytest
 from attestation.canonical import digest
 from attestation.evidence_log import EvidenceLog
 from attestation.hybrid_signature import HybridSigner
+from attestation.key_policy import KeyKind, KeyPolicy
 from attestation.key_release import (
     HpkeKey,
     KeyPackage,
@@ -25,12 +26,15 @@ from attestation.key_release import (
 from attestation.keys import IdentityKey, Secret
 from attestation.log_entries import EntryProof
 from attestation.messages import Envelope, parse, seal
+from attestation.policy import simulated_policy
+from attestation.simulator import SimulatedVendor
 from metrics.errors import EvidenceError, ProtocolError, RefusedError
 
 SEED, RECIPIENT = Secret(b"o" * 32), HpkeKey.generate()
 ORCHESTRATOR, LOG_OWNER = IdentityKey.from_seed(SEED), HybridSigner(SEED, Secret(b"m" * 32))
 SECRET, COMPUTATION, MANIFEST = Secret(b"s" * 32), digest(b"computation"), digest(b"manifest")
 COUNT, EPOCHS = 4, 2
+POLICY = simulated_policy(SimulatedVendor.create(), bytes(48))
 
 
 def keys_of(v: int, epoch: int = 1) -> VirtualWorkerKeys:
@@ -46,10 +50,13 @@ IN_MANIFEST = tuple(commitments_digest(commitments(epoch)) for epoch in range(EP
 
 def package(**changes) -> KeyPackage:
     fields = {
+        "kind": KeyKind.VIRTUAL_WORKER,
         "run_id": "run",
+        "session": "first",
         "member_id": "worker-0",
         "manifest_digest": MANIFEST,
-        "policy_digest": digest(b"policy"),
+        "policy_digest": KeyPolicy.of(KeyKind.VIRTUAL_WORKER, POLICY).digest(),
+        "nonce": bytes(32),
         "evidence_digest": digest(b"evidence"),
         "epoch": 1,
         "virtual_workers": (0, 2),
@@ -59,12 +66,12 @@ def package(**changes) -> KeyPackage:
     return KeyPackage(**fields | changes)
 
 
-def logged(run_id="run", signer=LOG_OWNER, kind="released", **body) -> bytes:
+def logged(run_id="run", signer=LOG_OWNER, entry_kind="released", **body) -> bytes:
     """The proof of an entry that says what ``body`` says, between others."""
     with closing(sqlite3.connect(":memory:")) as connection:
         log = EvidenceLog(connection, run_id, signer)
         log.append("admitted", {})
-        entry = log.append(kind, body)
+        entry = log.append(entry_kind, body)
         log.append("admitted", {})
         return log.prove(entry.sequence).encode()
 
@@ -86,6 +93,7 @@ def opened(release: KeyRelease, **changes):
         "run_id": "run",
         "member_id": "worker-0",
         "manifest_digest": MANIFEST,
+        "policy": POLICY,
         "key_commitments": IN_MANIFEST,
     }
     return open_keys(release, **expected | changes)
@@ -116,16 +124,24 @@ def test_a_package_for_another_run_member_or_manifest_is_refused(field):
     assert refusal(sealed(**{field: other})).code == "key_package_mismatch"
 
 
+def test_a_package_of_another_kind_or_under_another_policy_is_refused():
+    stricter = POLICY.model_copy(update={"evidence_lifetime_s": 60})
+    assert refusal(sealed(), policy=stricter).code == "key_package_mismatch"
+    assert refusal(sealed(kind=KeyKind.CHECKPOINT)).code == "key_package_mismatch"
+    other = KeyPolicy.of(KeyKind.CHECKPOINT, POLICY).digest()
+    assert refusal(sealed(policy_digest=other)).code == "key_package_mismatch"
+
+
 def test_another_members_hpke_key_opens_nothing():
     assert refusal(sealed(), hpke_key=HpkeKey.generate()).code == "key_not_for_us"
     assert refusal(sealed(recipient=HpkeKey.generate().public)).code == "key_not_for_us"
 
 
-@pytest.mark.parametrize("field", ["policy_digest", "evidence_digest", "virtual_workers"])
+@pytest.mark.parametrize("field", ["session", "nonce", "evidence_digest", "virtual_workers"])
 def test_a_ciphertext_belongs_to_all_fields_of_its_package(field):
     """Moved under other fields and signed again, it does not open: HPKE's info covers each of them."""
     honest = KeyPackage.model_validate_json(sealed().package.body)
-    other = (0, 1) if field == "virtual_workers" else bytes(32)
+    other = {"virtual_workers": (0, 1), "session": "second"}.get(field, b"x" * 32)
     assert refusal(resealed(honest.model_copy(update={field: other}))).code == "key_not_for_us"
 
 
@@ -154,7 +170,7 @@ def test_keys_whose_release_is_not_in_the_log_are_refused():
         logged(**body | {"member_id": "worker-1"}),
         logged(**body | {"virtual_workers": [0]}),
         logged(**body | {"package": bytes(32).hex()}),
-        logged(kind="refused", **body),
+        logged(entry_kind="refused", **body),
     ):
         assert refusal(KeyRelease(honest.package, changed)).code == "release_not_logged"
     for foreign in (

@@ -18,7 +18,7 @@ from attestation.key_release import open_keys
 from attestation.keys import IdentityKey, Purpose, Secret, derive
 from attestation.messages import Envelope, open_envelope, seal
 from attestation.orchestrator import EvidenceOrchestrator
-from attestation.policy import simulated_policy
+from attestation.policy import KeyQuotas, Policy, simulated_policy
 from attestation.roster import Roster
 from attestation.run_secret import run_id_of
 from attestation.slices import DataCommitments
@@ -41,6 +41,7 @@ class Desk:
     generated: bool = False
     now: float = NOW
     lifetime_s: int = 24 * 3600
+    quotas: KeyQuotas = field(default_factory=KeyQuotas)
     members: dict[str, Attester] = field(default_factory=dict)
     executions: int = 0
 
@@ -67,10 +68,12 @@ class Desk:
         if begin:
             self.begin()
 
-    def begin(self) -> None:
+    def policy(self) -> Policy:
         policy = simulated_policy(self.session.vendor, MEASUREMENT)
-        policy = policy.model_copy(update={"evidence_lifetime_s": self.lifetime_s})
-        terms = RunTerms(MANIFEST, COMPUTATION, COUNT, ANSWER, policy, self.session.collateral)
+        return policy.model_copy(update={"evidence_lifetime_s": self.lifetime_s, "key_quotas": self.quotas})
+
+    def begin(self) -> None:
+        terms = RunTerms(MANIFEST, COMPUTATION, COUNT, ANSWER, self.policy(), self.session.collateral)
         self.orchestrator.begin(terms, f"execution-{self.executions}")
 
     def present(self, name: str, answer: bytes = ANSWER) -> Envelope:
@@ -228,6 +231,7 @@ def test_released_keys_open_for_their_member_alone_and_are_the_committed_ones(de
         "run_id": desk.run_id,
         "member_id": "worker-0",
         "manifest_digest": MANIFEST,
+        "policy": desk.policy(),
         "key_commitments": desk.orchestrator.key_commitments(COMPUTATION, COUNT, EPOCHS),
     }
     epoch, keys = open_keys(package, hpke_key=desk.members["worker-0"].hpke, **expected)
@@ -277,6 +281,37 @@ def test_each_epoch_needs_fresh_evidence(desk):
     assert refusal(desk.orchestrator.release, "worker-0", 1, (0,)) == "release_denied"
     desk.admit("worker-0")
     desk.orchestrator.release("worker-0", 1, (0,))
+
+
+def test_a_key_is_drawn_no_more_often_than_its_quota_also_after_a_restart(desk):
+    """Counted for a member within a session, and for the run over all members and sessions."""
+    desk.quotas = KeyQuotas(per_member=2, per_run=5)
+    desk.start()
+    desk.admit("worker-0", "worker-1")
+    desk.orchestrator.release("worker-0", 0, (0,))
+    desk.restart()
+    desk.orchestrator.release("worker-0", 0, (0, 1))
+    before = desk.log()
+    assert refusal(desk.orchestrator.release, "worker-0", 0, (1, 0)) == "release_denied"
+    assert desk.log() == before
+    desk.orchestrator.release("worker-0", 0, (1,))
+    desk.orchestrator.release("worker-1", 0, (0,))
+    desk.start()
+    desk.admit("worker-0", "worker-1")
+    for name in ("worker-0", "worker-1"):
+        desk.orchestrator.release(name, 0, (0,))
+    assert refusal(desk.orchestrator.release, "worker-1", 0, (0,)) == "release_denied"
+
+
+def test_a_policy_changed_after_appraisal_releases_nothing(desk):
+    desk.admit("worker-0")
+    desk.orchestrator.release("worker-0", 0, (0,))
+    desk.lifetime_s += 1
+    desk.restart()
+    assert "worker-0" in desk.orchestrator.view().admitted
+    assert refusal(desk.orchestrator.release, "worker-0", 0, (1,)) == "release_denied"
+    desk.admit("worker-0")
+    assert refusal(desk.orchestrator.release, "worker-0", 0, (1,)) == "release_denied"
 
 
 # --- data

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 
 from attestation.evidence import EvidenceClass
 from attestation.gpu_rules import GpuRules
-from attestation.policy import Policy, load_policy, simulated_policy
+from attestation.policy import KeyQuotas, Policy, load_policy, simulated_policy
 from attestation.roots import INTEL_SGX_ROOT_DER, INTEL_TDX_ANCHOR, Anchor
 from attestation.snp_rules import SnpRules
 from attestation.tdx_rules import TdxRules
@@ -135,6 +135,7 @@ def test_every_field_is_in_the_digest(session: Session) -> None:
         "platforms": (),
         "workers_per_platform": 1,
         "gpus_per_worker": 1,
+        "key_quotas": KeyQuotas(per_run=1),
         "tdx": TdxRules(),
         "sev_snp": SnpRules(require_crl=False),
         "nvidia_gpu": GpuRules(require_rim=False),

@@ -1,0 +1,99 @@
+"""For whom each kind of key is released, and how often: what a key's policy digest stands for.
+
+The policy of each kind follows from the run's evidence policy, so a key is bound to the rules under which its receiver
+was appraised, and a package of one kind cannot pass for another.
+"""
+
+import sqlite3
+from collections.abc import Iterable
+from contextlib import closing
+from enum import StrEnum
+from typing import ClassVar, Self
+
+from attestation.evidence import Role
+from attestation.messages import Message
+from attestation.policy import KeyQuotas, Policy
+from metrics.errors import EvidenceError
+
+
+class KeyKind(StrEnum):
+    """What a released key opens."""
+
+    VIRTUAL_WORKER = "virtual_worker"
+    """Sampling, noise and tags of one virtual worker in one epoch."""
+    CHECKPOINT = "checkpoint"
+    """A sealed package of the run; the run opens its own for its driver, which has no evidence of its own."""
+
+
+class KeyPolicy(Message):
+    """Terms of release of one kind of key.
+
+    Attributes:
+        role: that a receiver must be admitted in; None where the run itself is the receiver.
+        evidence_policy: digest of the evidence policy that it must have been appraised by.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/key-policy/v1"
+
+    kind: KeyKind
+    role: Role | None
+    evidence_policy: bytes
+    quotas: KeyQuotas
+
+    @classmethod
+    def of(cls, kind: KeyKind, policy: Policy) -> Self:
+        """The terms of ``kind`` in a run under ``policy``."""
+        role: Role | None = None if kind is KeyKind.CHECKPOINT else "worker"
+        return cls(kind=kind, role=role, evidence_policy=policy.digest(), quotas=policy.key_quotas)
+
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS draws (
+    kind TEXT NOT NULL, epoch INTEGER NOT NULL, key_id TEXT NOT NULL, session TEXT NOT NULL, member_id TEXT NOT NULL,
+    count INTEGER NOT NULL, PRIMARY KEY (kind, epoch, key_id, session, member_id)
+) WITHOUT ROWID
+"""
+
+
+class DrawBook:
+    """How often each key was drawn, in the database of the orchestrator; counts survive a restart."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+        connection.execute(_SCHEMA)
+
+    def draw(self, terms: KeyPolicy, epoch: int, key_ids: Iterable[str], session: str, member_id: str) -> None:
+        """Count one more draw of each key, in a transaction of the caller's.
+
+        Guarantee: within one session no member draws a key more often than ``terms.quotas.per_member``, and within one
+        run nobody does so more often than ``per_run``, also across restarts.
+
+        Raises:
+            EvidenceError: ``release_denied``; the caller's transaction must not be committed then.
+        """
+        for key_id in key_ids:
+            place = (terms.kind.value, epoch, key_id)
+            own, total = self._counts(place, session, member_id)
+            for who, count, quota in (
+                (member_id, own, terms.quotas.per_member),
+                ("the run", total, terms.quotas.per_run),
+            ):
+                if count >= quota:
+                    raise EvidenceError(
+                        "release_denied",
+                        f"{who} has drawn {terms.kind} key {key_id} of epoch {epoch} {count} times, its quota",
+                        "Find out why it is asked for so often; key_quotas in the policy of a new run raises it.",
+                    )
+            self._connection.execute(
+                "INSERT OR REPLACE INTO draws VALUES (?, ?, ?, ?, ?, ?)", (*place, session, member_id, own + 1)
+            )
+
+    def _counts(self, place: tuple[str, int, str], session: str, member_id: str) -> tuple[int, int]:
+        """Draws by this member in this session, and by everybody."""
+        query = (
+            "SELECT coalesce(sum(count * (session = ? AND member_id = ?)), 0), coalesce(sum(count), 0) FROM draws "
+            "WHERE kind = ? AND epoch = ? AND key_id = ?"
+        )
+        with closing(self._connection.execute(query, (session, member_id, *place))) as cursor:
+            own, total = cursor.fetchone()
+        return int(own), int(total)
