@@ -44,7 +44,13 @@ def explain(policy: Policy) -> tuple[Sentence, ...]:
     sentences += _gpus(policy, "nvidia_gpu" in families)
     sentences += _machines(policy)
     hours = policy.evidence_lifetime_s / 3600
-    return (*sentences, Sentence("lifetime", f"Evidence must be renewed after {hours:g} hours, or when it expires."))
+    quotas = policy.key_quotas
+    drawn = f"A key is released at most {quotas.per_member} times to a member in a session, {quotas.per_run} in a run."
+    return (
+        *sentences,
+        Sentence("lifetime", f"Evidence must be renewed after {hours:g} hours, or when it expires."),
+        Sentence("keys", drawn),
+    )
 
 
 def _classes(policy: Policy) -> Iterator[Sentence]:
