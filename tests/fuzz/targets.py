@@ -1,7 +1,6 @@
 """What is fuzzed: every parser of evidence, collateral, policies and messages, with the one way each may refuse."""
 
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -57,11 +56,13 @@ class Target:
 
 
 def _in_a_file(read: Callable[[Path], object]) -> Callable[[bytes], object]:
-    """For parsers of files: one file that each call writes again."""
-    path = Path(tempfile.gettempdir()) / f"raycloak-fuzz-{os.getpid()}"
+    """For parsers of files: one file in memory that each call writes again."""
+    descriptor = os.memfd_create("raycloak-fuzz")
+    path = Path(f"/proc/self/fd/{descriptor}")
 
     def parse_file(data: bytes) -> object:
-        path.write_bytes(data)
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, data, 0)
         return read(path)
 
     return parse_file
