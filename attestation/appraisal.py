@@ -16,7 +16,6 @@ from attestation.canonical import digest, length_prefixed
 from attestation.composite import (
     GuestClaims,
     classes_of,
-    facts_of,
     measurements_of,
     verify_guest,
     verify_own_gpus,
@@ -228,7 +227,7 @@ def _result(
         tcb_status=claims.tcb_status if isinstance(claims, TdxClaims) else claims.firmware,
         platform_id=claims.platform_id,
         gpus=gpus,
-        facts=facts_of(claims),
+        facts=claims.facts,
         hwmodel=claims.hwmodel,
         dbgstat=claims.dbgstat,
         expires_at=min(claims.expires_at, *(gpu.expires_at for gpu in gpus), now + policy.evidence_lifetime_s),

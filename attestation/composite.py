@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from attestation.evidence import CollateralBundle, EvidenceClass, Presentation, QuoteFamily
-from attestation.floors import Fact, Floors, check_not_older, crl_fact
+from attestation.floors import Floors
 from attestation.gpu import GpuClaims
 from attestation.gpu_set import gpu_nonce, verify_gpus
 from attestation.policy import Policy
@@ -50,13 +50,6 @@ def verify_own_gpus(
     )
 
 
-def facts_of(claims: GuestClaims) -> tuple[Fact, ...]:
-    """The numbers of the collateral that was used, which may only rise."""
-    if isinstance(claims, TdxClaims):
-        return claims.facts
-    return () if claims.crl_number is None else (crl_fact(claims.root_key_id, claims.crl_number),)
-
-
 def measurements_of(policy: Policy, family: QuoteFamily) -> tuple[bytes, ...]:
     """The reference values for guests of that format; zero is none."""
     rules = policy.tdx if family == "tdx" else policy.sev_snp
@@ -85,7 +78,7 @@ def _tdx(
 def _sev_snp(
     presentation: Presentation, policy: Policy, collateral: CollateralBundle, now: int, floors: Floors
 ) -> GuestClaims:
-    claims = verify_snp(
+    return verify_snp(
         presentation.quote,
         presentation.certificates,
         anchors=policy.anchors,
@@ -93,9 +86,8 @@ def _sev_snp(
         rules=policy.sev_snp,
         crls=collateral.snp_crls,
         now=now,
+        floors=floors,
     )
-    check_not_older(facts_of(claims), floors)
-    return claims
 
 
 _Verifier = Callable[[Presentation, Policy, CollateralBundle, int, Floors], GuestClaims]

@@ -28,6 +28,7 @@ from attestation.certificates import (
     signed_by,
 )
 from attestation.evidence import EvidenceClass, Refusal, refuse, require_class
+from attestation.floors import NO_FLOORS, Fact, Floors, check_not_older, crl_fact
 from attestation.roots import Anchor, anchor_of
 from attestation.snp_endorsement import LAYOUTS, Layout, certified_hardware_id, certified_tcb, issuer_role
 from attestation.snp_report import KeyKind, SnpReport, parse_report
@@ -55,7 +56,7 @@ class SnpClaims:
         generation, key_kind: of the machine and of the endorsement key.
         reported_tcb: 8 bytes; ``firmware`` has them in words.
         policy: 64-bit guest policy. host_data: 32 bytes that the host chose at launch.
-        crl_number: of the root's revocation list; None without one.
+        facts: number of the root's revocation list, if there is one; it may only rise.
         expires_at: unix seconds at which a certificate or a revocation list stops being valid.
         hwmodel, dbgstat: the claims of RFC 9711 of these names.
     """
@@ -72,7 +73,7 @@ class SnpClaims:
     vmpl: int
     host_data: bytes
     root_key_id: bytes
-    crl_number: int | None
+    facts: tuple[Fact, ...]
     expires_at: int
     hwmodel: str
     dbgstat: str
@@ -98,7 +99,7 @@ def verify_snp(
     rules: SnpRules,
     crls: Sequence[bytes],
     now: int,
-    crl_floor: int = 0,
+    floors: Floors = NO_FLOORS,
 ) -> SnpClaims:
     """Verify ``report`` at unix second ``now``.
 
@@ -110,7 +111,7 @@ def verify_snp(
         certificates: that of the endorsement key first, PEM or DER, and whatever else was presented; its CA must be
             among them only if it is not pinned.
         crls: revocation lists in DER, obtained by the verifier; those of other issuers are passed over.
-        crl_floor: highest number of the root's revocation list seen so far; a list below it is refused.
+        floors: highest numbers of revocation lists seen so far; lists below them are refused.
 
     Raises:
         EvidenceError: one of the codes of `attestation.evidence.Refusal`, that of the first stage that fails.
@@ -126,10 +127,11 @@ def verify_snp(
     if unreadable:
         refuse(Refusal.COLLATERAL_STALE, "a revocation list cannot be read")
     expires_at = _check_windows(endorsement, lists, rules, now)
-    number = _check_crl_number(endorsement, lists, crl_floor)
+    facts = _crl_facts(endorsement, lists)
+    check_not_older(facts, floors)
     _check_firmware(parsed, endorsement, rules)
     _check_guest(parsed, rules)
-    return _claims(parsed, endorsement, number, expires_at)
+    return _claims(parsed, endorsement, facts, expires_at)
 
 
 def _endorsement(
@@ -219,14 +221,11 @@ def _check_windows(
     return int(min(ends).timestamp())
 
 
-def _check_crl_number(
-    endorsement: _Endorsement, lists: Sequence[x509.CertificateRevocationList], floor: int
-) -> int | None:
-    numbers = [crl_number(crl) for crl in lists if crl.issuer == endorsement.chain[-1].subject]
-    for number in numbers:
-        if (number or 0) < floor:
-            refuse(Refusal.COLLATERAL_ROLLBACK, f"a revocation list of number {number} where {floor} is the lowest")
-    return min((number for number in numbers if number is not None), default=None)
+def _crl_facts(endorsement: _Endorsement, lists: Sequence[x509.CertificateRevocationList]) -> tuple[Fact, ...]:
+    """The highest number of the root's lists; AMD's roots publish one list for each kind of key."""
+    root = endorsement.chain[-1]
+    numbers = [number for crl in lists if crl.issuer == root.subject and (number := crl_number(crl)) is not None]
+    return (crl_fact(key_id(root), max(numbers)),) if numbers else ()
 
 
 def _check_firmware(report: SnpReport, endorsement: _Endorsement, rules: SnpRules) -> None:
@@ -257,7 +256,7 @@ def _check_guest(report: SnpReport, rules: SnpRules) -> None:
         refuse(Refusal.PRIVILEGE_LEVEL, f"the report is of privilege level {report.vmpl}, accepted: {levels or 'none'}")
 
 
-def _claims(report: SnpReport, endorsement: _Endorsement, number: int | None, expires_at: int) -> SnpClaims:
+def _claims(report: SnpReport, endorsement: _Endorsement, facts: tuple[Fact, ...], expires_at: int) -> SnpClaims:
     root, firmware = key_id(endorsement.chain[-1]), endorsement.layout.describe(report.reported_tcb)
     platform_id = report.chip_id if any(report.chip_id) else report.report_id
     hwmodel = f"AMD EPYC {endorsement.generation}"
@@ -275,7 +274,7 @@ def _claims(report: SnpReport, endorsement: _Endorsement, number: int | None, ex
         vmpl=report.vmpl,
         host_data=report.host_data,
         root_key_id=root,
-        crl_number=number,
+        facts=facts,
         expires_at=expires_at,
         hwmodel=hwmodel,
         dbgstat="enabled" if debug else "disabled-since-boot",
@@ -283,7 +282,7 @@ def _claims(report: SnpReport, endorsement: _Endorsement, number: int | None, ex
             ("format", f"SEV-SNP report of version {report.version}"),
             ("root", f"{endorsement.anchor.evidence_class} {root.hex()[:16]}"),
             ("chain", f"{hwmodel}, {report.key_kind}; chip, TCB version and signature hold"),
-            ("revocation", "no list" if number is None else f"nothing revoked in list {number}"),
+            ("revocation", ", ".join(f"{name}: {number}" for name, number in facts) or "no list"),
             ("collateral", f"until {expires_at}"),
             ("tcb", firmware),
             ("attributes", "debug" if debug else "no debug"),

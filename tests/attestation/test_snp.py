@@ -102,7 +102,7 @@ def test_a_simulated_report_passes_with_the_class_of_its_root(each: Bench) -> No
     assert (claims.generation, claims.key_kind) == (each.amd.generation, "VCEK")
     assert claims.platform_id == each.machine.chip_id
     assert claims.expires_at == NOW + COLLATERAL_LIFETIME_S
-    assert claims.crl_number == CRL_NUMBER
+    assert [number for _, number in claims.facts] == [CRL_NUMBER]
     assert claims.dbgstat == "disabled-since-boot"
     assert f"snp {SNP_SVN}" in claims.firmware
 
@@ -334,7 +334,7 @@ def test_a_missing_unreadable_or_outdated_list_refuses_where_one_is_required(ben
     report, lenient = bench.report(), ADMIT_ALL.model_copy(update={"require_crl": False})
     for crls in ((), (turin.crl,), (b"",), (bench.crl, b"?"), (bench.amd.crl(NOW - COLLATERAL_LIFETIME_S),)):
         assert bench.refusal(report, crls=crls) == "collateral_stale"
-    assert bench.verify(report, crls=(), rules=lenient).crl_number is None
+    assert bench.verify(report, crls=(), rules=lenient).facts == ()
     assert bench.refusal(report, crls=(turin.crl,), rules=lenient) is None
     assert bench.refusal(report, crls=(bench.crl, turin.crl)) is None
     assert bench.refusal(report, crls=(b"?",), rules=lenient) == "collateral_stale"
@@ -347,8 +347,14 @@ def test_the_window_of_the_list_has_exact_edges(bench: Bench) -> None:
 
 
 def test_a_list_below_the_highest_number_seen_is_a_rollback(bench: Bench) -> None:
-    assert bench.refusal(bench.report(), crl_floor=CRL_NUMBER) is None
-    assert bench.refusal(bench.report(), crl_floor=CRL_NUMBER + 1) == "collateral_rollback"
+    floors = dict(bench.verify(bench.report()).facts)
+    higher = {name: number + 1 for name, number in floors.items()}
+    assert bench.refusal(bench.report(), floors=floors) is None
+    assert bench.refusal(bench.report(), floors=higher) == "collateral_rollback"
+    newer = bench.amd.crl(NOW, number=CRL_NUMBER + 1)
+    assert bench.refusal(bench.report(), floors=higher, crls=(bench.crl, newer)) is None
+    debug = bench.report(policy=0xB_0000)
+    assert bench.refusal(debug, floors=higher) == "collateral_rollback"
 
 
 # Changed bytes
