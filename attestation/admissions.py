@@ -3,6 +3,7 @@
 Nonce, decision and log entry of an admission are one transaction, and a member is admitted once they are on disk.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,11 @@ from attestation.messages import Envelope
 from attestation.nonce_book import NonceBook
 from attestation.orchestrator_state import MemberRow, OrchestratorState
 from attestation.policy import Policy
+from attestation.revocations import Revocations
 from metrics.errors import EvidenceError
+
+RENEWED_AFTER = 2 / 3
+"""Share of its life after which evidence is renewed; the rest is for members that are slow to answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +44,32 @@ class OrchestratorView:
     earliest_expiry: Mapping[str, int]
 
 
+@dataclass(frozen=True, slots=True)
+class MemberReview:
+    """What has to be done about the members of a session.
+
+    Attributes:
+        revoked: (member id, message) of members that were revoked since they were admitted.
+        renew_in_s: seconds until the first of the others should present anew; not above zero if it should now.
+    """
+
+    revoked: tuple[tuple[str, str], ...]
+    renew_in_s: float
+
+    @property
+    def ages(self) -> bool:
+        """Whether fresh evidence is needed now."""
+        return self.renew_in_s <= 0
+
+
 @dataclass(slots=True)
 class Admitted:
-    """A member: the result of its appraisal, what it presented, and what is kept of it."""
+    """A member: the result of its appraisal, what it presented, what is kept of it, and when it was appraised."""
 
     appraisal: Appraisal
     presentation: Presentation
     row: MemberRow
+    since: int
 
 
 class Admissions:
@@ -60,6 +84,7 @@ class Admissions:
         self._log = log
         self._nonces = NonceBook(state.db)
         self._facts = FactBook(state.db)
+        self._revocations = Revocations(state.db, log)
         self._run_id = run_id
         self._clock = clock
         self._members: dict[str, Admitted] = {}
@@ -78,7 +103,7 @@ class Admissions:
             if row.expires_at > self._clock():
                 # The evidence is no younger than it was: appraising it again must not prolong it.
                 appraisal = replace(appraisal, expires_at=min(row.expires_at, appraisal.expires_at))
-                self._members[row.member_id] = Admitted(appraisal, presentation, row)
+                self._members[row.member_id] = Admitted(appraisal, presentation, row, self._clock())
 
     def challenge(self, member_id: str, role: Role, identity_key: bytes = b"") -> Challenge:
         """See `attestation.orchestrator.EvidenceOrchestrator.challenge`."""
@@ -106,8 +131,9 @@ class Admissions:
         return admitted.appraisal
 
     def find(self, member_id: str) -> Admitted | None:
-        """The member, if it is admitted; its evidence may have expired since."""
-        return self._members.get(member_id)
+        """The member, if it is admitted and nobody has revoked it since; its evidence may have expired."""
+        admitted = self._members.get(member_id)
+        return None if admitted is None or self._revoked(admitted) else admitted
 
     def keep(self, row: MemberRow) -> None:
         """Change what is kept of a member, in a transaction of the caller's."""
@@ -121,6 +147,18 @@ class Admissions:
                 self._state.drop_member(member_id)
                 self._log.append("expelled", {"member_id": member_id, "cause": cause})
 
+    def review(self) -> MemberReview:
+        """See `attestation.orchestrator.EvidenceOrchestrator.review`; in a transaction of the caller's."""
+        self._revocations.record()
+        refusals = {i: self._revoked(each) for i, each in self._members.items()}
+        ages = [
+            each.since + RENEWED_AFTER * (each.appraisal.expires_at - each.since)
+            for i, each in self._members.items()
+            if refusals[i] is None
+        ]
+        revoked = tuple((i, refusal.message) for i, refusal in refusals.items() if refusal is not None)
+        return MemberReview(revoked, min(ages, default=math.inf) - self._clock())
+
     def view(self) -> OrchestratorView:
         """Facts for metrics: admitted members by role, evidence class, earliest expiry per role."""
         members = [admitted.appraisal for admitted in list(self._members.values())]
@@ -133,6 +171,9 @@ class Admissions:
             evidence_class="+".join(classes),
             earliest_expiry=expiry,
         )
+
+    def _revoked(self, admitted: Admitted) -> EvidenceError | None:
+        return self._revocations.find(admitted.appraisal.member_id, admitted.appraisal.platform_id)
 
     def _admitted_by(self, envelope: Envelope) -> Admitted | None:
         """The member that this very presentation has admitted, unless a newer challenge asks it for another."""
@@ -154,6 +195,8 @@ class Admissions:
             self._facts.check_clock(self._clock())
             appraisal = self._appraise(envelope, presentation)
             self._facts.keep(appraisal.facts)
+            if (revoked := self._revocations.find(claimed, appraisal.platform_id)) is not None:
+                raise revoked
             others = [each.appraisal for name, each in self._members.items() if name != claimed]
             check_enrolment([*others, appraisal], self._terms.policy)
         except EvidenceError as refusal:
@@ -166,6 +209,7 @@ class Admissions:
                 "role": appraisal.role,
                 "evidence_class": appraisal.evidence_class,
                 "evidence_digest": appraisal.evidence_digest.hex(),
+                "platform_id": appraisal.platform_id.hex(),
                 "identity_key": presentation.identity_key.hex(),
                 "mask_key": presentation.mask_key.hex(),
                 "expires_at": appraisal.expires_at,
@@ -175,7 +219,7 @@ class Admissions:
         joined = known.row.joined if known else self._state.ratchet
         row = MemberRow(claimed, envelope, appraisal.expires_at, joined)
         self._state.keep_member(row)
-        return Admitted(appraisal, presentation, row)
+        return Admitted(appraisal, presentation, row, self._clock())
 
     def _appraise(self, envelope: Envelope, presentation: Presentation) -> Appraisal:
         appraisal = appraise(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from attestation.admissions import Admissions, OrchestratorView, RunTerms
+from attestation.admissions import Admissions, MemberReview, OrchestratorView, RunTerms
 from attestation.appraisal import Appraisal
 from attestation.channel import server_end
 from attestation.commit_book import CommitBook, StepCommit
@@ -27,7 +27,7 @@ from attestation.key_release import KeyRelease, RunKeys, commitments_digest
 from attestation.keys import IdentityKey, Purpose, derive
 from attestation.log_entries import LogHead
 from attestation.messages import Envelope, open_envelope, parse, seal
-from attestation.orchestrator_state import OrchestratorState, SessionId
+from attestation.orchestrator_state import OrchestratorState, SessionId, state_file
 from attestation.package_desk import PackageDesk, PublishedPackage
 from attestation.package_keys import RecipientPublic
 from attestation.release_desk import ReleaseDesk
@@ -252,6 +252,14 @@ class EvidenceOrchestrator:
         """Remove a member; it gets no keys and no roster entry any more."""
         self._admissions.expel(member_id, cause)
 
+    def review(self) -> MemberReview:
+        """Log what was revoked since, and say who of the members is, and when the others have to present anew.
+
+        Guarantee: who is revoked gets no keys and no roster entry from then on, whether this is asked or not.
+        """
+        with self._own_transaction():
+            return self._admissions.review()
+
     def finish(self, commits: tuple[StepCommit, ...], log_file: str, destroy: bool) -> None:
         """Commit the last steps, export the log with its signed head, and destroy a generated secret if asked.
 
@@ -373,7 +381,7 @@ class EvidenceOrchestrator:
         )
 
     def _state_file(self, run_id: str) -> Path:
-        return self._directory / f"{run_id}.sqlite"
+        return state_file(self._directory, run_id)
 
     def _now(self) -> int:
         return int(self._clock())

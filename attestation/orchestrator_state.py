@@ -76,6 +76,11 @@ class MemberRow:
     superseded: bool = False
 
 
+def state_file(directory: Path, run_id: str) -> Path:
+    """The file of a run in an orchestrator's folder."""
+    return directory / f"{run_id}.sqlite"
+
+
 class OrchestratorState:
     """The file of one run, mode 0600; created if absent.
 

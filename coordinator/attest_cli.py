@@ -10,6 +10,7 @@ from coordinator.attest_policy_cli import measure, policy
 from coordinator.attest_serve_cli import serve_command
 from coordinator.commands import AsJson, Debug, execute
 from coordinator.output import Output
+from coordinator.revoke_command import revoke_command
 from metrics.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ attest.add_typer(attest_log, name="log")
 attest.add_typer(policy, name="policy")
 attest.add_typer(measure, name="measure")
 attest.command("serve")(serve_command)
+attest.command("revoke")(revoke_command)
 
 
 @attest.command("verify")

@@ -10,7 +10,7 @@ It holds configuration, references and public facts; never examples, gradients o
 """
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -70,7 +70,11 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """The actors of one run and what evidence they are judged by, started and owned by the caller."""
+    """The actors of one run and what evidence they are judged by, started and owned by the caller.
+
+    Attributes:
+        revocations: how many there are so far; see `attestation.revocations.count_revocations`.
+    """
 
     run_id: str
     orchestrator_key: SignerPublic
@@ -78,6 +82,7 @@ class Session:
     control: Control
     policy: Policy
     collateral: CollateralBundle
+    revocations: Callable[[], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +132,13 @@ class Coordinator:
         self._reporter = Reporter(reporting, lambda: len(self._membership.workers))
         departures = Departures(config.failure.max_failures, self._reporter.departed)
         self._membership = Membership(
-            config, session.backend, session.control, departures, self._reporter.joined, timer or Timer()
+            config=config,
+            backend=session.backend,
+            control=session.control,
+            departures=departures,
+            on_join=self._reporter.joined,
+            timer=timer or Timer(),
+            revocations=session.revocations,
         )
         session.control.on_restart = self._reporter.restarted
         self._plan: Plan | None = None

@@ -12,6 +12,7 @@ ACCIDENTS = frozenset({"died", "unreachable", "deadline"})
 ASKED = {
     "left": "it was asked to end",
     "preempted": "its node is being drained",
+    "revoked": "it was revoked",
     "key_share": "it held as many virtual workers' keys in this epoch as the noise allows for",
 }
 

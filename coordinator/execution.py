@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import ray
 
 from attestation.hybrid_signature import SignerPublic
 from attestation.policy import load_policy, simulated_policy
+from attestation.revocations import count_revocations
 from attestation.simulator import SimulatedVendor, code_measurement
 from coordinator import state
 from coordinator.actors import (
@@ -219,6 +221,7 @@ class Execution:
             control=control,
             policy=policy,
             collateral=collateral,
+            revocations=partial(count_revocations, state.orchestrator_file(run_id)),
         )
 
     def _platforms(self, stack: ExitStack, vendor: SimulatedVendor) -> Platforms:

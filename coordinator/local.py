@@ -8,11 +8,14 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from attestation.attester import CpuEvidence
 from attestation.orchestrator import EvidenceOrchestrator
+from attestation.orchestrator_state import state_file
 from attestation.policy import simulated_policy
+from attestation.revocations import count_revocations
 from attestation.simulator import SimulatedVendor, code_measurement
 from attestation.simulator_platform import SimulatedPlatform
 from coordinator.aggregator import MaskedAggregator
@@ -80,5 +83,6 @@ def local_session(
         control=control,
         policy=simulated_policy(vendor, code_measurement()),
         collateral=vendor.collateral(int(clock())),
+        revocations=partial(count_revocations, state_file(home / "orchestrator", run_id)),
     )
     return session, backend

@@ -22,7 +22,8 @@ from coordinator.hosting import Hosting, moved, rehost
 from coordinator.joining import Joining, Timer
 from coordinator.plan import hosted_at_most
 from coordinator.ranges import ParameterRange
-from metrics.errors import ConfigError, RaycloakError, RefusedError, RunFailedError
+from coordinator.review import Review
+from metrics.errors import ConfigError, EvidenceError, RaycloakError, RefusedError, RunFailedError
 from workers.measurement import Measurement
 from workers.mechanism import Mechanism
 from workers.train_worker import Admission, WorkerFacts, WorkerSetup
@@ -44,6 +45,7 @@ class Membership:
         departures: everybody who was refused, was lost or left so far.
         on_join: told the member id of each worker that joins the run after its start.
         timer: measures deadlines and pauses.
+        revocations: how many there are so far; see `coordinator.review.Review`.
     """
 
     config: RunConfig
@@ -52,6 +54,7 @@ class Membership:
     departures: Departures
     on_join: Callable[[str], None]
     timer: Timer
+    revocations: Callable[[], int]
     workers: dict[str, Actor] = field(default_factory=dict)
     aggregators: list[Actor] = field(default_factory=list)
     hosting: Hosting = field(default_factory=dict)
@@ -65,9 +68,13 @@ class Membership:
     _untried: set[str] = field(default_factory=set)
     _looked: float = -math.inf
     _joining: Joining = field(init=False)
+    _review: Review = field(init=False)
     _setup: WorkerSetup = field(init=False)
     _admission: Admission = field(init=False)
     _ranges: Sequence[ParameterRange] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._review = Review(self.control, self.timer, self.revocations)
 
     def start_workers(self, setup: WorkerSetup) -> WorkerFacts:
         """Start and prepare ``num_workers`` workers; returns the facts that most of them agree on.
@@ -122,7 +129,7 @@ class Membership:
     def renew(self) -> None:
         """Fresh evidence from every member, as each epoch needs it.
 
-        A worker that fails leaves, and a lost aggregator is replaced.
+        A worker that fails leaves, and an aggregator that does is replaced.
         """
         self._admit_workers()
         for index, owned in enumerate(self._ranges):
@@ -130,6 +137,25 @@ class Membership:
                 self._admit_aggregator(self.aggregators[index], owned)
             except ActorLost as lost:
                 self.replace_aggregator(index, lost.cause)
+            except EvidenceError as refusal:
+                self.replace_aggregator(index, refusal.code)
+
+    def review(self, *, now: bool = False) -> bool:
+        """Let go who was revoked; whether the evidence of those who stay has to be renewed.
+
+        Guarantee: between two steps every revocation so far is found; from then on nothing is sent to who was revoked.
+
+        Args:
+            now: ask the orchestrator, whether or not there may be something new.
+        """
+        review = self._review.look(now=now)
+        indices = {actor.member_id: index for index, actor in enumerate(self.aggregators)}
+        for member_id, message in review.revoked:
+            if member_id in self.workers:
+                self.lose(member_id, "revoked", message)
+            elif member_id in indices:
+                self.replace_aggregator(indices[member_id], "revoked")
+        return review.ages
 
     def _admit_workers(self) -> None:
         asked = {i: self._ask_to_present(actor, "worker", (self._admission,)) for i, actor in self.workers.items()}
@@ -281,7 +307,7 @@ class Membership:
         lost = self.aggregators[index]
         self.backend.stop(lost)
         self.presentations.pop(lost.member_id, None)
-        self._depart(Departure(lost.member_id, code, "the aggregator did not answer"), newcomer=False)
+        self._depart(Departure(lost.member_id, code, "another took its place"), newcomer=False)
         self.aggregators[index] = self._new_aggregator(self._ranges[index])
 
     def _require_enough(self) -> None:

@@ -9,6 +9,7 @@ import itertools
 import os
 from pathlib import Path
 
+from attestation.orchestrator_state import state_file
 from metrics.errors import ConfigError
 
 HOME_VARIABLE = "RAYCLOAK_HOME"
@@ -49,6 +50,11 @@ def service_folder() -> Path:
 def run_lock(run_id: str) -> Path:
     """File whose lock is held by the one process that executes the run."""
     return _folder(home() / "orchestrator") / f"{run_id}.lock"
+
+
+def orchestrator_file(run_id: str) -> Path:
+    """File of what the orchestrator of a run keeps."""
+    return state_file(_folder(home() / "orchestrator"), run_id)
 
 
 def packages_folder(run_id: str) -> Path:

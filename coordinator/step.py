@@ -27,6 +27,7 @@ from coordinator.membership import Membership
 from coordinator.outcome import Model, StepOutcome
 from coordinator.ranges import ParameterRange
 from metrics.collectors import RunMetrics
+from metrics.errors import EvidenceError
 from workers.manifest import Manifest
 from workers.measurement import Measurement, Released, released
 from workers.parameters import parameter_digest
@@ -130,7 +131,7 @@ class StepRunner:
             if finished is not None:
                 break
             self._place(epoch)
-            roster = self._receive(self._ask_roster(task))
+            roster = self._receive(task, self._ask_roster(task))
             attempts += 1
         answers, reduced, computed = finished
         now = time.perf_counter()
@@ -196,9 +197,9 @@ class StepRunner:
         """The roster that was asked for beside the step before, or a new one if the members have changed since."""
         prepared, self._prepared = self._prepared, None
         if prepared is not None and prepared[0] == self._standing(task):
-            return self._receive(prepared[1])
+            return self._receive(task, prepared[1])
         # One that rests on former members may be refused by now; what it was to commit is handed in again.
-        return self._receive(self._ask_roster(task))
+        return self._receive(task, self._ask_roster(task))
 
     def _prepare_next(self, task: Task) -> None:
         """Ask for the next step's roster while the aggregators reduce this one.
@@ -223,8 +224,18 @@ class StepRunner:
         asked = (task.step, hosting, aggregators, commits, task.query)
         return _Asked(self.control.submit("orchestrator", "open_step", *asked), commits)
 
-    def _receive(self, asked: _Asked) -> Envelope:
-        roster: Envelope = asked.pending.result()
+    def _receive(self, task: Task, asked: _Asked) -> Envelope:
+        """The roster, or another one if the evidence of a member has expired or was revoked since it was looked at."""
+        try:
+            roster: Envelope = asked.pending.result()
+        except EvidenceError as refusal:
+            if refusal.code != "evidence_expired":
+                raise
+            if self.membership.review(now=True):
+                self.membership.renew()
+            self._place(self.manifest.computation.epoch_of(task.query, task.step))
+            asked = self._ask_roster(task)
+            roster = asked.pending.result()
         self.uncommitted = tuple(commit for commit in self.uncommitted if commit not in asked.commits)
         return roster
 

@@ -51,7 +51,7 @@ class Training:
     """Takes ``model`` from ``finished_steps`` towards the end of ``course``; both move on with every step.
 
     Attributes:
-        renew: gets fresh evidence of every member, as each epoch needs it.
+        renew: gets fresh evidence of every member, as each epoch needs it, and evidence that ages.
         measured: takes what a measurement released.
     """
 
@@ -84,7 +84,8 @@ class Training:
         while self.finished_steps < self.course.last_step:
             if self.stop.made:
                 return Ending.STOPPED
-            if self.finished_steps != first and self.finished_steps % self.config.epoch_steps == 0:
+            ages = self.membership.review()
+            if ages or (self.finished_steps != first and self.finished_steps % self.config.epoch_steps == 0):
                 self.renew()
             if self._refused(self._next):
                 return Ending.CAP

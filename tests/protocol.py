@@ -551,12 +551,15 @@ def whole_run(
         disturb: what becomes of each call of the coordinator.
         tamper: changes a worker right after it was started.
         secret: None lets the orchestrator generate one.
+        clock: of orchestrator and workers; a `Clock` is the time of the stage, too.
         assignment: what the execution is to do; the whole of a new run by default.
     """
     settings = config(overrides, **fields)
     path = secret_file(home, secret) if secret else None
     session, backend = local_session(home, path, *([clock] if clock else []), witness=settings.ledger.witness)
     stage = Stage(backend, tamper)
+    if isinstance(clock, Clock):
+        stage.time = clock
     if disturb is not None:
         stage.disturb = disturb
     control = replace(session.control, backend=stage, max_restarts=settings.failure.max_failures)

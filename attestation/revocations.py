@@ -1,0 +1,129 @@
+"""Revocations: what an operator takes back from a run that is under way, by a command of another process.
+
+They are rows in the state file of the run's orchestrator, which reads them whenever it looks a member up. Nothing
+takes one back.
+"""
+
+import sqlite3
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from attestation.evidence_log import EvidenceLog
+from metrics.errors import ConfigError, EvidenceError
+
+RevokedKind = Literal["member", "platform"]
+
+BUSY_DEADLINE_S = 30.0
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS revocations (
+    number INTEGER PRIMARY KEY, kind TEXT NOT NULL, name TEXT NOT NULL, session TEXT NOT NULL,
+    reason TEXT NOT NULL, revoked_at INTEGER NOT NULL, logged INTEGER NOT NULL DEFAULT 0
+)
+"""
+# A member's name is another's in the next session; a platform is one machine for ever.
+_REVOKED = (
+    "SELECT kind, reason FROM revocations WHERE kind = 'platform' AND name = ? "
+    "OR kind = 'member' AND name = ? AND session = (SELECT name FROM session) LIMIT 1"
+)
+
+
+def revoke(state_file: Path, kind: RevokedKind, name: str, *, reason: str, now: int) -> None:
+    """Take a member, or every member on a platform, off a run; may be called while its orchestrator runs.
+
+    Guarantee: when it has returned, the revocation is on disk, and the orchestrator of the run admits nobody that it
+    names, releases nothing to it and signs no roster with it.
+
+    Args:
+        state_file: of the run's orchestrator.
+        name: the member's id, or the platform's in hexadecimal digits.
+        reason: for the evidence log.
+        now: unix seconds.
+
+    Raises:
+        ConfigError: ``run_unknown``, ``member_unknown`` or ``platform_id``.
+    """
+    if kind == "platform":
+        name = _platform(name)
+    with closing(_open(state_file, "rw")) as db:
+        db.execute("PRAGMA synchronous = FULL")
+        db.execute("BEGIN IMMEDIATE")
+        db.execute(_SCHEMA)
+        if kind == "member":
+            _require_member(db, name)
+        row = (kind, name, reason, now)
+        session = "(SELECT coalesce(max(name), '') FROM session)"
+        columns = "kind, name, session, reason, revoked_at"
+        db.execute(f"INSERT INTO revocations ({columns}) VALUES (?, ?, {session}, ?, ?)", row)
+        db.execute("COMMIT")
+
+
+def count_revocations(state_file: Path) -> int:
+    """Revocations of a run so far, read beside its orchestrator; 0 where its state cannot be read from here.
+
+    Only promptness rests on it: the orchestrator itself refuses whoever was revoked.
+    """
+    try:
+        with closing(_open(state_file, "ro")) as db:
+            return int(db.execute("SELECT count(*) FROM revocations").fetchone()[0])
+    except (ConfigError, sqlite3.Error):
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Revocations:
+    """The revocations of a run, as its orchestrator sees them.
+
+    Attributes:
+        db: the orchestrator's state.
+    """
+
+    db: sqlite3.Connection
+    log: EvidenceLog
+
+    def __post_init__(self) -> None:
+        self.db.execute(_SCHEMA)
+
+    def find(self, member_id: str, platform_id: bytes) -> EvidenceError | None:
+        """The refusal of a member of this session, ``member_revoked`` or ``platform_revoked``; None if it may stay."""
+        row = self.db.execute(_REVOKED, (platform_id.hex(), member_id)).fetchone()
+        if row is None:
+            return None
+        kind, reason = row
+        what = member_id if kind == "member" else f"the platform {platform_id.hex()} of {member_id}"
+        return EvidenceError(f"{kind}_revoked", f"{what} was revoked: {reason}", "Use another machine in its place.")
+
+    def record(self) -> None:
+        """Log what was not logged yet, in a transaction of the caller's."""
+        columns = "number, kind, name, reason, revoked_at"
+        rows = self.db.execute(f"SELECT {columns} FROM revocations WHERE NOT logged ORDER BY number").fetchall()
+        for number, kind, name, reason, revoked_at in rows:
+            self.log.append("revoked", {"kind": kind, "name": name, "reason": reason, "revoked_at": revoked_at})
+            self.db.execute("UPDATE revocations SET logged = 1 WHERE number = ?", (number,))
+
+
+def _open(state_file: Path, mode: str) -> sqlite3.Connection:
+    try:
+        return sqlite3.connect(
+            f"{state_file.resolve().as_uri()}?mode={mode}", uri=True, timeout=BUSY_DEADLINE_S, isolation_level=None
+        )
+    except sqlite3.Error:
+        raise ConfigError("run_unknown", f"there is no state of a run at {state_file}.") from None
+
+
+def _platform(name: str) -> str:
+    try:
+        identity = bytes.fromhex(name)
+    except ValueError:
+        identity = b""
+    if not identity:
+        raise ConfigError("platform_id", f"'{name}' is not a platform id: they are hexadecimal digits.")
+    return identity.hex()
+
+
+def _require_member(db: sqlite3.Connection, member_id: str) -> None:
+    members = sorted(name for (name,) in db.execute("SELECT member_id FROM members"))
+    if member_id not in members:
+        known = f"it has {', '.join(members)}" if members else "nobody is"
+        raise ConfigError("member_unknown", f"'{member_id}' is not a member of the run now; {known}.")
