@@ -11,6 +11,7 @@ from enum import IntEnum
 from struct import Struct
 from typing import Final
 
+from attestation.byte_reader import ByteReader
 from attestation.evidence import Refusal, refuse
 
 MAX_REPORT_BYTES: Final = 1 << 16
@@ -76,33 +77,6 @@ class GpuReport:
         return _text(self.opaque.get(Opaque.CHIP_INFO, b""))
 
 
-class _Reader:
-    """Takes fields off the front of a byte string; malformed where it is too short."""
-
-    def __init__(self, data: bytes, what: str) -> None:
-        self._data = data
-        self._what = what
-        self.position = 0
-
-    @property
-    def at_end(self) -> bool:
-        return self.position == len(self._data)
-
-    def take(self, size: int) -> bytes:
-        end = self.position + size
-        if end > len(self._data):
-            refuse(Refusal.EVIDENCE_MALFORMED, f"the GPU's {self._what} ends before byte {end}")
-        part = self._data[self.position : end]
-        self.position = end
-        return part
-
-    def integer(self, size: int) -> int:
-        return int.from_bytes(self.take(size), "little")
-
-    def rest(self) -> bytes:
-        return self._data[self.position :]
-
-
 def parse_gpu_report(data: bytes) -> GpuReport:
     """Read a report; zero bytes behind the signature, up to the size of a driver's buffer, are cut off.
 
@@ -111,7 +85,7 @@ def parse_gpu_report(data: bytes) -> GpuReport:
     """
     if len(data) > MAX_REPORT_BYTES:
         refuse(Refusal.EVIDENCE_MALFORMED, f"a GPU report of {len(data)} bytes is larger than {MAX_REPORT_BYTES}")
-    reader = _Reader(data, "report")
+    reader = ByteReader(data, "GPU report")
     version, nonce = _read_request(reader)
     measurements, opaque = _read_response(reader, version)
     signed = data[: reader.position]
@@ -121,7 +95,7 @@ def parse_gpu_report(data: bytes) -> GpuReport:
     return GpuReport(signed, nonce, measurements, opaque, signature)
 
 
-def _read_request(reader: _Reader) -> tuple[int, bytes]:
+def _read_request(reader: ByteReader) -> tuple[int, bytes]:
     version, code, attributes, operation = reader.take(4)
     if version not in _VERSIONS or code != _GET_MEASUREMENTS:
         refuse(Refusal.EVIDENCE_MALFORMED, f"message {code:#x} of SPDM {version:#x} is not a measurement request")
@@ -132,7 +106,7 @@ def _read_request(reader: _Reader) -> tuple[int, bytes]:
     return version, nonce
 
 
-def _read_response(reader: _Reader, version: int) -> tuple[dict[int, bytes], dict[int, bytes]]:
+def _read_response(reader: ByteReader, version: int) -> tuple[dict[int, bytes], dict[int, bytes]]:
     found, code, *_ = reader.take(4)
     if found != version or code != _MEASUREMENTS:
         refuse(Refusal.EVIDENCE_MALFORMED, f"message {code:#x} of SPDM {found:#x} is not the answer to the request")
@@ -143,7 +117,7 @@ def _read_response(reader: _Reader, version: int) -> tuple[dict[int, bytes], dic
 
 
 def _read_measurements(record: bytes, count: int) -> dict[int, bytes]:
-    reader = _Reader(record, "measurement record")
+    reader = ByteReader(record, "GPU's measurement record")
     measurements: dict[int, bytes] = {}
     for _ in range(count):
         # The fourth field says what the value describes.
@@ -160,7 +134,7 @@ def _read_measurements(record: bytes, count: int) -> dict[int, bytes]:
 
 
 def _read_opaque(data: bytes) -> dict[int, bytes]:
-    reader = _Reader(data, "opaque data")
+    reader = ByteReader(data, "GPU's opaque data")
     fields: dict[int, bytes] = {}
     while not reader.at_end:
         kind = reader.integer(2)

@@ -8,6 +8,7 @@ from typing import Final
 
 from cryptography import x509
 
+from attestation.byte_reader import ByteReader
 from attestation.certificates import read_certificates
 from attestation.evidence import Refusal, refuse
 
@@ -104,33 +105,6 @@ class TdxQuote:
         return self.body[600:648]
 
 
-class _Reader:
-    """Takes fields off the front of a byte string; malformed where it is too short."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self.position = 0
-
-    def take(self, size: int) -> bytes:
-        end = self.position + size
-        if end > len(self._data):
-            refuse(Refusal.EVIDENCE_MALFORMED, f"the quote ends before byte {end}")
-        part = self._data[self.position : end]
-        self.position = end
-        return part
-
-    def integer(self, size: int) -> int:
-        return int.from_bytes(self.take(size), "little")
-
-    def expect(self, size: int, value: int, name: str) -> None:
-        found = self.integer(size)
-        if found != value:
-            refuse(Refusal.EVIDENCE_MALFORMED, f"the quote's {name} is {found} instead of {value}")
-
-    def rest(self) -> bytes:
-        return self._data[self.position :]
-
-
 def parse_quote(data: bytes) -> TdxQuote:
     """Read a quote; zero bytes behind it, which the kernel interface appends, are cut off.
 
@@ -139,7 +113,7 @@ def parse_quote(data: bytes) -> TdxQuote:
     """
     if len(data) > MAX_QUOTE_BYTES:
         refuse(Refusal.EVIDENCE_MALFORMED, f"a quote of {len(data)} bytes is larger than {MAX_QUOTE_BYTES}")
-    reader = _Reader(data)
+    reader = ByteReader(data, "quote")
     body = _read_body(reader)
     signed = data[: reader.position]
     certification = reader.take(reader.integer(4))
@@ -148,7 +122,7 @@ def parse_quote(data: bytes) -> TdxQuote:
     return _read_certification(certification, data[: reader.position], signed, body)
 
 
-def _read_body(reader: _Reader) -> bytes:
+def _read_body(reader: ByteReader) -> bytes:
     version = reader.integer(2)
     if version not in (4, 5):
         refuse(Refusal.EVIDENCE_MALFORMED, f"quote version {version} is not a TDX quote version (4 or 5)")
@@ -165,7 +139,7 @@ def _read_body(reader: _Reader) -> bytes:
 
 
 def _read_certification(data: bytes, raw: bytes, signed: bytes, body: bytes) -> TdxQuote:
-    reader = _Reader(data)
+    reader = ByteReader(data, "quote")
     signature, attestation_key = reader.take(64), reader.take(64)
     reader.expect(2, _CERTIFIED_BY_QE, "certification type")
     reader.expect(4, len(data) - reader.position - 4, "certification length")

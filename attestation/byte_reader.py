@@ -1,0 +1,47 @@
+"""Takes fields off the front of evidence that is still to be trusted."""
+
+from attestation.evidence import Refusal, refuse
+
+
+class ByteReader:
+    """A position in a byte string; ``evidence_malformed`` where it is too short.
+
+    Args:
+        what: the bytes, as messages name them.
+
+    Attributes:
+        position: of the next byte.
+    """
+
+    def __init__(self, data: bytes, what: str) -> None:
+        self._data = data
+        self._what = what
+        self.position = 0
+
+    @property
+    def at_end(self) -> bool:
+        """Whether everything is taken."""
+        return self.position == len(self._data)
+
+    def take(self, size: int) -> bytes:
+        """The next ``size`` bytes."""
+        end = self.position + size
+        if end > len(self._data):
+            refuse(Refusal.EVIDENCE_MALFORMED, f"the {self._what} ends before byte {end}")
+        part = self._data[self.position : end]
+        self.position = end
+        return part
+
+    def integer(self, size: int) -> int:
+        """The next ``size`` bytes as a little-endian number."""
+        return int.from_bytes(self.take(size), "little")
+
+    def expect(self, size: int, value: int, name: str) -> None:
+        """Take a number that must be ``value``."""
+        found = self.integer(size)
+        if found != value:
+            refuse(Refusal.EVIDENCE_MALFORMED, f"the {self._what}'s {name} is {found} instead of {value}")
+
+    def rest(self) -> bytes:
+        """What is not taken yet."""
+        return self._data[self.position :]
