@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from attestation.evidence import Presentation
+from attestation.evidence import EvidenceClass, Presentation
 from attestation.keys import IdentityKey
 from attestation.messages import Envelope, seal
+from attestation.roots import INTEL_TDX_ANCHOR
 from metrics.errors import ModelError, RefusedError, RunFailedError
 from tests.protocol import Call, Fate, HandRun, WholeRun, examples, on, trained, whole_run
 from workers.train_worker import TrainWorker
@@ -263,3 +264,16 @@ def test_an_aggregator_lost_between_two_epochs_is_replaced(tmp_path):
         "aggregator-0-0",
         "aggregator-0-1",
     ]
+
+
+def test_a_run_whose_policy_asks_for_hardware_refuses_simulated_workers(tmp_path):
+    """By name, with exit code 3, and before anything is charged; the simulator's root being known changes nothing."""
+    run = whole_run(tmp_path)
+    known = run.session.policy
+    accepted = {"accepted_classes": (EvidenceClass.INTEL_TDX,), "anchors": (*known.anchors, INTEL_TDX_ANCHOR)}
+    run.coordinator.session = replace(run.session, policy=known.model_copy(update=accepted))
+    with pytest.raises(RefusedError) as refusal:
+        run.train()
+    assert (refusal.value.code, refusal.value.exit_code) == ("too_few_workers", 3)
+    assert {code for _, code in run.left} == {"simulator_not_allowed"}
+    assert run.stage.calls("charge") == []
