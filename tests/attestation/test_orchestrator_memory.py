@@ -1,0 +1,84 @@
+"""What an orchestrator remembers beside nonces: numbers of collateral, the time, and who is enrolled where."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from attestation.admissions import RunTerms
+from attestation.attester import Attester
+from attestation.evidence import CollateralBundle
+from attestation.fact_book import CLOCK_TOLERANCE_S
+from attestation.policy import simulated_policy
+from attestation.simulator import CollateralVariant
+from tests.attestation.conftest import MEASUREMENT, NOW, Session
+from tests.attestation.test_orchestrator import ANSWER, COMPUTATION, COUNT, MANIFEST, Desk, Source, refusal
+
+
+@dataclass
+class StrictDesk(Desk):
+    """A run whose policy admits one worker per platform, judged with collateral of a given evaluation number."""
+
+    evaluation_number: int = 18
+
+    def begin(self) -> None:
+        policy = simulated_policy(self.session.vendor, MEASUREMENT).model_copy(update={"workers_per_platform": 1})
+        variant = CollateralVariant(evaluation_number=self.evaluation_number)
+        collateral = CollateralBundle(tdx=(self.session.vendor.tdx_collateral(int(self.now), variant),))
+        terms = RunTerms(MANIFEST, COMPUTATION, COUNT, ANSWER, policy, collateral)
+        self.orchestrator.begin(terms, f"execution-{self.executions}")
+
+
+@pytest.fixture
+def strict(session: Session, tmp_path: Path) -> StrictDesk:
+    tmp_path.joinpath("strict").mkdir()
+    return StrictDesk(session, tmp_path / "strict")
+
+
+def test_two_workers_on_one_platform_id_are_refused(strict: StrictDesk) -> None:
+    strict.admit("worker-0", "aggregator-0")
+    assert refusal(strict.admit, "worker-1") == "peer_not_bound"
+    assert set(strict.orchestrator.view().admitted) == {"worker-0", "aggregator-0"}
+    strict.admit("worker-0")
+    strict.members["worker-1"] = Attester("worker-1", Source(strict.session.vendor.platform()))
+    strict.admit("worker-1")
+
+
+def test_who_is_enrolled_survives_a_restart_and_leaves_room_when_expelled(strict: StrictDesk) -> None:
+    strict.admit("worker-0")
+    strict.restart()
+    assert refusal(strict.admit, "worker-1") == "peer_not_bound"
+    strict.orchestrator.expel("worker-0", "drained")
+    strict.admit("worker-1")
+
+
+def test_older_collateral_is_a_rollback_also_after_a_restart(strict: StrictDesk) -> None:
+    strict.admit("worker-0")
+    strict.evaluation_number = 17
+    strict.restart()
+    assert strict.orchestrator.view().admitted == {}, "a member is judged again with what the verifier holds now"
+    assert refusal(strict.admit, "worker-0") == "collateral_rollback"
+    strict.evaluation_number = 19
+    strict.restart()
+    strict.admit("worker-0")
+
+
+def test_refused_evidence_raises_no_floor(strict: StrictDesk) -> None:
+    strict.admit("worker-0")
+    strict.evaluation_number = 19
+    strict.restart()
+    assert refusal(strict.orchestrator.admit, strict.present("worker-1", b"w" * 32)) == "numerics_mismatch"
+    strict.evaluation_number = 18
+    strict.restart()
+    strict.admit("worker-0")
+
+
+def test_a_clock_that_jumps_back_admits_nobody(strict: StrictDesk) -> None:
+    strict.admit("worker-0")
+    strict.now = NOW - CLOCK_TOLERANCE_S - 1
+    assert refusal(strict.admit, "worker-0") == "collateral_stale"
+    strict.restart()
+    assert strict.orchestrator.view().admitted == {}
+    strict.now = NOW - CLOCK_TOLERANCE_S
+    strict.restart()
+    assert set(strict.orchestrator.view().admitted) == {"worker-0"}
