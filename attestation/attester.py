@@ -43,11 +43,18 @@ class Attester:
 
     Args:
         gpus: the actor's confidential GPUs; None if it has none.
+        identity: only of the orchestrator, whose key is the run's.
     """
 
-    def __init__(self, member_id: str, source: EvidenceSource, gpus: GpuSource | None = None) -> None:
+    def __init__(
+        self,
+        member_id: str,
+        source: EvidenceSource,
+        gpus: GpuSource | None = None,
+        identity: IdentityKey | None = None,
+    ) -> None:
         self.member_id = member_id
-        self.identity = IdentityKey.generate()
+        self.identity = identity or IdentityKey.generate()
         self.agreement = AgreementKey.generate()
         self.hpke = HpkeKey.generate()
         self._source = source

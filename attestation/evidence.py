@@ -21,7 +21,7 @@ HPKE_KEY_BYTES = MLKEM_BYTES + 32
 REPORT_DATA_BYTES = 64
 MEASUREMENT_BYTES = 48
 
-Role = Literal["worker", "aggregator"]
+Role = Literal["worker", "aggregator", "orchestrator"]
 QuoteFamily = Literal["tdx", "sev_snp"]
 Bytes32 = Annotated[bytes, Field(min_length=32, max_length=32)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]

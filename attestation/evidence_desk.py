@@ -20,6 +20,7 @@ from attestation.evidence_log import EvidenceLog
 from attestation.key_release import KeyRelease
 from attestation.keys import signature_is_valid
 from attestation.messages import Envelope, Message, parse
+from attestation.mutual import ORCHESTRATOR
 from attestation.roster import Roster
 from attestation.slices import DataCommitments
 from metrics.errors import EvidenceError, ProtocolError
@@ -120,7 +121,7 @@ class EvidenceDesk:
             EvidenceError: ``peer_not_bound``.
             ProtocolError: ``malformed``.
         """
-        known = next((each for each in get_args(Role) if each == role), None)
+        known = next((each for each in get_args(Role) if each == role != ORCHESTRATOR), None)
         if known is None or not 1 <= len(member_id) <= 200:
             raise ProtocolError("malformed", "a challenge is for a role of the protocol and a name of 1 to 200 letters")
         if not is_channel_of(peer.certificate, identity_key):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from attestation.admissions import Admissions, MemberReview, OrchestratorView, RunTerms
 from attestation.appraisal import Appraisal
+from attestation.attester import EvidenceSource
 from attestation.channel import server_end
 from attestation.commit_book import CommitBook, StepCommit
 from attestation.evidence import Challenge, Role
@@ -27,6 +28,7 @@ from attestation.key_release import KeyRelease, RunKeys, commitments_digest
 from attestation.keys import IdentityKey, Purpose, derive
 from attestation.log_entries import LogHead
 from attestation.messages import Envelope, open_envelope, parse, seal
+from attestation.mutual import present_orchestrator
 from attestation.orchestrator_state import OrchestratorState, SessionId, state_file
 from attestation.package_desk import PackageDesk, PublishedPackage
 from attestation.package_keys import RecipientPublic
@@ -133,6 +135,10 @@ class EvidenceOrchestrator:
         self._is_new = False
         self._admissions.begin(terms)
         self._releases.begin(session, terms)
+
+    def present(self, source: EvidenceSource) -> Envelope:
+        """This orchestrator's own evidence for the manifest of the session; see `attestation.mutual`."""
+        return present_orchestrator(self._key, self._run_id, self._session.manifest, source)
 
     def challenge(self, member_id: str, role: Role, identity_key: bytes = b"") -> Challenge:
         """A fresh nonce for one presentation by ``member_id`` in ``role``, of ``identity_key`` alone if given."""

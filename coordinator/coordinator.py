@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from attestation.admissions import OrchestratorView
+from attestation.attester import EvidenceSource
 from attestation.commit_book import StepCommit
 from attestation.evidence import CollateralBundle
 from attestation.hybrid_signature import SignerPublic
@@ -74,6 +75,7 @@ class Session:
 
     Attributes:
         revocations: how many there are so far; see `attestation.revocations.count_revocations`.
+        source: of the orchestrator's own evidence, on whatever node it is.
     """
 
     run_id: str
@@ -83,6 +85,7 @@ class Session:
     policy: Policy
     collateral: CollateralBundle
     revocations: Callable[[], int]
+    source: EvidenceSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +182,7 @@ class Coordinator:
         terms = run_terms(manifest, self.session.policy, self.session.collateral)
         self._orchestrator("begin", terms, secrets.token_hex(16))
         self._ranges = split_ranges(facts.tensors, self.config.aggregators)
-        self._membership.admit_all(
-            Admission(manifest, self.session.policy, self.session.collateral, self.config.secure_aggregation),
-            self._ranges,
-        )
+        self._membership.admit_all(self._admission(manifest), self._ranges)
         if self._assignment.recorded is None:
             self._folder.write_manifest(manifest)
         view = self._view()
@@ -191,6 +191,11 @@ class Coordinator:
         for departure in self._membership.departures.all:
             metrics.worker_refused(departure.code)
         return manifest, metrics
+
+    def _admission(self, manifest: Manifest) -> Admission:
+        session = self.session
+        evidence = self._orchestrator("present", session.source)
+        return Admission(manifest, session.policy, session.collateral, self.config.secure_aggregation, evidence)
 
     def _require_same_run(self, recorded: Manifest, manifest: Manifest) -> None:
         """Before anything is registered or charged: this is the run that was begun, and nothing of it was put back."""

@@ -222,6 +222,7 @@ class Execution:
             policy=policy,
             collateral=collateral,
             revocations=partial(count_revocations, state.orchestrator_file(run_id)),
+            source=sources.source(),
         )
 
     def _platforms(self, stack: ExitStack, vendor: SimulatedVendor) -> Platforms:

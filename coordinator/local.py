@@ -84,5 +84,6 @@ def local_session(
         policy=simulated_policy(vendor, code_measurement()),
         collateral=vendor.collateral(int(clock())),
         revocations=partial(count_revocations, state_file(home / "orchestrator", run_id)),
+        source=source,
     )
     return session, backend

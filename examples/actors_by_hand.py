@@ -60,9 +60,10 @@ get(ledger.register_run.remote(run_id, "by-hand", (plan.mechanism,), manifest.di
 collateral = vendor.collateral(int(time.time()))
 get(orchestrator.begin.remote(rc.run_terms(manifest, policy, collateral), session="by-hand"))
 ranges = rc.split_ranges(facts.tensors, 1)
+own = get(orchestrator.present.remote(source))[0]
 evidence = []
 for name, actor, terms in [
-    *((name, w, [rc.Admission(manifest, policy, collateral, True)]) for name, w in workers.items()),
+    *((name, w, [rc.Admission(manifest, policy, collateral, True, own)]) for name, w in workers.items()),
     ("aggregator", aggregator, [manifest, ranges[0]]),
 ]:
     challenge = get(orchestrator.challenge.remote(name, "aggregator" if actor is aggregator else "worker"))[0]

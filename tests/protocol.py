@@ -199,8 +199,9 @@ class HandRun:
         planned = (self.mechanism, *self.measurements)
         self.known_answer, *_ = [worker.compute_known_answer(*planned) for worker in self.workers.values()]
         self.manifest = self._manifest()
-        self.admission = Admission(self.manifest, self.policy, self.collateral, self.config.secure_aggregation)
         self.orchestrator.begin(run_terms(self.manifest, self.policy, self.collateral), "first")
+        own = self.orchestrator.present(self.source)
+        self.admission = Admission(self.manifest, self.policy, self.collateral, self.config.secure_aggregation, own)
         self.ranges = split_ranges(self.facts.tensors, aggregators)
         self.aggregators = [MaskedAggregator(f"aggregator-{i}", self.source) for i in range(aggregators)]
         self.presentations: dict[str, Envelope] = {}

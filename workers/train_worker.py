@@ -24,6 +24,7 @@ from attestation.evidence import Challenge, CollateralBundle
 from attestation.key_release import KeyRelease, VirtualWorkerKeys, open_keys
 from attestation.keys import Purpose, Secret, derive
 from attestation.messages import Envelope, seal
+from attestation.mutual import appraise_orchestrator
 from attestation.policy import Policy
 from attestation.roster import Member, Query, Roster, open_roster
 from attestation.slices import DataCommitments
@@ -91,6 +92,7 @@ class Admission:
     """What a worker needs to attest itself and to appraise its peers.
 
     Attributes:
+        orchestrator: its own evidence, which the worker appraises before it sends anything.
         secure_aggregation: whether a roster needs two workers. Without it a single worker may host everything; its
             vector then carries all the noise. Private vectors of several workers are masked in either case.
     """
@@ -99,6 +101,7 @@ class Admission:
     policy: Policy
     collateral: CollateralBundle
     secure_aggregation: bool
+    orchestrator: Envelope
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,12 +241,14 @@ class TrainWorker:
         Raises:
             ProtocolError: ``manifest_mismatch`` with the field named, ``policy_mismatch``, ``challenge_mismatch``, or
                 ``already_presented`` if this worker is bound to another manifest.
+            EvidenceError: why the orchestrator's own evidence is refused; nothing has been sent then.
         """
         self._check_manifest(admission.manifest)
         if admission.policy.digest() != admission.manifest.policy_digest:
             raise ProtocolError("policy_mismatch", "the policy is not the manifest's")
         if self._manifest_digest != admission.manifest.digest():
             self._check_unpresented()
+        self._check_orchestrator(admission)
         self._admission = admission
         self._manifest_digest = admission.manifest.digest()
         return self._attester.present(challenge, self._manifest_digest, self._known_answer)
@@ -350,6 +355,18 @@ class TrainWorker:
         for field, (stated, found) in checks.items():
             if stated != found:
                 raise ProtocolError("manifest_mismatch", f"the manifest's {field} is not what this worker has")
+
+    def _check_orchestrator(self, admission: Admission) -> None:
+        manifest = admission.manifest
+        appraise_orchestrator(
+            admission.orchestrator,
+            orchestrator_key=manifest.orchestrator_key,
+            run_id=manifest.run_id,
+            manifest_digest=manifest.digest(),
+            policy=admission.policy,
+            collateral=admission.collateral,
+            now=int(self._clock()),
+        )
 
     def _open_roster(self, envelope: Envelope) -> Roster:
         manifest = self._admission.manifest

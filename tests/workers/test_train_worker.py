@@ -12,6 +12,7 @@ from attestation.evidence import Challenge
 from attestation.key_release import KeyRelease
 from attestation.keys import IdentityKey, Purpose, derive
 from attestation.messages import Envelope, open_envelope, seal
+from attestation.mutual import present_orchestrator
 from attestation.roster import Member, Roster
 from attestation.simulator import SimulatedVendor
 from attestation.slices import DataCommitments
@@ -194,6 +195,21 @@ def test_another_known_answer_or_policy_is_refused(still):
     assert refused(worker.present, challenge, replace(still.admission, manifest=foreign)) == "manifest_mismatch"
     lax = still.policy.model_copy(update={"evidence_lifetime_s": 1})
     assert refused(worker.present, challenge, replace(still.admission, policy=lax)) == "policy_mismatch"
+
+
+def test_nothing_is_sent_before_the_orchestrators_own_evidence_was_accepted(still):
+    worker, challenge = still.workers["worker-0"], still.orchestrator.challenge("worker-0", "worker")
+    stranger = LocalPlatform(SimulatedVendor.create().platform())
+    evidence = {
+        "root_unknown": still.orchestrator.present(stranger),
+        "nonce_foreign": still.presentations["worker-1"],
+        "peer_not_bound": present_orchestrator(
+            IdentityKey.generate(), still.run_id, still.manifest.digest(), still.source
+        ),
+        "evidence_malformed": Envelope(b"{}", b""),
+    }
+    for code, envelope in evidence.items():
+        assert refused(worker.present, challenge, replace(still.admission, orchestrator=envelope)) == code
 
 
 def test_a_challenge_for_somebody_else_is_not_answered(still):

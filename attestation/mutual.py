@@ -1,0 +1,69 @@
+"""The orchestrator's own evidence: members appraise it, by the run's policy, before they send anything.
+
+The orchestrator's signing key derives from the run secret and is in the manifest; what it presents is made once per
+execution and binds that key, the run and the manifest into a quote. So it shows that the key was at work inside code
+that the policy accepts, under this manifest, and evidence of another run, key or role does not serve.
+Not shown: that this is still so now; there is no challenge of the member's own in it. Whoever takes the run secret out
+of such a machine could go on elsewhere with the evidence made before.
+"""
+
+import secrets
+from typing import Final
+
+from attestation.appraisal import Appraisal, appraise
+from attestation.attester import Attester, EvidenceSource
+from attestation.evidence import NONCE_BYTES, Challenge, CollateralBundle, Refusal, refuse
+from attestation.keys import IdentityKey
+from attestation.messages import Envelope
+from attestation.policy import Policy
+
+ORCHESTRATOR: Final = "orchestrator"
+"""Member id and role of the orchestrator."""
+
+
+def present_orchestrator(
+    identity: IdentityKey, run_id: str, manifest_digest: bytes, source: EvidenceSource
+) -> Envelope:
+    """Evidence of ``source`` for the orchestrator with key ``identity``."""
+    challenge = Challenge(
+        nonce=secrets.token_bytes(NONCE_BYTES),
+        run_id=run_id,
+        member_id=ORCHESTRATOR,
+        role=ORCHESTRATOR,
+        manifest_digest=manifest_digest,
+        expires_at=0,
+    )
+    return Attester(ORCHESTRATOR, source, identity=identity).present(challenge, manifest_digest, b"")
+
+
+def appraise_orchestrator(
+    envelope: Envelope,
+    *,
+    orchestrator_key: bytes,
+    run_id: str,
+    manifest_digest: bytes,
+    policy: Policy,
+    collateral: CollateralBundle,
+    now: int,
+) -> Appraisal:
+    """Judge the orchestrator's evidence at unix second ``now``.
+
+    Guarantee: returns only if code that ``policy`` accepts bound ``orchestrator_key``, the one of the manifest, into a
+    quote for exactly this run and manifest, in the role of the orchestrator.
+
+    Raises:
+        EvidenceError: ``peer_not_bound`` if it is another orchestrator's, or as `attestation.appraisal.appraise`.
+    """
+    appraisal = appraise(
+        envelope,
+        run_id=run_id,
+        member_id=ORCHESTRATOR,
+        role=ORCHESTRATOR,
+        manifest_digest=manifest_digest,
+        policy=policy,
+        collateral=collateral,
+        now=now,
+    )
+    if appraisal.identity_key != orchestrator_key:
+        refuse(Refusal.PEER_NOT_BOUND, "the orchestrator's evidence is for another key than the manifest's")
+    return appraisal
