@@ -16,6 +16,7 @@ from metrics.errors import EvidenceError
 
 _ENTRY_BYTES = 24
 _MAX_TABLE_BYTES = 1 << 20
+_MAX_ENTRIES = 64
 _KEYS: Final[dict[KeyKind, UUID]] = {
     "VCEK": UUID("63da758d-e664-4564-adc5-f4b93be8accd"),
     "VLEK": UUID("a8074bc2-a25a-483e-aae6-39c045a0b8a1"),
@@ -32,13 +33,14 @@ def read_table(table: bytes) -> dict[UUID, bytes]:
     found: dict[UUID, bytes] = {}
     if not any(table):
         return found
-    for at in range(0, len(table) - _ENTRY_BYTES + 1, _ENTRY_BYTES):
+    header = table[: _MAX_ENTRIES * _ENTRY_BYTES] if len(table) <= _MAX_TABLE_BYTES else b""
+    for at in range(0, len(header) - _ENTRY_BYTES + 1, _ENTRY_BYTES):
         entry = table[at : at + _ENTRY_BYTES]
         if not any(entry):
             return found
         name = UUID(bytes=entry[:16])
         offset, length = (int.from_bytes(entry[start : start + 4], "little") for start in (16, 20))
-        if offset + length > len(table) or len(table) > _MAX_TABLE_BYTES or name in found:
+        if offset + length > len(table) or name in found:
             break
         found[name] = table[offset : offset + length]
     raise EvidenceError("tee_report", "the host's table of certificates is not of the expected format.")

@@ -318,7 +318,16 @@ def test_damaged_tables_are_refused(machine: SimulatedMachine) -> None:
     beyond = bytearray(good)
     beyond[20:24] = (len(good)).to_bytes(4, "little")
     endless = VCEK.bytes + bytes(4) + b"\1" + bytes(3)
-    for damaged in (bytes(beyond), endless, good[:23], table((VCEK, vek), (VCEK, vek)), b"\1" * 48):
+    crowd = table(*((UUID(int=number), b"") for number in range(1, 70)))
+    for damaged in (
+        crowd,
+        good.ljust(2**20 + 1, b"\0"),
+        bytes(beyond),
+        endless,
+        good[:23],
+        table((VCEK, vek), (VCEK, vek)),
+        b"\1" * 48,
+    ):
         with pytest.raises(EvidenceError) as refused:
             read_table(damaged)
         assert refused.value.code == "tee_report"
