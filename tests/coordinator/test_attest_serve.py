@@ -60,6 +60,7 @@ def keys_of(contract, client, attester):
         run_id=contract.run_id,
         member_id=attester.member_id,
         manifest_digest=contract.digest(),
+        policy=simulated_policy(SimulatedVendor.load_or_create(state.simulator_folder()), code_measurement()),
         key_commitments=contract.key_commitments,
     )
     return epoch, {v: key.stream.reveal() for v, key in keys.items()}
