@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from attestation.appraisal import Appraisal, appraise, open_presentation
+from attestation.eat import claims_set
 from attestation.enrolment import check_enrolment
 from attestation.evidence import Challenge, CollateralBundle, Presentation, Role
 from attestation.evidence_log import EvidenceLog
@@ -213,6 +214,7 @@ class Admissions:
                 "identity_key": presentation.identity_key.hex(),
                 "mask_key": presentation.mask_key.hex(),
                 "expires_at": appraisal.expires_at,
+                "claims": claims_set(appraisal),
             },
         )
         known = self._members.get(claimed)

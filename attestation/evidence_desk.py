@@ -10,17 +10,21 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol, get_args
 
 from cryptography import x509
+from pydantic import JsonValue
 
 from attestation.admissions import Admissions, Admitted
 from attestation.appraisal import Appraisal, open_presentation
 from attestation.canonical import digest
 from attestation.channel import ChannelBinding, ChannelEnd, certificate_digest, is_channel_of, read_leaf
+from attestation.eat import claims_set
 from attestation.evidence import Bytes32, Challenge, EvidenceClass, Presentation, Refusal, Role, refuse
 from attestation.evidence_log import EvidenceLog
+from attestation.key_policy import KeyKind
 from attestation.key_release import KeyRelease
 from attestation.keys import signature_is_valid
 from attestation.messages import Envelope, Message, parse
 from attestation.mutual import ORCHESTRATOR
+from attestation.release_desk import refusals_logged
 from attestation.roster import Roster
 from attestation.slices import DataCommitments
 from metrics.errors import EvidenceError, ProtocolError
@@ -35,6 +39,7 @@ class AttestationResult(Message):
         evidence_class: ``simulated`` proves nothing about a machine.
         expires_at: unix seconds after which fresh evidence is needed.
         steps: (step, verdict) in the order in which they were taken.
+        claims: under the names of RFC 9711, with one submodule per GPU; see `attestation.eat`.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/attestation-result/v1"
@@ -47,6 +52,7 @@ class AttestationResult(Message):
     policy_digest: Bytes32
     expires_at: int
     steps: tuple[tuple[str, str], ...]
+    claims: dict[str, JsonValue]
 
     @classmethod
     def of(cls, run_id: str, appraisal: Appraisal) -> "AttestationResult":
@@ -60,6 +66,7 @@ class AttestationResult(Message):
             policy_digest=appraisal.policy_digest,
             expires_at=appraisal.expires_at,
             steps=appraisal.steps,
+            claims=claims_set(appraisal),
         )
 
 
@@ -160,11 +167,12 @@ class EvidenceDesk:
             EvidenceError: ``peer_not_bound``, or ``release_denied`` if it names one that it does not host, or as
                 `attestation.orchestrator.EvidenceOrchestrator.release`.
         """
-        self._member(peer, member_id)
-        hosted = tuple(sorted(self.hosted(member_id)))
-        wanted = tuple(sorted(set(virtual_workers))) or hosted
-        if not wanted or not set(wanted) <= set(hosted):
-            refuse(Refusal.RELEASE_DENIED, f"'{member_id}' hosts {list(hosted)} and asked for {list(wanted)}")
+        with refusals_logged(self.log, self.transaction, member_id, KeyKind.VIRTUAL_WORKER):
+            self._member(peer, member_id)
+            hosted = tuple(sorted(self.hosted(member_id)))
+            wanted = tuple(sorted(set(virtual_workers))) or hosted
+            if not wanted or not set(wanted) <= set(hosted):
+                refuse(Refusal.RELEASE_DENIED, f"'{member_id}' hosts {list(hosted)} and asked for {list(wanted)}")
         return self.orchestrator.release(member_id, epoch, wanted)
 
     def roster(self, peer: Peer, member_id: str, data: Envelope | None) -> tuple[Envelope, tuple[Envelope, ...]]:

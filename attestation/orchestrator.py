@@ -166,7 +166,8 @@ class EvidenceOrchestrator:
 
         Raises:
             EvidenceError: ``release_denied`` if the member is not an admitted worker, its evidence has expired, served
-                another epoch or was appraised by another policy, or a key was drawn as often as its quota says.
+                another epoch or was appraised by another policy, or a key was drawn as often as its quota says. The log
+                has the refusal.
         """
         release = self._releases.release(member_id, epoch, virtual_workers)
         self._hosted[member_id] = virtual_workers

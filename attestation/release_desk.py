@@ -2,11 +2,12 @@
 
 Guarantee: a key leaves only for a member whose evidence is accepted and not expired, sealed to the key that the
 evidence binds, no more often than its quota, and after the log says so; the member gets the proof that it does. What is
-released in a session is released under the policy that the session began with.
+released in a session is released under the policy that the session began with. A release that is refused is in the log
+before the refusal is told.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 from attestation.admissions import Admissions, Admitted, RunTerms
@@ -16,6 +17,27 @@ from attestation.key_policy import DrawBook, KeyKind, KeyPolicy
 from attestation.key_release import KeyPackage, KeyRelease, RunKeys, released_body, seal_keys
 from attestation.keys import IdentityKey
 from metrics.errors import EvidenceError
+
+_LOGGED_NAME = 200
+"""Letters of a name that are logged: over the service anybody may ask in a name of any length."""
+
+
+@contextmanager
+def refusals_logged(
+    log: EvidenceLog, transaction: Callable[[], AbstractContextManager[None]], member_id: str, kind: KeyKind
+) -> Iterator[None]:
+    """Log a refusal to release keys of ``kind`` to ``member_id`` that is raised inside, as ``release_refused``.
+
+    Guarantee: the entry is durable, or part of the caller's transaction, before the refusal leaves; what was written in
+    a ``transaction`` inside is undone.
+    """
+    try:
+        yield
+    except EvidenceError as refusal:
+        body = {"member_id": member_id[:_LOGGED_NAME], "kind": kind.value, "code": refusal.code}
+        with transaction():
+            log.append("release_refused", body)
+        raise
 
 
 class ReleaseDesk:
@@ -53,6 +75,10 @@ class ReleaseDesk:
 
     def release(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> KeyRelease:
         """See `attestation.orchestrator.EvidenceOrchestrator.release`."""
+        with refusals_logged(self._log, self._transaction, member_id, KeyKind.VIRTUAL_WORKER):
+            return self._release(member_id, epoch, virtual_workers)
+
+    def _release(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> KeyRelease:
         terms, key_terms = self._terms, KeyPolicy.of(KeyKind.VIRTUAL_WORKER, self._terms.policy)
         admitted = self._entitled(member_id, epoch, key_terms)
         package = KeyPackage(
@@ -87,8 +113,8 @@ class ReleaseDesk:
             EvidenceError: ``release_denied`` if it was asked for as often as its quota says, or as ``opened``.
         """
         data_key, name = opened(), digest(info).hex()
-        with self._transaction():
-            terms = KeyPolicy.of(KeyKind.CHECKPOINT, self._terms.policy)
+        terms = KeyPolicy.of(KeyKind.CHECKPOINT, self._terms.policy)
+        with refusals_logged(self._log, self._transaction, "", terms.kind), self._transaction():
             self._draws.draw(terms, 0, (name,), self._session, "")
             self._log.append("opened", {"kind": terms.kind.value, "package": name, "policy": terms.digest().hex()})
         return data_key

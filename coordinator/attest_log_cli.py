@@ -65,9 +65,16 @@ def _verify(output: Output, path: Path, key: Path | None, older: Path | None) ->
             broken(f"it has {log.head.length} entries, the older head {old.length}: it was cut off")
         check_extends(old, log.head, log.prove_extends(old.length))
         facts["extends"] = old.length
-    classes = sorted({entry.content["evidence_class"] for entry in log.entries if entry.kind == "admitted"})
+    admitted = (entry.content for entry in log.entries if entry.kind == "admitted")
+    classes = sorted({each for content in admitted for each in _classes(content)})
     facts["evidence_classes"] = classes
     return _show(output, "Evidence log (SIMULATED evidence)" if "simulated" in classes else "Evidence log", facts)
+
+
+def _classes(admitted: dict[str, Any]) -> list[str]:
+    """Classes of the evidence that admitted a member: its guest's, and its GPUs' where the entry states claims."""
+    gpus = admitted.get("claims", {}).get("submods", {})
+    return [admitted["evidence_class"], *(gpu["evidence_class"] for gpu in gpus.values())]
 
 
 @attest_log.command("prove")

@@ -14,7 +14,7 @@ from attestation.commit_book import StepCommit
 from attestation.evidence import Presentation
 from attestation.evidence_log import read_exported_log, verify_exported_log
 from attestation.hybrid_signature import HybridSigner
-from attestation.key_release import open_keys
+from attestation.key_release import hpke_seal, open_keys
 from attestation.keys import IdentityKey, Purpose, Secret, derive
 from attestation.messages import Envelope, open_envelope, seal
 from attestation.orchestrator import EvidenceOrchestrator
@@ -174,6 +174,7 @@ def test_an_admitted_member_is_shown_with_role_class_and_expiry(desk):
     admitted = [content for kind, content in desk.log() if kind == "admitted"]
     assert [content["member_id"] for content in admitted] == ["worker-0", "aggregator-0"]
     assert admitted[0]["identity_key"] == desk.members["worker-0"].identity.public.hex()
+    assert admitted[0]["claims"]["dbgstat"] == "disabled-since-boot"
 
 
 def test_a_replayed_nonce_is_refused_and_logged(desk):
@@ -263,6 +264,31 @@ def test_keys_go_to_admitted_workers_only(desk):
     assert "released" not in [kind for kind, _ in desk.log()]
 
 
+def test_a_refused_release_is_in_the_log_though_nothing_else_is_left_of_it(desk):
+    """For a stranger, for an aggregator and for a worker without fresh evidence; durable when the refusal is told."""
+    desk.admit("worker-0", "aggregator-0")
+    desk.orchestrator.release("worker-0", 0, (0,))
+    for name in ("stranger", "aggregator-0", "worker-0"):
+        before = desk.log()
+        assert refusal(desk.orchestrator.release, name, 1, (0,)) == "release_denied"
+        desk.restart()
+        entry = {"member_id": name, "kind": "virtual_worker", "code": "release_denied"}
+        assert desk.log() == [*before, ("release_refused", entry)]
+    refusal(desk.orchestrator.release, "n" * 10_000, 0, (0,))
+    assert desk.log()[-1][1]["member_id"] == "n" * 200
+
+
+def test_a_checkpoint_key_that_is_refused_is_in_the_log(desk):
+    desk.quotas = KeyQuotas(per_member=1, per_run=1)
+    desk.start()
+    recipient = desk.orchestrator.package_recipient()
+    wrapped = hpke_seal(b"d" * 32, recipient.key, b"info")
+    assert desk.orchestrator.open_package(b"info", wrapped) == b"d" * 32
+    assert refusal(desk.orchestrator.open_package, b"info", wrapped) == "release_denied"
+    entry = {"member_id": "", "kind": "checkpoint", "code": "release_denied"}
+    assert desk.log()[-1] == ("release_refused", entry)
+
+
 def test_keys_are_not_released_on_expired_evidence(session, tmp_path):
     desk = Desk(session, tmp_path / "short", generated=True, lifetime_s=60)
     desk.admit("worker-0")
@@ -293,7 +319,8 @@ def test_a_key_is_drawn_no_more_often_than_its_quota_also_after_a_restart(desk):
     desk.orchestrator.release("worker-0", 0, (0, 1))
     before = desk.log()
     assert refusal(desk.orchestrator.release, "worker-0", 0, (1, 0)) == "release_denied"
-    assert desk.log() == before
+    refused = {"member_id": "worker-0", "kind": "virtual_worker", "code": "release_denied"}
+    assert desk.log() == [*before, ("release_refused", refused)]
     desk.orchestrator.release("worker-0", 0, (1,))
     desk.orchestrator.release("worker-1", 0, (0,))
     desk.start()

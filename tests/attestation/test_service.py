@@ -82,6 +82,8 @@ def test_the_result_says_what_was_found_and_that_it_is_simulated(site):
     assert (result.member_id, result.role, result.evidence_class) == ("worker-0", "worker", "simulated")
     assert result.evidence_digest == attester.evidence_digest
     assert result.steps
+    assert result.claims["exp"] == result.expires_at
+    assert set(result.claims) >= {"eat_nonce", "ueid", "hwmodel", "dbgstat", "submods"}
 
 
 def test_health_and_reflection_answer_a_peer_of_the_run(site):
@@ -206,6 +208,13 @@ def test_keys_and_rosters_go_to_their_member_over_its_own_channel_alone(site):
         assert refusal(other.release_keys, 0, (9,)) == "release_denied"
     with site.client(site.attester("worker-2")) as stranger:
         assert refusal(stranger.release_keys, 0) == "release_denied"
+    refused = [entry.content for entry in site.orchestrator._log.entries() if entry.kind == "release_refused"]
+    assert [(body["member_id"], body["code"]) for body in refused] == [
+        ("worker-0", "peer_not_bound"),
+        ("worker-1", "release_denied"),
+        ("worker-1", "release_denied"),
+        ("worker-2", "release_denied"),
+    ]
 
 
 def test_of_two_presentations_of_one_nonce_at_once_exactly_one_is_admitted(site):

@@ -51,6 +51,18 @@ def run_dir(tmp_path: Path) -> Path:
     return folder
 
 
+def test_it_says_simulated_also_where_only_a_gpu_is(raycloak, tmp_path):
+    (tmp_path / "owner.json").write_bytes(OWNER.public.encode())
+    with closing(sqlite3.connect(":memory:")) as connection:
+        log = EvidenceLog(connection, MANIFEST.run_id, OWNER)
+        claims = {"submods": {"gpu-0": {"evidence_class": "simulated"}}}
+        log.append("admitted", {"evidence_class": "intel_tdx", "claims": claims})
+        log.append("admitted", {"evidence_class": "intel_tdx"})
+        log.export(tmp_path / "log.jsonl")
+    _, facts = raycloak("verify", tmp_path / "log.jsonl", "--key", tmp_path / "owner.json")
+    assert facts["evidence_classes"] == ["intel_tdx", "simulated"]
+
+
 def test_a_log_verifies_from_its_directory_its_file_or_a_key_of_the_reader(raycloak, run_dir, tmp_path):
     (tmp_path / "owner.json").write_bytes(OWNER.public.encode())
     moved = tmp_path / "moved.jsonl"
