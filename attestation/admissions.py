@@ -106,6 +106,10 @@ class Admissions:
                 appraisal = replace(appraisal, expires_at=min(row.expires_at, appraisal.expires_at))
                 self._members[row.member_id] = Admitted(appraisal, presentation, row, self._clock())
 
+    def end_session(self) -> None:
+        """Take back the challenges of a session that is over, in a transaction of the caller's."""
+        self._nonces.forget_unused()
+
     def challenge(self, member_id: str, role: Role, identity_key: bytes = b"") -> Challenge:
         """See `attestation.orchestrator.EvidenceOrchestrator.challenge`."""
         with self._state.transaction():

@@ -97,6 +97,10 @@ class NonceBook:
         """Drop nonces that are refused anyway, as their time is over."""
         self._write("DELETE FROM nonces WHERE expires_at <= ?", (now,))
 
+    def forget_unused(self) -> None:
+        """Drop nonces that nobody has answered; who answers one of them later is refused as ``nonce_foreign``."""
+        self._write("DELETE FROM nonces WHERE NOT consumed", ())
+
     def _write(self, statement: str, values: tuple[Any, ...]) -> None:
         """Execute, and commit unless the caller has a transaction open."""
         nested = self._connection.in_transaction

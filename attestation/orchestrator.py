@@ -362,6 +362,7 @@ class EvidenceOrchestrator:
     def _start_session(self) -> None:
         terms = self._terms
         with self._state.transaction():
+            self._admissions.end_session()
             self._state.start_session(self._session)
             self._log.append(
                 "session",

@@ -200,6 +200,18 @@ def test_evidence_of_another_session_is_refused(desk, session, tmp_path):
     assert refusal(desk.orchestrator.admit, other.present("worker-0")) == "nonce_foreign"
 
 
+def test_an_answer_to_a_challenge_of_an_earlier_session_is_refused(desk):
+    """Also one that nobody has presented yet: the run and its manifest are the same in the next session."""
+    presented, kept_back = desk.present("worker-0"), desk.present("worker-1")
+    desk.orchestrator.admit(presented)
+    desk.start()
+    assert refusal(desk.orchestrator.admit, presented) == "nonce_replayed"
+    assert refusal(desk.orchestrator.admit, kept_back) == "nonce_foreign"
+    unanswered = desk.present("worker-1")
+    desk.restart()
+    desk.orchestrator.admit(unanswered)
+
+
 def test_a_challenge_is_for_one_member_and_role(desk):
     attester = Attester("worker-1", Source(desk.session.platform))
     challenge = desk.orchestrator.challenge("worker-0", "worker")
