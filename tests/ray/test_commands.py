@@ -1,4 +1,4 @@
-"""The commands as a user types them: on a local Ray of their own, and as a Ray job on a running head."""
+"""The commands as a user types them: on a local Ray of their own, as a Ray job, and on a cluster that is there."""
 
 import json
 import os
@@ -36,13 +36,14 @@ def test_demo_prints_one_json_object_and_ends_with_a_private_accurate_model(run_
     assert "SIMULATED" in (Path(result["run_dir"]) / "run.log").read_text()
 
 
-def test_bad_input_is_one_line_with_exit_code_2_and_a_spent_cap_one_with_3(run_python, ray_environment):
-    wrong = run_python("-m", "coordinator", "demo", "--set", "stepz=3", environment=ray_environment)
+def test_bad_input_is_one_line_with_exit_code_2_and_a_spent_cap_one_with_3(run_python, ray_cluster):
+    wrong = run_python("-m", "coordinator", "demo", "--set", "stepz=3", environment=ray_cluster.environment)
     assert (wrong.code, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("error: config: stepz")
     spent = run_python(
         "-m", "coordinator", "demo", "--set", "dp_config.target_epsilon=null", "--set",
-        "dp_config.noise_multiplier=0.5", "--set", "dp_config.epsilon_cap=0.01", environment=ray_environment,
+        "dp_config.noise_multiplier=0.5", "--set", "dp_config.epsilon_cap=0.01", "--set", "num_workers=1", "--set",
+        "secure_aggregation=false", environment=ray_cluster.environment,
     )  # fmt: skip
     assert spent.code == 2
     assert "cap_too_small" in spent.stderr
@@ -106,7 +107,7 @@ def test_a_ray_job_ends_with_the_same_verdict_as_a_local_run(head, run_python, t
     submit = [
         str(Path(sys.executable).parent / "ray"), "job", "submit", "--address", address, "--working-dir", ".", "--",
         "python", "-m", "coordinator", "run", "examples/digits.yaml", "--json", "--set", "steps=5",
-        "--run-secret", "secret.hex",
+        "--set", "num_workers=2", "--run-secret", "secret.hex",
     ]  # fmt: skip
     done = subprocess.run(
         submit, cwd=checkout, env=environment | {"RAYCLOAK_HOME": str(raycloak_home)}, capture_output=True, text=True,
@@ -117,7 +118,7 @@ def test_a_ray_job_ends_with_the_same_verdict_as_a_local_run(head, run_python, t
     job = json.loads(line)
     local = run_python(
         "-m", "coordinator", "run", str(checkout / "examples" / "digits.yaml"), "--json", "--set", "steps=5",
-        "--set", "num_workers=2", "--run-secret", str(checkout / "secret.hex"),
+        "--set", "num_workers=1", "--set", "secure_aggregation=false", "--run-secret", str(checkout / "secret.hex"),
         environment={**environment, "RAYCLOAK_HOME": str(tmp_path / "other")}, deadline_s=300,
     )  # fmt: skip
     assert local.code == 0, local.stderr
@@ -132,11 +133,11 @@ def test_the_loop_by_hand_runs_as_written(run_python, ray_environment):
     assert len(steps) == len(set(steps)) == 5
 
 
-def test_bench_step_measures_on_a_ledger_of_its_own(run_python, ray_environment, raycloak_home):
+def test_bench_step_measures_on_a_ledger_of_its_own(run_python, ray_cluster, raycloak_home):
     config = str(ROOT / "benchmarks" / "step.yaml")
     done = run_python(
         "-m", "coordinator", "bench", "step", config, "--json", "--set", "steps=12", "--set", "num_workers=2",
-        environment=ray_environment, deadline_s=300,
+        environment=ray_cluster.environment, deadline_s=300,
     )  # fmt: skip
     assert done.code == 0, done.stderr
     figures = json.loads(done.stdout)

@@ -1,4 +1,8 @@
-"""Whole runs on a real Ray: the trainer, its actors, its run directory, its metrics and its failures."""
+"""Whole runs on a real Ray: the trainer, its actors, its run directory, its metrics and its failures.
+
+A run costs many seconds, nearly all of them for the start of its processes. So `observed` is one run that several tests
+look at, and a test that needs no third worker has none.
+"""
 
 import json
 import os
@@ -6,12 +10,15 @@ import re
 import signal
 import time
 import urllib.request
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import ray
 import torch
+import yaml
 from safetensors.numpy import load_file
 
 from attestation.evidence_log import verify_exported_log
@@ -19,7 +26,7 @@ from attestation.tsm import tee_nodes
 from coordinator.chaos_victims import role
 from coordinator.config import parse_config
 from coordinator.demo import demo_config
-from coordinator.process_table import process_table
+from coordinator.process_table import descendants, process_table
 from coordinator.ray_backend import RayBackend
 from coordinator.trainer import Trainer
 from metrics.errors import DatasetError, ModelError, RefusedError
@@ -34,9 +41,12 @@ def digits(**changes):
     return parse_config(raw)
 
 
-@pytest.fixture
-def secret(tmp_path):
-    path = tmp_path / "secret"
+ALONE = {"num_workers": 1, "secure_aggregation": False}
+
+
+@pytest.fixture(scope="module")
+def secret(tmp_path_factory):
+    path = tmp_path_factory.mktemp("secret") / "secret"
     path.write_text("5e" * 32)
     return path
 
@@ -51,67 +61,8 @@ def digests(result):
     return [event["parameter_digest"] for event in map(json.loads, lines) if event["event"] == "step"]
 
 
-def test_three_workers_and_one_give_the_same_bytes_and_a_repeat_charges_nothing(ray_cluster, secret):
-    measured = {
-        "measurements": {
-            "class_counts": {"classes": 10, "noise_multiplier": 20},
-            "evaluation": {"every": 2, "noise_multiplier": 20},
-        }
-    }
-    _, masked = train(digits(aggregators=2, **measured), run_secret=secret)
-    _, alone = train(digits(num_workers=1, secure_aggregation=False, **measured), run_secret=secret)
-    assert digests(masked) == digests(alone)
-    assert len(digests(masked)) == STEPS
-    words = STEPS * 4810 + 10 + 2 * 2
-    assert (masked["metrics"]["masked_bytes"], alone["metrics"]["masked_bytes"]) == (3 * 4 * words, 0)
-    assert len(masked["metrics"]["measurements"]) == 3
-    assert masked["metrics"]["measurements"] == alone["metrics"]["measurements"]
-    assert masked["metrics"]["privacy_epsilon_charged"] == alone["metrics"]["privacy_epsilon_charged"]
-
-
-def test_run_directory_holds_what_a_third_party_needs(ray_cluster):
-    _, result = train(digits())
-    folder = Path(result["run_dir"])
-    manifest = Manifest.model_validate_json((folder / "manifest.json").read_bytes())
-    tensors = manifest.computation.tensors
-    saved = load_file(folder / "parameters.safetensors")
-    flat = np.concatenate([saved[tensor.name].ravel() for tensor in tensors])
-    assert parameter_digest(tensors, tensor_digests(flat, tensors)).hex() == result["metrics"]["parameter_digest"]
-    assert verify_exported_log(folder / "evidence.jsonl", manifest.log_owner) > STEPS
-    committed = re.findall(rb'"parameter_digest":"([0-9a-f]{64})"', (folder / "evidence.jsonl").read_bytes())
-    assert [digest.decode() for digest in committed] == digests(result)
-    assert parse_config(__import__("yaml").safe_load((folder / "config.yaml").read_text())) == digits()
-    assert result["metrics"]["evidence_class"] == "simulated"
-
-
-def test_generated_secret_is_destroyed_with_the_run_unless_kept(ray_cluster, raycloak_home):
-    train(digits(steps=1))
-    assert not list(raycloak_home.rglob("*.secret"))
-    train(digits(steps=1, secret_retention="keep"))
-    (kept,) = raycloak_home.rglob("*.secret")
-    assert kept.stat().st_mode & 0o777 == 0o600
-
-
-def test_metrics_are_served_while_the_run_goes_on(ray_cluster):
-    notices, pages = [], []
-
-    def scrape(report):
-        (url,) = (line.removeprefix("metrics: ") for line in notices if line.startswith("metrics: "))
-        with urllib.request.urlopen(url, timeout=10) as page:
-            pages.append(page.read().decode())
-
-    Trainer(digits(), notice=notices.append, progress=scrape).train()
-    assert len(pages) == STEPS
-    spent = [float(re.search(r"^raycloak_privacy_epsilon_spent\{.*\} (\S+)$", page, re.MULTILINE)[1]) for page in pages]
-    assert spent == sorted(spent)
-    assert spent[0] > 0
-    assert 'raycloak_workers_admitted{run="' in pages[-1]
-    assert re.search(rf"^raycloak_steps_committed_total\{{.*\}} {STEPS}\.0$", pages[-1], re.MULTILINE)
-    assert not any(line.startswith("raycloak_gpu") for line in pages[-1].splitlines())
-
-
 class _Watching(RayBackend):
-    """Notes process ids and what aggregators are given; can kill a worker as a step begins."""
+    """Notes what aggregators are given, and can kill a worker as a step begins."""
 
     seen: list = []
     kill_at = None
@@ -130,39 +81,135 @@ class _Watching(RayBackend):
         return references
 
 
-@pytest.fixture
-def watching(monkeypatch):
-    monkeypatch.setattr(_Watching, "seen", [])
-    monkeypatch.setattr(_Watching, "killed", [])
-    monkeypatch.setattr(_Watching, "kill_at", None)
-    monkeypatch.setattr("coordinator.execution.RayBackend", _Watching)
-    return _Watching
+@contextmanager
+def watched():
+    """`_Watching`, which every trainer takes for its backend meanwhile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Watching, "seen", [])
+        patch.setattr(_Watching, "killed", [])
+        patch.setattr(_Watching, "kill_at", None)
+        patch.setattr("coordinator.execution.RayBackend", _Watching)
+        yield _Watching
 
 
-def test_a_killed_worker_is_noticed_within_2_s_costs_an_attempt_and_changes_no_byte(ray_cluster, secret, watching):
-    _, undisturbed = train(digits(), run_secret=secret)
-    watching.kill_at = ("worker-1", 0)
+class _Scraping:
+    """Reads the metrics page after every step."""
+
+    def __init__(self):
+        self.notices, self.pages = [], []
+
+    def __call__(self, report):
+        (url,) = (line.removeprefix("metrics: ") for line in self.notices if line.startswith("metrics: "))
+        with urllib.request.urlopen(url, timeout=10) as page:
+            self.pages.append(page.read().decode())
+
+
+@dataclass
+class Observed:
+    """What was seen of a run: metrics pages, processes, and the vectors its aggregator was given."""
+
+    trainer: Trainer
+    result: dict
+    pages: list
+    processes: set
+    vectors: list
+
+
+@pytest.fixture(scope="module")
+def observed(ray_cluster, secret, tmp_path_factory):
+    """An undisturbed run of `digits()`."""
+    before, processes, scraping = _members(), set(), _Scraping()
+
+    def look(report):
+        scraping(report)
+        processes.update(_members() - before)
+
+    with pytest.MonkeyPatch.context() as patch, watched() as watching:
+        patch.setenv("RAYCLOAK_HOME", str(tmp_path_factory.mktemp("observed") / "home"))
+        trainer = Trainer(digits(), run_secret=secret, notice=scraping.notices.append, progress=look)
+        result = trainer.train()
+        vectors = [ray.get(reference, timeout=30) for reference in watching.seen]
+    return Observed(trainer, result, scraping.pages, processes, vectors)
+
+
+def _members():
+    """Processes of workers and aggregators below this one, which started their cluster, but for those that are dead."""
+    return {
+        (each.pid, each.started, role(each))
+        for each in descendants([os.getpid()], process_table())
+        if role(each) in ("worker", "aggregator") and each.state not in "ZX"
+    }
+
+
+def test_three_workers_and_one_give_the_same_bytes_and_a_repeat_charges_nothing(ray_cluster, secret):
+    measured = {
+        "measurements": {
+            "class_counts": {"classes": 10, "noise_multiplier": 20},
+            "evaluation": {"every": 2, "noise_multiplier": 20},
+        }
+    }
+    _, masked = train(digits(aggregators=2, **measured), run_secret=secret)
+    _, alone = train(digits(**ALONE, **measured), run_secret=secret)
+    assert digests(masked) == digests(alone)
+    assert len(digests(masked)) == STEPS
+    words = STEPS * 4810 + 10 + 2 * 2
+    assert (masked["metrics"]["masked_bytes"], alone["metrics"]["masked_bytes"]) == (3 * 4 * words, 0)
+    assert len(masked["metrics"]["measurements"]) == 3
+    assert masked["metrics"]["measurements"] == alone["metrics"]["measurements"]
+    assert masked["metrics"]["privacy_epsilon_charged"] == alone["metrics"]["privacy_epsilon_charged"]
+
+
+def test_run_directory_holds_what_a_third_party_needs(observed):
+    result = observed.result
+    folder = Path(result["run_dir"])
+    manifest = Manifest.model_validate_json((folder / "manifest.json").read_bytes())
+    tensors = manifest.computation.tensors
+    saved = load_file(folder / "parameters.safetensors")
+    flat = np.concatenate([saved[tensor.name].ravel() for tensor in tensors])
+    assert parameter_digest(tensors, tensor_digests(flat, tensors)).hex() == result["metrics"]["parameter_digest"]
+    assert verify_exported_log(folder / "evidence.jsonl", manifest.log_owner) > STEPS
+    committed = re.findall(rb'"parameter_digest":"([0-9a-f]{64})"', (folder / "evidence.jsonl").read_bytes())
+    assert [digest.decode() for digest in committed] == digests(result)
+    assert parse_config(yaml.safe_load((folder / "config.yaml").read_text())) == digits()
+    assert result["metrics"]["evidence_class"] == "simulated"
+
+
+def test_metrics_are_served_while_the_run_goes_on(observed):
+    pages = observed.pages
+    assert len(pages) == STEPS
+    spent = [float(re.search(r"^raycloak_privacy_epsilon_spent\{.*\} (\S+)$", page, re.MULTILINE)[1]) for page in pages]
+    assert spent == sorted(spent)
+    assert spent[0] > 0
+    assert 'raycloak_workers_admitted{run="' in pages[-1]
+    assert re.search(rf"^raycloak_steps_committed_total\{{.*\}} {STEPS}\.0$", pages[-1], re.MULTILINE)
+    assert not any(line.startswith("raycloak_gpu") for line in pages[-1].splitlines())
+
+
+def test_a_killed_worker_is_noticed_within_2_s_costs_an_attempt_and_changes_no_byte(observed, secret):
     noticed = []
-    trainer = Trainer(
-        digits(), run_secret=secret, notice=lambda line: noticed.append(time.monotonic()) if "died" in line else None
-    )
-    result = trainer.train()
-    assert noticed[0] - watching.killed_time < 2
-    assert digests(result) == digests(undisturbed)
+    with watched() as watching:
+        watching.kill_at = ("worker-1", 0)
+        trainer = Trainer(
+            digits(),
+            run_secret=secret,
+            notice=lambda line: noticed.append(time.monotonic()) if "died" in line else None,
+        )
+        result = trainer.train()
+        assert noticed[0] - watching.killed_time < 2
+    assert digests(result) == digests(observed.result)
     assert trainer.finished.outcomes[0].commit.attempts == 2
     assert any("worker-1 left: died" in line for line in result["metrics"]["warnings"])
 
 
-def test_aggregator_receives_no_vector_that_correlates_with_the_model(ray_cluster, secret, watching):
+def test_aggregator_receives_no_vector_that_correlates_with_the_model(observed):
     """Every received vector, as centred ring words, is uncorrelated with the decoded update it contributes to.
 
     The correlation of two independent vectors of d = 4,810 coordinates is normal with deviation 1/sqrt(d); |r| above
     6 deviations has probability 2e-9, and 12 vectors are looked at: false alarms below 1e-7.
     """
-    trainer, _ = train(digits(), run_secret=secret)
-    vectors = [ray.get(reference, timeout=30) for reference in watching.seen]
+    vectors = observed.vectors
     assert len(vectors) == 3 * STEPS
-    dimension = trainer.finished.plan.mechanism.dimension
+    dimension = observed.trainer.finished.plan.mechanism.dimension
     for step in range(STEPS):
         parts = vectors[3 * step : 3 * step + 3]
         with np.errstate(over="ignore"):
@@ -176,13 +223,13 @@ def test_aggregator_receives_no_vector_that_correlates_with_the_model(ray_cluste
 
 def test_what_is_wrong_with_the_input_is_said_before_anything_is_charged(ray_cluster, raycloak_home, tmp_path):
     np.savez(tmp_path / "empty.npz", images=np.empty((0, 64), np.float32), labels=np.empty(0, np.int64))
-    empty = digits(dataset={"kind": "npz", "path": str(tmp_path / "empty.npz")})
+    empty = digits(**ALONE, dataset={"kind": "npz", "path": str(tmp_path / "empty.npz")})
     with pytest.raises(DatasetError, match="dataset_empty"):
         train(empty)
-    small = digits(virtual_workers=2000)
+    small = digits(**ALONE, virtual_workers=2000)
     with pytest.raises(DatasetError, match="2000 virtual workers"):
         train(small)
-    config = digits().model_copy(update={"model": None})
+    config = digits(**ALONE).model_copy(update={"model": None})
     with pytest.raises(ModelError, match="BatchNorm"):
         train(config, model_init_fn=lambda: torch.nn.Sequential(torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 10)))
     assert not list((raycloak_home / "runs").rglob("manifest.json"))
@@ -197,74 +244,56 @@ def test_a_policy_for_hardware_is_met_by_no_machine_without_a_tee(ray_cluster, t
         "accepted_classes: [intel_tdx]\nanchors: [intel_tdx]\ntdx: {measurements: ['" + "11" * 48 + "']}\n"
     )
     (tmp_path / "collateral.yaml").write_text("tdx: []\n")
-    config = digits(policy="policy.yaml", collateral="collateral.yaml")
+    config = digits(policy="policy.yaml", collateral="collateral.yaml", num_workers=2)
     with pytest.raises(RefusedError, match="tee_unavailable"):
         train(config, config_dir=tmp_path)
 
 
-def test_exception_text_of_user_code_stays_in_the_worker(ray_cluster, tmp_path, capfd):
-    (tmp_path / "leaky.py").write_text(
-        "import torch\n"
-        "def loss(output, labels):\n"
-        "    if output.shape[0] and float(output.abs().sum()) != float(output.abs().sum()):\n"
-        "        raise ValueError('never')\n"
-        "    if (labels > 1).any():\n"
-        "        raise ValueError(f'SECRET labels {labels.tolist()}')\n"
-        "    return torch.nn.functional.cross_entropy(output, labels, reduction='none')\n"
-    )
-    with pytest.raises(Exception, match="worker_error") as caught:
-        train(digits(loss="leaky:loss"), config_dir=tmp_path)
-    assert "SECRET" not in str(caught.value)
-    captured = capfd.readouterr()
-    assert "SECRET" not in captured.out + captured.err
-
-
-def test_in_memory_dataset_is_said_to_be_visible_and_its_file_is_removed(ray_cluster, raycloak_home):
+def test_in_memory_dataset_is_said_to_be_visible_and_its_file_is_removed_and_a_kept_secret_stays(
+    ray_cluster, raycloak_home
+):
     generator = torch.Generator().manual_seed(7)
     features = torch.rand(160, 64, generator=generator)
     dataset = torch.utils.data.TensorDataset(features, torch.arange(160) % 10)
-    config = digits(expected_batch_size=40, steps=2, evaluation=None).model_copy(update={"dataset": None})
+    changes = {"num_workers": 2, "expected_batch_size": 40, "steps": 2, "evaluation": None, "secret_retention": "keep"}
+    config = digits(**changes).model_copy(update={"dataset": None})
     _, result = train(config, train_dataset=dataset)
     assert any("the driver has seen the examples" in line for line in result["metrics"]["warnings"])
     assert not list(raycloak_home.rglob("*.npz"))
+    (kept,) = raycloak_home.rglob("*.secret")
+    assert kept.stat().st_mode & 0o777 == 0o600
 
 
-def test_not_private_and_not_exact_are_said_and_noise_is_off_only_for_public_data(ray_cluster):
+def test_not_private_and_not_exact_are_said_noise_is_off_only_for_public_data_and_the_secret_goes_with_the_run(
+    ray_cluster, raycloak_home
+):
     with pytest.raises(RefusedError, match="not_public"):
         train(digits(dp_config={"enabled": False}))
-    notices, pages = [], []
+    scraping, secrets = _Scraping(), []
 
-    def scrape(report):
-        (url,) = (line.removeprefix("metrics: ") for line in notices if line.startswith("metrics: "))
-        with urllib.request.urlopen(url, timeout=10) as page:
-            pages.append(page.read().decode())
+    def look(report):
+        scraping(report)
+        secrets.extend(raycloak_home.rglob("*.secret"))
 
     public = {"kind": "digits", "public": True}
-    config = digits(steps=1, dp_config={"enabled": False}, dataset=public, allow_nondeterministic=True)
-    result = Trainer(config, notice=notices.append, progress=scrape).train()
+    changes = {"num_workers": 2, "steps": 1, "dp_config": {"enabled": False}}
+    config = digits(**changes, dataset=public, allow_nondeterministic=True)
+    result = Trainer(config, notice=scraping.notices.append, progress=look).train()
+    assert len(secrets) == 1, "a generated secret lies in a file while the run goes on"
+    assert not secrets[0].exists()
     assert result["metrics"]["private"] is False
     assert result["metrics"]["privacy_epsilon"] is None
     assert result["metrics"]["exact"] is False
-    assert re.search(r'^raycloak_run_claims_info\{exactness="NOT_EXACT",privacy="NOT_PRIVATE"', pages[0], re.MULTILINE)
+    assert re.search(
+        r'^raycloak_run_claims_info\{exactness="NOT_EXACT",privacy="NOT_PRIVATE"', scraping.pages[0], re.MULTILINE
+    )
     manifest = Manifest.model_validate_json((Path(result["run_dir"]) / "manifest.json").read_bytes())
     assert not manifest.computation.exact
 
 
-def test_no_worker_or_aggregator_outlives_its_run(ray_cluster):
-    others = _members()
-    own = set()
-    train(digits(steps=2), progress=lambda report: own.update(_members() - others))
-    assert len(own) >= 4
+def test_no_worker_or_aggregator_outlives_its_run(observed):
+    assert len(observed.processes) >= 4
     deadline = time.monotonic() + 30
-    while (left := own & _members()) and time.monotonic() < deadline:
+    while (left := observed.processes & _members()) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left
-
-
-def _members():
-    """Processes of workers and aggregators, but for those that are dead."""
-    return {
-        (each.pid, each.started, role(each))
-        for each in process_table()
-        if role(each) in ("worker", "aggregator") and each.state not in "ZX"
-    }
