@@ -72,7 +72,7 @@ def test_a_joiner_gets_a_group_of_its_own_or_the_place_of_one_that_left(answers)
 
 
 def test_workers_asked_to_leave_drained_and_dead_nodes_change_no_byte(raylets, run_python):
-    """A SIGTERM and a drain cost no attempt, since the step under way finishes; a dead node costs one."""
+    """A SIGTERM and a drain cost no attempt, since the step under way finishes; a dead node costs one or two."""
     nodes = [raylets.add(Node(2)) for _ in range(4)]
     (session,) = {each.session for each in process_table() if each.pid in {node.pid for node in nodes}}
     try:
@@ -91,7 +91,8 @@ def test_workers_asked_to_leave_drained_and_dead_nodes_change_no_byte(raylets, r
     assert answer["departed"][2] in ("died", "unreachable")
     assert answer["same"]
     assert answer["steps"] == 90
-    assert answer["repeated"] == 1
+    # Two if its worker had just answered: then the first is lost with its vector, and the next finds the worker gone.
+    assert answer["repeated"] in (1, 2)
     assert 0 < answer["detected_s"] < DEAD_NODE_S
     deadline = time.monotonic() + 30
     while left := [each for each in process_table() if each.session == session and role(each)]:
