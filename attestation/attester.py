@@ -61,6 +61,10 @@ class Attester:
         self._gpus = gpus
         self.evidence_digest = b""
 
+    def beside(self) -> "Attester":
+        """One of the same name on the same platform and GPUs, with keys of its own, for another verifier."""
+        return Attester(self.member_id, self._source, self._gpus)
+
     def present(self, challenge: Challenge, manifest_digest: bytes, known_answer: bytes) -> Envelope:
         """Answer a challenge with evidence that binds this actor's keys; signed, which proves possession.
 

@@ -26,6 +26,8 @@ class Purpose(StrEnum):
     VIRTUAL_WORKER = "raycloak/virtual-worker/v1"
     KEY_COMMITMENT = "raycloak/key-commitment/v1"
     DATA_COMMITMENT = "raycloak/data-commitment/v1"
+    VIRTUAL_WORKER_HALVES = "raycloak/virtual-worker-halves/v1"
+    DATA_COMMITMENT_HALVES = "raycloak/data-commitment-halves/v1"
     DATASET_FINGERPRINT = "raycloak/dataset-fingerprint/v1"
     SAMPLING = "raycloak/stream/sampling/v1"
     NOISE = "raycloak/stream/noise/v1"

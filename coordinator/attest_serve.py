@@ -4,7 +4,7 @@ import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -12,6 +12,7 @@ from attestation.admissions import RunTerms
 from attestation.canonical import digest
 from attestation.evidence import CollateralBundle
 from attestation.hybrid_signature import SignerPublic
+from attestation.key_service import key_service_desk
 from attestation.messages import parse
 from attestation.orchestrator import EvidenceOrchestrator
 from attestation.policy import Policy, load_policy, simulated_policy
@@ -48,7 +49,8 @@ class ServiceConfig(Section):
     Attributes:
         bind: ``host:port`` to listen on.
         run_secret: file of 64 hexadecimal digits, which all keys derive from.
-        hosting: which virtual workers each member hosts; every one is hosted once.
+        hosting: which virtual workers each member hosts; every one is hosted once. ``any`` makes it a key service: any
+            worker may have any key of the contract, and there are no rosters; see `attestation.key_service`.
         aggregators: member ids, in range order.
         policy, collateral: what evidence is judged by; without them, simulated evidence is accepted, which proves
             nothing about a machine.
@@ -58,7 +60,7 @@ class ServiceConfig(Section):
 
     bind: str = "127.0.0.1:7443"
     run_secret: str
-    hosting: dict[str, tuple[int, ...]]
+    hosting: dict[str, tuple[int, ...]] | Literal["any"]
     aggregators: tuple[str, ...] = ()
     policy: str | None = None
     collateral: str | None = None
@@ -79,6 +81,8 @@ class ServiceConfig(Section):
             raise ValueError("give exactly one of manifest and contract")
         if (self.policy is None) != (self.collateral is None):
             raise ValueError("policy and collateral go together")
+        if self.hosting == "any" and (self.contract is None or self.aggregators):
+            raise ValueError("a key service (hosting: any) has a contract, and no aggregators")
         return self
 
 
@@ -129,9 +133,12 @@ def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, Ev
     _, key = orchestrator.open_run(str(secret), run_id if known else None)
     try:
         terms = _terms(config, base, orchestrator, (run_id, key), policy, collateral)
-        hosting = StaticHosting.of(config.hosting, config.aggregators, terms.run.virtual_workers)
+        hosting = _hosting(config, terms.run.virtual_workers)
         orchestrator.begin(terms.run, SESSION)
-        desk = orchestrator.evidence_desk(hosting)
+        if hosting is None:
+            desk = key_service_desk(orchestrator, terms.run.virtual_workers)
+        else:
+            desk = orchestrator.evidence_desk(hosting)
         server = EvidenceServer.start(desk, terms.run.manifest_digest, config.bind, config.limits)
     except BaseException:
         orchestrator.close()
@@ -145,6 +152,13 @@ def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, Ev
         contract=_write(terms.contract, folder / f"{run_id}.contract.json"),
     )
     return server, orchestrator, facts
+
+
+def _hosting(config: ServiceConfig, virtual_workers: int) -> StaticHosting | None:
+    """Who hosts what; None if that is not the service's business."""
+    if config.hosting == "any":
+        return None
+    return StaticHosting.of(config.hosting, config.aggregators, virtual_workers)
 
 
 def _policy(config: ServiceConfig, base: Path) -> tuple[Policy, CollateralBundle]:

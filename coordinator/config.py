@@ -168,6 +168,18 @@ class LedgerConfig(Section):
     witness: str | None = None
 
 
+class KeyServiceConfig(Section):
+    """The data owner's key service, which gives the second half of every virtual-worker key.
+
+    Attributes:
+        address: ``host:port``, as the workers reach it.
+        contract: file that the service wrote, from the owner of the data; relative to the config file.
+    """
+
+    address: str = Field(pattern=r"^.+:[0-9]+$")
+    contract: str
+
+
 class FailureConfig(Section):
     """Deadlines in seconds, and how many failures a run survives.
 
@@ -249,6 +261,7 @@ class RunConfig(Section):
             complete.
         policy: evidence policy file; without one, simulated evidence is accepted and the run says SIMULATED.
         collateral: file that names the vendors' collateral; needed where the policy accepts hardware only.
+        key_service: of the data owner; without one, every key comes from the run secret alone.
         cpu_capability: instruction set the CPU kernels are held to, ``avx2`` or ``avx512`` or ``default``.
         allow_nondeterministic: lets operations without a deterministic kernel run; the run is then marked NOT EXACT.
     """
@@ -278,6 +291,7 @@ class RunConfig(Section):
     ledger: LedgerConfig = LedgerConfig()
     policy: str | None = None
     collateral: str | None = None
+    key_service: KeyServiceConfig | None = None
     secret_retention: Literal["run", "keep"] = "run"
     failure: FailureConfig = FailureConfig()
     placement: PlacementConfig = PlacementConfig()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from coordinator.crosscheck import checked
 from coordinator.departures import Departures
 from coordinator.evaluation import Evaluator
 from coordinator.joining import Timer
+from coordinator.key_service import given_contract
 from coordinator.ledger_view import AccountView
 from coordinator.manifest import build_computation, build_manifest, epochs, run_terms
 from coordinator.membership import Membership
@@ -50,6 +52,7 @@ from coordinator.training import Course, Training
 from coordinator.tssp_writer import PackageTerms
 from metrics.collectors import RunMetrics
 from metrics.errors import RunFailedError
+from workers.halves import check_key_service
 from workers.manifest import Manifest, key_context
 from workers.train_worker import Admission, WorkerFacts, WorkerSetup
 
@@ -195,7 +198,14 @@ class Coordinator:
     def _admission(self, manifest: Manifest) -> Admission:
         session = self.session
         evidence = self._orchestrator("present", session.source)
-        return Admission(manifest, session.policy, session.collateral, self.config.secure_aggregation, evidence)
+        return Admission(
+            manifest,
+            session.policy,
+            session.collateral,
+            self.config.secure_aggregation,
+            evidence,
+            key_service=self.config.key_service.address if self.config.key_service else None,
+        )
 
     def _require_same_run(self, recorded: Manifest, manifest: Manifest) -> None:
         """Before anything is registered or charged: this is the run that was begun, and nothing of it was put back."""
@@ -216,9 +226,10 @@ class Coordinator:
         commitments = self._orchestrator(
             "key_commitments", key_context(computation, known_answer), self.config.virtual_workers, epochs(self.config)
         )
+        key_service = given_contract(self.config.key_service, Path(self._setup.base))
         view = self._ledger("view")
         self._rollback_witness = view.rollback_witness
-        return build_manifest(
+        manifest = build_manifest(
             computation,
             run_id=self.session.run_id,
             account=self._account,
@@ -228,7 +239,10 @@ class Coordinator:
             orchestrator_key=self.session.orchestrator_key,
             key_commitments=commitments,
             dataset_fingerprint=facts.dataset_fingerprint,
+            key_service=key_service,
         )
+        check_key_service(manifest)
+        return manifest
 
     def _open_account(self, plan: Plan, manifest: Manifest, named: NamedAccount | None) -> None:
         if named is None:

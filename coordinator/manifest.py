@@ -4,6 +4,7 @@ from attestation.admissions import RunTerms
 from attestation.evidence import CollateralBundle
 from attestation.hybrid_signature import SignerPublic
 from attestation.policy import Policy
+from attestation.service_contract import ServiceContract
 from coordinator.config import RunConfig
 from workers.datasets import DatasetDescriptor
 from workers.manifest import Computation, Manifest, OptimizerSpec, key_context
@@ -57,6 +58,7 @@ def build_manifest(
     orchestrator_key: SignerPublic,
     key_commitments: tuple[bytes, ...],
     dataset_fingerprint: bytes = b"",
+    key_service: ServiceContract | None = None,
 ) -> Manifest:
     """The run's contract; see `workers/manifest.py`."""
     return Manifest(
@@ -70,6 +72,7 @@ def build_manifest(
         orchestrator_ml_dsa=orchestrator_key.ml_dsa_65,
         key_commitments=key_commitments,
         dataset_fingerprint=dataset_fingerprint,
+        key_service=key_service,
     )
 
 

@@ -10,10 +10,20 @@ from metrics.errors import BudgetError, RefusedError
 from workers.manifest import Manifest
 
 OPERATIONAL = frozenset(
-    {"num_workers", "min_workers", "max_workers", "aggregators", "failure", "placement", "checkpoint", "metrics"}
+    {
+        "num_workers",
+        "min_workers",
+        "max_workers",
+        "aggregators",
+        "failure",
+        "placement",
+        "checkpoint",
+        "metrics",
+        "key_service",
+    }
 )
 """Fields of a configuration that may be another when a run goes on: where and how, never what. So may the ledger's
-witness, since the ledger itself stays the same."""
+witness, since the ledger itself stays the same. The manifest has what of a key service must stay."""
 
 
 def require_same_config(before: RunConfig, now: RunConfig) -> None:

@@ -13,6 +13,7 @@ from attestation.canonical import digest, length_prefixed
 from attestation.hybrid_signature import SignerPublic
 from attestation.messages import Message
 from attestation.roster import Query
+from attestation.service_contract import ServiceContract
 from metrics.errors import ProtocolError
 from workers.measurement import Measurement
 from workers.mechanism import Mechanism
@@ -158,6 +159,8 @@ class Manifest(Message):
             heads of its evidence log as well.
         key_commitments: per epoch, digest of the commitments to all virtual-worker keys.
         dataset_fingerprint: as every worker computed it, see `workers/fingerprint.py`; empty without a key.
+        key_service: of the data owner, who gives the second half of every virtual-worker key; ``key_commitments`` are
+            of the first half then, and the contract has those of the second.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/manifest/v1"
@@ -172,6 +175,7 @@ class Manifest(Message):
     orchestrator_ml_dsa: bytes
     key_commitments: tuple[bytes, ...]
     dataset_fingerprint: bytes = b""
+    key_service: ServiceContract | None = None
 
     @property
     def log_owner(self) -> SignerPublic:

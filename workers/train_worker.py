@@ -33,6 +33,7 @@ from workers.clipping import GradientEngine
 from workers.datasets import Dataset, DatasetDescriptor, dataset_form
 from workers.fingerprint import dataset_fingerprint
 from workers.guard import answer_code, guarded
+from workers.halves import SecondHalves
 from workers.known_answer import known_answer
 from workers.manifest import Manifest, NumericsClass, TensorSpec
 from workers.masks import PairSecret, masked_sum, roster_masks
@@ -93,6 +94,7 @@ class Admission:
 
     Attributes:
         orchestrator: its own evidence, which the worker appraises before it sends anything.
+        key_service: ``host:port`` of the data owner's key service; needed where the manifest names one.
         secure_aggregation: whether a roster needs two workers. Without it a single worker may host everything; its
             vector then carries all the noise. Private vectors of several workers are masked in either case.
     """
@@ -102,6 +104,7 @@ class Admission:
     collateral: CollateralBundle
     secure_aggregation: bool
     orchestrator: Envelope
+    key_service: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +156,7 @@ class TrainWorker:
         self, member_id: str, source: EvidenceSource, clock: Callable[[], float], gpus: GpuSource | None = None
     ) -> None:
         self._attester = Attester(member_id, source, gpus)
+        self._halves = SecondHalves(self._attester.beside())
         self._clock = clock
         self._keys: dict[tuple[int, int], VirtualWorkerKeys] = {}
         self._appraisals: dict[bytes, Appraisal] = {}
@@ -249,6 +253,7 @@ class TrainWorker:
         if self._manifest_digest != admission.manifest.digest():
             self._check_unpresented()
         self._check_orchestrator(admission)
+        self._halves.check(admission.manifest, admission.key_service)
         self._admission = admission
         self._manifest_digest = admission.manifest.digest()
         return self._attester.present(challenge, self._manifest_digest, self._known_answer)
@@ -256,6 +261,9 @@ class TrainWorker:
     @guarded
     def accept_keys(self, release: KeyRelease) -> Envelope:
         """Take virtual-worker keys whose release the evidence log has.
+
+        Where the manifest names a key service, what the orchestrator released is one half of each key, and the other
+        is fetched from that service first.
 
         Returns: signed keyed commitments to the slices they belong to.
         """
@@ -270,6 +278,7 @@ class TrainWorker:
             policy=self._admission.policy,
             key_commitments=manifest.key_commitments,
         )
+        keys = self._halves.complete(manifest, self._admission.policy, epoch, keys)
         self._keys = {place: key for place, key in self._keys.items() if place[0] == epoch}
         self._keys |= {(epoch, v): key for v, key in keys.items()}
         commitments = tuple(

@@ -1,0 +1,61 @@
+"""Keys in two halves: one from the run's orchestrator, one from a key service of the data owner.
+
+Each side derives its halves from a secret of its own and commits to them before the run begins; the manifest pins both
+commitments. Only the worker that hosts a virtual worker is sent both halves, each sealed to a key that its evidence
+binds, and it alone combines them: HKDF over their concatenation, as a key combiner of SP 800-56C.
+
+Guarantee: whoever knows one half alone, the orchestrator or the owner, cannot tell the combined key, and so neither
+noise, sampling and tags of a virtual worker nor the key of its data commitment, from random bytes.
+"""
+
+from attestation.key_release import VirtualWorkerKeys
+from attestation.keys import Purpose, Secret, derive
+from attestation.service_contract import ServiceContract
+from metrics.errors import EvidenceError
+
+
+def combine_halves(
+    first: VirtualWorkerKeys, second: VirtualWorkerKeys, *, run_id: str, key_context: bytes, v: int, epoch: int
+) -> VirtualWorkerKeys:
+    """The keys of virtual worker ``v`` in ``epoch``, from the orchestrator's and the owner's half of each.
+
+    Args:
+        run_id, key_context: of the run. The owner's half is for no run in particular; this binds what comes of it.
+    """
+    stream = Secret(first.stream.reveal() + second.stream.reveal())
+    data = Secret(first.data.reveal() + second.data.reveal())
+    return VirtualWorkerKeys(
+        stream=derive(stream, Purpose.VIRTUAL_WORKER_HALVES, run_id, key_context, v, epoch),
+        data=derive(data, Purpose.DATA_COMMITMENT_HALVES, run_id, v),
+    )
+
+
+def check_contract(
+    contract: ServiceContract,
+    *,
+    run_id: str,
+    orchestrator_key: bytes,
+    policy_digest: bytes,
+    virtual_workers: int,
+    epochs: int,
+) -> None:
+    """Require that ``contract`` is of a key service that can give the second halves of this run.
+
+    Raises:
+        EvidenceError: ``key_service_mismatch`` if it judges evidence by another policy, has other virtual workers or
+            too few epochs, or derives from the secret of the run itself, so that there is only one half.
+    """
+    remedy = "Let the owner of the data make a contract for this run, from a secret of the key service's own."
+    differing = {
+        "is under another policy than the run": contract.policy_digest != policy_digest,
+        f"is for {contract.virtual_workers} virtual workers and the run has {virtual_workers}": (
+            contract.virtual_workers != virtual_workers
+        ),
+        f"has {len(contract.key_commitments)} of the {epochs} key epochs of the run": (
+            len(contract.key_commitments) < epochs
+        ),
+        "comes from the run secret itself": contract.run_id == run_id or contract.orchestrator_key == orchestrator_key,
+    }
+    for what, differs in differing.items():
+        if differs:
+            raise EvidenceError("key_service_mismatch", f"the contract of the key service {what}.", remedy)

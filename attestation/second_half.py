@@ -1,0 +1,52 @@
+"""A worker's way to its second halves: from the data owner's key service, over a channel of its own."""
+
+from collections.abc import Mapping, Sequence
+
+from attestation.attester import Attester
+from attestation.client import EvidenceClient
+from attestation.key_release import VirtualWorkerKeys, open_keys
+from attestation.policy import Policy
+from attestation.service_contract import ServiceContract
+from metrics.errors import EvidenceError
+
+
+def fetch_halves(
+    contract: ServiceContract,
+    address: str,
+    attester: Attester,
+    *,
+    policy: Policy,
+    epoch: int,
+    virtual_workers: Sequence[int],
+) -> Mapping[int, VirtualWorkerKeys]:
+    """The owner's halves of ``virtual_workers`` in ``epoch``, for fresh evidence of ``attester``.
+
+    Guarantee: fails closed. What returns is exactly what ``contract`` commits to, signed and logged by its service.
+
+    Args:
+        address: ``host:port`` of the service.
+        attester: keys that are shown to no other service.
+
+    Raises:
+        EvidenceError: the service's refusal, ``release_denied`` if it does not answer, ``key_package_mismatch`` if
+            it answers with other keys than it was asked for, or as `attestation.key_release.open_keys`.
+    """
+    terms = contract.digest()
+    with EvidenceClient(
+        address, manifest_digest=terms, orchestrator_key=contract.orchestrator_key, attester=attester
+    ) as client:
+        client.attest(attester.present(client.challenge(), terms, contract.known_answer))
+        release = client.release_keys(epoch, virtual_workers)
+    of_epoch, halves = open_keys(
+        release,
+        orchestrator=contract.orchestrator,
+        hpke_key=attester.hpke,
+        run_id=contract.run_id,
+        member_id=attester.member_id,
+        manifest_digest=terms,
+        policy=policy,
+        key_commitments=contract.key_commitments,
+    )
+    if (of_epoch, set(halves)) != (epoch, set(virtual_workers)):
+        raise EvidenceError("key_package_mismatch", "the key service gave keys of another epoch or virtual worker")
+    return halves

@@ -1,0 +1,229 @@
+"""Keys in two halves: whole runs with the data owner's key service on loopback."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from attestation.attester import Attester
+from attestation.key_release import RunKeys
+from attestation.keys import Purpose, Secret, derive
+from attestation.messages import parse
+from attestation.orchestrator import EvidenceOrchestrator
+from attestation.policy import Policy, simulated_policy
+from attestation.second_half import fetch_halves
+from attestation.service_contract import ServiceContract, contract_context
+from attestation.simulator import SimulatedVendor, code_measurement
+from coordinator import state
+from coordinator.attest_serve import ServiceConfig, start_service
+from coordinator.config import validated
+from coordinator.local import LocalPlatform
+from metrics.errors import ConfigError, EvidenceError, RefusedError
+from tests.protocol import SECRET, VIRTUAL_WORKERS, trained, whole_run
+from workers.manifest import key_context
+
+OWN = "cd" * 32
+"""The secret of the key service."""
+
+
+@dataclass
+class Owner:
+    """A key service that runs, as its operator knows it."""
+
+    address: str
+    file: Path
+    orchestrator: EvidenceOrchestrator
+
+    @property
+    def contract(self) -> ServiceContract:
+        return parse(ServiceContract, self.file.read_bytes().strip())
+
+    def section(self, **changes: str) -> dict[str, str]:
+        """What a run's configuration says of it."""
+        return {"address": self.address, "contract": str(self.file), **changes}
+
+    def half(self, v: int, secret: str = OWN) -> Secret:
+        """The half of a virtual worker's key in epoch 0."""
+        contract = self.contract
+        context = contract_context(contract.virtual_workers, contract.known_answer)
+        return RunKeys(Secret(bytes.fromhex(secret)), contract.run_id).of(context, v, 0).stream
+
+    @property
+    def log(self) -> list[tuple[str, str]]:
+        """Kind and member of each decision."""
+        entries = self.orchestrator.evidence_desk().log.entries()
+        return [(entry.kind, entry.content.get("member_id", "")) for entry in entries]
+
+
+@contextmanager
+def key_service(folder: Path, secret: str = OWN, **contract: int) -> Iterator[Owner]:
+    (folder / "own.hex").write_text(secret)
+    raw = {"bind": "127.0.0.1:0", "run_secret": "own.hex", "hosting": "any"}
+    terms = {"virtual_workers": VIRTUAL_WORKERS, **contract}
+    server, orchestrator, facts = start_service(validated(ServiceConfig, {**raw, "contract": terms}), folder)
+    assert facts.contract is not None
+    try:
+        yield Owner(facts.address, facts.contract, orchestrator)
+    finally:
+        server.stop(0.2)
+        orchestrator.close()
+
+
+@pytest.fixture
+def owner(tmp_path) -> Iterator[Owner]:
+    with key_service(tmp_path) as owner:
+        yield owner
+
+
+def refused(kind: type[Exception] = EvidenceError, **arguments) -> str:
+    """The code of a run that must not begin."""
+    run = whole_run(state.home(), **arguments)
+    with pytest.raises(kind) as error:
+        run.train()
+    assert not run.reports
+    assert not run.stage.calls("step")
+    return error.value.code
+
+
+def unkeyed(**arguments) -> set[str]:
+    """Why the workers of a run were given up that got no keys; none of them has computed anything."""
+    run = whole_run(state.home(), **arguments)
+    with pytest.raises(RefusedError) as error:
+        run.train()
+    assert error.value.code == "too_few_workers"
+    assert not run.reports
+    assert not run.stage.calls("step")
+    assert sorted(name for name, _ in run.left) == ["worker-0", "worker-1", "worker-2"]
+    return {code for _, code in run.left}
+
+
+def session() -> tuple[LocalPlatform, Policy]:
+    """The machine and the policy of this home."""
+    vendor = SimulatedVendor.load_or_create(state.simulator_folder())
+    return LocalPlatform(vendor.platform()), simulated_policy(vendor, code_measurement())
+
+
+def test_a_run_needs_both_halves_and_repeats_with_them(owner, undisturbed):
+    """Every worker is attested by the service and given its halves; the same two secrets give the same weights."""
+    run = trained(state.home(), key_service=owner.section())
+    log = owner.log
+    assert {member for kind, member in log if kind == "admitted"} == {"worker-0", "worker-1", "worker-2"}
+    assert sum(kind == "released" for kind, _ in log) == 3
+    assert run.digests != undisturbed, "the same run secret alone gave the same weights"
+    assert trained(state.home(), key_service=owner.section()).digests == run.digests
+
+
+def test_the_workers_compute_with_the_combined_keys_alone(owner):
+    """The key that a worker uses is HKDF over both halves, and is neither of them."""
+    held, manifests = {}, []
+
+    def tamper(worker, member_id):
+        accept = worker.accept_keys
+
+        def accepted(release):
+            commitments = accept(release)
+            manifests.append(worker._admission.manifest)
+            held.update({v: keys.stream.reveal() for (epoch, v), keys in worker._keys.items()})
+            return commitments
+
+        worker.accept_keys = accepted
+
+    trained(state.home(), key_service=owner.section(), tamper=tamper)
+    manifest = manifests[0]
+    context = key_context(manifest.computation, manifest.known_answer)
+    orchestrators = RunKeys(Secret(bytes.fromhex(SECRET)), manifest.run_id)
+    assert sorted(held) == list(range(VIRTUAL_WORKERS))
+    for v, key in held.items():
+        first, second = orchestrators.of(context, v, 0).stream.reveal(), owner.half(v).reveal()
+        whole = derive(Secret(first + second), Purpose.VIRTUAL_WORKER_HALVES, manifest.run_id, context, v, 0)
+        assert key == whole.reveal()
+        assert key not in (first, second)
+
+
+def test_without_the_service_no_worker_computes_anything(tmp_path):
+    with key_service(tmp_path) as owner:
+        section = owner.section()
+    assert unkeyed(key_service=section) == {"release_denied"}
+
+
+def test_another_service_on_the_address_is_refused(owner, tmp_path):
+    """The channel ends at the key of the contract or nowhere; a thief of the address gets no evidence."""
+    (tmp_path / "other").mkdir()
+    with key_service(tmp_path / "other", secret="ef" * 32) as other:
+        assert unkeyed(key_service=owner.section(address=other.address)) == {"release_denied"}
+        assert [kind for kind, _ in other.log] == ["session"]
+
+
+@pytest.mark.parametrize("side", ["owner", "orchestrator"])
+def test_a_half_that_was_not_committed_to_is_refused(side, owner):
+    """The manifest fixes both: the orchestrator's halves itself, the owner's by the contract in it."""
+
+    def disturb(call):
+        of_run = run.session.control.actors["orchestrator"].handle
+        if call.method == "release":
+            _swap_secret(owner.orchestrator if side == "owner" else of_run)
+
+    run = whole_run(state.home(), key_service=owner.section(), disturb=disturb)
+    with pytest.raises(RefusedError):
+        run.train()
+    assert {code for _, code in run.left} == {"key_not_committed"}
+    assert not run.stage.calls("step")
+
+
+def _swap_secret(orchestrator: EvidenceOrchestrator) -> None:
+    desk = orchestrator._releases
+    desk._keys = replace(desk._keys, secret=Secret(b"?" * 32))
+
+
+@pytest.mark.parametrize(
+    ("terms", "fields"),
+    [
+        ({"virtual_workers": VIRTUAL_WORKERS + 1}, {}),
+        ({"epochs": 1}, {"epoch_steps": 1}),
+        ({"secret": SECRET}, {}),
+    ],
+    ids=["virtual workers", "epochs", "one secret for both"],
+)
+def test_a_contract_of_other_terms_is_refused(terms, fields, tmp_path):
+    with key_service(tmp_path, **terms) as owner:
+        assert refused(key_service=owner.section(), **fields) == "key_service_mismatch"
+
+
+def test_a_contract_under_another_policy_is_refused(owner, tmp_path):
+    """By the run, by each worker, and by the service for evidence that its own policy does not accept."""
+    run = whole_run(tmp_path / "elsewhere", key_service=owner.section())  # another vendor, so another policy
+    with pytest.raises(EvidenceError) as error:
+        run.train()
+    assert error.value.code == "key_service_mismatch"
+    stranger = Attester("worker-0", run.session.source)
+    with pytest.raises(RefusedError) as refusal:
+        fetch_halves(owner.contract, owner.address, stranger, policy=run.session.policy, epoch=0, virtual_workers=(0,))
+    assert refusal.value.code == "root_unknown"
+    assert owner.log[-1] == ("refused", "worker-0")
+
+
+def test_an_attestation_serves_one_release(owner):
+    """A worker that asks again attests again; one that takes its place under the same name is not held up."""
+    source, policy = session()
+    for _ in range(2):
+        newcomer = Attester("worker-0", source)
+        halves = fetch_halves(owner.contract, owner.address, newcomer, policy=policy, epoch=0, virtual_workers=(1,))
+        assert halves[1].stream.reveal() == owner.half(1).reveal()
+    kinds = [kind for kind, _ in owner.log]
+    assert kinds == ["session", "admitted", "released", "expelled", "admitted", "released", "expelled"]
+
+
+def test_a_file_that_is_no_contract_is_refused_by_name(tmp_path):
+    (tmp_path / "no.json").write_text("{}")
+    for name in ("no.json", "none.json"):
+        section = {"address": "127.0.0.1:1", "contract": str(tmp_path / name)}
+        assert refused(ConfigError, key_service=section) == "key_service"
+
+
+def test_a_key_service_has_a_contract_and_no_aggregators(tmp_path):
+    for changes in ({"contract": None, "manifest": "m.json"}, {"aggregators": ["aggregator-0"]}):
+        raw = {"run_secret": "own.hex", "hosting": "any", "contract": {"virtual_workers": 2}}
+        with pytest.raises(ConfigError, match="hosting: any"):
+            validated(ServiceConfig, raw | changes)
