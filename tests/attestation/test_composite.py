@@ -1,87 +1,26 @@
 """Composite evidence: an SEV-SNP guest with confidential GPUs, and members beside each other."""
 
 import json
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
 from attestation.appraisal import Appraisal
 from attestation.eat import claims_set
 from attestation.enrolment import check_enrolment
-from attestation.evidence import CollateralBundle, EvidenceClass, Presentation
-from attestation.gpu_rules import GpuRules
+from attestation.evidence import EvidenceClass
 from attestation.gpu_set import gpu_nonce
-from attestation.gpu_simulator import SimulatedGpu, SimulatedGpuVendor
-from attestation.messages import seal
 from attestation.policy import Policy
-from attestation.report_data import report_data
-from attestation.roots import Anchor
 from attestation.snp_rules import SnpRules
-from attestation.snp_simulator import SimulatedAmd, SimulatedMachine
 from attestation.snp_simulator_pki import AuthorityKeys
 from metrics.errors import EvidenceError
-from tests.attestation.conftest import MEASUREMENT, NOW, Member, Session
-
-NONCE = b"n" * 32
-
-
-@dataclass
-class Site:
-    """An SEV-SNP machine with two GPUs, and what a verifier holds of it."""
-
-    session: Session
-    machine: SimulatedMachine
-    gpus: tuple[SimulatedGpu, ...]
-    policy: Policy
-    collateral: CollateralBundle
-    member: Member = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.member = self.session.member()
-
-    def gpu_evidence(self, *gpus: SimulatedGpu, nonce: bytes | None = None) -> tuple[bytes, ...]:
-        over = nonce or gpu_nonce(NONCE, self.member.hpke.public)
-        return tuple(gpu.evidence(over) for gpu in gpus or self.gpus)
-
-    def presentation(self, **changes: Any) -> Presentation:
-        fields = self.member.fields(**({"gpu_evidence": self.gpu_evidence()} | changes))
-        quote = self.machine.report(report_data(**fields), MEASUREMENT)
-        return Presentation(**fields, quote=quote, quote_family="sev_snp", certificates=self.machine.certificates)
-
-    def appraise(self, presentation: Presentation, **changes: Any) -> Appraisal:
-        envelope = seal(presentation, self.member.identity)
-        return self.session.appraise(envelope, **({"policy": self.policy, "collateral": self.collateral} | changes))
-
-    def refusal(self, presentation: Presentation, **changes: Any) -> str | None:
-        try:
-            self.appraise(presentation, **changes)
-        except EvidenceError as error:
-            return error.code
-        return None
+from tests.attestation.composite_site import NONCE, Site, composite_site
+from tests.attestation.conftest import Session
 
 
 @pytest.fixture(scope="module")
 def site(session: Session, amd_keys: AuthorityKeys) -> Site:
-    amd, nvidia = SimulatedAmd("Genoa", amd_keys), SimulatedGpuVendor.create()
-    gpus = (nvidia.gpu(), nvidia.gpu())
-    references = nvidia.references()
-    root = Anchor(evidence_class=EvidenceClass.SIMULATED, family="sev_snp", root_der=amd.root_der)
-    policy = Policy(
-        accepted_classes=(EvidenceClass.SIMULATED,),
-        anchors=(*session.policy.anchors, root, *nvidia.anchors),
-        gpus_per_worker=2,
-        tdx=session.policy.tdx,
-        sev_snp=SnpRules(measurements=(MEASUREMENT,)),
-        nvidia_gpu=GpuRules(),
-    )
-    collateral = CollateralBundle(
-        tdx=session.collateral.tdx,
-        snp_crls=(amd.crl(NOW),),
-        gpu_rims=tuple(each for each in (references.driver, references.vbios) if each),
-        gpu_ocsp=tuple(answer for gpu in gpus for answer in nvidia.ocsp(gpu, NOW)),
-    )
-    return Site(session, amd.machine(), gpus, policy, collateral)
+    return composite_site(session, amd_keys)
 
 
 def test_an_snp_guest_with_its_gpus_is_accepted(site: Site) -> None:
