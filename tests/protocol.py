@@ -18,12 +18,13 @@ import torch
 from torch import nn
 
 from attestation.commit_book import StepCommit
+from attestation.evidence import CollateralBundle
 from attestation.evidence_log import verify_exported_log
 from attestation.key_release import VirtualWorkerKeys, virtual_worker_keys
 from attestation.keys import IdentityKey, Purpose, Secret, derive
 from attestation.messages import Envelope, seal
 from attestation.orchestrator import EvidenceOrchestrator
-from attestation.policy import simulated_policy
+from attestation.policy import Policy, simulated_policy
 from attestation.roster import Member, Roster
 from attestation.run_secret import run_id_of
 from attestation.simulator import SimulatedVendor, code_measurement
@@ -185,13 +186,12 @@ class HandRun:
     ) -> None:
         self.config, self.data = config(num_workers=workers, aggregators=aggregators, **fields), data
         self.home, self.clock, self.ledger_key = home, Clock(), IdentityKey.generate()
-        vendor = SimulatedVendor.create()
-        self.source = LocalPlatform(vendor.platform())
-        self.policy = simulated_policy(vendor, code_measurement())
-        self.collateral = vendor.collateral(NOW)
+        self.vendor = SimulatedVendor.create()
+        self.source = LocalPlatform(self.vendor.platform())
+        self.policy, self.collateral = self.judged_by()
         self.orchestrator = self.start_orchestrator()
         self.setup = worker_setup(self.config, home, data)
-        self.workers = {f"worker-{i}": TrainWorker(f"worker-{i}", self.source, self.clock) for i in range(workers)}
+        self.workers = {f"worker-{i}": self.new_worker(f"worker-{i}") for i in range(workers)}
         self.facts, *_ = [worker.prepare(self.setup) for worker in self.workers.values()]
         dimension = sum(tensor.size for tensor in self.facts.tensors)
         plan = make_plan(self.config, self.facts.num_examples, dimension)
@@ -215,6 +215,14 @@ class HandRun:
         self.parameters = tuple(start[owned.start : owned.stop].copy() for owned in self.ranges)
         self.states = tuple(aggregator.initial_state() for aggregator in self.aggregators)
         self.digest = self.manifest.computation.initial_parameters
+
+    def judged_by(self) -> tuple[Policy, CollateralBundle]:
+        """What evidence is judged by."""
+        return simulated_policy(self.vendor, code_measurement()), self.vendor.collateral(NOW)
+
+    def new_worker(self, name: str) -> TrainWorker:
+        """A worker; all of them share a platform."""
+        return TrainWorker(name, self.source, self.clock)
 
     def start_orchestrator(self) -> EvidenceOrchestrator:
         """A new one on the same state, as after a crash."""

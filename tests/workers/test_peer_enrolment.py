@@ -1,0 +1,81 @@
+"""A worker counts machines and GPUs over the whole roster itself, whatever the orchestrator admitted."""
+
+import pytest
+
+from attestation.attester import Attester
+from attestation.evidence import Challenge, CollateralBundle
+from attestation.evidence_log import Entry
+from attestation.gpu_simulator import SimulatedGpu, SimulatedGpus, SimulatedGpuVendor
+from attestation.policy import Policy
+from attestation.roster import Roster
+from coordinator.local import LocalPlatform
+from tests.protocol import NOW, HandRun
+from workers.train_worker import TrainWorker
+
+SPARE = "spare"
+
+
+class StrictRun(HandRun):
+    """Every worker on a platform of its own with a GPU of its own, as the policy wants it."""
+
+    def judged_by(self) -> tuple[Policy, CollateralBundle]:
+        policy, collateral = super().judged_by()
+        nvidia = SimulatedGpuVendor.create()
+        names = ("worker-0", "worker-1", "worker-2", SPARE)
+        self.gpus: dict[str, SimulatedGpu] = {name: nvidia.gpu() for name in names}
+        self.platforms = {name: LocalPlatform(self.vendor.platform()) for name in names}
+        references = nvidia.references()
+        known = {
+            "gpu_rims": tuple(each for each in (references.driver, references.vbios) if each),
+            "gpu_ocsp": tuple(answer for gpu in self.gpus.values() for answer in nvidia.ocsp(gpu, NOW)),
+        }
+        strict = {"anchors": (*policy.anchors, *nvidia.anchors), "workers_per_platform": 1, "gpus_per_worker": 1}
+        return policy.model_copy(update=strict), collateral.model_copy(update=known)
+
+    def new_worker(self, name: str) -> TrainWorker:
+        return TrainWorker(name, self.platforms[name], self.clock, SimulatedGpus((self.gpus[name],)))
+
+    def code_beside(self, platform: str, gpu: str) -> str:
+        """What worker-0 answers to a roster in which worker-1 is on ``platform`` with ``gpu``."""
+        other = Attester("worker-1", self.platforms[platform], SimulatedGpus((self.gpus[gpu],)))
+        challenge = Challenge(
+            nonce=b"n" * 32,
+            run_id=self.run_id,
+            member_id="worker-1",
+            role="worker",
+            manifest_digest=self.manifest.digest(),
+            expires_at=0,
+        )
+        shown = other.present(challenge, self.manifest.digest(), self.known_answer)
+        entry = {
+            "mask_key": other.agreement.public,
+            "identity_key": other.identity.public,
+            "evidence_digest": other.evidence_digest,
+        }
+        honest = self.roster()
+        members = Roster.model_validate_json(honest.body).members
+        changed = [each.model_copy(update=entry) if each.member_id == "worker-1" else each for each in members]
+        forged = self.forged(honest, changed)
+        request = self.request(forged, presentations=(*self.presentations.values(), shown))
+        return self.code("worker-0", request)
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory: pytest.TempPathFactory) -> StrictRun:
+    return StrictRun(tmp_path_factory.mktemp("strict"))
+
+
+def test_a_second_worker_on_a_platform_or_with_a_gpu_refuses_the_roster(strict: StrictRun) -> None:
+    """The orchestrator signed it; each member's evidence alone is accepted."""
+    assert strict.code_beside("worker-0", SPARE) == "peer_not_bound"
+    assert strict.code_beside(SPARE, "worker-0") == "peer_not_bound"
+    assert strict.code_beside(SPARE, SPARE) == "ok"
+
+
+def test_the_log_names_the_class_of_every_gpu(strict: StrictRun) -> None:
+    entries: list[Entry] = [each for each in strict.orchestrator._log.entries() if each.kind == "admitted"]
+    of = {entry.content["member_id"]: entry.content["claims"]["submods"] for entry in entries}
+    assert of["aggregator-0"] == {}
+    for name in ("worker-0", "worker-1", "worker-2"):
+        assert of[name]["gpu-0"]["evidence_class"] == "simulated"
+        assert of[name]["gpu-0"]["hwmodel"]
