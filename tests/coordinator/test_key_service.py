@@ -115,6 +115,14 @@ def test_a_run_needs_both_halves_and_repeats_with_them(owner, undisturbed):
     assert trained(state.home(), key_service=owner.section()).digests == run.digests
 
 
+def test_each_epoch_needs_fresh_evidence_at_the_service_too(tmp_path):
+    with key_service(tmp_path, epochs=3) as owner:
+        run = trained(state.home(), key_service=owner.section(), epoch_steps=1)
+        kinds = [kind for kind, _ in owner.log]
+    assert len(run.digests) == 3
+    assert kinds == ["session", *["admitted", "released", "expelled"] * 9]
+
+
 def test_the_workers_compute_with_the_combined_keys_alone(owner):
     """The key that a worker uses is HKDF over both halves, and is neither of them."""
     held, manifests = {}, []
