@@ -18,6 +18,7 @@ from attestation.nonce_book import NonceBook
 from attestation.orchestrator_state import MemberRow, OrchestratorState
 from attestation.policy import Policy
 from attestation.revocations import Revocations
+from attestation.sealed_data import SealedTerms
 from metrics.errors import EvidenceError
 
 RENEWED_AFTER = 2 / 3
@@ -34,6 +35,7 @@ class RunTerms:
     known_answer: bytes
     policy: Policy
     collateral: CollateralBundle
+    sealed: SealedTerms | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from attestation.evidence_pb2_grpc import EvidenceStub
 from attestation.key_release import KeyRelease
 from attestation.messages import Envelope, parse
 from attestation.refusals import SERVICE_NAME, refusal_in
-from attestation.wire_messages import from_wire, to_wire
+from attestation.wire_messages import from_wire, release_from_wire, to_wire
 from metrics.errors import EvidenceError, ProtocolError
 
 DEADLINE_S: Final = 10.0
@@ -108,8 +108,7 @@ class EvidenceClient:
         request = wire.ReleaseKeysRequest(
             member_id=self._attester.member_id, epoch=epoch, virtual_workers=virtual_workers
         )
-        reply = self._call(self._stub.ReleaseKeys, request)
-        return KeyRelease(from_wire(reply.package), reply.proof)
+        return release_from_wire(self._call(self._stub.ReleaseKeys, request))
 
     def roster(self, data_commitments: Envelope | None = None) -> tuple[Envelope, tuple[Envelope, ...]]:
         """The newest roster with this member in it, and the presentations of all its members.

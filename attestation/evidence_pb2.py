@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x61ttestation/evidence.proto\x12\x14raycloak.evidence.v1\"0\n\rSignedMessage\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\"I\n\x10\x43hallengeRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x14\n\x0cidentity_key\x18\x03 \x01(\x0c\"?\n\x0e\x43hallengeReply\x12\x11\n\tchallenge\x18\x01 \x01(\x0c\x12\x1a\n\x12server_certificate\x18\x02 \x01(\x0c\"e\n\rAttestRequest\x12\x39\n\x0cpresentation\x18\x01 \x01(\x0b\x32#.raycloak.evidence.v1.SignedMessage\x12\x19\n\x11\x63hannel_signature\x18\x02 \x01(\x0c\"\x1d\n\x0b\x41ttestReply\x12\x0e\n\x06result\x18\x01 \x01(\x0c\"O\n\x12ReleaseKeysRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x17\n\x0fvirtual_workers\x18\x03 \x03(\x04\"W\n\x10ReleaseKeysReply\x12\x34\n\x07package\x18\x01 \x01(\x0b\x32#.raycloak.evidence.v1.SignedMessage\x12\r\n\x05proof\x18\x02 \x01(\x0c\"a\n\rRosterRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12=\n\x10\x64\x61ta_commitments\x18\x02 \x01(\x0b\x32#.raycloak.evidence.v1.SignedMessage\"~\n\x0bRosterReply\x12\x33\n\x06roster\x18\x01 \x01(\x0b\x32#.raycloak.evidence.v1.SignedMessage\x12:\n\rpresentations\x18\x02 \x03(\x0b\x32#.raycloak.evidence.v1.SignedMessage\"*\n\nLogRequest\x12\r\n\x05start\x18\x01 \x01(\x04\x12\r\n\x05limit\x18\x02 \x01(\r\")\n\x08LogReply\x12\x0f\n\x07\x65ntries\x18\x01 \x03(\x0c\x12\x0c\n\x04head\x18\x02 \x01(\x0c\x32\xb3\x03\n\x08\x45vidence\x12Y\n\tChallenge\x12&.raycloak.evidence.v1.ChallengeRequest\x1a$.raycloak.evidence.v1.ChallengeReply\x12P\n\x06\x41ttest\x12#.raycloak.evidence.v1.AttestRequest\x1a!.raycloak.evidence.v1.AttestReply\x12_\n\x0bReleaseKeys\x12(.raycloak.evidence.v1.ReleaseKeysRequest\x1a&.raycloak.evidence.v1.ReleaseKeysReply\x12P\n\x06Roster\x12#.raycloak.evidence.v1.RosterRequest\x1a!.raycloak.evidence.v1.RosterReply\x12G\n\x03Log\x12 .raycloak.evidence.v1.LogRequest\x1a\x1e.raycloak.evidence.v1.LogReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x61ttestation/evidence.proto\x12\x14raycloak.evidence.v1\"0\n\rSignedMessage\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\"I\n\x10\x43hallengeRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x14\n\x0cidentity_key\x18\x03 \x01(\x0c\"?\n\x0e\x43hallengeReply\x12\x11\n\tchallenge\x18\x01 \x01(\x0c\x12\x1a\n\x12server_certificate\x18\x02 \x01(\x0c\"e\n\rAttestRequest\x12\x39\n\x0cpresentation\x18\x01 \x01(\x0b\x32#.raycloak.evidence.v1.SignedMessage\x12\x19\n\x11\x63hannel_signature\x18\x02 \x01(\x0c\"\x1d\n\x0b\x41ttestReply\x12\x0e\n\x06result\x18\x01 \x01(\x0c\"O\n\x12ReleaseKeysRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x17\n\x0fvirtual_workers\x18\x03 \x03(\x04\"\x8f\x01\n\x10ReleaseKeysReply\x12\x34\n\x07package\x18\x01 \x01(\x0b\x32#.raycloak.evidence.v1.SignedMessage\x12\r\n\x05proof\x18\x02 \x01(\x0c\x12\x36\n\x06slices\x18\x03 \x01(\x0b\x32&.raycloak.evidence.v1.ReleaseKeysReply\"a\n\rRosterRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12=\n\x10\x64\x61ta_commitments\x18\x02 \x01(\x0b\x32#.raycloak.evidence.v1.SignedMessage\"~\n\x0bRosterReply\x12\x33\n\x06roster\x18\x01 \x01(\x0b\x32#.raycloak.evidence.v1.SignedMessage\x12:\n\rpresentations\x18\x02 \x03(\x0b\x32#.raycloak.evidence.v1.SignedMessage\"*\n\nLogRequest\x12\r\n\x05start\x18\x01 \x01(\x04\x12\r\n\x05limit\x18\x02 \x01(\r\")\n\x08LogReply\x12\x0f\n\x07\x65ntries\x18\x01 \x03(\x0c\x12\x0c\n\x04head\x18\x02 \x01(\x0c\x32\xb3\x03\n\x08\x45vidence\x12Y\n\tChallenge\x12&.raycloak.evidence.v1.ChallengeRequest\x1a$.raycloak.evidence.v1.ChallengeReply\x12P\n\x06\x41ttest\x12#.raycloak.evidence.v1.AttestRequest\x1a!.raycloak.evidence.v1.AttestReply\x12_\n\x0bReleaseKeys\x12(.raycloak.evidence.v1.ReleaseKeysRequest\x1a&.raycloak.evidence.v1.ReleaseKeysReply\x12P\n\x06Roster\x12#.raycloak.evidence.v1.RosterRequest\x1a!.raycloak.evidence.v1.RosterReply\x12G\n\x03Log\x12 .raycloak.evidence.v1.LogRequest\x1a\x1e.raycloak.evidence.v1.LogReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,16 +43,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ATTESTREPLY']._serialized_end=374
   _globals['_RELEASEKEYSREQUEST']._serialized_start=376
   _globals['_RELEASEKEYSREQUEST']._serialized_end=455
-  _globals['_RELEASEKEYSREPLY']._serialized_start=457
-  _globals['_RELEASEKEYSREPLY']._serialized_end=544
-  _globals['_ROSTERREQUEST']._serialized_start=546
-  _globals['_ROSTERREQUEST']._serialized_end=643
-  _globals['_ROSTERREPLY']._serialized_start=645
-  _globals['_ROSTERREPLY']._serialized_end=771
-  _globals['_LOGREQUEST']._serialized_start=773
-  _globals['_LOGREQUEST']._serialized_end=815
-  _globals['_LOGREPLY']._serialized_start=817
-  _globals['_LOGREPLY']._serialized_end=858
-  _globals['_EVIDENCE']._serialized_start=861
-  _globals['_EVIDENCE']._serialized_end=1296
+  _globals['_RELEASEKEYSREPLY']._serialized_start=458
+  _globals['_RELEASEKEYSREPLY']._serialized_end=601
+  _globals['_ROSTERREQUEST']._serialized_start=603
+  _globals['_ROSTERREQUEST']._serialized_end=700
+  _globals['_ROSTERREPLY']._serialized_start=702
+  _globals['_ROSTERREPLY']._serialized_end=828
+  _globals['_LOGREQUEST']._serialized_start=830
+  _globals['_LOGREQUEST']._serialized_end=872
+  _globals['_LOGREPLY']._serialized_start=874
+  _globals['_LOGREPLY']._serialized_end=915
+  _globals['_EVIDENCE']._serialized_start=918
+  _globals['_EVIDENCE']._serialized_end=1353
 # @@protoc_insertion_point(module_scope)

@@ -57,12 +57,14 @@ class ReleaseKeysRequest(_message.Message):
     def __init__(self, member_id: _Optional[str] = ..., epoch: _Optional[int] = ..., virtual_workers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReleaseKeysReply(_message.Message):
-    __slots__ = ("package", "proof")
+    __slots__ = ("package", "proof", "slices")
     PACKAGE_FIELD_NUMBER: _ClassVar[int]
     PROOF_FIELD_NUMBER: _ClassVar[int]
+    SLICES_FIELD_NUMBER: _ClassVar[int]
     package: SignedMessage
     proof: bytes
-    def __init__(self, package: _Optional[_Union[SignedMessage, _Mapping]] = ..., proof: _Optional[bytes] = ...) -> None: ...
+    slices: ReleaseKeysReply
+    def __init__(self, package: _Optional[_Union[SignedMessage, _Mapping]] = ..., proof: _Optional[bytes] = ..., slices: _Optional[_Union[ReleaseKeysReply, _Mapping]] = ...) -> None: ...
 
 class RosterRequest(_message.Message):
     __slots__ = ("member_id", "data_commitments")

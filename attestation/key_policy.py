@@ -21,6 +21,8 @@ class KeyKind(StrEnum):
 
     VIRTUAL_WORKER = "virtual_worker"
     """Sampling, noise and tags of one virtual worker in one epoch."""
+    DATASET = "dataset"
+    """One slice of a sealed dataset."""
     CHECKPOINT = "checkpoint"
     """A sealed package of the run; the run opens its own for its driver, which has no evidence of its own."""
 

@@ -111,10 +111,12 @@ class KeyRelease:
     Attributes:
         package: a signed :class:`KeyPackage`.
         proof: an `attestation.log_entries.EntryProof` of the release, encoded.
+        slices: the same of the keys of the slices, where the data is sealed.
     """
 
     package: Envelope
     proof: bytes
+    slices: "KeyRelease | None" = None
 
 
 def released_body(package: KeyPackage) -> dict[str, JsonValue]:
@@ -180,48 +182,79 @@ def seal_keys(
     package: KeyPackage, keys: Sequence[VirtualWorkerKeys], recipient: bytes, signer: IdentityKey
 ) -> Envelope:
     """Encrypt ``keys`` (in the order of ``package.virtual_workers``) to ``recipient`` and sign the package."""
-    plaintext = b"".join(key.stream.reveal() + key.data.reveal() for key in keys)
+    return seal_package(package, b"".join(key.stream.reveal() + key.data.reveal() for key in keys), recipient, signer)
+
+
+def seal_package(package: KeyPackage, plaintext: bytes, recipient: bytes, signer: IdentityKey) -> Envelope:
+    """Encrypt ``plaintext`` to ``recipient`` and sign the package."""
     ciphertext = hpke_seal(plaintext, recipient, package.info())
     return seal(package.model_copy(update={"ciphertext": ciphertext}), signer)
 
 
+@dataclass(frozen=True, slots=True)
+class ReleaseTerms:
+    """What a member holds its key packages against.
+
+    Attributes:
+        orchestrator: of the manifest; it signs packages and heads of the log.
+        policy: the run's.
+    """
+
+    orchestrator: SignerPublic
+    run_id: str
+    member_id: str
+    manifest_digest: bytes
+    policy: Policy
+
+    def open(self, release: KeyRelease, kind: KeyKind, hpke_key: HpkeKey) -> tuple[KeyPackage, bytes]:
+        """The package and its plaintext, but for commitments to the keys in it."""
+        package = open_envelope(KeyPackage, release.package, self.orchestrator.ed25519)
+        expected = (self.run_id, self.member_id, self.manifest_digest)
+        if (package.run_id, package.member_id, package.manifest_digest) != expected:
+            raise EvidenceError("key_package_mismatch", "the key package is for another run, member or manifest")
+        if (package.kind, package.policy_digest) != (kind, KeyPolicy.of(kind, self.policy).digest()):
+            raise EvidenceError("key_package_mismatch", "the key package is of another kind, or under another policy")
+        entry, _ = parse(EntryProof, release.proof).check(self.orchestrator, self.run_id)
+        if (entry.kind, entry.content) != ("released", released_body(package)):
+            raise EvidenceError("release_not_logged", f"entry {entry.sequence} of the log is not this release")
+        return package, hpke_key.open(package.ciphertext, package.info())
+
+
+def _keys_in(package: KeyPackage, plaintext: bytes, each: int) -> list[Secret]:
+    """The ``each`` keys of every virtual worker of ``package``, in order."""
+    if len(plaintext) != each * _KEY_BYTES * len(package.virtual_workers):
+        raise EvidenceError("key_package_mismatch", "the key package holds another number of keys than it names")
+    return [Secret(plaintext[i : i + _KEY_BYTES]) for i in range(0, len(plaintext), _KEY_BYTES)]
+
+
+def open_slice_keys(release: KeyRelease, terms: ReleaseTerms, hpke_key: HpkeKey) -> dict[int, Secret]:
+    """Verify and decrypt a package of slice keys; which are the right ones, the header of the dataset says.
+
+    Raises:
+        ProtocolError, EvidenceError: as :func:`open_keys`.
+    """
+    package, plaintext = terms.open(release, KeyKind.DATASET, hpke_key)
+    return dict(zip(package.virtual_workers, _keys_in(package, plaintext, 1), strict=True))
+
+
 def open_keys(
-    release: KeyRelease,
-    *,
-    orchestrator: SignerPublic,
-    hpke_key: HpkeKey,
-    run_id: str,
-    member_id: str,
-    manifest_digest: bytes,
-    policy: Policy,
-    key_commitments: Sequence[bytes],
+    release: KeyRelease, terms: ReleaseTerms, *, hpke_key: HpkeKey, key_commitments: Sequence[bytes]
 ) -> tuple[int, Mapping[int, VirtualWorkerKeys]]:
     """Verify and decrypt a package; returns (epoch, keys by virtual worker).
 
     Guarantee: every returned stream key is the one that the manifest's commitment of its epoch fixes, and the package
-    was signed by ``orchestrator`` for this run, member and manifest. Its evidence log has exactly this release.
+    was signed by the orchestrator for this run, member and manifest. Its evidence log has exactly this release.
 
     Raises:
         ProtocolError: ``signature`` or ``malformed``.
         EvidenceError: ``key_package_mismatch``, ``key_not_for_us`` or ``key_not_committed``; ``log_broken`` or
             ``release_not_logged`` if the log does not have the release.
     """
-    package = open_envelope(KeyPackage, release.package, orchestrator.ed25519)
-    if (package.run_id, package.member_id, package.manifest_digest) != (run_id, member_id, manifest_digest):
-        raise EvidenceError("key_package_mismatch", "the key package is for another run, member or manifest")
-    terms = KeyPolicy.of(KeyKind.VIRTUAL_WORKER, policy)
-    if (package.kind, package.policy_digest) != (terms.kind, terms.digest()):
-        raise EvidenceError("key_package_mismatch", "the key package is of another kind, or under another policy")
+    package, plaintext = terms.open(release, KeyKind.VIRTUAL_WORKER, hpke_key)
     in_manifest = package.epoch < len(key_commitments)
     if not in_manifest or commitments_digest(package.commitments) != key_commitments[package.epoch]:
         raise EvidenceError("key_not_committed", f"the manifest does not commit to the keys of epoch {package.epoch}")
-    entry, _ = parse(EntryProof, release.proof).check(orchestrator, run_id)
-    if (entry.kind, entry.content) != ("released", released_body(package)):
-        raise EvidenceError("release_not_logged", f"entry {entry.sequence} of the log is not the release of these keys")
-    plaintext = hpke_key.open(package.ciphertext, package.info())
-    if len(plaintext) != 2 * _KEY_BYTES * len(package.virtual_workers):
-        raise EvidenceError("key_package_mismatch", "the key package holds another number of keys than it names")
-    chunks = [Secret(plaintext[i : i + _KEY_BYTES]) for i in range(0, len(plaintext), _KEY_BYTES)]
+    chunks = _keys_in(package, plaintext, 2)
     pairs = zip(package.virtual_workers, chunks[::2], chunks[1::2], strict=True)
     keys = {v: VirtualWorkerKeys(stream, data) for v, stream, data in pairs}
     for v, key in keys.items():

@@ -14,8 +14,9 @@ from attestation.admissions import Admissions, Admitted, RunTerms
 from attestation.canonical import digest
 from attestation.evidence_log import EvidenceLog
 from attestation.key_policy import DrawBook, KeyKind, KeyPolicy
-from attestation.key_release import KeyPackage, KeyRelease, RunKeys, released_body, seal_keys
+from attestation.key_release import KeyPackage, KeyRelease, RunKeys, released_body, seal_package
 from attestation.keys import IdentityKey
+from attestation.sealed_data import SliceKeys
 from metrics.errors import EvidenceError
 
 _LOGGED_NAME = 200
@@ -70,38 +71,63 @@ class ReleaseDesk:
     def begin(self, session: str, terms: RunTerms) -> None:
         """Take up a session that has begun; what it releases stays under the policy that it began with."""
         self._session, self._terms = session, terms
+        self._slices = SliceKeys.open(terms.sealed) if terms.sealed is not None else None
         begun = next(self._log.newest("session")).content
         self._policy_of_session = bytes.fromhex(begun["policy_digest"])
 
     def release(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> KeyRelease:
         """See `attestation.orchestrator.EvidenceOrchestrator.release`."""
+        slices = self._release_slices(member_id, epoch, virtual_workers)
         with refusals_logged(self._log, self._transaction, member_id, KeyKind.VIRTUAL_WORKER):
-            return self._release(member_id, epoch, virtual_workers)
+            key_terms = KeyPolicy.of(KeyKind.VIRTUAL_WORKER, self._terms.policy)
+            keys = [self._keys.of(self._terms.key_context, v, epoch) for v in virtual_workers]
+            plaintext = b"".join(key.stream.reveal() + key.data.reveal() for key in keys)
+            commitments = self._keys.commitments(self._terms.key_context, self._terms.virtual_workers, epoch)
+            release = self._send(key_terms, member_id, epoch, virtual_workers, commitments, plaintext)
+        return replace(release, slices=slices)
 
-    def _release(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> KeyRelease:
-        terms, key_terms = self._terms, KeyPolicy.of(KeyKind.VIRTUAL_WORKER, self._terms.policy)
+    def _release_slices(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> KeyRelease | None:
+        """The keys of the slices of a sealed dataset; None if the data is not sealed."""
+        if self._slices is None:
+            return None
+        with refusals_logged(self._log, self._transaction, member_id, KeyKind.DATASET):
+            key_terms = KeyPolicy.of(KeyKind.DATASET, self._terms.policy)
+            self._slices.require_policy(key_terms.evidence_policy)
+            plaintext = b"".join(self._slices.of(v).reveal() for v in virtual_workers)
+            commitments = self._slices.header.key_commitments
+            return self._send(key_terms, member_id, epoch, virtual_workers, commitments, plaintext)
+
+    def _send(
+        self,
+        key_terms: KeyPolicy,
+        member_id: str,
+        epoch: int,
+        virtual_workers: tuple[int, ...],
+        commitments: tuple[bytes, ...],
+        plaintext: bytes,
+    ) -> KeyRelease:
+        """Log the release of the keys in ``plaintext``, and seal them to the member."""
         admitted = self._entitled(member_id, epoch, key_terms)
         package = KeyPackage(
             kind=key_terms.kind,
             run_id=self._keys.run_id,
             session=self._session,
             member_id=member_id,
-            manifest_digest=terms.manifest_digest,
+            manifest_digest=self._terms.manifest_digest,
             policy_digest=key_terms.digest(),
             nonce=admitted.presentation.nonce,
             evidence_digest=admitted.appraisal.evidence_digest,
             epoch=epoch,
             virtual_workers=virtual_workers,
-            commitments=self._keys.commitments(terms.key_context, terms.virtual_workers, epoch),
+            commitments=commitments,
             ciphertext=b"",
         )
-        keys = [self._keys.of(terms.key_context, v, epoch) for v in virtual_workers]
         with self._transaction():
             self._draws.draw(key_terms, epoch, map(str, virtual_workers), self._session, member_id)
             self._admissions.keep(replace(admitted.row, epoch=epoch))
             entry = self._log.append("released", released_body(package))
         proof = self._log.prove(entry.sequence).encode()
-        return KeyRelease(seal_keys(package, keys, admitted.presentation.hpke_key, self._signer), proof)
+        return KeyRelease(seal_package(package, plaintext, admitted.presentation.hpke_key, self._signer), proof)
 
     def open_checkpoint(self, info: bytes, opened: Callable[[], bytes]) -> bytes:
         """The data key of a sealed package of the run, which ``opened`` gives, logged before it leaves.

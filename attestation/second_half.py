@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from attestation.attester import Attester
 from attestation.client import EvidenceClient
-from attestation.key_release import VirtualWorkerKeys, open_keys
+from attestation.key_release import ReleaseTerms, VirtualWorkerKeys, open_keys
 from attestation.policy import Policy
 from attestation.service_contract import ServiceContract
 from metrics.errors import EvidenceError
@@ -37,16 +37,8 @@ def fetch_halves(
     ) as client:
         client.attest(attester.present(client.challenge(), terms, contract.known_answer))
         release = client.release_keys(epoch, virtual_workers)
-    of_epoch, halves = open_keys(
-        release,
-        orchestrator=contract.orchestrator,
-        hpke_key=attester.hpke,
-        run_id=contract.run_id,
-        member_id=attester.member_id,
-        manifest_digest=terms,
-        policy=policy,
-        key_commitments=contract.key_commitments,
-    )
+    of = ReleaseTerms(contract.orchestrator, contract.run_id, attester.member_id, terms, policy)
+    of_epoch, halves = open_keys(release, of, hpke_key=attester.hpke, key_commitments=contract.key_commitments)
     if (of_epoch, set(halves)) != (epoch, set(virtual_workers)):
         raise EvidenceError("key_package_mismatch", "the key service gave keys of another epoch or virtual worker")
     return halves

@@ -31,7 +31,7 @@ from attestation.evidence_pb2_grpc import EvidenceServicer, add_EvidenceServicer
 from attestation.refusals import SERVICE_NAME, status_of, trailing
 from attestation.service_limits import RateLimit, ServiceLimits
 from attestation.service_queue import ServiceQueue
-from attestation.wire_messages import from_wire, to_wire
+from attestation.wire_messages import from_wire, release_to_wire, to_wire
 from metrics.errors import ConfigError, EvidenceError, RaycloakError
 
 R = TypeVar("R", bound=ProtoMessage)
@@ -69,8 +69,7 @@ class _Servicer(EvidenceServicer):
     ) -> wire.ReleaseKeysReply:
         def answer(peer: Peer) -> wire.ReleaseKeysReply:
             wanted = tuple(request.virtual_workers)
-            release = self._desk.release_keys(peer, request.member_id, request.epoch, wanted)
-            return wire.ReleaseKeysReply(package=to_wire(release.package), proof=release.proof)
+            return release_to_wire(self._desk.release_keys(peer, request.member_id, request.epoch, wanted))
 
         return await self._answer(context, answer)
 

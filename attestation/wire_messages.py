@@ -1,6 +1,7 @@
 """Between signed envelopes and the messages of `attestation/evidence.proto`, whose bytes stay as they were signed."""
 
 from attestation import evidence_pb2 as wire
+from attestation.key_release import KeyRelease
 from attestation.messages import Envelope
 
 
@@ -12,3 +13,15 @@ def to_wire(envelope: Envelope) -> wire.SignedMessage:
 def from_wire(message: wire.SignedMessage) -> Envelope:
     """The envelope that arrived; nothing of it was verified."""
     return Envelope(message.body, message.signature)
+
+
+def release_to_wire(release: KeyRelease) -> wire.ReleaseKeysReply:
+    """The release as it travels."""
+    slices = None if release.slices is None else release_to_wire(release.slices)
+    return wire.ReleaseKeysReply(package=to_wire(release.package), proof=release.proof, slices=slices)
+
+
+def release_from_wire(reply: wire.ReleaseKeysReply) -> KeyRelease:
+    """The release that arrived; nothing of it was verified."""
+    slices = KeyRelease(from_wire(reply.slices.package), reply.slices.proof) if reply.HasField("slices") else None
+    return KeyRelease(from_wire(reply.package), reply.proof, slices)

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,6 +24,7 @@ from attestation.simulator import SimulatedVendor, code_measurement
 from attestation.static_hosting import StaticHosting
 from coordinator import state
 from coordinator.config import Section, read_yaml, validated
+from coordinator.sealing import load_terms
 from metrics.errors import ConfigError, ProtocolError
 from workers.manifest import Manifest, key_context
 
@@ -43,6 +44,18 @@ class ContractConfig(Section):
     known_answer: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] = digest(b"").hex()
 
 
+class SealedConfig(Section):
+    """A sealed dataset whose slice keys are given with the virtual-worker keys.
+
+    Attributes:
+        path: folder that ``raycloak data seal`` wrote.
+        key_file: the data owner's key.
+    """
+
+    path: str
+    key_file: str
+
+
 class ServiceConfig(Section):
     """The file of ``raycloak attest serve``; paths are relative to it.
 
@@ -55,6 +68,7 @@ class ServiceConfig(Section):
         policy, collateral: what evidence is judged by; without them, simulated evidence is accepted, which proves
             nothing about a machine.
         manifest: of a run, whose keys are given; or ``contract``.
+        sealed: the dataset, where it is sealed.
         limits: of the service, by name.
     """
 
@@ -66,6 +80,7 @@ class ServiceConfig(Section):
     collateral: str | None = None
     manifest: str | None = None
     contract: ContractConfig | None = None
+    sealed: SealedConfig | None = None
     limits: ServiceLimits = ServiceLimits()
 
     @field_validator("hosting", mode="before")
@@ -83,6 +98,8 @@ class ServiceConfig(Section):
             raise ValueError("policy and collateral go together")
         if self.hosting == "any" and (self.contract is None or self.aggregators):
             raise ValueError("a key service (hosting: any) has a contract, and no aggregators")
+        if self.hosting == "any" and self.sealed is not None:
+            raise ValueError("slice keys (sealed) are given to whom hosting names; any would give each to everybody")
         return self
 
 
@@ -132,7 +149,7 @@ def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, Ev
     known = (folder / "orchestrator" / f"{run_id}.sqlite").is_file()
     _, key = orchestrator.open_run(str(secret), run_id if known else None)
     try:
-        terms = _terms(config, base, orchestrator, (run_id, key), policy, collateral)
+        terms = _with_sealed(_terms(config, base, orchestrator, (run_id, key), policy, collateral), config.sealed, base)
         hosting = _hosting(config, terms.run.virtual_workers)
         orchestrator.begin(terms.run, SESSION)
         if hosting is None:
@@ -207,6 +224,13 @@ def _terms(
         key_commitments=orchestrator.key_commitments(context, count, config.contract.epochs),
     )
     return _Terms(RunTerms(contract.digest(), context, count, answer, policy, collateral), contract)
+
+
+def _with_sealed(terms: _Terms, sealed: SealedConfig | None, base: Path) -> _Terms:
+    if sealed is None:
+        return terms
+    found = load_terms(base / sealed.path, base / sealed.key_file, terms.run.virtual_workers)
+    return replace(terms, run=replace(terms.run, sealed=found))
 
 
 def _manifest(path: Path) -> Manifest:

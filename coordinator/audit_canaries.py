@@ -125,6 +125,8 @@ class CanaryTask(Section):
         """
         if config.dataset is None or config.model is None:
             raise ConfigError("config", "an audit needs both dataset and model.", "Name them in the configuration.")
+        if config.dataset.kind == "sealed":
+            raise ConfigError("config", "an audit takes no sealed dataset.", "Audit it where it is in the clear.")
         form = dataset_form(descriptor(config.dataset).open(base))
         inner = build_model(ModelSource.of(config.model), base, config.seed)
         zeros = np.zeros((2, *form.feature_shape), form.feature_dtype)

@@ -20,6 +20,7 @@ from coordinator.budget_cli import budget
 from coordinator.commands import AsJson, ConfigFile, Debug, Overrides
 from coordinator.commands import execute as _execute
 from coordinator.config import RunConfig, load_config, parse_config
+from coordinator.data_cli import data
 from coordinator.output import Output, command_output, leave_stdout
 from coordinator.package_cli import package
 from metrics.errors import ConfigError, RaycloakError
@@ -34,6 +35,7 @@ app.add_typer(budget, name="budget")
 app.add_typer(bench, name="bench")
 app.add_typer(package, name="package")
 app.add_typer(attest, name="attest")
+app.add_typer(data, name="data")
 app.command("audit")(audit_command)
 
 RunSecret = Annotated[

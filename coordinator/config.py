@@ -58,8 +58,9 @@ class DatasetConfig(Section):
     """Where the examples are.
 
     Attributes:
-        kind: ``digits`` (scikit-learn's 1,797 images), ``npz``, ``parquet`` or ``module`` (``module:function``).
-        path: file of an npz or parquet dataset, relative to the config file.
+        kind: ``digits`` (scikit-learn's 1,797 images), ``npz``, ``parquet``, ``module`` (``module:function``) or
+            ``sealed`` (what ``raycloak data seal`` wrote).
+        path: file of an npz or parquet dataset, folder of a sealed one, relative to the config file.
         function: ``module:function`` that returns a `workers.datasets.Dataset`.
         split: ``train`` or ``public`` for ``digits``.
         features, labels: array or column names of npz and parquet.
@@ -67,9 +68,11 @@ class DatasetConfig(Section):
         public: declares that the data needs no protection.
         fingerprint_key: file of 64 hexadecimal digits beside the data, with which every worker computes the
             fingerprint that an account may be bound to; relative to the config file.
+        key_file: the data owner's key of a sealed dataset, which the orchestrator alone reads; relative to the config
+            file.
     """
 
-    kind: Literal["digits", "npz", "parquet", "module"]
+    kind: Literal["digits", "npz", "parquet", "module", "sealed"]
     path: str | None = None
     function: str | None = None
     split: Literal["train", "public"] = "train"
@@ -78,11 +81,16 @@ class DatasetConfig(Section):
     scale: float = Field(default=1.0, gt=0)
     public: bool = False
     fingerprint_key: str | None = None
+    key_file: str | None = None
 
     @model_validator(mode="after")
     def _fields_of_kind(self) -> Self:
-        if (self.kind in ("npz", "parquet")) != (self.path is not None):
-            raise ValueError("path belongs to kind npz or parquet, and is needed there")
+        if (self.kind in ("npz", "parquet", "sealed")) != (self.path is not None):
+            raise ValueError("path belongs to kind npz, parquet or sealed, and is needed there")
+        if (self.kind == "sealed") != (self.key_file is not None):
+            raise ValueError("key_file belongs to kind sealed, and is needed there")
+        if self.kind == "sealed" and (self.fingerprint_key is not None or self.scale != 1.0 or self.public):
+            raise ValueError("a sealed dataset has no fingerprint_key, scale or public; seal what they give")
         if (self.kind == "module") != (self.function is not None):
             raise ValueError("function belongs to kind module, and is needed there")
         return self

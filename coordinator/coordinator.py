@@ -26,6 +26,7 @@ from attestation.evidence import CollateralBundle
 from attestation.hybrid_signature import SignerPublic
 from attestation.policy import Policy
 from attestation.roster import Query
+from attestation.sealed_data import SealedTerms
 from coordinator.archive import Archive
 from coordinator.backend import ActorLost, Backend
 from coordinator.checkpoints import Checkpoints, Restored
@@ -46,6 +47,7 @@ from coordinator.ranges import ParameterRange, split_ranges
 from coordinator.reporting import Reporter, Reporting
 from coordinator.resume import require_ledger, require_same_manifest
 from coordinator.run_folder import RunFolder
+from coordinator.sealing import sealed_terms
 from coordinator.step import StepRunner
 from coordinator.stopping import StopRequest
 from coordinator.training import Course, Training
@@ -182,7 +184,7 @@ class Coordinator:
         if self._assignment.recorded is not None:
             self._require_same_run(self._assignment.recorded, manifest)
         self._open_account(plan, manifest, account)
-        terms = run_terms(manifest, self.session.policy, self.session.collateral)
+        terms = run_terms(manifest, self.session.policy, self.session.collateral, self._sealed())
         self._orchestrator("begin", terms, secrets.token_hex(16))
         self._ranges = split_ranges(facts.tensors, self.config.aggregators)
         self._membership.admit_all(self._admission(manifest), self._ranges)
@@ -243,6 +245,9 @@ class Coordinator:
         )
         check_key_service(manifest)
         return manifest
+
+    def _sealed(self) -> SealedTerms | None:
+        return sealed_terms(self.config, Path(self._setup.base))
 
     def _open_account(self, plan: Plan, manifest: Manifest, named: NamedAccount | None) -> None:
         if named is None:

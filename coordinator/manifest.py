@@ -4,6 +4,7 @@ from attestation.admissions import RunTerms
 from attestation.evidence import CollateralBundle
 from attestation.hybrid_signature import SignerPublic
 from attestation.policy import Policy
+from attestation.sealed_data import SealedTerms
 from attestation.service_contract import ServiceContract
 from coordinator.config import RunConfig
 from workers.datasets import DatasetDescriptor
@@ -76,7 +77,9 @@ def build_manifest(
     )
 
 
-def run_terms(manifest: Manifest, policy: Policy, collateral: CollateralBundle) -> RunTerms:
+def run_terms(
+    manifest: Manifest, policy: Policy, collateral: CollateralBundle, sealed: SealedTerms | None = None
+) -> RunTerms:
     """What the orchestrator needs to know of ``manifest``."""
     return RunTerms(
         manifest_digest=manifest.digest(),
@@ -85,4 +88,5 @@ def run_terms(manifest: Manifest, policy: Policy, collateral: CollateralBundle) 
         known_answer=manifest.known_answer,
         policy=policy,
         collateral=collateral,
+        sealed=sealed,
     )

@@ -71,6 +71,7 @@ class Plan:
         epsilon_by_accountant: of ``releases``, by four accountants; ``accountants_not_computed`` says why one is not
             there. Both are empty until `coordinator.crosscheck.checked` has compared them.
         exact: False if operations without a deterministic kernel may run.
+        data_sealed: whether the examples are encrypted for the run's policy, so that the driver cannot read them.
         warnings: sentences for the reader; nothing here stops a run.
     """
 
@@ -90,6 +91,7 @@ class Plan:
     bytes_per_step: int
     object_store_bytes: int
     exact: bool
+    data_sealed: bool
     warnings: tuple[str, ...]
     epsilon_by_accountant: dict[str, float] = field(default_factory=dict)
     accountants_not_computed: dict[str, str] = field(default_factory=dict)
@@ -216,6 +218,7 @@ def make_plan(config: RunConfig, num_examples: int, dimension: int, account: Nam
         bytes_per_step=_masked_bytes(config, mechanism),
         object_store_bytes=_object_store_bytes(config, mechanism),
         exact=not config.allow_nondeterministic,
+        data_sealed=config.dataset is not None and config.dataset.kind == "sealed",
         warnings=_warnings(config, mechanism, steps),
     )
 

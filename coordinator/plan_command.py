@@ -40,7 +40,7 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
 def descriptor(dataset: DatasetConfig) -> DatasetDescriptor:
     """The descriptor that workers open, from the configuration's section."""
     columns = [dataset.features] if isinstance(dataset.features, str) else dataset.features
-    return DatasetDescriptor(**{**dataset.model_dump(), "features": tuple(columns)})
+    return DatasetDescriptor(**{**dataset.model_dump(exclude={"key_file"}), "features": tuple(columns)})
 
 
 def _account(config: RunConfig) -> NamedAccount | None:

@@ -57,6 +57,11 @@ def epsilon_text(value: float | None) -> str:
     return f"{math.ceil(value * 1000 - 1e-6) / 1000:.3f}"
 
 
+def sealed_text(sealed: bool) -> str:
+    """Who can open the examples."""
+    return "sealed: workers open the slices they host" if sealed else "not sealed: who reads its storage reads it"
+
+
 def size_text(count: int) -> str:
     """A number of bytes in a decimal unit."""
     for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
@@ -96,6 +101,7 @@ def plan_rows(plan: "Plan") -> list[tuple[str, str]]:
         ("δ slack", f"{plan.delta_terms.total:.2g} of δ for cut batches, rounding and sampling"),
         ("ring", f"{mechanism.ring_bits} bits, {rounded}"),
         ("masked bytes", f"{size_text(plan.bytes_per_step)} a step"),
+        ("data", sealed_text(plan.data_sealed)),
         ("object store", f"{size_text(plan.object_store_bytes)} at most"),
         *(("warning", warning) for warning in plan.warnings),
     ]

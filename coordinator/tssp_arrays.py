@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load
 
-from coordinator.tssp_stream import Piece
+from attestation.sealed_stream import Piece
 
 _ALIGNMENT = 8
 _DTYPES = {

@@ -22,8 +22,8 @@ from attestation.messages import parse
 from attestation.package_desk import PublishedPackage
 from attestation.package_keys import TrustStore, recipient_key_id
 from attestation.package_manifest import PackageManifest, PackageRefusal, Payload, refuse
+from attestation.sealed_stream import CHUNK_BYTES, read_payload
 from coordinator.tssp_storage import MANIFEST, RUN_MANIFEST, SIGNATURE, PackageStorage
-from coordinator.tssp_stream import CHUNK_BYTES, read_payload
 from coordinator.tssp_writer import PARAMETERS
 from metrics.errors import ProtocolError
 from workers.manifest import Manifest

@@ -13,7 +13,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.table import Table
 
-from coordinator.tables import accountant_rows, epsilon_text, fields_table, released_text, size_text
+from coordinator.tables import accountant_rows, epsilon_text, fields_table, released_text, sealed_text, size_text
 from workers.measurement import Released
 from workers.mechanism import AccountantName
 
@@ -48,6 +48,7 @@ class Verdict:
         masked_bytes: bytes of masked vectors that reached the aggregators.
         wall_seconds: from the start of the run to its verdict.
         rollback_witness: whether a witness on other storage would notice an older ledger file put back.
+        data_sealed: whether the examples were encrypted for the run's policy.
         colocated: whether orchestrator and aggregator shared a node.
         warnings: sentences about limits of this run.
     """
@@ -76,6 +77,7 @@ class Verdict:
     epsilon_by_accountant: dict[str, float] = field(default_factory=dict)
     accountants_not_computed: dict[str, str] = field(default_factory=dict)
     rollback_witness: bool = False
+    data_sealed: bool = False
     colocated: bool = False
     warnings: tuple[str, ...] = ()
 
@@ -120,6 +122,7 @@ def verdict_rows(verdict: Verdict) -> list[tuple[str, str]]:
         ("evidence", _evidence(verdict)),
         ("workers", f"{verdict.num_workers}, hosting {verdict.virtual_workers} virtual workers"),
         ("masked", _masked(verdict)),
+        ("data", sealed_text(verdict.data_sealed)),
         ("rollback", _rollback(verdict)),
         *([("colocated", _COLOCATED)] if verdict.colocated else []),
         *([] if verdict.exact else [("exact", _NOT_EXACT)]),

@@ -89,6 +89,7 @@ def verdict_of(
         masked_bytes=finished.masked_bytes,
         wall_seconds=wall_seconds,
         rollback_witness=finished.rollback_witness,
+        data_sealed=finished.plan.data_sealed,
         colocated=finished.colocated,
         warnings=warnings,
     )

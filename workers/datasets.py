@@ -62,8 +62,8 @@ class DatasetDescriptor(Message):
     """Where the examples are and how they are read.
 
     Attributes:
-        kind: ``digits``, ``npz``, ``parquet`` or ``module``.
-        path: file of an npz or parquet dataset, relative to the base folder or absolute.
+        kind: ``digits``, ``npz``, ``parquet``, ``module`` or ``sealed``.
+        path: file of an npz or parquet dataset, folder of a sealed one, relative to the base folder or absolute.
         function: ``module:function`` without arguments that returns a :class:`Dataset`.
         split: ``train`` or ``public`` part of ``digits``.
         features: array name of npz; column names of parquet. Several scalar columns make a vector.
@@ -75,7 +75,7 @@ class DatasetDescriptor(Message):
 
     DOMAIN: ClassVar[str] = "raycloak/dataset/v1"
 
-    kind: Literal["digits", "npz", "parquet", "module"]
+    kind: Literal["digits", "npz", "parquet", "module", "sealed"]
     path: str | None = None
     function: str | None = None
     split: Literal["train", "public"] = "train"
@@ -102,8 +102,12 @@ class DatasetDescriptor(Message):
         if self.kind == "module":
             assert self.function is not None, "kind module comes with a function"
             return _open_module(self.function, base)
-        assert self.path is not None, "kinds npz and parquet come with a path"
+        assert self.path is not None, "kinds npz, parquet and sealed come with a path"
         path = Path(base) / self.path
+        if self.kind == "sealed":
+            from workers.sealed_dataset import SealedDataset
+
+            return SealedDataset(path)
         features, labels = (_read_npz if self.kind == "npz" else _read_parquet)(path, self.features, self.labels)
         return ArrayDataset(features, labels, self.scale, str(path))
 

@@ -21,7 +21,7 @@ from attestation.attester import Attester, EvidenceSource, GpuSource
 from attestation.canonical import digest
 from attestation.enrolment import check_enrolment
 from attestation.evidence import Challenge, CollateralBundle
-from attestation.key_release import KeyRelease, VirtualWorkerKeys, open_keys
+from attestation.key_release import KeyRelease, ReleaseTerms, VirtualWorkerKeys, open_keys, open_slice_keys
 from attestation.keys import Purpose, Secret, derive
 from attestation.messages import Envelope, seal
 from attestation.mutual import appraise_orchestrator
@@ -47,6 +47,7 @@ from workers.parameters import parameter_digest, tensor_digests
 from workers.payload import Attempt, VectorRange, payload_key, seal_header, tag_payload
 from workers.receipt import check_receipt
 from workers.ring import RingVector, ring_dtype
+from workers.sealed_dataset import SealedDataset
 from workers.virtual_worker import EncodedVector, VirtualWorkerComputer
 
 
@@ -268,19 +269,18 @@ class TrainWorker:
         Returns: signed keyed commitments to the slices they belong to.
         """
         manifest = self._admission.manifest
-        epoch, keys = open_keys(
-            release,
-            orchestrator=manifest.log_owner,
-            hpke_key=self._attester.hpke,
-            run_id=manifest.run_id,
-            member_id=self._attester.member_id,
-            manifest_digest=self._manifest_digest,
-            policy=self._admission.policy,
-            key_commitments=manifest.key_commitments,
+        member_id, hpke_key = self._attester.member_id, self._attester.hpke
+        terms = ReleaseTerms(
+            manifest.log_owner, manifest.run_id, member_id, self._manifest_digest, self._admission.policy
         )
+        epoch, keys = open_keys(release, terms, hpke_key=hpke_key, key_commitments=manifest.key_commitments)
+        slice_keys = {} if release.slices is None else open_slice_keys(release.slices, terms, hpke_key)
         keys = self._halves.complete(manifest, self._admission.policy, epoch, keys)
         self._keys = {place: key for place, key in self._keys.items() if place[0] == epoch}
         self._keys |= {(epoch, v): key for v, key in keys.items()}
+        if isinstance(self._dataset, SealedDataset):
+            self._dataset.lock_all_but({v for _, v in self._keys})
+            self._dataset.unlock(slice_keys)
         commitments = tuple(
             derive(key.data, Purpose.DATA_COMMITMENT, self._computers["gradient"].slice(v).digest).reveal()
             for v, key in sorted(keys.items())

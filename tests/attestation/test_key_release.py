@@ -15,6 +15,7 @@ from attestation.key_release import (
     HpkeKey,
     KeyPackage,
     KeyRelease,
+    ReleaseTerms,
     VirtualWorkerKeys,
     commitments_digest,
     key_commitment,
@@ -87,16 +88,9 @@ def resealed(body: KeyPackage) -> KeyRelease:
 
 
 def opened(release: KeyRelease, **changes):
-    expected = {
-        "orchestrator": LOG_OWNER.public,
-        "hpke_key": RECIPIENT,
-        "run_id": "run",
-        "member_id": "worker-0",
-        "manifest_digest": MANIFEST,
-        "policy": POLICY,
-        "key_commitments": IN_MANIFEST,
-    }
-    return open_keys(release, **expected | changes)
+    policy, hpke_key = changes.get("policy", POLICY), changes.get("hpke_key", RECIPIENT)
+    terms = ReleaseTerms(LOG_OWNER.public, "run", "worker-0", MANIFEST, policy)
+    return open_keys(release, terms, hpke_key=hpke_key, key_commitments=IN_MANIFEST)
 
 
 def refusal(envelope: KeyRelease, **changes) -> RefusedError:

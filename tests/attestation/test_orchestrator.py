@@ -14,7 +14,7 @@ from attestation.commit_book import StepCommit
 from attestation.evidence import Presentation
 from attestation.evidence_log import read_exported_log, verify_exported_log
 from attestation.hybrid_signature import HybridSigner
-from attestation.key_release import hpke_seal, open_keys
+from attestation.key_release import ReleaseTerms, hpke_seal, open_keys
 from attestation.keys import IdentityKey, Purpose, Secret, derive
 from attestation.messages import Envelope, open_envelope, seal
 from attestation.orchestrator import EvidenceOrchestrator
@@ -240,11 +240,7 @@ def test_released_keys_open_for_their_member_alone_and_are_the_committed_ones(de
     desk.admit("worker-0", "worker-1")
     package = desk.orchestrator.release("worker-0", 1, (0, 2))
     expected = {
-        "orchestrator": desk.key,
-        "run_id": desk.run_id,
-        "member_id": "worker-0",
-        "manifest_digest": MANIFEST,
-        "policy": desk.policy(),
+        "terms": ReleaseTerms(desk.key, desk.run_id, "worker-0", MANIFEST, desk.policy()),
         "key_commitments": desk.orchestrator.key_commitments(COMPUTATION, COUNT, EPOCHS),
     }
     epoch, keys = open_keys(package, hpke_key=desk.members["worker-0"].hpke, **expected)
@@ -257,7 +253,7 @@ def test_a_release_is_logged_before_the_package_exists(desk, monkeypatch):
     desk.admit("worker-0")
     sealed_after = []
     monkeypatch.setattr(
-        "attestation.release_desk.seal_keys", lambda *_: sealed_after.append(desk.log()[-1]) or Envelope(b"", b"")
+        "attestation.release_desk.seal_package", lambda *_: sealed_after.append(desk.log()[-1]) or Envelope(b"", b"")
     )
     desk.orchestrator.release("worker-0", 0, (0,))
     ((kind, content),) = sealed_after

@@ -7,13 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 from attestation.attester import Attester
 from attestation.canonical import digest
 from attestation.client import EvidenceClient
-from attestation.key_release import open_keys
+from attestation.key_release import ReleaseTerms, open_keys, open_slice_keys
+from attestation.keys import Secret
 from attestation.messages import parse
 from attestation.policy import simulated_policy
 from attestation.service_contract import ServiceContract
@@ -22,7 +24,9 @@ from coordinator import state
 from coordinator.attest_serve import ServiceConfig, load_service, start_service
 from coordinator.config import validated
 from coordinator.local import LocalPlatform
-from metrics.errors import ConfigError, RefusedError
+from metrics.errors import ConfigError, DatasetError, RefusedError
+from workers.datasets import ArrayDataset
+from workers.sealed_dataset import SealedDataset, seal
 
 ROOT = Path(__file__).resolve().parents[2]
 ANSWER = digest(b"")
@@ -53,17 +57,35 @@ def member(contract, address, name="worker-0"):
 
 
 def keys_of(contract, client, attester):
-    epoch, keys = open_keys(
-        client.release_keys(0),
-        orchestrator=contract.orchestrator,
-        hpke_key=attester.hpke,
-        run_id=contract.run_id,
-        member_id=attester.member_id,
-        manifest_digest=contract.digest(),
-        policy=simulated_policy(SimulatedVendor.load_or_create(state.simulator_folder()), code_measurement()),
-        key_commitments=contract.key_commitments,
-    )
+    release, terms = client.release_keys(0), release_terms(contract, attester)
+    epoch, keys = open_keys(release, terms, hpke_key=attester.hpke, key_commitments=contract.key_commitments)
     return epoch, {v: key.stream.reveal() for v, key in keys.items()}
+
+
+def release_terms(contract, attester):
+    policy = simulated_policy(SimulatedVendor.load_or_create(state.simulator_folder()), code_measurement())
+    return ReleaseTerms(contract.orchestrator, contract.run_id, attester.member_id, contract.digest(), policy)
+
+
+def test_a_member_gets_the_keys_of_the_slices_it_hosts(folder):
+    policy = simulated_policy(SimulatedVendor.load_or_create(state.simulator_folder()), code_measurement())
+    dataset = ArrayDataset(np.arange(18, dtype=np.float32).reshape(9, 2), np.zeros(9, np.int64))
+    seal(dataset, 3, policy.digest(), Secret(b"d" * 32), folder / "sealed")
+    (folder / "data.key").touch(mode=0o600)
+    (folder / "data.key").write_text((b"d" * 32).hex())
+    server, orchestrator, facts = started(folder, sealed={"path": "sealed", "key_file": "data.key"})
+    contract = parse(ServiceContract, facts.contract.read_bytes().strip())
+    client, attester = member(contract, facts.address)
+    with client:
+        client.attest(attester.present(client.challenge(), contract.digest(), ANSWER))
+        release = client.release_keys(0)
+    server.stop()
+    orchestrator.close()
+    opened = SealedDataset(folder / "sealed")
+    opened.unlock(open_slice_keys(release.slices, release_terms(contract, attester), attester.hpke))
+    assert opened.batch(np.array([3, 2]))[0].tolist() == [[6, 7], [4, 5]]
+    with pytest.raises(DatasetError, match="slice_sealed"):
+        opened.batch(np.array([1]))
 
 
 def test_a_member_with_the_contract_gets_the_keys_it_commits_to_also_after_a_restart(folder):
@@ -123,6 +145,7 @@ def test_a_hardware_policy_refuses_simulated_workers(folder):
         ({"run_secret": "none"}, "run_secret"),
         ({"bind": "not-a-host.invalid:1"}, "bind"),
         ({"limits": {"deadline_s": 0}}, "config"),
+        ({"sealed": {"path": "none", "key_file": "data.key"}}, "sealed_data"),
         ({"no_such_field": 1}, "config"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 
 from attestation.keys import Secret
 from attestation.package_manifest import TAG_BYTES
-from coordinator.tssp_stream import read_payload, write_payload
+from attestation.sealed_stream import read_payload, write_payload
 from metrics.errors import EvidenceError
 
 KEY = Secret(b"k" * 32)

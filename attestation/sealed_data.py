@@ -1,0 +1,139 @@
+"""Sealed data: a dataset that is encrypted per slice for one policy, and the keys of its slices.
+
+Guarantee: whoever lacks the key of a slice learns of it what the header says in the clear, which is shapes, types,
+counts and sizes; a slice opens only as the one that was sealed at its place of this dataset, for this policy. The
+orchestrator releases slice keys with the virtual-worker keys, to workers that were appraised by that policy, and has no
+key of the same slice for any other.
+Not guaranteed: that the data owner's dataset key, a file that the orchestrator reads, stays where it is.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, JsonValue
+
+from attestation.canonical import canonical_json, length_prefixed
+from attestation.key_release import key_commitment
+from attestation.keys import Purpose, Secret, derive
+from attestation.messages import Message, parse
+from attestation.package_manifest import Payload
+from attestation.private_files import read_private
+from metrics.errors import ConfigError, EvidenceError, ProtocolError
+
+HEADER_FILE = "header.json"
+PAYLOAD = "slice.enc"
+_HEX = re.compile(rb"[0-9a-fA-F]{64}")
+
+
+class SealedHeader(Message):
+    """What a sealed dataset says in the clear.
+
+    Attributes:
+        dataset_id: 16 random bytes, drawn when it was sealed.
+        virtual_workers: number of slices; example i is in slice i mod V.
+        policy_digest: of the evidence policy that it was sealed for.
+        form: shapes and types of the examples.
+        key_commitments: to the slice keys.
+        slices: the encrypted file of each slice.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/sealed-data/header/v1"
+
+    format: Literal[1] = 1
+    dataset_id: bytes = Field(min_length=16, max_length=16)
+    virtual_workers: int = Field(gt=0)
+    policy_digest: bytes = Field(min_length=32, max_length=32)
+    form: dict[str, JsonValue]
+    key_commitments: tuple[bytes, ...]
+    slices: tuple[Payload, ...] = ()
+
+    def context(self, v: int) -> bytes:
+        """What slice ``v`` and its key are bound to."""
+        fields = (self.dataset_id, self.virtual_workers, self.policy_digest, canonical_json(self.form), v)
+        return length_prefixed("raycloak/sealed-data/slice/v1", *fields)
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """The header of the sealed dataset in ``folder``; ConfigError ``sealed_data`` if there is none."""
+        try:
+            header = parse(cls, (folder / HEADER_FILE).read_bytes())
+        except OSError as error:
+            raise ConfigError("sealed_data", f"cannot read {folder / HEADER_FILE}: {error.strerror}.") from None
+        except ProtocolError:
+            raise ConfigError("sealed_data", f"{folder / HEADER_FILE} is not the header of a sealed dataset.") from None
+        if not len(header.slices) == len(header.key_commitments) == header.virtual_workers:
+            raise ConfigError("sealed_data", f"{folder} does not have one slice for each virtual worker.")
+        return header
+
+
+def slice_file(folder: Path, v: int) -> Path:
+    """The encrypted file of slice ``v``."""
+    return folder / f"slice-{v:05d}.enc"
+
+
+def slice_key(dataset_key: Secret, header: SealedHeader, v: int) -> Secret:
+    """Key of slice ``v``, as only the data owner and the orchestrator can derive it.
+
+    Guarantee: another policy, form or number of slices in ``header`` gives another key. So who shows the orchestrator a
+    header with a weaker policy in it gets it to release nothing that opens a slice.
+    """
+    return derive(dataset_key, Purpose.SEALED_SLICE, header.context(v))
+
+
+def load_dataset_key(path: Path) -> Secret:
+    """Read the data owner's key, 64 hexadecimal digits in a file of mode 0600; ConfigError ``dataset_key``."""
+    try:
+        text = read_private(path, "dataset_key").strip()
+    except OSError as error:
+        raise ConfigError("dataset_key", f"cannot read {path}: {error.strerror}.") from None
+    if not _HEX.fullmatch(text):
+        raise ConfigError("dataset_key", f"{path} must hold 64 hexadecimal digits.", "Use the key it was sealed with.")
+    return Secret(bytes.fromhex(text.decode()))
+
+
+@dataclass(frozen=True, slots=True)
+class SealedTerms:
+    """What the orchestrator needs to know of a run's sealed data: the header, and where the dataset key is."""
+
+    header: SealedHeader
+    key_file: str
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class SliceKeys:
+    """The slice keys of a sealed dataset, as the orchestrator holds them."""
+
+    header: SealedHeader
+    dataset_key: Secret
+
+    @classmethod
+    def open(cls, terms: SealedTerms) -> Self:
+        """Read the dataset key; ConfigError ``dataset_key`` if it is not the one the dataset was sealed with."""
+        keys = cls(terms.header, load_dataset_key(Path(terms.key_file)))
+        if key_commitment(keys.of(0)) != terms.header.key_commitments[0]:
+            raise ConfigError("dataset_key", f"{terms.key_file} is not the key that the dataset was sealed with.")
+        return keys
+
+    def of(self, v: int) -> Secret:
+        """Key of slice ``v``."""
+        return slice_key(self.dataset_key, self.header, v)
+
+    def require_policy(self, evidence_policy: bytes) -> None:
+        """EvidenceError ``release_denied`` unless the dataset was sealed for this policy."""
+        if self.header.policy_digest != evidence_policy:
+            raise EvidenceError(
+                "release_denied",
+                f"the dataset is sealed for the policy {self.header.policy_digest.hex()}, and the run's is "
+                f"{evidence_policy.hex()}",
+                "Seal it for the policy of the run: raycloak data seal.",
+            )
+
+
+def require_committed(header: SealedHeader, keys: Sequence[tuple[int, Secret]]) -> None:
+    """EvidenceError ``key_not_committed`` unless every key is the one that ``header`` commits to for its slice."""
+    for v, key in keys:
+        if v >= len(header.key_commitments) or key_commitment(key) != header.key_commitments[v]:
+            raise EvidenceError("key_not_committed", f"the key of slice {v} is not the one the dataset was sealed with")

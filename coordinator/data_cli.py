@@ -1,0 +1,59 @@
+"""The commands ``raycloak data``: sealing a dataset before it leaves its owner."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coordinator.commands import AsJson, ConfigFile, Debug, Overrides, execute
+from coordinator.config import load_config
+from coordinator.output import Output
+
+data = typer.Typer(help="Data: encrypt a dataset so that only attested workers open it.")
+
+
+@data.callback()
+def _group() -> None:
+    """Group of commands, also while it has only one."""
+
+
+@data.command("seal")
+def seal_command(
+    config: ConfigFile,
+    key: Annotated[
+        Path, typer.Option(metavar="FILE", help="Key of the data owner; made if missing.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="New folder.", show_default=False)],
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Encrypt the dataset of CONFIG, one slice per virtual worker, for CONFIG's policy."""
+    execute(as_json, debug, lambda output: _seal(output, config, overrides, key, out))
+
+
+def _seal(output: Output, config: Path, overrides: list[str] | None, key: Path, out: Path) -> int:
+    from coordinator.sealing import seal_for
+    from coordinator.tables import fields_table, size_text
+
+    header, policy = seal_for(load_config(config, overrides), config.parent, key, out)
+    cipher_bytes = sum(each.cipher_bytes for each in header.slices)
+    simulated = policy.accepts_simulated
+    facts = {
+        "path": str(out),
+        "key_file": str(key),
+        "slices": header.virtual_workers,
+        "bytes": cipher_bytes,
+        "policy_digest": header.policy_digest.hex(),
+        "simulated": simulated,
+    }
+    rows = [
+        ("folder", str(out)),
+        ("slices", f"{header.virtual_workers}, {size_text(cipher_bytes)}"),
+        ("opened by", "workers of a run under the policy " + header.policy_digest.hex()),
+        ("key", f"{key}: keep it; dataset.key_file of a run names it"),
+    ]
+    output.result(
+        facts, fields_table("Sealed data (SIMULATED evidence opens it)" if simulated else "Sealed data", rows)
+    )
+    return 0

@@ -1,0 +1,82 @@
+"""``raycloak data seal``: what it seals, for whom, and what it refuses."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from attestation.policy import simulated_policy
+from attestation.sealed_data import SealedHeader
+from attestation.simulator import SimulatedVendor, code_measurement
+from coordinator import cli, state
+from coordinator.config import load_config
+from coordinator.sealing import sealed_terms
+from metrics.errors import ConfigError
+from tests.protocol import VIRTUAL_WORKERS, examples
+
+CONFIG = """
+num_workers: 3
+virtual_workers: {count}
+steps: 3
+expected_batch_size: 20
+model: "tests.models:small_model"
+dataset: {dataset}
+dp_config: {{noise_multiplier: 2.0, epsilon_cap: 20.0}}
+"""
+PLAIN = "{kind: npz, path: examples.npz, features: features}"
+SEALED = "{kind: sealed, path: sealed, key_file: data.key}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    features, labels = examples()
+    np.savez(tmp_path / "examples.npz", features=features, labels=labels)
+    for name, count, dataset in (("plain", 8, PLAIN), ("run", 8, SEALED), ("fewer", 4, SEALED)):
+        (tmp_path / f"{name}.yaml").write_text(CONFIG.format(count=count, dataset=dataset))
+    return tmp_path
+
+
+@pytest.fixture
+def seal(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, dict[str, Any]]]:
+    """Run the command on a configuration of ``folder``; returns (exit code, the object)."""
+    monkeypatch.setattr(cli, "leave_stdout", lambda: None)
+
+    def call(config: str, out: str = "sealed") -> tuple[int, dict[str, Any]]:
+        paths = [str(folder / each) for each in (f"{config}.yaml", "data.key", out)]
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(["data", "seal", paths[0], "--key", paths[1], "--out", paths[2], "--json"])
+        assert isinstance(stopped.value.code, int)
+        return stopped.value.code, json.loads(capfd.readouterr().out)
+
+    return call
+
+
+def test_a_dataset_is_sealed_for_the_policy_and_the_virtual_workers_of_its_configuration(folder, seal):
+    code, told = seal("plain")
+    header = SealedHeader.load(folder / "sealed")
+    policy = simulated_policy(SimulatedVendor.load_or_create(state.simulator_folder()), code_measurement())
+    assert header.policy_digest == policy.digest()
+    assert (code, told["slices"], told["policy_digest"]) == (0, VIRTUAL_WORKERS, policy.digest().hex())
+    assert told["simulated"]
+    assert (folder / "data.key").stat().st_mode & 0o777 == 0o600
+    terms = sealed_terms(load_config(folder / "run.yaml", None), folder)
+    assert terms is not None
+    assert terms.header == header
+    with pytest.raises(ConfigError, match="sealed_data"):
+        sealed_terms(load_config(folder / "fewer.yaml", None), folder)
+
+
+def test_nothing_is_sealed_twice_or_over_something_and_the_key_stays(folder, seal):
+    assert seal("plain")[0] == 0
+    key, header = (folder / "data.key").read_bytes(), SealedHeader.load(folder / "sealed")
+    assert seal("run")[1]["error"]["code"] == "config"
+    assert seal("plain")[1]["error"]["code"] == "dataset_unreadable"
+    assert seal("plain", "other")[0] == 0
+    assert (folder / "data.key").read_bytes() == key
+    assert SealedHeader.load(folder / "sealed") == header
+    assert SealedHeader.load(folder / "other").dataset_id != header.dataset_id

@@ -1,0 +1,159 @@
+"""Sealed data: a slice opens with its key alone, as what was sealed; a run trains on it."""
+
+import pickle
+import sqlite3
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from attestation.key_release import key_commitment
+from attestation.keys import Secret
+from attestation.orchestrator_state import state_file
+from attestation.policy import simulated_policy
+from attestation.revocations import revoke
+from attestation.sealed_data import SealedHeader, SealedTerms, SliceKeys, slice_file, slice_key
+from attestation.simulator import SimulatedVendor, code_measurement
+from coordinator.tables import plan_rows, sealed_text
+from metrics.errors import ConfigError, DatasetError, EvidenceError, RaycloakError
+from tests.protocol import NOW, VIRTUAL_WORKERS, examples, whole_run
+from workers.datasets import ArrayDataset, DatasetDescriptor, dataset_form, slice_ids
+from workers.sealed_dataset import SealedDataset, seal
+
+KEY, POLICY, COUNT = Secret(b"d" * 32), b"p" * 32, 3
+
+
+@pytest.fixture
+def plain() -> ArrayDataset:
+    return ArrayDataset(*examples())
+
+
+@pytest.fixture
+def folder(plain, tmp_path):
+    seal(plain, COUNT, POLICY, KEY, tmp_path / "sealed")
+    return tmp_path / "sealed"
+
+
+def keys_of(folder, *slices):
+    header = SealedHeader.load(folder)
+    return {v: slice_key(KEY, header, v) for v in slices}
+
+
+def test_only_the_slices_whose_keys_were_given_open(plain, folder):
+    sealed = DatasetDescriptor(kind="sealed", path="sealed").open(folder.parent)
+    assert dataset_form(sealed) == dataset_form(plain)
+    sealed.unlock(keys_of(folder, 0, 2))
+    for v in (0, 2):
+        ids = slice_ids(v, COUNT, len(plain))[::-1]
+        for mine, original in zip(sealed.batch(ids), plain.batch(ids), strict=True):
+            assert (mine.dtype, mine.tobytes()) == (original.dtype, original.tobytes())
+    for ids in ([1], [0, 1], [2, 3, 4]):
+        with pytest.raises(DatasetError, match="slice_sealed"):
+            sealed.batch(np.asarray(ids))
+    sealed.lock_all_but({2})
+    assert sealed.batch(np.array([2]))[0].tobytes() == plain.batch(np.array([2]))[0].tobytes()
+    with pytest.raises(DatasetError, match="slice_sealed"):
+        sealed.batch(np.array([0]))
+
+
+def test_no_example_is_in_the_files(plain, folder):
+    features, _ = plain.batch(np.arange(len(plain)))
+    stored = b"".join(path.read_bytes() for path in folder.iterdir())
+    assert all(row.tobytes() not in stored for row in features)
+
+
+def test_another_key_and_any_change_of_a_slice_are_refused(folder):
+    with pytest.raises(EvidenceError, match="key_not_committed"):
+        SealedDataset(folder).unlock({0: keys_of(folder, 1)[1]})
+    first, second = slice_file(folder, 0), slice_file(folder, 1)
+    honest, other = first.read_bytes(), second.read_bytes()
+    for changed in (other, honest[:-1], honest + b"0", bytes([honest[0] ^ 1]) + honest[1:]):
+        first.write_bytes(changed)
+        with pytest.raises(DatasetError, match="sealed_changed"):
+            SealedDataset(folder).unlock(keys_of(folder, 0))
+
+
+@pytest.mark.parametrize("change", [{"policy_digest": b"q" * 32}, {"dataset_id": bytes(16)}])
+def test_a_slice_belongs_to_its_dataset_and_policy(folder, change):
+    keys, header = keys_of(folder, 0), SealedHeader.load(folder)
+    changed = header.model_copy(update=change)
+    assert slice_key(KEY, changed, 0).reveal() != keys[0].reveal()
+    (folder / "header.json").write_bytes(changed.encode())
+    with pytest.raises(DatasetError, match="sealed_changed"):
+        SealedDataset(folder).unlock(keys)
+
+
+def test_the_orchestrator_takes_no_other_dataset_key(folder, tmp_path):
+    key_file = tmp_path / "data.key"
+    key_file.touch(mode=0o600)
+    for content, accepted in ((KEY.reveal(), True), (bytes(32), False), (b"", False)):
+        key_file.write_text(content.hex())
+        terms = SealedTerms(SealedHeader.load(folder), str(key_file))
+        if accepted:
+            assert key_commitment(SliceKeys.open(terms).of(1)) == terms.header.key_commitments[1]
+        else:
+            with pytest.raises(ConfigError, match="dataset_key"):
+                SliceKeys.open(terms)
+
+
+def sealed_run(home, policy_digest=None, **arguments):
+    """A run on sealed examples; sealed for its own policy unless another is given."""
+    vendor = SimulatedVendor.load_or_create(home / "simulator")
+    own = simulated_policy(vendor, code_measurement()).digest()
+    seal(ArrayDataset(*examples()), VIRTUAL_WORKERS, policy_digest or own, KEY, home / "sealed")
+    (home / "data.key").touch(mode=0o600)
+    (home / "data.key").write_text(KEY.reveal().hex())
+    dataset = {"kind": "sealed", "path": str(home / "sealed"), "key_file": str(home / "data.key")}
+    return whole_run(home, dataset=dataset, **arguments)
+
+
+def released(run, kind):
+    """Virtual workers of each member whose keys of this kind were released to it."""
+    found = {}
+    for entry, body in run.evidence:
+        if entry == "released" and body["kind"] == kind:
+            found.setdefault(body["member_id"], set()).update(body["virtual_workers"])
+    return found
+
+
+def test_a_run_trains_on_sealed_data_and_its_driver_opens_none(tmp_path):
+    """A worker is revoked after the first step: its slices move, with their keys, and it gets none any more."""
+    opened = {}
+
+    def watch(worker, name):
+        opened[name] = worker
+
+    def take_back(call):
+        if (call.method, call.index) == ("open_step", 1):
+            state = state_file(tmp_path / "orchestrator", run.session.run_id)
+            revoke(state, "member", "worker-1", reason="stolen", now=NOW)
+
+    run = sealed_run(tmp_path, tamper=watch, disturb=take_back)
+    (tmp_path / "data" / "examples.npz").unlink()
+    assert ("data", sealed_text(True)) in plan_rows(run.train().plan)
+    assert run.left == [("worker-1", "revoked")]
+    given = released(run, "dataset")
+    assert given == released(run, "virtual_worker")
+    assert len(given["worker-1"]) < VIRTUAL_WORKERS
+    assert set().union(*(given[name] for name in given if name != "worker-1")) == set(range(VIRTUAL_WORKERS))
+    kinds = [entry for entry, _ in run.evidence]
+    later = [body["member_id"] for entry, body in run.evidence[kinds.index("revoked") :] if entry == "released"]
+    assert later
+    assert "worker-1" not in later
+    for name, worker in opened.items():
+        assert set(worker._dataset._open) == given[name]
+    features, _ = ArrayDataset(*examples()).batch(np.arange(40))
+    talks = [talk for talk in run.stage.log if talk[0].member_id.startswith(("worker", "aggregator"))]
+    sent = [pickle.dumps((call.arguments, [each.value for each in references])) for call, references in talks]
+    assert sent
+    assert not any(row.tobytes() in message for row in features for message in sent)
+
+
+def test_data_sealed_for_another_policy_is_not_released(tmp_path):
+    run = sealed_run(tmp_path, POLICY)
+    with pytest.raises(RaycloakError, match="release_denied"):
+        run.train()
+    with closing(sqlite3.connect(state_file(tmp_path / "orchestrator", run.session.run_id))) as log:
+        kinds = [kind for (kind,) in log.execute("SELECT kind FROM log_entries")]
+    assert "release_refused" in kinds
+    assert "released" not in kinds

@@ -1,0 +1,129 @@
+"""A dataset whose slices are encrypted, and open one by one: :func:`seal` writes one, :class:`SealedDataset` reads it.
+
+Guarantee: an example is in memory only in a process that was given the key of its slice.
+"""
+
+import secrets
+from collections.abc import Collection
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attestation.canonical import canonical_json
+from attestation.key_release import key_commitment
+from attestation.keys import Secret
+from attestation.package_manifest import Payload
+from attestation.sealed_data import HEADER_FILE, PAYLOAD, SealedHeader, require_committed, slice_file, slice_key
+from attestation.sealed_stream import read_payload, write_payload
+from metrics.errors import DatasetError, EvidenceError
+from workers.datasets import Batch, Dataset, DatasetForm, dataset_form, slice_ids
+
+_CHUNK = 1024
+
+
+def seal(
+    dataset: Dataset, virtual_workers: int, policy_digest: bytes, dataset_key: Secret, folder: Path
+) -> SealedHeader:
+    """Encrypt ``dataset`` into a new ``folder``, slice by slice; the header is written last.
+
+    Memory: a few thousand examples, whatever the size.
+
+    Raises:
+        DatasetError: ``dataset_small``, ``dataset_unreadable`` if the folder is there or cannot be written.
+    """
+    form = dataset_form(dataset)
+    slices = [slice_ids(v, virtual_workers, len(dataset)) for v in range(virtual_workers)]
+    header = SealedHeader(
+        dataset_id=secrets.token_bytes(16),
+        virtual_workers=virtual_workers,
+        policy_digest=policy_digest,
+        form=form.model_dump(mode="json"),
+        key_commitments=(),
+    )
+    keys = [slice_key(dataset_key, header, v) for v in range(virtual_workers)]
+    try:
+        folder.mkdir(parents=True)
+        payloads = tuple(_seal_slice(dataset, header, v, keys[v], slices[v], folder) for v in range(virtual_workers))
+        commitments = tuple(key_commitment(key) for key in keys)
+        sealed = header.model_copy(update={"key_commitments": commitments, "slices": payloads})
+        (folder / HEADER_FILE).write_bytes(sealed.encode())
+    except OSError as error:
+        raise DatasetError("dataset_unreadable", f"cannot write {folder}: {error.strerror}.") from None
+    return sealed
+
+
+def _seal_slice(
+    dataset: Dataset, header: SealedHeader, v: int, key: Secret, ids: NDArray[np.int64], folder: Path
+) -> Payload:
+    chunks = [ids[start : start + _CHUNK] for start in range(0, len(ids), _CHUNK)]
+    pieces = (np.ascontiguousarray(dataset.batch(chunk)[part]).tobytes() for part in (0, 1) for chunk in chunks)
+    with slice_file(folder, v).open("xb") as file:
+        return write_payload(file, key, header.context(v), PAYLOAD, pieces)
+
+
+class SealedDataset:
+    """See `workers.datasets.Dataset`; examples of a slice that is locked are refused.
+
+    Raises:
+        ConfigError: ``sealed_data``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.header = SealedHeader.load(folder)
+        self._folder = folder
+        self._form = DatasetForm.model_validate_json(canonical_json(self.header.form))
+        self._open: dict[int, Batch] = {}
+
+    def __len__(self) -> int:
+        return self._form.num_examples
+
+    def unlock(self, keys: dict[int, Secret]) -> None:
+        """Decrypt the slices that ``keys`` are of into memory.
+
+        Raises:
+            EvidenceError: ``key_not_committed``.
+            DatasetError: ``sealed_changed`` if a file is not what was sealed, ``dataset_unreadable``.
+        """
+        require_committed(self.header, sorted(keys.items()))
+        for v, key in keys.items():
+            if v not in self._open:
+                self._open[v] = self._read(v, key)
+
+    def lock_all_but(self, slices: Collection[int]) -> None:
+        """Forget the examples of every other slice."""
+        self._open = {v: batch for v, batch in self._open.items() if v in slices}
+
+    def batch(self, ids: NDArray[np.int64]) -> Batch:
+        """As `workers.datasets.Dataset.batch`; DatasetError ``slice_sealed`` if the slice of an id is locked."""
+        features, labels = self._empty(len(ids))
+        slices = ids % self.header.virtual_workers
+        for v in np.unique(slices):
+            if int(v) not in self._open:
+                raise DatasetError("slice_sealed", f"slice {v} of the dataset is sealed, and no key was given.")
+            own, places = self._open[int(v)], slices == v
+            features[places] = own[0][ids[places] // self.header.virtual_workers]
+            labels[places] = own[1][ids[places] // self.header.virtual_workers]
+        return features, labels
+
+    def _empty(self, count: int) -> Batch:
+        form = self._form
+        return (
+            np.empty((count, *form.feature_shape), form.feature_dtype),
+            np.empty((count, *form.label_shape), form.label_dtype),
+        )
+
+    def _read(self, v: int, key: Secret) -> Batch:
+        features, labels = self._empty(len(slice_ids(v, self.header.virtual_workers, len(self))))
+        try:
+            with slice_file(self._folder, v).open("rb") as file:
+                content = b"".join(read_payload(file, key, self.header.context(v), self.header.slices[v]))
+        except OSError as error:
+            raise DatasetError("dataset_unreadable", f"cannot read slice {v}: {error.strerror}.") from None
+        except EvidenceError:
+            raise DatasetError("sealed_changed", f"slice {v} of the dataset is not what was sealed.") from None
+        if len(content) != features.nbytes + labels.nbytes:
+            raise DatasetError("sealed_changed", f"slice {v} of the dataset has another size than its header says.")
+        features.reshape(-1).view(np.uint8)[:] = np.frombuffer(content[: features.nbytes], np.uint8)
+        labels.reshape(-1).view(np.uint8)[:] = np.frombuffer(content[features.nbytes :], np.uint8)
+        return features, labels
