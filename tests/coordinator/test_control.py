@@ -17,7 +17,7 @@ from tests.protocol import Call, Fate, WholeRun, on, trained, whole_run
 STEPS = 3
 LEDGER = {"view", "open_account", "register_run", "charge"}
 ORCHESTRATOR = {"key_commitments", "begin", "challenge", "admit", "release", "record_data"} | {
-    *("open_step", "bind_vectors", "expel", "commit", "most_hosted", "finish", "view", "review"),
+    *("open_step", "bind_vectors", "expel", "commit", "most_hosted", "finish", "view", "review", "present"),
 }
 
 

@@ -56,10 +56,10 @@ def test_a_worker_has_the_gpus_that_the_policy_asks_for(monkeypatch: pytest.Monk
         assert refused.value.remedy
 
 
-def test_workers_without_a_tee_are_named_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_a_tee_is_told_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if tee_nodes():
         pytest.skip("this machine has a device of a trusted execution environment")
     source = Guests().source()
     monkeypatch.setattr(LocalPlatform, "collect", lambda self, report_data: source.collect(report_data))
-    with pytest.raises(RefusedError, match=r"worker-0: tee_unavailable .*/dev/sev-guest is missing"):
+    with pytest.raises(RefusedError, match=r"tee_unavailable.*/dev/sev-guest is missing"):
         trained(tmp_path)
