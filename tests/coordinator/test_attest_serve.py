@@ -146,6 +146,7 @@ def test_a_hardware_policy_refuses_simulated_workers(folder):
         ({"bind": "not-a-host.invalid:1"}, "bind"),
         ({"limits": {"deadline_s": 0}}, "config"),
         ({"sealed": {"path": "none", "key_file": "data.key"}}, "sealed_data"),
+        ({"sealed": {"path": "none", "key_file": "data.key"}, "hosting": "any"}, "config"),
         ({"no_such_field": 1}, "config"),
     ],
 )
