@@ -23,6 +23,7 @@ Not guaranteed: that the TLS key is inside the TEE. The key that counts for secr
 import hashlib
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import ClassVar, Final
 
 import grpc
@@ -121,6 +122,7 @@ def client_credentials(end: ChannelEnd, orchestrator_key: bytes) -> grpc.Channel
     return grpc.ssl_channel_credentials(anchor.public_bytes(Encoding.PEM), end.key_pem, end.chain_pem)
 
 
+@lru_cache(maxsize=1024)  # each call of a peer asks it again
 def is_channel_of(certificate: x509.Certificate, identity_key: bytes) -> bool:
     """Whether the raw Ed25519 key ``identity_key`` certified the leaf ``certificate``."""
     if certificate.signature_algorithm_oid != SignatureAlgorithmOID.ED25519:

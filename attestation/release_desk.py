@@ -9,6 +9,7 @@ before the refusal is told.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import cache, partial
 
 from attestation.admissions import Admissions, Admitted, RunTerms
 from attestation.canonical import digest
@@ -72,6 +73,8 @@ class ReleaseDesk:
         """Take up a session that has begun; what it releases stays under the policy that it began with."""
         self._session, self._terms = session, terms
         self._slices = SliceKeys.open(terms.sealed) if terms.sealed is not None else None
+        # All members of an epoch are told the same.
+        self._commitments = cache(partial(self._keys.commitments, terms.key_context, terms.virtual_workers))
         begun = next(self._log.newest("session")).content
         self._policy_of_session = bytes.fromhex(begun["policy_digest"])
 
@@ -82,8 +85,7 @@ class ReleaseDesk:
             key_terms = KeyPolicy.of(KeyKind.VIRTUAL_WORKER, self._terms.policy)
             keys = [self._keys.of(self._terms.key_context, v, epoch) for v in virtual_workers]
             plaintext = b"".join(key.stream.reveal() + key.data.reveal() for key in keys)
-            commitments = self._keys.commitments(self._terms.key_context, self._terms.virtual_workers, epoch)
-            release = self._send(key_terms, member_id, epoch, virtual_workers, commitments, plaintext)
+            release = self._send(key_terms, member_id, epoch, virtual_workers, self._commitments(epoch), plaintext)
         return replace(release, slices=slices)
 
     def _release_slices(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> KeyRelease | None:
