@@ -128,7 +128,7 @@ def verify_gpu(
     """
     instant = datetime.fromtimestamp(now, UTC)
     parsed = parse_gpu_report(report)
-    manifests = _Rims(*(read_rim(each, what) if each else None for each, what in _named(rims)))
+    manifests = _Rims(*(read_rim(each, what) if each is not None else None for each, what in _named(rims)))
     certificates = _read_chain(chain)
     anchor = _select_anchor(certificates, anchors)
     require_class(anchor.evidence_class, accepted)
@@ -204,7 +204,7 @@ def _check_state(
         if rim is None and rules.require_rim:
             refuse(Refusal.GPU_STATE, f"there are no reference values for the GPU's {what}")
     driver, vbios = (
-        verify_rim(rim, rim_roots, now, what) if rim else None
+        verify_rim(rim, rim_roots, now, what) if rim is not None else None
         for rim, what in ((rims.driver, "driver"), (rims.vbios, "VBIOS"))
     )
     count = check_references(report, family, driver, vbios)

@@ -33,6 +33,7 @@ class Answer:
         certificate, issuer: whom it is about, and who answers for it.
         responder: whose key signed the response, of the certificates that came with it and the issuer itself; None if
             it is nobody's.
+        reason: of a revocation, where the answer states one.
     """
 
     certificate: x509.Certificate
@@ -41,18 +42,26 @@ class Answer:
     status: ocsp.OCSPCertStatus
     this_update: datetime
     next_update: datetime | None
+    reason: x509.ReasonFlags | None = None
+
+    @property
+    def is_final(self) -> bool:
+        """Whether no later answer can lift what it says: of all revocations only a hold ends (RFC 5280, 5.3.1)."""
+        return self.status is ocsp.OCSPCertStatus.REVOKED and self.reason is not x509.ReasonFlags.certificate_hold
 
 
 def find_answers(ders: Sequence[bytes], chain: Sequence[x509.Certificate]) -> tuple[Answer, ...]:
-    """For each certificate of ``chain`` but the first and the last the newest answer about it; nothing is judged.
+    """For each certificate of ``chain`` but the first and the last the answer that counts; nothing is judged.
 
-    What cannot be read, or says that there is no answer, is no answer about anything.
+    That is a final revocation if there is one, else the newest answer, and of several of one time the worst: what is
+    found does not depend on the order of ``ders``. What cannot be read, or says that there is no answer, is no answer
+    about anything.
     """
     answers = [answer for der in ders for answer in _read(der, chain)]
-    newest: dict[int, Answer] = {}
-    for answer in sorted(answers, key=lambda each: each.this_update):
-        newest[chain.index(answer.certificate)] = answer
-    return tuple(newest[position] for position in sorted(newest))
+    counts: dict[int, Answer] = {}
+    for answer in sorted(answers, key=_precedence):
+        counts[chain.index(answer.certificate)] = answer
+    return tuple(counts[position] for position in sorted(counts))
 
 
 def check_signatures(answers: Sequence[Answer]) -> None:
@@ -93,6 +102,20 @@ def check_coverage(answers: Sequence[Answer], chain: Sequence[x509.Certificate],
     return min(_window(answer, now) for answer in answers)
 
 
+_SEVERITY: Final = {
+    ocsp.OCSPCertStatus.GOOD: 0,
+    ocsp.OCSPCertStatus.UNKNOWN: 1,
+    ocsp.OCSPCertStatus.REVOKED: 2,
+}
+
+
+def _precedence(answer: Answer) -> tuple[bool, datetime, int, bool, float]:
+    """The answer with the highest counts; the last two keep two answers that say the same in one order."""
+    unsound = answer.responder is None or not _may_answer(answer.responder, answer.issuer)
+    ends = answer.next_update.timestamp() if answer.next_update else 0.0
+    return answer.is_final, answer.this_update, _SEVERITY[answer.status], unsound, -ends
+
+
 def _read(der: bytes, chain: Sequence[x509.Certificate]) -> list[Answer]:
     try:
         if len(der) > MAX_OCSP_BYTES:
@@ -120,6 +143,7 @@ def _about(
             status=single.certificate_status,
             this_update=single.this_update_utc,
             next_update=single.next_update_utc,
+            reason=single.revocation_reason,
         )
         for certificate, issuer in pairwise(chain[1:])
         if single.serial_number == certificate.serial_number and _names_issuer(single, issuer)

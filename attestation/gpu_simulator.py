@@ -54,7 +54,7 @@ class GpuVariant:
     vbios_version: str = VBIOS_VERSION
     measurements: Mapping[int, bytes] = field(default_factory=dict)
     fwid: bytes | None = None
-    feature_flag: int | None = 1
+    feature_flag: int | None = 0
     protected_pcie: bool = False
     signed_by_boot_rom: bool = False
     request: bytes = bytes.fromhex("11e001ff")

@@ -22,7 +22,7 @@ _SHA384_DIGEST: Final = bytes.fromhex("06096086480165030402020430")
 """DER of the object identifier of SHA-384, and tag and length of the 48 bytes of digest behind it."""
 
 _CHIP: Final = re.compile(r"(G[A-Z])[0-9]\w*( |$)")
-_MODES: Final[Mapping[int, str]] = {0: "multi GPU", 1: "single GPU", 2: "protected PCIe"}
+_MODES: Final[Mapping[int, str]] = {0: "single GPU", 1: "multi GPU", 2: "protected PCIe"}
 _PPCIE_MODE, _PPCIE_ON = 2, 0xAA
 
 

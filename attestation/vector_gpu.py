@@ -22,9 +22,11 @@ def appraise_gpu(case: Case) -> GpuClaims:
 
 def references_of(case: Case) -> GpuReferences:
     """The manifests that the case names."""
-    named = case.fields.rim or {}
-    driver, vbios = (named.get(kind) for kind in ("driver", "vbios"))
-    return GpuReferences(case.file(driver) if driver else None, case.file(vbios) if vbios else None)
+    named = case.fields.rim
+    if named is None:
+        return GpuReferences()
+    driver, vbios = (None if name is None else case.file(name) for name in (named.driver, named.vbios))
+    return GpuReferences(driver, vbios)
 
 
 def answers_of(case: Case) -> tuple[bytes, ...]:

@@ -24,6 +24,15 @@ Rules = TypeVar("Rules", bound=Message)
 _ABOUT_ROOTS = ("simulator_root", "allow_simulator")
 
 
+class RimFiles(BaseModel):
+    """Files with the reference values for a GPU; None where there are none."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    driver: str | None = None
+    vbios: str | None = None
+
+
 class CaseFields(BaseModel):
     """One entry of ``cases``; fields that only describe a case are ignored."""
 
@@ -36,7 +45,7 @@ class CaseFields(BaseModel):
     at: str
     collateral: str | None = None
     chain: list[str] | None = None
-    rim: dict[str, str | None] | None = None
+    rim: RimFiles | None = None
     ocsp: list[str] | None = None
     crl: list[str] | None = None
     nonce: str | None = None

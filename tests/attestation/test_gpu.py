@@ -218,6 +218,29 @@ def test_the_newest_answer_counts(bench: Bench) -> None:
     assert bench.code(ocsp=(*held, *bench.ocsp)) == "revoked"
 
 
+HOLD = OcspVariant(reason=x509.ReasonFlags.certificate_hold)
+REVOKED = OcspVariant(reason=x509.ReasonFlags.key_compromise)
+
+
+@pytest.mark.parametrize("worse", [HOLD, REVOKED, OcspVariant(unknown=True)], ids=["hold", "revoked", "unknown"])
+def test_of_two_answers_of_one_time_the_worse_counts_in_any_order(bench: Bench, worse: OcspVariant) -> None:
+    bad = bench.vendor.ocsp(bench.gpu, NOW, {1: worse})
+    assert bench.code(ocsp=(*bad, *bench.ocsp)) == "revoked"
+    assert bench.code(ocsp=(*bench.ocsp, *bad)) == "revoked"
+
+
+@pytest.mark.parametrize(("earlier", "code"), [(HOLD, None), (REVOKED, "revoked"), (OcspVariant(unknown=True), None)])
+def test_only_a_hold_is_lifted_by_a_newer_good_answer(bench: Bench, earlier: OcspVariant, code: str | None) -> None:
+    old = bench.vendor.ocsp(bench.gpu, NOW - 60, {1: earlier})
+    assert bench.code(ocsp=(*old, *bench.ocsp)) == code
+    assert bench.code(ocsp=(*bench.ocsp, *old)) == code
+
+
+def test_an_answer_of_a_stranger_is_not_hidden_by_a_sound_one_of_its_time(bench: Bench) -> None:
+    forged = bench.vendor.ocsp(bench.gpu, NOW, {1: OcspVariant(responder=bench.gpu.credentials[1])})
+    assert bench.code(ocsp=(*forged, *bench.ocsp)) == bench.code(ocsp=(*bench.ocsp, *forged)) == "signer_role"
+
+
 def test_modes(bench: Bench) -> None:
     for variant, code in (
         (GpuVariant(feature_flag=None), None),
@@ -227,8 +250,9 @@ def test_modes(bench: Bench) -> None:
         (GpuVariant(feature_flag=3), "gpu_state"),
     ):
         assert bench.code(variant) == code
-    allowed = bench.verify(GpuVariant(feature_flag=2), rules=GpuRules(allow_ppcie=True))
-    assert allowed.mode == "protected PCIe"
+    names = {None: "confidential computing", 0: "single GPU", 1: "multi GPU", 2: "protected PCIe"}
+    for flag, name in names.items():
+        assert bench.verify(GpuVariant(feature_flag=flag), rules=GpuRules(allow_ppcie=True)).mode == name
 
 
 def test_a_switch_is_not_a_gpu(bench: Bench) -> None:
@@ -246,6 +270,8 @@ def test_reference_values_must_be_there_for_both(bench: Bench) -> None:
     for rims in (GpuReferences(), GpuReferences(driver=bench.rims.driver), GpuReferences(vbios=bench.rims.vbios)):
         assert bench.code(rims=rims) == "gpu_state"
         assert bench.code(rims=rims, rules=lax) is None
+    for empty in (GpuReferences(b"", bench.rims.vbios), GpuReferences(bench.rims.driver, b"")):
+        assert bench.code(rims=empty, rules=lax) == "evidence_malformed"  # supplied, and no reference values
     assert bench.verify(rims=GpuReferences(), rules=lax).dbgstat == ""
 
 
