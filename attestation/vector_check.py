@@ -72,8 +72,8 @@ def check(case: Case) -> CaseVerdict:
 def _judge(case: Case) -> CaseVerdict:
     appraise = FAMILIES.get(case.fields.family)
     if appraise is None:
-        family = case.fields.family
-        return CaseVerdict(case, None, None, None, "", f"there is no verifier for evidence of family '{family}'")
+        unknown = f"there is no verifier for evidence of family '{case.fields.family}'"
+        return CaseVerdict(case, None, None, None, "", case.flaw or unknown)
     try:
         claims = appraise(case)
     except EvidenceError as error:

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from attestation.canonical import canonical_json
 from attestation.certificates import read_presented
@@ -22,6 +22,8 @@ from metrics.errors import ConfigError
 
 Rules = TypeVar("Rules", bound=Message)
 _ABOUT_ROOTS = ("simulator_root", "allow_simulator")
+_FORMAT = 1
+_END_OF_TIME = 253_402_300_800  # unix seconds: the year 10000, which certificates do not know either
 
 
 class RimFiles(BaseModel):
@@ -52,7 +54,7 @@ class CaseFields(BaseModel):
     report_data: str | None = None
     expect: Literal["accept", "refuse"] | None = None
     refusal: str | None = None
-    policy: dict[str, Any] = Field(default_factory=dict)
+    policy: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +63,15 @@ class Case:
 
     Everything that reads a file or a field raises ConfigError ``index`` if that cannot be done, except for evidence
     whose content is not of the stated encoding: that is refused as ``evidence_malformed``.
+
+    Attributes:
+        flaw: why the entry of the index is not of the format, whose only field is then its id; empty if it is.
     """
 
     fields: CaseFields
     policy: Mapping[str, Any]
     folder: Path
+    flaw: str = ""
 
     @property
     def now(self) -> int:
@@ -74,9 +80,10 @@ class Case:
             instant = datetime.fromisoformat(self.fields.at.upper())
         except ValueError:
             instant = None
-        if instant is None or instant.tzinfo is None:
-            raise self._unusable(f"its time '{self.fields.at}' is not an RFC 3339 time")
-        return int(instant.timestamp() // 1)
+        seconds = instant.timestamp() if instant is not None and instant.tzinfo is not None else None
+        if seconds is None or not 0 <= seconds < _END_OF_TIME:
+            raise self._unusable(f"its time '{self.fields.at}' is not an RFC 3339 time of 1970 to 9999")
+        return int(seconds)
 
     @property
     def nonce(self) -> bytes:
@@ -177,20 +184,34 @@ class Case:
 def read_index(path: Path) -> tuple[Case, ...]:
     """The cases of the index at ``path``, in its order.
 
+    An entry that is not of the format is a case with a flaw, so that it costs the other cases nothing.
+
     Raises:
         ConfigError: ``index`` if it cannot be read, is not of the format, or names an id twice.
     """
     try:
         document = read_json(path.read_bytes())
-        entries = [CaseFields.model_validate(entry) for entry in document["cases"]]
-        defaults = {family: dict(rules) for family, rules in document.get("default_policy", {}).items()}
+        given = document.get("default_policy")
+        defaults = {family: dict(rules) for family, rules in given.items()} if given is not None else {}
+        stated, entries = document.get("format", _FORMAT), [(str(entry["id"]), entry) for entry in document["cases"]]
     except OSError as error:
         raise ConfigError("index", f"cannot read {path}: {error.strerror}.") from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError("index", f"{path} is not an index of evidence: {_first_line(error)}.") from None
-    if len({entry.id for entry in entries}) != len(entries):
+    if stated != _FORMAT:
+        raise ConfigError("index", f"{path} is of format {stated}; this version reads format {_FORMAT}.")
+    if len(dict(entries)) != len(entries):
         raise ConfigError("index", f"{path} names a case twice.")
-    return tuple(Case(entry, {**defaults.get(entry.family, {}), **entry.policy}, path.parent) for entry in entries)
+    return tuple(_case(name, entry, defaults, path.parent) for name, entry in entries)
+
+
+def _case(name: str, entry: Any, defaults: Mapping[str, Mapping[str, Any]], folder: Path) -> Case:
+    try:
+        fields = CaseFields.model_validate(entry)
+    except ValidationError as error:
+        nothing = CaseFields(id=name, family="", evidence="", encoding="", at="")
+        return Case(nothing, {}, folder, flaw=_first_line(error))
+    return Case(fields, {**defaults.get(fields.family, {}), **(fields.policy or {})}, folder)
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Reads YAML that people write: plain types only, and no key twice in one mapping."""
+"""Reads YAML that people write: plain types only, no aliases, and no key twice in one mapping."""
 
 from pathlib import Path
 from typing import Any
@@ -9,21 +9,39 @@ from metrics.errors import ConfigError
 
 
 def read_yaml(path: Path, code: str) -> Any:
-    """The document in ``path``.
-
-    Raises:
-        ConfigError: ``code`` if it cannot be read, is not YAML, or names a key twice.
-    """
+    """The document in ``path``; ConfigError ``code`` if it cannot be read, and as :func:`parse_yaml`."""
     try:
-        return yaml.load(path.read_text(), Loader=_UniqueKeyLoader)  # noqa: S506 - a SafeLoader
+        text = path.read_text()
     except OSError as error:
         raise ConfigError(code, f"cannot read {path}: {error.strerror}.") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(code, f"{path} is not YAML: {str(error).splitlines()[0]}.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(code, f"{path} is not YAML: {error}.") from None
+    return parse_yaml(text, str(path), code)
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses a mapping that names a key twice, where YAML would let the last one win."""
+def parse_yaml(text: str, name: str, code: str) -> Any:
+    """The document in ``text``, which errors call ``name``.
+
+    Raises:
+        ConfigError: ``code`` if it is not YAML, names a key twice, or repeats a part by an alias.
+    """
+    try:
+        return yaml.load(text, Loader=_PlainLoader)  # noqa: S506 - a SafeLoader
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else None
+        raise ConfigError(code, f"{name} is not YAML: {problem or str(error).splitlines()[0]}.") from None
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Refuses a mapping that names a key twice, where YAML would let the last one win, and an alias of another part.
+
+    Aliases of aliases make a document of a few lines grow beyond any memory.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.events.AliasEvent):
+            raise yaml.composer.ComposerError(None, None, "an alias is not allowed; write the value out")
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]

@@ -136,6 +136,8 @@ def _check(output: Output, path: Path, key: Path) -> int:
 def _opened(path: Path, key: Path | None) -> tuple["SignerPublic", "ExportedLog"]:
     from attestation.evidence_log import read_exported_log
 
+    if not path.exists():
+        raise ConfigError("log_missing", f"there is no run directory and no log at {path}.")
     owner = _owner(key or _manifest_of(path))
     return owner, read_exported_log(path / LOG_FILE if path.is_dir() else path, owner)
 

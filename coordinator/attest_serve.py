@@ -22,8 +22,9 @@ from attestation.service_contract import ServiceContract, contract_context
 from attestation.service_limits import ServiceLimits
 from attestation.simulator import SimulatedVendor, code_measurement
 from attestation.static_hosting import StaticHosting
+from attestation.yaml_files import read_yaml
 from coordinator import state
-from coordinator.config import Section, read_yaml, validated
+from coordinator.config import Section, validated
 from coordinator.sealing import load_terms
 from metrics.errors import ConfigError, ProtocolError
 from workers.manifest import Manifest, key_context
@@ -129,7 +130,7 @@ class _Terms:
 
 def load_service(path: Path) -> ServiceConfig:
     """Read the file; ConfigError ``config``."""
-    return validated(ServiceConfig, read_yaml(path))
+    return validated(ServiceConfig, read_yaml(path, "config"))
 
 
 def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, EvidenceOrchestrator, ServiceFacts]:

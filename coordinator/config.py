@@ -7,9 +7,9 @@ Unknown fields are refused. What is contradictory on its face is refused here; w
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from attestation.yaml_files import parse_yaml, read_yaml
 from metrics.errors import ConfigError
 
 S = TypeVar("S", bound="Section")
@@ -387,17 +387,7 @@ def validated(section: type[S], raw: Any) -> S:
 
 def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
     """Read a YAML file; the same errors as :func:`parse_config`."""
-    return parse_config(read_yaml(path), overrides)
-
-
-def read_yaml(path: Path) -> Any:
-    """The content of a YAML file, unvalidated; ConfigError ``config`` if there is none."""
-    try:
-        return yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError("config", f"cannot read {path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError("config", f"{path} is not YAML: {str(error).splitlines()[0]}") from None
+    return parse_config(read_yaml(path, "config"), overrides)
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
@@ -410,4 +400,4 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         node = node.setdefault(parent, {})
         if not isinstance(node, dict):
             raise ConfigError("config", f"--set {key}: {parent} is not a section")
-    node[last] = yaml.safe_load(value)
+    node[last] = parse_yaml(value, f"--set {override}", "config")

@@ -1,20 +1,11 @@
 """Recorded evidence of real GPUs, with the verdict that each case must have."""
 
-import os
-import random
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from cryptography.hazmat.primitives.serialization import Encoding
 
-from attestation.certificates import read_presented
 from attestation.evidence import EvidenceClass
-from attestation.gpu import GpuClaims
 from attestation.roots import pinned_anchors
-from metrics.errors import EvidenceError
 from tests.attestation.gpu_cases import GpuCase, load_gpu_cases
 
 
@@ -67,38 +58,3 @@ def test_an_ocsp_answer_ends_before_its_next_update(cases: dict[str, GpuCase], s
 def test_zero_bytes_behind_a_report_change_nothing(cases: dict[str, GpuCase]) -> None:
     case = cases["gpu-hopper-550"]
     assert case.verify(report=case.report + bytes(4000)) == case.verify()
-
-
-@pytest.mark.parametrize("part", ["report", "certificates", "driver", "vbios", "ocsp"])
-def test_no_changed_byte_is_accepted_with_another_meaning(cases: dict[str, GpuCase], part: str) -> None:
-    """Each byte changed once by a seeded non-zero XOR: refused, or what was verified is the same.
-
-    A seeded choice of positions in the suite; every position with RAYCLOAK_LONG_SWEEP set.
-    """
-    case = cases["gpu-hopper-550-rim-ocsp"]
-    genuine, draw = case.verify(), random.Random(part)
-    chain = b"".join(each.public_bytes(Encoding.PEM) for data in case.chain for each in read_presented(data))
-    original = {
-        "report": case.report,
-        "certificates": chain,
-        "driver": case.rims.driver or b"",
-        "vbios": case.rims.vbios or b"",
-        "ocsp": case.ocsp[0],
-    }[part]
-    long = os.environ.get("RAYCLOAK_LONG_SWEEP")
-    for position in range(len(original)) if long else draw.sample(range(len(original)), 12):
-        changed = bytearray(original)
-        changed[position] ^= draw.randrange(1, 256)
-        with suppress(EvidenceError):
-            assert _verify_with(case, part, bytes(changed)) == genuine
-
-
-def _verify_with(case: GpuCase, part: str, data: bytes) -> GpuClaims:
-    changes: dict[str, dict[str, Any]] = {
-        "report": {"report": data},
-        "certificates": {"chain": (data,)},
-        "driver": {"rims": replace(case.rims, driver=data)},
-        "vbios": {"rims": replace(case.rims, vbios=data)},
-        "ocsp": {"ocsp": (data, *case.ocsp[1:])},
-    }
-    return case.verify(**changes[part])

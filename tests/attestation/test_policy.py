@@ -108,6 +108,12 @@ def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
         load(tmp_path, text + "tdx: {}\n")
 
 
+def test_a_document_that_repeats_itself_without_end_is_refused(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [0, 0]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40))]
+    with pytest.raises(ConfigError, match="write the value out"):
+        load(tmp_path, "\n".join(lines))
+
+
 def test_a_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\xff")
     for name in ("absent", "binary"):

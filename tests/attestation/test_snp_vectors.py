@@ -1,8 +1,6 @@
 """The SEV-SNP verifier on recorded evidence with changes; `test_vector_check.py` judges it as it was recorded."""
 
 import base64
-import os
-import random
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -50,34 +48,6 @@ def accepted_reports() -> dict[str, Any]:
 def genuine() -> list[Any]:
     absent = pytest.mark.skip(reason="no recorded hardware evidence beside the repository (../shared/vectors)")
     return list(accepted_reports().values()) or [pytest.param(None, marks=absent, id="absent")]
-
-
-def flips(case: Case, size: int) -> list[tuple[int, int]]:
-    """Positions and non-zero masks, drawn with a fixed seed: some of each, or every byte in a long run."""
-    draw = random.Random(case.fields.id)
-    positions = range(size) if os.environ.get("RAYCLOAK_LONG_SWEEP") else sorted(draw.sample(range(size), 60))
-    return [(position, draw.randrange(1, 256)) for position in positions]
-
-
-def changed(data: bytes, position: int, mask: int) -> bytes:
-    return data[:position] + bytes([data[position] ^ mask]) + data[position + 1 :]
-
-
-@pytest.mark.parametrize("case", genuine())
-def test_no_changed_byte_of_a_genuine_report_passes(case: Case) -> None:
-    report = case.evidence()
-    for position, mask in flips(case, len(report)):
-        with pytest.raises(EvidenceError):
-            verify(case, changed(report, position, mask))
-
-
-@pytest.mark.parametrize("case", genuine()[:1])
-def test_a_genuine_certificate_with_a_changed_byte_is_refused(case: Case) -> None:
-    report, vek = case.evidence(), case.chain()[0]
-    for position, mask in flips(case, len(vek)):
-        with pytest.raises(EvidenceError) as refused:
-            verify(case, report, certificates=[changed(vek, position, mask)])
-        assert refused.value.code == "chain_broken"
 
 
 @pytest.mark.parametrize("case", genuine()[:1])

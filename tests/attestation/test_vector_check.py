@@ -89,6 +89,11 @@ def test_refused_evidence_names_the_stage(folder: Path, changes: dict[str, Any],
         {"encoding": "utf-7"},
         {"at": "2026-01-01T00:00:00"},
         {"at": "yesterday"},
+        {"at": "0001-01-01T00:00:00+14:00"},
+        {"at": "9999-12-31T23:59:59-14:00"},
+        {"rim": "both"},
+        {"expect": "maybe"},
+        {"encoding": None},
         {"report_data": "xyz!"},
         {"policy": {"no_such_rule": 1}},
         {"policy": {"tcb_statuses": ["Fine"]}},
@@ -100,6 +105,18 @@ def test_what_cannot_be_appraised_gets_no_verdict(folder: Path, changes: dict[st
     found = verdict(folder, **changes)
     assert (found.accepted, found.refusal) == (None, None)
     assert found.detail
+
+
+def test_a_case_that_is_not_of_the_format_costs_the_others_nothing(folder: Path) -> None:
+    found = [check(each) for each in read_index(write(folder, case(id="odd", crl=7), case(), {"id": "bare"}))]
+    assert [each.accepted for each in found] == [None, True, None]
+    assert ["crl" in found[0].detail, "family" in found[2].detail] == [True, True]
+
+
+def test_a_policy_of_null_is_an_empty_one(folder: Path) -> None:
+    silent = case() | {"policy": None}
+    (found,) = read_index(write(folder, silent, default_policy=None))
+    assert check(found).refusal == "root_unknown"
 
 
 def test_a_status_that_nobody_may_accept_stays_refused(folder: Path, session: Session) -> None:
@@ -131,7 +148,11 @@ def test_without_a_word_about_measurements_none_is_known(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "document", ["", "[]", "{}", '{"cases": [{}]}', '{"cases": 1}', '{"cases": [], "cases": []}', "\ud800"]
+    "document",
+    [
+        *("", "[]", "{}", '{"cases": [{}]}', '{"cases": 1}', '{"cases": [], "cases": []}', "\ud800"),
+        *('{"cases": [], "format": 2}', '{"cases": [], "default_policy": []}', '{"cases": [0]}'),
+    ],
 )
 def test_what_is_no_index_is_refused(tmp_path: Path, document: str) -> None:
     path = tmp_path / "INDEX.json"

@@ -74,6 +74,9 @@ def test_a_log_verifies_from_its_directory_its_file_or_a_key_of_the_reader(raycl
         assert facts["owner"] == OWNER.public.key_id.hex()
     code, refused = raycloak("verify", moved)
     assert (code, refused["error"]["code"]) == (2, "log_key")
+    for command in (("verify", tmp_path / "nowhere"), ("prove", tmp_path / "nowhere", "0")):
+        code, refused = raycloak(*command)
+        assert (code, refused["error"]["code"]) == (2, "log_missing")
 
 
 def test_the_first_bad_entry_is_named(raycloak, run_dir):

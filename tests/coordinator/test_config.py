@@ -84,13 +84,13 @@ def test_overrides_are_yaml_and_dotted():
     assert (config.dp_config.target_epsilon, config.optimizer.name, config.steps) == (2.5, "adam", 7)
 
 
-@pytest.mark.parametrize("override", ["steps", "name.first=1", "unknown.field=1"])
+@pytest.mark.parametrize("override", ["steps", "name.first=1", "unknown.field=1", "steps=[1"])
 def test_wrong_overrides_are_refused(override: str):
     with pytest.raises(ConfigError, match=override.split("=")[0].split(".")[0]):
         parse_config(with_field("name", "x"), [override])
 
 
-@pytest.mark.parametrize("content", ["- a\n- b\n", "", "steps: [1\n"])
+@pytest.mark.parametrize("content", ["- a\n- b\n", "", "steps: [1\n", "steps: 1\nsteps: 2\n"])
 def test_a_file_that_is_no_mapping_is_refused(content: str, tmp_path: Path):
     (tmp_path / "config.yaml").write_text(content)
     with pytest.raises(ConfigError):
