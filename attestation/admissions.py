@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from attestation.appraisal import Appraisal, appraise, open_presentation
 from attestation.eat import claims_set
-from attestation.enrolment import check_enrolment
+from attestation.enrolment import Enrolment
 from attestation.evidence import Challenge, CollateralBundle, Presentation, Role
 from attestation.evidence_log import EvidenceLog
 from attestation.fact_book import FactBook
@@ -91,10 +91,11 @@ class Admissions:
         self._run_id = run_id
         self._clock = clock
         self._members: dict[str, Admitted] = {}
+        self._enrolment = Enrolment()
 
     def begin(self, terms: RunTerms) -> None:
         """Take back who was admitted in this session; whose evidence is not accepted any more must present anew."""
-        self._terms, self._members = terms, {}
+        self._terms, self._members, self._enrolment = terms, {}, Enrolment()
         self._nonces.forget_expired(self._clock())
         for row in self._state.members():
             try:
@@ -106,7 +107,7 @@ class Admissions:
             if row.expires_at > self._clock():
                 # The evidence is no younger than it was: appraising it again must not prolong it.
                 appraisal = replace(appraisal, expires_at=min(row.expires_at, appraisal.expires_at))
-                self._members[row.member_id] = Admitted(appraisal, presentation, row, self._clock())
+                self._enter(Admitted(appraisal, presentation, row, self._clock()))
 
     def end_session(self) -> None:
         """Take back the challenges of a session that is over, in a transaction of the caller's."""
@@ -134,7 +135,7 @@ class Admissions:
                 admitted = self._decide(envelope)
         if isinstance(admitted, EvidenceError):
             raise admitted
-        self._members[admitted.row.member_id] = admitted
+        self._enter(admitted)
         return admitted.appraisal
 
     def find(self, member_id: str) -> Admitted | None:
@@ -143,13 +144,14 @@ class Admissions:
         return None if admitted is None or self._revoked(admitted) else admitted
 
     def keep(self, row: MemberRow) -> None:
-        """Change what is kept of a member, in a transaction of the caller's."""
-        self._state.keep_member(row)
+        """Note what a member's evidence has served, in a transaction of the caller's."""
+        self._state.mark_member(row)
         self._members[row.member_id].row = row
 
     def expel(self, member_id: str, cause: str) -> None:
         """See `attestation.orchestrator.EvidenceOrchestrator.expel`."""
         if self._members.pop(member_id, None) is not None:
+            self._enrolment.drop(member_id)
             with self._state.transaction():
                 self._state.drop_member(member_id)
                 self._log.append("expelled", {"member_id": member_id, "cause": cause})
@@ -179,6 +181,10 @@ class Admissions:
             earliest_expiry=expiry,
         )
 
+    def _enter(self, admitted: Admitted) -> None:
+        self._members[admitted.row.member_id] = admitted
+        self._enrolment.put(admitted.appraisal)
+
     def _revoked(self, admitted: Admitted) -> EvidenceError | None:
         return self._revocations.find(admitted.appraisal.member_id, admitted.appraisal.platform_id)
 
@@ -204,8 +210,7 @@ class Admissions:
             self._facts.keep(appraisal.facts)
             if (revoked := self._revocations.find(claimed, appraisal.platform_id)) is not None:
                 raise revoked
-            others = [each.appraisal for name, each in self._members.items() if name != claimed]
-            check_enrolment([*others, appraisal], self._terms.policy)
+            self._enrolment.check(appraisal, self._terms.policy)
         except EvidenceError as refusal:
             self._log.append("refused", {"member_id": claimed, "code": refusal.code})
             return refusal

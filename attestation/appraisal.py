@@ -34,6 +34,7 @@ from metrics.errors import ProtocolError
 # A quote, and sixteen GPUs of which each takes some forty thousand characters.
 MAX_PRESENTATION_BYTES: Final = 16 * MAX_QUOTE_BYTES
 
+_PROBE: Final = X25519PrivateKey.from_private_bytes(bytes(31) + b"\x40")
 # The y coordinates of the Ed25519 points of order 1, 2, 4 and 8, in every encoding.
 _P = 2**255 - 19
 _ORDER_8 = (
@@ -188,9 +189,8 @@ def _is_strong_ed25519(public: bytes) -> bool:
 
 def _is_strong_x25519(public: bytes) -> bool:
     """False for the points of low order: with them every agreed secret is zero."""
-    probe = X25519PrivateKey.from_private_bytes(bytes(31) + b"\x40")
     try:
-        probe.exchange(X25519PublicKey.from_public_bytes(public))
+        _PROBE.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:
         return False
     return True

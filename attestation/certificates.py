@@ -41,11 +41,11 @@ _UNREADABLE = (
 
 
 # A verifier meets the same roots, intermediates, lists and documents at every appraisal. What is asked of them here
-# depends on their bytes alone, so an answer is good for the next time; an exception is never kept.
-_remembered = lru_cache(maxsize=512)
+# depends on the arguments alone, so an answer is good for the next time; an exception is never kept.
+remembered = lru_cache(maxsize=512)
 
 
-@_remembered
+@remembered
 def key_id(certificate: x509.Certificate) -> bytes:
     """SHA-384 of the certificate's uncompressed point, or of the SubjectPublicKeyInfo of an RSA key; 48 bytes."""
     key = public_key(certificate)
@@ -83,7 +83,7 @@ def read_presented(data: bytes) -> tuple[x509.Certificate, ...]:
     return (read_root(data),)
 
 
-@_remembered
+@remembered
 def read_certificates(pem: bytes) -> tuple[x509.Certificate, ...]:
     """The certificates in ``pem``, each with a known kind of key and readable in every part that is used later.
 
@@ -100,7 +100,7 @@ def read_certificates(pem: bytes) -> tuple[x509.Certificate, ...]:
     return certificates
 
 
-@_remembered
+@remembered
 def read_root(der: bytes) -> x509.Certificate:
     """One certificate, as :func:`read_certificates`."""
     try:
@@ -135,7 +135,7 @@ def order_chain(leaf: x509.Certificate, pool: Iterable[x509.Certificate]) -> tup
     return tuple(chain)
 
 
-@_remembered
+@remembered
 def is_issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
     """Whether ``issuer`` has the issuer's name and its key signed ``certificate``."""
     try:
@@ -176,7 +176,7 @@ def check_certificate_windows(chain: Sequence[x509.Certificate], now: datetime, 
     return min(certificate.not_valid_after_utc for certificate in chain)
 
 
-@_remembered
+@remembered
 def load_crl(der: bytes, issuer: x509.Certificate, what: str) -> x509.CertificateRevocationList:
     """A revocation list that ``issuer`` signed.
 
@@ -233,7 +233,7 @@ def check_crl_window(crl: x509.CertificateRevocationList, now: datetime, what: s
     return due
 
 
-@_remembered
+@remembered
 def signed_by(certificate: x509.Certificate, signature: bytes, message: bytes) -> bool:
     """Whether raw r and s are the ECDSA signature of the certificate's key; see :func:`ecdsa_is_valid`."""
     key = public_key(certificate)
@@ -289,6 +289,7 @@ def _read_through(certificate: x509.Certificate) -> None:
     assert all(part is not None for part in (*parts, *window))
 
 
+@remembered
 def _may_issue(issuer: x509.Certificate, intermediates: int) -> bool:
     """Whether ``issuer`` is a CA that may stand above that many intermediate certificates (RFC 5280, 6.1.4)."""
     try:

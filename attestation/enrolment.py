@@ -4,12 +4,56 @@ Evidence that is genuine can be shown by somebody else than its machine's owner.
 them in the policy, is what limits how many members one machine can pretend to be.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable
 
 from attestation.appraisal import Appraisal
 from attestation.evidence import Refusal, refuse
 from attestation.policy import Policy
+
+
+class Enrolment:
+    """Who is enrolled where; one more member costs the same, however many there are."""
+
+    def __init__(self) -> None:
+        self._members: dict[str, Appraisal] = {}
+        self._owners: dict[bytes, str] = {}
+        self._workers: dict[bytes, set[str]] = {}
+
+    def check(self, member: Appraisal, policy: Policy) -> None:
+        """Judge one who wants to join those who are enrolled, or to take part anew.
+
+        Raises:
+            EvidenceError: as :func:`check_enrolment`.
+        """
+        for gpu in member.gpus:
+            owner = self._owners.get(gpu.platform_id, member.member_id)
+            if owner != member.member_id:
+                refuse(Refusal.PEER_NOT_BOUND, f"a GPU of '{member.member_id}' is enrolled by '{owner}' already")
+        workers = self._workers.get(member.platform_id, set())
+        others = len(workers) - (member.member_id in workers)
+        most = policy.workers_per_platform
+        if member.role == "worker" and most is not None and others >= most:
+            who = f"'{member.member_id}' is worker {others + 1} on platform {member.platform_id.hex()[:32]}"
+            refuse(Refusal.PEER_NOT_BOUND, f"{who}, where workers_per_platform is {most}")
+
+    def put(self, member: Appraisal) -> None:
+        """Enrol a member, in place of what was known of it."""
+        self.drop(member.member_id)
+        self._members[member.member_id] = member
+        self._owners.update((gpu.platform_id, member.member_id) for gpu in member.gpus)
+        if member.role == "worker":
+            self._workers.setdefault(member.platform_id, set()).add(member.member_id)
+
+    def drop(self, member_id: str) -> None:
+        """Forget a member, if it is one."""
+        member = self._members.pop(member_id, None)
+        if member is not None:
+            for gpu in member.gpus:
+                self._owners.pop(gpu.platform_id, None)
+            workers = self._workers.get(member.platform_id, set())
+            workers.discard(member_id)
+            if not workers:
+                self._workers.pop(member.platform_id, None)
 
 
 def check_enrolment(members: Iterable[Appraisal], policy: Policy) -> None:
@@ -21,17 +65,7 @@ def check_enrolment(members: Iterable[Appraisal], policy: Policy) -> None:
     Raises:
         EvidenceError: ``peer_not_bound``.
     """
-    gpus: dict[bytes, str] = {}
-    workers: dict[bytes, list[str]] = defaultdict(list)
+    enrolment = Enrolment()
     for member in members:
-        for gpu in member.gpus:
-            owner = gpus.setdefault(gpu.platform_id, member.member_id)
-            if owner != member.member_id:
-                refuse(Refusal.PEER_NOT_BOUND, f"a GPU of '{member.member_id}' is enrolled by '{owner}' already")
-        if member.role == "worker":
-            workers[member.platform_id].append(member.member_id)
-    most = policy.workers_per_platform
-    for platform, names in workers.items():
-        if most is not None and len(names) > most:
-            who = f"'{names[-1]}' is worker {len(names)} on platform {platform.hex()[:32]}"
-            refuse(Refusal.PEER_NOT_BOUND, f"{who}, where workers_per_platform is {most}")
+        enrolment.check(member, policy)
+        enrolment.put(member)

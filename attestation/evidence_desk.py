@@ -24,7 +24,7 @@ from attestation.key_release import KeyRelease
 from attestation.keys import signature_is_valid
 from attestation.messages import Envelope, Message, parse
 from attestation.mutual import ORCHESTRATOR
-from attestation.release_desk import refusals_logged
+from attestation.release_desk import Grant, refusals_logged
 from attestation.roster import Roster
 from attestation.slices import DataCommitments
 from metrics.errors import EvidenceError, ProtocolError
@@ -93,7 +93,7 @@ class Orchestrator(Protocol):
 
     def challenge(self, member_id: str, role: Role, identity_key: bytes = b"") -> Challenge: ...
     def admit(self, envelope: Envelope) -> Appraisal: ...
-    def release(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> KeyRelease: ...
+    def grant(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> Grant: ...
     def record_data(self, envelope: Envelope) -> None: ...
 
 
@@ -160,8 +160,8 @@ class EvidenceDesk:
             self._refuse_relayed(presentation)
         return AttestationResult.of(self.run_id, self.orchestrator.admit(envelope))
 
-    def release_keys(self, peer: Peer, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> KeyRelease:
-        """The keys of the virtual workers that the peer hosts, or of those it names.
+    def grant_keys(self, peer: Peer, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> Grant:
+        """The keys of the virtual workers that the peer hosts, or of those it names; :meth:`proved` makes it an answer.
 
         Raises:
             EvidenceError: ``peer_not_bound``, or ``release_denied`` if it names one that it does not host, or as
@@ -173,7 +173,11 @@ class EvidenceDesk:
             wanted = tuple(sorted(set(virtual_workers))) or hosted
             if not wanted or not set(wanted) <= set(hosted):
                 refuse(Refusal.RELEASE_DENIED, f"'{member_id}' hosts {list(hosted)} and asked for {list(wanted)}")
-        return self.orchestrator.release(member_id, epoch, wanted)
+        return self.orchestrator.grant(member_id, epoch, wanted)
+
+    def proved(self, grant: Grant) -> KeyRelease:
+        """What a member is sent of a grant; grants that are proved with nothing logged in between share one head."""
+        return grant.proved(self.log)
 
     def roster(self, peer: Peer, member_id: str, data: Envelope | None) -> tuple[Envelope, tuple[Envelope, ...]]:
         """The newest roster and the presentations of its members; ``data`` is recorded first.

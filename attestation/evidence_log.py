@@ -79,6 +79,7 @@ class EvidenceLog:
         self._connection = connection
         self._run_id = run_id
         self._signer = signer
+        self._newest: tuple[LogHead, SignedHead] | None = None
         if self._one("SELECT 1 FROM sqlite_master WHERE name = 'evidence_log'"):
             raise _old_format("the state of this run")
         for statement in _SCHEMA:
@@ -103,8 +104,8 @@ class EvidenceLog:
         return 0 if last is None else int(last) + 1
 
     def head(self) -> SignedHead:
-        """The signed :class:`LogHead` over all entries so far."""
-        return self.position().sign(self._signer)
+        """The signed :class:`LogHead` over all entries so far; signed once for as long as nothing is appended."""
+        return self._signed(self.position())
 
     def entries(self) -> Iterator[Entry]:
         """All entries in order."""
@@ -133,11 +134,11 @@ class EvidenceLog:
         return merkle.root(length, self._subtree) if 0 < length <= len(self) else None
 
     def prove(self, sequence: int) -> EntryProof:
-        """Entry ``sequence`` with its proof under a head that is signed now; ValueError if there is no such entry."""
+        """Entry ``sequence`` with its proof under :meth:`head`; ValueError if there is no such entry."""
         head = self.position()
         path = merkle.inclusion_proof(sequence, head.length, self._subtree)
         entry = next(self._entries("AND sequence = ?", sequence))
-        return EntryProof(entry=ExportedEntry.of(entry), path=path, head=head.sign(self._signer))
+        return EntryProof(entry=ExportedEntry.of(entry), path=path, head=self._signed(head))
 
     def prove_extends(self, old_length: int, length: int) -> tuple[bytes, ...]:
         """The proof that the first ``length`` entries begin with the first ``old_length``; ValueError if not."""
@@ -159,6 +160,11 @@ class EvidenceLog:
             draft.replace(path)
         finally:
             draft.unlink(missing_ok=True)
+
+    def _signed(self, head: LogHead) -> SignedHead:
+        if self._newest is None or self._newest[0] != head:
+            self._newest = head, head.sign(self._signer)
+        return self._newest[1]
 
     def _entries(self, rest: str, *values: str | int) -> Iterator[Entry]:
         query = f"SELECT sequence, kind, body, hash FROM log_entries WHERE run_id = ? {rest}"

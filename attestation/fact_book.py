@@ -57,7 +57,8 @@ class FactBook:
         last = self._number(_NOW)
         if last is not None and now < last - CLOCK_TOLERANCE_S:
             refuse(Refusal.COLLATERAL_STALE, f"the verifier's clock says {now}, and said {last} before")
-        self.keep([(_NOW, now)])
+        if last is None or now > last:
+            self.keep([(_NOW, now)])
 
     def _number(self, name: str) -> int | None:
         with closing(self._connection.execute("SELECT number FROM facts WHERE name = ?", (name,))) as cursor:

@@ -49,12 +49,23 @@ class KeyPolicy(Message):
         return cls(kind=kind, role=role, evidence_policy=policy.digest(), quotas=policy.key_quotas)
 
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS draws (
-    kind TEXT NOT NULL, epoch INTEGER NOT NULL, key_id TEXT NOT NULL, session TEXT NOT NULL, member_id TEXT NOT NULL,
-    count INTEGER NOT NULL, PRIMARY KEY (kind, epoch, key_id, session, member_id)
-) WITHOUT ROWID
-"""
+_SCHEMA = (
+    """
+    CREATE TABLE IF NOT EXISTS draws (
+        kind TEXT NOT NULL, epoch INTEGER NOT NULL, key_id TEXT NOT NULL, session TEXT NOT NULL,
+        member_id TEXT NOT NULL, count INTEGER NOT NULL, PRIMARY KEY (kind, epoch, key_id, session, member_id)
+    ) WITHOUT ROWID
+    """,
+    """
+    CREATE TABLE IF NOT EXISTS draw_totals (
+        kind TEXT NOT NULL, epoch INTEGER NOT NULL, key_id TEXT NOT NULL, count INTEGER NOT NULL,
+        PRIMARY KEY (kind, epoch, key_id)
+    ) WITHOUT ROWID
+    """,
+    # Sums of the other table, so that a draw reads two rows however many members drew before; a state that an older
+    # version wrote to has none.
+    "INSERT OR REPLACE INTO draw_totals SELECT kind, epoch, key_id, sum(count) FROM draws GROUP BY kind, epoch, key_id",
+)
 
 
 class DrawBook:
@@ -62,7 +73,8 @@ class DrawBook:
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
-        connection.execute(_SCHEMA)
+        for statement in _SCHEMA:
+            connection.execute(statement)
 
     def draw(self, terms: KeyPolicy, epoch: int, key_ids: Iterable[str], session: str, member_id: str) -> None:
         """Count one more draw of each key, in a transaction of the caller's.
@@ -86,16 +98,17 @@ class DrawBook:
                         f"{who} has drawn {terms.kind} key {key_id} of epoch {epoch} {count} times, its quota",
                         "Find out why it is asked for so often; key_quotas in the policy of a new run raises it.",
                     )
-            self._connection.execute(
-                "INSERT OR REPLACE INTO draws VALUES (?, ?, ?, ?, ?, ?)", (*place, session, member_id, own + 1)
-            )
+            drawn = (*place, session, member_id, own + 1)
+            self._connection.execute("INSERT OR REPLACE INTO draws VALUES (?, ?, ?, ?, ?, ?)", drawn)
+            self._connection.execute("INSERT OR REPLACE INTO draw_totals VALUES (?, ?, ?, ?)", (*place, total + 1))
 
     def _counts(self, place: tuple[str, int, str], session: str, member_id: str) -> tuple[int, int]:
         """Draws by this member in this session, and by everybody."""
+        key = "kind = ? AND epoch = ? AND key_id = ?"
         query = (
-            "SELECT coalesce(sum(count * (session = ? AND member_id = ?)), 0), coalesce(sum(count), 0) FROM draws "
-            "WHERE kind = ? AND epoch = ? AND key_id = ?"
+            f"SELECT (SELECT count FROM draws WHERE {key} AND session = ? AND member_id = ?), "
+            f"(SELECT count FROM draw_totals WHERE {key})"
         )
-        with closing(self._connection.execute(query, (session, member_id, *place))) as cursor:
+        with closing(self._connection.execute(query, (*place, session, member_id, *place))) as cursor:
             own, total = cursor.fetchone()
-        return int(own), int(total)
+        return own or 0, total or 0

@@ -7,6 +7,7 @@ the proof that the evidence log has the release: a worker takes no key that left
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar, Self
 
 from cryptography.exceptions import InvalidTag
@@ -101,7 +102,12 @@ class KeyPackage(Message):
 
     def info(self) -> bytes:
         """HPKE context: every field but the ciphertext."""
-        return self.model_copy(update={"ciphertext": b""}).digest()
+        return _info(self.model_copy(update={"ciphertext": b""}))
+
+
+@lru_cache(maxsize=16)  # the log, the encryption and the receiver ask for it
+def _info(package: KeyPackage) -> bytes:
+    return package.digest()
 
 
 @dataclass(frozen=True, slots=True)

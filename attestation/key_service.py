@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from attestation.appraisal import Appraisal
 from attestation.evidence import Challenge, Role
 from attestation.evidence_desk import EvidenceDesk
-from attestation.key_release import KeyRelease
 from attestation.messages import Envelope
 from attestation.orchestrator import EvidenceOrchestrator
+from attestation.release_desk import Grant
 from metrics.errors import EvidenceError
 
 
@@ -36,11 +36,11 @@ class KeyService:
         """See `EvidenceOrchestrator.admit`."""
         return self.orchestrator.admit(envelope)
 
-    def release(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> KeyRelease:
-        """As `EvidenceOrchestrator.release`, once per attestation."""
-        release = self.orchestrator.release(member_id, epoch, virtual_workers)
+    def grant(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> Grant:
+        """As `EvidenceOrchestrator.grant`, once per attestation."""
+        grant = self.orchestrator.grant(member_id, epoch, virtual_workers)
         self.orchestrator.expel(member_id, "has its keys")
-        return release
+        return grant
 
     def record_data(self, envelope: Envelope) -> None:
         """EvidenceError ``release_denied``: commitments to data are the run's, and none of a key service's business."""

@@ -4,6 +4,7 @@ A message is a frozen pydantic model; its bytes are canonical JSON with hexadeci
 ``LP(domain, body)``, so a message of one type never verifies as another. The receiver parses only what verified.
 """
 
+import json
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
@@ -26,7 +27,8 @@ class Message(BaseModel):
 
     def encode(self) -> bytes:
         """Canonical bytes."""
-        return canonical_json(self.model_dump(mode="json"))
+        # Byte strings become text several times faster on the way to JSON than on the way to objects.
+        return canonical_json(json.loads(self.model_dump_json()))
 
     def digest(self) -> bytes:
         """SHA-256 of ``LP(domain, bytes)``."""

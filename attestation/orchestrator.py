@@ -32,7 +32,7 @@ from attestation.mutual import present_orchestrator
 from attestation.orchestrator_state import OrchestratorState, SessionId, state_file
 from attestation.package_desk import PackageDesk, PublishedPackage
 from attestation.package_keys import RecipientPublic
-from attestation.release_desk import ReleaseDesk
+from attestation.release_desk import Grant, ReleaseDesk
 from attestation.roster import Member, Query, Roster
 from attestation.run_secret import create_secret, destroy_secret, kept_secret, load_secret, run_id_of
 from attestation.slices import DataCommitments, SliceBook, most_hosted
@@ -169,9 +169,13 @@ class EvidenceOrchestrator:
                 another epoch or was appraised by another policy, or a key was drawn as often as its quota says. The log
                 has the refusal.
         """
-        release = self._releases.release(member_id, epoch, virtual_workers)
+        return self.grant(member_id, epoch, virtual_workers).proved(self._log)
+
+    def grant(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> Grant:
+        """As :meth:`release`, for a caller that has its grants proved later, several under one signed head."""
+        grant = self._releases.grant(member_id, epoch, virtual_workers)
         self._hosted[member_id] = virtual_workers
-        return release
+        return grant
 
     def record_data(self, envelope: Envelope) -> None:
         """Record a worker's data commitments; the first of each virtual worker binds the run.

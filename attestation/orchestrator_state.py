@@ -190,6 +190,11 @@ class OrchestratorState:
             ),
         )
 
+    def mark_member(self, row: MemberRow) -> None:
+        """Change ``epoch`` and ``superseded`` of a member."""
+        values = (row.epoch, row.superseded, row.member_id)
+        self.db.execute("UPDATE members SET epoch = ?, superseded = ? WHERE member_id = ?", values)
+
     def drop_member(self, member_id: str) -> None:
         """Forget a member."""
         self.db.execute("DELETE FROM members WHERE member_id = ?", (member_id,))

@@ -8,8 +8,9 @@ before the refusal is told.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import NamedTuple
 
 from attestation.admissions import Admissions, Admitted, RunTerms
 from attestation.canonical import digest
@@ -17,6 +18,8 @@ from attestation.evidence_log import EvidenceLog
 from attestation.key_policy import DrawBook, KeyKind, KeyPolicy
 from attestation.key_release import KeyPackage, KeyRelease, RunKeys, released_body, seal_package
 from attestation.keys import IdentityKey
+from attestation.messages import Envelope
+from attestation.policy import Policy
 from attestation.sealed_data import SliceKeys
 from metrics.errors import EvidenceError
 
@@ -40,6 +43,35 @@ def refusals_logged(
         with transaction():
             log.append("release_refused", body)
         raise
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A release that is logged, and whose proof is still to come: a head that is signed later proves many at once.
+
+    Attributes:
+        sequence: of the log's entry that says so.
+        slices: see `KeyRelease`.
+    """
+
+    package: Envelope
+    sequence: int
+    slices: "Grant | None" = None
+
+    def proved(self, log: EvidenceLog) -> KeyRelease:
+        """The release, with the proof that ``log`` has it."""
+        slices = self.slices.proved(log) if self.slices else None
+        return KeyRelease(self.package, log.prove(self.sequence).encode(), slices)
+
+
+class _KeyTerms(NamedTuple):
+    policy: KeyPolicy
+    digest: bytes
+
+
+def _key_terms(policy: Policy, kind: KeyKind) -> _KeyTerms:
+    terms = KeyPolicy.of(kind, policy)
+    return _KeyTerms(terms, terms.digest())
 
 
 class ReleaseDesk:
@@ -75,48 +107,49 @@ class ReleaseDesk:
         self._slices = SliceKeys.open(terms.sealed) if terms.sealed is not None else None
         # All members of an epoch are told the same.
         self._commitments = cache(partial(self._keys.commitments, terms.key_context, terms.virtual_workers))
+        self._key_policy = cache(partial(_key_terms, terms.policy))
         begun = next(self._log.newest("session")).content
         self._policy_of_session = bytes.fromhex(begun["policy_digest"])
 
-    def release(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> KeyRelease:
-        """See `attestation.orchestrator.EvidenceOrchestrator.release`."""
-        slices = self._release_slices(member_id, epoch, virtual_workers)
+    def grant(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> Grant:
+        """See `attestation.orchestrator.EvidenceOrchestrator.grant`."""
+        slices = self._grant_slices(member_id, epoch, virtual_workers)
         with refusals_logged(self._log, self._transaction, member_id, KeyKind.VIRTUAL_WORKER):
-            key_terms = KeyPolicy.of(KeyKind.VIRTUAL_WORKER, self._terms.policy)
+            key_terms = self._key_policy(KeyKind.VIRTUAL_WORKER)
             keys = [self._keys.of(self._terms.key_context, v, epoch) for v in virtual_workers]
             plaintext = b"".join(key.stream.reveal() + key.data.reveal() for key in keys)
-            release = self._send(key_terms, member_id, epoch, virtual_workers, self._commitments(epoch), plaintext)
-        return replace(release, slices=slices)
+            grant = self._send(key_terms, member_id, epoch, virtual_workers, self._commitments(epoch), plaintext)
+        return replace(grant, slices=slices)
 
-    def _release_slices(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> KeyRelease | None:
+    def _grant_slices(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> Grant | None:
         """The keys of the slices of a sealed dataset; None if the data is not sealed."""
         if self._slices is None:
             return None
         with refusals_logged(self._log, self._transaction, member_id, KeyKind.DATASET):
-            key_terms = KeyPolicy.of(KeyKind.DATASET, self._terms.policy)
-            self._slices.require_policy(key_terms.evidence_policy)
+            key_terms = self._key_policy(KeyKind.DATASET)
+            self._slices.require_policy(key_terms.policy.evidence_policy)
             plaintext = b"".join(self._slices.of(v).reveal() for v in virtual_workers)
             commitments = self._slices.header.key_commitments
             return self._send(key_terms, member_id, epoch, virtual_workers, commitments, plaintext)
 
     def _send(
         self,
-        key_terms: KeyPolicy,
+        key_terms: _KeyTerms,
         member_id: str,
         epoch: int,
         virtual_workers: tuple[int, ...],
         commitments: tuple[bytes, ...],
         plaintext: bytes,
-    ) -> KeyRelease:
+    ) -> Grant:
         """Log the release of the keys in ``plaintext``, and seal them to the member."""
-        admitted = self._entitled(member_id, epoch, key_terms)
+        admitted = self._entitled(member_id, epoch, key_terms.policy)
         package = KeyPackage(
-            kind=key_terms.kind,
+            kind=key_terms.policy.kind,
             run_id=self._keys.run_id,
             session=self._session,
             member_id=member_id,
             manifest_digest=self._terms.manifest_digest,
-            policy_digest=key_terms.digest(),
+            policy_digest=key_terms.digest,
             nonce=admitted.presentation.nonce,
             evidence_digest=admitted.appraisal.evidence_digest,
             epoch=epoch,
@@ -125,11 +158,10 @@ class ReleaseDesk:
             ciphertext=b"",
         )
         with self._transaction():
-            self._draws.draw(key_terms, epoch, map(str, virtual_workers), self._session, member_id)
+            self._draws.draw(key_terms.policy, epoch, map(str, virtual_workers), self._session, member_id)
             self._admissions.keep(replace(admitted.row, epoch=epoch))
             entry = self._log.append("released", released_body(package))
-        proof = self._log.prove(entry.sequence).encode()
-        return KeyRelease(seal_package(package, plaintext, admitted.presentation.hpke_key, self._signer), proof)
+        return Grant(seal_package(package, plaintext, admitted.presentation.hpke_key, self._signer), entry.sequence)
 
     def open_checkpoint(self, info: bytes, opened: Callable[[], bytes]) -> bytes:
         """The data key of a sealed package of the run, which ``opened`` gives, logged before it leaves.
@@ -141,10 +173,10 @@ class ReleaseDesk:
             EvidenceError: ``release_denied`` if it was asked for as often as its quota says, or as ``opened``.
         """
         data_key, name = opened(), digest(info).hex()
-        terms = KeyPolicy.of(KeyKind.CHECKPOINT, self._terms.policy)
+        terms, terms_digest = self._key_policy(KeyKind.CHECKPOINT)
         with refusals_logged(self._log, self._transaction, "", terms.kind), self._transaction():
             self._draws.draw(terms, 0, (name,), self._session, "")
-            self._log.append("opened", {"kind": terms.kind.value, "package": name, "policy": terms.digest().hex()})
+            self._log.append("opened", {"kind": terms.kind.value, "package": name, "policy": terms_digest.hex()})
         return data_key
 
     def _entitled(self, member_id: str, epoch: int, terms: KeyPolicy) -> Admitted:

@@ -30,7 +30,7 @@ from attestation.evidence_desk import EvidenceDesk, Peer
 from attestation.evidence_pb2_grpc import EvidenceServicer, add_EvidenceServicer_to_server
 from attestation.refusals import SERVICE_NAME, status_of, trailing
 from attestation.service_limits import RateLimit, ServiceLimits
-from attestation.service_queue import ServiceQueue
+from attestation.service_queue import Afterwards, ServiceQueue
 from attestation.wire_messages import from_wire, release_to_wire, to_wire
 from metrics.errors import ConfigError, EvidenceError, RaycloakError
 
@@ -67,9 +67,10 @@ class _Servicer(EvidenceServicer):
     async def ReleaseKeys(  # noqa: N802
         self, request: wire.ReleaseKeysRequest, context: Context
     ) -> wire.ReleaseKeysReply:
-        def answer(peer: Peer) -> wire.ReleaseKeysReply:
+        def answer(peer: Peer) -> Afterwards[wire.ReleaseKeysReply]:
             wanted = tuple(request.virtual_workers)
-            return release_to_wire(self._desk.release_keys(peer, request.member_id, request.epoch, wanted))
+            grant = self._desk.grant_keys(peer, request.member_id, request.epoch, wanted)
+            return Afterwards(lambda: release_to_wire(self._desk.proved(grant)))
 
         return await self._answer(context, answer)
 
@@ -88,7 +89,7 @@ class _Servicer(EvidenceServicer):
 
         return await self._answer(context, answer)
 
-    async def _answer(self, context: Context, call: Callable[[Peer], R]) -> R:
+    async def _answer(self, context: Context, call: Callable[[Peer], R | Afterwards[R]]) -> R:
         """The answer to ``call``; a refusal becomes a status and its code in the trailing metadata."""
         refusal: RaycloakError
         try:

@@ -1,7 +1,8 @@
 """Calls to the orchestrator, one after the other, and many in one transaction.
 
 Each call alone would wait for the disk to confirm its record. Calls that wait at the same time are executed in one
-transaction and answered when that is on disk, so they share the wait.
+transaction and answered when that is on disk, so they share the wait; and what they put off until then, such as proofs
+under a signed head of the log, rests on the records of all of them.
 """
 
 import asyncio
@@ -11,12 +12,19 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from metrics.errors import EvidenceError, RaycloakError
 
 T = TypeVar("T")
 MAX_BATCH: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Afterwards(Generic[T]):
+    """What a call returns to answer with ``call()``, once its record and those of its batch are on disk."""
+
+    call: Callable[[], T]
 
 
 @dataclass(slots=True)
@@ -27,6 +35,24 @@ class _Call:
     done: "asyncio.Future[Any]"
     result: Any = None
     error: BaseException | None = None
+
+    def execute(self) -> None:
+        """Ask, unless it is too late; what is raised belongs to this call, and the others go on."""
+        if time.monotonic() >= self.until:
+            self.error = _late()
+        else:
+            self._note(self.call)
+
+    def finish(self) -> None:
+        """Do what was put off until the record is on disk."""
+        if isinstance(self.result, Afterwards):
+            self._note(self.result.call)
+
+    def _note(self, call: Callable[[], Any]) -> None:
+        try:
+            self.result = call()
+        except Exception as error:  # noqa: BLE001 - whatever it was, somebody waits for it
+            self.error = error
 
     def settle(self) -> None:
         """Hand the outcome to whoever waits, if anybody still does."""
@@ -65,8 +91,8 @@ class ServiceQueue:
         """Call ``told`` once, from the queue's thread, when nothing can be recorded any more."""
         self._on_failure = told
 
-    async def run(self, call: Callable[[], T], deadline_s: float) -> T:
-        """What ``call`` returns or raises; an event loop must be running.
+    async def run(self, call: Callable[[], T | Afterwards[T]], deadline_s: float) -> T:
+        """What ``call`` returns, at once or `Afterwards`, or raises; an event loop must be running.
 
         Raises:
             EvidenceError: ``busy`` if too many wait, ``deadline`` if it was not answered in time (it may still be
@@ -110,9 +136,12 @@ class ServiceQueue:
     def _execute(self, batch: list[_Call]) -> None:
         if self.failure is None:
             try:
-                with self._turn, self._transaction():
+                with self._turn:
+                    with self._transaction():
+                        for item in batch:
+                            item.execute()
                     for item in batch:
-                        _take(item)
+                        item.finish()
             except Exception as error:  # noqa: BLE001 - whatever it was, the record is not on disk
                 self.failure = error
                 self._on_failure()
@@ -121,16 +150,6 @@ class ServiceQueue:
                 item.error = EvidenceError(
                     "release_denied", "the orchestrator cannot write its record.", "See the log of the service."
                 )
-
-
-def _take(item: _Call) -> None:
-    if time.monotonic() >= item.until:
-        item.error = _late()
-        return
-    try:
-        item.result = item.call()
-    except Exception as error:  # noqa: BLE001 - it belongs to this call, and the others go on
-        item.error = error
 
 
 def _settle(items: list[_Call]) -> None:

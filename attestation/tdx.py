@@ -15,23 +15,18 @@ from typing import Any, Final, NoReturn
 
 import dcap_qvl
 
-from attestation.certificates import check_links, common_name, ecdsa_is_valid, point, signed_by
+from attestation.certificates import check_links, common_name, ecdsa_is_valid, point, remembered, signed_by
 from attestation.evidence import Collateral, EvidenceClass, Refusal, refuse, require_class
 from attestation.floors import NO_FLOORS, Fact, Floors, check_not_older, evaluation_fact
 from attestation.quote_format import TdxQuote, parse_quote
 from attestation.roots import Anchor, anchor_of
 from attestation.tdx_collateral import (
     TdxDocuments,
-    check_documents,
     check_evaluation_number,
     check_family,
-    check_revocation,
-    check_roles,
-    check_windows,
-    crl_facts,
     documents_for,
     linked_chains,
-    load_crls,
+    settle,
 )
 from attestation.tdx_platform import TdxPlatform, read_platform
 from attestation.tdx_rating import TdxRating, rate
@@ -115,13 +110,9 @@ def verify_tdx(
         raise nameless
     check_family(documents, platform)
     _check_quote(parsed, documents)
-    check_documents(documents, chains)
-    crls = load_crls(documents.raw, chains)
-    check_roles(chains)
-    check_revocation(crls, chains)
-    expires_at = check_windows(documents, chains, crls, now)
+    expires_at, crl_facts = settle(documents, chains, now)
     number = check_evaluation_number(documents, rules.min_tcb_evaluation_data_number)
-    facts = (evaluation_fact(anchor.root_key_id, number), *crl_facts(crls, chains))
+    facts = (evaluation_fact(anchor.root_key_id, number), *crl_facts)
     check_not_older(facts, floors)
     rating = rate(parsed, platform, documents.tcb_info, documents.qe_identity, rules)
     _check_guest(parsed, rules)
@@ -226,16 +217,10 @@ def _check_again(
     quote: TdxQuote, collateral: Collateral, anchor: Anchor, now: int, rules: TdxRules, number: int
 ) -> None:
     """Ask dcap-qvl for the whole verification, under the same rules."""
-    # Every setter returns a new object; a result that is dropped would be a limit that does not exist.
-    policy = dcap_qvl.QuotePolicy.strict(now).allow_dynamic_platform(True).allow_cached_keys(True).allow_smt(True)
-    policy = policy.min_tcb_eval_data_number(number).reject_advisories(list(rules.rejected_advisories))
-    policy = policy.platform_grace_period(_FOREVER_S).qe_grace_period(_FOREVER_S)
-    for status in rules.tcb_statuses:
-        policy = policy.allow_status(status)
-    fields = {name: getattr(collateral, name) for name in Collateral.model_fields}
     try:
         verifier = dcap_qvl.QuoteVerifier(anchor.root_der)
-        claims = verifier.verify_with_policy(quote.raw, dcap_qvl.QuoteCollateralV3(**fields), now, policy)
+        policy = _library_policy(rules, number, now)
+        claims = verifier.verify_with_policy(quote.raw, _library_collateral(collateral), now, policy)
     except ValueError as error:
         _refuse_by_text(str(error))
     rating = json.loads(claims.to_json())
@@ -248,6 +233,21 @@ def _check_again(
     }
     if not found <= set(rules.tcb_statuses):
         refuse(Refusal.TCB_STATUS, f"the quote verifier finds the TCB status {sorted(found)}")
+
+
+def _library_policy(rules: TdxRules, number: int, now: int) -> dcap_qvl.QuotePolicy:
+    # Every setter returns a new object; a result that is dropped would be a limit that does not exist.
+    policy = dcap_qvl.QuotePolicy.strict(now).allow_dynamic_platform(True).allow_cached_keys(True).allow_smt(True)
+    policy = policy.min_tcb_eval_data_number(number).reject_advisories(list(rules.rejected_advisories))
+    policy = policy.platform_grace_period(_FOREVER_S).qe_grace_period(_FOREVER_S)
+    for status in rules.tcb_statuses:
+        policy = policy.allow_status(status)
+    return policy
+
+
+@remembered
+def _library_collateral(collateral: Collateral) -> dcap_qvl.QuoteCollateralV3:
+    return dcap_qvl.QuoteCollateralV3(**{name: getattr(collateral, name) for name in Collateral.model_fields})
 
 
 # The quote is refused whatever the library's text is; the text only selects the name of the refusal.

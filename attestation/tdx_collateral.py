@@ -22,6 +22,7 @@ from attestation.certificates import (
     key_id,
     load_chain,
     load_crl,
+    remembered,
     signed_by,
 )
 from attestation.evidence import Collateral, Refusal, refuse
@@ -36,7 +37,7 @@ PCK_ISSUERS: Final = ("Intel SGX PCK Platform CA", "Intel SGX PCK Processor CA")
 Chain = tuple[x509.Certificate, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # each is read once, so that it stands for its bytes
 class TdxDocuments:
     """The two signed documents, read; their signatures are checked by :func:`check_documents`."""
 
@@ -81,6 +82,7 @@ def documents_for(platform: TdxPlatform | None, collateral: Sequence[Collateral]
     return next(own, found[0] if found else None)
 
 
+@remembered
 def linked_chains(pck: Chain, collateral: Collateral, root_key_id: bytes) -> TdxChains:
     """The chains, each of which leads to the root with that key.
 
@@ -109,6 +111,22 @@ def check_family(documents: TdxDocuments, platform: TdxPlatform) -> None:
     if documents.fmspc != platform.fmspc.hex() or str(info.get("pceId", "")).lower() != platform.pce_id.hex():
         family = f"{platform.fmspc.hex()}, the collateral of {documents.fmspc}"
         refuse(Refusal.PLATFORM_MISMATCH, f"the platform is of family {family}")
+
+
+@remembered
+def settle(documents: TdxDocuments, chains: TdxChains, now: int) -> tuple[int, tuple[Fact, ...]]:
+    """What holds of collateral and chains at ``now``, whatever quote they are for: signatures, roles, nothing revoked.
+
+    Returns: the unix second at which something of this stops being valid, and the numbers of the revocation lists.
+
+    Raises:
+        EvidenceError: ``evidence_tampered``, ``signer_role``, ``revoked`` or ``collateral_stale``.
+    """
+    check_documents(documents, chains)
+    crls = load_crls(documents.raw, chains)
+    check_roles(chains)
+    check_revocation(crls, chains)
+    return check_windows(documents, chains, crls, now), crl_facts(crls, chains)
 
 
 def check_documents(documents: TdxDocuments, chains: TdxChains) -> None:
@@ -199,6 +217,7 @@ def check_evaluation_number(documents: TdxDocuments, floor: int) -> int:
     return min(int(number) for number in numbers if number is not None)
 
 
+@remembered
 def _read_documents(collateral: Collateral) -> TdxDocuments | None:
     try:
         tcb_info, qe_identity = json.loads(collateral.tcb_info), json.loads(collateral.qe_identity)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import dcap_qvl
 
+from attestation.certificates import remembered
 from attestation.evidence import Refusal, refuse
 
 _EXTENSION = "1.2.840.113741.1.13.1"
@@ -38,6 +39,7 @@ class TdxPlatform:
         return self.instance_id or self.ppid
 
 
+@remembered
 def read_platform(chain_pem: bytes) -> TdxPlatform:
     """The platform of the first certificate in ``chain_pem``; EvidenceError ``platform_mismatch`` if it names none."""
     try:

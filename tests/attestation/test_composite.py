@@ -7,7 +7,7 @@ import pytest
 
 from attestation.appraisal import Appraisal
 from attestation.eat import claims_set
-from attestation.enrolment import check_enrolment
+from attestation.enrolment import Enrolment, check_enrolment
 from attestation.evidence import EvidenceClass
 from attestation.gpu_set import gpu_nonce
 from attestation.policy import Policy
@@ -113,6 +113,18 @@ def test_two_workers_on_one_platform_are_refused_unless_the_policy_allows_them(s
     three = replace(one, member_id="worker-2")
     assert code(site.policy.model_copy(update={"workers_per_platform": 2}), one, two, three) == "peer_not_bound"
     assert code(site.policy.model_copy(update={"workers_per_platform": None}), one, two, three) is None
+
+
+def test_who_is_dropped_or_comes_again_takes_up_no_second_place(site: Site) -> None:
+    enrolment, one = Enrolment(), site.appraise(site.presentation())
+    for _ in range(2):
+        enrolment.check(one, site.policy)
+        enrolment.put(one)
+    two = replace(one, member_id="worker-1")
+    with pytest.raises(EvidenceError, match="peer_not_bound"):
+        enrolment.check(two, site.policy)
+    enrolment.drop(one.member_id)
+    enrolment.check(two, site.policy)
 
 
 def test_a_gpu_is_enrolled_once(site: Site) -> None:

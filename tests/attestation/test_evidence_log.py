@@ -84,6 +84,21 @@ def test_every_entry_is_proved_under_the_head(log: EvidenceLog) -> None:
         log.prove(7)
 
 
+def test_proofs_share_one_signed_head_until_something_is_appended_or_undone(
+    log: EvidenceLog, connection: sqlite3.Connection
+) -> None:
+    fill(log, 3)
+    first, second = log.prove(0), log.prove(2)
+    assert first.head is second.head is log.head()
+    connection.execute("SAVEPOINT part")
+    log.append("undone", {})
+    assert log.prove(1).head.open(KEY.public).length == 4
+    connection.execute("ROLLBACK TO part")
+    log.append("done", {})
+    proof = log.prove(3)
+    assert proof.check(KEY.public, RUN)[0].kind == "done"
+
+
 def test_a_later_head_extends_every_earlier_one_and_no_other(log: EvidenceLog, connection: sqlite3.Connection) -> None:
     other, heads = EvidenceLog(connection, "run-2", KEY), [log.position()]
     for number in range(9):

@@ -338,6 +338,16 @@ def test_a_key_is_drawn_no_more_often_than_its_quota_also_after_a_restart(desk):
     assert refusal(desk.orchestrator.release, "worker-1", 0, (0,)) == "release_denied"
 
 
+def test_draws_that_an_older_version_counted_count_too(desk):
+    desk.quotas = KeyQuotas(per_run=2)
+    desk.admit("worker-0", "worker-1")
+    desk.orchestrator.release("worker-0", 0, (0,))
+    desk.orchestrator.release("worker-0", 0, (0,))
+    desk.orchestrator._state.db.execute("DROP TABLE draw_totals")
+    desk.restart()
+    assert refusal(desk.orchestrator.release, "worker-1", 0, (0,)) == "release_denied"
+
+
 def test_a_policy_changed_after_appraisal_releases_nothing(desk):
     desk.admit("worker-0")
     desk.orchestrator.release("worker-0", 0, (0,))

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from attestation.service_queue import ServiceQueue
+from attestation.service_queue import Afterwards, ServiceQueue
 from metrics.errors import EvidenceError, ProtocolError
 
 
@@ -56,6 +56,43 @@ def test_calls_that_wait_together_share_a_transaction_and_are_answered_after_it(
 
     assert asyncio.run(ask()) == (0, [(0, 1), (1, 1), (2, 1)])
     assert book.ended == 2
+
+
+def test_what_is_put_off_happens_once_all_of_its_batch_is_on_disk(book, calls):
+    executed = []
+
+    def put_off(i):
+        executed.append(i)
+        return Afterwards(lambda: (i, book.ended, len(executed)))
+
+    async def ask():
+        book.may_go_on.clear()
+        first = asyncio.ensure_future(calls.run(lambda: None, 20))
+        await asyncio.to_thread(book.entered.wait)
+        later = [asyncio.ensure_future(calls.run(lambda i=i: put_off(i), 20)) for i in range(3)]
+        await asyncio.sleep(0)
+        book.may_go_on.set()
+        await first
+        return await asyncio.gather(*later)
+
+    assert asyncio.run(ask()) == [(0, 2, 3), (1, 2, 3), (2, 2, 3)]
+
+
+def test_what_is_put_off_is_not_done_without_a_record_and_fails_for_its_call_alone(book, calls):
+    done = []
+
+    def refuse():
+        raise ProtocolError("malformed", "no")
+
+    async def ask():
+        putting_off = (calls.run(lambda each=each: Afterwards(each), 20) for each in (refuse, lambda: 7))
+        error, answer = await asyncio.gather(*putting_off, return_exceptions=True)
+        book.fails = True
+        with pytest.raises(EvidenceError, match="release_denied"):
+            await calls.run(lambda: Afterwards(lambda: done.append(1)), 20)
+        return error.code, answer, done
+
+    assert asyncio.run(ask()) == ("malformed", 7, [])
 
 
 def test_an_error_belongs_to_its_call_alone(calls):

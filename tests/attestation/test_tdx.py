@@ -51,6 +51,14 @@ def quote(session: Session) -> bytes:
     return session.platform.quote(REPORT_DATA, MEASUREMENT)
 
 
+def test_what_was_found_of_collateral_before_is_judged_at_every_time_anew(session: Session, quote: bytes) -> None:
+    end = verify(session, quote).expires_at
+    assert verify(session, quote, now=end - 1).expires_at == verify(session, quote).expires_at
+    assert refusal(session, quote, now=end) == "collateral_stale"
+    assert refusal(session, quote, now=NOW - 10**8) == "collateral_stale"
+    assert refusal(session, quote) is None
+
+
 def test_a_simulated_quote_passes_with_the_class_of_its_root(session: Session, quote: bytes) -> None:
     claims = verify(session, quote)
     assert claims.evidence_class is EvidenceClass.SIMULATED
