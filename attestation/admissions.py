@@ -12,7 +12,6 @@ from attestation.eat import claims_set
 from attestation.enrolment import Enrolment
 from attestation.evidence import Challenge, CollateralBundle, Presentation, Role
 from attestation.evidence_log import EvidenceLog
-from attestation.fact_book import FactBook
 from attestation.messages import Envelope
 from attestation.nonce_book import NonceBook
 from attestation.orchestrator_state import MemberRow, OrchestratorState
@@ -86,7 +85,7 @@ class Admissions:
         self._state = state
         self._log = log
         self._nonces = NonceBook(state.db)
-        self._facts = FactBook(state.db)
+        self._facts = state.facts
         self._revocations = Revocations(state.db, log)
         self._run_id = run_id
         self._clock = clock

@@ -218,6 +218,15 @@ def crl_number(crl: x509.CertificateRevocationList) -> int | None:
         return None
 
 
+def crl_scope(crl: x509.CertificateRevocationList) -> str:
+    """Where an issuer with several lists says that it publishes this one (RFC 5280, 5.2.5); empty if it does not."""
+    try:
+        names = crl.extensions.get_extension_for_class(x509.IssuingDistributionPoint).value.full_name or ()
+    except (x509.ExtensionNotFound, *_UNREADABLE):
+        return ""
+    return " ".join(sorted(str(name.value) for name in names))
+
+
 def check_not_revoked(crl: x509.CertificateRevocationList, certificates: Sequence[x509.Certificate]) -> None:
     """None of ``certificates`` is on the list; EvidenceError ``revoked`` otherwise."""
     for certificate in certificates:

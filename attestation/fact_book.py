@@ -1,49 +1,66 @@
-"""What a verifier must not forget: the highest number of every kind of collateral it has seen, and the time.
+"""What a site's verifiers must not forget: the highest number of every kind of collateral they saw, and the time.
 
-The book lives in a SQLite database that its owner opens, next to the nonces (`attestation.nonce_book`).
+The book is a SQLite file of its own beside the states of the site's runs, so that a run begins with what the runs
+before it have seen. Orchestrators of several runs may write to it at once.
 """
 
 import sqlite3
 from collections.abc import Iterable
 from contextlib import closing
+from pathlib import Path
 from typing import Final
 
 from attestation.evidence import Refusal, refuse
 from attestation.floors import Fact, Floors
 
-_SCHEMA = "CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, number INTEGER NOT NULL) WITHOUT ROWID"
-_NOW: Final = "time of the last appraisal"
-
+FACTS_FILE: Final = "facts.sqlite"
 CLOCK_TOLERANCE_S: Final = 120
 """Seconds by which a clock may be set back, as time services do, before evidence is refused."""
+
+_BUSY_DEADLINE_S: Final = 30.0
+_SCHEMA = "CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, number INTEGER NOT NULL) WITHOUT ROWID"
+# The highest number is chosen by the database, so that of two processes that write at once the higher number stays.
+_RAISE = "INSERT INTO facts VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET number = max(number, excluded.number)"
+_NOW: Final = "time of the last appraisal"
 
 
 class FactBook:
     """Numbers that only rise.
 
+    Guarantee: what was kept is on the disk when `keep` has returned, whatever becomes of the decision that it was for,
+    and no later call of any process lowers it.
+
     Args:
-        connection: open database. What is written inside a transaction of the owner's is durable when that commits;
-            outside of one, at once.
+        path: the site's book, mode 0600; created if absent.
     """
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
-        self._connection = connection
-        connection.execute(_SCHEMA)
+    def __init__(self, path: Path) -> None:
+        path.touch(mode=0o600)
+        self._db = sqlite3.connect(path, timeout=_BUSY_DEADLINE_S, isolation_level=None, check_same_thread=False)
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute("PRAGMA synchronous = FULL")
+        self._db.execute(_SCHEMA)
+
+    def close(self) -> None:
+        """Close the file; the book cannot be used afterwards."""
+        self._db.close()
 
     def floors(self) -> Floors:
         """The highest number seen of each kind of collateral."""
-        with closing(self._connection.execute("SELECT name, number FROM facts WHERE name <> ?", (_NOW,))) as cursor:
-            return dict(cursor.fetchall())
+        numbers = self._numbers()
+        numbers.pop(_NOW, None)
+        return numbers
 
     def keep(self, facts: Iterable[Fact]) -> None:
         """Raise the floors to the numbers of collateral that verified; a lower number changes nothing."""
-        nested = self._connection.in_transaction
-        self._connection.executemany(
-            "INSERT INTO facts VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET number = max(number, excluded.number)",
-            list(facts),
-        )
-        if not nested:
-            self._connection.commit()
+        known = self._numbers()
+        # Most appraisals bring nothing new, and a transaction costs a write to the disk.
+        rising = [(name, number) for name, number in facts if number > known.get(name, -1)]
+        if rising:
+            with closing(self._db.cursor()) as cursor:
+                cursor.execute("BEGIN IMMEDIATE")
+                cursor.executemany(_RAISE, rising)
+                cursor.execute("COMMIT")
 
     def check_clock(self, now: int) -> None:
         """Note that an appraisal takes place at unix second ``now``.
@@ -54,13 +71,11 @@ class FactBook:
         Raises:
             EvidenceError: ``collateral_stale``.
         """
-        last = self._number(_NOW)
+        last = self._numbers().get(_NOW)
         if last is not None and now < last - CLOCK_TOLERANCE_S:
             refuse(Refusal.COLLATERAL_STALE, f"the verifier's clock says {now}, and said {last} before")
         if last is None or now > last:
             self.keep([(_NOW, now)])
 
-    def _number(self, name: str) -> int | None:
-        with closing(self._connection.execute("SELECT number FROM facts WHERE name = ?", (name,))) as cursor:
-            row = cursor.fetchone()
-        return int(row[0]) if row else None
+    def _numbers(self) -> dict[str, int]:
+        return dict(self._db.execute("SELECT name, number FROM facts").fetchall())

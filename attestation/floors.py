@@ -1,6 +1,7 @@
-"""Numbers of a vendor's collateral that may only rise: evaluation numbers of TCB info, numbers of revocation lists.
+"""Numbers of a vendor's collateral that may only rise: evaluation numbers of documents, numbers of revocation lists.
 
-A fact is named after its root or issuer, so that a simulator's numbers say nothing about a vendor's. Whoever verifies
+A fact is named after its root or issuer, so that a simulator's numbers say nothing about a vendor's, and after the
+document or list that it is the number of: vendors publish for each platform family in its own time. Whoever verifies
 keeps the highest it has seen of each (`attestation.fact_book`); the check itself is a pure function.
 """
 
@@ -19,14 +20,23 @@ Floors = Mapping[str, int]
 NO_FLOORS: Final[Floors] = MappingProxyType({})
 
 
-def evaluation_fact(root_key_id: bytes, number: int) -> Fact:
-    """``tcbEvaluationDataNumber`` of the collateral under one root."""
-    return f"evaluation number under {root_key_id.hex()[:16]}", number
+def evaluation_fact(root_key_id: bytes, document: str, number: int) -> Fact:
+    """``tcbEvaluationDataNumber`` of one document under one root."""
+    return f"evaluation number of the {document} under {root_key_id.hex()[:16]}", number
 
 
-def crl_fact(issuer_key_id: bytes, number: int) -> Fact:
-    """Number of an issuer's revocation list."""
-    return f"revocation list of {issuer_key_id.hex()[:16]}", number
+def crl_fact(issuer_key_id: bytes, scope: str, number: int) -> Fact:
+    """Number of an issuer's revocation list; ``scope`` tells the lists of one issuer apart."""
+    of = f" for {scope}" if scope else ""
+    return f"revocation list of {issuer_key_id.hex()[:16]}{of}", number
+
+
+def highest(facts: Sequence[Fact]) -> tuple[Fact, ...]:
+    """Of facts of one name the highest, as of two editions of one list the newer one counts."""
+    found: dict[str, int] = {}
+    for name, number in facts:
+        found[name] = max(number, found.get(name, number))
+    return tuple(found.items())
 
 
 def check_not_older(facts: Sequence[Fact], floors: Floors) -> None:

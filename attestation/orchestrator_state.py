@@ -1,7 +1,8 @@
 """What an orchestrator keeps of one run, so that its next incarnation goes on where it stopped.
 
 It hides the SQLite file and its tables. One run has one file; beside these tables it holds the evidence log and the
-nonces, so that a decision, its record and what it used up are one transaction.
+nonces, so that a decision, its record and what it used up are one transaction. What outlives the run is in the file of
+`attestation.fact_book`.
 
 Guarantee: what a transaction wrote survives a crash of process and machine (WAL with full sync) once it has ended, and
 none of it exists if it did not.
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from attestation.fact_book import FACTS_FILE, FactBook
 from attestation.messages import Envelope
 from attestation.roster import Query
 
@@ -85,6 +87,9 @@ class OrchestratorState:
     """The file of one run, mode 0600; created if absent.
 
     Everything that writes must be called inside :meth:`transaction`.
+
+    Attributes:
+        facts: what all runs of the folder have seen; a file of its own, and no part of a transaction here.
     """
 
     def __init__(self, path: Path) -> None:
@@ -93,9 +98,11 @@ class OrchestratorState:
         self.db.execute("PRAGMA journal_mode = WAL")
         self.db.execute("PRAGMA synchronous = FULL")
         self.db.executescript(_SCHEMA)
+        self.facts = FactBook(path.parent / FACTS_FILE)
 
     def close(self) -> None:
         """Close the file; the state cannot be used afterwards."""
+        self.facts.close()
         self.db.close()
 
     @contextmanager

@@ -21,6 +21,7 @@ from attestation.certificates import (
     common_name,
     crl_issuer,
     crl_number,
+    crl_scope,
     key_id,
     load_crl,
     order_chain,
@@ -28,7 +29,7 @@ from attestation.certificates import (
     signed_by,
 )
 from attestation.evidence import EvidenceClass, Refusal, refuse, require_class
-from attestation.floors import NO_FLOORS, Fact, Floors, check_not_older, crl_fact
+from attestation.floors import NO_FLOORS, Fact, Floors, check_not_older, crl_fact, highest
 from attestation.roots import Anchor, anchor_of
 from attestation.snp_endorsement import LAYOUTS, Layout, certified_hardware_id, certified_tcb, issuer_role
 from attestation.snp_report import KeyKind, SnpReport, parse_report
@@ -56,7 +57,7 @@ class SnpClaims:
         generation, key_kind: of the machine and of the endorsement key.
         reported_tcb: 8 bytes; ``firmware`` has them in words.
         policy: 64-bit guest policy. host_data: 32 bytes that the host chose at launch.
-        facts: number of the root's revocation list, if there is one; it may only rise.
+        facts: numbers of the root's revocation lists, if there are any; they may only rise.
         expires_at: unix seconds at which a certificate or a revocation list stops being valid.
         hwmodel, dbgstat: the claims of RFC 9711 of these names.
     """
@@ -222,10 +223,10 @@ def _check_windows(
 
 
 def _crl_facts(endorsement: _Endorsement, lists: Sequence[x509.CertificateRevocationList]) -> tuple[Fact, ...]:
-    """The highest number of the root's lists; AMD's roots publish one list for each kind of key."""
+    """The number of each list of the root, which publishes one for each kind of key."""
     root = endorsement.chain[-1]
-    numbers = [number for crl in lists if crl.issuer == root.subject and (number := crl_number(crl)) is not None]
-    return (crl_fact(key_id(root), max(numbers)),) if numbers else ()
+    own = [(crl_scope(crl), crl_number(crl)) for crl in lists if crl.issuer == root.subject]
+    return highest([crl_fact(key_id(root), scope, number) for scope, number in own if number is not None])
 
 
 def _check_firmware(report: SnpReport, endorsement: _Endorsement, rules: SnpRules) -> None:

@@ -140,17 +140,19 @@ class SimulatedAmd:
         revoked: Sequence[x509.Certificate] = (),
         number: int = CRL_NUMBER,
         signer: "SimulatedAmd | None" = None,
+        scope: str = "",
     ) -> bytes:
         """The root's revocation list at unix second ``now``, valid from one hour before to 30 days after.
 
         Args:
             signer: another vendor's root signs it, in this one's name.
+            scope: the address at which it is published; empty for a list that states none.
         """
         instant = datetime.fromtimestamp(now, UTC)
         start, end = instant - timedelta(seconds=COLLATERAL_AGE_S), instant + timedelta(seconds=COLLATERAL_LIFETIME_S)
         key = (signer or self)._root.key
         serials = [serial_number(certificate) for certificate in revoked]
-        return new_amd_crl(Authority(key, self._root.certificate), serials, start, end, number)
+        return new_amd_crl(Authority(key, self._root.certificate), serials, (start, end), number, scope)
 
 
 class SimulatedMachine:

@@ -117,10 +117,17 @@ def new_endorsement(
     return certificate if variant.serial else _with_serial_zero(certificate, issuer.key)
 
 
-def new_amd_crl(issuer: Authority, revoked: Sequence[int], start: datetime, end: datetime, number: int) -> bytes:
-    """DER of a revocation list of the serial numbers ``revoked``."""
+def new_amd_crl(
+    issuer: Authority, revoked: Sequence[int], window: tuple[datetime, datetime], number: int, scope: str = ""
+) -> bytes:
+    """DER of a revocation list of the serial numbers ``revoked``, published at the address ``scope``."""
+    start, end = window
     builder = x509.CertificateRevocationListBuilder().issuer_name(issuer.certificate.subject)
     builder = builder.last_update(start).next_update(end).add_extension(x509.CRLNumber(number), critical=False)
+    if scope:
+        names = [x509.UniformResourceIdentifier(scope)]
+        point = x509.IssuingDistributionPoint(names, None, False, False, None, False, False)
+        builder = builder.add_extension(point, critical=True)
     for serial in revoked:
         entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(start).build()
         builder = builder.add_revoked_certificate(entry)

@@ -17,16 +17,16 @@ import dcap_qvl
 
 from attestation.certificates import check_links, common_name, ecdsa_is_valid, point, remembered, signed_by
 from attestation.evidence import Collateral, EvidenceClass, Refusal, refuse, require_class
-from attestation.floors import NO_FLOORS, Fact, Floors, check_not_older, evaluation_fact
+from attestation.floors import NO_FLOORS, Fact, Floors, check_not_older
 from attestation.quote_format import TdxQuote, parse_quote
 from attestation.roots import Anchor, anchor_of
 from attestation.tdx_collateral import (
-    TdxDocuments,
-    check_evaluation_number,
     check_family,
     documents_for,
+    evaluation_facts,
     linked_chains,
     settle,
+    with_newest_lists,
 )
 from attestation.tdx_platform import TdxPlatform, read_platform
 from attestation.tdx_rating import TdxRating, rate
@@ -52,7 +52,7 @@ class TdxClaims:
         report_data: 64 bytes that the guest chose.
         platform_id: platform instance id, 16 bytes; the PPID where the certificate has none.
         tcb_status: the first status of platform, TDX module and quoting enclave that is not ``UpToDate``.
-        evaluation_number: ``tcbEvaluationDataNumber`` of the collateral.
+        evaluation_number: the lower ``tcbEvaluationDataNumber`` of the two documents.
         facts: numbers of the collateral that may only rise.
         expires_at: unix seconds at which collateral or a certificate stops being valid.
         hwmodel, dbgstat: the claims of RFC 9711 of these names.
@@ -103,23 +103,25 @@ def verify_tdx(
     platform, nameless = _platform_of(parsed)
     documents = documents_for(platform, collateral)
     if documents is None:
-        _check_quote(parsed, None)
+        _check_quote(parsed, {})
         refuse(Refusal.COLLATERAL_STALE, "there is no readable collateral for a TDX quote")
     chains = linked_chains(parsed.chain, documents.raw, anchor.root_key_id)
     if platform is None:
         raise nameless
     check_family(documents, platform)
-    _check_quote(parsed, documents)
+    _check_quote(parsed, documents.qe_identity)
+    documents = with_newest_lists(documents, chains, tuple(collateral))
     expires_at, crl_facts = settle(documents, chains, now)
-    number = check_evaluation_number(documents, rules.min_tcb_evaluation_data_number)
-    facts = (evaluation_fact(anchor.root_key_id, number), *crl_facts)
+    numbers = evaluation_facts(documents, anchor.root_key_id, rules.min_tcb_evaluation_data_number)
+    facts = (*numbers, *crl_facts)
     check_not_older(facts, floors)
+    number = min(found for _, found in numbers)
     rating = rate(parsed, platform, documents.tcb_info, documents.qe_identity, rules)
     _check_guest(parsed, rules)
     _check_configuration(platform, rules)
     if not _guest_needs_tolerance(parsed):
         _check_again(parsed, documents.raw, anchor, now, rules, number)
-    return _claims(parsed, platform, rating, anchor, expires_at, facts)
+    return _claims(parsed, platform, rating, anchor, (expires_at, number), facts)
 
 
 def _select_anchor(quote: TdxQuote, anchors: Sequence[Anchor], accepted: Collection[EvidenceClass]) -> Anchor:
@@ -148,13 +150,16 @@ def _platform_of(quote: TdxQuote) -> tuple[TdxPlatform | None, EvidenceError]:
         return None, error
 
 
-def _check_quote(quote: TdxQuote, documents: TdxDocuments | None) -> None:
-    """The quoting enclave is the vendor's and certified the attestation key, which signed the quote."""
+def _check_quote(quote: TdxQuote, qe_identity: dict[str, Any]) -> None:
+    """The quoting enclave is the vendor's and certified the attestation key, which signed the quote.
+
+    An identity that cannot be read is empty, and is refused later; the vendor's id in the quote is signed, so a change
+    of it is found as one.
+    """
     certified = hashlib.sha256(quote.attestation_key + quote.authentication_data).digest() + bytes(32)
     if quote.qe_report[320:384] != certified:
         refuse(Refusal.ATTESTATION_KEY_UNCERTIFIED, "the quoting enclave did not certify the attestation key")
-    described = documents is None or _is_the_enclave(quote.qe_report, documents.qe_identity)
-    if quote.qe_vendor != QE_VENDOR or not described:
+    if qe_identity and not _is_the_enclave(quote.qe_report, qe_identity):
         refuse(Refusal.ATTESTATION_KEY_UNCERTIFIED, "the quoting enclave is not the one of the QE identity")
     key = point(quote.attestation_key)
     signatures = {
@@ -164,6 +169,8 @@ def _check_quote(quote: TdxQuote, documents: TdxDocuments | None) -> None:
     for what, holds in signatures.items():
         if not holds:
             refuse(Refusal.EVIDENCE_TAMPERED, f"the signature over the {what} does not hold")
+    if quote.qe_vendor != QE_VENDOR:
+        refuse(Refusal.ATTESTATION_KEY_UNCERTIFIED, "the quoting enclave is of another vendor than Intel")
 
 
 def _is_the_enclave(report: bytes, identity: dict[str, Any]) -> bool:
@@ -271,10 +278,10 @@ def _claims(
     platform: TdxPlatform,
     rating: TdxRating,
     anchor: Anchor,
-    expires_at: int,
+    collateral: tuple[int, int],
     facts: tuple[Fact, ...],
 ) -> TdxClaims:
-    number = facts[0][1]
+    expires_at, number = collateral
     debug = bool(quote.td_attributes & _DEBUG)
     advisories = f", {' '.join(rating.advisory_ids)}" if rating.advisory_ids else ""
     return TdxClaims(

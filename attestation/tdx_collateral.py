@@ -5,7 +5,7 @@ One check per stage, so that the verifier can take them in its order. Nothing is
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -19,6 +19,7 @@ from attestation.certificates import (
     check_root,
     common_name,
     crl_number,
+    crl_scope,
     key_id,
     load_chain,
     load_crl,
@@ -26,7 +27,7 @@ from attestation.certificates import (
     signed_by,
 )
 from attestation.evidence import Collateral, Refusal, refuse
-from attestation.floors import Fact, crl_fact
+from attestation.floors import Fact, crl_fact, evaluation_fact
 from attestation.tdx_platform import TdxPlatform
 from metrics.errors import EvidenceError
 
@@ -39,7 +40,11 @@ Chain = tuple[x509.Certificate, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)  # each is read once, so that it stands for its bytes
 class TdxDocuments:
-    """The two signed documents, read; their signatures are checked by :func:`check_documents`."""
+    """The two signed documents, read; their signatures are checked by :func:`check_documents`.
+
+    A document that cannot be read is empty here: whether it was tampered with, its signature says, which is judged
+    first; one without a validity is stale.
+    """
 
     raw: Collateral
     tcb_info: dict[str, Any]
@@ -76,10 +81,45 @@ class TdxCrls:
 
 
 def documents_for(platform: TdxPlatform | None, collateral: Sequence[Collateral]) -> TdxDocuments | None:
-    """The documents for the platform's family, else any that can be read; None if there are none."""
-    found = [each for each in map(_read_documents, collateral) if each is not None]
-    own = (each for each in found if platform is not None and each.fmspc == platform.fmspc.hex())
-    return next(own, found[0] if found else None)
+    """The documents for the platform's family, else any that can be read, else any; None if there are none."""
+    found = [_read_documents(each) for each in collateral]
+    own = [each for each in found if platform is not None and each.fmspc == platform.fmspc.hex()]
+    readable = [each for each in found if each.tcb_info]
+    return next(iter((*own, *readable, *found)), None)
+
+
+@remembered
+def with_newest_lists(documents: TdxDocuments, chains: TdxChains, collateral: tuple[Collateral, ...]) -> TdxDocuments:
+    """The documents with the newest editions of their two revocation lists that any of ``collateral`` has.
+
+    Collateral of several families, fetched at different times, has the lists of common issuers in several editions.
+    """
+    raw = documents.raw
+    others = [each for each in collateral if each != raw]
+    newest = {
+        "root_ca_crl": _newest(raw.root_ca_crl, [each.root_ca_crl for each in others], chains.pck[-1]),
+        "pck_crl": _newest(raw.pck_crl, [each.pck_crl for each in others], chains.pck_crl[0]),
+    }
+    changed = {name: der for name, der in newest.items() if der != getattr(raw, name)}
+    return replace(documents, raw=raw.model_copy(update=changed)) if changed else documents
+
+
+def _newest(own: bytes, others: Sequence[bytes], issuer: x509.Certificate) -> bytes:
+    """The list with the highest number of ``own`` and what ``issuer`` signed of ``others`` for the same purpose."""
+    best, scope = _edition(own, issuer)
+    for der in dict.fromkeys(others):
+        number, found = _edition(der, issuer)
+        if best is not None and number is not None and found == scope and number > best:
+            own, best = der, number
+    return own
+
+
+def _edition(der: bytes, issuer: x509.Certificate) -> tuple[int | None, str]:
+    try:
+        crl = load_crl(der, issuer, "")
+    except EvidenceError:
+        return None, ""
+    return crl_number(crl), crl_scope(crl)
 
 
 @remembered
@@ -104,8 +144,10 @@ def linked_chains(pck: Chain, collateral: Collateral, root_key_id: bytes) -> Tdx
 
 
 def check_family(documents: TdxDocuments, platform: TdxPlatform) -> None:
-    """The TCB info is that of TDX platforms of this family; EvidenceError ``platform_mismatch`` otherwise."""
+    """The TCB info, if it can be read, is that of this family; EvidenceError ``platform_mismatch`` otherwise."""
     info = documents.tcb_info
+    if not info:
+        return
     if info.get("id") != "TDX":
         refuse(Refusal.PLATFORM_MISMATCH, f"the TCB info is about {info.get('id')} platforms, not TDX")
     if documents.fmspc != platform.fmspc.hex() or str(info.get("pceId", "")).lower() != platform.pce_id.hex():
@@ -164,8 +206,10 @@ def load_crls(collateral: Collateral, chains: TdxChains) -> TdxCrls:
 def crl_facts(crls: TdxCrls, chains: TdxChains) -> tuple[Fact, ...]:
     """The numbers of the lists that are there and have one."""
     lists = ((crls.root, chains.pck[-1]), (crls.pck, chains.pck_crl[0]))
-    numbered = [(crl_number(crl), issuer) for crl, issuer in lists if crl is not None]
-    return tuple(crl_fact(key_id(issuer), number) for number, issuer in numbered if number is not None)
+    numbered = [(crl, crl_number(crl), issuer) for crl, issuer in lists if crl is not None]
+    return tuple(
+        crl_fact(key_id(issuer), crl_scope(crl), number) for crl, number, issuer in numbered if number is not None
+    )
 
 
 def check_roles(chains: TdxChains) -> None:
@@ -208,24 +252,33 @@ def check_windows(documents: TdxDocuments, chains: TdxChains, crls: TdxCrls, now
     return int(min(ends).timestamp())
 
 
-def check_evaluation_number(documents: TdxDocuments, floor: int) -> int:
-    """The lower of the two evaluation numbers; EvidenceError ``collateral_rollback`` if it is below ``floor``."""
-    both = (documents.tcb_info, documents.qe_identity)
-    numbers = [document.get("tcbEvaluationDataNumber") for document in both]
-    if not all(type(number) is int and number >= floor for number in numbers):
+def evaluation_facts(documents: TdxDocuments, root_key_id: bytes, floor: int) -> tuple[Fact, Fact]:
+    """The evaluation numbers of TCB info and QE identity, each under the name of what it is about.
+
+    Raises:
+        EvidenceError: ``collateral_rollback`` if one of them is below ``floor``, or no number.
+    """
+    numbers = [document.get("tcbEvaluationDataNumber") for document in (documents.tcb_info, documents.qe_identity)]
+    tcb_info, qe_identity = (number if type(number) is int else -1 for number in numbers)
+    if min(tcb_info, qe_identity) < floor:
         refuse(Refusal.COLLATERAL_ROLLBACK, f"collateral of evaluation number {numbers} where {floor} is the lowest")
-    return min(int(number) for number in numbers if number is not None)
+    return (
+        evaluation_fact(root_key_id, f"TCB info for {documents.fmspc}", tcb_info),
+        evaluation_fact(root_key_id, f"QE identity {documents.qe_identity.get('id')}", qe_identity),
+    )
 
 
 @remembered
-def _read_documents(collateral: Collateral) -> TdxDocuments | None:
+def _read_documents(collateral: Collateral) -> TdxDocuments:
+    return TdxDocuments(collateral, _read(collateral.tcb_info), _read(collateral.qe_identity))
+
+
+def _read(text: str) -> dict[str, Any]:
     try:
-        tcb_info, qe_identity = json.loads(collateral.tcb_info), json.loads(collateral.qe_identity)
+        document = json.loads(text)
     except (ValueError, RecursionError):
-        return None
-    if not isinstance(tcb_info, dict) or not isinstance(qe_identity, dict):
-        return None
-    return TdxDocuments(collateral, tcb_info, qe_identity)
+        return {}
+    return document if isinstance(document, dict) else {}
 
 
 def _document_window(document: dict[str, Any], now: datetime) -> datetime:

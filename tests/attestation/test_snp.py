@@ -357,6 +357,17 @@ def test_a_list_below_the_highest_number_seen_is_a_rollback(bench: Bench) -> Non
     assert bench.refusal(debug, floors=higher) == "collateral_rollback"
 
 
+def test_lists_of_two_kinds_of_key_have_a_floor_each(bench: Bench) -> None:
+    """One root publishes both, and numbers each for itself."""
+    first, second = (bench.amd.crl(NOW, number=number, scope=f"https://x/{number}") for number in (5, 9))
+    facts = bench.verify(bench.report(), crls=(first, second)).facts
+    assert sorted(number for _, number in facts) == [5, 9]
+    assert dict(facts) == dict(bench.verify(bench.report(), crls=(second, first)).facts)
+    assert bench.refusal(bench.report(), crls=(first,), floors=dict(facts)) is None
+    older = bench.amd.crl(NOW, number=4, scope="https://x/5")
+    assert bench.refusal(bench.report(), crls=(older, second), floors=dict(facts)) == "collateral_rollback"
+
+
 # Changed bytes
 
 

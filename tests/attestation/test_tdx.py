@@ -7,6 +7,7 @@ from typing import Any
 
 import dcap_qvl
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +15,8 @@ from attestation.evidence import Collateral, EvidenceClass
 from attestation.policy import Policy, simulated_policy
 from attestation.roots import INTEL_TDX_ANCHOR
 from attestation.simulator import COLLATERAL_AGE_S, COLLATERAL_LIFETIME_S, CollateralVariant, SimulatedVendor
-from attestation.simulator_platform import FMSPC, GENUINE, QuoteVariant
+from attestation.simulator_pki import new_platform_credential
+from attestation.simulator_platform import COMPONENT_SVNS, FMSPC, GENUINE, PCE_SVN, QuoteVariant, SimulatedPlatform
 from attestation.tdx import TdxClaims, verify_tdx
 from attestation.tdx_rules import TdxRules
 from metrics.errors import EvidenceError
@@ -29,7 +31,7 @@ def verify(session: Session, quote: bytes, **changes: Any) -> TdxClaims:
     collateral = changes.get("collateral", session.collateral.tdx[0])
     return verify_tdx(
         quote,
-        (collateral,),
+        changes.get("bundle", (collateral,)),
         anchors=changes.get("anchors", policy.anchors),
         accepted=policy.accepted_classes,
         rules=policy.tdx,
@@ -80,9 +82,8 @@ def test_no_change_to_a_signed_byte_passes(session: Session, quote: bytes) -> No
     for position in range(0, SIGNED_BYTES, 1 if os.environ.get("RAYCLOAK_LONG_SWEEP") else 3):
         changed = bytearray(quote)
         changed[position] ^= 1 << draw.randrange(8)
-        expected = "evidence_malformed" if position < 8 else None
-        code = refusal(session, bytes(changed))
-        assert code == expected or code in ("evidence_tampered", "attestation_key_uncertified"), position
+        expected = "evidence_malformed" if position < 8 else "evidence_tampered"
+        assert refusal(session, bytes(changed)) == expected, position
 
 
 @given(st.data())
@@ -100,15 +101,42 @@ COLLATERAL_BYTES = [name for name in Collateral.model_fields if not name.endswit
 
 
 @pytest.mark.parametrize("name", COLLATERAL_BYTES)
-def test_changed_collateral_is_refused(session: Session, quote: bytes, name: str) -> None:
+def test_changed_collateral_is_refused_as_tampered(session: Session, quote: bytes, name: str) -> None:
+    """A document is judged by its signature first, also where a change left no JSON, or another family's name."""
     draw = random.Random(name)
     original = getattr(session.collateral.tdx[0], name)
     raw = original.encode() if isinstance(original, str) else original
+    expected = {"evidence_tampered"}
+    if name.endswith("crl"):
+        expected.add("collateral_stale")  # a list that is no DER any more
+    if name == "tcb_info":
+        expected.add("platform_mismatch")  # of another family, which is judged before signatures
+    if name == "qe_identity":
+        expected.add("attestation_key_uncertified")  # of another enclave, likewise
     for _ in range(25):
         changed = bytearray(raw)
         changed[draw.randrange(len(raw))] ^= 1 << draw.randrange(7)
         value = changed.decode() if isinstance(original, str) else bytes(changed)
-        assert refusal(session, quote, collateral=session.collateral.tdx[0].model_copy(update={name: value}))
+        found = refusal(session, quote, collateral=session.collateral.tdx[0].model_copy(update={name: value}))
+        assert found in expected
+
+
+@pytest.mark.parametrize("name", ["tcb_info", "qe_identity"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"id": "TDX"'])
+def test_a_document_that_is_no_longer_json_is_tampered_not_stale(
+    session: Session, quote: bytes, name: str, text: str
+) -> None:
+    collateral = session.collateral.tdx[0].model_copy(update={name: text})
+    assert refusal(session, quote, collateral=collateral) == "evidence_tampered"
+
+
+def test_a_signed_document_that_is_not_readable_is_stale(session: Session, quote: bytes) -> None:
+    own = session.collateral.tdx[0]
+    for name in ("tcb_info", "qe_identity"):
+        for text in ("{", "{}", "[]"):
+            signature = session.vendor._tcb_signer.sign(text.encode())
+            unreadable = own.model_copy(update={name: text, f"{name}_signature": signature})
+            assert refusal(session, quote, collateral=unreadable) == "collateral_stale"
 
 
 @pytest.mark.parametrize(("name", "code"), [(name, "collateral_stale") for name in ("root_ca_crl", "pck_crl")])
@@ -191,12 +219,60 @@ def test_an_expired_document_beside_current_revocation_lists_is_stale(
 def test_collateral_below_the_floor_is_a_rollback(session: Session, quote: bytes) -> None:
     strict = with_tdx(session.policy, min_tcb_evaluation_data_number=19)
     facts = dict(verify(session, quote).facts)
-    assert set(facts.values()) == {18}
+    assert list(facts.values()) == [18] * 4  # TCB info, QE identity and two revocation lists
     assert refusal(session, quote, floors=facts) is None
     assert refusal(session, quote, floors={"of another root": 19}) is None
     for name in facts:
         assert refusal(session, quote, floors={name: 19}) == "collateral_rollback"
     assert refusal(session, quote, policy=strict) == "collateral_rollback"
+
+
+OTHER_FAMILY = bytes.fromhex("00806f050000")
+
+
+def test_the_floor_of_one_platform_family_is_none_for_another(session: Session, quote: bytes) -> None:
+    """Vendors publish for each family in its own time: 19 for one is no reason to refuse 18 for another."""
+    ahead = session.vendor.tdx_collateral(NOW, CollateralVariant(fmspc=OTHER_FAMILY, evaluation_number=19))
+    machine = replace_family(session.vendor, OTHER_FAMILY)
+    facts = dict(verify(session, machine.quote(REPORT_DATA, MEASUREMENT), collateral=ahead).facts)
+    of_family = {name: number for name, number in facts.items() if OTHER_FAMILY.hex() in name}
+    assert list(of_family.values()) == [19]
+    assert refusal(session, quote, floors=of_family) is None
+    newer_identity = {name: number for name, number in facts.items() if "TD_QE" in name}
+    assert refusal(session, quote, floors=newer_identity) == "collateral_rollback"
+
+
+def replace_family(vendor: SimulatedVendor, fmspc: bytes) -> SimulatedPlatform:
+    """A machine of another platform family under the same vendor."""
+    instance_id = bytes(range(16))
+    pck = new_platform_credential(
+        vendor._platform_ca,
+        ppid=bytes(16),
+        fmspc=fmspc,
+        instance_id=instance_id,
+        component_svns=COMPONENT_SVNS,
+        pce_svn=PCE_SVN,
+    )
+    issuers = vendor._platform_ca.pem + vendor._root.pem
+    return SimulatedPlatform(pck, generate_private_key(SECP256R1()), issuers, instance_id)
+
+
+def test_the_newest_list_of_a_common_issuer_counts_whichever_family_it_came_with(
+    session: Session, quote: bytes
+) -> None:
+    """Otherwise the older of two files of one bundle would be a rollback once the newer one was seen."""
+    revoking = CollateralVariant(fmspc=OTHER_FAMILY, evaluation_number=19, revoked_platforms=(session.platform,))
+    harmless = CollateralVariant(fmspc=OTHER_FAMILY, evaluation_number=19)
+    older = CollateralVariant(fmspc=OTHER_FAMILY, evaluation_number=17, revoked_platforms=(session.platform,))
+    own = session.collateral.tdx[0]
+    for variant, code in ((revoking, "revoked"), (harmless, None), (older, None)):
+        other = session.vendor.tdx_collateral(NOW, variant)
+        for bundle in ((own, other), (other, own)):
+            assert refusal(session, quote, bundle=bundle) == code
+    seen = verify(session, quote, bundle=(own, session.vendor.tdx_collateral(NOW, harmless))).facts
+    assert sorted(number for _, number in seen) == [18, 18, 19, 19]
+    foreign = SimulatedVendor.create().tdx_collateral(NOW, harmless)
+    assert refusal(session, quote, bundle=(own, foreign)) is None
 
 
 @pytest.mark.parametrize("name", ["allow_dynamic_platform", "allow_cached_keys", "allow_smt"])
