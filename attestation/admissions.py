@@ -4,8 +4,9 @@ Nonce, decision and log entry of an admission are one transaction, and a member 
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Final
 
 from attestation.appraisal import Appraisal, appraise, open_presentation
 from attestation.eat import claims_set
@@ -19,6 +20,11 @@ from attestation.policy import Policy
 from attestation.revocations import Revocations
 from attestation.sealed_data import SealedTerms
 from metrics.errors import EvidenceError
+
+OBSERVER: Final = "observer"
+"""Role of whoever may look, and gets no keys and no place in a roster."""
+OBSERVER_PREFIX: Final = "observer-"
+MAX_OBSERVERS: Final = 256
 
 RENEWED_AFTER = 2 / 3
 """Share of its life after which evidence is renewed; the rest is for members that are slow to answer."""
@@ -158,18 +164,18 @@ class Admissions:
     def review(self) -> MemberReview:
         """See `attestation.orchestrator.EvidenceOrchestrator.review`; in a transaction of the caller's."""
         self._revocations.record()
-        refusals = {i: self._revoked(each) for i, each in self._members.items()}
+        refusals = {i: self._revoked(each) for i, each in self._participants()}
         ages = [
             each.since + RENEWED_AFTER * (each.appraisal.expires_at - each.since)
-            for i, each in self._members.items()
+            for i, each in self._participants()
             if refusals[i] is None
         ]
         revoked = tuple((i, refusal.message) for i, refusal in refusals.items() if refusal is not None)
         return MemberReview(revoked, min(ages, default=math.inf) - self._clock())
 
     def view(self) -> OrchestratorView:
-        """Facts for metrics: admitted members by role, evidence class, earliest expiry per role."""
-        members = [admitted.appraisal for admitted in list(self._members.values())]
+        """Facts for metrics: members that take part by role, evidence class, earliest expiry per role."""
+        members = [admitted.appraisal for _, admitted in self._participants()]
         expiry: dict[str, int] = {}
         for appraisal in members:
             expiry[appraisal.role] = min(appraisal.expires_at, expiry.get(appraisal.role, appraisal.expires_at))
@@ -183,6 +189,23 @@ class Admissions:
     def _enter(self, admitted: Admitted) -> None:
         self._members[admitted.row.member_id] = admitted
         self._enrolment.put(admitted.appraisal)
+
+    def _participants(self) -> Iterator[tuple[str, Admitted]]:
+        """Everybody but observers, who renew their evidence themselves, or not."""
+        return ((i, each) for i, each in list(self._members.items()) if each.appraisal.role != OBSERVER)
+
+    def _make_room(self, newcomer: Appraisal) -> None:
+        """Forget observers whose evidence expired; EvidenceError ``busy`` if there are too many for another one."""
+        if newcomer.role != OBSERVER:
+            return
+        known = {i: each.appraisal for i, each in self._members.items() if each.appraisal.role == OBSERVER}
+        expired = {i for i, appraisal in known.items() if appraisal.expires_at <= self._clock()}
+        for member_id in expired:
+            self._state.drop_member(member_id)
+            del self._members[member_id]
+            self._enrolment.drop(member_id)
+        if len(known.keys() - expired - {newcomer.member_id}) >= MAX_OBSERVERS:
+            raise EvidenceError("busy", f"there are {MAX_OBSERVERS} observers already.", "Ask again later.")
 
     def _revoked(self, admitted: Admitted) -> EvidenceError | None:
         return self._revocations.find(admitted.appraisal.member_id, admitted.appraisal.platform_id)
@@ -207,6 +230,7 @@ class Admissions:
             self._facts.check_clock(self._clock())
             appraisal = self._appraise(envelope, presentation)
             self._facts.keep(appraisal.facts)
+            self._make_room(appraisal)
             if (revoked := self._revocations.find(claimed, appraisal.platform_id)) is not None:
                 raise revoked
             self._enrolment.check(appraisal, self._terms.policy)

@@ -22,6 +22,7 @@ from attestation.evidence import Challenge, Role
 from attestation.evidence_desk import AttestationResult
 from attestation.evidence_pb2_grpc import EvidenceStub
 from attestation.key_release import KeyRelease
+from attestation.log_entries import EntryProof, ExportedEntry, SignedHead
 from attestation.messages import Envelope, parse
 from attestation.refusals import SERVICE_NAME, refusal_in
 from attestation.wire_messages import from_wire, release_from_wire, to_wire
@@ -103,10 +104,14 @@ class EvidenceClient:
         request = wire.AttestRequest(presentation=to_wire(presentation), channel_signature=signature)
         return parse(AttestationResult, self._call(self._stub.Attest, request).result)
 
-    def release_keys(self, epoch: int, virtual_workers: Sequence[int] = ()) -> KeyRelease:
-        """The keys of the virtual workers this member hosts, or of some of them, and the proof that the log has it."""
+    def release_keys(self, epoch: int, virtual_workers: Sequence[int] = (), seen: int = 0) -> KeyRelease:
+        """The keys of the virtual workers this member hosts, or of some of them, and the proof that the log has it.
+
+        Args:
+            seen: entries under the newest head that this member has; see `attestation.log_watch.LogWatch`.
+        """
         request = wire.ReleaseKeysRequest(
-            member_id=self._attester.member_id, epoch=epoch, virtual_workers=virtual_workers
+            member_id=self._attester.member_id, epoch=epoch, virtual_workers=virtual_workers, seen=seen
         )
         return release_from_wire(self._call(self._stub.ReleaseKeys, request))
 
@@ -127,8 +132,35 @@ class EvidenceClient:
 
     def log(self, start: int = 0, limit: int = 1000) -> tuple[tuple[bytes, ...], bytes]:
         """Entries of the evidence log from position ``start``, and its signed head: lines as in an exported log."""
-        reply = self._call(self._stub.Log, wire.LogRequest(start=start, limit=limit))
+        reply = self._log(start=start, limit=limit)
         return tuple(reply.entries), reply.head
+
+    def prove_entry(self, sequence: int, size: int = 0) -> tuple[EntryProof, int]:
+        """An entry of the log, and the proof that it is one of the first ``size``, 0 for all.
+
+        Returns: the proof, whose head is the newest, and the size of the tree that its path is for. Where that is not
+            the head's own, `attestation.merkle.proves_inclusion` checks it against the root of a head of that size.
+
+        Raises:
+            ProtocolError: ``log_range`` if there is no such entry.
+        """
+        reply = self._log(start=sequence, limit=1, entry=wire.EntryInTree(sequence=sequence, size=size))
+        if len(reply.entries) != 1:
+            raise ProtocolError("malformed", f"entry {sequence} did not come with its proof")
+        entry, head = parse(ExportedEntry, reply.entries[0]), parse(SignedHead, reply.head)
+        return EntryProof(entry=entry, path=tuple(reply.inclusion.hashes), head=head), reply.inclusion.size
+
+    def prove_growth(self, old_size: int, size: int = 0) -> tuple[tuple[bytes, ...], SignedHead]:
+        """The proof that the first ``size`` entries, 0 for all, begin with the first ``old_size``; and the newest head.
+
+        Raises:
+            ProtocolError: ``log_range`` if the log has fewer entries.
+        """
+        reply = self._log(growth=wire.TreeGrowth(old_size=old_size, size=size))
+        return tuple(reply.consistency.hashes), parse(SignedHead, reply.head)
+
+    def _log(self, **fields: Any) -> Any:
+        return self._call(self._stub.Log, wire.LogRequest(member_id=self._attester.member_id, **fields))
 
     def is_serving(self) -> bool:
         """Whether the service says that it is well."""

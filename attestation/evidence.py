@@ -21,7 +21,7 @@ HPKE_KEY_BYTES = MLKEM_BYTES + 32
 REPORT_DATA_BYTES = 64
 MEASUREMENT_BYTES = 48
 
-Role = Literal["worker", "aggregator", "orchestrator"]
+Role = Literal["worker", "aggregator", "orchestrator", "observer"]
 QuoteFamily = Literal["tdx", "sev_snp"]
 Bytes32 = Annotated[bytes, Field(min_length=32, max_length=32)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
@@ -197,7 +197,7 @@ class Presentation(Message):
     @model_validator(mode="after")
     def _known_answer_fits_role(self) -> Self:
         if len(self.known_answer) != (32 if self.role == "worker" else 0):
-            raise ValueError("a worker presents a 32-byte known answer, an aggregator none")
+            raise ValueError("a worker presents a 32-byte known answer, any other role none")
         return self
 
 

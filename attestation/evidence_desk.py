@@ -7,12 +7,12 @@ member that it speaks for (`attestation/channel.py`). It knows nothing of gRPC.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, get_args
+from typing import ClassVar, NoReturn, Protocol
 
 from cryptography import x509
 from pydantic import JsonValue
 
-from attestation.admissions import Admissions, Admitted
+from attestation.admissions import OBSERVER, OBSERVER_PREFIX, Admissions, Admitted
 from attestation.appraisal import Appraisal, open_presentation
 from attestation.canonical import digest
 from attestation.channel import ChannelBinding, ChannelEnd, certificate_digest, is_channel_of, read_leaf
@@ -23,13 +23,13 @@ from attestation.key_policy import KeyKind
 from attestation.key_release import KeyRelease
 from attestation.keys import signature_is_valid
 from attestation.messages import Envelope, Message, parse
-from attestation.mutual import ORCHESTRATOR
 from attestation.release_desk import Grant, refusals_logged
 from attestation.roster import Roster
 from attestation.slices import DataCommitments
 from metrics.errors import EvidenceError, ProtocolError
 
 MAX_LOG_ENTRIES = 1000
+_ROLES: frozenset[str] = frozenset({"worker", "aggregator", OBSERVER})
 
 
 class AttestationResult(Message):
@@ -93,8 +93,16 @@ class Orchestrator(Protocol):
 
     def challenge(self, member_id: str, role: Role, identity_key: bytes = b"") -> Challenge: ...
     def admit(self, envelope: Envelope) -> Appraisal: ...
-    def grant(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> Grant: ...
+    def grant(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...], seen: int = 0) -> Grant: ...
     def record_data(self, envelope: Envelope) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TreePath:
+    """The hashes of a proof after RFC 9162, for the tree of ``size`` leaves."""
+
+    size: int
+    hashes: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +115,8 @@ class EvidenceDesk:
         hosted: the virtual workers that a member may have the keys of.
         newest_roster: the roster to show; None if there is none yet.
         now: unix seconds.
+        attests: roles that are attested over the service.
+        open_log: whether who knows the manifest may read the log; otherwise, only members.
     """
 
     run_id: str
@@ -118,24 +128,28 @@ class EvidenceDesk:
     hosted: Callable[[str], Sequence[int]]
     newest_roster: Callable[[], Envelope | None]
     now: Callable[[], int]
+    attests: tuple[Role, ...] = ("worker", "aggregator", OBSERVER)
+    open_log: bool = True
 
     def challenge(self, peer: Peer, member_id: str, role: str, identity_key: bytes) -> Challenge:
         """A nonce that only ``identity_key`` can use, if it certified the peer's end of the channel.
 
-        While a member's evidence is valid, its name is challenged over its own channels alone.
+        While a member's evidence is valid, its name is challenged over its own channels alone. Names of observers, and
+        only theirs, begin with ``observer-``: none of them can stand in the way of another member.
 
         Raises:
-            EvidenceError: ``peer_not_bound``.
+            EvidenceError: ``peer_not_bound``, or ``release_denied`` for a role that is not attested here.
             ProtocolError: ``malformed``.
         """
-        known = next((each for each in get_args(Role) if each == role != ORCHESTRATOR), None)
-        if known is None or not 1 <= len(member_id) <= 200:
-            raise ProtocolError("malformed", "a challenge is for a role of the protocol and a name of 1 to 200 letters")
+        is_name = 1 <= len(member_id) <= 200 and member_id.startswith(OBSERVER_PREFIX) == (role == OBSERVER)
+        if role not in _ROLES or not is_name:
+            raise ProtocolError("malformed", "a challenge is for a role of the protocol and a name that fits it")
+        known = next((each for each in self.attests if each == role), None)
+        if known is None:
+            raise EvidenceError("release_denied", f"this service attests no {role}: the run admits its own")
         if not is_channel_of(peer.certificate, identity_key):
             refuse(Refusal.PEER_NOT_BOUND, "the announced identity key did not certify this channel")
-        admitted = self.admissions.find(member_id)
-        is_other = admitted is not None and admitted.presentation.identity_key != identity_key
-        if admitted is not None and is_other and admitted.appraisal.expires_at > self.now():
+        if self._is_taken(member_id, identity_key):
             refuse(Refusal.PEER_NOT_BOUND, f"'{member_id}' is a member with another identity key")
         return self.orchestrator.challenge(member_id, known, identity_key)
 
@@ -157,11 +171,18 @@ class EvidenceDesk:
         certified = is_channel_of(peer.certificate, presentation.identity_key)
         signed = signature_is_valid(presentation.identity_key, binding.signed_bytes(), channel_signature)
         if not (certified and signed):
-            self._refuse_relayed(presentation)
+            self._refuse(presentation, "came over a channel that its identity key does not vouch for")
+        if self._is_taken(presentation.member_id, presentation.identity_key):
+            self._refuse(presentation, "is that of somebody else than the member of this name")
         return AttestationResult.of(self.run_id, self.orchestrator.admit(envelope))
 
-    def grant_keys(self, peer: Peer, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> Grant:
+    def grant_keys(
+        self, peer: Peer, member_id: str, epoch: int, virtual_workers: tuple[int, ...], seen: int = 0
+    ) -> Grant:
         """The keys of the virtual workers that the peer hosts, or of those it names; :meth:`proved` makes it an answer.
+
+        Args:
+            seen: as in `attestation.orchestrator.EvidenceOrchestrator.release`.
 
         Raises:
             EvidenceError: ``peer_not_bound``, or ``release_denied`` if it names one that it does not host, or as
@@ -173,7 +194,7 @@ class EvidenceDesk:
             wanted = tuple(sorted(set(virtual_workers))) or hosted
             if not wanted or not set(wanted) <= set(hosted):
                 refuse(Refusal.RELEASE_DENIED, f"'{member_id}' hosts {list(hosted)} and asked for {list(wanted)}")
-        return self.orchestrator.grant(member_id, epoch, wanted)
+        return self.orchestrator.grant(member_id, epoch, wanted, seen)
 
     def proved(self, grant: Grant) -> KeyRelease:
         """What a member is sent of a grant; grants that are proved with nothing logged in between share one head."""
@@ -183,24 +204,40 @@ class EvidenceDesk:
         """The newest roster and the presentations of its members; ``data`` is recorded first.
 
         Raises:
-            EvidenceError: ``peer_not_bound``, or as `record_data`.
-            ProtocolError: ``no_roster`` while there is none with the peer in it.
+            EvidenceError: ``peer_not_bound``, ``release_denied``, or as `record_data`.
+            ProtocolError: ``no_roster`` while there is none, or for anybody but an observer none with the peer in it.
         """
-        self._member(peer, member_id)
+        role = self._member(peer, member_id).appraisal.role
         if data is not None:
             if parse(DataCommitments, data.body).member_id != member_id:
                 refuse(Refusal.PEER_NOT_BOUND, f"'{member_id}' sent data commitments of another member")
             self.orchestrator.record_data(data)
         envelope = self.newest_roster()
         members = parse(Roster, envelope.body).members if envelope else ()
-        if envelope is None or member_id not in {member.member_id for member in members}:
+        if envelope is None or (role != OBSERVER and member_id not in {member.member_id for member in members}):
             raise ProtocolError("no_roster", f"there is no roster with '{member_id}' in it yet.", "Ask again later.")
         admitted = (self.admissions.find(member.member_id) for member in members)
         return envelope, tuple(each.row.presentation for each in admitted if each is not None)
 
-    def log_lines(self, start: int, limit: int) -> tuple[tuple[bytes, ...], bytes]:
-        """At most ``limit`` entries from position ``start``, and the signed head: lines as in an exported log."""
+    def log_lines(self, peer: Peer, member_id: str, start: int, limit: int) -> tuple[tuple[bytes, ...], bytes]:
+        """At most ``limit`` entries from position ``start``, and the signed head: lines as in an exported log.
+
+        Raises:
+            EvidenceError: ``peer_not_bound`` or ``release_denied`` if the log is for members, and the peer is none.
+        """
+        if not self.open_log:
+            self._member(peer, member_id)
         return self.log.lines(start, min(limit, MAX_LOG_ENTRIES)), self.log.head_line()
+
+    def inclusion(self, sequence: int, size: int) -> TreePath:
+        """That entry ``sequence`` is one of the first ``size``, 0 for all; ProtocolError ``log_range`` if it is not."""
+        size = size or len(self.log)
+        return _path(size, lambda: self.log.inclusion(sequence, size))
+
+    def consistency(self, old_size: int, size: int) -> TreePath:
+        """That the first ``size`` entries, 0 for all, begin with the first ``old_size``; errors as `inclusion`."""
+        size = size or len(self.log)
+        return _path(size, lambda: self.log.prove_extends(old_size, size))
 
     def _member(self, peer: Peer, member_id: str) -> Admitted:
         admitted = self.admissions.find(member_id)
@@ -208,10 +245,26 @@ class EvidenceDesk:
             raise EvidenceError("release_denied", f"'{member_id}' is not an admitted member")
         if not is_channel_of(peer.certificate, admitted.presentation.identity_key):
             refuse(Refusal.PEER_NOT_BOUND, f"this channel is not one of '{member_id}'")
+        if admitted.appraisal.expires_at <= self.now():
+            raise EvidenceError("release_denied", f"the evidence of '{member_id}' expired", "Present fresh evidence.")
         return admitted
 
-    def _refuse_relayed(self, presentation: Presentation) -> None:
+    def _is_taken(self, member_id: str, identity_key: bytes) -> bool:
+        """Whether a member with valid evidence and another identity key has this name."""
+        admitted = self.admissions.find(member_id)
+        if admitted is None or admitted.presentation.identity_key == identity_key:
+            return False
+        return admitted.appraisal.expires_at > self.now()
+
+    def _refuse(self, presentation: Presentation, why: str) -> NoReturn:
         name, code = presentation.member_id, Refusal.PEER_NOT_BOUND
         with self.transaction():
             self.log.append("refused", {"member_id": name, "code": code.value})
-        refuse(code, f"the evidence of '{name}' came over a channel that its identity key does not vouch for")
+        refuse(code, f"the evidence of '{name}' {why}")
+
+
+def _path(size: int, prove: Callable[[], tuple[bytes, ...]]) -> TreePath:
+    try:
+        return TreePath(size, prove())
+    except ValueError as error:
+        raise ProtocolError("log_range", f"{error}") from None

@@ -140,11 +140,19 @@ class EvidenceLog:
         entry = next(self._entries("AND sequence = ?", sequence))
         return EntryProof(entry=ExportedEntry.of(entry), path=path, head=self._signed(head))
 
+    def inclusion(self, sequence: int, length: int) -> tuple[bytes, ...]:
+        """The proof that entry ``sequence`` is one of the first ``length``; ValueError if not."""
+        self._require(length)
+        return merkle.inclusion_proof(sequence, length, self._subtree)
+
     def prove_extends(self, old_length: int, length: int) -> tuple[bytes, ...]:
         """The proof that the first ``length`` entries begin with the first ``old_length``; ValueError if not."""
+        self._require(length)
+        return merkle.consistency_proof(old_length, length, self._subtree)
+
+    def _require(self, length: int) -> None:
         if length > len(self):
             raise ValueError(f"the log has {len(self)} entries, not {length}")
-        return merkle.consistency_proof(old_length, length, self._subtree)
 
     def export(self, path: Path) -> None:
         """Write the log to ``path`` as JSON lines, the signed head as the last one. The file appears as a whole."""

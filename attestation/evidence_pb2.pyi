@@ -47,24 +47,28 @@ class AttestReply(_message.Message):
     def __init__(self, result: _Optional[bytes] = ...) -> None: ...
 
 class ReleaseKeysRequest(_message.Message):
-    __slots__ = ("member_id", "epoch", "virtual_workers")
+    __slots__ = ("member_id", "epoch", "virtual_workers", "seen")
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     VIRTUAL_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
     member_id: str
     epoch: int
     virtual_workers: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, member_id: _Optional[str] = ..., epoch: _Optional[int] = ..., virtual_workers: _Optional[_Iterable[int]] = ...) -> None: ...
+    seen: int
+    def __init__(self, member_id: _Optional[str] = ..., epoch: _Optional[int] = ..., virtual_workers: _Optional[_Iterable[int]] = ..., seen: _Optional[int] = ...) -> None: ...
 
 class ReleaseKeysReply(_message.Message):
-    __slots__ = ("package", "proof", "slices")
+    __slots__ = ("package", "proof", "slices", "extends")
     PACKAGE_FIELD_NUMBER: _ClassVar[int]
     PROOF_FIELD_NUMBER: _ClassVar[int]
     SLICES_FIELD_NUMBER: _ClassVar[int]
+    EXTENDS_FIELD_NUMBER: _ClassVar[int]
     package: SignedMessage
     proof: bytes
     slices: ReleaseKeysReply
-    def __init__(self, package: _Optional[_Union[SignedMessage, _Mapping]] = ..., proof: _Optional[bytes] = ..., slices: _Optional[_Union[ReleaseKeysReply, _Mapping]] = ...) -> None: ...
+    extends: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, package: _Optional[_Union[SignedMessage, _Mapping]] = ..., proof: _Optional[bytes] = ..., slices: _Optional[_Union[ReleaseKeysReply, _Mapping]] = ..., extends: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class RosterRequest(_message.Message):
     __slots__ = ("member_id", "data_commitments")
@@ -83,17 +87,51 @@ class RosterReply(_message.Message):
     def __init__(self, roster: _Optional[_Union[SignedMessage, _Mapping]] = ..., presentations: _Optional[_Iterable[_Union[SignedMessage, _Mapping]]] = ...) -> None: ...
 
 class LogRequest(_message.Message):
-    __slots__ = ("start", "limit")
+    __slots__ = ("start", "limit", "member_id", "entry", "growth")
     START_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    ENTRY_FIELD_NUMBER: _ClassVar[int]
+    GROWTH_FIELD_NUMBER: _ClassVar[int]
     start: int
     limit: int
-    def __init__(self, start: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
+    member_id: str
+    entry: EntryInTree
+    growth: TreeGrowth
+    def __init__(self, start: _Optional[int] = ..., limit: _Optional[int] = ..., member_id: _Optional[str] = ..., entry: _Optional[_Union[EntryInTree, _Mapping]] = ..., growth: _Optional[_Union[TreeGrowth, _Mapping]] = ...) -> None: ...
+
+class EntryInTree(_message.Message):
+    __slots__ = ("sequence", "size")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    size: int
+    def __init__(self, sequence: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
+
+class TreeGrowth(_message.Message):
+    __slots__ = ("old_size", "size")
+    OLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    old_size: int
+    size: int
+    def __init__(self, old_size: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
+
+class TreePath(_message.Message):
+    __slots__ = ("size", "hashes")
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    size: int
+    hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, size: _Optional[int] = ..., hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class LogReply(_message.Message):
-    __slots__ = ("entries", "head")
+    __slots__ = ("entries", "head", "inclusion", "consistency")
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
     HEAD_FIELD_NUMBER: _ClassVar[int]
+    INCLUSION_FIELD_NUMBER: _ClassVar[int]
+    CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
     entries: _containers.RepeatedScalarFieldContainer[bytes]
     head: bytes
-    def __init__(self, entries: _Optional[_Iterable[bytes]] = ..., head: _Optional[bytes] = ...) -> None: ...
+    inclusion: TreePath
+    consistency: TreePath
+    def __init__(self, entries: _Optional[_Iterable[bytes]] = ..., head: _Optional[bytes] = ..., inclusion: _Optional[_Union[TreePath, _Mapping]] = ..., consistency: _Optional[_Union[TreePath, _Mapping]] = ...) -> None: ...

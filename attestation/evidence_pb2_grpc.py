@@ -92,14 +92,14 @@ class EvidenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Roster(self, request, context):
-        """The newest roster that the caller is in, with the evidence of its members.
+        """The newest roster that the caller is in, with the evidence of its members; any roster for an observer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Log(self, request, context):
-        """A stretch of the evidence log, and its signed head.
+        """A stretch of the evidence log, its signed head, and proofs after RFC 9162, sections 2.1.3 and 2.1.4.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

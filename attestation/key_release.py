@@ -28,7 +28,8 @@ from attestation.evidence import MLKEM_BYTES
 from attestation.hybrid_signature import SignerPublic
 from attestation.key_policy import KeyKind, KeyPolicy
 from attestation.keys import IdentityKey, Purpose, Secret, derive
-from attestation.log_entries import EntryProof
+from attestation.log_entries import EntryProof, LogHead
+from attestation.log_watch import LogWatch
 from attestation.messages import Envelope, Message, open_envelope, parse, seal
 from attestation.policy import Policy
 from metrics.errors import EvidenceError
@@ -118,11 +119,18 @@ class KeyRelease:
         package: a signed :class:`KeyPackage`.
         proof: an `attestation.log_entries.EntryProof` of the release, encoded.
         slices: the same of the keys of the slices, where the data is sealed.
+        extends: proof that the head in ``proof`` extends the one that the member had seen; empty if it had seen none.
     """
 
     package: Envelope
     proof: bytes
     slices: "KeyRelease | None" = None
+    extends: tuple[bytes, ...] = ()
+
+    @property
+    def log_length(self) -> int:
+        """Entries under the head in ``proof``, for whoever passes the release on; ProtocolError ``malformed``."""
+        return parse(LogHead, parse(EntryProof, self.proof).head.head).length
 
 
 def released_body(package: KeyPackage) -> dict[str, JsonValue]:
@@ -204,6 +212,7 @@ class ReleaseTerms:
     Attributes:
         orchestrator: of the manifest; it signs packages and heads of the log.
         policy: the run's.
+        watch: heads of the log that the member has seen; None for one that remembers nothing.
     """
 
     orchestrator: SignerPublic
@@ -211,6 +220,7 @@ class ReleaseTerms:
     member_id: str
     manifest_digest: bytes
     policy: Policy
+    watch: LogWatch | None = None
 
     def open(self, release: KeyRelease, kind: KeyKind, hpke_key: HpkeKey) -> tuple[KeyPackage, bytes]:
         """The package and its plaintext, but for commitments to the keys in it."""
@@ -220,7 +230,9 @@ class ReleaseTerms:
             raise EvidenceError("key_package_mismatch", "the key package is for another run, member or manifest")
         if (package.kind, package.policy_digest) != (kind, KeyPolicy.of(kind, self.policy).digest()):
             raise EvidenceError("key_package_mismatch", "the key package is of another kind, or under another policy")
-        entry, _ = parse(EntryProof, release.proof).check(self.orchestrator, self.run_id)
+        entry, head = parse(EntryProof, release.proof).check(self.orchestrator, self.run_id)
+        if self.watch is not None:
+            self.watch.accept(head, release.extends)
         if (entry.kind, entry.content) != ("released", released_body(package)):
             raise EvidenceError("release_not_logged", f"entry {entry.sequence} of the log is not this release")
         return package, hpke_key.open(package.ciphertext, package.info())
@@ -254,7 +266,7 @@ def open_keys(
     Raises:
         ProtocolError: ``signature`` or ``malformed``.
         EvidenceError: ``key_package_mismatch``, ``key_not_for_us`` or ``key_not_committed``; ``log_broken`` or
-            ``release_not_logged`` if the log does not have the release.
+            ``release_not_logged`` if the log does not have the release; ``log_forked`` if it is another than before.
     """
     package, plaintext = terms.open(release, KeyKind.VIRTUAL_WORKER, hpke_key)
     in_manifest = package.epoch < len(key_commitments)

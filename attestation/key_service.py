@@ -36,9 +36,9 @@ class KeyService:
         """See `EvidenceOrchestrator.admit`."""
         return self.orchestrator.admit(envelope)
 
-    def grant(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> Grant:
+    def grant(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...], seen: int = 0) -> Grant:
         """As `EvidenceOrchestrator.grant`, once per attestation."""
-        grant = self.orchestrator.grant(member_id, epoch, virtual_workers)
+        grant = self.orchestrator.grant(member_id, epoch, virtual_workers, seen)
         self.orchestrator.expel(member_id, "has its keys")
         return grant
 

@@ -34,6 +34,7 @@ from attestation.package_desk import PackageDesk, PublishedPackage
 from attestation.package_keys import RecipientPublic
 from attestation.release_desk import Grant, ReleaseDesk
 from attestation.roster import Member, Query, Roster
+from attestation.run_hosting import RunHosting
 from attestation.run_secret import create_secret, destroy_secret, kept_secret, load_secret, run_id_of
 from attestation.slices import DataCommitments, SliceBook, most_hosted
 from attestation.static_hosting import StaticHosting
@@ -59,7 +60,7 @@ class EvidenceOrchestrator:
         self._session = SessionId()
         self._generated_secret: Path | None = None
         self._roster: Envelope | None = None
-        self._hosted: dict[str, tuple[int, ...]] = {}
+        self._hosting = RunHosting()
 
     def open_run(self, secret_file: str | None, run_id: str | None = None) -> tuple[str, SignerPublic]:
         """Read the run secret, or generate one; returns (run id, the orchestrator's public keys).
@@ -159,22 +160,25 @@ class EvidenceOrchestrator:
         """
         return self._admissions.admit(envelope)
 
-    def release(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> KeyRelease:
+    def release(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...], seen: int = 0) -> KeyRelease:
         """Seal the keys of ``virtual_workers`` in ``epoch`` to an admitted worker, logged before they leave.
 
-        Returns: the sealed keys, and the proof that the log has the release.
+        Args:
+            seen: entries under the newest head of the log that the member was shown.
+
+        Returns: the sealed keys, and the proof that the log has the release and extends what the member has seen.
 
         Raises:
             EvidenceError: ``release_denied`` if the member is not an admitted worker, its evidence has expired, served
-                another epoch or was appraised by another policy, or a key was drawn as often as its quota says. The log
-                has the refusal.
+                another epoch or was appraised by another policy, or a key was drawn as often as its quota says;
+                ``log_forked`` if the member has seen more of the log than there is. The log has the refusal.
         """
-        return self.grant(member_id, epoch, virtual_workers).proved(self._log)
+        return self.grant(member_id, epoch, virtual_workers, seen).proved(self._log)
 
-    def grant(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> Grant:
+    def grant(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...], seen: int = 0) -> Grant:
         """As :meth:`release`, for a caller that has its grants proved later, several under one signed head."""
-        grant = self._releases.grant(member_id, epoch, virtual_workers)
-        self._hosted[member_id] = virtual_workers
+        grant = self._releases.grant(member_id, epoch, virtual_workers, seen)
+        self._hosting.released(member_id, virtual_workers)
         return grant
 
     def record_data(self, envelope: Envelope) -> None:
@@ -232,6 +236,7 @@ class EvidenceOrchestrator:
             )
             body = {"query": query, "step": step, "attempt": attempt, "digest": roster.digest().hex()}
             self._log.append("roster", body)
+        self._hosting.rostered(hosting)
         self._roster = seal(roster, self._key)
         return self._roster
 
@@ -262,6 +267,7 @@ class EvidenceOrchestrator:
     def expel(self, member_id: str, cause: str) -> None:
         """Remove a member; it gets no keys and no roster entry any more."""
         self._admissions.expel(member_id, cause)
+        self._hosting.expelled(member_id)
 
     def review(self) -> MemberReview:
         """Log what was revoked since, and say who of the members is, and when the others have to present anew.
@@ -337,7 +343,7 @@ class EvidenceOrchestrator:
 
         Args:
             hosting: who hosts what where no coordinator says so; by default, a member gets over the service only the
-                keys that were last released to it, and the newest roster that was opened.
+                keys that the run gave it, and the newest roster that was opened.
         """
         return EvidenceDesk(
             run_id=self._run_id,
@@ -346,7 +352,7 @@ class EvidenceOrchestrator:
             admissions=self._admissions,
             log=self._log,
             transaction=self._state.transaction,
-            hosted=hosting.hosted if hosting else lambda member_id: self._hosted.get(member_id, ()),
+            hosted=hosting.hosted if hosting else self._hosting.of,
             newest_roster=hosting.rosters(self, self._admissions) if hosting else lambda: self._roster,
             now=self._now,
         )

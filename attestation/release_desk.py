@@ -18,6 +18,7 @@ from attestation.evidence_log import EvidenceLog
 from attestation.key_policy import DrawBook, KeyKind, KeyPolicy
 from attestation.key_release import KeyPackage, KeyRelease, RunKeys, released_body, seal_package
 from attestation.keys import IdentityKey
+from attestation.log_watch import forked
 from attestation.messages import Envelope
 from attestation.policy import Policy
 from attestation.sealed_data import SliceKeys
@@ -52,15 +53,21 @@ class Grant:
     Attributes:
         sequence: of the log's entry that says so.
         slices: see `KeyRelease`.
+        seen: entries under the newest head that the member was shown.
     """
 
     package: Envelope
     sequence: int
     slices: "Grant | None" = None
+    seen: int = 0
 
     def proved(self, log: EvidenceLog) -> KeyRelease:
-        """The release, with the proof that ``log`` has it."""
-        slices = self.slices.proved(log) if self.slices else None
+        """The release, with the proof that ``log`` has it, and extends what the member has seen."""
+        extends = log.prove_extends(self.seen, len(log))
+        if self.slices is None:
+            return KeyRelease(self.package, log.prove(self.sequence).encode(), extends=extends)
+        # The member opens the slices first, so both are under the head that it has seen then.
+        slices = replace(self.slices, seen=self.seen).proved(log)
         return KeyRelease(self.package, log.prove(self.sequence).encode(), slices)
 
 
@@ -111,15 +118,21 @@ class ReleaseDesk:
         begun = next(self._log.newest("session")).content
         self._policy_of_session = bytes.fromhex(begun["policy_digest"])
 
-    def grant(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> Grant:
+    def grant(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...], seen: int) -> Grant:
         """See `attestation.orchestrator.EvidenceOrchestrator.grant`."""
+        self._require_seen(member_id, seen)
         slices = self._grant_slices(member_id, epoch, virtual_workers)
         with refusals_logged(self._log, self._transaction, member_id, KeyKind.VIRTUAL_WORKER):
             key_terms = self._key_policy(KeyKind.VIRTUAL_WORKER)
             keys = [self._keys.of(self._terms.key_context, v, epoch) for v in virtual_workers]
             plaintext = b"".join(key.stream.reveal() + key.data.reveal() for key in keys)
             grant = self._send(key_terms, member_id, epoch, virtual_workers, self._commitments(epoch), plaintext)
-        return replace(grant, slices=slices)
+        return replace(grant, slices=slices, seen=seen)
+
+    def _require_seen(self, member_id: str, seen: int) -> None:
+        with refusals_logged(self._log, self._transaction, member_id, KeyKind.VIRTUAL_WORKER):
+            if seen > len(self._log):
+                raise forked(f"{member_id} has seen {seen} entries, and there are {len(self._log)}")
 
     def _grant_slices(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> Grant | None:
         """The keys of the slices of a sealed dataset; None if the data is not sealed."""

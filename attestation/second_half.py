@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from attestation.attester import Attester
 from attestation.client import EvidenceClient
 from attestation.key_release import ReleaseTerms, VirtualWorkerKeys, open_keys
+from attestation.log_watch import LogWatch
 from attestation.policy import Policy
 from attestation.service_contract import ServiceContract
 from metrics.errors import EvidenceError
@@ -18,6 +19,7 @@ def fetch_halves(
     policy: Policy,
     epoch: int,
     virtual_workers: Sequence[int],
+    watch: LogWatch,
 ) -> Mapping[int, VirtualWorkerKeys]:
     """The owner's halves of ``virtual_workers`` in ``epoch``, for fresh evidence of ``attester``.
 
@@ -26,6 +28,7 @@ def fetch_halves(
     Args:
         address: ``host:port`` of the service.
         attester: keys that are shown to no other service.
+        watch: what was seen of the service's log before.
 
     Raises:
         EvidenceError: the service's refusal, ``release_denied`` if it does not answer, ``key_package_mismatch`` if
@@ -36,8 +39,8 @@ def fetch_halves(
         address, manifest_digest=terms, orchestrator_key=contract.orchestrator_key, attester=attester
     ) as client:
         client.attest(attester.present(client.challenge(), terms, contract.known_answer))
-        release = client.release_keys(epoch, virtual_workers)
-    of = ReleaseTerms(contract.orchestrator, contract.run_id, attester.member_id, terms, policy)
+        release = client.release_keys(epoch, virtual_workers, watch.length)
+    of = ReleaseTerms(contract.orchestrator, contract.run_id, attester.member_id, terms, policy, watch)
     of_epoch, halves = open_keys(release, of, hpke_key=attester.hpke, key_commitments=contract.key_commitments)
     if (of_epoch, set(halves)) != (epoch, set(virtual_workers)):
         raise EvidenceError("key_package_mismatch", "the key service gave keys of another epoch or virtual worker")

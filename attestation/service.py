@@ -31,6 +31,7 @@ from attestation.evidence_pb2_grpc import EvidenceServicer, add_EvidenceServicer
 from attestation.refusals import SERVICE_NAME, status_of, trailing
 from attestation.service_limits import RateLimit, ServiceLimits
 from attestation.service_queue import Afterwards, ServiceQueue
+from attestation.turns import Turn
 from attestation.wire_messages import from_wire, release_to_wire, to_wire
 from metrics.errors import ConfigError, EvidenceError, RaycloakError
 
@@ -69,7 +70,7 @@ class _Servicer(EvidenceServicer):
     ) -> wire.ReleaseKeysReply:
         def answer(peer: Peer) -> Afterwards[wire.ReleaseKeysReply]:
             wanted = tuple(request.virtual_workers)
-            grant = self._desk.grant_keys(peer, request.member_id, request.epoch, wanted)
+            grant = self._desk.grant_keys(peer, request.member_id, request.epoch, wanted, request.seen)
             return Afterwards(lambda: release_to_wire(self._desk.proved(grant)))
 
         return await self._answer(context, answer)
@@ -84,8 +85,14 @@ class _Servicer(EvidenceServicer):
 
     async def Log(self, request: wire.LogRequest, context: Context) -> wire.LogReply:  # noqa: N802
         def answer(peer: Peer) -> wire.LogReply:
-            entries, head = self._desk.log_lines(request.start, request.limit)
-            return wire.LogReply(entries=entries, head=head)
+            entries, head = self._desk.log_lines(peer, request.member_id, request.start, request.limit)
+            paths = {}
+            if request.HasField("entry"):
+                paths["inclusion"] = self._desk.inclusion(request.entry.sequence, request.entry.size)
+            if request.HasField("growth"):
+                paths["consistency"] = self._desk.consistency(request.growth.old_size, request.growth.size)
+            proofs = {name: wire.TreePath(size=path.size, hashes=path.hashes) for name, path in paths.items()}
+            return wire.LogReply(entries=entries, head=head, **proofs)
 
         return await self._answer(context, answer)
 
@@ -140,7 +147,7 @@ class EvidenceServer:
         manifest_digest: bytes,
         bind: str,
         limits: ServiceLimits | None = None,
-        turn: "threading.RLock | None" = None,
+        turn: Turn | None = None,
     ) -> Self:
         """Serve ``desk`` at ``bind`` (``host:port``; port 0 takes a free one) until :meth:`stop`.
 
@@ -151,7 +158,7 @@ class EvidenceServer:
             ConfigError: ``bind`` if the address cannot be listened on.
         """
         limits = limits or ServiceLimits()
-        queue = ServiceQueue(desk.transaction, turn or threading.RLock(), limits.pending_calls)
+        queue = ServiceQueue(desk.transaction, turn or Turn(), limits.pending_calls)
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=loop.run_forever, name="evidence-service", daemon=True)
         thread.start()

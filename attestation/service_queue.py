@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
+from attestation.turns import Turn
 from metrics.errors import EvidenceError, RaycloakError
 
 T = TypeVar("T")
@@ -76,9 +77,7 @@ class ServiceQueue:
         max_pending: calls that may wait; more are refused.
     """
 
-    def __init__(
-        self, transaction: Callable[[], AbstractContextManager[None]], turn: threading.RLock, max_pending: int
-    ) -> None:
+    def __init__(self, transaction: Callable[[], AbstractContextManager[None]], turn: Turn, max_pending: int) -> None:
         self._transaction = transaction
         self._turn = turn
         self._waiting: queue.Queue[_Call | None] = queue.Queue(max_pending)

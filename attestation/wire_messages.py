@@ -1,5 +1,7 @@
 """Between signed envelopes and the messages of `attestation/evidence.proto`, whose bytes stay as they were signed."""
 
+from dataclasses import replace
+
 from attestation import evidence_pb2 as wire
 from attestation.key_release import KeyRelease
 from attestation.messages import Envelope
@@ -18,10 +20,16 @@ def from_wire(message: wire.SignedMessage) -> Envelope:
 def release_to_wire(release: KeyRelease) -> wire.ReleaseKeysReply:
     """The release as it travels."""
     slices = None if release.slices is None else release_to_wire(release.slices)
-    return wire.ReleaseKeysReply(package=to_wire(release.package), proof=release.proof, slices=slices)
+    return wire.ReleaseKeysReply(
+        package=to_wire(release.package), proof=release.proof, slices=slices, extends=release.extends
+    )
 
 
 def release_from_wire(reply: wire.ReleaseKeysReply) -> KeyRelease:
     """The release that arrived; nothing of it was verified."""
-    slices = KeyRelease(from_wire(reply.slices.package), reply.slices.proof) if reply.HasField("slices") else None
-    return KeyRelease(from_wire(reply.package), reply.proof, slices)
+    slices = _without_slices(reply.slices) if reply.HasField("slices") else None
+    return replace(_without_slices(reply), slices=slices)
+
+
+def _without_slices(reply: wire.ReleaseKeysReply) -> KeyRelease:
+    return KeyRelease(from_wire(reply.package), reply.proof, extends=tuple(reply.extends))

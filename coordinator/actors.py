@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from attestation.admissions import OrchestratorView
 from attestation.attester import CpuEvidence
-from attestation.orchestrator import EvidenceOrchestrator
+from attestation.serving_orchestrator import ServingOrchestrator
 from attestation.simulator import SimulatedVendor, code_measurement
 from attestation.simulator_platform import SimulatedPlatform
 from coordinator.backend import ActorLost
@@ -77,8 +77,8 @@ class NodeEvidenceSource:
         return CpuEvidence(quote)
 
 
-class OrchestratorActor(EvidenceOrchestrator):
-    """EvidenceOrchestrator whose view answers while another method runs."""
+class OrchestratorActor(ServingOrchestrator):
+    """ServingOrchestrator whose view answers while another method runs."""
 
     @ray.method(concurrency_group="control")
     def view(self) -> OrchestratorView:  # type: ignore[override]  # Ray changes the type
@@ -93,7 +93,7 @@ class LedgerActor(PrivacyLedger):
         return super().view()
 
 
-_WIRED = {EvidenceOrchestrator: OrchestratorActor, PrivacyLedger: LedgerActor}
+_WIRED = {ServingOrchestrator: OrchestratorActor, PrivacyLedger: LedgerActor}
 
 
 def actor(cls: type, **options: Any) -> Any:
@@ -107,7 +107,7 @@ def actor(cls: type, **options: Any) -> Any:
     if not options.get("num_gpus") and not options.pop("sees_gpus", False):
         environment = {"CUDA_VISIBLE_DEVICES": "", **environment}
     settings = {"max_restarts": 0, "max_task_retries": 0, "num_cpus": 0, **options}
-    if cls in (EvidenceOrchestrator, PrivacyLedger):
+    if cls in _WIRED:
         settings["concurrency_groups"] = {"control": 1}
     return ray.remote(**settings, runtime_env={"env_vars": environment})(_WIRED.get(cls, cls))
 

@@ -9,6 +9,7 @@ from coordinator.attest_log_cli import attest_log
 from coordinator.attest_policy_cli import measure, policy
 from coordinator.attest_serve_cli import serve_command
 from coordinator.commands import AsJson, Debug, execute
+from coordinator.observe_command import observe_command
 from coordinator.output import Output
 from coordinator.revoke_command import revoke_command
 from metrics.errors import ConfigError
@@ -24,6 +25,7 @@ attest.add_typer(policy, name="policy")
 attest.add_typer(measure, name="measure")
 attest.command("serve")(serve_command)
 attest.command("revoke")(revoke_command)
+attest.command("observe")(observe_command)
 
 
 @attest.command("verify")

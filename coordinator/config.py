@@ -188,6 +188,17 @@ class KeyServiceConfig(Section):
     contract: str
 
 
+class AttestationConfig(Section):
+    """How a run's evidence is shown to others while it goes on.
+
+    Attributes:
+        bind: ``host:port`` where the orchestrator serves the evidence service, on the driver's node; port 0 takes a
+            free one. Without it nothing is served.
+    """
+
+    bind: str | None = Field(default=None, pattern=r"^.+:[0-9]{1,5}$")
+
+
 class FailureConfig(Section):
     """Deadlines in seconds, and how many failures a run survives.
 
@@ -270,6 +281,7 @@ class RunConfig(Section):
         policy: evidence policy file; without one, simulated evidence is accepted and the run says SIMULATED.
         collateral: file that names the vendors' collateral; needed where the policy accepts hardware only.
         key_service: of the data owner; without one, every key comes from the run secret alone.
+        attestation: whether others can follow the run's evidence over gRPC.
         cpu_capability: instruction set the CPU kernels are held to, ``avx2`` or ``avx512`` or ``default``.
         allow_nondeterministic: lets operations without a deterministic kernel run; the run is then marked NOT EXACT.
     """
@@ -300,6 +312,7 @@ class RunConfig(Section):
     policy: str | None = None
     collateral: str | None = None
     key_service: KeyServiceConfig | None = None
+    attestation: AttestationConfig = AttestationConfig()
     secret_retention: Literal["run", "keep"] = "run"
     failure: FailureConfig = FailureConfig()
     placement: PlacementConfig = PlacementConfig()

@@ -46,6 +46,7 @@ from coordinator.ray_backend import EvidenceSources, RayBackend
 from coordinator.ray_control import RayControl
 from coordinator.reporting import Reporting
 from coordinator.run_folder import RunFolder, run_lock
+from coordinator.run_service import announce
 from coordinator.stopping import StopRequest, stop_on_signals
 from coordinator.views import metrics_view, run_facts, verdict_of
 from metrics.collectors import GpuCollector, LedgerCollector, RunMetrics
@@ -96,11 +97,12 @@ class Execution:
         self._handle_signals = handle_signals
         self.warnings: list[str] = []
         self.folder: RunFolder | None = None
+        self._served: str | None = None
 
     def begin(self, secret_file: str | None) -> "Outcome":
         """Execute a new run, in a directory of its own."""
         with ExitStack() as stack:
-            actors = self._connect(stack)
+            actors = self._connect(stack, self._config.attestation.bind)
             run_id, key = actors.open_run(secret_file)
             stack.enter_context(run_lock(run_id))
             folder = RunFolder.create(self._config, run_id, self._base, secret_file)
@@ -118,21 +120,22 @@ class Execution:
     def _again(self, folder: RunFolder, assignment: Assignment) -> "Outcome":
         with ExitStack() as stack:
             stack.enter_context(run_lock(folder.record.run_id))
-            actors = self._connect(stack)
+            actors = self._connect(stack, self._config.attestation.bind if assignment.releases else None)
             _, key = actors.open_run(folder.record.secret_file, folder.record.run_id)
             return self._conduct(stack, actors, key, folder, assignment)
 
     def _archive(self, folder: RunFolder) -> Archive:
         return Archive(self._config.checkpoint, folder.record.run_id, Path(self._base), self._notice)
 
-    def _connect(self, stack: ExitStack) -> RayControl:
+    def _connect(self, stack: ExitStack, bind: str | None) -> RayControl:
         """Join or start Ray, take the signals over from it, and start ledger and orchestrator."""
         if connect(num_cpus=self._config.num_workers + 1):
             stack.callback(ray.shutdown)
         if self._handle_signals:
             stack.enter_context(stop_on_signals(self._stop, self._notice))
         ledger = self._config.ledger
-        actors = RayControl(ledger.url or state.ledger_url(), str(state.home() / "orchestrator"), ledger.witness)
+        folder = str(state.home() / "orchestrator")
+        actors = RayControl(ledger.url or state.ledger_url(), folder, ledger.witness, bind)
         stack.callback(actors.close)
         return actors
 
@@ -165,15 +168,14 @@ class Execution:
             elif assignment.recorded is None:
                 self._give_up(control, folder)
             raise
-        except BaseException:
-            # Whoever interrupts wants it to end at once; a resume finds what was sealed before.
+        except BaseException:  # Whoever interrupts wants it to end at once; a resume finds what was sealed before.
             if assignment.releases:
                 folder.mark("failed")
             raise
         assert finished.ending is not None, "it has ended"
         if assignment.releases:
             folder.mark("stopped" if finished.ending is Ending.STOPPED else "done")
-        return Outcome(finished, folder, finished.ending.value, time.monotonic() - started, tuple(self.warnings))
+        return self._outcome(finished, folder, finished.ending.value, started)
 
     def _give_up(self, control: Control, folder: RunFolder) -> None:
         """End a new run that failed before it had a coordinator."""
@@ -200,8 +202,11 @@ class Execution:
         if isinstance(error, RaycloakError) and begun:
             error.step, error.spent_epsilon = coordinator.step, coordinator.charged_epsilon
             if finished is not None:
-                wall_seconds = time.monotonic() - started
-                error.result = Outcome(finished, folder, error.code, wall_seconds, tuple(self.warnings)).result()
+                error.result = self._outcome(finished, folder, error.code, started).result()
+
+    def _outcome(self, finished: Finished, folder: RunFolder, ending: str, started: float) -> "Outcome":
+        seconds = time.monotonic() - started
+        return Outcome(finished, folder, ending, seconds, tuple(self.warnings), self._served)
 
     def _session(self, stack: ExitStack, run_id: str, orchestrator_key: SignerPublic, control: Control) -> Session:
         """Policy, collateral and the backend that starts workers."""
@@ -285,7 +290,7 @@ class Execution:
         # What a replay does is not part of the run's record.
         events = stack.enter_context(EventWriter(folder.path / "metrics.jsonl" if releases else Path(os.devnull)))
         return Reporting(
-            metrics=lambda manifest, evidence_class: self._run_metrics(exporter, manifest, evidence_class),
+            metrics=partial(self._admitted, exporter, control, folder),
             events=events,
             progress=self._progress,
             departure=self._departed,
@@ -293,7 +298,12 @@ class Execution:
             restart=self._restarted,
         )
 
-    def _run_metrics(self, exporter: Exporter, manifest: Manifest, evidence_class: str) -> RunMetrics:
+    def _admitted(
+        self, exporter: Exporter, control: Control, folder: RunFolder, manifest: Manifest, evidence_class: str
+    ) -> RunMetrics:
+        if (service := announce(control, manifest, evidence_class, folder.path)) is not None:
+            self._served = service.address
+            self._notice(f"evidence service: {service.address} ({service.evidence} evidence)")
         metrics = RunMetrics(run_facts(manifest, evidence_class, self._config.fewest_workers))
         exporter.add(metrics)
         return metrics
@@ -315,7 +325,7 @@ class Outcome:
     """What an execution leaves.
 
     Attributes:
-        ending: why it ended; see `coordinator.verdict.Verdict`.
+        ending, evidence_service: see `coordinator.verdict.Verdict`.
     """
 
     finished: Finished
@@ -323,12 +333,13 @@ class Outcome:
     ending: str
     wall_seconds: float
     warnings: tuple[str, ...]
+    evidence_service: str | None = None
 
     def result(self) -> dict[str, Any]:
         """``run_dir`` and ``metrics``, the fields of the verdict."""
         path, warnings = self.folder.path, (*self.finished.plan.warnings, *self.warnings)
         verdict = verdict_of(self.finished, path, self.wall_seconds, self.ending, warnings)
-        return {"run_dir": str(path), "metrics": verdict.metrics()}
+        return {"run_dir": str(path), "metrics": replace(verdict, evidence_service=self.evidence_service).metrics()}
 
 
 def _now() -> int:

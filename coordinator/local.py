@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 
 from attestation.attester import CpuEvidence
-from attestation.orchestrator import EvidenceOrchestrator
 from attestation.orchestrator_state import state_file
 from attestation.policy import simulated_policy
 from attestation.revocations import count_revocations
+from attestation.serving_orchestrator import ServingOrchestrator
 from attestation.simulator import SimulatedVendor, code_measurement
 from attestation.simulator_platform import SimulatedPlatform
 from coordinator.aggregator import MaskedAggregator
@@ -44,18 +44,20 @@ def local_session(
     clock: Callable[[], float] = time.time,
     ledger_url: str | None = None,
     witness: str | None = None,
+    bind: str | None = None,
 ) -> tuple[Session, LocalBackend]:
     """Start orchestrator and ledger of one run in this process, with all state below ``home``.
 
     Args:
         ledger_url: another ledger than the one below ``home``.
         witness: of the ledger.
+        bind: where the orchestrator serves; None to serve nothing.
     """
     secret, failure = str(run_secret) if run_secret else None, FailureConfig()
     ledger_url = ledger_url or f"sqlite:///{home / 'ledger.sqlite'}"
     vendor = SimulatedVendor.load_or_create(home / "simulator")
     source = LocalPlatform(vendor.platform())
-    orchestrator = EvidenceOrchestrator(str(home / "orchestrator"), clock)
+    orchestrator = ServingOrchestrator(str(home / "orchestrator"), clock, bind)
     run_id, key = orchestrator.open_run(secret)
     backend = LocalBackend(
         make_worker=lambda member_id: TrainWorker(member_id, source, clock),
@@ -71,7 +73,7 @@ def local_session(
         actors[role].handle.close()
         if role == "ledger":
             return Actor(f"ledger-{next(incarnations)}", PrivacyLedger(ledger_url, witness=witness))
-        successor = EvidenceOrchestrator(str(home / "orchestrator"), clock)
+        successor = ServingOrchestrator(str(home / "orchestrator"), clock, bind)
         successor.open_run(secret, run_id)
         return Actor(f"orchestrator-{next(incarnations)}", successor)
 

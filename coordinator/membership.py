@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from attestation.evidence import Role
+from attestation.key_release import KeyRelease
 from attestation.messages import Envelope
 from coordinator.backend import Actor, ActorLost, Backend
 from coordinator.config import RunConfig
@@ -64,6 +65,7 @@ class Membership:
     _epoch: int = -1
     _keyed: Hosting = field(default_factory=dict)
     _held_in_epoch: dict[str, set[int]] = field(default_factory=dict)
+    _log_seen: dict[str, int] = field(default_factory=dict)
     _leaving: dict[str, tuple[str, float]] = field(default_factory=dict)
     _untried: set[str] = field(default_factory=set)
     _looked: float = -math.inf
@@ -230,12 +232,18 @@ class Membership:
         return next((member_id for member_id, each in held.items() if len(each) > at_most), None)
 
     def _release(self, epoch: int, needs: Hosting) -> None:
-        asked = {}
+        asked, released = {}, dict[str, KeyRelease]()
         for member_id, virtual_workers in needs.items():
-            package = self._orchestrator("release", member_id, epoch, virtual_workers)
-            asked[member_id] = self.backend.call(self.workers[member_id], "accept_keys", package)[0]
+            seen = self._log_seen.get(member_id, 0)
+            released[member_id] = self._orchestrator("release", member_id, epoch, virtual_workers, seen)
+            asked[member_id] = self.backend.call(self.workers[member_id], "accept_keys", released[member_id])[0]
             self._held_in_epoch.setdefault(member_id, set()).update(virtual_workers)
-        self._collect(asked, lambda _, commitments: self._orchestrator("record_data", commitments))
+
+        def accepted(member_id: str, commitments: Envelope) -> None:
+            self._log_seen[member_id] = released[member_id].log_length
+            self._orchestrator("record_data", commitments)
+
+        self._collect(asked, accepted)
         if not self.workers and self.departures.refused_alike(len(asked)):
             raise self._too_few()
 

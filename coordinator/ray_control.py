@@ -16,7 +16,7 @@ from typing import Any
 import ray
 
 from attestation.hybrid_signature import SignerPublic
-from attestation.orchestrator import EvidenceOrchestrator
+from attestation.serving_orchestrator import ServingOrchestrator
 from coordinator.actors import actor, fetch, on_this_node
 from coordinator.backend import Actor, ActorLost
 from coordinator.control import Control, ControlRole
@@ -60,12 +60,15 @@ class RayControl:
         ledger_url: absolute, as `coordinator.ledger.PrivacyLedger` takes it.
         orchestrator_folder: absolute folder of the orchestrator's state.
         witness: of the ledger, as `coordinator.ledger.PrivacyLedger` takes it.
+        bind: where the orchestrator serves, as `ServingOrchestrator` takes it.
     """
 
-    def __init__(self, ledger_url: str, orchestrator_folder: str, witness: str | None = None) -> None:
+    def __init__(
+        self, ledger_url: str, orchestrator_folder: str, witness: str | None = None, bind: str | None = None
+    ) -> None:
         self._arguments: Mapping[ControlRole, tuple[Any, ...]] = {
             "ledger": (ledger_url, True, witness),
-            "orchestrator": (orchestrator_folder, time.time),
+            "orchestrator": (orchestrator_folder, time.time, bind),
         }
         self._processes: dict[str, _Process | None] = {}
         self._serial = 0
@@ -120,7 +123,7 @@ class RayControl:
         ray.kill(actor.handle)
 
     def _launch(self, role: ControlRole) -> Actor:
-        cls: type = PrivacyLedger if role == "ledger" else EvidenceOrchestrator
+        cls: type = PrivacyLedger if role == "ledger" else ServingOrchestrator
         handle = actor(cls, scheduling_strategy=on_this_node()).remote(*self._arguments[role])
         self._serial += 1
         return Actor(f"{role}-{self._serial}", handle)

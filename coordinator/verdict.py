@@ -50,6 +50,7 @@ class Verdict:
         rollback_witness: whether a witness on other storage would notice an older ledger file put back.
         data_sealed: whether the examples were encrypted for the run's policy.
         colocated: whether orchestrator and aggregator shared a node.
+        evidence_service: ``host:port`` where the run's evidence was served while it went on; None if it was not.
         warnings: sentences about limits of this run.
     """
 
@@ -79,6 +80,7 @@ class Verdict:
     rollback_witness: bool = False
     data_sealed: bool = False
     colocated: bool = False
+    evidence_service: str | None = None
     warnings: tuple[str, ...] = ()
 
     @property

@@ -265,7 +265,7 @@ class HandRun:
     def place(self, hosting: Mapping[str, tuple[int, ...]], epoch: int = 0) -> None:
         """Release keys and record the data they belong to."""
         for name, hosted in hosting.items():
-            package = self.orchestrator.release(name, epoch, hosted)
+            package = self.orchestrator.release(name, epoch, hosted, self.workers[name]._watch.length)
             self.orchestrator.record_data(self.workers[name].accept_keys(package))
 
     def computation_keys(self, v: int, epoch: int = 0) -> VirtualWorkerKeys:
@@ -565,7 +565,9 @@ def whole_run(
     """
     settings = config(overrides, **fields)
     path = secret_file(home, secret) if secret else None
-    session, backend = local_session(home, path, *([clock] if clock else []), witness=settings.ledger.witness)
+    session, backend = local_session(
+        home, path, *([clock] if clock else []), witness=settings.ledger.witness, bind=settings.attestation.bind
+    )
     stage = Stage(backend, tamper)
     if isinstance(clock, Clock):
         stage.time = clock

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from attestation.attester import Attester
 from attestation.key_halves import check_contract, combine_halves
 from attestation.key_release import VirtualWorkerKeys
+from attestation.log_watch import LogWatch
 from attestation.policy import Policy
 from metrics.errors import EvidenceError
 from workers.manifest import Manifest, key_context
@@ -37,6 +38,7 @@ class SecondHalves:
     def __init__(self, attester: Attester) -> None:
         self._attester = attester
         self._address = ""
+        self._watch = LogWatch()
 
     def check(self, manifest: Manifest, address: str | None) -> None:
         """Require that the key service of ``manifest`` can serve the run; remember where it is.
@@ -72,6 +74,7 @@ class SecondHalves:
             policy=policy,
             epoch=epoch,
             virtual_workers=sorted(released),
+            watch=self._watch,
         )
         context = key_context(manifest.computation, manifest.known_answer)
         return {

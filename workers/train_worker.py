@@ -23,6 +23,7 @@ from attestation.enrolment import check_enrolment
 from attestation.evidence import Challenge, CollateralBundle
 from attestation.key_release import KeyRelease, ReleaseTerms, VirtualWorkerKeys, open_keys, open_slice_keys
 from attestation.keys import Purpose, Secret, derive
+from attestation.log_watch import LogWatch
 from attestation.messages import Envelope, seal
 from attestation.mutual import appraise_orchestrator
 from attestation.policy import Policy
@@ -158,6 +159,7 @@ class TrainWorker:
     ) -> None:
         self._attester = Attester(member_id, source, gpus)
         self._halves = SecondHalves(self._attester.beside())
+        self._watch = LogWatch()
         self._clock = clock
         self._keys: dict[tuple[int, int], VirtualWorkerKeys] = {}
         self._appraisals: dict[bytes, Appraisal] = {}
@@ -261,7 +263,7 @@ class TrainWorker:
 
     @guarded
     def accept_keys(self, release: KeyRelease) -> Envelope:
-        """Take virtual-worker keys whose release the evidence log has.
+        """Take virtual-worker keys whose release the evidence log has, if it is still the log that was seen before.
 
         Where the manifest names a key service, what the orchestrator released is one half of each key, and the other
         is fetched from that service first.
@@ -270,11 +272,10 @@ class TrainWorker:
         """
         manifest = self._admission.manifest
         member_id, hpke_key = self._attester.member_id, self._attester.hpke
-        terms = ReleaseTerms(
-            manifest.log_owner, manifest.run_id, member_id, self._manifest_digest, self._admission.policy
-        )
-        epoch, keys = open_keys(release, terms, hpke_key=hpke_key, key_commitments=manifest.key_commitments)
+        of_run = manifest.log_owner, manifest.run_id
+        terms = ReleaseTerms(*of_run, member_id, self._manifest_digest, self._admission.policy, self._watch)
         slice_keys = {} if release.slices is None else open_slice_keys(release.slices, terms, hpke_key)
+        epoch, keys = open_keys(release, terms, hpke_key=hpke_key, key_commitments=manifest.key_commitments)
         keys = self._halves.complete(manifest, self._admission.policy, epoch, keys)
         self._keys = {place: key for place, key in self._keys.items() if place[0] == epoch}
         self._keys |= {(epoch, v): key for v, key in keys.items()}

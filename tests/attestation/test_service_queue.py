@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from attestation.service_queue import Afterwards, ServiceQueue
+from attestation.turns import Turn
 from metrics.errors import EvidenceError, ProtocolError
 
 
@@ -37,7 +38,7 @@ def book():
 
 @pytest.fixture
 def calls(book):
-    queue = ServiceQueue(book.transaction, threading.RLock(), 3)
+    queue = ServiceQueue(book.transaction, Turn(), 3)
     yield queue
     book.may_go_on.set()
     queue.close()

@@ -1,6 +1,6 @@
 """Keys in two halves: whole runs with the data owner's key service on loopback."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from attestation.attester import Attester
-from attestation.key_release import RunKeys
+from attestation.key_release import RunKeys, VirtualWorkerKeys
 from attestation.keys import Purpose, Secret, derive
+from attestation.log_watch import LogWatch
 from attestation.messages import parse
 from attestation.orchestrator import EvidenceOrchestrator
 from attestation.policy import Policy, simulated_policy
@@ -103,6 +104,12 @@ def session() -> tuple[LocalPlatform, Policy]:
     """The machine and the policy of this home."""
     vendor = SimulatedVendor.load_or_create(state.simulator_folder())
     return LocalPlatform(vendor.platform()), simulated_policy(vendor, code_measurement())
+
+
+def fetch(owner: Owner, attester: Attester, policy: Policy, v: int) -> Mapping[int, VirtualWorkerKeys]:
+    """The half of one key in epoch 0, for somebody who was never here before."""
+    at = owner.contract, owner.address, attester
+    return fetch_halves(*at, policy=policy, epoch=0, virtual_workers=(v,), watch=LogWatch())
 
 
 def test_a_run_needs_both_halves_and_repeats_with_them(owner, undisturbed):
@@ -207,7 +214,7 @@ def test_a_contract_under_another_policy_is_refused(owner, tmp_path):
     assert error.value.code == "key_service_mismatch"
     stranger = Attester("worker-0", run.session.source)
     with pytest.raises(RefusedError) as refusal:
-        fetch_halves(owner.contract, owner.address, stranger, policy=run.session.policy, epoch=0, virtual_workers=(0,))
+        fetch(owner, stranger, run.session.policy, 0)
     assert refusal.value.code == "root_unknown"
     assert owner.log[-1] == ("refused", "worker-0")
 
@@ -217,7 +224,7 @@ def test_an_attestation_serves_one_release(owner):
     source, policy = session()
     for _ in range(2):
         newcomer = Attester("worker-0", source)
-        halves = fetch_halves(owner.contract, owner.address, newcomer, policy=policy, epoch=0, virtual_workers=(1,))
+        halves = fetch(owner, newcomer, policy, 1)
         assert halves[1].stream.reveal() == owner.half(1).reveal()
     kinds = [kind for kind, _ in owner.log]
     assert kinds == ["session", "admitted", "released", "expelled", "admitted", "released", "expelled"]

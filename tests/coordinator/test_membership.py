@@ -211,7 +211,7 @@ def test_each_key_goes_to_its_host_only_and_the_most_any_held_is_counted(tmp_pat
     run = trained(tmp_path, num_workers=4, disturb=on("step", "worker-1", "dies", 1))
     held: dict[str, set[int]] = {}
     for call in run.stage.calls("release"):
-        member_id, epoch, virtual_workers = call.arguments
+        member_id, epoch, virtual_workers, _ = call.arguments
         assert epoch == 0
         assert not held.get(member_id, set()) & set(virtual_workers)
         held.setdefault(member_id, set()).update(virtual_workers)

@@ -21,13 +21,19 @@ import torch
 import yaml
 from safetensors.numpy import load_file
 
-from attestation.evidence_log import verify_exported_log
+from attestation.evidence_log import read_exported_log, verify_exported_log
+from attestation.policy import simulated_policy
+from attestation.simulator import SimulatedVendor, code_measurement
 from attestation.tsm import tee_nodes
+from coordinator import state
 from coordinator.chaos_victims import role
 from coordinator.config import parse_config
 from coordinator.demo import demo_config
+from coordinator.local import LocalPlatform
+from coordinator.observing import Observer
 from coordinator.process_table import descendants, process_table
 from coordinator.ray_backend import RayBackend
+from coordinator.run_service import manifest_in, served_at
 from coordinator.trainer import Trainer
 from metrics.errors import DatasetError, ModelError, RefusedError
 from workers.manifest import Manifest
@@ -41,6 +47,7 @@ def digits(**changes):
     return parse_config(raw)
 
 
+SERVED = {"attestation": {"bind": "127.0.0.1:0"}}
 ALONE = {"num_workers": 1, "secure_aggregation": False}
 
 
@@ -106,30 +113,44 @@ class _Scraping:
 
 @dataclass
 class Observed:
-    """What was seen of a run: metrics pages, processes, and the vectors its aggregator was given."""
+    """What was seen of a run: metrics pages, processes, the vectors its aggregator was given, and its evidence."""
 
     trainer: Trainer
     result: dict
     pages: list
     processes: set
     vectors: list
+    evidence: list
+    notices: list
 
 
 @pytest.fixture(scope="module")
 def observed(ray_cluster, secret, tmp_path_factory):
-    """An undisturbed run of `digits()`."""
-    before, processes, scraping = _members(), set(), _Scraping()
+    """An undisturbed run of `digits()`, which serves its evidence."""
+    before, processes, scraping, evidence = _members(), set(), _Scraping(), []
 
     def look(report):
         scraping(report)
         processes.update(_members() - before)
+        if report.step in (1, STEPS - 1):
+            evidence.append(_observe(trainer, f"observer-{report.step}", tmp_path_factory.mktemp("seen")))
 
     with pytest.MonkeyPatch.context() as patch, watched() as watching:
         patch.setenv("RAYCLOAK_HOME", str(tmp_path_factory.mktemp("observed") / "home"))
-        trainer = Trainer(digits(), run_secret=secret, notice=scraping.notices.append, progress=look)
+        trainer = Trainer(digits(**SERVED), run_secret=secret, notice=scraping.notices.append, progress=look)
         result = trainer.train()
         vectors = [ray.get(reference, timeout=30) for reference in watching.seen]
-    return Observed(trainer, result, scraping.pages, processes, vectors)
+    return Observed(trainer, result, scraping.pages, processes, vectors, evidence, scraping.notices)
+
+
+def _observe(trainer, name, scratch):
+    """What an observer on this machine sees of a run that goes on."""
+    folder = trainer._execution.folder.path
+    vendor = SimulatedVendor.load_or_create(state.simulator_folder())
+    policy, collateral = simulated_policy(vendor, code_measurement()), vendor.collateral(int(time.time()))
+    source = LocalPlatform(vendor.platform())
+    observer = Observer(served_at(folder), name, manifest_in(folder), source, policy, collateral)
+    return observer.look(scratch / "log.jsonl")
 
 
 def _members():
@@ -170,7 +191,7 @@ def test_run_directory_holds_what_a_third_party_needs(observed):
     assert verify_exported_log(folder / "evidence.jsonl", manifest.log_owner) > STEPS
     committed = re.findall(rb'"parameter_digest":"([0-9a-f]{64})"', (folder / "evidence.jsonl").read_bytes())
     assert [digest.decode() for digest in committed] == digests(result)
-    assert parse_config(yaml.safe_load((folder / "config.yaml").read_text())) == digits()
+    assert parse_config(yaml.safe_load((folder / "config.yaml").read_text())) == digits(**SERVED)
     assert result["metrics"]["evidence_class"] == "simulated"
 
 
@@ -183,6 +204,20 @@ def test_metrics_are_served_while_the_run_goes_on(observed):
     assert 'raycloak_workers_admitted{run="' in pages[-1]
     assert re.search(rf"^raycloak_steps_committed_total\{{.*\}} {STEPS}\.0$", pages[-1], re.MULTILINE)
     assert not any(line.startswith("raycloak_gpu") for line in pages[-1].splitlines())
+
+
+def test_roster_and_log_are_served_while_the_run_goes_on(observed):
+    (service,) = (line for line in observed.notices if line.startswith("evidence service: "))
+    address = observed.result["metrics"]["evidence_service"]
+    assert service == f"evidence service: {address} (SIMULATED evidence)"
+    first, last = observed.evidence
+    assert 0 <= first.roster.step < last.roster.step < STEPS
+    assert sorted(v for member in first.roster.workers for v in member.virtual_workers) == list(range(8))
+    assert {each.evidence_class for each in last.members} == {"simulated"}
+    folder = Path(observed.result["run_dir"])
+    whole = read_exported_log(folder / "evidence.jsonl", manifest_in(folder).log_owner)
+    assert whole.entries[: len(last.log.entries)] == last.log.entries
+    assert whole.entries[: len(first.log.entries)] == first.log.entries
 
 
 def test_a_killed_worker_is_noticed_within_2_s_costs_an_attempt_and_changes_no_byte(observed, secret):

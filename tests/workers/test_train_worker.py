@@ -248,7 +248,7 @@ def test_keys_of_a_past_epoch_are_dropped(tmp_path):
 def test_commitments_to_data_are_signed_and_keyed(still):
     """Whoever lacks the key cannot tell a guessed slice from another by its commitment."""
     worker = still.workers["worker-2"]
-    envelope = worker.accept_keys(still.orchestrator.release("worker-2", 0, (2,)))
+    envelope = worker.accept_keys(still.orchestrator.release("worker-2", 0, (2,), worker._watch.length))
     member = next(each for each in members(still.roster()) if each.member_id == "worker-2")
     body = open_envelope(DataCommitments, envelope, member.identity_key)
     slice_digest = computer(still.mechanism).slice(2).digest

@@ -1,0 +1,136 @@
+"""Looks at the evidence of a run from outside while it goes on, and believes nothing that it does not check."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from attestation.admissions import OBSERVER
+from attestation.appraisal import Appraisal, appraise
+from attestation.attester import Attester, EvidenceSource
+from attestation.canonical import digest
+from attestation.client import EvidenceClient
+from attestation.enrolment import check_enrolment
+from attestation.evidence import CollateralBundle
+from attestation.evidence_log import ExportedLog, read_exported_log
+from attestation.log_entries import SignedHead, parse_line
+from attestation.messages import Envelope
+from attestation.policy import Policy
+from attestation.roster import Roster, open_roster
+from metrics.errors import EvidenceError, ProtocolError
+from workers.manifest import Manifest
+
+CHANGING_S: Final = 10.0
+"""For which a roster is asked for again whose members are changing."""
+PAUSE_S: Final = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What an observer was shown, all of it checked.
+
+    Attributes:
+        evidence_class: of the observer's own evidence.
+        roster: of the newest attempt; None before the first.
+        members: the roster's, as this observer appraises them.
+        log: the evidence log so far.
+    """
+
+    evidence_class: str
+    roster: Roster | None
+    members: tuple[Appraisal, ...]
+    log: ExportedLog
+
+
+@dataclass(frozen=True, slots=True)
+class Observer:
+    """Somebody with evidence of his own who knows the manifest of a run.
+
+    Attributes:
+        address: ``host:port`` of the run's evidence service.
+        name: begins with ``observer-``.
+        source: of the evidence that admits him.
+        policy, collateral: of the run, obtained by himself; every member's evidence is judged by them again.
+    """
+
+    address: str
+    name: str
+    manifest: Manifest
+    source: EvidenceSource
+    policy: Policy
+    collateral: CollateralBundle
+
+    def look(self, log_file: Path) -> Observation:
+        """Attest, and fetch roster and log; the log is written to ``log_file``.
+
+        Guarantee: the roster is the orchestrator's of the manifest, every member of it has evidence that the policy
+        accepts, and the log is whole under a head with both of the orchestrator's signatures.
+
+        Raises:
+            EvidenceError, ProtocolError: why the observer is refused, or what of the answer does not hold.
+        """
+        attester, manifest = Attester(self.name, self.source), self.manifest
+        key, terms = manifest.orchestrator_key, manifest.digest()
+        with EvidenceClient(self.address, manifest_digest=terms, orchestrator_key=key, attester=attester) as client:
+            result = client.attest(attester.present(client.challenge(OBSERVER), terms, b""))
+            roster, members = self._roster(client)
+            log = self._log(client, log_file)
+        return Observation(result.evidence_class.value, roster, members, log)
+
+    def _roster(self, client: EvidenceClient) -> tuple[Roster | None, tuple[Appraisal, ...]]:
+        deadline = time.monotonic() + CHANGING_S
+        while True:
+            try:
+                envelope, presentations = client.roster()
+            except ProtocolError as error:
+                if error.code != "no_roster":
+                    raise
+                return None, ()
+            roster = open_roster(
+                envelope,
+                orchestrator_key=self.manifest.orchestrator_key,
+                run_id=self.manifest.run_id,
+                manifest_digest=self.manifest.digest(),
+                virtual_workers=self.manifest.computation.mechanism.virtual_workers,
+                minimum_workers=1,
+            )
+            shown = {digest(envelope.body): envelope for envelope in presentations}
+            missing = [member for member in roster.members if member.evidence_digest not in shown]
+            if not missing:
+                return roster, self._appraised(roster, shown)
+            # It has left since, or presented anew: the roster of the next attempt will say so.
+            if time.monotonic() >= deadline:
+                raise EvidenceError("peer_not_bound", f"no evidence of {missing[0].member_id} was shown", "Look again.")
+            time.sleep(PAUSE_S)
+
+    def _appraised(self, roster: Roster, shown: Mapping[bytes, Envelope]) -> tuple[Appraisal, ...]:
+        members = []
+        for member in roster.members:
+            appraisal = appraise(
+                shown[member.evidence_digest],
+                run_id=roster.run_id,
+                member_id=member.member_id,
+                role=member.role,
+                manifest_digest=roster.manifest_digest,
+                policy=self.policy,
+                collateral=self.collateral,
+                now=int(time.time()),
+            )
+            if (appraisal.mask_key, appraisal.identity_key) != (member.mask_key, member.identity_key):
+                raise EvidenceError("key_not_bound", f"the roster's keys of {member.member_id} are not its evidence's")
+            members.append(appraisal)
+        check_enrolment(members, self.policy)
+        return tuple(members)
+
+    def _log(self, client: EvidenceClient, file: Path) -> ExportedLog:
+        owner, lines = self.manifest.log_owner, list[bytes]()
+        while True:
+            more, head = client.log(len(lines))
+            lines += more
+            length = parse_line(SignedHead, head, "the signed head").open(owner).length
+            # The log grows meanwhile; the head of the answer that ends it is over all of it.
+            if not more or len(lines) >= length:
+                break
+        file.write_bytes(b"".join(line + b"\n" for line in (*lines, head)))
+        return read_exported_log(file, owner)
