@@ -357,7 +357,7 @@ def test_no_worker_ever_holds_more_keys_of_an_epoch_than_the_noise_allows_for(tm
     )
     held: dict[str, set[int]] = {}
     for call in run.stage.calls("release"):
-        member_id, _, virtual_workers = call.arguments
+        member_id, _, virtual_workers, _ = call.arguments
         held.setdefault(member_id, set()).update(virtual_workers)
     assert max(map(len, held.values())) == 3 == run.finished.most_hosted
     assert "key_share" in {code for _, code in run.left}, "else this test shows nothing"
