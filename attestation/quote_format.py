@@ -17,6 +17,9 @@ HEADER_BYTES: Final = 48
 TD10_BYTES: Final = 584
 TD15_BYTES: Final = 648
 QE_REPORT_BYTES: Final = 384
+DEBUG_ATTRIBUTES: Final = 0xFF
+"""The lowest byte of a guest's attributes: any of its bits opens the guest to its host."""
+SEPT_VE_DISABLE: Final = 1 << 28
 _ECDSA_P256, _TEE_TDX = 2, 0x81
 _CERTIFIED_BY_QE, _CERTIFIED_BY_PEM_CHAIN = 6, 5
 # Platform ids in three forms, a certificate alone, or a chain; only a chain can be verified.
@@ -59,9 +62,9 @@ class TdxQuote:
         return self.body[:16]
 
     @property
-    def module_version(self) -> int:
-        """Major version of the TDX module."""
-        return self.body[1]
+    def tee_tcb_svn2(self) -> bytes:
+        """The same as it is now, where a TDX module was updated below a running guest; empty for TD 1.0."""
+        return self.body[584:600]
 
     @property
     def module_signer(self) -> bytes:
@@ -90,6 +93,11 @@ class TdxQuote:
     @property
     def mr_td(self) -> bytes:
         return self.body[136:184]
+
+    @property
+    def mr_config_id(self) -> bytes:
+        """48 bytes that the host chose at launch."""
+        return self.body[184:232]
 
     @property
     def rtmrs(self) -> tuple[bytes, ...]:

@@ -63,6 +63,7 @@ class CollateralVariant:
     """What the collateral says; the defaults pass, anything else is for refusals.
 
     Attributes:
+        old_module_status: status of the TDX module one version below the newest, which is unknown if None.
         signer: a platform whose PCK key signs TCB info and QE identity in place of the TCB signer.
         revoked_platforms: whose PCK certificates are on the PCK revocation list.
         revoke_tcb_signer, revoke_platform_ca: put it on the root's revocation list.
@@ -73,6 +74,7 @@ class CollateralVariant:
     tcb_status: str = "UpToDate"
     advisory_ids: tuple[str, ...] = ()
     component_svns: bytes = COMPONENT_SVNS
+    old_module_status: str | None = None
     signer: SimulatedPlatform | None = None
     revoked_platforms: tuple[SimulatedPlatform, ...] = ()
     revoke_tcb_signer: bool = False
@@ -171,7 +173,10 @@ class SimulatedVendor:
 
 def _tcb_info(variant: CollateralVariant, start: datetime, end: datetime) -> dict[str, Any]:
     module = {"mrsigner": "00" * 48, "attributes": "00" * 8, "attributesMask": "ff" * 8}
-    module_level = {"tcb": {"isvsvn": TEE_TCB_SVN[0]}, "tcbDate": _TCB_DATE, "tcbStatus": "UpToDate"}
+    module_levels = [{"tcb": {"isvsvn": TEE_TCB_SVN[0]}, "tcbDate": _TCB_DATE, "tcbStatus": "UpToDate"}]
+    if variant.old_module_status is not None:
+        older = {"isvsvn": TEE_TCB_SVN[0] - 1}
+        module_levels.append({"tcb": older, "tcbDate": _TCB_DATE, "tcbStatus": variant.old_module_status})
     tcb = {
         "sgxtcbcomponents": [{"svn": svn} for svn in variant.component_svns],
         "tdxtcbcomponents": [{"svn": svn} for svn in TEE_TCB_SVN],
@@ -186,7 +191,7 @@ def _tcb_info(variant: CollateralVariant, start: datetime, end: datetime) -> dic
         "pceId": "0000",
         "tcbType": 0,
         "tdxModule": module,
-        "tdxModuleIdentities": [{"id": f"TDX_{TEE_TCB_SVN[1]:02X}", **module, "tcbLevels": [module_level]}],
+        "tdxModuleIdentities": [{"id": f"TDX_{TEE_TCB_SVN[1]:02X}", **module, "tcbLevels": module_levels}],
         "tcbLevels": [{"tcb": tcb, "tcbDate": _TCB_DATE, "tcbStatus": variant.tcb_status, **advisories}],
     }
 

@@ -45,6 +45,8 @@ class QuoteVariant:
 
     Attributes:
         version: 4, or 5 for a quote with the longer TD 1.5 report. mr_service_td: 48 bytes, in version 5 only.
+        tee_tcb_svn, tee_tcb_svn2: 16 bytes, at launch and now; the second in version 5 only, None for the first again.
+        rtmrs: the four run-time registers, 192 bytes. mr_config_id: 48 bytes.
         td_attributes: 8 bytes. qe_mrsigner: 32 bytes. qe_attributes: 16 bytes.
         foreign_attestation_key: sign with a key that the quoting enclave's report does not certify.
     """
@@ -53,6 +55,9 @@ class QuoteVariant:
     mr_service_td: bytes = bytes(48)
     td_attributes: bytes = bytes.fromhex("0000001000000000")
     tee_tcb_svn: bytes = TEE_TCB_SVN
+    tee_tcb_svn2: bytes | None = None
+    rtmrs: bytes = bytes(4 * 48)
+    mr_config_id: bytes = bytes(48)
     qe_vendor: bytes = bytes.fromhex("939a7233f79c4ca9940a0db3957f0607")
     qe_mrsigner: bytes = QE_MRSIGNER
     qe_attributes: bytes = QE_ATTRIBUTES
@@ -159,10 +164,11 @@ def _header(variant: QuoteVariant) -> bytes:
 
 def _body(report_data: bytes, measurement: bytes, variant: QuoteVariant) -> bytes:
     seam = bytes(48 + 48 + 8)
-    owner_and_rtmrs = bytes(3 * 48 + 4 * 48)
-    guest = variant.td_attributes + _XFAM + measurement
-    body = variant.tee_tcb_svn + seam + guest + owner_and_rtmrs + report_data
-    return body if variant.version == 4 else _sized(_TD15_REPORT, body + variant.tee_tcb_svn + variant.mr_service_td)
+    guest = variant.td_attributes + _XFAM + measurement + variant.mr_config_id
+    owner = bytes(2 * 48)
+    body = variant.tee_tcb_svn + seam + guest + owner + variant.rtmrs + report_data
+    current = variant.tee_tcb_svn if variant.tee_tcb_svn2 is None else variant.tee_tcb_svn2
+    return body if variant.version == 4 else _sized(_TD15_REPORT, body + current + variant.mr_service_td)
 
 
 def _qe_report(binding: bytes, variant: QuoteVariant) -> bytes:

@@ -2,23 +2,19 @@
 
 Hardware and simulated evidence take the same path; the class of the result is the class of the anchor. Each stage sets
 one refusal code, in the order of `attestation.evidence.STAGES`, so that a refusal has a reason of ours. Then dcap-qvl
-verifies the whole quote again, and only what both accept passes. Not checked here: measurements, freshness and report
-data, which `attestation.appraisal` compares.
+verifies the whole quote again (`attestation.tdx_second_opinion`), and only what both accept passes. Not checked here:
+measurements, freshness and report data, which `attestation.appraisal` compares.
 """
 
 import hashlib
-import json
-import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
-import dcap_qvl
-
-from attestation.certificates import check_links, common_name, ecdsa_is_valid, point, remembered, signed_by
+from attestation.certificates import check_links, common_name, ecdsa_is_valid, point, signed_by
 from attestation.evidence import Collateral, EvidenceClass, Refusal, refuse, require_class
 from attestation.floors import NO_FLOORS, Fact, Floors, check_not_older
-from attestation.quote_format import TdxQuote, parse_quote
+from attestation.quote_format import DEBUG_ATTRIBUTES, SEPT_VE_DISABLE, TdxQuote, parse_quote
 from attestation.roots import Anchor, anchor_of
 from attestation.tdx_collateral import (
     check_family,
@@ -31,15 +27,13 @@ from attestation.tdx_collateral import (
 from attestation.tdx_platform import TdxPlatform, read_platform
 from attestation.tdx_rating import TdxRating, rate
 from attestation.tdx_rules import TdxRules
+from attestation.tdx_second_opinion import check_again
 from metrics.errors import EvidenceError
 
 QE_VENDOR: Final = bytes.fromhex("939a7233f79c4ca9940a0db3957f0607")
 
-_DEBUG = 0xFF  # The lowest byte of the attributes: any of its bits opens the guest to its host.
-_SEPT_VE_DISABLE = 1 << 28
 # SEPT_VE_DISABLE, PKS, key locker and PERFMON; any other bit is reserved or lets the guest migrate.
-_TOLERATED_BITS = _SEPT_VE_DISABLE | 1 << 30 | 1 << 31 | 1 << 63
-_FOREVER_S = 2**31
+_TOLERATED_BITS = SEPT_VE_DISABLE | 1 << 30 | 1 << 31 | 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +113,7 @@ def verify_tdx(
     rating = rate(parsed, platform, documents.tcb_info, documents.qe_identity, rules)
     _check_guest(parsed, rules)
     _check_configuration(platform, rules)
-    if not _guest_needs_tolerance(parsed):
-        _check_again(parsed, documents.raw, anchor, now, rules, number)
+    check_again(parsed, documents.raw, anchor, now, rules, number)
     return _claims(parsed, platform, rating, anchor, (expires_at, number), facts)
 
 
@@ -195,10 +188,10 @@ def _masked(value: bytes, mask: str) -> bytes:
 
 def _check_guest(quote: TdxQuote, rules: TdxRules) -> None:
     attributes = quote.td_attributes
-    if attributes & _DEBUG and not rules.allow_debug:
+    if attributes & DEBUG_ATTRIBUTES and not rules.allow_debug:
         refuse(Refusal.DEBUG, "the guest was launched with a debug attribute, so the host can read its memory")
-    unprotected = rules.require_sept_ve_disable and not attributes & _SEPT_VE_DISABLE
-    if unprotected or attributes & ~(_TOLERATED_BITS | _DEBUG):
+    unprotected = rules.require_sept_ve_disable and not attributes & SEPT_VE_DISABLE
+    if unprotected or attributes & ~(_TOLERATED_BITS | DEBUG_ATTRIBUTES):
         refuse(Refusal.ATTRIBUTES, f"the guest's attributes {attributes:#x} are not acceptable")
     if any(quote.mr_service_td):
         refuse(Refusal.ATTRIBUTES, "a service TD is bound to the guest")
@@ -215,64 +208,6 @@ def _check_configuration(platform: TdxPlatform, rules: TdxRules) -> None:
             refuse(Refusal.ATTRIBUTES, f"the policy does not allow a platform {what}")
 
 
-def _guest_needs_tolerance(quote: TdxQuote) -> bool:
-    """Whether dcap-qvl refuses the guest whatever the rules tolerate, so that its second opinion cannot be asked."""
-    return bool(quote.td_attributes & _DEBUG) or not quote.td_attributes & _SEPT_VE_DISABLE
-
-
-def _check_again(
-    quote: TdxQuote, collateral: Collateral, anchor: Anchor, now: int, rules: TdxRules, number: int
-) -> None:
-    """Ask dcap-qvl for the whole verification, under the same rules."""
-    try:
-        verifier = dcap_qvl.QuoteVerifier(anchor.root_der)
-        policy = _library_policy(rules, number, now)
-        claims = verifier.verify_with_policy(quote.raw, _library_collateral(collateral), now, policy)
-    except ValueError as error:
-        _refuse_by_text(str(error))
-    rating = json.loads(claims.to_json())
-    if bytes(rating["platform"]["root_key_id"]) != anchor.root_key_id:
-        refuse(Refusal.CHAIN_BROKEN, "the quote was verified under another root than the anchor")
-    found = {
-        rating["tcb"]["status"],
-        rating["platform"]["tcb_level"]["tcbStatus"],
-        rating["qe"]["tcb_level"]["tcbStatus"],
-    }
-    if not found <= set(rules.tcb_statuses):
-        refuse(Refusal.TCB_STATUS, f"the quote verifier finds the TCB status {sorted(found)}")
-
-
-def _library_policy(rules: TdxRules, number: int, now: int) -> dcap_qvl.QuotePolicy:
-    # Every setter returns a new object; a result that is dropped would be a limit that does not exist.
-    policy = dcap_qvl.QuotePolicy.strict(now).allow_dynamic_platform(True).allow_cached_keys(True).allow_smt(True)
-    policy = policy.min_tcb_eval_data_number(number).reject_advisories(list(rules.rejected_advisories))
-    policy = policy.platform_grace_period(_FOREVER_S).qe_grace_period(_FOREVER_S)
-    for status in rules.tcb_statuses:
-        policy = policy.allow_status(status)
-    return policy
-
-
-@remembered
-def _library_collateral(collateral: Collateral) -> dcap_qvl.QuoteCollateralV3:
-    return dcap_qvl.QuoteCollateralV3(**{name: getattr(collateral, name) for name in Collateral.model_fields})
-
-
-# The quote is refused whatever the library's text is; the text only selects the name of the refusal.
-_TEXT_CODES: Final = (
-    (r"No matching|TDX module|module identity|advisor|Revoked", Refusal.TCB_UNACCEPTABLE),
-    (r"TCB status|grace", Refusal.TCB_STATUS),
-    (r"[Dd]ebug", Refusal.DEBUG),
-    (r"SEPT_VE|PKS|KL |[Rr]eserved|attributes|service|PERFMON|migrat", Refusal.ATTRIBUTES),
-    (r"eval", Refusal.COLLATERAL_ROLLBACK),
-)
-
-
-def _refuse_by_text(text: str) -> NoReturn:
-    detail = text.removeprefix("Verification failed: ")
-    code = next((code for pattern, code in _TEXT_CODES if re.search(pattern, detail)), Refusal.EVIDENCE_TAMPERED)
-    refuse(code, f"the quote verifier refuses: {detail}")
-
-
 def _claims(
     quote: TdxQuote,
     platform: TdxPlatform,
@@ -282,7 +217,7 @@ def _claims(
     facts: tuple[Fact, ...],
 ) -> TdxClaims:
     expires_at, number = collateral
-    debug = bool(quote.td_attributes & _DEBUG)
+    debug = bool(quote.td_attributes & DEBUG_ATTRIBUTES)
     advisories = f", {' '.join(rating.advisory_ids)}" if rating.advisory_ids else ""
     return TdxClaims(
         evidence_class=anchor.evidence_class,

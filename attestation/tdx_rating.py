@@ -5,7 +5,7 @@ Intel lists them, gives the status. Platform, TDX module and quoting enclave are
 found to be signed, and to be of the platform's family.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,6 +16,7 @@ from attestation.tdx_rules import TdxRules
 
 _COMPONENTS: Final = 16
 _REVOKED: Final = "Revoked"
+_PATCHED: Final = ("UpToDate", "SWHardeningNeeded", "ConfigurationNeeded", "ConfigurationAndSWHardeningNeeded")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,18 +24,22 @@ class TdxRating:
     """Statuses in Intel's words.
 
     Attributes:
-        module: empty for a module of major version 0, which has no status of its own.
-        advisory_ids: advisories that apply to any of the three, in order.
+        platform, module: as they were when the guest was launched; ``module`` is empty for one of major version 0,
+            which has no status of its own. One status that advises a relaunch stands for both.
+        advisory_ids: advisories that apply to any part, in order.
+        current: of platform and module as they are now, where a quote tells it apart (TD 1.5).
     """
 
     platform: str
     module: str
     quoting_enclave: str
     advisory_ids: tuple[str, ...]
+    current: tuple[str, ...] = ()
 
     @property
     def statuses(self) -> tuple[str, ...]:
-        return tuple(status for status in (self.platform, self.module, self.quoting_enclave) if status)
+        every = (self.platform, self.module, *self.current, self.quoting_enclave)
+        return tuple(dict.fromkeys(status for status in every if status))
 
     @property
     def worst(self) -> str:
@@ -52,16 +57,19 @@ def rate(
             applies that the rules reject; ``tcb_status`` for a status that the rules do not list.
     """
     try:
-        levels = (
-            _platform_level(quote, platform, tcb_info),
-            _module_level(quote, tcb_info),
-            _enclave_level(quote, qe_identity),
-        )
+        launch = _levels_at(quote.tee_tcb_svn, quote, platform, tcb_info)
+        current = _levels_at(quote.tee_tcb_svn2, quote, platform, tcb_info) if quote.tee_tcb_svn2 else []
+        enclave = _first_reached(qe_identity["tcbLevels"], quote.qe_svn, "quoting enclave")
+        levels = (*launch, *current, enclave)
         advisories = sorted({str(name) for level in levels for name in level.get("advisoryIDs") or ()})
     except (LookupError, TypeError, ValueError, AttributeError):
         refuse(Refusal.TCB_UNACCEPTABLE, "the TCB info or the QE identity has no readable levels")
-    platform_status, module, enclave = (str(level.get("tcbStatus", "")) for level in levels)
-    rating = TdxRating(platform_status, module, enclave, tuple(advisories))
+    now = tuple(str(level.get("tcbStatus", "")) for level in current)
+    at_launch = [str(level.get("tcbStatus", "")) for level in launch]
+    if advised := _relaunch(_converged(at_launch), _converged(now)):
+        # Software that has to be hardened is a fault of the current state, which the advice does not name.
+        at_launch, now = [advised, ""], tuple(status for status in now if "SWHardening" in status)
+    rating = TdxRating(at_launch[0], at_launch[1], str(enclave["tcbStatus"]), tuple(advisories), now)
     if _REVOKED in rating.statuses:
         refuse(Refusal.TCB_UNACCEPTABLE, "the platform's TCB level is revoked")
     rejected = sorted(set(advisories) & set(rules.rejected_advisories))
@@ -73,28 +81,51 @@ def rate(
     return rating
 
 
-def _platform_level(quote: TdxQuote, platform: TdxPlatform, tcb_info: dict[str, Any]) -> dict[str, Any]:
+def _levels_at(svn: bytes, quote: TdxQuote, platform: TdxPlatform, tcb_info: dict[str, Any]) -> list[dict[str, Any]]:
+    """The levels of platform and module with the 16 versions ``svn``: minor and major of the module, and the rest."""
+    return [_platform_level(svn, platform, tcb_info), _module_level(svn, quote, tcb_info)]
+
+
+def _platform_level(svn: bytes, platform: TdxPlatform, tcb_info: dict[str, Any]) -> dict[str, Any]:
     # The module's own versions are rated with its identity, from major version 1 on.
-    first = 2 if quote.module_version else 0
+    first = 2 if svn[1] else 0
     for level in tcb_info["tcbLevels"]:
         tcb = level["tcb"]
         needed = [_svns(tcb["sgxtcbcomponents"]), _svns(tcb["tdxtcbcomponents"])[first:]]
-        found = [platform.component_svns, quote.tee_tcb_svn[first:]]
+        found = [platform.component_svns, svn[first:]]
         if platform.pce_svn >= tcb["pcesvn"] and all(map(_reaches, found, needed)):
             return _level(level)
     refuse(Refusal.TCB_UNACCEPTABLE, "the platform is below every TCB level")
 
 
-def _module_level(quote: TdxQuote, tcb_info: dict[str, Any]) -> dict[str, Any]:
-    if not quote.module_version:
+def _module_level(svn: bytes, quote: TdxQuote, tcb_info: dict[str, Any]) -> dict[str, Any]:
+    if not svn[1]:
         _check_module(quote, tcb_info["tdxModule"])
         return {}
-    name = f"TDX_{quote.module_version:02X}"
+    name = f"TDX_{svn[1]:02X}"
     identity = next((each for each in tcb_info["tdxModuleIdentities"] if str(each["id"]).upper() == name), None)
     if identity is None:
         refuse(Refusal.TCB_UNACCEPTABLE, f"the TDX module {name} is not known")
     _check_module(quote, identity)
-    return _first_reached(identity["tcbLevels"], quote.tee_tcb_svn[0], "TDX module")
+    return _first_reached(identity["tcbLevels"], svn[0], "TDX module")
+
+
+def _converged(statuses: Sequence[str]) -> str:
+    """One status of platform and module, as Intel's library merges them; empty for none."""
+    platform, module = (*statuses, "", "")[:2]
+    if module == "OutOfDate" and platform in ("UpToDate", "SWHardeningNeeded"):
+        return "OutOfDate"
+    if module == "OutOfDate" and platform in ("ConfigurationNeeded", "ConfigurationAndSWHardeningNeeded"):
+        return "OutOfDateConfigurationNeeded"
+    return _REVOKED if module == _REVOKED else platform
+
+
+def _relaunch(launch: str, current: str) -> str:
+    """The status of a guest that is out of date only because of what it was launched on; empty for any other."""
+    if not launch.startswith("OutOfDate") or current not in _PATCHED:
+        return ""
+    configuration = "Configuration" in launch + current
+    return "TDRelaunchAdvisedConfigurationNeeded" if configuration else "TDRelaunchAdvised"
 
 
 def _check_module(quote: TdxQuote, identity: dict[str, Any]) -> None:
@@ -103,10 +134,6 @@ def _check_module(quote: TdxQuote, identity: dict[str, Any]) -> None:
     expected = bytes.fromhex(identity["mrsigner"]), bytes.fromhex(identity["attributes"])
     if (quote.module_signer, attributes) != expected:
         refuse(Refusal.TCB_UNACCEPTABLE, "the TDX module is not the one that its identity describes")
-
-
-def _enclave_level(quote: TdxQuote, qe_identity: dict[str, Any]) -> dict[str, Any]:
-    return _first_reached(qe_identity["tcbLevels"], quote.qe_svn, "quoting enclave")
 
 
 def _first_reached(levels: Iterable[dict[str, Any]], version: int, what: str) -> dict[str, Any]:

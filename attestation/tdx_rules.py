@@ -1,6 +1,6 @@
 """What an Intel TDX guest and its platform must look like to be accepted."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field
 
@@ -9,8 +9,10 @@ from attestation.messages import Message
 
 TcbStatus = Literal[
     "UpToDate", "SWHardeningNeeded", "ConfigurationNeeded", "ConfigurationAndSWHardeningNeeded", "OutOfDate",
-    "OutOfDateConfigurationNeeded",
+    "OutOfDateConfigurationNeeded", "TDRelaunchAdvised", "TDRelaunchAdvisedConfigurationNeeded",
 ]  # fmt: skip
+RELAUNCH_STATUSES: Final = frozenset({"TDRelaunchAdvised", "TDRelaunchAdvisedConfigurationNeeded"})
+"""Of a guest that was launched under an older TDX module than the current one that runs it now."""
 Measurement = Annotated[bytes, Field(min_length=MEASUREMENT_BYTES, max_length=MEASUREMENT_BYTES)]
 
 
