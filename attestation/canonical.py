@@ -35,3 +35,18 @@ def length_prefixed(label: str, *fields: bytes | str | int) -> bytes:
 def canonical_json(value: Any) -> bytes:
     """JSON with sorted keys, no white space, ASCII only; NaN and infinities are refused with ValueError."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+
+
+def read_json(content: bytes | str) -> Any:
+    """A JSON document in which no object names a key twice; ValueError otherwise."""
+    try:
+        return json.loads(content, object_pairs_hook=_unique)
+    except RecursionError:
+        raise ValueError("the JSON document is nested too deeply") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("a JSON object names a key twice")
+    return fields

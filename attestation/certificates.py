@@ -6,6 +6,7 @@ A root is compared by its public key, since a vendor may issue its root certific
 """
 
 import hashlib
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from attestation.evidence import Refusal, refuse
 
 PublicKey = EllipticCurvePublicKey | RSAPublicKey
 
+_PEM_BEGIN = b"-----BEGIN CERTIFICATE-----"
+_PEM_BLOCKS = re.compile(rb"\s*(?:" + _PEM_BEGIN + rb"[A-Za-z0-9+/=\s]*-----END CERTIFICATE-----\s*)*")
 _MAX_CHAIN = 5
 _MIN_RSA_BITS = 3072
 _UNREADABLE = (
@@ -76,9 +79,19 @@ def serial_number(certificate: x509.Certificate) -> int:
         return certificate.serial_number
 
 
+def is_pem(data: bytes) -> bool:
+    """Whether there is a certificate in PEM in ``data``; it may be in DER otherwise."""
+    return _PEM_BEGIN in data
+
+
+def has_only_blocks(pem: bytes) -> bool:
+    """Whether nothing but certificates in PEM and white space is in ``pem``; readers of PEM pass over other text."""
+    return _PEM_BLOCKS.fullmatch(pem) is not None
+
+
 def read_presented(data: bytes) -> tuple[x509.Certificate, ...]:
     """The certificates in ``data``, which is PEM or one certificate in DER; otherwise as :func:`read_certificates`."""
-    if b"-----BEGIN CERTIFICATE-----" in data:
+    if is_pem(data):
         return read_certificates(data)
     return (read_root(data),)
 

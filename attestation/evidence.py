@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar, Final, Literal, NoReturn, Self
 
 from pydantic import Field, model_validator
 
+from attestation.canonical import read_json
 from attestation.messages import Message
 from metrics.errors import EvidenceError
 
@@ -233,10 +234,10 @@ class Collateral(Message):
             EvidenceError: ``collateral_stale`` if the text is not collateral.
         """
         try:
-            fields = json.loads(text)
+            fields = read_json(text)
             known = {name: fields[name] for name in cls.model_fields}
             return cls.model_validate_json(json.dumps(known))
-        except (LookupError, TypeError, ValueError, RecursionError):
+        except (LookupError, TypeError, ValueError):
             refuse(Refusal.COLLATERAL_STALE, "the collateral is not in the form that is expected")
 
 

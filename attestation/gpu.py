@@ -17,6 +17,8 @@ from attestation.certificates import (
     check_certificate_windows,
     check_links,
     common_name,
+    has_only_blocks,
+    is_pem,
     key_id,
     read_presented,
     signed_by,
@@ -156,6 +158,8 @@ def _named(rims: GpuReferences) -> tuple[tuple[bytes | None, str], ...]:
 
 
 def _read_chain(chain: Sequence[bytes]) -> tuple[x509.Certificate, ...]:
+    if any(is_pem(data) and not has_only_blocks(data.rstrip(b"\0")) for data in chain):
+        refuse(Refusal.EVIDENCE_MALFORMED, "there is other text than certificates in the GPU's chain")
     try:
         certificates = tuple(each for data in chain[: CHAIN_LENGTH + 1] for each in read_presented(data))
     except ValueError:

@@ -9,7 +9,7 @@ from typing import Final
 from cryptography import x509
 
 from attestation.byte_reader import ByteReader
-from attestation.certificates import read_certificates
+from attestation.certificates import has_only_blocks, read_certificates
 from attestation.evidence import Refusal, refuse
 
 MAX_QUOTE_BYTES: Final = 1 << 16
@@ -158,6 +158,8 @@ def _read_certification(data: bytes, raw: bytes, signed: bytes, body: bytes) -> 
         refuse(Refusal.EVIDENCE_MALFORMED, f"the quote's inner certification type {kind} is not known")
     reader.expect(4, len(data) - reader.position - 4, "inner certification length")
     pem = reader.rest() if kind == _CERTIFIED_BY_PEM_CHAIN else b""
+    if not has_only_blocks(pem.rstrip(b"\0")):
+        refuse(Refusal.EVIDENCE_MALFORMED, "there is other text than certificates in the quote's certification data")
     return TdxQuote(
         raw=raw,
         signed=signed,

@@ -165,13 +165,19 @@ def _endorsement(
 
 
 def _presented(certificates: Sequence[bytes]) -> tuple[x509.Certificate, ...]:
+    """The endorsement key's certificate, and what can be read of the rest, which are hints.
+
+    Raises:
+        EvidenceError: ``chain_broken`` if the first cannot be read, ``evidence_malformed`` for too many.
+    """
     presented: list[x509.Certificate] = []
-    for each in certificates:
+    for position, each in enumerate(certificates):
         try:
             presented += read_presented(each)
         except ValueError:
-            refuse(Refusal.CHAIN_BROKEN, "the endorsement chain cannot be read")
-        if len(presented) > MAX_CERTIFICATES:
+            if position == 0:
+                refuse(Refusal.CHAIN_BROKEN, "the certificate of the endorsement key cannot be read")
+        if max(len(presented), position + 1) > MAX_CERTIFICATES:
             refuse(Refusal.EVIDENCE_MALFORMED, f"more than {MAX_CERTIFICATES} certificates are presented")
     if not presented:
         refuse(Refusal.CHAIN_BROKEN, "no certificate of the endorsement key is presented")

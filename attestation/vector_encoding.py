@@ -5,9 +5,10 @@ rest: a character that is no digit, or a JSON object that names a key twice, is 
 """
 
 import base64
-import json
 import re
 from typing import Any
+
+from attestation.canonical import read_json
 
 _HEX = re.compile(r"(?:[0-9a-fA-F]{2})+")
 _BASE64 = re.compile(r"[A-Za-z0-9+/]*={0,2}")
@@ -29,14 +30,6 @@ def decode(content: bytes, encoding: str) -> bytes:
     if encoding.startswith("json:"):
         return bytes_of(resolve(read_json(content), encoding.removeprefix("json:")))
     raise LookupError(f"the encoding '{encoding}' is not known")
-
-
-def read_json(content: bytes) -> Any:
-    """A JSON document in which no object names a key twice; ValueError otherwise."""
-    try:
-        return json.loads(content, object_pairs_hook=_unique)
-    except RecursionError:
-        raise ValueError("the JSON document is nested too deeply") from None
 
 
 def resolve(document: Any, pointer: str) -> Any:
@@ -96,10 +89,3 @@ def _position(name: str) -> int:
     if not re.fullmatch("0|[1-9][0-9]*", name):
         raise LookupError(name)
     return int(name)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        raise ValueError("a JSON object names a key twice")
-    return fields

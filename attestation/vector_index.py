@@ -12,12 +12,12 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from attestation.canonical import canonical_json
+from attestation.canonical import canonical_json, read_json
 from attestation.certificates import read_presented
 from attestation.evidence import EvidenceClass, Refusal, refuse
 from attestation.messages import Message
 from attestation.roots import PINNED, Anchor, Family, pinned_anchors
-from attestation.vector_encoding import bytes_of, certificate_text, decode, read_json, resolve
+from attestation.vector_encoding import bytes_of, certificate_text, decode, resolve
 from metrics.errors import ConfigError
 
 Rules = TypeVar("Rules", bound=Message)

@@ -54,6 +54,16 @@ def test_a_pck_chain_inside_collateral_is_dropped(session: Session) -> None:
     assert Collateral.from_json(text) == session.collateral.tdx[0]
 
 
+def test_collateral_that_names_a_field_twice_is_refused(session: Session) -> None:
+    text = session.collateral.tdx[0].encode().decode()
+    assert Collateral.from_json(text) == session.collateral.tdx[0]
+    twice = text.removesuffix("}") + ',"root_ca_crl":"00"}'
+    assert len(json.loads(twice)) == len(json.loads(text))
+    with pytest.raises(EvidenceError) as refused:
+        Collateral.from_json(twice)
+    assert refused.value.code == "collateral_stale"
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"tcb_info": 1}', "[" * 100_000])
 def test_what_is_not_collateral_is_refused_as_missing(text: str) -> None:
     with pytest.raises(EvidenceError) as refused:

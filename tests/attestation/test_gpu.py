@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
 
 from attestation.evidence import EvidenceClass
 from attestation.gpu import GpuClaims, GpuReferences, verify_gpu
@@ -108,6 +109,16 @@ def test_broken_chains(bench: Bench) -> None:
         (*bench.gpu.chain, root),
     ):
         assert bench.code(chain=chain) == "chain_broken"
+
+
+def test_a_chain_in_pem_has_nothing_around_its_certificates(bench: Bench) -> None:
+    loaded = [x509.load_der_x509_certificate(each) for each in bench.gpu.chain]
+    pem = b"".join(each.public_bytes(Encoding.PEM) for each in loaded)
+    for chain in (pem, b"\n" + pem + b" \n" + bytes(2)):
+        assert bench.code(chain=(chain,)) is None
+    for chain in (b"x" + pem, pem + b"x", pem.replace(b"E-----\n-", b"E-----\nCN\n-")):
+        assert bench.code(chain=(chain,)) == "evidence_malformed"
+    assert bench.code(chain=(bench.gpu.chain[0] + b"x", *bench.gpu.chain[1:])) == "chain_broken"
 
 
 def test_a_chain_of_five_without_a_firmware_leaf_is_broken(bench: Bench) -> None:

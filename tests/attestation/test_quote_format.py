@@ -60,8 +60,38 @@ def test_certification_without_a_chain_has_no_certificates(quote: bytes) -> None
     assert quote[INNER_TYPE] == 5
     for kind in (1, 2, 3, 4):
         assert parse_quote(quote[:INNER_TYPE] + bytes([kind]) + quote[INNER_TYPE + 1 :]).chain == ()
-    unreadable = quote.replace(b"MII", b"!!!", 1)
+    unreadable = quote.replace(b"MII", b"IIM", 1)
     assert parse_quote(unreadable).chain == ()
+    blank = with_chain(quote, b" \n")
+    assert parse_quote(blank).chain == ()
+
+
+def with_chain(quote: bytes, chain: bytes) -> bytes:
+    """The quote with another text in place of its certificates, and all lengths to fit."""
+    certification = quote[636 + 134 : INNER_TYPE] + b"\5\0" + len(chain).to_bytes(4, "little") + chain
+    outer = quote[636 : 636 + 130] + len(certification).to_bytes(4, "little") + certification
+    return quote[:632] + len(outer).to_bytes(4, "little") + outer
+
+
+def test_nothing_but_certificates_is_in_the_certification_data(quote: bytes) -> None:
+    """Readers of PEM pass over other text, which nobody signed."""
+    chain = quote[INNER_TYPE + 6 :]
+    assert with_chain(quote, chain) == quote
+    assert with_chain(quote, b"\r\n" + chain + b"\n \t\n" + bytes(3)) != quote
+    assert len(parse_quote(with_chain(quote, b"\r\n" + chain + b"\n \t\n" + bytes(3))).chain) == 3
+    end = b"-----END CERTIFICATE-----\n"
+    for text in (
+        b"x" + chain,
+        chain + b"x",
+        chain + b"\0x",
+        b"\0" + chain,
+        chain.replace(end, end + b"subject=CN\n", 1),
+        chain.replace(b"MII", b"!!!", 1),
+        chain + b"-----BEGIN PRIVATE KEY-----\nMII=\n-----END PRIVATE KEY-----\n",
+        chain[:-10],
+        b"text",
+    ):
+        assert refusal_of(with_chain(quote, text)) == "evidence_malformed", text
 
 
 def test_an_oversized_quote_is_refused_before_it_is_read(quote: bytes) -> None:

@@ -287,9 +287,12 @@ def test_broken_chains_are_refused(bench: Bench) -> None:
     vek, ca = bench.machine.certificates
     root = bench.amd.root_der
     other_key = new_root().certificate.public_bytes(Encoding.DER)
-    for presented in ((), (vek,), (ca,), (root,), (ca, vek), (root, ca), (b"",), (vek, ca, b"?"), (vek + b"\0", ca)):
+    for presented in ((), (vek,), (ca,), (root,), (ca, vek), (root, ca), (b"",), (b"?", vek, ca), (vek + b"\0", ca)):
         assert bench.refusal(bench.report(), certificates=presented) == "chain_broken", presented
     assert bench.refusal(bench.report(), certificates=(other_key, ca)) == "chain_broken"
+    for hints in ((ca, b"?"), (b"?", ca), (b"-----BEGIN CERTIFICATE-----", ca, b"")):
+        assert bench.refusal(bench.report(), certificates=(vek, *hints)) is None
+    assert bench.refusal(bench.report(), certificates=(vek, ca, *(b"?",) * MAX_CERTIFICATES)) == "evidence_malformed"
     crowd = (vek,) + (ca,) * MAX_CERTIFICATES
     assert bench.refusal(bench.report(), certificates=crowd) == "evidence_malformed"
     assert bench.refusal(bench.report(), certificates=crowd[:-1]) is None

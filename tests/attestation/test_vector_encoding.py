@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attestation.vector_encoding import bytes_of, certificate_text, decode, read_json, resolve
+from attestation.canonical import read_json
+from attestation.vector_encoding import bytes_of, certificate_text, decode, resolve
 
 DATA = bytes(range(250, 256)) + b"\x01\x02"
 HEX, STANDARD, URL_SAFE = "fafbfcfdfeff0102", "+vv8/f7/AQI=", "-vv8_f7_AQI"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attestation.appraisal import open_presentation
+from attestation.canonical import read_json
 from attestation.evidence import Collateral, CollateralBundle, GpuEvidence
 from attestation.gpu_ocsp import find_answers
 from attestation.gpu_report import parse_gpu_report
@@ -17,7 +18,7 @@ from attestation.policy import load_policy
 from attestation.quote_format import parse_quote
 from attestation.snp_cert_table import certificates_in, read_table
 from attestation.snp_report import parse_report
-from attestation.vector_encoding import bytes_of, decode, read_json
+from attestation.vector_encoding import bytes_of, decode
 from attestation.vector_index import read_index
 from metrics.errors import ConfigError, EvidenceError, ProtocolError
 
