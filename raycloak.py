@@ -59,10 +59,11 @@ if TYPE_CHECKING:
     from workers.parameters import parameter_digest
     from workers.payload import VectorRange
     from workers.receipt import Receipt
-    from workers.train_worker import Admission, StepRequest, TrainWorker, WorkerSetup
+    from workers.train_worker import TrainWorker
+    from workers.worker_messages import Admission, StepRequest, WorkerSetup
 
 _HOMES = {
-    "Admission": "workers.train_worker",
+    "Admission": "workers.worker_messages",
     "ArrayDataset": "workers.datasets",
     "CheckpointConfig": "coordinator.config",
     "ClassCountsConfig": "coordinator.config",
@@ -90,11 +91,11 @@ _HOMES = {
     "RunConfig": "coordinator.config",
     "SimulatedVendor": "attestation.simulator",
     "StepCommit": "attestation.commit_book",
-    "StepRequest": "workers.train_worker",
+    "StepRequest": "workers.worker_messages",
     "TrainWorker": "workers.train_worker",
     "Trainer": "coordinator.trainer",
     "VectorRange": "workers.payload",
-    "WorkerSetup": "workers.train_worker",
+    "WorkerSetup": "workers.worker_messages",
     "actor": "coordinator.actors",
     "build_computation": "coordinator.manifest",
     "build_manifest": "coordinator.manifest",

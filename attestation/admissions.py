@@ -18,6 +18,7 @@ from attestation.nonce_book import NonceBook
 from attestation.orchestrator_state import MemberRow, OrchestratorState
 from attestation.policy import Policy
 from attestation.revocations import Revocations
+from attestation.roster import Member
 from attestation.sealed_data import SealedTerms
 from metrics.errors import EvidenceError
 
@@ -32,7 +33,11 @@ RENEWED_AFTER = 2 / 3
 
 @dataclass(frozen=True, slots=True)
 class RunTerms:
-    """What the orchestrator needs of a run's manifest."""
+    """What the orchestrator needs of a run's manifest.
+
+    Attributes:
+        sealed, evaluation: the training examples and the evaluation split, where they are sealed.
+    """
 
     manifest_digest: bytes
     key_context: bytes
@@ -41,6 +46,7 @@ class RunTerms:
     policy: Policy
     collateral: CollateralBundle
     sealed: SealedTerms | None = None
+    evaluation: SealedTerms | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +153,21 @@ class Admissions:
         """The member, if it is admitted and nobody has revoked it since; its evidence may have expired."""
         admitted = self._members.get(member_id)
         return None if admitted is None or self._revoked(admitted) else admitted
+
+    def entry(self, member_id: str, virtual_workers: tuple[int, ...]) -> Member:
+        """The member as rosters and orders name it; EvidenceError ``evidence_expired`` without valid evidence."""
+        admitted = self.find(member_id)
+        if admitted is None or admitted.appraisal.expires_at <= self._clock():
+            raise EvidenceError("evidence_expired", f"{member_id} has no valid evidence", "Present fresh evidence.")
+        return Member(
+            member_id=member_id,
+            role=admitted.appraisal.role,
+            mask_key=admitted.presentation.mask_key,
+            identity_key=admitted.presentation.identity_key,
+            evidence_digest=admitted.appraisal.evidence_digest,
+            virtual_workers=tuple(sorted(virtual_workers)),
+            joined=admitted.row.joined,
+        )
 
     def keep(self, row: MemberRow) -> None:
         """Note what a member's evidence has served, in a transaction of the caller's."""

@@ -10,6 +10,7 @@ from attestation.key_release import HpkeKey
 from attestation.keys import AgreementKey, IdentityKey
 from attestation.messages import Envelope, seal
 from attestation.report_data import expected_report_data
+from attestation.roster import Member
 from metrics.errors import ProtocolError
 
 
@@ -64,6 +65,12 @@ class Attester:
     def beside(self) -> "Attester":
         """One of the same name on the same platform and GPUs, with keys of its own, for another verifier."""
         return Attester(self.member_id, self._source, self._gpus)
+
+    def require_own(self, entry: Member) -> None:
+        """ProtocolError ``roster_own_entry`` unless ``entry`` states this worker's own keys and evidence."""
+        stated = (entry.role, entry.identity_key, entry.mask_key, entry.evidence_digest)
+        if stated != ("worker", self.identity.public, self.agreement.public, self.evidence_digest):
+            raise ProtocolError("roster_own_entry", "the roster states other keys or evidence for this worker")
 
     def present(self, challenge: Challenge, manifest_digest: bytes, known_answer: bytes) -> Envelope:
         """Answer a challenge with evidence that binds this actor's keys; signed, which proves possession.

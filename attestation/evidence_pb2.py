@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x61ttestation/evidence.proto\x12\x14raycloak.evidence.v1\"0\n\rSignedMessage\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\"I\n\x10\x43hallengeRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x14\n\x0cidentity_key\x18\x03 \x01(\x0c\"?\n\x0e\x43hallengeReply\x12\x11\n\tchallenge\x18\x01 \x01(\x0c\x12\x1a\n\x12server_certificate\x18\x02 \x01(\x0c\"e\n\rAttestRequest\x12\x39\n\x0cpresentation\x18\x01 \x01(\x0b\x32#.raycloak.evidence.v1.SignedMessage\x12\x19\n\x11\x63hannel_signature\x18\x02 \x01(\x0c\"\x1d\n\x0b\x41ttestReply\x12\x0e\n\x06result\x18\x01 \x01(\x0c\"]\n\x12ReleaseKeysRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x17\n\x0fvirtual_workers\x18\x03 \x03(\x04\x12\x0c\n\x04seen\x18\x04 \x01(\x04\"\xa0\x01\n\x10ReleaseKeysReply\x12\x34\n\x07package\x18\x01 \x01(\x0b\x32#.raycloak.evidence.v1.SignedMessage\x12\r\n\x05proof\x18\x02 \x01(\x0c\x12\x36\n\x06slices\x18\x03 \x01(\x0b\x32&.raycloak.evidence.v1.ReleaseKeysReply\x12\x0f\n\x07\x65xtends\x18\x04 \x03(\x0c\"a\n\rRosterRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12=\n\x10\x64\x61ta_commitments\x18\x02 \x01(\x0b\x32#.raycloak.evidence.v1.SignedMessage\"~\n\x0bRosterReply\x12\x33\n\x06roster\x18\x01 \x01(\x0b\x32#.raycloak.evidence.v1.SignedMessage\x12:\n\rpresentations\x18\x02 \x03(\x0b\x32#.raycloak.evidence.v1.SignedMessage\"\xa1\x01\n\nLogRequest\x12\r\n\x05start\x18\x01 \x01(\x04\x12\r\n\x05limit\x18\x02 \x01(\r\x12\x11\n\tmember_id\x18\x03 \x01(\t\x12\x30\n\x05\x65ntry\x18\x04 \x01(\x0b\x32!.raycloak.evidence.v1.EntryInTree\x12\x30\n\x06growth\x18\x05 \x01(\x0b\x32 .raycloak.evidence.v1.TreeGrowth\"-\n\x0b\x45ntryInTree\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0c\n\x04size\x18\x02 \x01(\x04\",\n\nTreeGrowth\x12\x10\n\x08old_size\x18\x01 \x01(\x04\x12\x0c\n\x04size\x18\x02 \x01(\x04\"(\n\x08TreePath\x12\x0c\n\x04size\x18\x01 \x01(\x04\x12\x0e\n\x06hashes\x18\x02 \x03(\x0c\"\x91\x01\n\x08LogReply\x12\x0f\n\x07\x65ntries\x18\x01 \x03(\x0c\x12\x0c\n\x04head\x18\x02 \x01(\x0c\x12\x31\n\tinclusion\x18\x03 \x01(\x0b\x32\x1e.raycloak.evidence.v1.TreePath\x12\x33\n\x0b\x63onsistency\x18\x04 \x01(\x0b\x32\x1e.raycloak.evidence.v1.TreePath2\xb3\x03\n\x08\x45vidence\x12Y\n\tChallenge\x12&.raycloak.evidence.v1.ChallengeRequest\x1a$.raycloak.evidence.v1.ChallengeReply\x12P\n\x06\x41ttest\x12#.raycloak.evidence.v1.AttestRequest\x1a!.raycloak.evidence.v1.AttestReply\x12_\n\x0bReleaseKeys\x12(.raycloak.evidence.v1.ReleaseKeysRequest\x1a&.raycloak.evidence.v1.ReleaseKeysReply\x12P\n\x06Roster\x12#.raycloak.evidence.v1.RosterRequest\x1a!.raycloak.evidence.v1.RosterReply\x12G\n\x03Log\x12 .raycloak.evidence.v1.LogRequest\x1a\x1e.raycloak.evidence.v1.LogReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x61ttestation/evidence.proto\x12\x14raycloak.evidence.v1\"0\n\rSignedMessage\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\"I\n\x10\x43hallengeRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x14\n\x0cidentity_key\x18\x03 \x01(\x0c\"?\n\x0e\x43hallengeReply\x12\x11\n\tchallenge\x18\x01 \x01(\x0c\x12\x1a\n\x12server_certificate\x18\x02 \x01(\x0c\"e\n\rAttestRequest\x12\x39\n\x0cpresentation\x18\x01 \x01(\x0b\x32#.raycloak.evidence.v1.SignedMessage\x12\x19\n\x11\x63hannel_signature\x18\x02 \x01(\x0c\"\x1d\n\x0b\x41ttestReply\x12\x0e\n\x06result\x18\x01 \x01(\x0c\"]\n\x12ReleaseKeysRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x17\n\x0fvirtual_workers\x18\x03 \x03(\x04\x12\x0c\n\x04seen\x18\x04 \x01(\x04\"\xdc\x01\n\x10ReleaseKeysReply\x12\x34\n\x07package\x18\x01 \x01(\x0b\x32#.raycloak.evidence.v1.SignedMessage\x12\r\n\x05proof\x18\x02 \x01(\x0c\x12\x36\n\x06slices\x18\x03 \x01(\x0b\x32&.raycloak.evidence.v1.ReleaseKeysReply\x12\x0f\n\x07\x65xtends\x18\x04 \x03(\x0c\x12:\n\nevaluation\x18\x05 \x01(\x0b\x32&.raycloak.evidence.v1.ReleaseKeysReply\"a\n\rRosterRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12=\n\x10\x64\x61ta_commitments\x18\x02 \x01(\x0b\x32#.raycloak.evidence.v1.SignedMessage\"~\n\x0bRosterReply\x12\x33\n\x06roster\x18\x01 \x01(\x0b\x32#.raycloak.evidence.v1.SignedMessage\x12:\n\rpresentations\x18\x02 \x03(\x0b\x32#.raycloak.evidence.v1.SignedMessage\"\xa1\x01\n\nLogRequest\x12\r\n\x05start\x18\x01 \x01(\x04\x12\r\n\x05limit\x18\x02 \x01(\r\x12\x11\n\tmember_id\x18\x03 \x01(\t\x12\x30\n\x05\x65ntry\x18\x04 \x01(\x0b\x32!.raycloak.evidence.v1.EntryInTree\x12\x30\n\x06growth\x18\x05 \x01(\x0b\x32 .raycloak.evidence.v1.TreeGrowth\"-\n\x0b\x45ntryInTree\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0c\n\x04size\x18\x02 \x01(\x04\",\n\nTreeGrowth\x12\x10\n\x08old_size\x18\x01 \x01(\x04\x12\x0c\n\x04size\x18\x02 \x01(\x04\"(\n\x08TreePath\x12\x0c\n\x04size\x18\x01 \x01(\x04\x12\x0e\n\x06hashes\x18\x02 \x03(\x0c\"\x91\x01\n\x08LogReply\x12\x0f\n\x07\x65ntries\x18\x01 \x03(\x0c\x12\x0c\n\x04head\x18\x02 \x01(\x0c\x12\x31\n\tinclusion\x18\x03 \x01(\x0b\x32\x1e.raycloak.evidence.v1.TreePath\x12\x33\n\x0b\x63onsistency\x18\x04 \x01(\x0b\x32\x1e.raycloak.evidence.v1.TreePath2\xb3\x03\n\x08\x45vidence\x12Y\n\tChallenge\x12&.raycloak.evidence.v1.ChallengeRequest\x1a$.raycloak.evidence.v1.ChallengeReply\x12P\n\x06\x41ttest\x12#.raycloak.evidence.v1.AttestRequest\x1a!.raycloak.evidence.v1.AttestReply\x12_\n\x0bReleaseKeys\x12(.raycloak.evidence.v1.ReleaseKeysRequest\x1a&.raycloak.evidence.v1.ReleaseKeysReply\x12P\n\x06Roster\x12#.raycloak.evidence.v1.RosterRequest\x1a!.raycloak.evidence.v1.RosterReply\x12G\n\x03Log\x12 .raycloak.evidence.v1.LogRequest\x1a\x1e.raycloak.evidence.v1.LogReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,21 +44,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RELEASEKEYSREQUEST']._serialized_start=376
   _globals['_RELEASEKEYSREQUEST']._serialized_end=469
   _globals['_RELEASEKEYSREPLY']._serialized_start=472
-  _globals['_RELEASEKEYSREPLY']._serialized_end=632
-  _globals['_ROSTERREQUEST']._serialized_start=634
-  _globals['_ROSTERREQUEST']._serialized_end=731
-  _globals['_ROSTERREPLY']._serialized_start=733
-  _globals['_ROSTERREPLY']._serialized_end=859
-  _globals['_LOGREQUEST']._serialized_start=862
-  _globals['_LOGREQUEST']._serialized_end=1023
-  _globals['_ENTRYINTREE']._serialized_start=1025
-  _globals['_ENTRYINTREE']._serialized_end=1070
-  _globals['_TREEGROWTH']._serialized_start=1072
-  _globals['_TREEGROWTH']._serialized_end=1116
-  _globals['_TREEPATH']._serialized_start=1118
-  _globals['_TREEPATH']._serialized_end=1158
-  _globals['_LOGREPLY']._serialized_start=1161
-  _globals['_LOGREPLY']._serialized_end=1306
-  _globals['_EVIDENCE']._serialized_start=1309
-  _globals['_EVIDENCE']._serialized_end=1744
+  _globals['_RELEASEKEYSREPLY']._serialized_end=692
+  _globals['_ROSTERREQUEST']._serialized_start=694
+  _globals['_ROSTERREQUEST']._serialized_end=791
+  _globals['_ROSTERREPLY']._serialized_start=793
+  _globals['_ROSTERREPLY']._serialized_end=919
+  _globals['_LOGREQUEST']._serialized_start=922
+  _globals['_LOGREQUEST']._serialized_end=1083
+  _globals['_ENTRYINTREE']._serialized_start=1085
+  _globals['_ENTRYINTREE']._serialized_end=1130
+  _globals['_TREEGROWTH']._serialized_start=1132
+  _globals['_TREEGROWTH']._serialized_end=1176
+  _globals['_TREEPATH']._serialized_start=1178
+  _globals['_TREEPATH']._serialized_end=1218
+  _globals['_LOGREPLY']._serialized_start=1221
+  _globals['_LOGREPLY']._serialized_end=1366
+  _globals['_EVIDENCE']._serialized_start=1369
+  _globals['_EVIDENCE']._serialized_end=1804
 # @@protoc_insertion_point(module_scope)

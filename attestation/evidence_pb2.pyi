@@ -59,16 +59,18 @@ class ReleaseKeysRequest(_message.Message):
     def __init__(self, member_id: _Optional[str] = ..., epoch: _Optional[int] = ..., virtual_workers: _Optional[_Iterable[int]] = ..., seen: _Optional[int] = ...) -> None: ...
 
 class ReleaseKeysReply(_message.Message):
-    __slots__ = ("package", "proof", "slices", "extends")
+    __slots__ = ("package", "proof", "slices", "extends", "evaluation")
     PACKAGE_FIELD_NUMBER: _ClassVar[int]
     PROOF_FIELD_NUMBER: _ClassVar[int]
     SLICES_FIELD_NUMBER: _ClassVar[int]
     EXTENDS_FIELD_NUMBER: _ClassVar[int]
+    EVALUATION_FIELD_NUMBER: _ClassVar[int]
     package: SignedMessage
     proof: bytes
     slices: ReleaseKeysReply
     extends: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, package: _Optional[_Union[SignedMessage, _Mapping]] = ..., proof: _Optional[bytes] = ..., slices: _Optional[_Union[ReleaseKeysReply, _Mapping]] = ..., extends: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    evaluation: ReleaseKeysReply
+    def __init__(self, package: _Optional[_Union[SignedMessage, _Mapping]] = ..., proof: _Optional[bytes] = ..., slices: _Optional[_Union[ReleaseKeysReply, _Mapping]] = ..., extends: _Optional[_Iterable[bytes]] = ..., evaluation: _Optional[_Union[ReleaseKeysReply, _Mapping]] = ...) -> None: ...
 
 class RosterRequest(_message.Message):
     __slots__ = ("member_id", "data_commitments")

@@ -23,6 +23,8 @@ class KeyKind(StrEnum):
     """Sampling, noise and tags of one virtual worker in one epoch."""
     DATASET = "dataset"
     """One slice of a sealed dataset."""
+    EVALUATION = "evaluation"
+    """One slice of a sealed evaluation split."""
     CHECKPOINT = "checkpoint"
     """A sealed package of the run; the run opens its own for its driver, which has no evidence of its own."""
 

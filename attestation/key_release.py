@@ -119,12 +119,14 @@ class KeyRelease:
         package: a signed :class:`KeyPackage`.
         proof: an `attestation.log_entries.EntryProof` of the release, encoded.
         slices: the same of the keys of the slices, where the data is sealed.
+        evaluation: the same of the slices of the evaluation split, where that is sealed.
         extends: proof that the head in ``proof`` extends the one that the member had seen; empty if it had seen none.
     """
 
     package: Envelope
     proof: bytes
     slices: "KeyRelease | None" = None
+    evaluation: "KeyRelease | None" = None
     extends: tuple[bytes, ...] = ()
 
     @property
@@ -245,13 +247,21 @@ def _keys_in(package: KeyPackage, plaintext: bytes, each: int) -> list[Secret]:
     return [Secret(plaintext[i : i + _KEY_BYTES]) for i in range(0, len(plaintext), _KEY_BYTES)]
 
 
-def open_slice_keys(release: KeyRelease, terms: ReleaseTerms, hpke_key: HpkeKey) -> dict[int, Secret]:
+def open_slice_keys(
+    release: KeyRelease | None, kind: KeyKind, terms: ReleaseTerms, hpke_key: HpkeKey
+) -> dict[int, Secret]:
     """Verify and decrypt a package of slice keys; which are the right ones, the header of the dataset says.
+
+    Args:
+        release: None if there is none; there are no keys then.
+        kind: ``DATASET`` or ``EVALUATION``.
 
     Raises:
         ProtocolError, EvidenceError: as :func:`open_keys`.
     """
-    package, plaintext = terms.open(release, KeyKind.DATASET, hpke_key)
+    if release is None:
+        return {}
+    package, plaintext = terms.open(release, kind, hpke_key)
     return dict(zip(package.virtual_workers, _keys_in(package, plaintext, 1), strict=True))
 
 

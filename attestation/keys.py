@@ -40,6 +40,7 @@ class Purpose(StrEnum):
     PAYLOAD_TAG = "raycloak/payload-tag/v1"
     KNOWN_ANSWER = "raycloak/known-answer/v1"
     SEALED_SLICE = "raycloak/sealed-data/slice-key/v1"
+    SEALED_EVALUATION_SLICE = "raycloak/sealed-data/evaluation-slice-key/v1"
     PACKAGE_MLKEM = "raycloak/package/mlkem/v1"
     PACKAGE_X25519 = "raycloak/package/x25519/v1"
     PACKAGE_PAYLOAD = "raycloak/package/payload/v1"

@@ -19,6 +19,7 @@ from attestation.appraisal import Appraisal
 from attestation.attester import EvidenceSource
 from attestation.channel import server_end
 from attestation.commit_book import CommitBook, StepCommit
+from attestation.evaluation_order import EvaluationOrder, place_order
 from attestation.evidence import Challenge, Role
 from attestation.evidence_desk import EvidenceDesk
 from attestation.evidence_log import EvidenceLog
@@ -33,7 +34,7 @@ from attestation.orchestrator_state import OrchestratorState, SessionId, state_f
 from attestation.package_desk import PackageDesk, PublishedPackage
 from attestation.package_keys import RecipientPublic
 from attestation.release_desk import Grant, ReleaseDesk
-from attestation.roster import Member, Query, Roster
+from attestation.roster import Query, Roster
 from attestation.run_hosting import RunHosting
 from attestation.run_secret import create_secret, destroy_secret, kept_secret, load_secret, run_id_of
 from attestation.slices import DataCommitments, SliceBook, most_hosted
@@ -216,8 +217,8 @@ class EvidenceOrchestrator:
             ProtocolError: ``attempts_exhausted``, ``session_over`` once another session has begun, or as
                 :meth:`commit`.
         """
-        members = tuple(self._member(i, hosting[i]) for i in sorted(hosting))
-        members += tuple(self._member(i, ()) for i in aggregators)
+        members = tuple(self._admissions.entry(i, hosting[i]) for i in sorted(hosting))
+        members += tuple(self._admissions.entry(i, ()) for i in aggregators)
         with self._own_transaction():
             self._slices.require_opened(hosting)
             self._commits.record(commits, self._session)
@@ -239,6 +240,21 @@ class EvidenceOrchestrator:
         self._hosting.rostered(hosting)
         self._roster = seal(roster, self._key)
         return self._roster
+
+    def order_evaluation(
+        self, finished_steps: int, parameter_digest: bytes, hosting: Mapping[str, tuple[int, ...]]
+    ) -> Envelope:
+        """See `attestation.evaluation_order.place_order`; EvidenceError ``evidence_expired`` as :meth:`open_step`."""
+        order = EvaluationOrder(
+            run_id=self._run_id,
+            manifest_digest=self._terms.manifest_digest,
+            finished_steps=finished_steps,
+            parameter_digest=parameter_digest,
+            members=tuple(self._admissions.entry(i, hosting[i]) for i in sorted(hosting)),
+        )
+        with self._own_transaction():
+            place_order(order, self._terms.virtual_workers, self._commits, self._log)
+        return seal(order, self._key)
 
     def bind_vectors(self, step: int, vectors: bytes, query: Query = "gradient") -> None:
         """See `SliceBook.bind_vectors`."""
@@ -383,20 +399,6 @@ class EvidenceOrchestrator:
                     "virtual_workers": terms.virtual_workers,
                 },
             )
-
-    def _member(self, member_id: str, virtual_workers: tuple[int, ...]) -> Member:
-        admitted = self._admissions.find(member_id)
-        if admitted is None or admitted.appraisal.expires_at <= self._now():
-            raise EvidenceError("evidence_expired", f"{member_id} has no valid evidence", "Present fresh evidence.")
-        return Member(
-            member_id=member_id,
-            role=admitted.appraisal.role,
-            mask_key=admitted.presentation.mask_key,
-            identity_key=admitted.presentation.identity_key,
-            evidence_digest=admitted.appraisal.evidence_digest,
-            virtual_workers=tuple(sorted(virtual_workers)),
-            joined=admitted.row.joined,
-        )
 
     def _state_file(self, run_id: str) -> Path:
         return state_file(self._directory, run_id)

@@ -52,23 +52,32 @@ class Grant:
 
     Attributes:
         sequence: of the log's entry that says so.
-        slices: see `KeyRelease`.
+        slices, evaluation: see `KeyRelease`.
         seen: entries under the newest head that the member was shown.
     """
 
     package: Envelope
     sequence: int
     slices: "Grant | None" = None
+    evaluation: "Grant | None" = None
     seen: int = 0
 
     def proved(self, log: EvidenceLog) -> KeyRelease:
-        """The release, with the proof that ``log`` has it, and extends what the member has seen."""
+        """The release, with the proof that ``log`` has it, and extends what the member has seen.
+
+        A member opens the keys of slices, then of evaluation slices, then these. All are under one head, and the first
+        of them extends what it has seen.
+        """
         extends = log.prove_extends(self.seen, len(log))
-        if self.slices is None:
-            return KeyRelease(self.package, log.prove(self.sequence).encode(), extends=extends)
-        # The member opens the slices first, so both are under the head that it has seen then.
-        slices = replace(self.slices, seen=self.seen).proved(log)
-        return KeyRelease(self.package, log.prove(self.sequence).encode(), slices)
+        slices = evaluation = None
+        if self.slices is not None:
+            slices, extends = self.slices._shown(log, extends), ()
+        if self.evaluation is not None:
+            evaluation, extends = self.evaluation._shown(log, extends), ()
+        return replace(self._shown(log, extends), slices=slices, evaluation=evaluation)
+
+    def _shown(self, log: EvidenceLog, extends: tuple[bytes, ...]) -> KeyRelease:
+        return KeyRelease(self.package, log.prove(self.sequence).encode(), extends=extends)
 
 
 class _KeyTerms(NamedTuple):
@@ -111,7 +120,10 @@ class ReleaseDesk:
     def begin(self, session: str, terms: RunTerms) -> None:
         """Take up a session that has begun; what it releases stays under the policy that it began with."""
         self._session, self._terms = session, terms
-        self._slices = SliceKeys.open(terms.sealed) if terms.sealed is not None else None
+        self._slices = {
+            KeyKind.DATASET: SliceKeys.open(terms.sealed, "training") if terms.sealed else None,
+            KeyKind.EVALUATION: SliceKeys.open(terms.evaluation, "evaluation") if terms.evaluation else None,
+        }
         # All members of an epoch are told the same.
         self._commitments = cache(partial(self._keys.commitments, terms.key_context, terms.virtual_workers))
         self._key_policy = cache(partial(_key_terms, terms.policy))
@@ -121,28 +133,32 @@ class ReleaseDesk:
     def grant(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...], seen: int) -> Grant:
         """See `attestation.orchestrator.EvidenceOrchestrator.grant`."""
         self._require_seen(member_id, seen)
-        slices = self._grant_slices(member_id, epoch, virtual_workers)
+        slices = self._grant_slices(KeyKind.DATASET, member_id, epoch, virtual_workers)
+        evaluation = self._grant_slices(KeyKind.EVALUATION, member_id, epoch, virtual_workers)
         with refusals_logged(self._log, self._transaction, member_id, KeyKind.VIRTUAL_WORKER):
             key_terms = self._key_policy(KeyKind.VIRTUAL_WORKER)
             keys = [self._keys.of(self._terms.key_context, v, epoch) for v in virtual_workers]
             plaintext = b"".join(key.stream.reveal() + key.data.reveal() for key in keys)
             grant = self._send(key_terms, member_id, epoch, virtual_workers, self._commitments(epoch), plaintext)
-        return replace(grant, slices=slices, seen=seen)
+        return replace(grant, slices=slices, evaluation=evaluation, seen=seen)
 
     def _require_seen(self, member_id: str, seen: int) -> None:
         with refusals_logged(self._log, self._transaction, member_id, KeyKind.VIRTUAL_WORKER):
             if seen > len(self._log):
                 raise forked(f"{member_id} has seen {seen} entries, and there are {len(self._log)}")
 
-    def _grant_slices(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> Grant | None:
-        """The keys of the slices of a sealed dataset; None if the data is not sealed."""
-        if self._slices is None:
+    def _grant_slices(
+        self, kind: KeyKind, member_id: str, epoch: int, virtual_workers: tuple[int, ...]
+    ) -> Grant | None:
+        """The keys of the slices of the dataset of ``kind``; None if the run has none that is sealed."""
+        keys = self._slices[kind]
+        if keys is None:
             return None
-        with refusals_logged(self._log, self._transaction, member_id, KeyKind.DATASET):
-            key_terms = self._key_policy(KeyKind.DATASET)
-            self._slices.require_policy(key_terms.policy.evidence_policy)
-            plaintext = b"".join(self._slices.of(v).reveal() for v in virtual_workers)
-            commitments = self._slices.header.key_commitments
+        with refusals_logged(self._log, self._transaction, member_id, kind):
+            key_terms = self._key_policy(kind)
+            keys.require_policy(key_terms.policy.evidence_policy)
+            plaintext = b"".join(keys.of(v).reveal() for v in virtual_workers)
+            commitments = keys.header.key_commitments
             return self._send(key_terms, member_id, epoch, virtual_workers, commitments, plaintext)
 
     def _send(

@@ -1,9 +1,9 @@
 """Sealed data: a dataset that is encrypted per slice for one policy, and the keys of its slices.
 
 Guarantee: whoever lacks the key of a slice learns of it what the header says in the clear, which is shapes, types,
-counts and sizes; a slice opens only as the one that was sealed at its place of this dataset, for this policy. The
-orchestrator releases slice keys with the virtual-worker keys, to workers that were appraised by that policy, and has no
-key of the same slice for any other.
+counts and sizes; a slice opens only as the one that was sealed at its place of this dataset, for this policy and this
+use: training or evaluation. The orchestrator releases slice keys with the virtual-worker keys, to workers that were
+appraised by that policy, and has no key of the same slice for any other policy or use.
 Not guaranteed: that the data owner's dataset key, a file that the orchestrator reads, stays where it is.
 """
 
@@ -23,8 +23,15 @@ from attestation.package_manifest import Payload
 from attestation.private_files import read_private
 from metrics.errors import ConfigError, EvidenceError, ProtocolError
 
+Use = Literal["training", "evaluation"]
+"""What a dataset was sealed for. Results on training data leave with noise only, those of an evaluation as they are."""
+
 HEADER_FILE = "header.json"
 PAYLOAD = "slice.enc"
+_PURPOSES: dict[Use, Purpose] = {
+    "training": Purpose.SEALED_SLICE,
+    "evaluation": Purpose.SEALED_EVALUATION_SLICE,
+}
 _HEX = re.compile(rb"[0-9a-fA-F]{64}")
 
 
@@ -32,6 +39,7 @@ class SealedHeader(Message):
     """What a sealed dataset says in the clear.
 
     Attributes:
+        use: what its slices are opened for.
         dataset_id: 16 random bytes, drawn when it was sealed.
         virtual_workers: number of slices; example i is in slice i mod V.
         policy_digest: of the evidence policy that it was sealed for.
@@ -42,7 +50,8 @@ class SealedHeader(Message):
 
     DOMAIN: ClassVar[str] = "raycloak/sealed-data/header/v1"
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
+    use: Use
     dataset_id: bytes = Field(min_length=16, max_length=16)
     virtual_workers: int = Field(gt=0)
     policy_digest: bytes = Field(min_length=32, max_length=32)
@@ -52,8 +61,8 @@ class SealedHeader(Message):
 
     def context(self, v: int) -> bytes:
         """What slice ``v`` and its key are bound to."""
-        fields = (self.dataset_id, self.virtual_workers, self.policy_digest, canonical_json(self.form), v)
-        return length_prefixed("raycloak/sealed-data/slice/v1", *fields)
+        fields = (self.use, self.dataset_id, self.virtual_workers, self.policy_digest, canonical_json(self.form), v)
+        return length_prefixed("raycloak/sealed-data/slice/v2", *fields)
 
     @classmethod
     def load(cls, folder: Path) -> Self:
@@ -68,6 +77,15 @@ class SealedHeader(Message):
             raise ConfigError("sealed_data", f"{folder} does not have one slice for each virtual worker.")
         return header
 
+    def require_use(self, use: Use) -> None:
+        """ConfigError ``sealed_data`` unless it was sealed for ``use``."""
+        if self.use != use:
+            raise ConfigError(
+                "sealed_data",
+                f"the dataset is sealed for {self.use}, and no key of it opens anything for {use}.",
+                f"Seal it with raycloak data seal --part {use}.",
+            )
+
 
 def slice_file(folder: Path, v: int) -> Path:
     """The encrypted file of slice ``v``."""
@@ -77,10 +95,11 @@ def slice_file(folder: Path, v: int) -> Path:
 def slice_key(dataset_key: Secret, header: SealedHeader, v: int) -> Secret:
     """Key of slice ``v``, as only the data owner and the orchestrator can derive it.
 
-    Guarantee: another policy, form or number of slices in ``header`` gives another key. So who shows the orchestrator a
-    header with a weaker policy in it gets it to release nothing that opens a slice.
+    Guarantee: another policy, use, form or number of slices in ``header`` gives another key. So who shows the
+    orchestrator a header with a weaker policy in it, or training data as an evaluation split, gets it to release
+    nothing that opens a slice.
     """
-    return derive(dataset_key, Purpose.SEALED_SLICE, header.context(v))
+    return derive(dataset_key, _PURPOSES[header.use], header.context(v))
 
 
 def load_dataset_key(path: Path) -> Secret:
@@ -110,8 +129,14 @@ class SliceKeys:
     dataset_key: Secret
 
     @classmethod
-    def open(cls, terms: SealedTerms) -> Self:
-        """Read the dataset key; ConfigError ``dataset_key`` if it is not the one the dataset was sealed with."""
+    def open(cls, terms: SealedTerms, use: Use) -> Self:
+        """Read the dataset key.
+
+        Raises:
+            ConfigError: ``sealed_data`` if the dataset was not sealed for ``use``, ``dataset_key`` if it was sealed
+                with another key.
+        """
+        terms.header.require_use(use)
         keys = cls(terms.header, load_dataset_key(Path(terms.key_file)))
         if key_commitment(keys.of(0)) != terms.header.key_commitments[0]:
             raise ConfigError("dataset_key", f"{terms.key_file} is not the key that the dataset was sealed with.")

@@ -19,17 +19,23 @@ def from_wire(message: wire.SignedMessage) -> Envelope:
 
 def release_to_wire(release: KeyRelease) -> wire.ReleaseKeysReply:
     """The release as it travels."""
-    slices = None if release.slices is None else release_to_wire(release.slices)
     return wire.ReleaseKeysReply(
-        package=to_wire(release.package), proof=release.proof, slices=slices, extends=release.extends
+        package=to_wire(release.package),
+        proof=release.proof,
+        slices=release_to_wire(release.slices) if release.slices else None,
+        evaluation=release_to_wire(release.evaluation) if release.evaluation else None,
+        extends=release.extends,
     )
 
 
 def release_from_wire(reply: wire.ReleaseKeysReply) -> KeyRelease:
     """The release that arrived; nothing of it was verified."""
-    slices = _without_slices(reply.slices) if reply.HasField("slices") else None
-    return replace(_without_slices(reply), slices=slices)
+    return replace(
+        _alone(reply),
+        slices=_alone(reply.slices) if reply.HasField("slices") else None,
+        evaluation=_alone(reply.evaluation) if reply.HasField("evaluation") else None,
+    )
 
 
-def _without_slices(reply: wire.ReleaseKeysReply) -> KeyRelease:
+def _alone(reply: wire.ReleaseKeysReply) -> KeyRelease:
     return KeyRelease(from_wire(reply.package), reply.proof, extends=tuple(reply.extends))

@@ -3,7 +3,7 @@
 A step of training and a measurement go the same way; they differ in what an aggregator does with the decoded sum.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,12 +13,13 @@ from attestation.roster import Query
 from coordinator.aggregator import MeasureReport, ReduceReport, ReduceRequest
 from coordinator.backend import Actor, ActorLost, Backend
 from coordinator.control import Control
+from coordinator.losses import Losses
 from coordinator.membership import Membership
 from coordinator.outcome import Model
 from metrics.collectors import RunMetrics
 from metrics.errors import ProtocolError, RunFailedError, SenderError
 from workers.payload import Header, VectorRange
-from workers.train_worker import StepReply, StepRequest
+from workers.worker_messages import StepReply, StepRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +86,15 @@ class Attempts:
     deadline_s: float
     _tags: dict[int, bytes] = field(default_factory=dict)
     _seen: dict[str, tuple[Envelope, ...]] = field(default_factory=dict)
-    _all_lost: bool = False
+    _losses: Losses = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._losses = Losses(self.backend, self.membership, self.deadline_s)
 
     def begin(self) -> None:
         """The attempts that follow are of another step."""
-        self._tags, self._all_lost = {}, False
+        self._tags = {}
+        self._losses.begin()
 
     def compute(self, task: Task, model: Model, receipt: Envelope, roster: Envelope) -> Answers | None:
         """Ask every worker; those that fail are lost, and None is returned."""
@@ -121,8 +126,8 @@ class Attempts:
                 failures[member_id] = "header_mismatch"
         headers = tuple(reply.header for reply in replies.values() if reply.header is not None)
         if failures:
-            self._require_model(task, model, failures.values())
-            self._lose(task, failures, everybody=len(failures) == len(workers))
+            self._losses.require_model(model, failures.values(), task.name, task.step)
+            self._losses.take(failures, task.name, task.step, everybody=len(failures) == len(workers))
             return None
         for reply in replies.values():
             if reply.leaving:
@@ -167,12 +172,12 @@ class Attempts:
                 accused[error.member_id] = error.code
             except RunFailedError as error:
                 raise RunFailedError(error.code, f"{task.name}: {error.message}", error.remedy, task.step) from None
-        self._require_model(task, model, lost.values())
+        self._losses.require_model(model, lost.values(), task.name, task.step)
         for index, cause in lost.items():
             # What was lost then is a vector, with its sender's node; the next attempt finds out.
             if cause != "object_lost":
                 self.membership.replace_aggregator(index, cause)
-        self._lose(task, accused, everybody=False)
+        self._losses.take(accused, task.name, task.step, everybody=False)
         if lost or accused:
             return None
         self.metrics.aggregate_released()
@@ -186,39 +191,6 @@ class Attempts:
             return self.backend.call(actor, "measure", request, *vectors)
         own = model.parameters[index], model.states[index]
         return self.backend.call(actor, "reduce", request, *own, *vectors, returns=3)
-
-    def _lose(self, task: Task, failures: dict[str, str], everybody: bool) -> None:
-        """Take those who failed off the run; if all fail alike, others in their place would too, and it ends.
-
-        All may die at once when a node does, so that is taken for an accident the first time.
-        """
-        code = next(iter(failures.values()), "")
-        alike = everybody and len(set(failures.values())) == 1
-        if alike and (self._all_lost or code not in ("died", "unreachable")):
-            message = f"every worker failed in {task.name}: {code}"
-            raise RunFailedError(code, message, _REMEDIES.get(code, ""), task.step)
-        self._all_lost = alike
-        for member_id, cause in failures.items():
-            self.membership.lose(member_id, cause, f"{member_id} failed in {task.name}")
-
-    def _require_model(self, task: Task, model: Model, causes: Collection[str]) -> None:
-        """If something that was passed is gone, make sure that it is not the model itself.
-
-        Raises:
-            RunFailedError: ``state_lost``.
-        """
-        if "object_lost" not in causes:
-            return
-        try:
-            for reference in (*model.parameters, *model.states):
-                self.backend.fetch(reference, self.deadline_s)
-        except ActorLost as lost:
-            raise RunFailedError(
-                "state_lost",
-                f"the node that held the model went away in {task.name} ({lost.cause})",
-                "Go on from the newest sealed package: raycloak run CONFIG --resume",
-                task.step,
-            ) from None
 
     def _tags_agree(self, task: Task, member_id: str, reply: StepReply) -> bool:
         """Whether a header names what its sender hosts; aggregators verify the rest of it.
@@ -243,10 +215,3 @@ class Attempts:
                     task.step,
                 )
         return True
-
-
-_REMEDIES = {
-    "out_of_memory": "Lower micro_batch_size, or give the workers more memory.",
-    "nondeterministic_op": "Set allow_nondeterministic: true for a run that is NOT EXACT, or change the model.",
-    "worker_error": "The text of the failure stays in the worker; run the model on public data to see it.",
-}

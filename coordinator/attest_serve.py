@@ -17,6 +17,7 @@ from attestation.messages import parse
 from attestation.orchestrator import EvidenceOrchestrator
 from attestation.policy import Policy, load_policy, simulated_policy
 from attestation.run_secret import load_secret, run_id_of
+from attestation.sealed_data import SealedTerms, Use
 from attestation.service import EvidenceServer
 from attestation.service_contract import ServiceContract, contract_context
 from attestation.service_limits import ServiceLimits
@@ -25,7 +26,7 @@ from attestation.static_hosting import StaticHosting
 from attestation.yaml_files import read_yaml
 from coordinator import state
 from coordinator.config import Section, validated
-from coordinator.sealing import load_terms
+from coordinator.sealed_terms import load_terms
 from metrics.errors import ConfigError, ProtocolError
 from workers.manifest import Manifest, key_context
 
@@ -46,7 +47,7 @@ class ContractConfig(Section):
 
 
 class SealedConfig(Section):
-    """A sealed dataset whose slice keys are given with the virtual-worker keys.
+    """Sealed examples whose slice keys are given with the virtual-worker keys.
 
     Attributes:
         path: folder that ``raycloak data seal`` wrote.
@@ -69,7 +70,7 @@ class ServiceConfig(Section):
         policy, collateral: what evidence is judged by; without them, simulated evidence is accepted, which proves
             nothing about a machine.
         manifest: of a run, whose keys are given; or ``contract``.
-        sealed: the dataset, where it is sealed.
+        sealed, evaluation: examples to train on and to evaluate on, where they are sealed.
         limits: of the service, by name.
     """
 
@@ -82,6 +83,7 @@ class ServiceConfig(Section):
     manifest: str | None = None
     contract: ContractConfig | None = None
     sealed: SealedConfig | None = None
+    evaluation: SealedConfig | None = None
     limits: ServiceLimits = ServiceLimits()
 
     @field_validator("hosting", mode="before")
@@ -99,8 +101,10 @@ class ServiceConfig(Section):
             raise ValueError("policy and collateral go together")
         if self.hosting == "any" and (self.contract is None or self.aggregators):
             raise ValueError("a key service (hosting: any) has a contract, and no aggregators")
-        if self.hosting == "any" and self.sealed is not None:
-            raise ValueError("slice keys (sealed) are given to whom hosting names; any would give each to everybody")
+        if self.hosting == "any" and (self.sealed or self.evaluation):
+            raise ValueError(
+                "slice keys (sealed, evaluation) are given to whom hosting names; any would give each to everybody"
+            )
         return self
 
 
@@ -150,7 +154,7 @@ def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, Ev
     known = (folder / "orchestrator" / f"{run_id}.sqlite").is_file()
     _, key = orchestrator.open_run(str(secret), run_id if known else None)
     try:
-        terms = _with_sealed(_terms(config, base, orchestrator, (run_id, key), policy, collateral), config.sealed, base)
+        terms = _with_sealed(_terms(config, base, orchestrator, (run_id, key), policy, collateral), config, base)
         hosting = _hosting(config, terms.run.virtual_workers)
         orchestrator.begin(terms.run, SESSION)
         if hosting is None:
@@ -227,11 +231,14 @@ def _terms(
     return _Terms(RunTerms(contract.digest(), context, count, answer, policy, collateral), contract)
 
 
-def _with_sealed(terms: _Terms, sealed: SealedConfig | None, base: Path) -> _Terms:
-    if sealed is None:
-        return terms
-    found = load_terms(base / sealed.path, base / sealed.key_file, terms.run.virtual_workers)
-    return replace(terms, run=replace(terms.run, sealed=found))
+def _with_sealed(terms: _Terms, config: ServiceConfig, base: Path) -> _Terms:
+    def load(sealed: SealedConfig | None, use: Use) -> SealedTerms | None:
+        if sealed is None:
+            return None
+        return load_terms(base / sealed.path, base / sealed.key_file, terms.run.virtual_workers, use)
+
+    sealed, evaluation = load(config.sealed, "training"), load(config.evaluation, "evaluation")
+    return replace(terms, run=replace(terms.run, sealed=sealed, evaluation=evaluation))
 
 
 def _manifest(path: Path) -> Manifest:

@@ -42,7 +42,7 @@ from metrics.events import EventWriter
 from workers.datasets import dataset_form
 from workers.mechanism import Mechanism
 from workers.models import ModelSource, parameter_count
-from workers.train_worker import WorkerSetup
+from workers.worker_messages import WorkerSetup
 
 FEWEST_CANARIES = 32
 MOST_CANARIES = 2**16

@@ -13,6 +13,7 @@ from attestation.yaml_files import parse_yaml, read_yaml
 from metrics.errors import ConfigError
 
 S = TypeVar("S", bound="Section")
+Kept = Literal["sealed", "clear"]
 
 
 class Section(BaseModel):
@@ -65,7 +66,7 @@ class DatasetConfig(Section):
         split: ``train`` or ``public`` for ``digits``.
         features, labels: array or column names of npz and parquet.
         scale: public constant that every feature is divided by.
-        public: declares that the data needs no protection.
+        public: declares that the data needs no protection; of a sealed evaluation split, that results on it need none.
         fingerprint_key: file of 64 hexadecimal digits beside the data, with which every worker computes the
             fingerprint that an account may be bound to; relative to the config file.
         key_file: the data owner's key of a sealed dataset, which the orchestrator alone reads; relative to the config
@@ -89,18 +90,27 @@ class DatasetConfig(Section):
             raise ValueError("path belongs to kind npz, parquet or sealed, and is needed there")
         if (self.kind == "sealed") != (self.key_file is not None):
             raise ValueError("key_file belongs to kind sealed, and is needed there")
-        if self.kind == "sealed" and (self.fingerprint_key is not None or self.scale != 1.0 or self.public):
-            raise ValueError("a sealed dataset has no fingerprint_key, scale or public; seal what they give")
+        if self.kind == "sealed" and (self.fingerprint_key is not None or self.scale != 1.0):
+            raise ValueError("a sealed dataset has no fingerprint_key or scale; seal what they give")
         if (self.kind == "module") != (self.function is not None):
             raise ValueError("function belongs to kind module, and is needed there")
         return self
 
 
 class EvaluationConfig(Section):
-    """A declared public split on which accuracy is measured every ``every`` steps and at the end."""
+    """A split on which accuracy, or the loss, is measured every ``every`` steps and at the end.
+
+    Results are exact and shown to everybody, so ``dataset.public`` must declare them public, also where the examples
+    themselves are sealed.
+    """
 
     dataset: DatasetConfig
     every: int = Field(default=10, gt=0)
+
+    @property
+    def kept(self) -> Kept:
+        """How the examples are kept."""
+        return "sealed" if self.dataset.kind == "sealed" else "clear"
 
 
 class ClassCountsConfig(Section):
@@ -346,6 +356,8 @@ class RunConfig(Section):
                 "secure_aggregation: false with several workers would show the aggregator vectors that carry only a "
                 "share of the noise; use one worker, or leave it on"
             )
+        if self.dataset is not None and self.dataset.kind == "sealed" and self.dataset.public:
+            raise ValueError("dataset: sealed training data is not public; train on it in the clear if it is")
         if not self.dp_config.enabled and self.measurements != MeasurementsConfig():
             raise ValueError("measurements are noised and need dp_config.enabled; measure public data with evaluation")
         if self.dp_config.enabled and self.dp_config.colluding_workers >= max(self.fewest_workers - 1, 1):

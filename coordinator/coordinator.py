@@ -26,7 +26,6 @@ from attestation.evidence import CollateralBundle
 from attestation.hybrid_signature import SignerPublic
 from attestation.policy import Policy
 from attestation.roster import Query
-from attestation.sealed_data import SealedTerms
 from coordinator.archive import Archive
 from coordinator.backend import ActorLost, Backend
 from coordinator.checkpoints import Checkpoints, Restored
@@ -47,7 +46,8 @@ from coordinator.ranges import ParameterRange, split_ranges
 from coordinator.reporting import Reporter, Reporting
 from coordinator.resume import require_ledger, require_same_manifest
 from coordinator.run_folder import RunFolder
-from coordinator.sealing import sealed_terms
+from coordinator.sealed_evaluation import SealedEvaluator
+from coordinator.sealed_terms import sealed_terms
 from coordinator.step import StepRunner
 from coordinator.stopping import StopRequest
 from coordinator.training import Course, Training
@@ -56,7 +56,7 @@ from metrics.collectors import RunMetrics
 from metrics.errors import RunFailedError
 from workers.halves import check_key_service
 from workers.manifest import Manifest, key_context
-from workers.train_worker import Admission, WorkerFacts, WorkerSetup
+from workers.worker_messages import Admission, WorkerFacts, WorkerSetup
 
 
 class Phase(Enum):
@@ -132,6 +132,8 @@ class Coordinator:
         self.phase = Phase.PREPARING
         self._setup = setup
         self._evaluator = evaluator
+        # A replay measures nothing, so it needs no keys for it either.
+        self._evaluation = sealed_terms(config, Path(setup.base), "evaluation") if assignment.releases else None
         self._reporting = reporting
         self._folder = folder
         self._assignment = assignment
@@ -184,7 +186,8 @@ class Coordinator:
         if self._assignment.recorded is not None:
             self._require_same_run(self._assignment.recorded, manifest)
         self._open_account(plan, manifest, account)
-        terms = run_terms(manifest, self.session.policy, self.session.collateral, self._sealed())
+        sealed = sealed_terms(self.config, Path(self._setup.base))
+        terms = run_terms(manifest, self.session.policy, self.session.collateral, sealed, self._evaluation)
         self._orchestrator("begin", terms, secrets.token_hex(16))
         self._ranges = split_ranges(facts.tensors, self.config.aggregators)
         self._membership.admit_all(self._admission(manifest), self._ranges)
@@ -246,9 +249,6 @@ class Coordinator:
         check_key_service(manifest)
         return manifest
 
-    def _sealed(self) -> SealedTerms | None:
-        return sealed_terms(self.config, Path(self._setup.base))
-
     def _open_account(self, plan: Plan, manifest: Manifest, named: NamedAccount | None) -> None:
         if named is None:
             accountant = plan.mechanism.accountant
@@ -283,7 +283,7 @@ class Coordinator:
             membership=self._membership,
             reporting=self._reporting,
             metrics=metrics,
-            evaluator=self._evaluator,
+            evaluator=self._evaluator or SealedEvaluator.of(self.config, self._evaluation, runner),
             stop=self._assignment.stop,
             checkpoints=self._open_checkpoints(manifest, plan, metrics),
             model=self._model(facts, manifest, restored),
@@ -344,7 +344,7 @@ class Coordinator:
             most_hosted=self._orchestrator("most_hosted"),
             workers=len(self._membership.workers),
             charged_epsilon=self._account_epsilon() if self.charged_epsilon is None else self.charged_epsilon,
-            evaluation=training.evaluate(),
+            evaluation=training.evaluate() if self.phase is not Phase.FAILED else training.evaluated(),
             released=self._folder.released(),
             measured=self._measured(),
             evidence_class=self._evidence_class,

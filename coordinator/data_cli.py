@@ -1,7 +1,7 @@
-"""The commands ``raycloak data``: sealing a dataset before it leaves its owner."""
+"""The commands ``raycloak data``: sealing examples before they leave their owner."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -24,23 +24,34 @@ def seal_command(
         Path, typer.Option(metavar="FILE", help="Key of the data owner; made if missing.", show_default=False)
     ],
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="New folder.", show_default=False)],
+    part: Annotated[
+        Literal["training", "evaluation"], typer.Option(help="Seal CONFIG's dataset, or its evaluation.dataset.")
+    ] = "training",
     overrides: Overrides = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Encrypt the dataset of CONFIG, one slice per virtual worker, for CONFIG's policy."""
-    execute(as_json, debug, lambda output: _seal(output, config, overrides, key, out))
+    """Encrypt examples of CONFIG, one slice per virtual worker, for CONFIG's policy."""
+    execute(as_json, debug, lambda output: _seal(output, config, overrides, key, out, part))
 
 
-def _seal(output: Output, config: Path, overrides: list[str] | None, key: Path, out: Path) -> int:
+def _seal(
+    output: Output,
+    config: Path,
+    overrides: list[str] | None,
+    key: Path,
+    out: Path,
+    part: Literal["training", "evaluation"],
+) -> int:
     from coordinator.sealing import seal_for
     from coordinator.tables import fields_table, size_text
 
-    header, policy = seal_for(load_config(config, overrides), config.parent, key, out)
+    header, policy = seal_for(load_config(config, overrides), config.parent, key, out, part)
     cipher_bytes = sum(each.cipher_bytes for each in header.slices)
     simulated = policy.accepts_simulated
     facts = {
         "path": str(out),
+        "part": part,
         "key_file": str(key),
         "slices": header.virtual_workers,
         "bytes": cipher_bytes,
@@ -48,10 +59,10 @@ def _seal(output: Output, config: Path, overrides: list[str] | None, key: Path, 
         "simulated": simulated,
     }
     rows = [
-        ("folder", str(out)),
+        ("folder", f"{out}, for {part}"),
         ("slices", f"{header.virtual_workers}, {size_text(cipher_bytes)}"),
         ("opened by", "workers of a run under the policy " + header.policy_digest.hex()),
-        ("key", f"{key}: keep it; dataset.key_file of a run names it"),
+        ("key", f"{key}: keep it; {'' if part == 'training' else 'evaluation.'}dataset.key_file of a run names it"),
     ]
     output.result(
         facts, fields_table("Sealed data (SIMULATED evidence opens it)" if simulated else "Sealed data", rows)

@@ -1,24 +1,25 @@
-"""Measuring released parameters on data declared public."""
+"""Measuring released parameters on data whose results are declared public, by the driver where it may see the data.
+
+`coordinator/sealed_evaluation.py` measures on data that it may not see.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from metrics.errors import ConfigError
+from coordinator.config import RunConfig
+from coordinator.plan_command import descriptor
+from coordinator.sealed_terms import require_public
 from workers.datasets import Dataset, DatasetDescriptor
-from workers.models import ModelSource, build_model, load_flat, loss_function
-
-_BATCH = 256
+from workers.evaluating import Metric, Scorer, metric_of
+from workers.models import ModelSource, build_model, loss_function
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A result on a public dataset.
+    """A result that may be shown to everybody.
 
     Attributes:
         metric: ``accuracy``: share of labels that are the largest output, in [0, 1]; or ``loss``: mean over examples.
@@ -26,7 +27,7 @@ class Evaluation:
         num_examples: how many it was measured on.
     """
 
-    metric: Literal["accuracy", "loss"]
+    metric: Metric
     value: float
     num_examples: int
 
@@ -42,17 +43,12 @@ class Evaluation:
 
 
 def open_public(descriptor: DatasetDescriptor, base: Path | str) -> Dataset:
-    """Open a dataset whose results may be shown to everybody.
+    """Open a dataset that everybody may see, and results on it.
 
     Raises:
         ConfigError: ``evaluation_not_public``; DatasetError as `DatasetDescriptor.open`.
     """
-    if not descriptor.public:
-        raise ConfigError(
-            "evaluation_not_public",
-            "the evaluation dataset is not declared public, so results on it would leak.",
-            "Set evaluation.dataset.public: true if its examples need no protection.",
-        )
+    require_public(descriptor.kind, descriptor.public)
     return descriptor.open(base)
 
 
@@ -72,25 +68,26 @@ class Evaluator:
         self, source: ModelSource, loss: str, dataset: Dataset, base: Path | str, seed: int = 0, every: int = 1
     ) -> None:
         self.every = every
-        self._module = build_model(source, base, seed).eval()
-        self._loss_fn, _ = loss_function(loss, base)
-        self._is_classification = loss == "cross_entropy"
+        loss_fn, _ = loss_function(loss, base)
+        self._metric = metric_of(loss)
+        self._scorer = Scorer(build_model(source, base, seed), loss_fn, self._metric)
         self._dataset = dataset
 
     def measure(self, parameters: NDArray[np.float32]) -> Evaluation:
         """Accuracy under ``cross_entropy``, else the mean loss, of float32 [d] parameters in canonical order."""
-        load_flat(self._module, parameters)
-        count, total = len(self._dataset), 0.0
-        with torch.no_grad():
-            for start in range(0, count, _BATCH):
-                ids = np.arange(start, min(start + _BATCH, count), dtype=np.int64)
-                features, labels = self._dataset.batch(ids)
-                total += float(self._scores(torch.tensor(features), torch.tensor(labels)).double().sum())
-        return Evaluation("accuracy" if self._is_classification else "loss", total / count, count)
+        count = len(self._dataset)
+        self._scorer.load(parameters)
+        total = self._scorer.total(self._dataset, np.arange(count, dtype=np.int64))
+        return Evaluation(self._metric, total / count, count)
 
-    def _scores(self, features: Tensor, labels: Tensor) -> Tensor:
-        """One score per example, [n]."""
-        output: Tensor = self._module(features)
-        if not self._is_classification:
-            return self._loss_fn(output, labels)
-        return (output.argmax(1) == labels).double().reshape(len(labels), -1).mean(1)
+
+def public_evaluator(config: RunConfig, model: ModelSource, base: Path | str) -> Evaluator | None:
+    """Measures on the split of ``config``; None if there is none, or it is sealed and the workers measure on it.
+
+    Raises:
+        ConfigError: as :func:`open_public` and :class:`Evaluator`.
+    """
+    if config.evaluation is None or config.evaluation.kept == "sealed":
+        return None
+    dataset = open_public(descriptor(config.evaluation.dataset), base)
+    return Evaluator(model, config.loss, dataset, base, config.seed, config.evaluation.every)

@@ -35,7 +35,7 @@ from coordinator.config import RunConfig
 from coordinator.control import Control, Restart
 from coordinator.coordinator import Assignment, Coordinator, Session
 from coordinator.departures import Departure
-from coordinator.evaluation import Evaluator, open_public
+from coordinator.evaluation import public_evaluator
 from coordinator.hardware import Guests, given_collateral
 from coordinator.outcome import Ending, Finished
 from coordinator.output import attach_log
@@ -47,6 +47,7 @@ from coordinator.ray_control import RayControl
 from coordinator.reporting import Reporting
 from coordinator.run_folder import RunFolder, run_lock
 from coordinator.run_service import announce
+from coordinator.sealed_terms import evaluation_folder
 from coordinator.stopping import StopRequest, stop_on_signals
 from coordinator.views import metrics_view, run_facts, verdict_of
 from metrics.collectors import GpuCollector, LedgerCollector, RunMetrics
@@ -57,7 +58,7 @@ from metrics.server import MetricsServer
 from workers.datasets import DatasetDescriptor, export_in_memory
 from workers.manifest import Manifest
 from workers.models import ModelSource
-from workers.train_worker import WorkerSetup
+from workers.worker_messages import WorkerSetup
 
 START_DEADLINE_S = 120.0
 
@@ -156,8 +157,8 @@ class Execution:
         try:
             session = self._session(stack, folder.record.run_id, orchestrator_key, control)
             reporting = self._reporting(stack, folder, control, assignment.releases)
-            setup = self._setup(stack, folder)
-            evaluator = self._evaluator() if assignment.releases else None
+            setup = self._setup(stack, folder, assignment.releases)
+            evaluator = public_evaluator(self._config, self._model, self._base) if assignment.releases else None
             coordinator = Coordinator(self._config, session, setup, evaluator, reporting, folder, assignment)
             if assignment.releases:
                 folder.mark("running")
@@ -243,7 +244,7 @@ class Execution:
             self.warnings.append("use_gpu is set, but the cluster has no GPU: the workers computed on the CPU.")
         return placement
 
-    def _setup(self, stack: ExitStack, folder: RunFolder) -> WorkerSetup:
+    def _setup(self, stack: ExitStack, folder: RunFolder, evaluates: bool) -> WorkerSetup:
         gpu = self._config.use_gpu and cluster_gpus() > 0
         return WorkerSetup(
             model=self._model,
@@ -253,6 +254,7 @@ class Execution:
             seed=self._config.seed,
             device="cuda" if gpu else "cpu",
             allow_nondeterministic=self._config.allow_nondeterministic,
+            evaluation=evaluation_folder(self._config) if evaluates else None,
         )
 
     def _descriptor(self, stack: ExitStack, folder: RunFolder) -> DatasetDescriptor:
@@ -268,13 +270,6 @@ class Execution:
         path = folder.path / "examples.npz"
         stack.callback(path.unlink, missing_ok=True)
         return export_in_memory(self._in_memory, path)
-
-    def _evaluator(self) -> Evaluator | None:
-        evaluation = self._config.evaluation
-        if evaluation is None:
-            return None
-        dataset = open_public(descriptor(evaluation.dataset), self._base)
-        return Evaluator(self._model, self._config.loss, dataset, self._base, self._config.seed, evaluation.every)
 
     def _reporting(self, stack: ExitStack, folder: RunFolder, control: Control, releases: bool) -> Reporting:
         exporter = Exporter()

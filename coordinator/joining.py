@@ -17,7 +17,7 @@ from attestation.messages import Envelope
 from coordinator.backend import Actor, ActorLost, Backend
 from coordinator.control import Control
 from metrics.errors import RaycloakError
-from workers.train_worker import Admission, WorkerSetup
+from workers.worker_messages import Admission, WorkerSetup
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0

@@ -12,7 +12,7 @@ from workers.manifest import Computation, Manifest, OptimizerSpec, key_context
 from workers.measurement import Measurement
 from workers.mechanism import Mechanism
 from workers.parameters import parameter_digest, tensor_digests
-from workers.train_worker import WorkerFacts
+from workers.worker_messages import WorkerFacts
 
 
 def build_computation(
@@ -78,7 +78,11 @@ def build_manifest(
 
 
 def run_terms(
-    manifest: Manifest, policy: Policy, collateral: CollateralBundle, sealed: SealedTerms | None = None
+    manifest: Manifest,
+    policy: Policy,
+    collateral: CollateralBundle,
+    sealed: SealedTerms | None = None,
+    evaluation: SealedTerms | None = None,
 ) -> RunTerms:
     """What the orchestrator needs to know of ``manifest``."""
     return RunTerms(
@@ -89,4 +93,5 @@ def run_terms(
         policy=policy,
         collateral=collateral,
         sealed=sealed,
+        evaluation=evaluation,
     )

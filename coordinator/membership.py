@@ -27,7 +27,7 @@ from coordinator.review import Review
 from metrics.errors import ConfigError, EvidenceError, RaycloakError, RefusedError, RunFailedError
 from workers.measurement import Measurement
 from workers.mechanism import Mechanism
-from workers.train_worker import Admission, WorkerFacts, WorkerSetup
+from workers.worker_messages import Admission, WorkerFacts, WorkerSetup
 
 T = TypeVar("T", bound=Hashable)
 

@@ -17,7 +17,7 @@ from coordinator.accounting import (
 )
 from coordinator.calibration import composed_epsilon, epsilon_against, solve_noise_multiplier
 from coordinator.capacity import overflow_bound, physical_shape
-from coordinator.config import RunConfig
+from coordinator.config import Kept, RunConfig
 from coordinator.measurements import (
     MechanismCost,
     check_affordable,
@@ -72,6 +72,8 @@ class Plan:
             there. Both are empty until `coordinator.crosscheck.checked` has compared them.
         exact: False if operations without a deterministic kernel may run.
         data_sealed: whether the examples are encrypted for the run's policy, so that the driver cannot read them.
+        evaluation_data: how the evaluation split is kept; None without one.
+        key_service: address of the data owner's key service, which gives the second half of every virtual-worker key.
         warnings: sentences for the reader; nothing here stops a run.
     """
 
@@ -92,6 +94,8 @@ class Plan:
     object_store_bytes: int
     exact: bool
     data_sealed: bool
+    evaluation_data: Kept | None
+    key_service: str | None
     warnings: tuple[str, ...]
     epsilon_by_accountant: dict[str, float] = field(default_factory=dict)
     accountants_not_computed: dict[str, str] = field(default_factory=dict)
@@ -219,6 +223,8 @@ def make_plan(config: RunConfig, num_examples: int, dimension: int, account: Nam
         object_store_bytes=_object_store_bytes(config, mechanism),
         exact=not config.allow_nondeterministic,
         data_sealed=config.dataset is not None and config.dataset.kind == "sealed",
+        evaluation_data=config.evaluation.kept if config.evaluation else None,
+        key_service=config.key_service.address if config.key_service else None,
         warnings=_warnings(config, mechanism, steps),
     )
 

@@ -8,8 +8,10 @@ from coordinator.crosscheck import checked
 from coordinator.ledger import PrivacyLedger
 from coordinator.payer import NamedAccount, named_account
 from coordinator.plan import Plan, make_plan
+from coordinator.sealed_terms import evaluation_form, sealed_terms
 from metrics.errors import ConfigError
 from workers.datasets import DatasetDescriptor, dataset_form
+from workers.evaluating import check_evaluation_form
 from workers.measuring import check_measurable
 from workers.model_checks import check_trainable
 from workers.models import ModelSource, build_model, loss_function, parameter_count
@@ -31,6 +33,9 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     model = build_model(ModelSource.of(config.model), config_dir, config.seed)
     loss, _ = loss_function(config.loss, config_dir)
     check_trainable(model, form, loss, deterministic=not config.allow_nondeterministic)
+    sealed = sealed_terms(config, config_dir, "evaluation")
+    if sealed is not None:
+        check_evaluation_form(evaluation_form(sealed), form)
     plan = make_plan(config, form.num_examples, parameter_count(model), _account(config))
     for measurement in plan.measurements:
         check_measurable(measurement, form)

@@ -20,7 +20,8 @@ from coordinator.aggregator import MaskedAggregator
 from coordinator.backend import Actor, ActorLost
 from coordinator.placement import Placement
 from workers.numerics import worker_environment
-from workers.train_worker import StepRequest, TrainWorker
+from workers.train_worker import TrainWorker
+from workers.worker_messages import StepRequest
 
 NODE_DEADLINE_S = 30.0
 SPARE_DEADLINE_S = 1.0

@@ -115,7 +115,7 @@ class StepRunner:
         self.charging = True
         self._attempts.begin()
         epoch = self.manifest.computation.epoch_of(task.query, task.step)
-        self._place(epoch)
+        self.place(epoch)
         paying = (self.manifest.run_id, task.step, model.digest, self.manifest.digest(), task.query)
         charge = self.control.submit("ledger", "charge", *paying)
         roster = self._first_roster(task)
@@ -130,7 +130,7 @@ class StepRunner:
             finished = self._attempt(task, model, receipt, roster)
             if finished is not None:
                 break
-            self._place(epoch)
+            self.place(epoch)
             roster = self._receive(task, self._ask_roster(task))
             attempts += 1
         answers, reduced, computed = finished
@@ -186,7 +186,7 @@ class StepRunner:
         self.metrics.phase_finished("reduce", time.perf_counter() - computed)
         return (answers, reduced, computed) if reduced else None
 
-    def _place(self, epoch: int) -> None:
+    def place(self, epoch: int) -> None:
         """Host the virtual workers of those who left on those who stay, and some on those who joined."""
         before = self.membership.hosting
         self.membership.place(epoch)
@@ -233,7 +233,7 @@ class StepRunner:
                 raise
             if self.membership.review(now=True):
                 self.membership.renew()
-            self._place(self.manifest.computation.epoch_of(task.query, task.step))
+            self.place(self.manifest.computation.epoch_of(task.query, task.step))
             asked = self._ask_roster(task)
             roster = asked.pending.result()
         self.uncommitted = tuple(commit for commit in self.uncommitted if commit not in asked.commits)

@@ -62,6 +62,18 @@ def sealed_text(sealed: bool) -> str:
     return "sealed: workers open the slices they host" if sealed else "not sealed: who reads its storage reads it"
 
 
+def evaluation_text(kept: str) -> str:
+    """Who can open the examples of an evaluation split that is ``sealed`` or ``clear``, and what is shown of it."""
+    if kept == "sealed":
+        return "sealed: workers open the slices they host; results are exact and not private"
+    return "public, in the clear"
+
+
+def keys_rows(key_service: str | None) -> list[tuple[str, str]]:
+    """Where keys come from, if not from the orchestrator alone."""
+    return [("keys", f"two halves, key service {key_service}")] if key_service else []
+
+
 def size_text(count: int) -> str:
     """A number of bytes in a decimal unit."""
     for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
@@ -102,6 +114,8 @@ def plan_rows(plan: "Plan") -> list[tuple[str, str]]:
         ("ring", f"{mechanism.ring_bits} bits, {rounded}"),
         ("masked bytes", f"{size_text(plan.bytes_per_step)} a step"),
         ("data", sealed_text(plan.data_sealed)),
+        *([("evaluation data", evaluation_text(plan.evaluation_data))] if plan.evaluation_data else []),
+        *keys_rows(plan.key_service),
         ("object store", f"{size_text(plan.object_store_bytes)} at most"),
         *(("warning", warning) for warning in plan.warnings),
     ]

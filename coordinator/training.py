@@ -23,6 +23,7 @@ from coordinator.outcome import Ending, Model, StepOutcome
 from coordinator.plan import Plan
 from coordinator.progress import StepReport
 from coordinator.reporting import Reporting
+from coordinator.sealed_evaluation import SealedEvaluator
 from coordinator.step import StepRunner
 from coordinator.stopping import StopRequest
 from coordinator.tssp_writer import Snapshot
@@ -62,7 +63,7 @@ class Training:
     membership: Membership
     reporting: Reporting
     metrics: RunMetrics
-    evaluator: Evaluator | None
+    evaluator: Evaluator | SealedEvaluator | None
     stop: StopRequest
     checkpoints: Checkpoints | None
     model: Model
@@ -117,12 +118,15 @@ class Training:
         return np.concatenate([self._fetch(part) for part in self.model.parameters])
 
     def evaluate(self) -> Evaluation | None:
-        """The model on the public split, measured once; None without such a split."""
+        """The model on the evaluation split, measured once; None without such a split."""
         if self.evaluator is None:
             return None
         if self._evaluated is None or self._evaluated[0] != self.model.digest:
             started = time.perf_counter()
-            evaluation = self.evaluator.measure(self.parameters())
+            if isinstance(self.evaluator, SealedEvaluator):
+                evaluation = self.evaluator.measure(self.model, self.finished_steps)
+            else:
+                evaluation = self.evaluator.measure(self.parameters())
             self._evaluated = self.model.digest, evaluation
             if evaluation.accuracy is not None:
                 self.metrics.accuracy_measured(evaluation.accuracy)
@@ -130,6 +134,17 @@ class Training:
                 self.metrics.loss_measured(evaluation.loss)
             self.metrics.phase_finished("evaluate", time.perf_counter() - started)
         return self._evaluated[1]
+
+    def evaluated(self) -> Evaluation | None:
+        """As :meth:`evaluate`, but for a run that has failed: its workers are asked nothing any more."""
+        if not isinstance(self.evaluator, SealedEvaluator):
+            return self.evaluate()
+        return self._known_evaluation
+
+    @property
+    def _known_evaluation(self) -> Evaluation | None:
+        """Of exactly this model, if it was measured."""
+        return self._evaluated[1] if self._evaluated and self._evaluated[0] == self.model.digest else None
 
     def seal(self) -> None:
         """Hand the model of the last finished step over to be sealed, unless it was already."""
@@ -207,7 +222,7 @@ class Training:
             roster_digest=outcome.roster_digest,
             ledger_head=Head(outcome.commit.ledger_sequence, outcome.commit.ledger_hash),
             log_head=self.runner.control.orchestrator("log_position"),
-            evaluation=self._evaluated[1] if self._evaluated and self._evaluated[0] == self.model.digest else None,
+            evaluation=self._known_evaluation,
         )
 
     def _fetch(self, reference: Any) -> Any:

@@ -13,7 +13,17 @@ from typing import Any, Self
 from rich.console import Console
 from rich.table import Table
 
-from coordinator.tables import accountant_rows, epsilon_text, fields_table, released_text, sealed_text, size_text
+from coordinator.config import Kept
+from coordinator.tables import (
+    accountant_rows,
+    epsilon_text,
+    evaluation_text,
+    fields_table,
+    keys_rows,
+    released_text,
+    sealed_text,
+    size_text,
+)
 from workers.measurement import Released
 from workers.mechanism import AccountantName
 
@@ -39,8 +49,8 @@ class Verdict:
         epsilon_by_accountant: of what this run released, by four accountants; the noise of ``colluding_workers`` is
             not counted on. ``accountants_not_computed`` says why one is not there.
         exact: False if operations without a deterministic kernel were allowed: a repeat may give other bytes.
-        evaluation_accuracy: share in [0, 1] on the public split; None without one, or where the loss is measured.
-        evaluation_loss: mean over the examples of the public split, for a loss that has no accuracy; else None.
+        evaluation_accuracy: share in [0, 1] on the evaluation split; None without one, or where the loss is measured.
+        evaluation_loss: mean over the examples of the evaluation split, for a loss that has no accuracy; else None.
         measurements: what was released about the private examples, each with the deviation of its noise.
         evidence_class: ``simulated`` or the hardware class whose root verified.
         parameter_digest: hexadecimal digest of the final parameters.
@@ -49,6 +59,8 @@ class Verdict:
         wall_seconds: from the start of the run to its verdict.
         rollback_witness: whether a witness on other storage would notice an older ledger file put back.
         data_sealed: whether the examples were encrypted for the run's policy.
+        evaluation_data: ``sealed`` or ``clear``, how the evaluation split was kept; None without one.
+        key_service: address of the data owner's key service that gave the second half of every virtual-worker key.
         colocated: whether orchestrator and aggregator shared a node.
         evidence_service: ``host:port`` where the run's evidence was served while it went on; None if it was not.
         warnings: sentences about limits of this run.
@@ -79,6 +91,8 @@ class Verdict:
     accountants_not_computed: dict[str, str] = field(default_factory=dict)
     rollback_witness: bool = False
     data_sealed: bool = False
+    evaluation_data: Kept | None = None
+    key_service: str | None = None
     colocated: bool = False
     evidence_service: str | None = None
     warnings: tuple[str, ...] = ()
@@ -125,6 +139,8 @@ def verdict_rows(verdict: Verdict) -> list[tuple[str, str]]:
         ("workers", f"{verdict.num_workers}, hosting {verdict.virtual_workers} virtual workers"),
         ("masked", _masked(verdict)),
         ("data", sealed_text(verdict.data_sealed)),
+        *([("evaluation data", evaluation_text(verdict.evaluation_data))] if verdict.evaluation_data else []),
+        *keys_rows(verdict.key_service),
         ("rollback", _rollback(verdict)),
         *([("colocated", _COLOCATED)] if verdict.colocated else []),
         *([] if verdict.exact else [("exact", _NOT_EXACT)]),
@@ -181,11 +197,16 @@ _ONE_WORKER = "against the aggregator together with any one worker"
 
 
 def _evaluation_row(verdict: Verdict) -> tuple[str, str]:
+    split = "sealed evaluation split" if verdict.evaluation_data == "sealed" else "public split"
     if verdict.evaluation_loss is not None:
-        return "loss", f"{verdict.evaluation_loss:.6g}, mean over the public split"
+        return "loss", f"{verdict.evaluation_loss:.6g}, mean over the {split}"
     if verdict.evaluation_accuracy is None:
-        return "accuracy", "not measured: no public split is declared"
-    return "accuracy", f"{verdict.evaluation_accuracy:.1%} on the public split"
+        return "accuracy", f"not measured: {_unmeasured(verdict)}"
+    return "accuracy", f"{verdict.evaluation_accuracy:.1%} on the {split}"
+
+
+def _unmeasured(verdict: Verdict) -> str:
+    return "the run failed before" if verdict.evaluation_data else "no public split is declared"
 
 
 def _measurement_rows(verdict: Verdict) -> list[tuple[str, str]]:

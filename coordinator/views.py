@@ -90,6 +90,8 @@ def verdict_of(
         wall_seconds=wall_seconds,
         rollback_witness=finished.rollback_witness,
         data_sealed=finished.plan.data_sealed,
+        evaluation_data=finished.plan.evaluation_data,
+        key_service=finished.plan.key_service,
         colocated=finished.colocated,
         warnings=warnings,
     )

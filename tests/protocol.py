@@ -33,7 +33,7 @@ from coordinator.backend import Actor, ActorLost, LocalBackend
 from coordinator.config import RunConfig, parse_config
 from coordinator.coordinator import Assignment, Coordinator, Session
 from coordinator.departures import Departure
-from coordinator.evaluation import Evaluator, open_public
+from coordinator.evaluation import public_evaluator
 from coordinator.joining import Timer
 from coordinator.ledger import PrivacyLedger
 from coordinator.local import LocalPlatform, local_session
@@ -45,6 +45,7 @@ from coordinator.progress import StepReport
 from coordinator.ranges import split_ranges
 from coordinator.reporting import Reporting
 from coordinator.run_folder import RunFolder, RunRecord
+from coordinator.sealed_terms import evaluation_folder, sealed_terms
 from metrics.collectors import RunFacts, RunMetrics
 from metrics.events import EventWriter
 from tests.models import small_model, wide_model
@@ -56,8 +57,9 @@ from workers.models import ModelSource, build_model, cross_entropy
 from workers.parameters import parameter_digest, tensor_digests
 from workers.payload import VectorRange
 from workers.receipt import Receipt
-from workers.train_worker import Admission, StepReply, StepRequest, TrainWorker, WorkerSetup
+from workers.train_worker import TrainWorker
 from workers.virtual_worker import VirtualWorkerComputer
+from workers.worker_messages import Admission, StepReply, StepRequest, WorkerSetup
 
 NOW = 1_800_000_000
 SECRET = "ab" * 32
@@ -111,6 +113,7 @@ def worker_setup(settings: RunConfig, home: Path, data: Arrays | None = None) ->
         settings.seed,
         "cpu",
         settings.allow_nondeterministic,
+        evaluation_folder(settings),
     )
 
 
@@ -199,7 +202,8 @@ class HandRun:
         planned = (self.mechanism, *self.measurements)
         self.known_answer, *_ = [worker.compute_known_answer(*planned) for worker in self.workers.values()]
         self.manifest = self._manifest()
-        self.orchestrator.begin(run_terms(self.manifest, self.policy, self.collateral), "first")
+        split = sealed_terms(self.config, home, "evaluation")
+        self.orchestrator.begin(run_terms(self.manifest, self.policy, self.collateral, None, split), "first")
         own = self.orchestrator.present(self.source)
         self.admission = Admission(self.manifest, self.policy, self.collateral, self.config.secure_aggregation, own)
         self.ranges = split_ranges(self.facts.tensors, aggregators)
@@ -598,7 +602,7 @@ def whole_run(
         settings,
         session,
         setup,
-        _evaluator(settings, setup),
+        public_evaluator(settings, setup.model, setup.base),
         reporting,
         RunFolder(folder, record),
         assignment or Assignment(),
@@ -613,13 +617,6 @@ def trained(home: Path, **arguments: Any) -> WholeRun:
     run = whole_run(home, **arguments)
     run.train()
     return run
-
-
-def _evaluator(settings: RunConfig, setup: WorkerSetup) -> Evaluator | None:
-    if settings.evaluation is None:
-        return None
-    dataset = open_public(descriptor(settings.evaluation.dataset), setup.base)
-    return Evaluator(setup.model, setup.loss, dataset, setup.base, setup.seed, settings.evaluation.every)
 
 
 def _metrics(run: WholeRun, manifest: Manifest, evidence_class: str) -> RunMetrics:

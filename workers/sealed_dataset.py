@@ -4,7 +4,7 @@ Guarantee: an example is in memory only in a process that was given the key of i
 """
 
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from attestation.canonical import canonical_json
 from attestation.key_release import key_commitment
 from attestation.keys import Secret
 from attestation.package_manifest import Payload
-from attestation.sealed_data import HEADER_FILE, PAYLOAD, SealedHeader, require_committed, slice_file, slice_key
+from attestation.sealed_data import HEADER_FILE, PAYLOAD, SealedHeader, Use, require_committed, slice_file, slice_key
 from attestation.sealed_stream import read_payload, write_payload
 from metrics.errors import DatasetError, EvidenceError
 from workers.datasets import Batch, Dataset, DatasetForm, dataset_form, slice_ids
@@ -23,11 +23,19 @@ _CHUNK = 1024
 
 
 def seal(
-    dataset: Dataset, virtual_workers: int, policy_digest: bytes, dataset_key: Secret, folder: Path
+    dataset: Dataset,
+    virtual_workers: int,
+    policy_digest: bytes,
+    dataset_key: Secret,
+    folder: Path,
+    use: Use = "training",
 ) -> SealedHeader:
     """Encrypt ``dataset`` into a new ``folder``, slice by slice; the header is written last.
 
     Memory: a few thousand examples, whatever the size.
+
+    Args:
+        use: what its slices may be opened for; see `attestation.sealed_data`.
 
     Raises:
         DatasetError: ``dataset_small``, ``dataset_unreadable`` if the folder is there or cannot be written.
@@ -35,6 +43,7 @@ def seal(
     form = dataset_form(dataset)
     slices = [slice_ids(v, virtual_workers, len(dataset)) for v in range(virtual_workers)]
     header = SealedHeader(
+        use=use,
         dataset_id=secrets.token_bytes(16),
         virtual_workers=virtual_workers,
         policy_digest=policy_digest,
@@ -66,11 +75,12 @@ class SealedDataset:
     """See `workers.datasets.Dataset`; examples of a slice that is locked are refused.
 
     Raises:
-        ConfigError: ``sealed_data``.
+        ConfigError: ``sealed_data`` if there is none in ``folder``, or it was not sealed for ``use``.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, use: Use = "training") -> None:
         self.header = SealedHeader.load(folder)
+        self.header.require_use(use)
         self._folder = folder
         self._form = DatasetForm.model_validate_json(canonical_json(self.header.form))
         self._open: dict[int, Batch] = {}
@@ -78,7 +88,12 @@ class SealedDataset:
     def __len__(self) -> int:
         return self._form.num_examples
 
-    def unlock(self, keys: dict[int, Secret]) -> None:
+    def take(self, keys: Mapping[int, Secret], hosted: Collection[int]) -> None:
+        """Lock the slices of virtual workers that are not ``hosted``, then :meth:`unlock`."""
+        self.lock_all_but(hosted)
+        self.unlock(keys)
+
+    def unlock(self, keys: Mapping[int, Secret]) -> None:
         """Decrypt the slices that ``keys`` are of into memory.
 
         Raises:

@@ -9,7 +9,6 @@ What it answers to a wrong or failing step is one code; no text of an exception 
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +19,30 @@ from attestation.appraisal import Appraisal, appraise
 from attestation.attester import Attester, EvidenceSource, GpuSource
 from attestation.canonical import digest
 from attestation.enrolment import check_enrolment
-from attestation.evidence import Challenge, CollateralBundle
+from attestation.evidence import Challenge
+from attestation.key_policy import KeyKind
 from attestation.key_release import KeyRelease, ReleaseTerms, VirtualWorkerKeys, open_keys, open_slice_keys
 from attestation.keys import Purpose, Secret, derive
 from attestation.log_watch import LogWatch
 from attestation.messages import Envelope, seal
 from attestation.mutual import appraise_orchestrator
-from attestation.policy import Policy
 from attestation.roster import Member, Query, Roster, open_roster
 from attestation.slices import DataCommitments
 from metrics.errors import ConfigError, EvidenceError, ProtocolError, RefusedError
 from workers.clipping import GradientEngine
-from workers.datasets import Dataset, DatasetDescriptor, dataset_form
+from workers.datasets import Dataset, dataset_form
+from workers.evaluating import Evaluating, EvaluationReply
 from workers.fingerprint import dataset_fingerprint
 from workers.guard import answer_code, guarded
 from workers.halves import SecondHalves
 from workers.known_answer import known_answer
-from workers.manifest import Manifest, NumericsClass, TensorSpec
+from workers.manifest import Manifest
 from workers.masks import PairSecret, masked_sum, roster_masks
 from workers.measurement import Measurement
 from workers.measuring import ClassCounts, PrivateEvaluation, SumEngine, check_measurable
 from workers.mechanism import Mechanism
 from workers.model_checks import check_trainable
-from workers.models import ModelSource, build_model, loss_function, read_flat, trainable_tensors
+from workers.models import build_model, loss_function, read_flat, trainable_tensors
 from workers.numerics import current_numerics, pin_numerics
 from workers.parameters import parameter_digest, tensor_digests
 from workers.payload import Attempt, VectorRange, payload_key, seal_header, tag_payload
@@ -50,98 +50,7 @@ from workers.receipt import check_receipt
 from workers.ring import RingVector, ring_dtype
 from workers.sealed_dataset import SealedDataset
 from workers.virtual_worker import EncodedVector, VirtualWorkerComputer
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSetup:
-    """What to train on what: everything a worker opens by itself.
-
-    Attributes:
-        base: directory that relative dataset paths and ``module:function`` names start from.
-        loss: ``cross_entropy``, ``mse`` or ``module:function``.
-        seed: public seed of the initial parameters.
-        device: ``cpu`` or ``cuda``.
-        allow_nondeterministic: whether operations without a deterministic kernel may run; the run is then NOT EXACT.
-    """
-
-    model: ModelSource
-    loss: str
-    dataset: DatasetDescriptor
-    base: str
-    seed: int
-    device: str
-    allow_nondeterministic: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerFacts:
-    """What the manifest needs to know of a prepared worker.
-
-    Attributes:
-        dataset_fingerprint: keyed, and the only one that depends on the content of examples; empty without a key.
-    """
-
-    num_examples: int
-    tensors: tuple[TensorSpec, ...]
-    initial_parameters: np.ndarray
-    model_code: bytes
-    loss_code: bytes
-    numerics: NumericsClass
-    dataset_fingerprint: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """What a worker needs to attest itself and to appraise its peers.
-
-    Attributes:
-        orchestrator: its own evidence, which the worker appraises before it sends anything.
-        key_service: ``host:port`` of the data owner's key service; needed where the manifest names one.
-        secure_aggregation: whether a roster needs two workers. Without it a single worker may host everything; its
-            vector then carries all the noise. Private vectors of several workers are masked in either case.
-    """
-
-    manifest: Manifest
-    policy: Policy
-    collateral: CollateralBundle
-    secure_aggregation: bool
-    orchestrator: Envelope
-    key_service: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StepRequest:
-    """One attempt of one step.
-
-    Attributes:
-        presentations: of members that may be new to the receiver.
-        ranges: each aggregator's part of the parameters, in order.
-    """
-
-    receipt: Envelope
-    roster: Envelope
-    presentations: tuple[Envelope, ...]
-    ranges: tuple[VectorRange, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StepReply:
-    """A worker's first, small answer: ``code`` is ``ok`` or says why there is nothing else.
-
-    Attributes:
-        header: signed; None unless ``ok``.
-        seconds: the worker's own time for the whole answer.
-        compute_seconds, mask_seconds: of it, computing vectors, and masking, tagging and signing.
-        leaving: whether the worker was asked to end and should leave after this step.
-    """
-
-    member_id: str
-    code: str
-    header: Envelope | None = None
-    seconds: float = 0.0
-    compute_seconds: float = 0.0
-    mask_seconds: float = 0.0
-    leaving: bool = False
+from workers.worker_messages import Admission, StepReply, StepRequest, WorkerFacts, WorkerSetup
 
 
 class TrainWorker:
@@ -160,6 +69,7 @@ class TrainWorker:
         self._attester = Attester(member_id, source, gpus)
         self._halves = SecondHalves(self._attester.beside())
         self._watch = LogWatch()
+        self._evaluating = Evaluating(self._attester)
         self._clock = clock
         self._keys: dict[tuple[int, int], VirtualWorkerKeys] = {}
         self._appraisals: dict[bytes, Appraisal] = {}
@@ -194,6 +104,7 @@ class TrainWorker:
         self._module = build_model(setup.model, setup.base, setup.seed)
         self._loss, loss_code = loss_function(setup.loss, setup.base)
         check_trainable(self._module, dataset_form(self._dataset), self._loss, deterministic)
+        self._evaluating.open(setup, dataset_form(self._dataset), self._loss)
         self._facts = WorkerFacts(
             num_examples=len(self._dataset),
             tensors=trainable_tensors(self._module),
@@ -274,14 +185,16 @@ class TrainWorker:
         member_id, hpke_key = self._attester.member_id, self._attester.hpke
         of_run = manifest.log_owner, manifest.run_id
         terms = ReleaseTerms(*of_run, member_id, self._manifest_digest, self._admission.policy, self._watch)
-        slice_keys = {} if release.slices is None else open_slice_keys(release.slices, terms, hpke_key)
+        slice_keys = open_slice_keys(release.slices, KeyKind.DATASET, terms, hpke_key)
+        evaluation_keys = open_slice_keys(release.evaluation, KeyKind.EVALUATION, terms, hpke_key)
         epoch, keys = open_keys(release, terms, hpke_key=hpke_key, key_commitments=manifest.key_commitments)
         keys = self._halves.complete(manifest, self._admission.policy, epoch, keys)
         self._keys = {place: key for place, key in self._keys.items() if place[0] == epoch}
         self._keys |= {(epoch, v): key for v, key in keys.items()}
+        hosted = {v for _, v in self._keys}
         if isinstance(self._dataset, SealedDataset):
-            self._dataset.lock_all_but({v for _, v in self._keys})
-            self._dataset.unlock(slice_keys)
+            self._dataset.take(slice_keys, hosted)
+        self._evaluating.take(evaluation_keys, hosted)
         commitments = tuple(
             derive(key.data, Purpose.DATA_COMMITMENT, self._computers["gradient"].slice(v).digest).reveal()
             for v, key in sorted(keys.items())
@@ -316,6 +229,10 @@ class TrainWorker:
             reply = StepReply(self._attester.member_id, answer_code(error))
             vectors = tuple(np.empty(0, np.uint32) for _ in request.ranges)
         return (reply, *vectors)
+
+    def evaluate(self, order: Envelope, *parameters: np.ndarray) -> EvaluationReply:
+        """Measure parameters on the hosted slices of a sealed split; see `workers.evaluating.Evaluating.answer`."""
+        return self._evaluating.answer(self._admission.manifest, order, parameters)
 
     @guarded
     def _step(self, request: StepRequest, parameters: Sequence[np.ndarray]) -> tuple[StepReply, tuple[RingVector, ...]]:
@@ -388,10 +305,7 @@ class TrainWorker:
             virtual_workers=manifest.computation.mechanism.virtual_workers,
             minimum_workers=2 if self._admission.secure_aggregation else 1,
         )
-        own, keys = roster.member(self._attester.member_id), self._attester
-        stated = (own.role, own.identity_key, own.mask_key, own.evidence_digest)
-        if stated != ("worker", keys.identity.public, keys.agreement.public, keys.evidence_digest):
-            raise ProtocolError("roster_own_entry", "the roster states other keys or evidence for this worker")
+        self._attester.require_own(roster.member(self._attester.member_id))
         return roster
 
     def _check_position(self, roster: Roster) -> None:

@@ -14,6 +14,7 @@ import yaml
 from attestation.attester import Attester
 from attestation.canonical import digest
 from attestation.client import EvidenceClient
+from attestation.key_policy import KeyKind
 from attestation.key_release import ReleaseTerms, open_keys, open_slice_keys
 from attestation.keys import Secret
 from attestation.messages import parse
@@ -24,7 +25,7 @@ from coordinator import state
 from coordinator.attest_serve import ServiceConfig, load_service, start_service
 from coordinator.config import validated
 from coordinator.local import LocalPlatform
-from metrics.errors import ConfigError, DatasetError, RefusedError
+from metrics.errors import ConfigError, DatasetError, EvidenceError, RefusedError
 from workers.datasets import ArrayDataset
 from workers.sealed_dataset import SealedDataset, seal
 
@@ -71,9 +72,11 @@ def test_a_member_gets_the_keys_of_the_slices_it_hosts(folder):
     policy = simulated_policy(SimulatedVendor.load_or_create(state.simulator_folder()), code_measurement())
     dataset = ArrayDataset(np.arange(18, dtype=np.float32).reshape(9, 2), np.zeros(9, np.int64))
     seal(dataset, 3, policy.digest(), Secret(b"d" * 32), folder / "sealed")
+    seal(dataset, 3, policy.digest(), Secret(b"d" * 32), folder / "split", "evaluation")
     (folder / "data.key").touch(mode=0o600)
     (folder / "data.key").write_text((b"d" * 32).hex())
-    server, orchestrator, facts = started(folder, sealed={"path": "sealed", "key_file": "data.key"})
+    sealed = {"sealed": {"path": "sealed", "key_file": "data.key"}}
+    server, orchestrator, facts = started(folder, **sealed, evaluation={"path": "split", "key_file": "data.key"})
     contract = parse(ServiceContract, facts.contract.read_bytes().strip())
     client, attester = member(contract, facts.address)
     with client:
@@ -81,11 +84,17 @@ def test_a_member_gets_the_keys_of_the_slices_it_hosts(folder):
         release = client.release_keys(0)
     server.stop()
     orchestrator.close()
-    opened = SealedDataset(folder / "sealed")
-    opened.unlock(open_slice_keys(release.slices, release_terms(contract, attester), attester.hpke))
-    assert opened.batch(np.array([3, 2]))[0].tolist() == [[6, 7], [4, 5]]
-    with pytest.raises(DatasetError, match="slice_sealed"):
-        opened.batch(np.array([1]))
+    terms, hpke = release_terms(contract, attester), attester.hpke
+    for opened, given, kind in (
+        (SealedDataset(folder / "sealed"), release.slices, KeyKind.DATASET),
+        (SealedDataset(folder / "split", "evaluation"), release.evaluation, KeyKind.EVALUATION),
+    ):
+        opened.unlock(open_slice_keys(given, kind, terms, hpke))
+        assert opened.batch(np.array([3, 2]))[0].tolist() == [[6, 7], [4, 5]]
+        with pytest.raises(DatasetError, match="slice_sealed"):
+            opened.batch(np.array([1]))
+    with pytest.raises(EvidenceError, match="key_package_mismatch"):
+        open_slice_keys(release.slices, KeyKind.EVALUATION, terms, hpke)
 
 
 def test_a_member_with_the_contract_gets_the_keys_it_commits_to_also_after_a_restart(folder):
@@ -147,6 +156,8 @@ def test_a_hardware_policy_refuses_simulated_workers(folder):
         ({"limits": {"deadline_s": 0}}, "config"),
         ({"sealed": {"path": "none", "key_file": "data.key"}}, "sealed_data"),
         ({"sealed": {"path": "none", "key_file": "data.key"}, "hosting": "any"}, "config"),
+        ({"evaluation": {"path": "none", "key_file": "data.key"}}, "sealed_data"),
+        ({"evaluation": {"path": "none", "key_file": "data.key"}, "hosting": "any"}, "config"),
         ({"no_such_field": 1}, "config"),
     ],
 )

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from attestation.policy import simulated_policy
-from attestation.sealed_data import SealedHeader
+from attestation.sealed_data import SealedHeader, SliceKeys
 from attestation.simulator import SimulatedVendor, code_measurement
 from coordinator import cli, state
 from coordinator.config import load_config
-from coordinator.sealing import sealed_terms
+from coordinator.sealed_terms import sealed_terms
 from metrics.errors import ConfigError
 from tests.protocol import VIRTUAL_WORKERS, examples
 
@@ -46,10 +46,10 @@ def seal(
     """Run the command on a configuration of ``folder``; returns (exit code, the object)."""
     monkeypatch.setattr(cli, "leave_stdout", lambda: None)
 
-    def call(config: str, out: str = "sealed") -> tuple[int, dict[str, Any]]:
+    def call(config: str, out: str = "sealed", *options: str) -> tuple[int, dict[str, Any]]:
         paths = [str(folder / each) for each in (f"{config}.yaml", "data.key", out)]
         with pytest.raises(SystemExit) as stopped:
-            cli.main(["data", "seal", paths[0], "--key", paths[1], "--out", paths[2], "--json"])
+            cli.main(["data", "seal", paths[0], "--key", paths[1], "--out", paths[2], "--json", *options])
         assert isinstance(stopped.value.code, int)
         return stopped.value.code, json.loads(capfd.readouterr().out)
 
@@ -80,3 +80,26 @@ def test_nothing_is_sealed_twice_or_over_something_and_the_key_stays(folder, sea
     assert (folder / "data.key").read_bytes() == key
     assert SealedHeader.load(folder / "sealed") == header
     assert SealedHeader.load(folder / "other").dataset_id != header.dataset_id
+
+
+def test_an_evaluation_split_is_sealed_for_evaluation_alone(folder, seal):
+    """Also from the same examples, with the same key."""
+    clear, sealed = (f"evaluation: {{dataset: {each}}}" for each in (PLAIN, SEALED.replace("}", ", public: true}")))
+    for name, dataset in (("plain", clear), ("run", sealed)):
+        path = folder / f"{name}.yaml"
+        path.write_text(path.read_text() + dataset)
+    assert seal("plain", "sealed", "--part", "evaluation")[1]["part"] == "evaluation"
+    assert SealedHeader.load(folder / "sealed").use == "evaluation"
+    config = load_config(folder / "run.yaml", None)
+    terms = sealed_terms(config, folder, "evaluation")
+    assert terms is not None
+    assert SliceKeys.open(terms, "evaluation").header == terms.header
+    with pytest.raises(ConfigError, match="sealed for evaluation"):
+        sealed_terms(config, folder)
+    undeclared = load_config(folder / "run.yaml", ["evaluation.dataset.public=false"])
+    with pytest.raises(ConfigError, match=r"evaluation_not_public: .* results on it"):
+        sealed_terms(undeclared, folder, "evaluation")
+    assert seal("run", "other", "--part", "evaluation")[1]["error"]["code"] == "config"
+    assert seal("plain", "other")[0] == 0
+    with pytest.raises(ConfigError, match="sealed for training"):
+        sealed_terms(load_config(folder / "run.yaml", ["evaluation.dataset.path=other"]), folder, "evaluation")

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from coordinator.ray_backend import MaskedAggregatorActor, TrainWorkerActor
-from workers.train_worker import StepReply, TrainWorker
+from workers.train_worker import TrainWorker
+from workers.worker_messages import StepReply
 
 
 class NoSource:

@@ -11,8 +11,8 @@ from coordinator.backend import ActorLost
 from coordinator.hosting import moved
 from metrics.errors import BudgetError, ProtocolError, RefusedError, RunFailedError, SenderError
 from tests.protocol import VIRTUAL_WORKERS, Call, Fate, WholeRun, on, trained, whole_run
-from workers.train_worker import StepReply
 from workers.virtual_worker import VirtualWorkerComputer
+from workers.worker_messages import StepReply
 
 
 def answering(code: str) -> Fate:

@@ -16,9 +16,11 @@ import pytest
 import ray
 
 from attestation.keys import Secret
+from attestation.sealed_data import SealedHeader, SealedTerms, SliceKeys
 from coordinator.config import parse_config
 from coordinator.demo import demo_config
 from coordinator.ray_backend import RayBackend
+from coordinator.sealing import seal_for
 from coordinator.trainer import Trainer
 from metrics.errors import RunFailedError
 from tests.ray import leaks
@@ -58,6 +60,7 @@ def inputs(tmp_path):
     generator = np.random.default_rng(11)
     features = generator.random((EXAMPLES, 64), np.float32)
     np.savez(folder / "data.npz", images=features, labels=np.arange(EXAMPLES) % 10)
+    np.savez(folder / "split.npz", images=generator.random((40, 64), np.float32), labels=np.arange(40) % 10)
     shutil.copy(HERE / "leaky.py", folder / "leaky.py")
     (folder / "secret").write_text(SECRET.hex())
     return folder
@@ -90,14 +93,16 @@ def _plant(worker, home):
     (Path(home) / "planted").write_bytes(values.tobytes())
 
 
-def _config():
+def _config(kind="sealed"):
+    """A run that is evaluated on a split that is sealed, or still to be."""
+    split = {"npz": {"path": "split.npz"}, "sealed": {"path": "split", "key_file": "split.key", "public": True}}
     raw = demo_config() | {
         "num_workers": 2,
         "virtual_workers": 8,
         "steps": STEPS,
         "expected_batch_size": 200,
         "dataset": {"kind": "npz", "path": "data.npz"},
-        "evaluation": None,
+        "evaluation": {"dataset": {"kind": kind, **split[kind]}, "every": 1},
         "loss": "leaky:loss",
         "checkpoint": {"checkpoint_frequency": 1},
     }
@@ -138,13 +143,20 @@ class _Searching:
         (self.home / "planted").unlink()
 
 
-def _marker(folder):
-    row = np.load(folder / "data.npz")["images"][0]
-    return {
-        **leaks.array_needles("marker example, float32", row),
-        **leaks.array_needles("marker example, float64", row.astype(np.float64)),
-        **leaks.array_needles("marker example less its mean", row - row.mean()),
-    }
+def _markers(folder):
+    """The first example to train on, and the first to evaluate on, with the keys of the split."""
+    needles = leaks.key_needles("key of the split", bytes.fromhex((folder / "split.key").read_text()))
+    keys = SliceKeys.open(SealedTerms(SealedHeader.load(folder / "split"), str(folder / "split.key")), "evaluation")
+    for v in range(keys.header.virtual_workers):
+        needles |= leaks.key_needles(f"key of slice {v} of the split", keys.of(v).reveal())
+    for name in ("data", "split"):
+        row = np.load(folder / f"{name}.npz")["images"][0]
+        needles |= {
+            **leaks.array_needles(f"marker of {name}, float32", row),
+            **leaks.array_needles(f"marker of {name}, float64", row.astype(np.float64)),
+            **leaks.array_needles(f"marker of {name} less its mean", row - row.mean()),
+        }
+    return needles
 
 
 def _run_needles(folder, inputs):
@@ -160,13 +172,17 @@ def _run_needles(folder, inputs):
 def test_nothing_that_left_a_worker_tells_an_update_a_draw_a_loss_a_key_or_an_example(
     ray_cluster, raycloak_home, inputs, watching, capfd
 ):
-    """Also when a worker is made to fail by user code that raises private labels.
+    """Nor one that it is evaluated on; also when a worker is made to fail by user code that raises private labels.
 
     That the search would find it is seen by planting: from inside a worker, at the end of the first run.
     """
     searching = _Searching(raycloak_home, watching.workers)
+    seal_for(_config("npz"), inputs, inputs / "split.key", inputs / "split", "evaluation")
+    (split := inputs / "split.npz").rename(inputs / "away.npz")
     options = {"config_dir": inputs, "run_secret": inputs / "secret", "notice": searching.notice}
     result = Trainer(_config(), progress=searching.after, **options).train()
+    assert isinstance(result["metrics"]["evaluation_loss"], float)
+    assert result["metrics"]["evaluation_data"] == "sealed"
     assert len(searching.counts) == 2 * STEPS
     assert min(searching.counts) > 60, "needles of four virtual workers"
     for place in ("object store", "metrics.jsonl", "ledger.sqlite", "orchestrator/", ".tssp", "page-1", "raylet.out"):
@@ -175,6 +191,7 @@ def test_nothing_that_left_a_worker_tells_an_update_a_draw_a_loss_a_key_or_an_ex
     assert any("with noise" in line and line.endswith("planted") for line in searching.planted)
     assert all("planted" in line for line in searching.planted)
 
+    (inputs / "away.npz").rename(split)
     (inputs / "other").write_text(SECRET[::-1].hex())
     options |= {"run_secret": inputs / "other", "progress": lambda report: (inputs / "fail").touch()}
     with pytest.raises(RunFailedError, match="worker_error") as failure:
@@ -183,7 +200,7 @@ def test_nothing_that_left_a_worker_tells_an_update_a_draw_a_loss_a_key_or_an_ex
     needles = {
         **_run_needles(Path(result["run_dir"]), inputs),
         **leaks.key_needles("secret of the failed run", SECRET[::-1]),
-        **_marker(inputs),
+        **_markers(inputs),
         "printed by the loss": b"TOLD-BY" + b"-THE-LOSS",
         "raised by the loss": b"RAISED-BY" + b"-THE-LOSS",
     }

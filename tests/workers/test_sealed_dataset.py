@@ -3,18 +3,19 @@
 import pickle
 import sqlite3
 from contextlib import closing
+from functools import partial
 
 import numpy as np
 import pytest
 
 from attestation.key_release import key_commitment
-from attestation.keys import Secret
+from attestation.keys import Purpose, Secret, derive
 from attestation.orchestrator_state import state_file
 from attestation.policy import simulated_policy
 from attestation.revocations import revoke
-from attestation.sealed_data import SealedHeader, SealedTerms, SliceKeys, slice_file, slice_key
+from attestation.sealed_data import SealedHeader, SealedTerms, SliceKeys, Use, slice_file, slice_key
 from attestation.simulator import SimulatedVendor, code_measurement
-from coordinator.tables import plan_rows, sealed_text
+from coordinator.tables import evaluation_text, plan_rows, sealed_text
 from metrics.errors import ConfigError, DatasetError, EvidenceError, RaycloakError
 from tests.protocol import NOW, VIRTUAL_WORKERS, examples, whole_run
 from workers.datasets import ArrayDataset, DatasetDescriptor, dataset_form, slice_ids
@@ -83,6 +84,47 @@ def test_a_slice_belongs_to_its_dataset_and_policy(folder, change):
         SealedDataset(folder).unlock(keys)
 
 
+def test_a_key_of_a_training_slice_opens_no_evaluation_slice_and_the_other_way(plain, folder, tmp_path):
+    """Sealed with one key of the owner, for the same policy, from the same examples."""
+    seal(plain, COUNT, POLICY, KEY, tmp_path / "split", "evaluation")
+    training, evaluation = (SealedHeader.load(each) for each in (folder, tmp_path / "split"))
+    assert (training.use, evaluation.use) == ("training", "evaluation")
+    with pytest.raises(EvidenceError, match="key_not_committed"):
+        SealedDataset(folder).unlock(keys_of(tmp_path / "split", 0))
+    with pytest.raises(EvidenceError, match="key_not_committed"):
+        SealedDataset(tmp_path / "split", "evaluation").unlock(keys_of(folder, 0))
+    # The same header but for its use, so that only use tells the keys apart: whoever relabels a dataset opens nothing.
+    relabelled = training.model_copy(update={"use": "evaluation"})
+    assert relabelled.context(0) != training.context(0)
+    assert slice_key(KEY, relabelled, 0).reveal() != slice_key(KEY, training, 0).reveal()
+    # And by a purpose of its own, so that no other use of the key derives one of an evaluation slice.
+    as_training = derive(KEY, Purpose.SEALED_SLICE, relabelled.context(0))
+    assert slice_key(KEY, relabelled, 0).reveal() != as_training.reveal()
+    (folder / "header.json").write_bytes(relabelled.encode())
+    with pytest.raises(DatasetError, match="sealed_changed"):
+        SealedDataset(folder, "evaluation").unlock({0: slice_key(KEY, training, 0)})
+    with pytest.raises(EvidenceError, match="key_not_committed"):
+        SealedDataset(folder, "evaluation").unlock({0: slice_key(KEY, relabelled, 0)})
+
+
+def test_a_dataset_is_opened_for_the_use_that_it_was_sealed_for_alone(plain, folder, tmp_path):
+    key_file = tmp_path / "data.key"
+    key_file.touch(mode=0o600)
+    key_file.write_text(KEY.reveal().hex())
+    seal(plain, COUNT, POLICY, KEY, tmp_path / "split", "evaluation")
+    uses: list[Use] = ["training", "evaluation"]
+    for use, other, path in zip(uses, uses[::-1], (folder, tmp_path / "split"), strict=True):
+        terms = SealedTerms(SealedHeader.load(path), str(key_file))
+        SealedDataset(path, use)
+        SliceKeys.open(terms, use)
+        for refused in (partial(SealedDataset, path), partial(SliceKeys.open, terms)):
+            with pytest.raises(ConfigError, match=f"sealed for {use}"):
+                refused(other)
+    relabelled = SealedHeader.load(folder).model_copy(update={"use": "evaluation"})
+    with pytest.raises(ConfigError, match="dataset_key"):
+        SliceKeys.open(SealedTerms(relabelled, str(key_file)), "evaluation")
+
+
 def test_the_orchestrator_takes_no_other_dataset_key(folder, tmp_path):
     key_file = tmp_path / "data.key"
     key_file.touch(mode=0o600)
@@ -90,10 +132,10 @@ def test_the_orchestrator_takes_no_other_dataset_key(folder, tmp_path):
         key_file.write_text(content.hex())
         terms = SealedTerms(SealedHeader.load(folder), str(key_file))
         if accepted:
-            assert key_commitment(SliceKeys.open(terms).of(1)) == terms.header.key_commitments[1]
+            assert key_commitment(SliceKeys.open(terms, "training").of(1)) == terms.header.key_commitments[1]
         else:
             with pytest.raises(ConfigError, match="dataset_key"):
-                SliceKeys.open(terms)
+                SliceKeys.open(terms, "training")
 
 
 def sealed_run(home, policy_digest=None, **arguments):
@@ -101,10 +143,18 @@ def sealed_run(home, policy_digest=None, **arguments):
     vendor = SimulatedVendor.load_or_create(home / "simulator")
     own = simulated_policy(vendor, code_measurement()).digest()
     seal(ArrayDataset(*examples()), VIRTUAL_WORKERS, policy_digest or own, KEY, home / "sealed")
+    seal(ArrayDataset(*split()), VIRTUAL_WORKERS, own, KEY, home / "split", "evaluation")
     (home / "data.key").touch(mode=0o600)
     (home / "data.key").write_text(KEY.reveal().hex())
     dataset = {"kind": "sealed", "path": str(home / "sealed"), "key_file": str(home / "data.key")}
-    return whole_run(home, dataset=dataset, **arguments)
+    evaluation = {"dataset": dataset | {"path": str(home / "split"), "public": True}, "every": 2}
+    return whole_run(home, dataset=dataset, evaluation=evaluation, **arguments)
+
+
+def split():
+    """Examples to evaluate on."""
+    features, labels = examples(64)
+    return features[40:], labels[40:]
 
 
 def released(run, kind):
@@ -117,7 +167,10 @@ def released(run, kind):
 
 
 def test_a_run_trains_on_sealed_data_and_its_driver_opens_none(tmp_path):
-    """A worker is revoked after the first step: its slices move, with their keys, and it gets none any more."""
+    """Nor of the split that it is evaluated on.
+
+    A worker is revoked after the first step: its slices move, with their keys, and it gets none any more.
+    """
     opened = {}
 
     def watch(worker, name):
@@ -130,10 +183,12 @@ def test_a_run_trains_on_sealed_data_and_its_driver_opens_none(tmp_path):
 
     run = sealed_run(tmp_path, tamper=watch, disturb=take_back)
     (tmp_path / "data" / "examples.npz").unlink()
-    assert ("data", sealed_text(True)) in plan_rows(run.train().plan)
+    rows = plan_rows(run.train().plan)
+    assert ("data", sealed_text(True)) in rows
+    assert ("evaluation data", evaluation_text("sealed")) in rows
     assert run.left == [("worker-1", "revoked")]
     given = released(run, "dataset")
-    assert given == released(run, "virtual_worker")
+    assert given == released(run, "virtual_worker") == released(run, "evaluation")
     assert len(given["worker-1"]) < VIRTUAL_WORKERS
     assert set().union(*(given[name] for name in given if name != "worker-1")) == set(range(VIRTUAL_WORKERS))
     kinds = [entry for entry, _ in run.evidence]
@@ -141,8 +196,8 @@ def test_a_run_trains_on_sealed_data_and_its_driver_opens_none(tmp_path):
     assert later
     assert "worker-1" not in later
     for name, worker in opened.items():
-        assert set(worker._dataset._open) == given[name]
-    features, _ = ArrayDataset(*examples()).batch(np.arange(40))
+        assert set(worker._dataset._open) == set(worker._evaluating._dataset._open) == given[name]
+    features = np.concatenate([examples()[0], split()[0]])
     talks = [talk for talk in run.stage.log if talk[0].member_id.startswith(("worker", "aggregator"))]
     sent = [pickle.dumps((call.arguments, [each.value for each in references])) for call, references in talks]
     assert sent

@@ -24,8 +24,9 @@ from workers.parameters import parameter_digest, tensor_digests
 from workers.payload import Header, VectorRange
 from workers.receipt import Receipt
 from workers.ring import decode
-from workers.train_worker import StepReply, TrainWorker, check_partition
+from workers.train_worker import TrainWorker, check_partition
 from workers.virtual_worker import VirtualWorkerComputer
+from workers.worker_messages import StepReply
 
 COMPUTATION_CHANGES = {
     "numerics": lambda c: {"numerics": c.numerics.model_copy(update={"cpu_capability": "ANOTHER"})},

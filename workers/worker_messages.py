@@ -1,0 +1,107 @@
+"""What a worker is told, and what it answers: plain records that travel between it and the coordinator."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from attestation.evidence import CollateralBundle
+from attestation.messages import Envelope
+from attestation.policy import Policy
+from workers.datasets import DatasetDescriptor
+from workers.manifest import Manifest, NumericsClass, TensorSpec
+from workers.models import ModelSource
+from workers.payload import VectorRange
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSetup:
+    """What to train on what: everything a worker opens by itself.
+
+    Attributes:
+        base: directory that relative dataset paths and ``module:function`` names start from.
+        loss: ``cross_entropy``, ``mse`` or ``module:function``.
+        seed: public seed of the initial parameters.
+        device: ``cpu`` or ``cuda``.
+        allow_nondeterministic: whether operations without a deterministic kernel may run; the run is then NOT EXACT.
+        evaluation: folder of a sealed evaluation split, if the workers are to measure on one.
+    """
+
+    model: ModelSource
+    loss: str
+    dataset: DatasetDescriptor
+    base: str
+    seed: int
+    device: str
+    allow_nondeterministic: bool = False
+    evaluation: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """What the manifest needs to know of a prepared worker.
+
+    Attributes:
+        dataset_fingerprint: keyed, and the only one that depends on the content of examples; empty without a key.
+    """
+
+    num_examples: int
+    tensors: tuple[TensorSpec, ...]
+    initial_parameters: np.ndarray
+    model_code: bytes
+    loss_code: bytes
+    numerics: NumericsClass
+    dataset_fingerprint: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What a worker needs to attest itself and to appraise its peers.
+
+    Attributes:
+        orchestrator: its own evidence, which the worker appraises before it sends anything.
+        key_service: ``host:port`` of the data owner's key service; needed where the manifest names one.
+        secure_aggregation: whether a roster needs two workers. Without it a single worker may host everything; its
+            vector then carries all the noise. Private vectors of several workers are masked in either case.
+    """
+
+    manifest: Manifest
+    policy: Policy
+    collateral: CollateralBundle
+    secure_aggregation: bool
+    orchestrator: Envelope
+    key_service: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepRequest:
+    """One attempt of one step.
+
+    Attributes:
+        presentations: of members that may be new to the receiver.
+        ranges: each aggregator's part of the parameters, in order.
+    """
+
+    receipt: Envelope
+    roster: Envelope
+    presentations: tuple[Envelope, ...]
+    ranges: tuple[VectorRange, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepReply:
+    """A worker's first, small answer: ``code`` is ``ok`` or says why there is nothing else.
+
+    Attributes:
+        header: signed; None unless ``ok``.
+        seconds: the worker's own time for the whole answer.
+        compute_seconds, mask_seconds: of it, computing vectors, and masking, tagging and signing.
+        leaving: whether the worker was asked to end and should leave after this step.
+    """
+
+    member_id: str
+    code: str
+    header: Envelope | None = None
+    seconds: float = 0.0
+    compute_seconds: float = 0.0
+    mask_seconds: float = 0.0
+    leaving: bool = False
