@@ -28,7 +28,7 @@ from attestation.messages import Envelope, parse
 from attestation.policy import Policy
 from attestation.quote_format import MAX_QUOTE_BYTES
 from attestation.report_data import expected_report_data
-from attestation.tdx import TdxClaims
+from attestation.tdx import TdxClaims, check_registers
 from metrics.errors import ProtocolError
 
 # A quote, and sixteen GPUs of which each takes some forty thousand characters.
@@ -155,6 +155,8 @@ def _digest_of(policy: Policy) -> bytes:
 def _check_measurement(claims: GuestClaims, presentation: Presentation, policy: Policy) -> None:
     if claims.measurement not in measurements_of(policy, presentation.quote_family):
         refuse(Refusal.MEASUREMENT_UNKNOWN, f"{claims.measurement.hex()} is not a measurement that the policy accepts")
+    if isinstance(claims, TdxClaims):
+        check_registers(claims, policy.tdx)
 
 
 def _check_session(found: Presentation, run_id: str, member_id: str, role: Role, manifest_digest: bytes) -> None:
@@ -232,16 +234,20 @@ def _result(
         dbgstat=claims.dbgstat,
         expires_at=min(claims.expires_at, *(gpu.expires_at for gpu in gpus), now + policy.evidence_lifetime_s),
         policy_digest=_digest_of(policy),
-        steps=_steps(presentation, claims, gpus),
+        steps=_steps(presentation, claims, gpus, policy),
     )
 
 
-def _steps(presentation: Presentation, claims: GuestClaims, gpus: tuple[GpuClaims, ...]) -> tuple[tuple[str, str], ...]:
+def _steps(
+    presentation: Presentation, claims: GuestClaims, gpus: tuple[GpuClaims, ...], policy: Policy
+) -> tuple[tuple[str, str], ...]:
     of_gpus = ((f"GPU {i} {step}", verdict) for i, gpu in enumerate(gpus) for step, verdict in gpu.steps)
+    compared = ", ".join(name for name, accepted in policy.tdx.registers.items() if accepted is not None)
     return (
         ("possession", "signed by the presented identity key"),
         *claims.steps,
         ("measurement", claims.measurement.hex()),
+        *([("registers", compared or "not compared")] if isinstance(claims, TdxClaims) else []),
         ("session", f"{presentation.run_id} {presentation.member_id} {presentation.role}"),
         ("binding", f"three keys, known answer and {len(gpus)} GPUs"),
         *of_gpus,

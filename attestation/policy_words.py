@@ -9,7 +9,7 @@ from attestation.gpu_rules import GpuRules
 from attestation.policy import Policy
 from attestation.roots import Anchor
 from attestation.snp_rules import SnpRules
-from attestation.tdx_rules import TdxRules
+from attestation.tdx_rules import RTMRS, TdxRules
 
 _CLASS_WORDS: Final = {
     EvidenceClass.SIMULATED: "simulated",
@@ -73,6 +73,7 @@ def _roots(policy: Policy, anchors: tuple[Anchor, ...]) -> Iterator[Sentence]:
 
 def _tdx(rules: TdxRules) -> Iterator[Sentence]:
     yield _measurements("TDX", rules.measurements)
+    yield from _registers(rules)
     statuses = ", ".join(rules.tcb_statuses) or "none"
     lax = not set(rules.tcb_statuses) <= set(_STRICT_TDX.tcb_statuses)
     text = f"Platform, TDX module and quoting enclave must each have one of these statuses: {statuses}."
@@ -93,6 +94,30 @@ def _tdx(rules: TdxRules) -> Iterator[Sentence]:
     )
     for allowed, what in properties:
         yield Sentence("TDX", f"Platforms {what} are {'accepted' if allowed else 'refused'}.")
+
+
+_REGISTER_WORDS: Final = {
+    "rtmr0": "how the firmware was set up",
+    "rtmr1": "kernel and boot loader",
+    "rtmr2": "command line and initial RAM disk",
+    "rtmr3": "what the guest adds later, such as containers",
+}
+
+
+def _registers(rules: TdxRules) -> Iterator[Sentence]:
+    for name, accepted in rules.registers.items():
+        if accepted is not None:
+            text = f"{name} must be one of {len(accepted)} known value(s)."
+            none = f"No value of {name} is known, so no guest is accepted."
+            yield Sentence("TDX", text if accepted else none, warning=not accepted)
+            if name in RTMRS and not all(map(any, accepted)):
+                yield Sentence("TDX", f"{name} may be zero: nothing was measured into it.", warning=True)
+    left_open = [f"{name} ({what})" for name, what in _REGISTER_WORDS.items() if rules.registers[name] is None]
+    if left_open:
+        text = (
+            f"The measurement is of the firmware alone. Not compared, so anything may be in it: {', '.join(left_open)}."
+        )
+        yield Sentence("TDX", text, warning=True)
 
 
 def _sev_snp(rules: SnpRules) -> Iterator[Sentence]:

@@ -3,7 +3,7 @@
 Hardware and simulated evidence take the same path; the class of the result is the class of the anchor. Each stage sets
 one refusal code, in the order of `attestation.evidence.STAGES`, so that a refusal has a reason of ours. Then dcap-qvl
 verifies the whole quote again (`attestation.tdx_second_opinion`), and only what both accept passes. Not checked here:
-measurements, freshness and report data, which `attestation.appraisal` compares.
+measurement, registers, freshness and report data, which `attestation.appraisal` compares.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from attestation.tdx_collateral import (
 )
 from attestation.tdx_platform import TdxPlatform, read_platform
 from attestation.tdx_rating import TdxRating, rate
-from attestation.tdx_rules import TdxRules
+from attestation.tdx_rules import REGISTERS, TdxRules
 from attestation.tdx_second_opinion import check_again
 from metrics.errors import EvidenceError
 
@@ -43,6 +43,7 @@ class TdxClaims:
     Attributes:
         evidence_class: class of the anchor whose root verified the quote.
         measurement, rtmrs: ``mr_td`` and the run-time registers of the guest, 48 bytes each.
+        mr_config_id: 48 bytes that the host chose at launch.
         report_data: 64 bytes that the guest chose.
         platform_id: platform instance id, 16 bytes; the PPID where the certificate has none.
         tcb_status: the first status of platform, TDX module and quoting enclave that is not ``UpToDate``.
@@ -56,6 +57,7 @@ class TdxClaims:
     evidence_class: EvidenceClass
     measurement: bytes
     rtmrs: tuple[bytes, ...]
+    mr_config_id: bytes
     report_data: bytes
     tcb_status: str
     advisory_ids: tuple[str, ...]
@@ -115,6 +117,14 @@ def verify_tdx(
     _check_configuration(platform, rules)
     check_again(parsed, documents.raw, anchor, now, rules, number)
     return _claims(parsed, platform, rating, anchor, (expires_at, number), facts)
+
+
+def check_registers(claims: TdxClaims, rules: TdxRules) -> None:
+    """Every register for which the rules list values has one of them; EvidenceError ``measurement_unknown`` if not."""
+    found = dict(zip(REGISTERS, (*claims.rtmrs, claims.mr_config_id), strict=True))
+    for name, accepted in rules.registers.items():
+        if accepted is not None and found[name] not in accepted:
+            refuse(Refusal.MEASUREMENT_UNKNOWN, f"{name} {found[name].hex()} is not a value that the policy accepts")
 
 
 def _select_anchor(quote: TdxQuote, anchors: Sequence[Anchor], accepted: Collection[EvidenceClass]) -> Anchor:
@@ -223,6 +233,7 @@ def _claims(
         evidence_class=anchor.evidence_class,
         measurement=quote.mr_td,
         rtmrs=quote.rtmrs,
+        mr_config_id=quote.mr_config_id,
         report_data=quote.report_data,
         tcb_status=rating.worst,
         advisory_ids=rating.advisory_ids,

@@ -13,6 +13,8 @@ TcbStatus = Literal[
 ]  # fmt: skip
 RELAUNCH_STATUSES: Final = frozenset({"TDRelaunchAdvised", "TDRelaunchAdvisedConfigurationNeeded"})
 """Of a guest that was launched under an older TDX module than the current one that runs it now."""
+RTMRS: Final = ("rtmr0", "rtmr1", "rtmr2", "rtmr3")
+REGISTERS: Final = (*RTMRS, "mr_config_id")
 Measurement = Annotated[bytes, Field(min_length=MEASUREMENT_BYTES, max_length=MEASUREMENT_BYTES)]
 
 
@@ -22,6 +24,10 @@ class TdxRules(Message):
     Attributes:
         measurements: accepted ``mr_td`` values, 48 bytes each. An empty set admits nothing; None compares nothing,
             which no policy of a run may say.
+        rtmr0, rtmr1, rtmr2, rtmr3: accepted values of each run-time register, 48 bytes each; None compares nothing.
+            ``mr_td`` is of the firmware alone: what it measured of itself, kernel, command line and containers is here.
+            Zero is a value, that of a register into which nothing was measured.
+        mr_config_id: accepted values of what the host put there at launch, 48 bytes each; None compares nothing.
         tcb_statuses: accepted status of platform, TDX module and quoting enclave.
         rejected_advisories: vendor advisories that must not apply to the platform.
         min_tcb_evaluation_data_number: lowest accepted ``tcbEvaluationDataNumber`` of TCB info and QE identity.
@@ -34,6 +40,11 @@ class TdxRules(Message):
     DOMAIN: ClassVar[str] = "raycloak/tdx-rules/v1"
 
     measurements: tuple[Measurement, ...] | None = ()
+    rtmr0: tuple[Measurement, ...] | None = None
+    rtmr1: tuple[Measurement, ...] | None = None
+    rtmr2: tuple[Measurement, ...] | None = None
+    rtmr3: tuple[Measurement, ...] | None = None
+    mr_config_id: tuple[Measurement, ...] | None = None
     tcb_statuses: tuple[TcbStatus, ...] = ("UpToDate",)
     rejected_advisories: tuple[str, ...] = ()
     min_tcb_evaluation_data_number: Annotated[int, Field(ge=0, lt=2**32)] = 0
@@ -42,3 +53,8 @@ class TdxRules(Message):
     allow_smt: bool = True
     allow_debug: bool = False
     require_sept_ve_disable: bool = True
+
+    @property
+    def registers(self) -> dict[str, tuple[Measurement, ...] | None]:
+        """The accepted values of every register beside ``mr_td``, by its name."""
+        return {name: getattr(self, name) for name in REGISTERS}

@@ -1,7 +1,7 @@
 """Judges the TDX cases of an index."""
 
 from attestation.evidence import Collateral
-from attestation.tdx import TdxClaims, verify_tdx
+from attestation.tdx import TdxClaims, check_registers, verify_tdx
 from attestation.tdx_rules import TdxRules
 from attestation.vector_compare import compare
 from attestation.vector_index import Case
@@ -19,6 +19,7 @@ def appraise_tdx(case: Case) -> TdxClaims:
         rules=rules,
         now=case.now,
     )
+    check_registers(claims, rules)
     compare(case, claims, rules.measurements)
     return claims
 

@@ -14,6 +14,7 @@ from attestation.policy import simulated_policy
 from attestation.roots import INTEL_TDX_ANCHOR
 from attestation.simulator import COLLATERAL_LIFETIME_S, SimulatedVendor
 from attestation.simulator_platform import QuoteVariant
+from attestation.tdx_rules import RTMRS, TdxRules
 from metrics.errors import EvidenceError
 from tests.attestation.conftest import MEASUREMENT, NOW, Session, with_tdx
 
@@ -40,6 +41,38 @@ def test_honest_evidence_is_accepted_and_reported_in_full(session: Session) -> N
     assert appraisal.policy_digest == session.policy.digest()
     assert appraisal.platform_id == session.platform.instance_id
     assert [step for step, _ in appraisal.steps][:3] == ["possession", "format", "root"]
+
+
+REGISTERS = {name: bytes([position]) * 48 for position, name in enumerate(TdxRules().registers)}
+FILLED = QuoteVariant(rtmrs=b"".join(REGISTERS[name] for name in RTMRS), mr_config_id=REGISTERS["mr_config_id"])
+
+
+@pytest.mark.parametrize("name", REGISTERS)
+def test_a_register_that_the_policy_lists_is_compared(session: Session, name: str) -> None:
+    """Firmware of the right measurement may start any kernel: what it started is in the registers alone."""
+    envelope = session.member().envelope(FILLED)
+    other = bytes([99]) * 48
+    for accepted, code in (
+        (None, None),
+        ((REGISTERS[name],), None),
+        ((other, REGISTERS[name]), None),
+        ((other,), "measurement_unknown"),
+        ((), "measurement_unknown"),
+    ):
+        policy = with_tdx(session.policy, **{name: accepted})
+        assert refusal(session, envelope, policy=policy) == code
+    empty = session.member().envelope()
+    policy = with_tdx(session.policy, **{name: (bytes(48),)})
+    assert refusal(session, empty, policy=policy) is None
+    if any(REGISTERS[name]):
+        assert refusal(session, envelope, policy=policy) == "measurement_unknown"
+
+
+def test_the_result_says_which_registers_were_compared(session: Session) -> None:
+    envelope = session.member().envelope(FILLED)
+    assert dict(session.appraise(envelope).steps)["registers"] == "not compared"
+    policy = with_tdx(session.policy, rtmr1=(REGISTERS["rtmr1"],), rtmr2=(REGISTERS["rtmr2"],))
+    assert dict(session.appraise(envelope, policy=policy).steps)["registers"] == "rtmr1, rtmr2"
 
 
 def test_an_aggregator_is_appraised_in_its_own_role(session: Session) -> None:

@@ -9,7 +9,7 @@ from attestation.gpu_rules import GpuRules
 from attestation.policy import KeyQuotas, Policy, load_policy, simulated_policy
 from attestation.roots import INTEL_SGX_ROOT_DER, INTEL_TDX_ANCHOR, Anchor
 from attestation.snp_rules import SnpRules
-from attestation.tdx_rules import TdxRules
+from attestation.tdx_rules import REGISTERS, TdxRules
 from metrics.errors import ConfigError
 from tests.attestation.conftest import MEASUREMENT, Session, with_tdx
 
@@ -125,6 +125,7 @@ def test_every_field_is_in_the_digest(session: Session) -> None:
     base = simulated_policy(session.vendor, MEASUREMENT)
     tdx = {
         "measurements": (bytes(48),),
+        **{name: (bytes(48),) for name in REGISTERS},
         "tcb_statuses": ("UpToDate", "OutOfDate"),
         "rejected_advisories": ("INTEL-SA-1",),
         "min_tcb_evaluation_data_number": 1,

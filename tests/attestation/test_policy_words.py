@@ -11,6 +11,8 @@ from attestation.snp_rules import SnpRules
 from attestation.tdx_rules import TdxRules
 from tests.attestation.conftest import MEASUREMENT, Session
 
+SNP = {"measurements": (MEASUREMENT,)}
+TDX = SNP | dict.fromkeys(("rtmr0", "rtmr1", "rtmr2", "rtmr3"), (MEASUREMENT,))
 HARDWARE = (EvidenceClass.INTEL_TDX, EvidenceClass.AMD_SEV_SNP, EvidenceClass.NVIDIA_GPU)
 
 
@@ -20,7 +22,7 @@ def strict(**changes: Any) -> Policy:
         "anchors": tuple(anchor for each in HARDWARE for anchor in pinned_anchors(each)),
         "platforms": (bytes(16),),
         "gpus_per_worker": 8,
-        "tdx": TdxRules(measurements=(MEASUREMENT,)),
+        "tdx": TdxRules(**TDX),
         "sev_snp": SnpRules(measurements=(MEASUREMENT,)),
     }
     return Policy(**(fields | changes))
@@ -37,11 +39,14 @@ def test_a_strict_policy_has_no_warning() -> None:
     }  # fmt: skip
 
 
-TDX, SNP = {"measurements": (MEASUREMENT,)}, {"measurements": (MEASUREMENT,)}
 LAX = {
     "statuses": ({"tdx": TdxRules(**TDX, tcb_statuses=("UpToDate", "OutOfDate"))}, "OutOfDate"),
     "debug": ({"tdx": TdxRules(**TDX, allow_debug=True)}, "Debug guests are accepted"),
     "page faults": ({"tdx": TdxRules(**TDX, require_sept_ve_disable=False)}, "SEPT_VE_DISABLE"),
+    "open registers": ({"tdx": TdxRules(**SNP)}, "rtmr1 (kernel and boot loader), rtmr2 (command line"),
+    "one open register": ({"tdx": TdxRules(**TDX | {"rtmr3": None})}, "anything may be in it: rtmr3 (what the guest"),
+    "no value": ({"tdx": TdxRules(**TDX | {"rtmr1": ()})}, "No value of rtmr1 is known, so no guest"),
+    "zero register": ({"tdx": TdxRules(**TDX | {"rtmr3": (bytes(48),)})}, "rtmr3 may be zero"),
     "no measurement": ({"tdx": TdxRules()}, "no guest is accepted"),
     "zero measurement": ({"sev_snp": SnpRules(measurements=(bytes(48),))}, "no guest is accepted"),
     "Milan": ({"sev_snp": SnpRules(**SNP, allowed_generations=("Milan",))}, "arXiv"),
@@ -81,6 +86,9 @@ def test_every_rule_makes_a_difference_to_what_is_said() -> None:
             for change in (
                 {"measurements": (MEASUREMENT, bytes([1] * 48))},
                 {"rejected_advisories": ("INTEL-SA-1",)},
+                {"rtmr0": None},
+                {"rtmr2": (MEASUREMENT, bytes([1] * 48))},
+                {"mr_config_id": (MEASUREMENT,)},
                 {"min_tcb_evaluation_data_number": 20},
                 {"allow_dynamic_platform": False},
                 {"allow_cached_keys": False},

@@ -1,6 +1,7 @@
 """Indexes of evidence: one made with the simulator, and the recorded one where it is there."""
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 
 from attestation.evidence import STAGES, Refusal
+from attestation.quote_format import parse_quote
 from attestation.roots import INTEL_SGX_ROOT_DER
 from attestation.simulator import CollateralVariant
+from attestation.tdx_rules import RTMRS
 from attestation.vector_check import FAMILIES, LAST_STEP, CaseVerdict, check
 from attestation.vector_index import Case, read_index
 from metrics.errors import ConfigError
@@ -117,6 +120,18 @@ def test_a_policy_of_null_is_an_empty_one(folder: Path) -> None:
     silent = case() | {"policy": None}
     (found,) = read_index(write(folder, silent, default_policy=None))
     assert check(found).refusal == "root_unknown"
+
+
+def test_registers_of_real_hardware_are_compared_where_a_case_lists_them(vectors: Path) -> None:
+    (known,) = (each for each in recorded() if each.fields.id == "tdx-cos-uptodate")
+    quote = parse_quote(known.evidence())
+    values = dict(zip(RTMRS, quote.rtmrs, strict=True)) | {"mr_config_id": quote.mr_config_id}
+    right = {name: [value.hex()] for name, value in values.items()}
+    assert len(set(values.values())) > 3
+    assert check(replace(known, policy={**known.policy, **right})).accepted
+    for name in right:
+        wrong = {**known.policy, **right, name: [bytes([1] * 48).hex()]}
+        assert check(replace(known, policy=wrong)).refusal == "measurement_unknown"
 
 
 def test_a_status_that_nobody_may_accept_stays_refused(folder: Path, session: Session) -> None:
