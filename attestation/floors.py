@@ -39,6 +39,17 @@ def highest(facts: Sequence[Fact]) -> tuple[Fact, ...]:
     return tuple(found.items())
 
 
+class SeenFacts:
+    """The floors of a verifier that keeps nothing on disk: what it has seen since it was started."""
+
+    def __init__(self) -> None:
+        self.floors: Floors = NO_FLOORS
+
+    def keep(self, facts: Sequence[Fact]) -> None:
+        """Raise the floors to the numbers of collateral that verified; a lower number changes nothing."""
+        self.floors = dict(highest((*self.floors.items(), *facts)))
+
+
 def check_not_older(facts: Sequence[Fact], floors: Floors) -> None:
     """No number is below its floor; EvidenceError ``collateral_rollback`` otherwise."""
     for name, number in facts:

@@ -13,6 +13,7 @@ from typing import Final
 from attestation.appraisal import Appraisal, appraise
 from attestation.attester import Attester, EvidenceSource
 from attestation.evidence import NONCE_BYTES, Challenge, CollateralBundle, Refusal, refuse
+from attestation.floors import NO_FLOORS, Floors
 from attestation.keys import IdentityKey
 from attestation.messages import Envelope
 from attestation.policy import Policy
@@ -45,6 +46,7 @@ def appraise_orchestrator(
     policy: Policy,
     collateral: CollateralBundle,
     now: int,
+    floors: Floors = NO_FLOORS,
 ) -> Appraisal:
     """Judge the orchestrator's evidence at unix second ``now``.
 
@@ -63,6 +65,7 @@ def appraise_orchestrator(
         policy=policy,
         collateral=collateral,
         now=now,
+        floors=floors,
     )
     if appraisal.identity_key != orchestrator_key:
         refuse(Refusal.PEER_NOT_BOUND, "the orchestrator's evidence is for another key than the manifest's")

@@ -20,6 +20,7 @@ from attestation.attester import Attester, EvidenceSource, GpuSource
 from attestation.canonical import digest
 from attestation.enrolment import check_enrolment
 from attestation.evidence import Challenge
+from attestation.floors import SeenFacts
 from attestation.key_policy import KeyKind
 from attestation.key_release import KeyRelease, ReleaseTerms, VirtualWorkerKeys, open_keys, open_slice_keys
 from attestation.keys import Purpose, Secret, derive
@@ -71,6 +72,7 @@ class TrainWorker:
         self._watch = LogWatch()
         self._evaluating = Evaluating(self._attester)
         self._clock = clock
+        self._seen = SeenFacts()
         self._keys: dict[tuple[int, int], VirtualWorkerKeys] = {}
         self._appraisals: dict[bytes, Appraisal] = {}
         self._pairs: dict[tuple[str, bytes], PairSecret] = {}
@@ -285,7 +287,7 @@ class TrainWorker:
 
     def _check_orchestrator(self, admission: Admission) -> None:
         manifest = admission.manifest
-        appraise_orchestrator(
+        appraisal = appraise_orchestrator(
             admission.orchestrator,
             orchestrator_key=manifest.orchestrator_key,
             run_id=manifest.run_id,
@@ -293,7 +295,9 @@ class TrainWorker:
             policy=admission.policy,
             collateral=admission.collateral,
             now=int(self._clock()),
+            floors=self._seen.floors,
         )
+        self._seen.keep(appraisal.facts)
 
     def _open_roster(self, envelope: Envelope) -> Roster:
         manifest = self._admission.manifest
@@ -355,7 +359,7 @@ class TrainWorker:
         check_enrolment([self._appraisals[member.evidence_digest] for member in roster.members], self._admission.policy)
 
     def _appraise(self, member: Member, envelope: Envelope, now: int) -> Appraisal:
-        return appraise(
+        appraisal = appraise(
             envelope,
             run_id=self._admission.manifest.run_id,
             member_id=member.member_id,
@@ -364,7 +368,10 @@ class TrainWorker:
             policy=self._admission.policy,
             collateral=self._admission.collateral,
             now=now,
+            floors=self._seen.floors,
         )
+        self._seen.keep(appraisal.facts)
+        return appraisal
 
     def _advance(self, roster: Roster) -> None:
         """Take the position, forget departed peers and what other workers host now, agree with new peers.

@@ -1,5 +1,7 @@
 """A worker counts machines and GPUs over the whole roster itself, whatever the orchestrator admitted."""
 
+from dataclasses import replace
+
 import pytest
 
 from attestation.attester import Attester
@@ -8,7 +10,9 @@ from attestation.evidence_log import Entry
 from attestation.gpu_simulator import SimulatedGpu, SimulatedGpus, SimulatedGpuVendor
 from attestation.policy import Policy
 from attestation.roster import Roster
+from attestation.simulator import CollateralVariant
 from coordinator.local import LocalPlatform
+from metrics.errors import EvidenceError
 from tests.protocol import NOW, HandRun
 from workers.train_worker import TrainWorker
 
@@ -70,6 +74,24 @@ def test_a_second_worker_on_a_platform_or_with_a_gpu_refuses_the_roster(strict: 
     assert strict.code_beside("worker-0", SPARE) == "peer_not_bound"
     assert strict.code_beside(SPARE, "worker-0") == "peer_not_bound"
     assert strict.code_beside(SPARE, SPARE) == "ok"
+
+
+def test_a_worker_refuses_collateral_older_than_it_has_seen(strict: StrictRun) -> None:
+    """Whoever hands it collateral anew, as for every renewal, cannot turn it back while the process lives."""
+    worker = strict.workers["worker-2"]
+
+    def present(number: int) -> str | None:
+        older = strict.vendor.tdx_collateral(NOW, CollateralVariant(evaluation_number=number))
+        admission = replace(strict.admission, collateral=strict.collateral.model_copy(update={"tdx": (older,)}))
+        try:
+            worker.present(strict.orchestrator.challenge("worker-2", "worker"), admission)
+        except EvidenceError as error:
+            return error.code
+        return None
+
+    assert [present(number) for number in (18, 17, 19, 18, 19)] == [
+        None, "collateral_rollback", None, "collateral_rollback", None,
+    ]  # fmt: skip
 
 
 def test_the_log_names_the_class_of_every_gpu(strict: StrictRun) -> None:
