@@ -120,6 +120,10 @@ class Admissions:
                 appraisal = replace(appraisal, expires_at=min(row.expires_at, appraisal.expires_at))
                 self._enter(Admitted(appraisal, presentation, row, self._clock()))
 
+    def take_collateral(self, collateral: CollateralBundle) -> None:
+        """See `attestation.orchestrator.EvidenceOrchestrator.take_collateral`."""
+        self._terms = replace(self._terms, collateral=collateral)
+
     def end_session(self) -> None:
         """Take back the challenges of a session that is over, in a transaction of the caller's."""
         self._nonces.forget_unused()

@@ -20,7 +20,7 @@ from attestation.attester import EvidenceSource
 from attestation.channel import server_end
 from attestation.commit_book import CommitBook, StepCommit
 from attestation.evaluation_order import EvaluationOrder, place_order
-from attestation.evidence import Challenge, Role
+from attestation.evidence import Challenge, CollateralBundle, Role
 from attestation.evidence_desk import EvidenceDesk
 from attestation.evidence_log import EvidenceLog
 from attestation.hybrid_signature import HybridSigner, SignerPublic
@@ -137,6 +137,10 @@ class EvidenceOrchestrator:
         self._is_new = False
         self._admissions.begin(terms)
         self._releases.begin(session, terms)
+
+    def take_collateral(self, collateral: CollateralBundle) -> None:
+        """Judge by newer ``collateral`` from now on; who is admitted stays so until its evidence expires."""
+        self._admissions.take_collateral(collateral)
 
     def present(self, source: EvidenceSource) -> Envelope:
         """This orchestrator's own evidence for the manifest of the session; see `attestation.mutual`."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Protocol, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from attestation.canonical import canonical_json
+from attestation.collateral_service import CollateralService
 from attestation.evidence import EvidenceClass
 from attestation.gpu_rules import GpuRules
 from attestation.messages import Message
@@ -50,6 +51,7 @@ class Policy(Message):
         workers_per_platform: most workers that may present the same platform id; None sets no limit.
         gpus_per_worker: how many confidential GPUs each worker must present, no more and no less.
         key_quotas: how often a key is released, over all recoveries.
+        collateral_service: where verifiers fetch collateral; None to use only what they are given as files.
         tdx, sev_snp, nvidia_gpu: rules for TDX quotes, SEV-SNP reports and GPU reports.
     """
 
@@ -62,6 +64,7 @@ class Policy(Message):
     workers_per_platform: Annotated[int, Field(gt=0, lt=2**16)] | None = 1
     gpus_per_worker: Annotated[int, Field(ge=0, lt=2**8)] = 0
     key_quotas: KeyQuotas = KeyQuotas()
+    collateral_service: CollateralService | None = None
     tdx: TdxRules = TdxRules()
     sev_snp: SnpRules = SnpRules()
     nvidia_gpu: GpuRules = GpuRules()

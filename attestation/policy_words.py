@@ -43,6 +43,7 @@ def explain(policy: Policy) -> tuple[Sentence, ...]:
         sentences += _sev_snp(policy.sev_snp)
     sentences += _gpus(policy, "nvidia_gpu" in families)
     sentences += _machines(policy)
+    sentences += _collateral(policy)
     hours = policy.evidence_lifetime_s / 3600
     quotas = policy.key_quotas
     drawn = f"A key is released at most {quotas.per_member} times to a member in a session, {quotas.per_run} in a run."
@@ -161,6 +162,23 @@ def _machines(policy: Policy) -> Iterator[Sentence]:
     most = policy.workers_per_platform
     limit = "any number of workers" if most is None else f"at most {most} worker(s)"
     yield Sentence("machines", f"One machine may run {limit}.", warning=most is None)
+
+
+def _collateral(policy: Policy) -> Iterator[Sentence]:
+    service = policy.collateral_service
+    if service is None:
+        yield Sentence("collateral", "Verifiers fetch nothing from a network; they use the files they are given.")
+        return
+    if service.intel is not None:
+        families = ", ".join(fmspc.hex() for fmspc in service.tdx_families)
+        text = f"Verifiers fetch TDX collateral of the families {families} from {service.intel}, before it ends."
+        yield Sentence("collateral", text)
+        where = f"That of Intel's root comes from {service.root_crl}."
+        yield Sentence("collateral", f"PCK revocation lists are those of the {service.pck_ca} CA. {where}")
+    if service.amd is not None:
+        yield Sentence("collateral", f"They fetch AMD's lists {', '.join(service.snp_lists)} from {service.amd}.")
+    if "http://" in f"{service.intel} {service.amd} {service.intel_root_crl}":
+        yield Sentence("collateral", "A service is asked without TLS, on a loopback address.", warning=True)
 
 
 def _measurements(topic: str, measurements: tuple[bytes, ...] | None) -> Sentence:

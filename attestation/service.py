@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Self, TypeAlias, TypeVar
 from urllib.parse import unquote
 
@@ -139,6 +139,7 @@ class EvidenceServer:
     _thread: threading.Thread
     _stop: Callable[[float], Coroutine[Any, Any, None]]
     _queue: ServiceQueue
+    _at_stop: list[Callable[[], None]] = field(default_factory=list)
 
     @classmethod
     def start(
@@ -176,8 +177,14 @@ class EvidenceServer:
         """Why the service answers nothing any more, if it does not."""
         return self._queue.failure
 
+    def at_stop(self, call: Callable[[], None]) -> None:
+        """Call ``call`` when the service is stopped, first."""
+        self._at_stop.append(call)
+
     def stop(self, grace_s: float = 1.0) -> None:
         """Finish the calls under way for up to ``grace_s`` seconds, then close."""
+        for call in self._at_stop:
+            call()
         with suppress(TimeoutError):
             asyncio.run_coroutine_threadsafe(self._stop(grace_s), self._loop).result(grace_s + START_DEADLINE_S)
         self._queue.close()

@@ -10,6 +10,8 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from attestation.admissions import RunTerms
 from attestation.canonical import digest
+from attestation.collateral_keeper import CollateralKeeper
+from attestation.collateral_refresh import CollateralRefresh
 from attestation.evidence import CollateralBundle
 from attestation.hybrid_signature import SignerPublic
 from attestation.key_service import key_service_desk
@@ -23,6 +25,7 @@ from attestation.service_contract import ServiceContract, contract_context
 from attestation.service_limits import ServiceLimits
 from attestation.simulator import SimulatedVendor, code_measurement
 from attestation.static_hosting import StaticHosting
+from attestation.turns import Turn
 from attestation.yaml_files import read_yaml
 from coordinator import state
 from coordinator.config import Section, validated
@@ -68,7 +71,7 @@ class ServiceConfig(Section):
             worker may have any key of the contract, and there are no rosters; see `attestation.key_service`.
         aggregators: member ids, in range order.
         policy, collateral: what evidence is judged by; without them, simulated evidence is accepted, which proves
-            nothing about a machine.
+            nothing about a machine. A policy that names a collateral service needs no file of collateral.
         manifest: of a run, whose keys are given; or ``contract``.
         sealed, evaluation: examples to train on and to evaluate on, where they are sealed.
         limits: of the service, by name.
@@ -97,8 +100,8 @@ class ServiceConfig(Section):
     def _consistent(self) -> "ServiceConfig":
         if (self.manifest is None) == (self.contract is None):
             raise ValueError("give exactly one of manifest and contract")
-        if (self.policy is None) != (self.collateral is None):
-            raise ValueError("policy and collateral go together")
+        if self.policy is None and self.collateral is not None:
+            raise ValueError("collateral goes with a policy")
         if self.hosting == "any" and (self.contract is None or self.aggregators):
             raise ValueError("a key service (hosting: any) has a contract, and no aggregators")
         if self.hosting == "any" and (self.sealed or self.evaluation):
@@ -146,7 +149,7 @@ def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, Ev
     Raises:
         ConfigError: what cannot be used, by name.
     """
-    policy, collateral = _policy(config, base)
+    policy, collateral, keeper = _policy(config, base)
     secret = base / config.run_secret
     run_id = run_id_of(load_secret(secret))
     folder = state.service_folder()
@@ -161,10 +164,15 @@ def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, Ev
             desk = key_service_desk(orchestrator, terms.run.virtual_workers)
         else:
             desk = orchestrator.evidence_desk(hosting)
-        server = EvidenceServer.start(desk, terms.run.manifest_digest, config.bind, config.limits)
+        turn = Turn()
+        server = EvidenceServer.start(desk, terms.run.manifest_digest, config.bind, config.limits, turn)
     except BaseException:
         orchestrator.close()
         raise
+    if keeper is not None:
+        refresh = CollateralRefresh(keeper, orchestrator.take_collateral, turn)
+        server.at_stop(refresh.stop)
+        refresh.start()
     facts = ServiceFacts(
         evidence="SIMULATED" if policy.accepts_simulated else "hardware",
         address=f"{config.bind.rpartition(':')[0]}:{server.port}",
@@ -183,20 +191,29 @@ def _hosting(config: ServiceConfig, virtual_workers: int) -> StaticHosting | Non
     return StaticHosting.of(config.hosting, config.aggregators, virtual_workers)
 
 
-def _policy(config: ServiceConfig, base: Path) -> tuple[Policy, CollateralBundle]:
-    if config.policy is None or config.collateral is None:
+def _policy(config: ServiceConfig, base: Path) -> tuple[Policy, CollateralBundle, CollateralKeeper | None]:
+    if config.policy is None:
         vendor = SimulatedVendor.load_or_create(state.simulator_folder())
-        return simulated_policy(vendor, code_measurement()), vendor.collateral(int(time.time()))
-    path = base / config.collateral
+        return simulated_policy(vendor, code_measurement()), vendor.collateral(int(time.time())), None
+    given = _collateral(base / config.collateral) if config.collateral is not None else None
+    policy = load_policy(base / config.policy)
+    if policy.collateral_service is not None:
+        keeper = CollateralKeeper(policy, state.collateral_folder(), given)
+        return policy, keeper.current(), keeper
+    if given is None:
+        raise ConfigError("collateral", "there is none to judge evidence with, and the policy names no service of it.")
+    return policy, given, None
+
+
+def _collateral(path: Path) -> CollateralBundle:
     try:
-        collateral = CollateralBundle.model_validate_json(path.read_bytes())
+        return CollateralBundle.model_validate_json(path.read_bytes())
     except OSError as error:
         raise ConfigError("collateral", f"cannot read {path}: {error.strerror}.") from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise ConfigError("collateral", f"{path} is not a collateral bundle: {where}: {first['msg']}.") from None
-    return load_policy(base / config.policy), collateral
 
 
 def _terms(

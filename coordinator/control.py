@@ -9,7 +9,7 @@ repeated: a charge gives the same entry, a commit is logged once, a roster is th
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from coordinator.backend import Actor, ActorLost
@@ -77,6 +77,9 @@ class Control:
         """Ask without waiting."""
         if method == "begin":
             self._begin = arguments
+        elif method == "take_collateral" and self._begin is not None:
+            terms, *rest = self._begin
+            self._begin = (replace(terms, collateral=arguments[0]), *rest)
         return Pending(self, role, method, arguments)
 
     def node(self, role: ControlRole) -> str:

@@ -81,6 +81,7 @@ class Session:
     Attributes:
         revocations: how many there are so far; see `attestation.revocations.count_revocations`.
         source: of the orchestrator's own evidence, on whatever node it is.
+        collateral_now: gives newer collateral before evidence is renewed; None if there is none but the first.
     """
 
     run_id: str
@@ -91,6 +92,7 @@ class Session:
     collateral: CollateralBundle
     revocations: Callable[[], int]
     source: EvidenceSource
+    collateral_now: Callable[[], CollateralBundle] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +295,8 @@ class Coordinator:
         )
 
     def _renew(self) -> None:
+        if self.session.collateral_now is not None:
+            self._membership.take_collateral(self.session.collateral_now())
         self._membership.renew()
         self._reporter.presented(self._view())
 

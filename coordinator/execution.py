@@ -36,7 +36,7 @@ from coordinator.control import Control, Restart
 from coordinator.coordinator import Assignment, Coordinator, Session
 from coordinator.departures import Departure
 from coordinator.evaluation import public_evaluator
-from coordinator.hardware import Guests, given_collateral
+from coordinator.hardware import Guests, collateral_of
 from coordinator.outcome import Ending, Finished
 from coordinator.output import attach_log
 from coordinator.placement import Placement
@@ -212,12 +212,15 @@ class Execution:
     def _session(self, stack: ExitStack, run_id: str, orchestrator_key: SignerPublic, control: Control) -> Session:
         """Policy, collateral and the backend that starts workers."""
         policy = load_policy(Path(self._base) / self._config.policy) if self._config.policy else None
-        collateral = given_collateral(policy, self._config.collateral, Path(self._base))
+        collateral = collateral_of(policy, self._config.collateral, Path(self._base))
         sources: EvidenceSources = Guests(policy.gpus_per_worker if policy else 0)
-        if policy is None or collateral is None:
+        if policy is None or policy.accepts_simulated:
             vendor = SimulatedVendor.load_or_create(state.simulator_folder())
             sources = self._platforms(stack, vendor)
-            policy, collateral = policy or simulated_policy(vendor, code_measurement()), vendor.collateral(_now())
+            policy = policy or simulated_policy(vendor, code_measurement())
+            made = vendor.collateral(int(time.time()))
+            collateral = collateral or (lambda: made)
+        assert collateral is not None, "hardware has collateral"
         backend = RayBackend(sources, self._placement(), cpu_capability=self._config.cpu_capability)
         stack.callback(backend.close)
         return Session(
@@ -226,7 +229,8 @@ class Execution:
             backend=backend,
             control=control,
             policy=policy,
-            collateral=collateral,
+            collateral=collateral(),
+            collateral_now=collateral,
             revocations=partial(count_revocations, state.orchestrator_file(run_id)),
             source=sources.source(),
         )
@@ -335,10 +339,6 @@ class Outcome:
         path, warnings = self.folder.path, (*self.finished.plan.warnings, *self.warnings)
         verdict = verdict_of(self.finished, path, self.wall_seconds, self.ending, warnings)
         return {"run_dir": str(path), "metrics": replace(verdict, evidence_service=self.evidence_service).metrics()}
-
-
-def _now() -> int:
-    return int(time.time())
 
 
 def _ask(target: Actor, method: str, deadline_s: float) -> Any:

@@ -1,15 +1,18 @@
 """Where the evidence of real machines comes from: every actor asks the kernel of the guest that it runs in."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from attestation.attester import CpuEvidence
 from attestation.collateral_files import load_collateral
+from attestation.collateral_keeper import CollateralKeeper
 from attestation.evidence import CollateralBundle
 from attestation.gpu_collection import GpuCollector, visible_devices
 from attestation.policy import Policy
 from attestation.tsm import TsmReports
+from coordinator import state
 from metrics.errors import ConfigError, EvidenceError
 
 ENDORSEMENT_VARIABLE = "RAYCLOAK_ENDORSEMENT"
@@ -69,6 +72,21 @@ class Guests:
         return GuestGpus(self.gpus_per_worker) if self.gpus_per_worker else None
 
 
+def collateral_of(policy: Policy | None, file: str | None, base: Path) -> Callable[[], CollateralBundle] | None:
+    """What tells the collateral that evidence under ``policy`` is judged with now; None as :func:`given_collateral`.
+
+    Where the policy names a collateral service, that is asked when it is time to; a file adds what it does not publish.
+
+    Raises:
+        ConfigError: as :func:`given_collateral`; what is returned raises as `CollateralKeeper.current`.
+    """
+    if policy is not None and policy.collateral_service is not None:
+        given = load_collateral(base / file) if file is not None else None
+        return CollateralKeeper(policy, state.collateral_folder(), given).current
+    collateral = given_collateral(policy, file, base)
+    return None if collateral is None else lambda: collateral
+
+
 def given_collateral(policy: Policy | None, file: str | None, base: Path) -> CollateralBundle | None:
     """What the evidence of a run under ``policy`` is judged with; None if it is simulated, whose vendor makes its own.
 
@@ -91,6 +109,6 @@ def given_collateral(policy: Policy | None, file: str | None, base: Path) -> Col
         raise ConfigError(
             "collateral",
             "the policy accepts hardware only, and there is no collateral to judge its evidence with.",
-            "Name a file in 'collateral'; docs/attestation.md says what belongs into it.",
+            "Name a file in 'collateral', or a collateral_service in the policy; see docs/attestation.md.",
         )
     return load_collateral(base / file)

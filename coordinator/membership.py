@@ -9,10 +9,10 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from attestation.evidence import Role
+from attestation.evidence import CollateralBundle, Role
 from attestation.key_release import KeyRelease
 from attestation.messages import Envelope
 from coordinator.backend import Actor, ActorLost, Backend
@@ -127,6 +127,12 @@ class Membership:
             timer=self.timer,
             dropped=self._join_failed,
         )
+
+    def take_collateral(self, collateral: CollateralBundle) -> None:
+        """Have the orchestrator, and every worker that presents evidence from now on, judge by newer collateral."""
+        if collateral != self._admission.collateral:
+            self._orchestrator("take_collateral", collateral)
+            self._admission = self._joining.admission = replace(self._admission, collateral=collateral)
 
     def renew(self) -> None:
         """Fresh evidence from every member, as each epoch needs it.

@@ -67,23 +67,25 @@ def _terms(
     from attestation.policy import load_policy, simulated_policy
     from attestation.simulator import SimulatedVendor, code_measurement
     from coordinator import state
-    from coordinator.hardware import GuestEvidence, given_collateral
+    from coordinator.hardware import GuestEvidence, collateral_of
     from coordinator.local import LocalPlatform
 
     given = load_policy(policy_file) if policy_file is not None else None
-    collateral = given_collateral(given, str(collateral_file) if collateral_file else None, Path())
+    current = collateral_of(given, str(collateral_file) if collateral_file else None, Path())
     source: EvidenceSource = GuestEvidence()
-    if given is None or collateral is None:
+    if given is None or given.accepts_simulated:
         vendor = SimulatedVendor.load_or_create(state.simulator_folder())
         given = given or simulated_policy(vendor, code_measurement())
-        collateral, source = vendor.collateral(int(time.time())), LocalPlatform(vendor.platform())
+        source = LocalPlatform(vendor.platform())
+        current = current or (lambda: vendor.collateral(int(time.time())))
+    assert current is not None, "hardware has collateral"
     if given.digest() != manifest.policy_digest:
         raise ConfigError(
             "policy",
             f"run {manifest.run_id} has another policy than this one ({given.digest().hex()[:16]}).",
             "Give the file that the run's configuration names with --policy.",
         )
-    return given, collateral, source
+    return given, current(), source
 
 
 def _facts(manifest: "Manifest", seen: "Observation") -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 The home is absolute because the working directory of a Ray job is temporary: a ledger there would start the budget
 at zero. Layout: ``ledger.sqlite``, ``simulator/``, ``signer/``, ``orchestrator/<run_id>.sqlite``,
-``packages/<run_id>/``, ``runs/<name>-<run_id>[-k]/``, ``service/``.
+``packages/<run_id>/``, ``runs/<name>-<run_id>[-k]/``, ``service/``, ``collateral/``.
 """
 
 import itertools
@@ -45,6 +45,11 @@ def simulator_folder() -> Path:
 def service_folder() -> Path:
     """Folder of the standalone evidence service: its orchestrator's state and contracts, mode 0700."""
     return _folder(home() / "service")
+
+
+def collateral_folder() -> Path:
+    """Folder of what was fetched from the collateral services of policies, mode 0700."""
+    return _folder(home() / "collateral")
 
 
 def run_lock(run_id: str) -> Path:

@@ -4,6 +4,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from attestation.collateral_service import CollateralService
 from attestation.evidence import EvidenceClass
 from attestation.gpu_rules import GpuRules
 from attestation.policy import KeyQuotas, Policy, load_policy, simulated_policy
@@ -143,6 +144,7 @@ def test_every_field_is_in_the_digest(session: Session) -> None:
         "workers_per_platform": 1,
         "gpus_per_worker": 1,
         "key_quotas": KeyQuotas(per_run=1),
+        "collateral_service": CollateralService(amd="https://a.example", snp_lists=("vcek/Genoa",)),
         "tdx": TdxRules(),
         "sev_snp": SnpRules(require_crl=False),
         "nvidia_gpu": GpuRules(require_rim=False),

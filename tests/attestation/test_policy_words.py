@@ -35,7 +35,7 @@ def warnings(policy: Policy) -> str:
 def test_a_strict_policy_has_no_warning() -> None:
     assert warnings(strict()) == ""
     assert {each.topic for each in explain(strict())} == {
-        "classes", "roots", "TDX", "SEV-SNP", "GPU", "machines", "lifetime", "keys",
+        "classes", "roots", "TDX", "SEV-SNP", "GPU", "machines", "collateral", "lifetime", "keys",
     }  # fmt: skip
 
 

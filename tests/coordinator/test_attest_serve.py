@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from coordinator.attest_serve import ServiceConfig, load_service, start_service
 from coordinator.config import validated
 from coordinator.local import LocalPlatform
 from metrics.errors import ConfigError, DatasetError, EvidenceError, RefusedError
+from tests.attestation.collateral_site import published
 from workers.datasets import ArrayDataset
 from workers.sealed_dataset import SealedDataset, seal
 
@@ -146,7 +148,8 @@ def test_a_hardware_policy_refuses_simulated_workers(folder):
         ({"hosting": {"worker-0": [0, 1]}}, "hosting"),
         ({"hosting": {"worker-0": [0, 1, 2], "worker-1": [2]}}, "hosting"),
         ({"contract": None}, "config"),
-        ({"policy": "policy.yaml"}, "config"),
+        ({"collateral": "collateral.json"}, "config"),
+        ({"policy": "none.yaml"}, "policy"),
         ({"policy": "policy.yaml", "collateral": "none.json"}, "collateral"),
         ({"policy": "policy.yaml", "collateral": "secret.hex"}, "collateral"),
         ({"contract": None, "manifest": "none.json"}, "manifest"),
@@ -165,6 +168,34 @@ def test_what_cannot_be_used_is_refused_by_name(changes, code, folder):
     with pytest.raises(ConfigError) as error:
         started(folder, **changes)
     assert error.value.code == code
+
+
+def test_collateral_comes_from_the_service_that_the_policy_names(folder):
+    vendor = SimulatedVendor.load_or_create(state.simulator_folder())
+    collateral = vendor.tdx_collateral(int(time.time()))
+    with published(collateral) as site:
+        family = json.loads(collateral.tcb_info)["fmspc"]
+        policy = json.loads(simulated_policy(vendor, code_measurement()).encode())
+        policy["collateral_service"] = {"intel": site.url, "tdx_families": [family]}
+        (folder / "policy.yaml").write_text(yaml.safe_dump(policy))
+        site.answers["/tdx/certification/v4/tcb"] = 503
+        with pytest.raises(EvidenceError, match="collateral_stale"):
+            started(folder, policy="policy.yaml")
+        site.answers.clear()
+        server, orchestrator, facts = started(folder, policy="policy.yaml")
+        contract = parse(ServiceContract, facts.contract.read_bytes().strip())
+        client, attester = member(contract, facts.address)
+        with client:
+            result = client.attest(attester.present(client.challenge(), contract.digest(), ANSWER))
+        assert result.evidence_class == "simulated"
+        server.stop()
+        orchestrator.close()
+    server, orchestrator, _ = started(folder, policy="policy.yaml")  # without a network
+    server.stop()
+    orchestrator.close()
+    (folder / "plain.yaml").write_text(yaml.safe_dump({**policy, "collateral_service": None}))
+    with pytest.raises(ConfigError, match="names no service"):
+        started(folder, policy="plain.yaml")
 
 
 def test_the_command_says_where_it_listens_and_ends_with_sigterm(folder):

@@ -1,0 +1,160 @@
+"""Keeps the collateral of a policy's service current: fetched before it ends, and on disk, so that a restart needs no
+network until it has ended."""
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import ClassVar, Final
+
+from cryptography import x509
+from pydantic import Field
+
+from attestation.collateral_fetch import Get, fetch_collateral
+from attestation.collateral_service import CollateralService
+from attestation.evidence import Collateral, CollateralBundle, Refusal, refuse
+from attestation.https_get import https_get
+from attestation.messages import Message, parse
+from attestation.policy import Policy
+from metrics.errors import EvidenceError, ProtocolError
+
+FETCHED_AFTER: Final = 2 / 3
+"""Share of what is left of its life when it was fetched, after which collateral is fetched again."""
+PAUSE_S: Final = 60
+"""Between two attempts where one failed, or brought nothing that lasts longer."""
+
+
+class FetchedCollateral(Message):
+    """What was fetched, and when; unix seconds."""
+
+    DOMAIN: ClassVar[str] = "raycloak/fetched-collateral/v1"
+
+    fetched_at: int = Field(ge=0)
+    bundle: CollateralBundle
+
+
+class CollateralKeeper:
+    """The collateral of one service.
+
+    Args:
+        policy: names the service, and the roots under which it must be signed.
+        folder: for the file that it is kept in; created with mode 0700.
+        given: collateral from files, which is passed on as well; what is fetched takes the place of its TDX part and
+            is added to its revocation lists.
+        clock: seconds since the epoch.
+        get: asks the network; a parameter so that tests own it.
+
+    Attributes:
+        problem: why the last attempt to fetch failed; empty if it did not.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        folder: Path,
+        given: CollateralBundle | None = None,
+        clock: Callable[[], float] = time.time,
+        get: Get = https_get,
+    ) -> None:
+        assert policy.collateral_service is not None, "the caller has looked"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._service: CollateralService = policy.collateral_service
+        self._anchors = policy.anchors
+        self._file = folder / f"{self._service.digest().hex()[:32]}.json"
+        self._given = given or CollateralBundle()
+        self._clock = clock
+        self._get = get
+        self._not_before = 0.0
+        self._kept = self._stored()
+        self.problem = ""
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time to fetch again."""
+        now = self._clock()
+        if now < self._not_before:
+            return False
+        kept = self._kept
+        return kept is None or now >= kept.fetched_at + FETCHED_AFTER * (ends_at(kept.bundle) - kept.fetched_at)
+
+    def current(self) -> CollateralBundle:
+        """What evidence is judged with now; fetched first if it is time to.
+
+        Guarantee: what was fetched and has not ended stays in use while the service cannot be reached.
+
+        Raises:
+            EvidenceError: ``collateral_stale`` if there is none that has not ended.
+        """
+        if self.due:
+            self._fetch()
+        kept = self._kept
+        if kept is None or ends_at(kept.bundle) <= self._clock():
+            ended = f"; what was fetched before ended at {_text(ends_at(kept.bundle))}" if kept else ""
+            refuse(Refusal.COLLATERAL_STALE, f"{self.problem or 'there is no collateral'}{ended}")
+        fetched = kept.bundle
+        lists = (*fetched.snp_crls, *self._given.snp_crls)
+        return self._given.model_copy(update={"tdx": fetched.tdx or self._given.tdx, "snp_crls": lists})
+
+    def _fetch(self) -> None:
+        now = int(self._clock())
+        self._not_before = now + PAUSE_S
+        try:
+            bundle = fetch_collateral(self._service, self._anchors, self._get)
+            self._require_no_older(bundle)
+        except EvidenceError as refusal:
+            self.problem = refusal.message
+            return
+        self.problem = ""
+        self._kept = FetchedCollateral(fetched_at=now, bundle=bundle)
+        self._write(self._kept)
+
+    def _require_no_older(self, bundle: CollateralBundle) -> None:
+        for known, found in zip(self._kept.bundle.tdx if self._kept else (), bundle.tdx, strict=False):
+            if _number(found) < _number(known):
+                numbers = f"{_number(found)}, where {_number(known)} was fetched before"
+                refuse(Refusal.COLLATERAL_ROLLBACK, f"the service gives collateral of evaluation number {numbers}")
+
+    def _stored(self) -> FetchedCollateral | None:
+        try:
+            return parse(FetchedCollateral, self._file.read_bytes().strip())
+        except (OSError, ProtocolError):
+            return None
+
+    def _write(self, kept: FetchedCollateral) -> None:
+        draft = self._file.with_name(f".{self._file.name}.{secrets.token_hex(8)}")
+        with draft.open("xb") as file:
+            file.write(kept.encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(self._file)
+
+
+def ends_at(bundle: CollateralBundle) -> int:
+    """The unix second at which the first of the documents and lists in ``bundle`` has ended; 0 if one does not say."""
+    try:
+        return int(min(_ends(bundle)).timestamp())
+    except (LookupError, TypeError, ValueError):
+        return 0
+
+
+def _ends(bundle: CollateralBundle) -> Iterator[datetime]:
+    for each in bundle.tdx:
+        for document in (each.tcb_info, each.qe_identity):
+            yield datetime.fromisoformat(json.loads(document)["nextUpdate"])
+    lists = [der for each in bundle.tdx for der in (each.pck_crl, each.root_ca_crl)]
+    for der in (*lists, *bundle.snp_crls):
+        due = x509.load_der_x509_crl(der).next_update_utc
+        if due is None:
+            raise ValueError("a list that does not say when the next one is due")
+        yield due
+
+
+def _number(collateral: Collateral) -> int:
+    return int(json.loads(collateral.tcb_info).get("tcbEvaluationDataNumber", 0))
+
+
+def _text(at: int) -> str:
+    return datetime.fromtimestamp(at, UTC).isoformat()
