@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 DIGEST_BYTES = 32
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
 def digest(data: bytes | memoryview) -> bytes:
@@ -34,7 +35,7 @@ def length_prefixed(label: str, *fields: bytes | str | int) -> bytes:
 
 def canonical_json(value: Any) -> bytes:
     """JSON with sorted keys, no white space, ASCII only; NaN and infinities are refused with ValueError."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+    return _ENCODER.encode(value).encode()
 
 
 def read_json(content: bytes | str) -> Any:

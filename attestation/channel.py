@@ -115,11 +115,16 @@ def server_credentials(end: ChannelEnd, manifest_digest: bytes) -> grpc.ServerCr
 
 def client_credentials(end: ChannelEnd, orchestrator_key: bytes) -> grpc.ChannelCredentials:
     """Credentials of a client that talks only to a server whose TLS key ``orchestrator_key`` certified."""
+    return grpc.ssl_channel_credentials(server_anchor(orchestrator_key), end.key_pem, end.chain_pem)
+
+
+@lru_cache(maxsize=16)
+def server_anchor(orchestrator_key: bytes) -> bytes:
+    """PEM of the root that a client takes: it stands for ``orchestrator_key`` and nobody else."""
     name = _identity_name(orchestrator_key)
     root = _builder(name, name, ca=True).public_key(Ed25519PublicKey.from_public_bytes(orchestrator_key))
     # A root is taken for its key; nobody checks who signed it, and the orchestrator's private key is elsewhere.
-    anchor = IdentityKey.generate().certify(root)
-    return grpc.ssl_channel_credentials(anchor.public_bytes(Encoding.PEM), end.key_pem, end.chain_pem)
+    return IdentityKey.generate().certify(root).public_bytes(Encoding.PEM)
 
 
 @lru_cache(maxsize=1024)  # each call of a peer asks it again
@@ -148,6 +153,7 @@ def certificate_digest(certificate: x509.Certificate) -> bytes:
     return digest(certificate.public_bytes(Encoding.DER))
 
 
+@lru_cache(maxsize=16)
 def _introduction_key(manifest_digest: bytes) -> EllipticCurvePrivateKey:
     """No secret: it follows from what every participant knows."""
     seed = hashlib.sha512(length_prefixed("raycloak/introduction-root/v1", manifest_digest)).digest()

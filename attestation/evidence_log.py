@@ -32,6 +32,7 @@ from attestation.log_entries import (
 )
 from metrics.errors import EvidenceError
 
+_KEPT_SUBTREES = 4096
 _SCHEMA = (
     """
     CREATE TABLE IF NOT EXISTS log_entries (
@@ -80,6 +81,7 @@ class EvidenceLog:
         self._run_id = run_id
         self._signer = signer
         self._newest: tuple[LogHead, SignedHead] | None = None
+        self._committed: dict[tuple[int, int], bytes] = {}
         if self._one("SELECT 1 FROM sqlite_master WHERE name = 'evidence_log'"):
             raise _old_format("the state of this run")
         for statement in _SCHEMA:
@@ -181,6 +183,8 @@ class EvidenceLog:
                 yield Entry(*row)
 
     def _subtree(self, level: int, index: int) -> bytes:
+        if (known := self._committed.get((level, index))) is not None:
+            return known
         if level == 0:
             subtree = self._one("SELECT hash FROM log_entries WHERE run_id = ? AND sequence = ?", self._run_id, index)
         else:
@@ -188,6 +192,10 @@ class EvidenceLog:
             subtree = self._one(query, self._run_id, level, index)
         if subtree is None:
             broken(f"its tree has no subtree {index} of level {level}")
+        if not self._connection.in_transaction:  # so it is on disk, where a complete subtree never changes
+            if len(self._committed) >= _KEPT_SUBTREES:
+                self._committed.clear()
+            self._committed[level, index] = bytes(subtree)
         return bytes(subtree)
 
     def _check(self) -> None:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Final, Self, TypeAlias, TypeVar
 from urllib.parse import unquote
 
@@ -117,13 +118,21 @@ class _Servicer(EvidenceServicer):
         """Whoever is at the other end, if it has calls left."""
         pem = next(iter(context.auth_context().get("x509_pem_cert", ())), b"")
         host = unquote(context.peer()).rpartition(":")[0]
-        peer = Peer.of(host, pem)
-        # Each channel has a fresh certificate, so what counts is its issuer. Anybody can write another's name there,
-        # but only at an address of his own.
-        identity = host.encode() + b" " + peer.certificate.issuer.public_bytes()
+        peer, identity = _identified(host, pem)
         if not (self._by_address.allows(host) and self._by_identity.allows(identity)):
             raise EvidenceError("rate_limited", "this peer asks more than the service allows.", "Ask again later.")
         return peer
+
+
+@lru_cache(maxsize=1024)  # each call of a channel asks it again
+def _identified(host: str, pem: bytes) -> tuple[Peer, bytes]:
+    """A peer, and by what its calls are counted.
+
+    Each channel has a fresh certificate, so what counts is its issuer. Anybody can write another's name there, but only
+    at an address of his own.
+    """
+    peer = Peer.of(host, pem)
+    return peer, host.encode() + b" " + peer.certificate.issuer.public_bytes()
 
 
 @dataclass(slots=True)

@@ -104,7 +104,8 @@ class ServiceQueue:
         except queue.Full:
             raise EvidenceError("busy", "too many calls wait for the orchestrator.", "Ask again later.") from None
         try:
-            answer: T = await asyncio.wait_for(item.done, max(deadline_s, 0.0))
+            async with asyncio.timeout(max(deadline_s, 0.0)):
+                answer: T = await item.done
         except TimeoutError:
             raise _late() from None
         return answer

@@ -93,6 +93,7 @@ class SimulatedPlatform:
         self.instance_id = instance_id
         self._attestation_key = key
         self._issuers_pem = issuers_pem
+        self._certifications: dict[QuoteVariant, bytes] = {}
 
     @classmethod
     def create(cls, ca: Credential, root: Credential) -> Self:
@@ -146,7 +147,10 @@ class SimulatedPlatform:
         signed = _header(variant) + _body(report_data, measurement, variant)
         signer = generate_private_key(SECP256R1()) if variant.foreign_attestation_key else self._attestation_key
         public = raw_point(signer.public_key())
-        certification = self._certification(raw_point(self._attestation_key.public_key()), variant)
+        if variant not in self._certifications:  # once, as on hardware, and not for every quote
+            own = raw_point(self._attestation_key.public_key())
+            self._certifications[variant] = self._certification(own, variant)
+        certification = self._certifications[variant]
         signature = sign_raw(signer, signed) + public + _sized(6, certification)
         return signed + len(signature).to_bytes(4, "little") + signature
 

@@ -56,7 +56,7 @@ class TdxDocuments:
         return str(self.tcb_info.get("fmspc", "")).lower()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # as the documents
 class TdxChains:
     """The chains behind a quote and its collateral: leaf first, root last."""
 
