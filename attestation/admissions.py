@@ -37,6 +37,8 @@ class RunTerms:
 
     Attributes:
         sealed, evaluation: the training examples and the evaluation split, where they are sealed.
+        displaces: whether a member takes the place of who is enrolled on its machine or its GPUs, instead of being
+            refused: where members come one after the other, as at a key service, who is still there has died.
     """
 
     manifest_digest: bytes
@@ -47,6 +49,7 @@ class RunTerms:
     collateral: CollateralBundle
     sealed: SealedTerms | None = None
     evaluation: SealedTerms | None = None
+    displaces: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,11 +229,22 @@ class Admissions:
         known = {i: each.appraisal for i, each in self._members.items() if each.appraisal.role == OBSERVER}
         expired = {i for i, appraisal in known.items() if appraisal.expires_at <= self._clock()}
         for member_id in expired:
-            self._state.drop_member(member_id)
-            del self._members[member_id]
-            self._enrolment.drop(member_id)
+            self._forget(member_id)
         if len(known.keys() - expired - {newcomer.member_id}) >= MAX_OBSERVERS:
             raise EvidenceError("busy", f"there are {MAX_OBSERVERS} observers already.", "Ask again later.")
+
+    def _displace(self, newcomer: Appraisal) -> None:
+        """Forget who is in the way of ``newcomer``, where the terms say so; in a transaction of the caller's."""
+        if self._terms.displaces:
+            for member_id in self._enrolment.in_the_way(newcomer, self._terms.policy):
+                self._forget(member_id)
+                cause = f"{newcomer.member_id} attested on its machine"
+                self._log.append("expelled", {"member_id": member_id, "cause": cause})
+
+    def _forget(self, member_id: str) -> None:
+        self._state.drop_member(member_id)
+        del self._members[member_id]
+        self._enrolment.drop(member_id)
 
     def _revoked(self, admitted: Admitted) -> EvidenceError | None:
         return self._revocations.find(admitted.appraisal.member_id, admitted.appraisal.platform_id)
@@ -258,6 +272,7 @@ class Admissions:
             self._make_room(appraisal)
             if (revoked := self._revocations.find(claimed, appraisal.platform_id)) is not None:
                 raise revoked
+            self._displace(appraisal)
             self._enrolment.check(appraisal, self._terms.policy)
         except EvidenceError as refusal:
             self._log.append("refused", {"member_id": claimed, "code": refusal.code})

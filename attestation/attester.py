@@ -44,7 +44,7 @@ class Attester:
 
     Args:
         gpus: the actor's confidential GPUs; None if it has none.
-        identity: only of the orchestrator, whose key is the run's.
+        identity: where it is another's to choose, as the orchestrator's, whose key is the run's.
     """
 
     def __init__(
@@ -63,8 +63,12 @@ class Attester:
         self.evidence_digest = b""
 
     def beside(self) -> "Attester":
-        """One of the same name on the same platform and GPUs, with keys of its own, for another verifier."""
-        return Attester(self.member_id, self._source, self._gpus)
+        """One on the same platform and GPUs for another verifier, with keys of its own and a name that nobody else has.
+
+        The verifier may still know a member of this actor's name, which has died: names begin anew with each execution.
+        """
+        identity = IdentityKey.generate()
+        return Attester(f"{self.member_id}.{identity.public.hex()[:8]}", self._source, self._gpus, identity)
 
     def require_own(self, entry: Member) -> None:
         """ProtocolError ``roster_own_entry`` unless ``entry`` states this worker's own keys and evidence."""

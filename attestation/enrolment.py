@@ -36,6 +36,15 @@ class Enrolment:
             who = f"'{member.member_id}' is worker {others + 1} on platform {member.platform_id.hex()[:32]}"
             refuse(Refusal.PEER_NOT_BOUND, f"{who}, where workers_per_platform is {most}")
 
+    def in_the_way(self, member: Appraisal, policy: Policy) -> list[str]:
+        """Who would have to leave for :meth:`check` to pass: who has a GPU of it, and the oldest on its machine."""
+        owners = {self._owners.get(gpu.platform_id, member.member_id) for gpu in member.gpus}
+        workers, most = self._workers.get(member.platform_id, set()), policy.workers_per_platform
+        beside = [i for i in self._members if i in workers and i not in owners | {member.member_id}]
+        if member.role == "worker" and most is not None:
+            owners |= set(beside[: max(0, len(beside) + 1 - most)])
+        return sorted(owners - {member.member_id})
+
     def put(self, member: Appraisal) -> None:
         """Enrol a member, in place of what was known of it."""
         self.drop(member.member_id)

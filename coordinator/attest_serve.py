@@ -245,7 +245,8 @@ def _terms(
         known_answer=answer,
         key_commitments=orchestrator.key_commitments(context, count, config.contract.epochs),
     )
-    return _Terms(RunTerms(contract.digest(), context, count, answer, policy, collateral), contract)
+    run = RunTerms(contract.digest(), context, count, answer, policy, collateral, displaces=config.hosting == "any")
+    return _Terms(run, contract)
 
 
 def _with_sealed(terms: _Terms, config: ServiceConfig, base: Path) -> _Terms:

@@ -134,6 +134,25 @@ def test_a_gpu_is_enrolled_once(site: Site) -> None:
     assert code(site.policy, replace(one, gpus=one.gpus[:1]), thief) is None
 
 
+def test_in_the_way_are_owners_of_a_members_gpus_and_the_oldest_on_its_machine(site: Site) -> None:
+    one, enrolment = site.appraise(site.presentation()), Enrolment()
+    others = [
+        replace(one, member_id="worker-1", platform_id=bytes(64), gpus=one.gpus[:1]),
+        replace(one, member_id="worker-2", gpus=()),
+        replace(one, member_id="worker-3", gpus=()),
+    ]
+    for each in others:
+        enrolment.put(each)
+    enrolment.put(others[1])
+    two, unlimited = (site.policy.model_copy(update={"workers_per_platform": most}) for most in (2, None))
+    assert enrolment.in_the_way(one, unlimited) == ["worker-1"]
+    assert enrolment.in_the_way(one, two) == ["worker-1", "worker-3"], "worker-2 came again after worker-3"
+    assert enrolment.in_the_way(others[1], two) == [], "nobody is in his own way"
+    for member_id in enrolment.in_the_way(one, two):
+        enrolment.drop(member_id)
+    enrolment.check(one, two)
+
+
 # Claim names
 
 

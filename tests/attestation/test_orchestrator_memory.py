@@ -20,12 +20,14 @@ class StrictDesk(Desk):
     """A run whose policy admits one worker per platform, judged with collateral of a given evaluation number."""
 
     evaluation_number: int = 18
+    displaces: bool = False
 
     def begin(self) -> None:
         policy = simulated_policy(self.session.vendor, MEASUREMENT).model_copy(update={"workers_per_platform": 1})
         variant = CollateralVariant(evaluation_number=self.evaluation_number)
         collateral = CollateralBundle(tdx=(self.session.vendor.tdx_collateral(int(self.now), variant),))
-        terms = RunTerms(MANIFEST, COMPUTATION, COUNT, ANSWER, policy, collateral)
+        rules = policy, collateral
+        terms = RunTerms(MANIFEST, COMPUTATION, COUNT, ANSWER, *rules, displaces=self.displaces)
         self.orchestrator.begin(terms, f"execution-{self.executions}")
 
 
@@ -50,6 +52,22 @@ def test_who_is_enrolled_survives_a_restart_and_leaves_room_when_expelled(strict
     assert refusal(strict.admit, "worker-1") == "peer_not_bound"
     strict.orchestrator.expel("worker-0", "drained")
     strict.admit("worker-1")
+
+
+def test_where_members_displace_each_other_the_oldest_on_the_machine_makes_room(strict: StrictDesk) -> None:
+    """As at a key service, whose members come one after the other; who is displaced gets no keys from then on."""
+    strict.displaces = True
+    strict.restart()
+    strict.admit("worker-0", "aggregator-0")
+    strict.members["worker-2"] = Attester("worker-2", Source(strict.session.vendor.platform()))
+    strict.admit("worker-2", "worker-1")
+    for _ in range(2):
+        assert set(strict.orchestrator.view().admitted) == {"worker-1", "worker-2", "aggregator-0"}
+        assert refusal(strict.orchestrator.release, "worker-0", 0, (0,)) == "release_denied"
+        strict.orchestrator.release("worker-1", 0, (0,))
+        strict.restart()
+    expelled = [body for kind, body in strict.log() if kind == "expelled"]
+    assert expelled == [{"member_id": "worker-0", "cause": "worker-1 attested on its machine"}]
 
 
 def test_older_collateral_is_a_rollback_also_after_a_restart(strict: StrictDesk) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from attestation.attester import Attester
+from attestation.client import EvidenceClient
 from attestation.key_release import RunKeys, VirtualWorkerKeys
 from attestation.keys import Purpose, Secret, derive
 from attestation.log_watch import LogWatch
@@ -116,7 +117,8 @@ def test_a_run_needs_both_halves_and_repeats_with_them(owner, undisturbed):
     """Every worker is attested by the service and given its halves; the same two secrets give the same weights."""
     run = trained(state.home(), key_service=owner.section())
     log = owner.log
-    assert {member for kind, member in log if kind == "admitted"} == {"worker-0", "worker-1", "worker-2"}
+    named = {member.partition(".")[0] for kind, member in log if kind == "admitted"}
+    assert named == {"worker-0", "worker-1", "worker-2"}
     assert sum(kind == "released" for kind, _ in log) == 3
     assert run.digests != undisturbed, "the same run secret alone gave the same weights"
     assert trained(state.home(), key_service=owner.section()).digests == run.digests
@@ -228,6 +230,26 @@ def test_an_attestation_serves_one_release(owner):
         assert halves[1].stream.reveal() == owner.half(1).reveal()
     kinds = [kind for kind, _ in owner.log]
     assert kinds == ["session", "admitted", "released", "expelled", "admitted", "released", "expelled"]
+
+
+def test_a_worker_that_died_before_it_had_its_halves_holds_nobody_up(tmp_path, monkeypatch):
+    """Neither another worker on its machine, nor one of its name, as in an execution that goes on."""
+    source, policy = session()
+    policy = policy.model_copy(update={"workers_per_platform": 1})
+    monkeypatch.setattr("coordinator.attest_serve.simulated_policy", lambda *_: policy)
+    with key_service(tmp_path) as owner:
+        contract, terms = owner.contract, owner.contract.digest()
+        at = {"manifest_digest": terms, "orchestrator_key": contract.orchestrator_key}
+        for dead, name in (("worker-0", "worker-3"), ("worker-1", "worker-1")):
+            lost, newcomer = Attester(dead, source).beside(), Attester(name, source).beside()
+            with EvidenceClient(owner.address, attester=lost, **at) as client:
+                client.attest(lost.present(client.challenge(), terms, contract.known_answer))
+            assert set(owner.orchestrator.view().admitted) == {lost.member_id}
+            assert fetch(owner, newcomer, policy, 1)[1].stream.reveal() == owner.half(1).reveal()
+            told = [("expelled", lost.member_id)]
+            told += [(kind, newcomer.member_id) for kind in ("admitted", "released", "expelled")]
+            assert owner.log[-4:] == told
+            assert owner.orchestrator.view().admitted == {}
 
 
 def test_a_file_that_is_no_contract_is_refused_by_name(tmp_path):
