@@ -81,11 +81,20 @@ class TdxCrls:
 
 
 def documents_for(platform: TdxPlatform | None, collateral: Sequence[Collateral]) -> TdxDocuments | None:
-    """The documents for the platform's family, else any that can be read, else any; None if there are none."""
+    """The documents for the platform's family, else any that can be read, else any; None if there are none.
+
+    Of several editions of a family's the newest counts, so that the order of files makes no difference.
+    """
     found = [_read_documents(each) for each in collateral]
     own = [each for each in found if platform is not None and each.fmspc == platform.fmspc.hex()]
     readable = [each for each in found if each.tcb_info]
-    return next(iter((*own, *readable, *found)), None)
+    return next(iter((*sorted(own, key=_edition_of, reverse=True), *readable, *found)), None)
+
+
+def _edition_of(documents: TdxDocuments) -> tuple[int, str]:
+    """Its number, and the end of its validity, which is a time in one notation; nothing of it is verified yet."""
+    number = documents.tcb_info.get("tcbEvaluationDataNumber")
+    return number if type(number) is int else 0, str(documents.tcb_info.get("nextUpdate", ""))
 
 
 @remembered

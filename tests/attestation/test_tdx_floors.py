@@ -3,7 +3,7 @@
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 
-from attestation.simulator import CollateralVariant, SimulatedVendor
+from attestation.simulator import COLLATERAL_LIFETIME_S, CollateralVariant, SimulatedVendor
 from attestation.simulator_pki import new_platform_credential
 from attestation.simulator_platform import COMPONENT_SVNS, PCE_SVN, SimulatedPlatform
 from tests.attestation.conftest import MEASUREMENT, NOW, Session, with_tdx
@@ -71,3 +71,12 @@ def test_the_newest_list_of_a_common_issuer_counts_whichever_family_it_came_with
     assert sorted(number for _, number in seen) == [18, 18, 19, 19]
     foreign = SimulatedVendor.create().tdx_collateral(NOW, harmless)
     assert refusal(session, quote, bundle=(own, foreign)) is None
+
+
+def test_of_two_editions_for_one_family_the_newer_one_counts_in_any_order(session: Session, quote: bytes) -> None:
+    """An old file that was left in the list is no reason to refuse, nor to rate a platform as it was."""
+    own = session.collateral.tdx[0]
+    expired = session.vendor.tdx_collateral(NOW - COLLATERAL_LIFETIME_S)
+    fixed = session.vendor.tdx_collateral(NOW, CollateralVariant(evaluation_number=19, tcb_status="OutOfDate"))
+    for other, code in ((expired, None), (fixed, "tcb_status")):
+        assert {refusal(session, quote, bundle=bundle) for bundle in ((own, other), (other, own))} == {code}
