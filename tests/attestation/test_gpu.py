@@ -1,7 +1,6 @@
 """The GPU verifier on simulated devices: what passes, and each refusal by its name."""
 
 import random
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -10,7 +9,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from attestation.evidence import EvidenceClass
-from attestation.gpu import GpuClaims, GpuReferences, verify_gpu
+from attestation.gpu import GpuReferences
 from attestation.gpu_rules import GpuRules
 from attestation.gpu_simulator import (
     DRIVER_INDICES,
@@ -20,55 +19,18 @@ from attestation.gpu_simulator import (
     SimulatedGpuVendor,
     genuine_value,
 )
-from attestation.gpu_simulator_pki import OcspVariant, issue, issue_responder, ocsp_answer
+from attestation.gpu_simulator_pki import OcspVariant, issue
 from attestation.gpu_simulator_rim import Manifest, sign_manifest, write_manifest
 from attestation.roots import pinned_anchors
-from metrics.errors import EvidenceError
-
-NOW = 1_800_000_000
-NONCE = bytes(range(32))
+from tests.attestation.gpu_bench import NONCE, NOW, GpuBench
 
 
-@dataclass
-class Bench:
-    """A vendor, one of its devices, and what a verifier holds."""
-
-    vendor: SimulatedGpuVendor
-    gpu: SimulatedGpu
-    rims: GpuReferences
-    ocsp: tuple[bytes, ...]
-
-    def verify(self, variant: GpuVariant | None = None, **changes: Any) -> GpuClaims:
-        gpu: SimulatedGpu = changes.pop("gpu", self.gpu)
-        arguments: dict[str, Any] = {
-            "report": gpu.report(NONCE, variant or GpuVariant()),
-            "chain": gpu.chain,
-            "anchors": self.vendor.anchors,
-            "accepted": (EvidenceClass.SIMULATED,),
-            "rules": GpuRules(),
-            "nonce": NONCE,
-            "rims": self.rims,
-            "ocsp": self.ocsp,
-            "now": NOW,
-        } | changes
-        return verify_gpu(arguments.pop("report"), arguments.pop("chain"), **arguments)
-
-    def code(self, variant: GpuVariant | None = None, **changes: Any) -> str | None:
-        try:
-            self.verify(variant, **changes)
-        except EvidenceError as error:
-            return error.code
-        return None
+@pytest.fixture(scope="module")
+def bench() -> GpuBench:
+    return GpuBench.create()
 
 
-@pytest.fixture(scope="session")
-def bench() -> Bench:
-    vendor = SimulatedGpuVendor.create()
-    gpu = vendor.gpu()
-    return Bench(vendor, gpu, vendor.references(), vendor.ocsp(gpu, NOW))
-
-
-def test_a_simulated_gpu_passes_under_strict_rules_and_stays_simulated(bench: Bench) -> None:
+def test_a_simulated_gpu_passes_under_strict_rules_and_stays_simulated(bench: GpuBench) -> None:
     claims = bench.verify()
     assert claims.evidence_class is EvidenceClass.SIMULATED
     assert (claims.eat_nonce, claims.dbgstat, claims.mode) == (NONCE, "disabled", "single GPU")
@@ -78,7 +40,7 @@ def test_a_simulated_gpu_passes_under_strict_rules_and_stays_simulated(bench: Be
 
 
 @pytest.mark.parametrize("chip", ["GB100", "GB20X"])
-def test_blackwell_passes_with_its_own_form_of_the_firmware_identity(bench: Bench, chip: str) -> None:
+def test_blackwell_passes_with_its_own_form_of_the_firmware_identity(bench: GpuBench, chip: str) -> None:
     gpu = bench.vendor.gpu(chip)
     known = {"gpu": gpu, "ocsp": bench.vendor.ocsp(gpu, NOW), "rims": bench.vendor.references("GB100")}
     assert bench.code(**known) is None
@@ -86,14 +48,14 @@ def test_blackwell_passes_with_its_own_form_of_the_firmware_identity(bench: Benc
     assert bench.code(**known | {"rims": bench.rims}) == "gpu_state"  # reference values of Hopper
 
 
-def test_simulated_evidence_never_satisfies_hardware_rules(bench: Bench) -> None:
+def test_simulated_evidence_never_satisfies_hardware_rules(bench: GpuBench) -> None:
     hardware = (EvidenceClass.NVIDIA_GPU,)
     assert bench.code(accepted=hardware) == "simulator_not_allowed"
     assert bench.code(anchors=pinned_anchors(EvidenceClass.NVIDIA_GPU), accepted=hardware) == "root_unknown"
     assert bench.code(anchors=SimulatedGpuVendor.create().anchors) == "root_unknown"
 
 
-def test_broken_chains(bench: Bench) -> None:
+def test_broken_chains(bench: GpuBench) -> None:
     leaf, boot_rom, provisioner, family, root = bench.gpu.chain
     other = bench.vendor.gpu().chain
     for chain in (
@@ -111,7 +73,7 @@ def test_broken_chains(bench: Bench) -> None:
         assert bench.code(chain=chain) == "chain_broken"
 
 
-def test_a_chain_in_pem_has_nothing_around_its_certificates(bench: Bench) -> None:
+def test_a_chain_in_pem_has_nothing_around_its_certificates(bench: GpuBench) -> None:
     loaded = [x509.load_der_x509_certificate(each) for each in bench.gpu.chain]
     pem = b"".join(each.public_bytes(Encoding.PEM) for each in loaded)
     for chain in (pem, b"\n" + pem + b" \n" + bytes(2)):
@@ -121,19 +83,19 @@ def test_a_chain_in_pem_has_nothing_around_its_certificates(bench: Bench) -> Non
     assert bench.code(chain=(bench.gpu.chain[0] + b"x", *bench.gpu.chain[1:])) == "chain_broken"
 
 
-def test_a_chain_of_five_without_a_firmware_leaf_is_broken(bench: Bench) -> None:
+def test_a_chain_of_five_without_a_firmware_leaf_is_broken(bench: GpuBench) -> None:
     """Otherwise the boot ROM could vouch for a key of any name."""
     named = issue("GH100 A01 GSP something", bench.gpu.credentials[1])
     gpu = SimulatedGpu((named, *bench.gpu.credentials[1:]), "GH100", b"")
     assert bench.code(gpu=gpu) == "chain_broken"
 
 
-def test_a_report_signed_by_another_key_is_tampered(bench: Bench) -> None:
+def test_a_report_signed_by_another_key_is_tampered(bench: GpuBench) -> None:
     assert bench.code(GpuVariant(signed_by_boot_rom=True)) == "evidence_tampered"
     assert bench.code(report=bench.vendor.gpu().report(NONCE)) == "evidence_tampered"
 
 
-def test_no_changed_byte_of_a_report_passes(bench: Bench) -> None:
+def test_no_changed_byte_of_a_report_passes(bench: GpuBench) -> None:
     """A seeded choice of positions; each changed by a non-zero XOR."""
     report, draw = bench.gpu.report(NONCE), random.Random(11)
     for position in draw.sample(range(len(report)), 25):
@@ -142,117 +104,19 @@ def test_no_changed_byte_of_a_report_passes(bench: Bench) -> None:
         assert bench.code(report=bytes(changed)) is not None
 
 
-def test_trailing_zeros_pass_and_other_bytes_do_not(bench: Bench) -> None:
+def test_trailing_zeros_pass_and_other_bytes_do_not(bench: GpuBench) -> None:
     report = bench.gpu.report(NONCE)
     assert bench.code(report=report + bytes(99)) is None
     assert bench.code(report=report + bytes(99) + b"\x01") == "evidence_malformed"
     assert bench.code(report=report[:-1]) == "evidence_malformed"
 
 
-def test_the_nonce_is_the_one_that_was_issued(bench: Bench) -> None:
+def test_the_nonce_is_the_one_that_was_issued(bench: GpuBench) -> None:
     assert bench.code(nonce=bytes(32)) == "nonce_foreign"
     assert bench.code(nonce=NONCE[:8]) == "nonce_foreign"
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [
-        OcspVariant(reason=x509.ReasonFlags.key_compromise),
-        OcspVariant(reason=x509.ReasonFlags.certificate_hold),
-        OcspVariant(unknown=True),
-    ],
-    ids=["revoked", "hold", "unknown"],
-)
-@pytest.mark.parametrize("position", [1, 2, 3])
-def test_a_certificate_whose_answer_is_not_good_is_revoked(bench: Bench, variant: OcspVariant, position: int) -> None:
-    answers = bench.vendor.ocsp(bench.gpu, NOW, {position: variant})
-    assert bench.code(ocsp=answers) == "revoked"
-    assert bench.code(ocsp=answers, rules=GpuRules(require_ocsp=False)) == "revoked"
-
-
-def test_answers_come_from_whom_the_issuer_authorised(bench: Bench) -> None:
-    boot_rom, provisioner = bench.gpu.credentials[1:3]
-    stranger = issue_responder(issue("NVIDIA GH100 Provisioner ICA 1", None, is_ca=True))
-    for responder, code in (
-        (provisioner, None),
-        (issue_responder(provisioner), None),
-        (issue_responder(provisioner, authorised=False), "signer_role"),
-        (issue_responder(bench.gpu.credentials[3]), "signer_role"),
-        (boot_rom, "signer_role"),
-        (stranger, "signer_role"),
-    ):
-        answers = bench.vendor.ocsp(bench.gpu, NOW, {1: OcspVariant(responder=responder)})
-        assert bench.code(ocsp=answers) == code
-
-
-def test_an_answer_names_the_issuer_and_not_the_serial_number_alone(bench: Bench) -> None:
-    boot_rom, provisioner, family = bench.gpu.credentials[1:4]
-    at = datetime.fromtimestamp(NOW, UTC)
-    for issuer, code in ((provisioner, None), (family, "collateral_stale")):
-        variant = OcspVariant(responder=issue_responder(provisioner))
-        answer = ocsp_answer(boot_rom.certificate, issuer, at, variant)
-        assert bench.code(ocsp=(answer, *bench.ocsp[1:])) == code
-
-
-def test_a_changed_answer_is_tampered_or_none(bench: Bench) -> None:
-    draw, answer = random.Random(3), bench.ocsp[0]
-    for position in draw.sample(range(len(answer)), 20):
-        changed = bytearray(answer)
-        changed[position] ^= draw.randrange(1, 256)
-        code = bench.code(ocsp=(bytes(changed), *bench.ocsp[1:]))
-        assert code in ("evidence_tampered", "collateral_stale", "revoked", "signer_role")
-
-
-def test_answers_must_be_there_and_current(bench: Bench) -> None:
-    lax = GpuRules(require_ocsp=False)
-    assert bench.code(ocsp=()) == "collateral_stale"
-    assert bench.code(ocsp=(), rules=lax) is None
-    assert bench.code(ocsp=bench.ocsp[1:], rules=lax) == "collateral_stale"
-    assert bench.code(ocsp=(b"", *bench.ocsp[1:])) == "collateral_stale"
-    assert bench.code(ocsp=bench.vendor.ocsp(bench.vendor.gpu(), NOW)) == "collateral_stale"
-    endless = bench.vendor.ocsp(bench.gpu, NOW, {2: OcspVariant(without_next_update=True)})
-    assert bench.code(ocsp=endless) == "collateral_stale"
-
-
-@pytest.mark.parametrize(
-    ("offset", "code"),
-    [(-3601, "collateral_stale"), (-3600, None), (82_799, None), (82_800, "collateral_stale")],
-)
-def test_the_window_of_an_answer_excludes_its_end(bench: Bench, offset: int, code: str | None) -> None:
-    assert bench.code(now=NOW + offset) == code
-
-
-def test_the_newest_answer_counts(bench: Bench) -> None:
-    held = bench.vendor.ocsp(bench.gpu, NOW - 60, {1: OcspVariant(reason=x509.ReasonFlags.certificate_hold)})
-    assert bench.code(ocsp=(*bench.ocsp, *held)) is None
-    held = bench.vendor.ocsp(bench.gpu, NOW + 60, {1: OcspVariant(reason=x509.ReasonFlags.certificate_hold)})
-    assert bench.code(ocsp=(*held, *bench.ocsp)) == "revoked"
-
-
-HOLD = OcspVariant(reason=x509.ReasonFlags.certificate_hold)
-REVOKED = OcspVariant(reason=x509.ReasonFlags.key_compromise)
-
-
-@pytest.mark.parametrize("worse", [HOLD, REVOKED, OcspVariant(unknown=True)], ids=["hold", "revoked", "unknown"])
-def test_of_two_answers_of_one_time_the_worse_counts_in_any_order(bench: Bench, worse: OcspVariant) -> None:
-    bad = bench.vendor.ocsp(bench.gpu, NOW, {1: worse})
-    assert bench.code(ocsp=(*bad, *bench.ocsp)) == "revoked"
-    assert bench.code(ocsp=(*bench.ocsp, *bad)) == "revoked"
-
-
-@pytest.mark.parametrize(("earlier", "code"), [(HOLD, None), (REVOKED, "revoked"), (OcspVariant(unknown=True), None)])
-def test_only_a_hold_is_lifted_by_a_newer_good_answer(bench: Bench, earlier: OcspVariant, code: str | None) -> None:
-    old = bench.vendor.ocsp(bench.gpu, NOW - 60, {1: earlier})
-    assert bench.code(ocsp=(*old, *bench.ocsp)) == code
-    assert bench.code(ocsp=(*bench.ocsp, *old)) == code
-
-
-def test_an_answer_of_a_stranger_is_not_hidden_by_a_sound_one_of_its_time(bench: Bench) -> None:
-    forged = bench.vendor.ocsp(bench.gpu, NOW, {1: OcspVariant(responder=bench.gpu.credentials[1])})
-    assert bench.code(ocsp=(*forged, *bench.ocsp)) == bench.code(ocsp=(*bench.ocsp, *forged)) == "signer_role"
-
-
-def test_modes(bench: Bench) -> None:
+def test_modes(bench: GpuBench) -> None:
     for variant, code in (
         (GpuVariant(feature_flag=None), None),
         (GpuVariant(feature_flag=0), None),
@@ -266,17 +130,17 @@ def test_modes(bench: Bench) -> None:
         assert bench.verify(GpuVariant(feature_flag=flag), rules=GpuRules(allow_ppcie=True)).mode == name
 
 
-def test_a_switch_is_not_a_gpu(bench: Bench) -> None:
+def test_a_switch_is_not_a_gpu(bench: GpuBench) -> None:
     switch = bench.vendor.gpu("LS_10")
     assert bench.code(gpu=switch, ocsp=bench.vendor.ocsp(switch, NOW)) == "gpu_state"
 
 
-def test_the_firmware_identity_is_compared_where_both_state_it(bench: Bench) -> None:
+def test_the_firmware_identity_is_compared_where_both_state_it(bench: GpuBench) -> None:
     assert bench.code(GpuVariant(fwid=bytes(48))) == "gpu_state"
     assert bench.code(GpuVariant(fwid=b"")) is None
 
 
-def test_reference_values_must_be_there_for_both(bench: Bench) -> None:
+def test_reference_values_must_be_there_for_both(bench: GpuBench) -> None:
     lax = GpuRules(require_rim=False)
     for rims in (GpuReferences(), GpuReferences(driver=bench.rims.driver), GpuReferences(vbios=bench.rims.vbios)):
         assert bench.code(rims=rims) == "gpu_state"
@@ -286,7 +150,7 @@ def test_reference_values_must_be_there_for_both(bench: Bench) -> None:
     assert bench.verify(rims=GpuReferences(), rules=lax).dbgstat == ""
 
 
-def test_a_differing_measurement_or_version_is_refused(bench: Bench) -> None:
+def test_a_differing_measurement_or_version_is_refused(bench: GpuBench) -> None:
     for variant in (
         GpuVariant(measurements={DRIVER_INDICES[0]: bytes(48)}),
         GpuVariant(measurements={0: bytes(48)}),
@@ -304,7 +168,7 @@ def test_a_differing_measurement_or_version_is_refused(bench: Bench) -> None:
     assert bench.code(rims=swapped) == "gpu_state"
 
 
-def test_one_of_several_accepted_values_is_enough(bench: Bench) -> None:
+def test_one_of_several_accepted_values_is_enough(bench: GpuBench) -> None:
     values = {index: (bytes(48), bytes([index]) * 48) for index in DRIVER_INDICES}
     reported = {index: accepted[1] for index, accepted in values.items()}
     driver = bench.vendor.sign(Manifest(DRIVER_VERSION, "GH100", values))
@@ -313,37 +177,37 @@ def test_one_of_several_accepted_values_is_enough(bench: Bench) -> None:
     assert bench.code(GpuVariant(measurements=reported)) == "gpu_state"
 
 
-def test_an_index_may_be_claimed_once(bench: Bench) -> None:
+def test_an_index_may_be_claimed_once(bench: GpuBench) -> None:
     driver = bench.vendor.sign(Manifest(DRIVER_VERSION, "GH100", {7: (genuine_value(7),)}))
     assert bench.code(rims=GpuReferences(driver, bench.rims.vbios)) == "gpu_state"
     assert bench.code(rims=GpuReferences(driver), rules=GpuRules(require_rim=False)) is None
 
 
-def test_a_report_without_a_version_matches_no_manifest(bench: Bench) -> None:
+def test_a_report_without_a_version_matches_no_manifest(bench: GpuBench) -> None:
     driver = bench.vendor.sign(Manifest("", "GH100", {8: (genuine_value(8),)}))
     assert bench.code(GpuVariant(driver_version=""), rims=GpuReferences(driver, bench.rims.vbios)) == "gpu_state"
 
 
-def test_a_device_cannot_sign_its_own_reference_values(bench: Bench) -> None:
+def test_a_device_cannot_sign_its_own_reference_values(bench: GpuBench) -> None:
     leaf, *issuers = bench.gpu.credentials
     own = sign_manifest(write_manifest(Manifest(DRIVER_VERSION, "GH100", {8: (genuine_value(8),)})), leaf, issuers)
     assert bench.code(rims=GpuReferences(own, bench.rims.vbios)) == "gpu_state"
 
 
-def test_a_signer_of_reference_values_must_be_current(bench: Bench) -> None:
+def test_a_signer_of_reference_values_must_be_current(bench: GpuBench) -> None:
     ended = bench.vendor.issue_rim_signer(datetime.fromtimestamp(NOW, UTC) - timedelta(seconds=1))
     driver = bench.vendor.sign(Manifest(DRIVER_VERSION, "GH100", {8: (bytes(48),)}), ended)
     assert bench.code(rims=GpuReferences(driver, bench.rims.vbios)) == "collateral_stale"
 
 
-def test_reference_values_are_signed_under_the_root_of_their_class(bench: Bench) -> None:
+def test_reference_values_are_signed_under_the_root_of_their_class(bench: GpuBench) -> None:
     other = SimulatedGpuVendor.create()
     assert bench.code(rims=other.references()) == "gpu_state"
     device_alone = (bench.vendor.anchors[0], *pinned_anchors(EvidenceClass.NVIDIA_GPU))
     assert bench.code(anchors=device_alone) == "gpu_state"
 
 
-def test_the_first_failing_stage_decides(bench: Bench) -> None:
+def test_the_first_failing_stage_decides(bench: GpuBench) -> None:
     """Every later stage fails too; the earlier ones are repaired one by one."""
     everything: dict[str, Any] = {
         "report": bench.vendor.gpu("LS_10").report(bytes(32), GpuVariant(feature_flag=2)) + b"\x01",
