@@ -27,6 +27,7 @@ from attestation.evidence import EvidenceClass, Refusal, refuse, require_class
 from attestation.gpu_ocsp import (
     Answer,
     check_coverage,
+    check_current,
     check_good,
     check_responders,
     check_signatures,
@@ -100,6 +101,12 @@ class _Rims:
         ends = [check_rim_windows(rim, now, what) for rim, what in named if rim is not None]
         return [end for end in ends if end is not None]
 
+    def signer_answers(self, ocsp: Sequence[bytes]) -> tuple[Answer, ...]:
+        """The answers about whoever signed one of them, root excepted; about most signers nobody gives any."""
+        chains = [rim.certificates for rim in (self.driver, self.vbios) if rim is not None and rim.certificates]
+        # `find_answers` passes over the first of a chain, which for a device is firmware that nobody answers for.
+        return tuple(answer for chain in chains for answer in find_answers(ocsp, (chain[0], *chain)))
+
 
 def verify_gpu(
     report: bytes,
@@ -117,13 +124,13 @@ def verify_gpu(
 
     Guarantee: returns only for a canonical report over ``nonce``, signed by the firmware of a GPU whose five
     certificates end in an anchor of an accepted class, not known to be revoked, in an accepted mode, and equal to
-    every reference value that was supplied.
+    every reference value that was supplied, by a signer that is not known to be revoked either.
 
     Args:
         chain: the device's certificates, each entry DER or PEM, leaf first.
         anchors: roots of family ``nvidia_gpu``, and of ``nvidia_rim`` for reference values of the same class.
         nonce: 32 bytes that the report must be over.
-        ocsp: answers, DER; others than for this chain are passed over.
+        ocsp: answers, DER; others than for this chain and those of the manifests are passed over.
 
     Raises:
         EvidenceError: one of the codes of `attestation.evidence.Refusal`.
@@ -136,12 +143,15 @@ def verify_gpu(
     require_class(anchor.evidence_class, accepted)
     _check_chain(certificates)
     answers = find_answers(ocsp, certificates)
-    _check_signatures(parsed, certificates[0], answers)
-    check_responders(answers)
-    check_good(answers)
+    of_signers = manifests.signer_answers(ocsp)
+    _check_signatures(parsed, certificates[0], (*answers, *of_signers))
+    check_responders((*answers, *of_signers))
+    check_good((*answers, *of_signers))
     ends = [check_certificate_windows(certificates, instant, "device"), *manifests.windows(instant)]
     if ocsp or rules.require_ocsp:
         ends.append(check_coverage(answers, certificates, instant))
+    if of_signers:
+        ends.append(check_current(of_signers, instant))
     if parsed.nonce != nonce:
         refuse(Refusal.NONCE_FOREIGN, "the GPU's report is over another nonce than the one that was issued")
     rim_roots = [

@@ -1,4 +1,4 @@
-"""Checks OCSP answers (RFC 6960) about the certificates of a GPU.
+"""Checks OCSP answers (RFC 6960) about the certificates of a GPU, and about the signers of its reference values.
 
 Device certificates end in the year 9999, so these answers are the only revocation there is. Each stage is a function
 of its own, since the order of refusals interleaves them with other checks.
@@ -89,6 +89,11 @@ def check_good(answers: Sequence[Answer]) -> None:
             _refuse(Refusal.REVOKED, answer, f"says {answer.status.name.lower()}")
 
 
+def check_current(answers: Sequence[Answer], now: datetime) -> datetime:
+    """When the first answer ends, at least one; EvidenceError ``collateral_stale`` if one is not current."""
+    return min(_window(answer, now) for answer in answers)
+
+
 def check_coverage(answers: Sequence[Answer], chain: Sequence[x509.Certificate], now: datetime) -> datetime:
     """There is a current answer about every certificate between the leaf and the root; when the first one ends.
 
@@ -99,7 +104,7 @@ def check_coverage(answers: Sequence[Answer], chain: Sequence[x509.Certificate],
     for certificate in chain[1:-1]:
         if certificate not in covered:
             refuse(Refusal.COLLATERAL_STALE, f"there is no OCSP answer about '{common_name(certificate)}'")
-    return min(_window(answer, now) for answer in answers)
+    return check_current(answers, now)
 
 
 _SEVERITY: Final = {

@@ -181,6 +181,12 @@ class SimulatedGpuVendor:
             for i in (1, 2, 3)
         )
 
+    def rim_ocsp(self, now: int, variants: Mapping[int, OcspVariant] | None = None) -> tuple[bytes, ...]:
+        """Answers about the signer of reference values (position 0) and its CA (1), an hour old at ``now``."""
+        at = datetime.fromtimestamp(now - _ANSWER_AGE_S, UTC)
+        chain, chosen = (self.rim_signer, self._rim_ca, self._rim_root), variants or {}
+        return tuple(ocsp_answer(chain[i].certificate, chain[i + 1], at, chosen.get(i, GOOD)) for i in (0, 1))
+
 
 def genuine_value(index: int) -> bytes:
     """What simulated firmware measures at an index counted from 0, 48 bytes."""
