@@ -127,6 +127,7 @@ def verify_snp(
         check_not_revoked(crl, endorsement.chain)
     if unreadable:
         refuse(Refusal.COLLATERAL_STALE, "a revocation list cannot be read")
+    lists = _newest_editions(lists)
     expires_at = _check_windows(endorsement, lists, rules, now)
     facts = _crl_facts(endorsement, lists)
     check_not_older(facts, floors)
@@ -214,6 +215,21 @@ def _own_crls(
     issuers = {issuer.subject: issuer for issuer in chain[1:]}
     own = [load_crl(der, issuers[name], "AMD") for der, name in zip(crls, names, strict=True) if name in issuers]
     return own, None in names
+
+
+def _newest_editions(lists: Sequence[x509.CertificateRevocationList]) -> list[x509.CertificateRevocationList]:
+    """Of the lists of one issuer that say that they are published at one address the newest, and all others.
+
+    Lists that do not say where may be of different kinds of key, so that none of them stands for another.
+    """
+    newest: dict[tuple[x509.Name, str], x509.CertificateRevocationList] = {}
+    others = []
+    for crl in sorted(lists, key=lambda each: crl_number(each) or 0):
+        if scope := crl_scope(crl):
+            newest[crl.issuer, scope] = crl
+        else:
+            others.append(crl)
+    return [*newest.values(), *others]
 
 
 def _check_windows(

@@ -73,6 +73,21 @@ def test_a_list_below_the_highest_number_seen_is_a_rollback(bench: SnpBench) -> 
     assert bench.refusal(debug, floors=higher) == "collateral_rollback"
 
 
+def test_an_old_edition_of_a_list_is_passed_over_beside_the_newer_one(bench: SnpBench) -> None:
+    """Only where both say that they are the same list, and whom the old one revokes stays revoked."""
+    past = NOW - 2 * COLLATERAL_LIFETIME_S
+    for scope, code in (("https://x/1", None), ("https://x/2", "collateral_stale"), ("", "collateral_stale")):
+        old, new = (
+            bench.amd.crl(past, number=5, scope=scope),
+            bench.amd.crl(NOW, number=6, scope=scope and "https://x/1"),
+        )
+        for crls in ((old, new), (new, old)):
+            assert bench.refusal(bench.report(), crls=crls) == code
+        assert bench.refusal(bench.report(), crls=(old,)) == "collateral_stale"
+    revoking = bench.amd.crl(past, revoked=bench.machine.chain[1:], number=5, scope="https://x/1")
+    assert bench.refusal(bench.report(), crls=(revoking, new)) == "revoked"
+
+
 def test_lists_of_two_kinds_of_key_have_a_floor_each(bench: SnpBench) -> None:
     """One root publishes both, and numbers each for itself."""
     first, second = (bench.amd.crl(NOW, number=number, scope=f"https://x/{number}") for number in (5, 9))
