@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from attestation.orchestrator import EvidenceOrchestrator
     from attestation.policy import simulated_policy
     from attestation.simulator import SimulatedVendor, code_measurement
-    from coordinator.actors import NodeEvidenceSource, actor, start_platforms
+    from coordinator.actors import actor, start_platforms
     from coordinator.aggregator import MaskedAggregator, ReduceRequest
     from coordinator.config import (
         CheckpointConfig,
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     )
     from coordinator.ledger import PrivacyLedger
     from coordinator.manifest import build_computation, build_manifest, epochs, run_terms
+    from coordinator.node_evidence import NodeEvidenceSource
     from coordinator.plan import Plan, make_plan
     from coordinator.ranges import split_ranges
     from coordinator.trainer import Trainer
@@ -79,7 +80,7 @@ _HOMES = {
     "MeasurementsConfig": "coordinator.config",
     "MetricsConfig": "coordinator.config",
     "ModelSource": "workers.models",
-    "NodeEvidenceSource": "coordinator.actors",
+    "NodeEvidenceSource": "coordinator.node_evidence",
     "OptimizerConfig": "coordinator.config",
     "PlacementConfig": "coordinator.config",
     "Plan": "coordinator.plan",

@@ -1,7 +1,9 @@
 """The wiring on Ray: the one module that makes actors of the plain classes.
 
-It imports no torch, so the processes of orchestrator, ledger and platforms start without it; the backend that starts
-workers and aggregators is in `coordinator/ray_backend.py`.
+What an actor adds to its class is in a module of its own beside it (`coordinator/ledger_actor.py` and others), and what
+is asked of any actor in `coordinator/own_process.py`. Those are what its process imports, and no more: a process starts
+sooner without torch, SQLAlchemy or the verifiers it has no use for. The backend that starts workers and aggregators is
+in `coordinator/ray_backend.py`.
 
 Rules of every actor: ``max_restarts=0`` (a restarted actor would keep an identity without fresh evidence), no secret
 in a constructor argument (those stay readable in Ray's control store), no GPU visible unless it was given one, and
@@ -9,7 +11,7 @@ no call without a deadline.
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -26,72 +28,18 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from attestation.admissions import OrchestratorView
-from attestation.attester import CpuEvidence
 from attestation.serving_orchestrator import ServingOrchestrator
-from attestation.simulator import SimulatedVendor, code_measurement
-from attestation.simulator_platform import SimulatedPlatform
+from attestation.simulator import SimulatedVendor
 from coordinator.backend import ActorLost
 from coordinator.ledger import PrivacyLedger
-from coordinator.ledger_view import LedgerView
+from coordinator.ledger_actor import LedgerActor
+from coordinator.node_evidence import QUOTE_DEADLINE_S, NodeEvidenceSource
+from coordinator.orchestrator_actor import OrchestratorActor
 from coordinator.output import divert_logger
-from metrics.errors import EvidenceError, RaycloakError, RunFailedError
+from coordinator.own_process import own_node
+from coordinator.platform_actor import NodePlatform
+from metrics.errors import RaycloakError, RunFailedError
 from metrics.gpu import GpuReading, GpuSampler
-
-QUOTE_DEADLINE_S = 30.0
-
-
-class NodePlatform:
-    """The simulated TEE platform of one node; its keys arrive by a method call, never as a constructor argument."""
-
-    _platform: SimulatedPlatform | None = None
-
-    def install(self, keys: bytes) -> None:
-        """Take the platform's keys."""
-        self._platform = SimulatedPlatform.from_bytes(keys)
-
-    def quote(self, report_data: bytes) -> bytes:
-        """A quote over ``report_data`` that measures the raycloak code of this node.
-
-        Raises:
-            EvidenceError: ``platform_not_ready`` before the keys arrived.
-        """
-        if self._platform is None:
-            raise EvidenceError("platform_not_ready", "the node's simulated platform has no keys yet")
-        return self._platform.quote(report_data, code_measurement())
-
-
-class NodeEvidenceSource:
-    """Asks the platform of the node that the caller runs on.
-
-    Args:
-        platforms: NodePlatform actors by node id.
-    """
-
-    def __init__(self, platforms: Mapping[str, Any]) -> None:
-        self._platforms = platforms
-
-    def collect(self, report_data: bytes) -> CpuEvidence:
-        """See `attestation.attester.EvidenceSource`."""
-        quote: bytes = ray.get(self._platforms[_own_node(self)].quote.remote(report_data), timeout=QUOTE_DEADLINE_S)
-        return CpuEvidence(quote)
-
-
-class OrchestratorActor(ServingOrchestrator):
-    """ServingOrchestrator whose view answers while another method runs."""
-
-    @ray.method(concurrency_group="control")
-    def view(self) -> OrchestratorView:  # type: ignore[override]  # Ray changes the type
-        return super().view()
-
-
-class LedgerActor(PrivacyLedger):
-    """PrivacyLedger whose view answers while a charge is under way."""
-
-    @ray.method(concurrency_group="control")
-    def view(self) -> LedgerView:  # type: ignore[override]  # Ray changes the type
-        return super().view()
-
 
 _WIRED = {ServingOrchestrator: OrchestratorActor, PrivacyLedger: LedgerActor}
 
@@ -119,11 +67,7 @@ def on_this_node() -> NodeAffinitySchedulingStrategy:
 
 def ask_node(handle: Any) -> Any:
     """Reference to the id of the node an actor runs on."""
-    return handle.__ray_call__.remote(_own_node)
-
-
-def _own_node(_: Any) -> str:
-    return str(ray.get_runtime_context().get_node_id())
+    return handle.__ray_call__.remote(own_node)
 
 
 def alive_nodes() -> list[str]:

@@ -1,27 +1,19 @@
-"""`coordinator.backend.Backend` on Ray: starts and reaches workers and aggregators.
+"""`coordinator.backend.Backend` on Ray: starts and reaches workers and aggregators."""
 
-Two wired classes add what only a process has: a worker that is asked to end by SIGTERM finishes its step and says so,
-and an aggregator's process can be started before anybody needs it.
-"""
-
-import signal
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from types import FrameType
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import ray
 
 from attestation.attester import EvidenceSource, GpuSource
 from coordinator.actors import actor, ask_node, fetch, kill_all
-from coordinator.aggregator import MaskedAggregator
+from coordinator.aggregator_actor import MaskedAggregatorActor
 from coordinator.backend import Actor, ActorLost
 from coordinator.placement import Placement
+from coordinator.worker_actor import TrainWorkerActor
 from workers.numerics import worker_environment
-from workers.train_worker import TrainWorker
-from workers.worker_messages import StepRequest
 
 NODE_DEADLINE_S = 30.0
 SPARE_DEADLINE_S = 1.0
@@ -35,40 +27,6 @@ class EvidenceSources(Protocol):
     def source(self) -> EvidenceSource: ...
 
     def gpus(self) -> GpuSource | None: ...
-
-
-class TrainWorkerActor(TrainWorker):
-    """TrainWorker that leaves when its process is asked to end.
-
-    Guarantee: after SIGTERM the task under way finishes, and the next `StepReply` says ``leaving``. A second SIGTERM
-    ends the process at once.
-    """
-
-    def __init__(
-        self, member_id: str, source: EvidenceSource, clock: Callable[[], float], gpus: GpuSource | None
-    ) -> None:
-        super().__init__(member_id, source, clock, gpus)
-        self._leaving = False
-        self._before = signal.signal(signal.SIGTERM, self._asked_to_end)
-
-    def _asked_to_end(self, _: int, __: FrameType | None) -> None:
-        self._leaving = True
-        signal.signal(signal.SIGTERM, self._before)
-
-    def step(self, request: StepRequest, *parameters: np.ndarray) -> tuple[Any, ...]:
-        reply, *vectors = super().step(request, *parameters)
-        return (replace(reply, leaving=self._leaving), *vectors)
-
-
-class MaskedAggregatorActor(MaskedAggregator):
-    """MaskedAggregator that is nobody, and holds no key, until `take_part`."""
-
-    def __init__(self, source: EvidenceSource) -> None:
-        self._source = source
-
-    def take_part(self, member_id: str) -> None:
-        """Become a member of this id."""
-        super().__init__(member_id, self._source)
 
 
 @dataclass(frozen=True, slots=True)

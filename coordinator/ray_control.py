@@ -4,13 +4,8 @@ They run on the driver's node because their state is there. So the driver can en
 also ends a stopped one at once; Ray alone takes seconds for that, while its files stay locked.
 """
 
-import os
-import signal
 import time
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -21,36 +16,10 @@ from coordinator.actors import actor, fetch, on_this_node
 from coordinator.backend import Actor, ActorLost
 from coordinator.control import Control, ControlRole
 from coordinator.ledger import PrivacyLedger
+from coordinator.own_process import ActorProcess, own_process
 from metrics.errors import RunFailedError
 
 START_DEADLINE_S = 120.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Process:
-    """An actor's process; ``started`` is its start in kernel ticks, so that a reused id is another process."""
-
-    pid: int
-    started: str
-
-    @classmethod
-    def find(cls, pid: int) -> "_Process | None":
-        """The process with that id, if it is running or stopped."""
-        try:
-            state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return None
-        return None if state in "ZX" else cls(pid, fields[18])
-
-    def kill(self) -> None:
-        """End it at once, also if it is stopped."""
-        if _Process.find(self.pid) == self:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-
-
-def _own_process(_: Any) -> _Process | None:
-    return _Process.find(os.getpid())
 
 
 class RayControl:
@@ -70,7 +39,7 @@ class RayControl:
             "ledger": (ledger_url, True, witness),
             "orchestrator": (orchestrator_folder, time.time, bind),
         }
-        self._processes: dict[str, _Process | None] = {}
+        self._processes: dict[str, ActorProcess | None] = {}
         self._serial = 0
         self.actors: dict[ControlRole, Actor] = {role: self._launch(role) for role in self._arguments}
 
@@ -143,9 +112,9 @@ class RayControl:
 
     def _identify(self, each: Actor) -> None:
         """Wait until the actor is there, and note its process."""
-        process = fetch(each.handle.__ray_call__.remote(_own_process), START_DEADLINE_S)
+        process = fetch(each.handle.__ray_call__.remote(own_process), START_DEADLINE_S)
         # None if this process cannot see it, as in another container of the node: then Ray alone ends it.
-        self._processes[each.member_id] = process if process and _Process.find(process.pid) == process else None
+        self._processes[each.member_id] = process if process and ActorProcess.find(process.pid) == process else None
 
     def _open(self, orchestrator: Actor, run_id: str | None) -> tuple[str, SignerPublic]:
         opened: tuple[str, SignerPublic] = fetch(

@@ -2,10 +2,12 @@
 
 import pytest
 
-from coordinator.actors import LedgerActor, OrchestratorActor
+from coordinator.aggregator_actor import MaskedAggregatorActor
 from coordinator.chaos_victims import CLASSES, role, victims
+from coordinator.ledger_actor import LedgerActor
+from coordinator.orchestrator_actor import OrchestratorActor
 from coordinator.process_table import Process
-from coordinator.ray_backend import MaskedAggregatorActor, TrainWorkerActor
+from coordinator.worker_actor import TrainWorkerActor
 
 
 def _process(pid, title, *, state="S", started=None):

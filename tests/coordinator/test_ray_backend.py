@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.ray_backend import MaskedAggregatorActor, TrainWorkerActor
+from coordinator.aggregator_actor import MaskedAggregatorActor
+from coordinator.worker_actor import TrainWorkerActor
 from workers.train_worker import TrainWorker
 from workers.worker_messages import StepReply
 

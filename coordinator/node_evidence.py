@@ -1,0 +1,27 @@
+"""Where workers and aggregators get their evidence: from the simulated platform of the node they run on."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+
+from attestation.attester import CpuEvidence
+from coordinator.own_process import own_node
+
+QUOTE_DEADLINE_S = 30.0
+
+
+class NodeEvidenceSource:
+    """Asks the platform of the node that the caller runs on.
+
+    Args:
+        platforms: NodePlatform actors by node id.
+    """
+
+    def __init__(self, platforms: Mapping[str, Any]) -> None:
+        self._platforms = platforms
+
+    def collect(self, report_data: bytes) -> CpuEvidence:
+        """See `attestation.attester.EvidenceSource`."""
+        quote: bytes = ray.get(self._platforms[own_node(self)].quote.remote(report_data), timeout=QUOTE_DEADLINE_S)
+        return CpuEvidence(quote)

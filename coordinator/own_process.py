@@ -1,0 +1,43 @@
+"""What an actor is asked about itself by ``__ray_call__``: its process and its node."""
+
+import os
+import signal
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+
+@dataclass(frozen=True, slots=True)
+class ActorProcess:
+    """An actor's process; ``started`` is its start in kernel ticks, so that a reused id is another process."""
+
+    pid: int
+    started: str
+
+    @classmethod
+    def find(cls, pid: int) -> "ActorProcess | None":
+        """The process with that id, if it is running or stopped."""
+        try:
+            state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return None
+        return None if state in "ZX" else cls(pid, fields[18])
+
+    def kill(self) -> None:
+        """End it at once, also if it is stopped."""
+        if ActorProcess.find(self.pid) == self:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+def own_process(_: Any) -> ActorProcess | None:
+    """The process of the actor that is asked."""
+    return ActorProcess.find(os.getpid())
+
+
+def own_node(_: Any) -> str:
+    """The id of the node of the actor that is asked."""
+    return str(ray.get_runtime_context().get_node_id())

@@ -1,0 +1,25 @@
+"""The simulated TEE platform of one node, an actor whose process imports nothing else of raycloak's."""
+
+from attestation.simulator import code_measurement
+from attestation.simulator_platform import SimulatedPlatform
+from metrics.errors import EvidenceError
+
+
+class NodePlatform:
+    """The simulated TEE platform of one node; its keys arrive by a method call, never as a constructor argument."""
+
+    _platform: SimulatedPlatform | None = None
+
+    def install(self, keys: bytes) -> None:
+        """Take the platform's keys."""
+        self._platform = SimulatedPlatform.from_bytes(keys)
+
+    def quote(self, report_data: bytes) -> bytes:
+        """A quote over ``report_data`` that measures the raycloak code of this node.
+
+        Raises:
+            EvidenceError: ``platform_not_ready`` before the keys arrived.
+        """
+        if self._platform is None:
+            raise EvidenceError("platform_not_ready", "the node's simulated platform has no keys yet")
+        return self._platform.quote(report_data, code_measurement())

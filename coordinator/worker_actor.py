@@ -1,0 +1,36 @@
+"""`workers.train_worker.TrainWorker` as an actor: one whose process is asked to end finishes its step and says so."""
+
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from attestation.attester import EvidenceSource, GpuSource
+from workers.train_worker import TrainWorker
+from workers.worker_messages import StepRequest
+
+
+class TrainWorkerActor(TrainWorker):
+    """TrainWorker that leaves when its process is asked to end.
+
+    Guarantee: after SIGTERM the task under way finishes, and the next `StepReply` says ``leaving``. A second SIGTERM
+    ends the process at once.
+    """
+
+    def __init__(
+        self, member_id: str, source: EvidenceSource, clock: Callable[[], float], gpus: GpuSource | None
+    ) -> None:
+        super().__init__(member_id, source, clock, gpus)
+        self._leaving = False
+        self._before = signal.signal(signal.SIGTERM, self._asked_to_end)
+
+    def _asked_to_end(self, _: int, __: FrameType | None) -> None:
+        self._leaving = True
+        signal.signal(signal.SIGTERM, self._before)
+
+    def step(self, request: StepRequest, *parameters: np.ndarray) -> tuple[Any, ...]:
+        reply, *vectors = super().step(request, *parameters)
+        return (replace(reply, leaving=self._leaving), *vectors)
