@@ -1,7 +1,10 @@
 """`coordinator.aggregator.MaskedAggregator` as an actor, whose process can be started before anybody needs it."""
 
-from attestation.attester import EvidenceSource
-from coordinator.aggregator import MaskedAggregator
+from coordinator.quick_imports import quickly
+
+with quickly():
+    from attestation.attester import EvidenceSource
+    from coordinator.aggregator import MaskedAggregator
 
 
 class MaskedAggregatorActor(MaskedAggregator):

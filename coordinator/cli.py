@@ -23,6 +23,7 @@ from coordinator.config import RunConfig, load_config, parse_config
 from coordinator.data_cli import data
 from coordinator.output import Output, command_output, leave_stdout
 from coordinator.package_cli import package
+from coordinator.quick_imports import quickly
 from metrics.errors import ConfigError, RaycloakError
 
 app = typer.Typer(
@@ -76,9 +77,10 @@ def demo(
 
 
 def _train(output: Output, config: RunConfig, config_dir: Path | None, run_secret: Path | None, resume: bool) -> int:
-    from coordinator.progress import ProgressDisplay
-    from coordinator.trainer import Trainer
-    from coordinator.verdict import Verdict, verdict_table, verdict_text
+    with quickly():
+        from coordinator.progress import ProgressDisplay
+        from coordinator.trainer import Trainer
+        from coordinator.verdict import Verdict, verdict_table, verdict_text
 
     with ProgressDisplay(output.progress, config.name) as display:
         trainer = Trainer(

@@ -15,6 +15,7 @@ from typing import Any
 
 from coordinator import accounting, privacy_loss
 from coordinator.plan import Plan
+from coordinator.quick_imports import quickly
 from coordinator.releases import Releases, merged
 from metrics.errors import ConfigError, RefusedError
 from workers.opacus_modules import opacus_module
@@ -141,7 +142,8 @@ def _dp_accounting_rdp(releases: Releases, delta: float, orders: tuple[float, ..
 
 def _opacus_prv(releases: Releases, delta: float, expected: float) -> tuple[float, float, float] | str:
     """PRV's lower bound, estimate and upper bound, or why there is none."""
-    prv = opacus_module("opacus.accountants.analysis.prv")
+    with quickly():
+        prv = opacus_module("opacus.accountants.analysis.prv")
     delta_error = delta / 1000
     with _quiet():
         length, error, points = _prv_grid(releases, delta_error, expected)

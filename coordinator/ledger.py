@@ -26,6 +26,7 @@ from coordinator.ledger_rules import (
     run_mismatch,
 )
 from coordinator.ledger_store import Rows, RunRow
+from coordinator.quick_imports import quickly
 from metrics.errors import BudgetError
 from workers.mechanism import AccountantName, Mechanism
 from workers.receipt import Receipt
@@ -62,7 +63,8 @@ class PrivacyLedger(LedgerReader):
 
     def load_accountant(self) -> None:
         """Import what computes epsilon, which takes seconds; optional, so that no registration has to wait for it."""
-        accountant_of("pld").load()
+        with quickly():
+            accountant_of("pld").load()
 
     def open_account(
         self,

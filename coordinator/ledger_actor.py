@@ -2,8 +2,11 @@
 
 import ray
 
-from coordinator.ledger import PrivacyLedger
-from coordinator.ledger_view import LedgerView
+from coordinator.quick_imports import quickly
+
+with quickly():
+    from coordinator.ledger import PrivacyLedger
+    from coordinator.ledger_view import LedgerView
 
 
 class LedgerActor(PrivacyLedger):

@@ -2,8 +2,11 @@
 
 import ray
 
-from attestation.admissions import OrchestratorView
-from attestation.serving_orchestrator import ServingOrchestrator
+from coordinator.quick_imports import quickly
+
+with quickly():
+    from attestation.admissions import OrchestratorView
+    from attestation.serving_orchestrator import ServingOrchestrator
 
 
 class OrchestratorActor(ServingOrchestrator):

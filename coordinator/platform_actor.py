@@ -1,8 +1,11 @@
 """The simulated TEE platform of one node, an actor whose process imports nothing else of raycloak's."""
 
-from attestation.simulator import code_measurement
-from attestation.simulator_platform import SimulatedPlatform
-from metrics.errors import EvidenceError
+from coordinator.quick_imports import quickly
+
+with quickly():
+    from attestation.simulator import code_measurement
+    from attestation.simulator_platform import SimulatedPlatform
+    from metrics.errors import EvidenceError
 
 
 class NodePlatform:

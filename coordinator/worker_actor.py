@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from attestation.attester import EvidenceSource, GpuSource
-from workers.train_worker import TrainWorker
-from workers.worker_messages import StepRequest
+from coordinator.quick_imports import quickly
+
+with quickly():
+    from attestation.attester import EvidenceSource, GpuSource
+    from workers.train_worker import TrainWorker
+    from workers.worker_messages import StepRequest
 
 
 class TrainWorkerActor(TrainWorker):
