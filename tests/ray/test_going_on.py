@@ -59,8 +59,8 @@ def stopped_by_a_signal(arguments, environment, home):
 @pytest.fixture
 def config_file(tmp_path):
     path = tmp_path / "config.yaml"
-    changes = {"steps": STEPS, "aggregators": 2, "checkpoint": {"checkpoint_frequency": 0}, "evaluation": None}
-    path.write_text(yaml.safe_dump(demo_config() | changes))
+    changes = {"num_workers": 2, "steps": STEPS, "aggregators": 2, "evaluation": None}
+    path.write_text(yaml.safe_dump(demo_config() | changes | {"checkpoint": {"checkpoint_frequency": 0}}))
     return path
 
 
@@ -85,7 +85,7 @@ def test_a_stopped_run_goes_on_and_can_be_replayed(ray_cluster, config_file, tmp
         Trainer(config, resume=True).train()
 
     head = PrivacyLedger(ledger_url(), create=False).view().head
-    again = replay(run_dir, (first, STEPS), 2, lambda line: None)
+    again = replay(run_dir, (first, STEPS), 3, lambda line: None)
     assert list(again.digests) == digests(run_dir)[first:]
-    assert (again.first, again.last, again.workers, again.charged_steps) == (first, STEPS, 2, STEPS)
+    assert (again.first, again.last, again.workers, again.charged_steps) == (first, STEPS, 3, STEPS)
     assert PrivacyLedger(ledger_url(), create=False).view().head == head
