@@ -1,7 +1,8 @@
 """Run by tests/ray/test_nodes.py as a driver of a cluster of several nodes; prints one JSON object.
 
-Trains once undisturbed, and once while a worker's process is asked to end, a node is drained and a node is killed, one
-after the other, each when the run has its full membership again. RAYLETS maps node ids to process ids.
+Trains once undisturbed on one worker, and once on three while a worker's process is asked to end, a node is drained
+and a node is killed, one after the other, each when the run has its full membership again. RAYLETS maps node ids to
+process ids.
 """
 
 import json
@@ -88,8 +89,9 @@ class Disturbances:
         Watched.current.doomed = "worker-2"
 
 
-def train(secret, progress=lambda report: None, notice=lambda line: None):
-    config = parse_config(demo_config() | {"steps": STEPS, "evaluation": None, "placement": {"strategy": "SPREAD"}})
+def train(secret, progress=lambda report: None, notice=lambda line: None, **changes):
+    spread = {"steps": STEPS, "evaluation": None, "placement": {"strategy": "SPREAD"}}
+    config = parse_config(demo_config() | spread | changes)
     trainer = Trainer(config, run_secret=secret, progress=progress, notice=notice)
     result = trainer.train()
     events = map(json.loads, (Path(result["run_dir"]) / "metrics.jsonl").read_text().splitlines())
@@ -104,7 +106,7 @@ def main():
     secret.write_text("5e" * 32)
     coordinator.execution.RayBackend = Watched
     connect(num_cpus=0)
-    undisturbed, _ = train(secret)
+    undisturbed, _ = train(secret, num_workers=1, secure_aggregation=False)
     disturbances = Disturbances()
     digests, attempts = train(secret, disturbances.after, disturbances.notice)
     ray.shutdown()

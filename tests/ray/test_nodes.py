@@ -15,16 +15,19 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def answers(raylets, run_python_in, tmp_path_factory):
-    """What a driver of three nodes of two CPUs each found; the nodes are taken away again."""
+def nodes(raylets):
+    """Three nodes of two CPUs each; they are taken away again."""
     nodes = [raylets.add(Node(2, {"vault": 1.0} if index == 0 else {}, {"zone": f"z{index}"})) for index in range(3)]
-    try:
-        done = run_python_in(tmp_path_factory.mktemp("driver"))(
-            str(HERE / "placing.py"), environment=raylets.environment
-        )
-    finally:
-        for each in nodes:
-            each.kill()
+    yield nodes
+    for each in nodes:
+        each.kill()
+
+
+@pytest.fixture(scope="module")
+def answers(nodes, raylets, run_python_in, tmp_path_factory):
+    """What a driver of the three nodes found."""
+    folder = tmp_path_factory.mktemp("driver")
+    done = run_python_in(folder)(str(HERE / "placing.py"), environment=raylets.environment)
     assert done.code == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -71,19 +74,18 @@ def test_a_joiner_gets_a_group_of_its_own_or_the_place_of_one_that_left(answers)
     assert answers["left"] == []
 
 
-def test_workers_asked_to_leave_drained_and_dead_nodes_change_no_byte(raylets, run_python):
-    """A SIGTERM and a drain cost no attempt, since the step under way finishes; a dead node costs one or two."""
-    nodes = [raylets.add(Node(2)) for _ in range(4)]
+def test_workers_asked_to_leave_drained_and_dead_nodes_change_no_byte(answers, nodes, raylets, run_python):
+    """A SIGTERM and a drain cost no attempt, since the step under way finishes; a dead node costs one or two.
+
+    Two nodes are gone afterwards, so it comes after the placing.
+    """
+    nodes.append(raylets.add(Node(2)))
     (session,) = {each.session for each in process_table() if each.pid in {node.pid for node in nodes}}
-    try:
-        done = run_python(
-            str(HERE / "disturbed.py"),
-            environment={**raylets.environment, "RAYLETS": json.dumps({each.node_id: each.pid for each in nodes})},
-            deadline_s=240,
-        )
-    finally:
-        for each in nodes:
-            each.kill()
+    done = run_python(
+        str(HERE / "disturbed.py"),
+        environment={**raylets.environment, "RAYLETS": json.dumps({each.node_id: each.pid for each in nodes})},
+        deadline_s=240,
+    )
     assert done.code == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["departed"][:2] == ["left", "preempted"]
