@@ -6,14 +6,19 @@ INSTALLED := .venv/installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 ON_RAY := tests/ray tests/test_snippets.py
 
-.PHONY: demo test lint format fuzz proto clean
+.PHONY: demo test test-plain test-ray lint format fuzz proto clean
 
 demo: $(INSTALLED)
 	$(BIN)/raycloak demo
 
-# Tests on Ray run after the others, alone: they start clusters, and some hold the product to deadlines.
+# Both parts at once: what runs on Ray, one test after the other, waits much of its time, as do races for a ledger.
 test: $(INSTALLED)
+	$(MAKE) --no-print-directory --keep-going --jobs 2 test-plain test-ray
+
+test-plain: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(addprefix --ignore=,$(ON_RAY))
+
+test-ray: $(INSTALLED)
 	$(BIN)/python -m pytest $(ON_RAY)
 
 lint: $(INSTALLED)

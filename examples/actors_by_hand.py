@@ -11,7 +11,8 @@ import ray
 
 import raycloak as rc
 
-os.environ.setdefault("RAY_AUTH_TOKEN", os.urandom(32).hex())
+if "RAY_ADDRESS" not in os.environ:  # a cluster of its own gets a token of its own
+    os.environ.setdefault("RAY_AUTH_TOKEN", os.urandom(32).hex())
 ray.init(address=os.environ.get("RAY_ADDRESS", "local"), include_dashboard=False, log_to_driver=False)
 home = tempfile.mkdtemp()
 config = rc.RunConfig(

@@ -84,7 +84,7 @@ def test_workers_asked_to_leave_drained_and_dead_nodes_change_no_byte(answers, n
     done = run_python(
         str(HERE / "disturbed.py"),
         environment={**raylets.environment, "RAYLETS": json.dumps({each.node_id: each.pid for each in nodes})},
-        deadline_s=240,
+        deadline_s=400,
     )
     assert done.code == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
