@@ -31,6 +31,7 @@ _NONDETERMINISTIC = re.compile(
     r"but you set 'torch\.use_deterministic_algorithms\(True\)'\.",
     re.ASCII,
 )
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 MicroBatch = tuple[NDArray[np.float32] | NDArray[np.int64], NDArray[np.float32] | NDArray[np.int64], NDArray[np.bool_]]
 
 
@@ -116,6 +117,9 @@ class PerExampleGradients:
     """
 
     def __init__(self, module: nn.Module, loss_fn: LossFn, deterministic: bool = True) -> None:
+        if any(isinstance(layer, _CONVOLUTIONS) for layer in module.modules()):
+            # Opacus' rule of convolutions names a class of this package, and leaves its import to others.
+            import torch.distributed.fsdp  # noqa: F401
         try:
             self._wrapped = opacus_module("opacus.grad_sample").GradSampleModule(
                 module, batch_first=True, loss_reduction="sum", strict=True
