@@ -234,7 +234,7 @@ def test_a_killed_worker_is_noticed_within_2_s_costs_an_attempt_and_changes_no_b
     with watched() as watching:
         watching.doomed = ("worker-1", 1)
         trainer = Trainer(
-            digits(**OBSERVED),
+            digits(**MEASURED),
             run_secret=secret,
             notice=lambda line: noticed.append(time.monotonic()) if "died" in line else None,
         )

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 LOADED = "import json, sys; from workers.opacus_modules import opacus_module\n"
 WATCHED = ["torch", "sympy", "torch._dynamo", "opacus.optimizers"]
 REPORT = f"print(json.dumps([name for name in {WATCHED} if name in sys.modules]))"
@@ -56,46 +58,63 @@ def test_renyi_accounting_loads_no_torch(run_python):
     assert report(run_python, code + REPORT) == []
 
 
-USERS_IMPORTS = (
-    "import opacus; found = opacus.GradSampleModule",
-    "import opacus; found = opacus.grad_sample.GradSampleModule",
-    "from opacus import GradSampleModule as found",
-    "from opacus import *; found = GradSampleModule",
-)
+USERS_IMPORTS = {
+    "attribute": "import opacus; found = opacus.GradSampleModule",
+    "submodule": "import opacus; found = opacus.grad_sample.GradSampleModule",
+    "from": "from opacus import GradSampleModule as found",
+    "star": "from opacus import *; found = GradSampleModule",
+}
+"""How a user may come to a class that raycloak has imported already."""
+
+BEFORE = "ours = opacus_module('opacus.grad_sample').GradSampleModule\n"
+INIT_ONCE = """
+opacus_module('opacus.accountants.analysis.rdp')
+import opacus.accountants as package
+assert 'RDPAccountant' not in vars(package)
+first = package.RDPAccountant
+again = opacus_module('opacus.accountants').RDPAccountant
+found = [first is again, type(package).__name__, hasattr(package, 'no_such_name')]
+"""
+ALREADY = """
+import opacus
+before = vars(opacus).copy()
+opacus_module('opacus.validators')
+found = [type(opacus).__name__, 'PrivacyEngine' in before]
+"""
+FORKING = """
+import os
+import torch
+
+def found_by(code):
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        names = {'opacus_module': opacus_module}
+        exec(code, names)
+        os.write(writing, json.dumps(names['found']).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        return json.loads(answer.read() or 'null')
+"""
 
 
-def test_a_users_import_finds_the_same_classes(run_python):
-    """Each in a process of its own, forked where torch and what raycloak uses of Opacus are imported."""
-    code = (
-        "import os, torch\n"
-        "ours = opacus_module('opacus.grad_sample').GradSampleModule\n"
-        "def same(code):\n"
-        "    child = os.fork()\n"
-        "    if child == 0:\n"
-        "        names = {}\n"
-        "        exec(code, names)\n"
-        "        os._exit(0 if names['found'] is ours else 1)\n"
-        "    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0\n"
-        f"print(json.dumps([same(code) for code in {USERS_IMPORTS}]))"
-    )
-    assert report(run_python, code) == [True] * len(USERS_IMPORTS)
+@pytest.fixture(scope="module")
+def answers(run_python_in, tmp_path_factory):
+    """What each piece of code finds, in a process of its own that is forked where nothing but torch is imported."""
+    codes = {name: f"{BEFORE}{code}\nfound = found is ours" for name, code in USERS_IMPORTS.items()}
+    codes |= {"init once": INIT_ONCE, "already": ALREADY}
+    run = run_python_in(tmp_path_factory.mktemp("opacus"))
+    return report(run, f"{FORKING}\nprint(json.dumps({{name: found_by(code) for name, code in {codes}.items()}}))")
 
 
-def test_a_package_that_somebody_asks_runs_its_init_once(run_python):
-    code = (
-        "opacus_module('opacus.accountants.analysis.rdp')\n"
-        "import opacus.accountants as package\n"
-        "assert 'RDPAccountant' not in vars(package)\n"
-        "first = package.RDPAccountant\n"
-        "again = opacus_module('opacus.accountants').RDPAccountant\n"
-        "print(json.dumps([first is again, type(package).__name__, hasattr(package, 'no_such_name')]))"
-    )
-    assert report(run_python, code) == [True, "module", False]
+@pytest.mark.parametrize("way", USERS_IMPORTS)
+def test_a_users_import_finds_the_same_classes(way, answers):
+    assert answers[way] is True
 
 
-def test_what_is_imported_already_stays(run_python):
-    code = "import opacus\nbefore = vars(opacus).copy()\nopacus_module('opacus.validators')\n"
-    assert report(run_python, f"{code}print(json.dumps([type(opacus).__name__, 'PrivacyEngine' in before]))") == [
-        "module",
-        True,
-    ]
+def test_a_package_that_somebody_asks_runs_its_init_once(answers):
+    assert answers["init once"] == [True, "module", False]
+
+
+def test_what_is_imported_already_stays(answers):
+    assert answers["already"] == ["module", True]
