@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from attestation.admissions import RunTerms
 from attestation.canonical import digest
+from attestation.collateral_files import load_collateral
 from attestation.collateral_keeper import CollateralKeeper
 from attestation.collateral_refresh import CollateralRefresh
 from attestation.evidence import CollateralBundle
@@ -195,7 +196,7 @@ def _policy(config: ServiceConfig, base: Path) -> tuple[Policy, CollateralBundle
     if config.policy is None:
         vendor = SimulatedVendor.load_or_create(state.simulator_folder())
         return simulated_policy(vendor, code_measurement()), vendor.collateral(int(time.time())), None
-    given = _collateral(base / config.collateral) if config.collateral is not None else None
+    given = load_collateral(base / config.collateral) if config.collateral is not None else None
     policy = load_policy(base / config.policy)
     if policy.collateral_service is not None:
         keeper = CollateralKeeper(policy, state.collateral_folder(), given)
@@ -203,17 +204,6 @@ def _policy(config: ServiceConfig, base: Path) -> tuple[Policy, CollateralBundle
     if given is None:
         raise ConfigError("collateral", "there is none to judge evidence with, and the policy names no service of it.")
     return policy, given, None
-
-
-def _collateral(path: Path) -> CollateralBundle:
-    try:
-        return CollateralBundle.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise ConfigError("collateral", f"cannot read {path}: {error.strerror}.") from None
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigError("collateral", f"{path} is not a collateral bundle: {where}: {first['msg']}.") from None
 
 
 def _terms(

@@ -162,14 +162,18 @@ def plan(
 
 
 def _plan(output: Output, config: RunConfig, config_dir: Path, trials: int | None) -> int:
+    from coordinator.hardware import configured_policy
     from coordinator.plan_command import plan_of
     from coordinator.search_cost import search_of, search_rows
-    from coordinator.tables import plan_table
+    from coordinator.tables import evidence_text, plan_table
 
+    policy = configured_policy(config.policy, config.collateral, config_dir)
+    classes = sorted(policy.accepted_classes) if policy is not None else ["simulated"]
     plan = plan_of(config, config_dir)
     search = search_of(plan, trials) if trials is not None else None
-    fields = plan.as_json() | ({"search": search.as_json()} if search else {})
-    output.result(fields, plan_table(plan, search_rows(search) if search else []))
+    fields = plan.as_json() | {"evidence_classes": classes} | ({"search": search.as_json()} if search else {})
+    rows = [("evidence", evidence_text(classes)), *(search_rows(search) if search else [])]
+    output.result(fields, plan_table(plan, rows))
     return 0
 
 

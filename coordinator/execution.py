@@ -16,7 +16,7 @@ from typing import Any
 import ray
 
 from attestation.hybrid_signature import SignerPublic
-from attestation.policy import load_policy, simulated_policy
+from attestation.policy import simulated_policy
 from attestation.revocations import count_revocations
 from attestation.simulator import SimulatedVendor, code_measurement
 from coordinator import state
@@ -36,7 +36,7 @@ from coordinator.control import Control, Restart
 from coordinator.coordinator import Assignment, Coordinator, Session
 from coordinator.departures import Departure
 from coordinator.evaluation import public_evaluator
-from coordinator.hardware import Guests, collateral_of
+from coordinator.hardware import Guests, collateral_of, configured_policy
 from coordinator.outcome import Ending, Finished
 from coordinator.output import attach_log
 from coordinator.placement import Placement
@@ -211,7 +211,7 @@ class Execution:
 
     def _session(self, stack: ExitStack, run_id: str, orchestrator_key: SignerPublic, control: Control) -> Session:
         """Policy, collateral and the backend that starts workers."""
-        policy = load_policy(Path(self._base) / self._config.policy) if self._config.policy else None
+        policy = configured_policy(self._config.policy, self._config.collateral, Path(self._base))
         collateral = collateral_of(policy, self._config.collateral, Path(self._base))
         sources: EvidenceSources = Guests(policy.gpus_per_worker if policy else 0)
         if policy is None or policy.accepts_simulated:

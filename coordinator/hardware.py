@@ -10,7 +10,7 @@ from attestation.collateral_files import load_collateral
 from attestation.collateral_keeper import CollateralKeeper
 from attestation.evidence import CollateralBundle
 from attestation.gpu_collection import GpuCollector, visible_devices
-from attestation.policy import Policy
+from attestation.policy import Policy, load_policy
 from attestation.tsm import TsmReports
 from coordinator import state
 from metrics.errors import ConfigError, EvidenceError
@@ -72,6 +72,19 @@ class Guests:
         return GuestGpus(self.gpus_per_worker) if self.gpus_per_worker else None
 
 
+def configured_policy(file: str | None, collateral: str | None, base: Path) -> Policy | None:
+    """The policy of a run, whose files are relative to ``base``; None if it names none and admits SIMULATED evidence.
+
+    Guarantee: reads what the configuration names and fetches nothing.
+
+    Raises:
+        ConfigError: as `attestation.policy.load_policy` and :func:`given_collateral`.
+    """
+    policy = load_policy(base / file) if file is not None else None
+    given_collateral(policy, collateral, base)
+    return policy
+
+
 def collateral_of(policy: Policy | None, file: str | None, base: Path) -> Callable[[], CollateralBundle] | None:
     """What tells the collateral that evidence under ``policy`` is judged with now; None as :func:`given_collateral`.
 
@@ -80,23 +93,26 @@ def collateral_of(policy: Policy | None, file: str | None, base: Path) -> Callab
     Raises:
         ConfigError: as :func:`given_collateral`; what is returned raises as `CollateralKeeper.current`.
     """
-    if policy is not None and policy.collateral_service is not None:
-        given = load_collateral(base / file) if file is not None else None
-        return CollateralKeeper(policy, state.collateral_folder(), given).current
     collateral = given_collateral(policy, file, base)
+    if policy is not None and policy.collateral_service is not None:
+        return CollateralKeeper(policy, state.collateral_folder(), collateral).current
     return None if collateral is None else lambda: collateral
 
 
 def given_collateral(policy: Policy | None, file: str | None, base: Path) -> CollateralBundle | None:
-    """What the evidence of a run under ``policy`` is judged with; None if it is simulated, whose vendor makes its own.
+    """What files say that the evidence of a run under ``policy`` is judged with.
 
     Args:
         policy: None stands for simulated evidence.
         file: that the configuration names, relative to ``base``.
 
+    Returns: None if the evidence is simulated, whose vendor makes its own, or a service is asked for all of it.
+
     Raises:
         ConfigError: ``collateral`` if it is missing for hardware, given for simulated evidence, or cannot be read.
     """
+    if policy is not None and policy.collateral_service is not None:
+        return load_collateral(base / file) if file is not None else None
     if policy is None or policy.accepts_simulated:
         if file is not None:
             raise ConfigError(

@@ -1,7 +1,7 @@
 """Results of the commands as tables for a person."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +119,12 @@ def plan_rows(plan: "Plan") -> list[tuple[str, str]]:
         ("object store", f"{size_text(plan.object_store_bytes)} at most"),
         *(("warning", warning) for warning in plan.warnings),
     ]
+
+
+def evidence_text(classes: Sequence[str]) -> str:
+    """Whose evidence a plan's run admits."""
+    named = ", ".join("SIMULATED" if each == "simulated" else each for each in classes)
+    return f"{named}, which proves nothing about a machine" if "simulated" in classes else named
 
 
 def _some(curve: tuple[tuple[int, float], ...], points: int = 8) -> list[tuple[int, float]]:

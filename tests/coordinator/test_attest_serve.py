@@ -130,8 +130,9 @@ def test_a_hardware_policy_refuses_simulated_workers(folder):
     known = json.loads(policy.encode())
     hardware["anchors"] += known["anchors"]
     (folder / "policy.yaml").write_text(yaml.safe_dump({**known, **hardware}))
-    (folder / "collateral.json").write_bytes(vendor.collateral(1_800_000_000).encode())
-    server, orchestrator, facts = started(folder, policy="policy.yaml", collateral="collateral.json")
+    (folder / "tdx.json").write_bytes(vendor.tdx_collateral(1_800_000_000).encode())
+    (folder / "collateral.yaml").write_text("tdx: [tdx.json]\n")
+    server, orchestrator, facts = started(folder, policy="policy.yaml", collateral="collateral.yaml")
     assert facts.evidence == "hardware"
     contract = parse(ServiceContract, facts.contract.read_bytes().strip())
     client, attester = member(contract, facts.address)
@@ -148,9 +149,9 @@ def test_a_hardware_policy_refuses_simulated_workers(folder):
         ({"hosting": {"worker-0": [0, 1]}}, "hosting"),
         ({"hosting": {"worker-0": [0, 1, 2], "worker-1": [2]}}, "hosting"),
         ({"contract": None}, "config"),
-        ({"collateral": "collateral.json"}, "config"),
+        ({"collateral": "collateral.yaml"}, "config"),
         ({"policy": "none.yaml"}, "policy"),
-        ({"policy": "policy.yaml", "collateral": "none.json"}, "collateral"),
+        ({"policy": "policy.yaml", "collateral": "none.yaml"}, "collateral"),
         ({"policy": "policy.yaml", "collateral": "secret.hex"}, "collateral"),
         ({"contract": None, "manifest": "none.json"}, "manifest"),
         ({"contract": None, "manifest": "secret.hex"}, "manifest"),

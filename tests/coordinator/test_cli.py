@@ -254,11 +254,31 @@ def test_plan_shows_what_will_be_spent_and_touches_no_budget(raycloak, config_fi
     }
     assert plan["epsilon"] <= 8.0
     assert plan["num_examples"] == 1437
+    assert plan["evidence_classes"] == ["simulated"]
     assert not raycloak_home.exists()
     code, out, _ = raycloak("plan", str(config_file))
     assert code == 0
     assert "noise multiplier" in out
     assert "ε by step" in out
+    assert "SIMULATED, which proves nothing about a machine" in out
+
+
+def test_plan_refuses_evidence_that_could_not_be_judged_and_says_whose_is_admitted(raycloak, config_file, tmp_path):
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("accepted_classes: [intel_tdx]\nanchors: [intel_tdx]\ntdx: {measurements: []}\n")
+    (tmp_path / "collateral.yaml").write_text("tdx: []\n")
+    for given, code in (
+        (["policy=none.yaml"], "policy"),
+        ([f"policy={policy}"], "collateral"),
+        (["collateral=collateral.yaml"], "collateral"),
+        ([f"policy={policy}", "collateral=none.yaml"], "collateral"),
+    ):
+        overrides = [word for each in given for word in ("--set", each)]
+        status, out, _ = raycloak("plan", str(config_file), "--json", *overrides)
+        assert (status, json.loads(out)["error"]["code"]) == (2, code)
+    overrides = ("--set", f"policy={policy}", "--set", f"collateral={tmp_path / 'collateral.yaml'}")
+    status, out, _ = raycloak("plan", str(config_file), "--json", *overrides)
+    assert (status, json.loads(out)["evidence_classes"]) == (0, ["intel_tdx"])
 
 
 def test_plan_takes_the_cap_of_a_named_account(raycloak, config_file):
