@@ -22,6 +22,9 @@ from coordinator import state
 from coordinator.attest_serve import ServiceConfig, start_service
 from coordinator.config import validated
 from coordinator.local import LocalPlatform
+from coordinator.tables import keys_rows, plan_rows
+from coordinator.verdict import verdict_rows
+from coordinator.views import verdict_of
 from metrics.errors import ConfigError, EvidenceError, RefusedError
 from tests.protocol import SECRET, VIRTUAL_WORKERS, trained, whole_run
 from workers.manifest import key_context
@@ -120,6 +123,10 @@ def test_a_run_needs_both_halves_and_repeats_with_them(owner, undisturbed):
     named = {member.partition(".")[0] for kind, member in log if kind == "admitted"}
     assert named == {"worker-0", "worker-1", "worker-2"}
     assert sum(kind == "released" for kind, _ in log) == 3
+    assert run.finished is not None
+    verdict = verdict_of(run.finished, run.folder, 1.0, "complete", ())
+    assert ("keys", f"two halves, key service {owner.address}") in verdict_rows(verdict)
+    assert set(keys_rows(owner.address)) <= set(plan_rows(run.finished.plan))
     assert run.digests != undisturbed, "the same run secret alone gave the same weights"
     assert trained(state.home(), key_service=owner.section()).digests == run.digests
 

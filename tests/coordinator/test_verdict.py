@@ -50,6 +50,22 @@ def test_every_claim_stands_with_its_limit():
     assert "200 in 21.5 s" in text
 
 
+def test_a_sealed_split_and_a_key_service_are_named_with_what_they_do_not_do():
+    text = dict(verdict_rows(VERDICT))
+    assert "evaluation data" not in text
+    assert "keys" not in text
+    assert row(replace(VERDICT, evaluation_data="clear"), "evaluation data") == "public, in the clear"
+    sealed = replace(VERDICT, evaluation_data="sealed", key_service="keys.example.org:7443")
+    assert row(sealed, "evaluation data").endswith("results are exact and not private")
+    assert row(sealed, "accuracy") == "94.4% on the sealed evaluation split"
+    assert row(sealed, "keys") == "two halves, key service keys.example.org:7443"
+    assert row(replace(sealed, evaluation_accuracy=None), "accuracy") == "not measured: the run failed before"
+    assert row(replace(sealed, evaluation_accuracy=None, evaluation_loss=0.5), "loss").endswith(
+        "sealed evaluation split"
+    )
+    assert Verdict.of({"run_dir": sealed.run_dir, "metrics": sealed.metrics()}) == sealed
+
+
 def test_no_line_is_cut_in_a_narrow_terminal():
     text = verdict_text(VERDICT, width=60)
     assert max(map(len, text.splitlines())) <= 60
