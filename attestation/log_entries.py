@@ -64,7 +64,7 @@ class LogHead(Message):
     root: bytes
 
     def sign(self, signer: HybridSigner) -> "SignedHead":
-        """This head with both signatures; about 0.5 ms."""
+        """This head with both signatures, of which ML-DSA-65 takes about 1 ms."""
         body = self.encode()
         return SignedHead(head=body, signature=signer.sign(length_prefixed(self.DOMAIN, body)))
 

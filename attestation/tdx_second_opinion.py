@@ -5,12 +5,12 @@ but the status of the platform, so for a guest that the rules tolerate that one 
 else: the status is then rated by `attestation.tdx_rating` alone.
 """
 
-import json
 import re
 from collections.abc import Iterator
 from typing import Any, Final, NoReturn
 
 import dcap_qvl
+from pydantic_core import from_json
 
 from attestation.certificates import remembered
 from attestation.evidence import Collateral, Refusal, refuse
@@ -51,7 +51,7 @@ def check_again(
         if text in _tolerated(quote, rules):
             return
         _refuse_by_text(text)
-    rating = json.loads(claims.to_json())
+    rating = from_json(claims.to_json())
     if bytes(rating["platform"]["root_key_id"]) != anchor.root_key_id:
         refuse(Refusal.CHAIN_BROKEN, "the quote was verified under another root than the anchor")
     found = _statuses(rating)

@@ -103,7 +103,7 @@ def _bench_chaos(output: Output, path: Path, overrides: tuple[str, ...], damage:
 @bench.command("attest")
 def attest_command(
     connections: Annotated[int, typer.Option(help="Workers to attest, each over a connection of its own.")] = 2000,
-    concurrency: Annotated[int, typer.Option(help="Workers at a time.")] = 8,
+    concurrency: Annotated[int, typer.Option(help="Workers at a time.")] = 16,
     held: Annotated[int, typer.Option(help="Idle, half-open and slow connections held beside.")] = 0,
     as_json: AsJson = False,
     debug: Debug = False,
