@@ -159,6 +159,7 @@ class Evaluating:
     def __init__(self, attester: Attester) -> None:
         self._attester = attester
         self._dataset: SealedDataset | None = None
+        self._manifest: Manifest | None = None
 
     def open(self, setup: WorkerSetup, training: DatasetForm, loss_fn: LossFn) -> None:
         """Open the header of the sealed split, if there is one; no example is in reach yet.
@@ -177,6 +178,10 @@ class Evaluating:
             deterministic = not setup.allow_nondeterministic
             self._scorer = Scorer(module, loss_fn, metric_of(setup.loss), setup.device, deterministic)
 
+    def bind(self, manifest: Manifest) -> None:
+        """Take orders of the run of ``manifest``, which was checked."""
+        self._manifest = manifest
+
     def take(self, keys: Mapping[int, Secret], hosted: Set[int]) -> None:
         """Open the slices of ``keys``, and forget those of virtual workers that are not ``hosted``.
 
@@ -187,7 +192,7 @@ class Evaluating:
         if self._dataset is not None:
             self._dataset.take(keys, hosted)
 
-    def answer(self, manifest: Manifest, envelope: Envelope, parameters: Sequence[np.ndarray]) -> EvaluationReply:
+    def answer(self, envelope: Envelope, parameters: Sequence[np.ndarray]) -> EvaluationReply:
         """Measure the slices that the order in ``envelope`` gives to this worker.
 
         Guarantee: nothing is measured before the order was verified for exactly these parameters; every failure is
@@ -197,15 +202,16 @@ class Evaluating:
             parameters: the float32 parameters of each range, in range order.
         """
         try:
-            signed = self._answer(manifest, envelope, parameters)
+            signed = self._answer(envelope, parameters)
         except Exception as error:  # noqa: BLE001 - only a code may leave
             return EvaluationReply(self._attester.member_id, answer_code(error))
         return EvaluationReply(self._attester.member_id, "ok", signed)
 
     @guarded
-    def _answer(self, manifest: Manifest, envelope: Envelope, parameters: Sequence[np.ndarray]) -> Envelope:
-        if self._dataset is None:
-            raise ProtocolError("evaluation_unknown", "the run has no sealed evaluation split")
+    def _answer(self, envelope: Envelope, parameters: Sequence[np.ndarray]) -> Envelope:
+        manifest = self._manifest
+        if self._dataset is None or manifest is None:
+            raise ProtocolError("evaluation_unknown", "the run has no sealed evaluation split, or has not begun")
         order = open_order(
             envelope,
             orchestrator_key=manifest.orchestrator_key,
@@ -215,7 +221,8 @@ class Evaluating:
         )
         own = order.member(self._attester.member_id)
         self._attester.require_own(own)
-        flat, tensors = np.concatenate(parameters), manifest.computation.tensors
+        tensors = manifest.computation.tensors
+        flat = parameters[0] if len(parameters) == 1 else np.concatenate(parameters)
         if parameter_digest(tensors, tensor_digests(flat, tensors)) != order.parameter_digest:
             raise ProtocolError("parameters_mismatch", "the order is for other parameters than those that came with it")
         self._scorer.load(flat)

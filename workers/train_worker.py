@@ -170,6 +170,7 @@ class TrainWorker:
             self._check_unpresented()
         self._check_orchestrator(admission)
         self._halves.check(admission.manifest, admission.key_service)
+        self._evaluating.bind(admission.manifest)
         self._admission = admission
         self._manifest_digest = admission.manifest.digest()
         return self._attester.present(challenge, self._manifest_digest, self._known_answer)
@@ -234,7 +235,7 @@ class TrainWorker:
 
     def evaluate(self, order: Envelope, *parameters: np.ndarray) -> EvaluationReply:
         """Measure parameters on the hosted slices of a sealed split; see `workers.evaluating.Evaluating.answer`."""
-        return self._evaluating.answer(self._admission.manifest, order, parameters)
+        return self._evaluating.answer(order, parameters)
 
     @guarded
     def _step(self, request: StepRequest, parameters: Sequence[np.ndarray]) -> tuple[StepReply, tuple[RingVector, ...]]:

@@ -152,6 +152,7 @@ def test_a_worker_without_a_sealed_split_refuses_every_order(tmp_path):
     plain.orchestrator.commit((plain.advance(plain.roster()),))
     order = plain.orchestrator.order_evaluation(1, plain.digest, plain.hosting)
     assert plain.workers["worker-0"].evaluate(order, *plain.parameters).code == "evaluation_unknown"
+    assert plain.new_worker("worker-9").evaluate(order, *plain.parameters).code == "evaluation_unknown"
 
 
 def test_what_a_model_raises_stays_in_the_worker(run, monkeypatch):
