@@ -18,7 +18,7 @@ from coordinator.run_folder import RunFolder
 from coordinator.state import HOME_VARIABLE
 from metrics.errors import RunFailedError
 
-LOOK_EVERY_S = 0.002
+LOOK_EVERY_S = 0.01
 STOP_S = 120.0
 
 
