@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from attestation.evidence import CollateralBundle, Role
-from attestation.key_release import KeyRelease
 from attestation.messages import Envelope
 from coordinator.backend import Actor, ActorLost, Backend
 from coordinator.config import RunConfig
 from coordinator.control import Control
 from coordinator.departures import ACCIDENTS, ASKED, Departure, Departures
-from coordinator.hosting import Hosting, moved, rehost
+from coordinator.handout import Handout
+from coordinator.hosting import Hosting, rehost
 from coordinator.joining import Joining, Timer
 from coordinator.plan import hosted_at_most
 from coordinator.ranges import ParameterRange
@@ -62,21 +62,22 @@ class Membership:
     presentations: dict[str, Envelope] = field(default_factory=dict)
     _serial: "itertools.count[int]" = field(default_factory=itertools.count)
     _worker_serial: "itertools.count[int]" = field(default_factory=itertools.count)
-    _epoch: int = -1
-    _keyed: Hosting = field(default_factory=dict)
-    _held_in_epoch: dict[str, set[int]] = field(default_factory=dict)
-    _log_seen: dict[str, int] = field(default_factory=dict)
     _leaving: dict[str, tuple[str, float]] = field(default_factory=dict)
     _untried: set[str] = field(default_factory=set)
     _looked: float = -math.inf
     _joining: Joining = field(init=False)
     _review: Review = field(init=False)
+    _handout: Handout = field(init=False)
     _setup: WorkerSetup = field(init=False)
     _admission: Admission = field(init=False)
     _ranges: Sequence[ParameterRange] = field(init=False)
 
     def __post_init__(self) -> None:
         self._review = Review(self.control, self.timer, self.revocations)
+        counted = self.config.dp_config.enabled and self.config.dp_config.colluding_workers > 0
+        self._handout = Handout(
+            self.control, hosted_at_most(self.config, self.config.fewest_workers) if counted else None
+        )
 
     def start_workers(self, setup: WorkerSetup) -> WorkerFacts:
         """Start and prepare ``num_workers`` workers; returns the facts that most of them agree on.
@@ -213,43 +214,25 @@ class Membership:
             RefusedError: ``too_few_workers``.
             RunFailedError: ``too_many_failures``.
         """
-        if epoch != self._epoch:
-            self._epoch, self._keyed, self._held_in_epoch = epoch, {}, {}
+        self._handout.begin(epoch)
         while True:
             self._require_enough()
             self._refill()
             self.hosting = rehost(self.hosting, list(self.workers), self.config.virtual_workers)
-            if (exposed := self._exposed()) is not None:
+            if (exposed := self._handout.exposed(self.hosting)) is not None:
                 self._take_leave(exposed, "key_share")
                 continue
-            needs = moved(self._keyed, self.hosting)
-            # A worker drops the keys that a roster does not give it: if it is to host again, they are sent again.
-            self._keyed = self.hosting
+            needs = self._handout.missing(self.hosting)
             if not needs:
                 return
-            self._release(epoch, needs)
+            self._hand_out(needs)
 
-    def _exposed(self) -> str | None:
-        """A worker that would have held more keys of this epoch than one of the colluding may."""
-        if not self.config.dp_config.enabled or not self.config.dp_config.colluding_workers:
-            return None
-        at_most = hosted_at_most(self.config, self.config.fewest_workers)
-        held = {i: self._held_in_epoch.get(i, set()) | set(hosted) for i, hosted in self.hosting.items()}
-        return next((member_id for member_id, each in held.items() if len(each) > at_most), None)
-
-    def _release(self, epoch: int, needs: Hosting) -> None:
-        asked, released = {}, dict[str, KeyRelease]()
+    def _hand_out(self, needs: Hosting) -> None:
+        asked, released = {}, {}
         for member_id, virtual_workers in needs.items():
-            seen = self._log_seen.get(member_id, 0)
-            released[member_id] = self._orchestrator("release", member_id, epoch, virtual_workers, seen)
+            released[member_id] = self._handout.release(member_id, virtual_workers)
             asked[member_id] = self.backend.call(self.workers[member_id], "accept_keys", released[member_id])[0]
-            self._held_in_epoch.setdefault(member_id, set()).update(virtual_workers)
-
-        def accepted(member_id: str, commitments: Envelope) -> None:
-            self._log_seen[member_id] = released[member_id].log_length
-            self._orchestrator("record_data", commitments)
-
-        self._collect(asked, accepted)
+        self._collect(asked, lambda i, commitments: self._handout.accepted(i, released[i], commitments))
         if not self.workers and self.departures.refused_alike(len(asked)):
             raise self._too_few()
 

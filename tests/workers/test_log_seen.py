@@ -95,7 +95,7 @@ class Forgetful(dict):
 def test_a_worker_that_is_kept_from_the_proof_leaves_and_takes_no_key(tmp_path):
     """Whoever is between worker and orchestrator cannot make the worker forget what it saw."""
     run = whole_run(tmp_path, epoch_steps=1)
-    run.coordinator._membership._log_seen = Forgetful()
+    run.coordinator._membership._handout._seen = Forgetful()
     with pytest.raises(RefusedError, match="too_few_workers"):
         run.train()
     assert len(run.reports) == 1
