@@ -7,11 +7,7 @@ look at, and a test that needs no third worker has none.
 import json
 import os
 import re
-import signal
 import time
-import urllib.request
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,20 +18,16 @@ import yaml
 from safetensors.numpy import load_file
 
 from attestation.evidence_log import read_exported_log, verify_exported_log
-from attestation.policy import simulated_policy
-from attestation.simulator import SimulatedVendor, code_measurement
 from attestation.tsm import tee_nodes
-from coordinator import state
 from coordinator.chaos_victims import role
 from coordinator.config import parse_config
 from coordinator.demo import demo_config
-from coordinator.local import LocalPlatform
-from coordinator.observing import Observer
 from coordinator.process_table import descendants, process_table
-from coordinator.ray_backend import RayBackend
-from coordinator.run_service import manifest_in, served_at
+from coordinator.run_service import manifest_in
 from coordinator.trainer import Trainer
 from metrics.errors import ModelError, RefusedError
+from tests.ray.unruly import AGED_S, BAD, revoke, unruly
+from tests.ray.watching import Observed, Scraping, observe, watched
 from workers.manifest import Manifest
 from workers.parameters import parameter_digest, tensor_digests
 
@@ -75,77 +67,16 @@ def digests(result):
     return [event["parameter_digest"] for event in map(json.loads, lines) if event["event"] == "step"]
 
 
-class _Watching(RayBackend):
-    """Notes what aggregators are given, and can kill a worker as a step begins.
-
-    Attributes:
-        seen: for each range and release, references to the vectors of all workers.
-        doomed: worker and number of its release at which it is killed; the first counts classes.
-    """
-
-    seen: list = []
-    asked: list = []
-    doomed = None
-    killed_time = 0.0
-
-    def call(self, actor, method, *args, returns=1):
-        if method == "step":
-            if self.doomed == (actor.member_id, self.asked.count(actor.member_id)):
-                os.kill(ray.get(actor.handle.__ray_call__.remote(lambda self: os.getpid()), timeout=30), signal.SIGKILL)
-                type(self).killed_time = time.monotonic()
-            self.asked.append(actor.member_id)
-        references = super().call(actor, method, *args, returns=returns)
-        if method == "reduce":
-            self.seen.append(args[3:])
-        return references
-
-
-@contextmanager
-def watched():
-    """`_Watching`, which every trainer takes for its backend meanwhile."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Watching, "seen", [])
-        patch.setattr(_Watching, "asked", [])
-        patch.setattr(_Watching, "doomed", None)
-        patch.setattr("coordinator.execution.RayBackend", _Watching)
-        yield _Watching
-
-
-class _Scraping:
-    """Reads the metrics page after every step."""
-
-    def __init__(self):
-        self.notices, self.pages = [], []
-
-    def __call__(self, report):
-        (url,) = (line.removeprefix("metrics: ") for line in self.notices if line.startswith("metrics: "))
-        with urllib.request.urlopen(url, timeout=10) as page:
-            self.pages.append(page.read().decode())
-
-
-@dataclass
-class Observed:
-    """What was seen of a run: metrics pages, processes, the vectors its aggregators were given, and its evidence."""
-
-    trainer: Trainer
-    result: dict
-    pages: list
-    processes: set
-    vectors: list
-    evidence: list
-    notices: list
-
-
 @pytest.fixture(scope="module")
 def observed(ray_cluster, secret, tmp_path_factory):
     """An undisturbed run of three workers and two aggregators, with measurements, which serves its evidence."""
-    before, processes, scraping, evidence = _members(), set(), _Scraping(), []
+    before, processes, scraping, evidence = _members(), set(), Scraping(), []
 
     def look(report):
         scraping(report)
         processes.update(_members() - before)
         if report.step in (1, STEPS - 1):
-            evidence.append(_observe(trainer, f"observer-{report.step}", tmp_path_factory.mktemp("seen")))
+            evidence.append(observe(trainer, f"observer-{report.step}", tmp_path_factory.mktemp("seen")))
 
     with pytest.MonkeyPatch.context() as patch, watched() as watching:
         patch.setenv("RAYCLOAK_HOME", str(tmp_path_factory.mktemp("observed") / "home"))
@@ -154,16 +85,6 @@ def observed(ray_cluster, secret, tmp_path_factory):
         result = trainer.train()
         vectors = [ray.get(list(references), timeout=30) for references in watching.seen]
     return Observed(trainer, result, scraping.pages, processes, vectors, evidence, scraping.notices)
-
-
-def _observe(trainer, name, scratch):
-    """What an observer on this machine sees of a run that goes on."""
-    folder = trainer._execution.folder.path
-    vendor = SimulatedVendor.load_or_create(state.simulator_folder())
-    policy, collateral = simulated_policy(vendor, code_measurement()), vendor.collateral(int(time.time()))
-    source = LocalPlatform(vendor.platform())
-    observer = Observer(served_at(folder), name, manifest_in(folder), source, policy, collateral)
-    return observer.look(scratch / "log.jsonl")
 
 
 def _members():
@@ -245,6 +166,42 @@ def test_a_killed_worker_is_noticed_within_2_s_costs_an_attempt_and_changes_no_b
     assert any("worker-1 left: died" in line for line in result["metrics"]["warnings"])
 
 
+def test_a_run_goes_on_without_a_bad_worker_and_a_revoked_one_on_renewed_evidence_with_the_same_bytes(
+    observed, secret, tmp_path
+):
+    """Of four workers one is refused; evidence ages after the first step, and a worker is revoked after the second."""
+
+    def disturb(report):
+        if report.step == 1:
+            passing.let_pass(AGED_S)
+        if report.step == 2:
+            revoke(trainer._execution.folder.path, "worker-1")
+
+    with unruly(tmp_path) as passing:
+        config = digits(**MEASURED, num_workers=4, failure={"max_failures": 1})
+        trainer = Trainer(config, run_secret=secret, progress=disturb, notice=lambda line: None)
+        result = trainer.train()
+    assert digests(result) == digests(observed.result)
+    assert result["metrics"]["num_workers"] == 2
+    left = [line for line in result["metrics"]["warnings"] if " left: " in line]
+    assert left[0].startswith(f"{BAD} left: root_unknown: ")
+    folder = Path(result["run_dir"])
+    entries = read_exported_log(folder / "evidence.jsonl", manifest_in(folder).log_owner).entries
+    told = [(each.kind, each.content.get("member_id", each.content.get("name"))) for each in entries]
+    assert ("refused", BAD) in told
+    assert ("admitted", BAD) not in told
+    revoked = told.index(("revoked", "worker-1"))
+    for member_id in ("worker-0", "worker-1", "worker-2"):
+        assert told[:revoked].count(("admitted", member_id)) == 2, "once at the start, and once when it had aged"
+    assert told[revoked:].count(("expelled", "worker-1")) == 1
+    assert not {("admitted", "worker-1"), ("released", "worker-1")} & set(told[revoked:])
+    released = [(i, each.content) for i, each in enumerate(entries) if each.kind == "released"]
+    hosted = {v for _, content in released if content["member_id"] == "worker-1" for v in content["virtual_workers"]}
+    assert {v for i, content in released if i > revoked for v in content["virtual_workers"]} == hosted
+    rosters = [each.content for each in entries[revoked:] if each.kind == "roster"]
+    assert next(roster["step"] for roster in rosters if roster["query"] == "gradient") == 2
+
+
 def test_aggregator_receives_no_vector_that_correlates_with_the_model(observed):
     """Every received vector, as centred ring words, is uncorrelated with the decoded update it contributes to.
 
@@ -308,7 +265,7 @@ def test_not_private_and_not_exact_are_said_noise_is_off_only_for_public_data_an
 ):
     with pytest.raises(RefusedError, match="not_public"):
         train(digits(dp_config={"enabled": False}))
-    scraping, secrets = _Scraping(), []
+    scraping, secrets = Scraping(), []
 
     def look(report):
         scraping(report)

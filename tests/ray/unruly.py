@@ -1,0 +1,89 @@
+"""A run on Ray with one worker that no policy accepts, for which a day passes and one worker is revoked."""
+
+import json
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from attestation.admissions import RENEWED_AFTER
+from attestation.policy import DEFAULT_LIFETIME_S
+from attestation.simulator import SimulatedVendor
+from coordinator.actors import NodeEvidenceSource, kill_all, start_platforms
+from coordinator.joining import Timer
+from coordinator.ray_backend import RayBackend
+from metrics.errors import RunFailedError
+
+BAD = "worker-3"
+AGED_S = int(DEFAULT_LIFETIME_S * RENEWED_AFTER) + 60
+"""Evidence is to be renewed by then, and is still valid."""
+
+
+class OneBad(RayBackend):
+    """Its fourth worker is on a platform of another vendor than the policy knows, and nobody can be started later."""
+
+    def start_worker(self, member_id):
+        if int(member_id.removeprefix("worker-")) > int(BAD.removeprefix("worker-")):
+            raise RunFailedError("unplaceable", f"there is no room for {member_id}")
+        if member_id != BAD:
+            return super().start_worker(member_id)
+        platforms = start_platforms(SimulatedVendor.create())
+        sources = types.SimpleNamespace(source=lambda: NodeEvidenceSource(platforms), gpus=lambda: None)
+        honest, self._platforms = self._platforms, sources
+        try:
+            return super().start_worker(member_id)
+        finally:
+            self._platforms = honest
+            self.strangers = platforms.values()
+
+    def close(self):
+        kill_all(self.strangers)
+        super().close()
+
+
+class Passing:
+    """Time of orchestrator and driver, which passes when the test says so."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "passed"
+        self._file.write_text("0")
+
+    def let_pass(self, seconds: int) -> None:
+        """From now on it is so much later."""
+        self._file.write_text(str(seconds))
+
+    def timer(self) -> Timer:
+        """For the driver."""
+        return Timer(now=lambda: time.monotonic() + int(self._file.read_text()))
+
+    def clock(self):
+        """For the orchestrator, in a process of its own."""
+        file = self._file
+
+        def now() -> float:
+            return time.time() + int(file.read_text())
+
+        return now
+
+
+@contextmanager
+def unruly(folder: Path) -> Iterator[Passing]:
+    """Every trainer has `OneBad` for its backend meanwhile, and the time that is yielded."""
+    passing = Passing(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coordinator.execution.RayBackend", OneBad)
+        patch.setattr("coordinator.ray_control.time", types.SimpleNamespace(time=passing.clock()))
+        patch.setattr("coordinator.coordinator.Timer", passing.timer)
+        yield passing
+
+
+def revoke(run_dir: Path, member_id: str) -> None:
+    """By the command, in a process of its own."""
+    command = [sys.executable, "-m", "coordinator", "attest", "revoke", str(run_dir), "--member", member_id, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout)["name"] == member_id

@@ -1,0 +1,91 @@
+"""What tests see of a run on Ray while it goes on: its metrics, what its aggregators are given, and its evidence."""
+
+import os
+import signal
+import time
+import urllib.request
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import ray
+
+from attestation.policy import simulated_policy
+from attestation.simulator import SimulatedVendor, code_measurement
+from coordinator import state
+from coordinator.local import LocalPlatform
+from coordinator.observing import Observer
+from coordinator.ray_backend import RayBackend
+from coordinator.run_service import manifest_in, served_at
+from coordinator.trainer import Trainer
+
+
+class Watching(RayBackend):
+    """Notes what aggregators are given, and can kill a worker as a step begins.
+
+    Attributes:
+        seen: for each range and release, references to the vectors of all workers.
+        doomed: worker and number of its release at which it is killed; the first counts classes.
+    """
+
+    seen: list = []
+    asked: list = []
+    doomed = None
+    killed_time = 0.0
+
+    def call(self, actor, method, *args, returns=1):
+        if method == "step":
+            if self.doomed == (actor.member_id, self.asked.count(actor.member_id)):
+                os.kill(ray.get(actor.handle.__ray_call__.remote(lambda self: os.getpid()), timeout=30), signal.SIGKILL)
+                type(self).killed_time = time.monotonic()
+            self.asked.append(actor.member_id)
+        references = super().call(actor, method, *args, returns=returns)
+        if method == "reduce":
+            self.seen.append(args[3:])
+        return references
+
+
+@contextmanager
+def watched():
+    """`Watching`, which every trainer takes for its backend meanwhile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Watching, "seen", [])
+        patch.setattr(Watching, "asked", [])
+        patch.setattr(Watching, "doomed", None)
+        patch.setattr("coordinator.execution.RayBackend", Watching)
+        yield Watching
+
+
+class Scraping:
+    """Reads the metrics page after every step."""
+
+    def __init__(self):
+        self.notices, self.pages = [], []
+
+    def __call__(self, report):
+        (url,) = (line.removeprefix("metrics: ") for line in self.notices if line.startswith("metrics: "))
+        with urllib.request.urlopen(url, timeout=10) as page:
+            self.pages.append(page.read().decode())
+
+
+@dataclass
+class Observed:
+    """What was seen of a run: metrics pages, processes, the vectors its aggregators were given, and its evidence."""
+
+    trainer: Trainer
+    result: dict
+    pages: list
+    processes: set
+    vectors: list
+    evidence: list
+    notices: list
+
+
+def observe(trainer, name, scratch):
+    """What an observer on this machine sees of a run that goes on."""
+    folder = trainer._execution.folder.path
+    vendor = SimulatedVendor.load_or_create(state.simulator_folder())
+    policy, collateral = simulated_policy(vendor, code_measurement()), vendor.collateral(int(time.time()))
+    source = LocalPlatform(vendor.platform())
+    observer = Observer(served_at(folder), name, manifest_in(folder), source, policy, collateral)
+    return observer.look(scratch / "log.jsonl")
