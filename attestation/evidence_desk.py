@@ -179,7 +179,7 @@ class EvidenceDesk:
     def grant_keys(
         self, peer: Peer, member_id: str, epoch: int, virtual_workers: tuple[int, ...], seen: int = 0
     ) -> Grant:
-        """The keys of the virtual workers that the peer hosts, or of those it names; see :meth:`drafted`.
+        """The keys of the virtual workers that the peer hosts, or of those it names; :meth:`proved` makes it an answer.
 
         Args:
             seen: as in `attestation.orchestrator.EvidenceOrchestrator.release`.
@@ -196,12 +196,9 @@ class EvidenceDesk:
                 refuse(Refusal.RELEASE_DENIED, f"'{member_id}' hosts {list(hosted)} and asked for {list(wanted)}")
         return self.orchestrator.grant(member_id, epoch, wanted, seen)
 
-    def drafted(self, grant: Grant) -> Callable[[], KeyRelease]:
-        """What a member is sent of a grant, but for the head's signature, which the result gives without the desk.
-
-        Grants that are drafted with nothing logged in between share one head.
-        """
-        return grant.drafted(self.log)
+    def proved(self, grant: Grant) -> KeyRelease:
+        """What a member is sent of a grant; grants that are proved with nothing logged in between share one head."""
+        return grant.proved(self.log)
 
     def roster(self, peer: Peer, member_id: str, data: Envelope | None) -> tuple[Envelope, tuple[Envelope, ...]]:
         """The newest roster and the presentations of its members; ``data`` is recorded first.

@@ -10,7 +10,7 @@ import json
 import os
 import secrets
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -137,14 +137,10 @@ class EvidenceLog:
 
     def prove(self, sequence: int) -> EntryProof:
         """Entry ``sequence`` with its proof under :meth:`head`; ValueError if there is no such entry."""
-        return self.draft(sequence)()
-
-    def draft(self, sequence: int) -> Callable[[], EntryProof]:
-        """As :meth:`prove`, but for the signature, which the result gives: of this head, whatever is appended since."""
         head = self.position()
         path = merkle.inclusion_proof(sequence, head.length, self._subtree)
         entry = next(self._entries("AND sequence = ?", sequence))
-        return lambda: EntryProof(entry=ExportedEntry.of(entry), path=path, head=self._signed(head))
+        return EntryProof(entry=ExportedEntry.of(entry), path=path, head=self._signed(head))
 
     def inclusion(self, sequence: int, length: int) -> tuple[bytes, ...]:
         """The proof that entry ``sequence`` is one of the first ``length``; ValueError if not."""
@@ -176,10 +172,9 @@ class EvidenceLog:
             draft.unlink(missing_ok=True)
 
     def _signed(self, head: LogHead) -> SignedHead:
-        newest = self._newest  # read once: proofs are signed in more than one thread
-        if newest is None or newest[0] != head:
-            newest = self._newest = head, head.sign(self._signer)
-        return newest[1]
+        if self._newest is None or self._newest[0] != head:
+            self._newest = head, head.sign(self._signer)
+        return self._newest[1]
 
     def _entries(self, rest: str, *values: str | int) -> Iterator[Entry]:
         query = f"SELECT sequence, kind, body, hash FROM log_entries WHERE run_id = ? {rest}"

@@ -63,11 +63,7 @@ class Grant:
     seen: int = 0
 
     def proved(self, log: EvidenceLog) -> KeyRelease:
-        """The release, with the proof that ``log`` has it, and extends what the member has seen."""
-        return self.drafted(log)()
-
-    def drafted(self, log: EvidenceLog) -> Callable[[], KeyRelease]:
-        """As :meth:`proved`, but for the signature of the head, which the result gives; it reads the log no more.
+        """The release, with the proof that ``log`` has it, and extends what the member has seen.
 
         A member opens the keys of slices, then of evaluation slices, then these. All are under one head, and the first
         of them extends what it has seen.
@@ -78,12 +74,10 @@ class Grant:
             slices, extends = self.slices._shown(log, extends), ()
         if self.evaluation is not None:
             evaluation, extends = self.evaluation._shown(log, extends), ()
-        own = self._shown(log, extends)
-        return lambda: replace(own(), slices=slices and slices(), evaluation=evaluation and evaluation())
+        return replace(self._shown(log, extends), slices=slices, evaluation=evaluation)
 
-    def _shown(self, log: EvidenceLog, extends: tuple[bytes, ...]) -> Callable[[], KeyRelease]:
-        proof = log.draft(self.sequence)
-        return lambda: KeyRelease(self.package, proof().encode(), extends=extends)
+    def _shown(self, log: EvidenceLog, extends: tuple[bytes, ...]) -> KeyRelease:
+        return KeyRelease(self.package, log.prove(self.sequence).encode(), extends=extends)
 
 
 class _KeyTerms(NamedTuple):

@@ -29,10 +29,9 @@ from attestation import evidence_pb2 as wire
 from attestation.channel import server_credentials
 from attestation.evidence_desk import EvidenceDesk, Peer
 from attestation.evidence_pb2_grpc import EvidenceServicer, add_EvidenceServicer_to_server
-from attestation.key_release import KeyRelease
 from attestation.refusals import SERVICE_NAME, status_of, trailing
 from attestation.service_limits import RateLimit, ServiceLimits
-from attestation.service_queue import Afterwards, Beside, ServiceQueue
+from attestation.service_queue import Afterwards, ServiceQueue
 from attestation.turns import Turn
 from attestation.wire_messages import from_wire, release_to_wire, to_wire
 from metrics.errors import ConfigError, EvidenceError, RaycloakError
@@ -73,10 +72,7 @@ class _Servicer(EvidenceServicer):
         def answer(peer: Peer) -> Afterwards[wire.ReleaseKeysReply]:
             wanted = tuple(request.virtual_workers)
             grant = self._desk.grant_keys(peer, request.member_id, request.epoch, wanted, request.seen)
-            return Afterwards(lambda: signed_beside(self._desk.drafted(grant)))
-
-        def signed_beside(draft: Callable[[], KeyRelease]) -> Beside[wire.ReleaseKeysReply]:
-            return Beside(lambda: release_to_wire(draft()))
+            return Afterwards(lambda: release_to_wire(self._desk.proved(grant)))
 
         return await self._answer(context, answer)
 

@@ -2,8 +2,7 @@
 
 Each call alone would wait for the disk to confirm its record. Calls that wait at the same time are executed in one
 transaction and answered when that is on disk, so they share the wait; and what they put off until then, such as proofs
-under a signed head of the log, rests on the records of all of them. Signing a head takes long, and happens beside the
-calls that come next.
+under a signed head of the log, rests on the records of all of them.
 """
 
 import asyncio
@@ -25,13 +24,6 @@ MAX_BATCH: Final = 32
 @dataclass(frozen=True, slots=True)
 class Afterwards(Generic[T]):
     """What a call returns to answer with ``call()``, once its record and those of its batch are on disk."""
-
-    call: "Callable[[], T | Beside[T]]"
-
-
-@dataclass(frozen=True, slots=True)
-class Beside(Generic[T]):
-    """What `Afterwards` gives to answer with ``call()`` beside later calls; it must not ask the orchestrator."""
 
     call: Callable[[], T]
 
@@ -57,15 +49,6 @@ class _Call:
         if isinstance(self.result, Afterwards):
             self._note(self.result.call)
 
-    @property
-    def is_beside(self) -> bool:
-        """Whether :meth:`answer_beside` is still to be called."""
-        return self.error is None and isinstance(self.result, Beside)
-
-    def answer_beside(self) -> None:
-        """Do what needs the orchestrator no more."""
-        self._note(self.result.call)
-
     def _note(self, call: Callable[[], Any]) -> None:
         try:
             self.result = call()
@@ -83,7 +66,7 @@ class _Call:
 
 
 class ServiceQueue:
-    """One thread that asks the orchestrator, and one for what is left of an answer then.
+    """One thread that asks the orchestrator.
 
     Guarantee: no answer leaves before the record of what it rests on is on disk. If a record cannot be written, the
     calls it holds and every later one are refused: memory and disk may differ from then on.
@@ -102,9 +85,6 @@ class ServiceQueue:
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="evidence-queue", daemon=True)
         self._thread.start()
-        self._beside: queue.SimpleQueue[list[_Call]] = queue.SimpleQueue()
-        self._beside_thread = threading.Thread(target=self._work_beside, name="evidence-answers", daemon=True)
-        self._beside_thread.start()
 
     def when_failed(self, told: Callable[[], Any]) -> None:
         """Call ``told`` once, from the queue's thread, when nothing can be recorded any more."""
@@ -131,11 +111,9 @@ class ServiceQueue:
         return answer
 
     def close(self) -> None:
-        """End the threads after the calls that wait."""
+        """End the thread after the calls that wait."""
         self._waiting.put(None)
         self._thread.join()
-        self._beside.put([])
-        self._beside_thread.join()
 
     def _work(self) -> None:
         while (first := self._waiting.get()) is not None:
@@ -150,17 +128,10 @@ class ServiceQueue:
                 else:
                     batch.append(item)
             self._execute(batch)
-            _settle([item for item in batch if not item.is_beside])
-            if beside := [item for item in batch if item.is_beside]:
-                self._beside.put(beside)
+            for loop in {item.loop for item in batch}:
+                loop.call_soon_threadsafe(_settle, [item for item in batch if item.loop is loop])
             if ends:
                 return
-
-    def _work_beside(self) -> None:
-        while items := self._beside.get():
-            for item in items:
-                item.answer_beside()
-            _settle(items)
 
     def _execute(self, batch: list[_Call]) -> None:
         if self.failure is None:
@@ -182,12 +153,6 @@ class ServiceQueue:
 
 
 def _settle(items: list[_Call]) -> None:
-    """Hand the outcomes to the event loops that wait."""
-    for loop in {item.loop for item in items}:
-        loop.call_soon_threadsafe(_settle_here, [item for item in items if item.loop is loop])
-
-
-def _settle_here(items: list[_Call]) -> None:
     for item in items:
         item.settle()
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from attestation.service_queue import Afterwards, Beside, ServiceQueue
+from attestation.service_queue import Afterwards, ServiceQueue
 from attestation.turns import Turn
 from metrics.errors import EvidenceError, ProtocolError
 
@@ -94,37 +94,6 @@ def test_what_is_put_off_is_not_done_without_a_record_and_fails_for_its_call_alo
         return error.code, answer, done
 
     assert asyncio.run(ask()) == ("malformed", 7, [])
-
-
-def test_what_is_left_of_an_answer_holds_up_no_other_call(book, calls):
-    signing, signed = threading.Event(), threading.Event()
-
-    def sign():
-        signing.set()
-        assert signed.wait(20)
-        return "proof"
-
-    async def ask():
-        slow = asyncio.ensure_future(calls.run(lambda: Afterwards(lambda: Beside(sign)), 20))
-        await asyncio.to_thread(signing.wait, 20)
-        other = await calls.run(lambda: 7, 20)
-        assert (other, slow.done(), book.ended) == (7, False, 2)
-        signed.set()
-        return await slow
-
-    assert asyncio.run(ask()) == "proof"
-
-
-def test_what_cannot_be_finished_beside_fails_for_its_call_alone(calls):
-    def refuse():
-        raise ProtocolError("malformed", "no")
-
-    async def ask():
-        besides = (calls.run(lambda each=each: Afterwards(lambda: Beside(each)), 20) for each in (refuse, lambda: 7))
-        return await asyncio.gather(*besides, return_exceptions=True)
-
-    error, answer = asyncio.run(ask())
-    assert (error.code, answer) == ("malformed", 7)
 
 
 def test_an_error_belongs_to_its_call_alone(calls):
