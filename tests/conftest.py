@@ -37,6 +37,9 @@ def _ray_environment(folder: Path) -> dict[str, str]:
     token.touch(mode=0o600)
     token.write_text("0" * 31 + "1" + "f" * 32)
     return {
+        # Nobody reads what Ray tells of machines and of log files, twice a second and in every cluster.
+        "LOG_NAME_UPDATE_INTERVAL_S": "60",
+        "REPORTER_UPDATE_INTERVAL_MS": "60000",
         "PYTHONPATH": str(ROOT),  # for workers that a driver elsewhere asks for, where raycloak is not installed
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
