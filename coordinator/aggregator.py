@@ -6,7 +6,8 @@ the death of an aggregator loses nothing and ranges cannot drift apart.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from attestation.attester import Attester, EvidenceSource
 from attestation.evidence import Challenge
+from attestation.keys import Secret
 from attestation.messages import Envelope
 from attestation.roster import Roster, open_roster
 from coordinator.optimizers import Optimizer
@@ -22,7 +24,7 @@ from metrics.errors import ProtocolError, SenderError
 from workers.manifest import Manifest
 from workers.numerics import current_numerics, pin_numerics
 from workers.parameters import tensor_digests
-from workers.payload import Attempt, VectorRange, check_payload, open_header, payload_key
+from workers.payload import Attempt, Header, VectorRange, check_payload, open_header, payload_key
 from workers.ring import RingVector, decode, ring_dtype
 
 State = Mapping[str, np.ndarray]
@@ -71,6 +73,21 @@ class MeasureReport:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Verified:
+    """A request that was verified but for its vectors.
+
+    Attributes:
+        own: what of the vector this aggregator sums.
+        expected: of each worker of the roster, its header and the one-time key of its array.
+    """
+
+    request: ReduceRequest
+    roster: Roster
+    own: VectorRange
+    expected: tuple[tuple[Header, Secret], ...]
+
+
 class MaskedAggregator:
     """Sums and updates one parameter range.
 
@@ -83,6 +100,7 @@ class MaskedAggregator:
         # The update rule's kernels must be those of the run's numerics class.
         pin_numerics()
         self._attester = Attester(member_id, source)
+        self._latest: _Verified | None = None
 
     def present(self, challenge: Challenge, manifest: Manifest, owned: ParameterRange) -> Envelope:
         """Take the manifest and the range to own, and answer the challenge with evidence.
@@ -98,12 +116,21 @@ class MaskedAggregator:
         self._manifest = manifest
         self._manifest_digest = manifest.digest()
         self._range = owned
+        self._latest = None
         self._optimizer = Optimizer(manifest.computation.optimizer, owned.tensors, manifest.computation.mechanism.steps)
         return self._attester.present(challenge, self._manifest_digest, b"")
 
     def initial_state(self) -> State:
         """Optimizer state before the first step."""
         return self._optimizer.initial_state()
+
+    def expect(self, request: ReduceRequest) -> None:
+        """Verify all of a request but its vectors, which follow: that then takes less time.
+
+        What is wrong with it is said where the vectors are handed over.
+        """
+        with suppress(ProtocolError):
+            self._verified(request)
 
     def reduce(
         self, request: ReduceRequest, parameters: NDArray[np.float32], state: State, *vectors: RingVector
@@ -124,12 +151,9 @@ class MaskedAggregator:
             RunFailedError: ``non_finite_parameters``.
         """
         started = time.perf_counter()
-        roster = self._open_roster(request.roster)
-        if roster.query != "gradient":
-            raise ProtocolError("query_mismatch", f"a step of '{roster.query}' does not update parameters")
-        own = VectorRange(self._range.index, self._range.start, self._range.size)
-        average = self._average(request, roster, own, vectors)
-        updated, new_state = self._optimizer.update(parameters, average, state, roster.step)
+        verified = self._verified(request, updates=True)
+        average = self._average(verified, vectors)
+        updated, new_state = self._optimizer.update(parameters, average, state, verified.roster.step)
         digests = tuple(tensor_digests(updated, self._range.tensors))
         return ReduceReport(self._range.index, digests, time.perf_counter() - started), updated, new_state
 
@@ -146,18 +170,13 @@ class MaskedAggregator:
             ProtocolError: the request itself does not match, ``query_unknown`` also for a step of training.
         """
         started = time.perf_counter()
-        roster = self._open_roster(request.roster)
-        dimension = self._manifest.computation.measurement(roster.query).mechanism.dimension
-        average = self._average(request, roster, VectorRange(0, 0, dimension), vectors)
+        average = self._average(self._verified(request, updates=False), vectors)
         return MeasureReport(average, time.perf_counter() - started)
 
-    def _average(
-        self, request: ReduceRequest, roster: Roster, own: VectorRange, vectors: Sequence[RingVector]
-    ) -> NDArray[np.float64]:
-        """The decoded sum of verified vectors over the public divisor."""
-        mechanism = self._manifest.computation.mechanism_of(roster.query)
-        attempt = Attempt.of(roster, request.parameter_digest, request.ranges, mechanism.ring_bits)
-        self._check_vectors(attempt, own, request.headers, vectors)
+    def _average(self, verified: _Verified, vectors: Sequence[RingVector]) -> NDArray[np.float64]:
+        """The decoded sum of vectors, verified first, over the public divisor."""
+        mechanism = self._manifest.computation.mechanism_of(verified.roster.query)
+        self._check_vectors(verified, vectors)
         average = decode(ring_sum(vectors, mechanism.ring_bits), mechanism.gamma_log2)
         return np.divide(average, mechanism.expected_batch_size, out=average)
 
@@ -176,24 +195,64 @@ class MaskedAggregator:
             raise ProtocolError("roster_own_entry", "the roster gives this range to another aggregator")
         return roster
 
-    def _check_vectors(
-        self, attempt: Attempt, own: VectorRange, headers: Sequence[Envelope], vectors: Sequence[RingVector]
-    ) -> None:
-        workers, index = attempt.roster.workers, own.index
-        if attempt.ranges[index : index + 1] != (own,):
+    def _verified(self, request: ReduceRequest, updates: bool | None = None) -> _Verified:
+        """The request, verified but for its vectors: now, or when it was expected.
+
+        Args:
+            updates: whether it is to update parameters, or to be a measurement, if that is known yet.
+        """
+        if self._latest is None or self._latest.request != request:
+            self._latest = None
+            roster = self._open_roster(request.roster)
+            self._check_query(roster, updates)
+            self._latest = self._verify(request, roster)
+        self._check_query(self._latest.roster, updates)
+        return self._latest
+
+    def _check_query(self, roster: Roster, updates: bool | None) -> None:
+        if updates and roster.query != "gradient":
+            raise ProtocolError("query_mismatch", f"a step of '{roster.query}' does not update parameters")
+        if updates is False:
+            self._manifest.computation.measurement(roster.query)
+
+    def _verify(self, request: ReduceRequest, roster: Roster) -> _Verified:
+        mechanism = self._manifest.computation.mechanism_of(roster.query)
+        if roster.query == "gradient":
+            own = VectorRange(self._range.index, self._range.start, self._range.size)
+        else:
+            own = VectorRange(0, 0, mechanism.dimension)
+        if request.ranges[own.index : own.index + 1] != (own,):
             raise ProtocolError("range_mismatch", "the request cuts the parameters in another way than this range")
-        if not len(headers) == len(vectors) == len(workers):
-            raise ProtocolError(
-                "incomplete_cover",
-                f"{len(headers)} headers and {len(vectors)} vectors cannot cover a roster of {len(workers)}",
-            )
-        for worker, envelope, vector in zip(workers, headers, vectors, strict=True):
-            try:
+        self._require_cover(roster, len(request.headers), "headers")
+        attempt = Attempt.of(roster, request.parameter_digest, request.ranges, mechanism.ring_bits)
+        expected = []
+        for worker, envelope in zip(roster.workers, request.headers, strict=True):
+            with _naming(worker.member_id):
                 header = open_header(envelope, attempt, worker.member_id)
-                key = payload_key(self._attester.agreement, worker, attempt, range_index=index, sender=worker.member_id)
-                check_payload(key, vector, header, range_index=index)
-            except ProtocolError as error:
-                raise SenderError(error.code, error.message, error.remedy, worker.member_id) from None
+                agreement, sender = self._attester.agreement, worker.member_id
+                key = payload_key(agreement, worker, attempt, range_index=own.index, sender=sender)
+            expected.append((header, key))
+        return _Verified(request, roster, own, tuple(expected))
+
+    def _check_vectors(self, verified: _Verified, vectors: Sequence[RingVector]) -> None:
+        self._require_cover(verified.roster, len(vectors), "vectors")
+        for (header, key), vector in zip(verified.expected, vectors, strict=True):
+            with _naming(header.sender):
+                check_payload(key, vector, header, range_index=verified.own.index)
+
+    def _require_cover(self, roster: Roster, count: int, what: str) -> None:
+        workers = len(roster.workers)
+        if count != workers:
+            raise ProtocolError("incomplete_cover", f"{count} {what} cannot cover a roster of {workers}")
+
+
+@contextmanager
+def _naming(member_id: str) -> Iterator[None]:
+    """Say whose header or vector it is that does not match."""
+    try:
+        yield
+    except ProtocolError as error:
+        raise SenderError(error.code, error.message, error.remedy, member_id) from None
 
 
 def ring_sum(vectors: Sequence[RingVector], bits: int) -> RingVector:

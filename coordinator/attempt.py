@@ -3,7 +3,7 @@
 A step of training and a measurement go the same way; they differ in what an aggregator does with the decoded sum.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +11,8 @@ from attestation.canonical import digest, length_prefixed
 from attestation.messages import Envelope, parse
 from attestation.roster import Query
 from coordinator.aggregator import MeasureReport, ReduceReport, ReduceRequest
-from coordinator.backend import Actor, ActorLost, Backend
-from coordinator.control import Control
+from coordinator.backend import ActorLost, Backend
+from coordinator.control import Control, Pending
 from coordinator.losses import Losses
 from coordinator.membership import Membership
 from coordinator.outcome import Model
@@ -38,6 +38,20 @@ class Task:
     def name(self) -> str:
         """How messages call it."""
         return f"step {self.step}" if self.query == "gradient" else f"{self.query} {self.step}"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Workers that were asked for one attempt.
+
+    Attributes:
+        shown: the presentations that all of them have seen then.
+        calls: by member id, references to the reply and to the vector of each range.
+    """
+
+    roster: Envelope
+    shown: tuple[Envelope, ...]
+    calls: Mapping[str, tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,24 +110,33 @@ class Attempts:
         self._tags = {}
         self._losses.begin()
 
-    def compute(self, task: Task, model: Model, receipt: Envelope, roster: Envelope) -> Answers | None:
-        """Ask every worker; those that fail are lost, and None is returned."""
-        workers = {i: self.membership.workers[i] for i in sorted(self.membership.workers)}
-        returns = 1 + len(task.ranges)
+    def ask(self, task: Task, model: Model, receipt: Any, roster: Envelope) -> Asked:
+        """Ask every worker.
+
+        Args:
+            receipt: it, or the reference to one that is asked for: then workers get their question as soon as the
+                ledger has answered, and none at all if it refuses.
+        """
         # Of those who are not in the roster, a worker would forget the evidence again.
         absent = {actor.member_id for actor in self.membership.aggregators[len(task.ranges) :]}
         shown = tuple(proof for member_id, proof in self.membership.presentations.items() if member_id not in absent)
         calls = {}
-        for member_id, worker in workers.items():
+        for member_id in sorted(self.membership.workers):
             unseen = tuple(envelope for envelope in shown if envelope not in self._seen.get(member_id, ()))
-            request = StepRequest(receipt, roster, unseen, task.ranges)
-            calls[member_id] = self.backend.call(worker, "step", request, *model.parameters, returns=returns)
-        ready = self.backend.wait([reference for call in calls.values() for reference in call], self.deadline_s)
+            asked = receipt, StepRequest(roster, unseen, task.ranges), *model.parameters
+            worker = self.membership.workers[member_id]
+            calls[member_id] = self.backend.call(worker, "step", *asked, returns=1 + len(task.ranges))
+        return Asked(roster, shown, calls)
+
+    def collect(self, task: Task, model: Model, asked: Asked) -> Answers | None:
+        """Wait for every worker's answer; those that fail are lost, and None is returned."""
+        calls = asked.calls
+        ready = set(self.backend.wait([each for call in calls.values() for each in call], self.deadline_s))
         replies: dict[str, StepReply] = {}
         failures: dict[str, str] = {}
         for member_id, call in calls.items():
             try:
-                if not set(call) <= set(ready):
+                if not ready.issuperset(call):
                     raise ActorLost("deadline")
                 replies[member_id] = self.backend.fetch(call[0], self.deadline_s)
                 if replies[member_id].code != "ok":
@@ -127,34 +150,23 @@ class Attempts:
         headers = tuple(reply.header for reply in replies.values() if reply.header is not None)
         if failures:
             self._losses.require_model(model, failures.values(), task.name, task.step)
-            self._losses.take(failures, task.name, task.step, everybody=len(failures) == len(workers))
+            self._losses.take(failures, task.name, task.step, everybody=len(failures) == len(calls))
             return None
         for reply in replies.values():
             if reply.leaving:
                 self.membership.ask_to_leave(reply.member_id, "left")
-        self._seen = dict.fromkeys(workers, shown)
+        self._seen = dict.fromkeys(calls, asked.shown)
         vectors = tuple(tuple(call[1 + part.index] for call in calls.values()) for part in task.ranges)
-        return Answers(roster, headers, vectors, tuple(replies.values()))
+        return Answers(asked.roster, headers, vectors, tuple(replies.values()))
 
-    def bind_vectors(self, task: Task) -> None:
-        """Have the vectors of the step known for good before they are summed, so that no other execution differs."""
-        tags = [self._tags[v] for v in sorted(self._tags)]
-        vectors = digest(length_prefixed("raycloak/vector-tags/v1", *tags))
-        try:
-            self.control.orchestrator("bind_vectors", task.step, vectors, task.query)
-        except ProtocolError as refusal:
-            raise RunFailedError(refusal.code, refusal.message, refusal.remedy, task.step) from None
+    def reduce(self, task: Task, model: Model, answers: Answers) -> Reduced | None:
+        """Have the vectors bound for good, and then every range reduced.
 
-    def reduce(self, task: Task, model: Model, answers: Answers, beside: Callable[[], None]) -> Reduced | None:
-        """Reduce every range, and do ``beside`` meanwhile: most processors have nothing to do then.
+        Guarantee: no aggregator is given a vector before the orchestrator has all of the step bound on disk.
 
         None is returned if an aggregator was lost and replaced, or a worker's vector failed its checks.
         """
-        request = ReduceRequest(answers.roster, answers.headers, model.digest, task.ranges)
-        aggregators = self.membership.aggregators[: len(task.ranges)]
-        parts = enumerate(aggregators)
-        calls = [self._reduction(task, index, actor, model, request, answers) for index, actor in parts]
-        beside()
+        calls = self._ask_to_reduce(task, model, answers)
         ready = self.backend.wait([reference for call in calls for reference in call], self.deadline_s)
         reports: list[Any] = []
         lost: dict[int, str] = {}
@@ -183,14 +195,42 @@ class Attempts:
         self.metrics.aggregate_released()
         return Reduced(tuple(reports), tuple((call[1], call[2]) for call in calls if len(call) > 1))
 
-    def _reduction(
-        self, task: Task, index: int, actor: Actor, model: Model, request: ReduceRequest, answers: Answers
-    ) -> Any:
-        vectors = answers.vectors[index]
-        if task.query != "gradient":
-            return self.backend.call(actor, "measure", request, *vectors)
-        own = model.parameters[index], model.states[index]
-        return self.backend.call(actor, "reduce", request, *own, *vectors, returns=3)
+    def _ask_to_reduce(self, task: Task, model: Model, answers: Answers) -> list[tuple[Any, ...]]:
+        """Ask every aggregator; the backend hands the questions over when the vectors are bound.
+
+        Such a question does not keep an aggregator for ever: an orchestrator that does not answer in time is ended, and
+        with its answer the question fails. Then it is asked anew.
+        """
+        binding = self._bind_vectors(task)
+        awaited = binding.reference
+        request = ReduceRequest(answers.roster, answers.headers, model.digest, task.ranges)
+        # Headers say nothing of what was computed, so they are verified meanwhile.
+        for actor, _ in zip(self.membership.aggregators, task.ranges, strict=False):
+            self.backend.call(actor, "expect", request)
+        calls = self._reductions(task, model, request, answers.vectors, awaited)
+        try:
+            binding.result()
+        except ProtocolError as refusal:
+            raise RunFailedError(refusal.code, refusal.message, refusal.remedy, task.step) from None
+        return calls if binding.reference is awaited else self._reductions(task, model, request, answers.vectors)
+
+    def _bind_vectors(self, task: Task) -> Pending:
+        """Have the vectors of the step known for good before they are summed, so that no other execution differs."""
+        tags = [self._tags[v] for v in sorted(self._tags)]
+        vectors = digest(length_prefixed("raycloak/vector-tags/v1", *tags))
+        return self.control.submit("orchestrator", "bind_vectors", task.step, vectors, task.query)
+
+    def _reductions(
+        self, task: Task, model: Model, request: ReduceRequest, vectors: Sequence[Sequence[Any]], after: Any = None
+    ) -> list[tuple[Any, ...]]:
+        calls = []
+        for actor, masked, part in zip(self.membership.aggregators, vectors, task.ranges, strict=False):
+            if task.query == "gradient":
+                own = model.parameters[part.index], model.states[part.index]
+                calls.append(self.backend.call(actor, "reduce", request, *own, *masked, returns=3, after=after))
+            else:
+                calls.append(self.backend.call(actor, "measure", request, *masked, after=after))
+        return calls
 
     def _tags_agree(self, task: Task, member_id: str, reply: StepReply) -> bool:
         """Whether a header names what its sender hosts; aggregators verify the rest of it.

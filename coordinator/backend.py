@@ -43,8 +43,17 @@ class Backend(Protocol):
         """Start a MaskedAggregator."""
         ...
 
-    def call(self, actor: Actor, method: str, *args: Any, returns: int = 1) -> tuple[Any, ...]:
-        """Call ``method``; returns one reference per return value at once."""
+    def call(
+        self, actor: Actor, method: str, *args: Any, returns: int = 1, after: Any | None = None
+    ) -> tuple[Any, ...]:
+        """Call ``method``; returns one reference per return value at once.
+
+        The actor gets the call once every reference in ``args`` and ``after`` is ready. If one of them failed the
+        call fails as it did, and the method is not entered.
+
+        Args:
+            after: of another call that must have succeeded first; only aggregators are called so.
+        """
         ...
 
     def wait(self, references: Sequence[Any], deadline_s: float) -> Collection[Any]:
@@ -98,10 +107,14 @@ class LocalBackend:
     def start_aggregator(self, member_id: str) -> Actor:
         return Actor(member_id, self._make_aggregator(member_id))
 
-    def call(self, actor: Actor, method: str, *args: Any, returns: int = 1) -> tuple[Any, ...]:
+    def call(
+        self, actor: Actor, method: str, *args: Any, returns: int = 1, after: Any | None = None
+    ) -> tuple[Any, ...]:
         values = [arg.value if isinstance(arg, _Settled) else arg for arg in args]
-        if actor.member_id in self._stopped:
-            return tuple(_Settled(error=ActorLost("died")) for _ in range(returns))
+        failed = (each.error for each in (*args, after) if isinstance(each, _Settled) and each.error)
+        refusal = ActorLost("died") if actor.member_id in self._stopped else next(failed, None)
+        if refusal is not None:
+            return tuple(_Settled(error=refusal) for _ in range(returns))
         try:
             result = getattr(actor.handle, method)(*values)
         except Exception as error:  # noqa: BLE001 - it is raised again where the reference is fetched

@@ -135,6 +135,11 @@ class Pending:
         self._arguments = arguments
         self._ask()
 
+    @property
+    def reference(self) -> Any:
+        """What stands for the answer in other calls, until it is asked again: they fail if this answer does."""
+        return self._reference
+
     def result(self) -> Any:
         """The answer; asked again of every new incarnation until one gives it.
 

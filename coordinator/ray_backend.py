@@ -125,9 +125,11 @@ class RayBackend:
         kill_all(started.handle for started in (*self._members.values(), self._spare) if started is not None)
         self._placement.close()
 
-    def call(self, actor: Actor, method: str, *args: Any, returns: int = 1) -> tuple[Any, ...]:
-        bound = getattr(actor.handle, method)
-        result = bound.options(num_returns=returns).remote(*args)
+    def call(
+        self, actor: Actor, method: str, *args: Any, returns: int = 1, after: Any | None = None
+    ) -> tuple[Any, ...]:
+        name, given = (method, args) if after is None else ("after", (after, method, *args))
+        result = getattr(actor.handle, name).options(num_returns=returns).remote(*given)
         if method == "reduce":
             self._keep_spare()
         return (result,) if returns == 1 else tuple(result)

@@ -4,8 +4,12 @@
     roster  = orchestrator.open_step(step, hosting, finished steps)                        asked for one step ahead
     headers, vectors = every worker.step(receipt, roster, parameters)                      masked before they leave
     failed -> move their virtual workers, next attempt: survivors mask their kept vectors again
+    orchestrator.bind_vectors(step, digest of the headers' tags)                           durable before it returns
     report, parameters, state = every aggregator.reduce(roster, headers, vectors)          only refs that are ready
     the coordinator takes all new references at once
+
+Workers are asked while the ledger charges, and aggregators while the orchestrator binds: each gets its question with
+the answer that it has to wait for, and none if there is no such answer.
 
 Nothing that an aggregator does is state: a step that fails anywhere is repeated from the same references.
 """
@@ -19,7 +23,7 @@ from attestation.canonical import digest, length_prefixed
 from attestation.commit_book import StepCommit
 from attestation.messages import Envelope, parse
 from attestation.roster import Query, Roster
-from coordinator.attempt import Answers, Attempts, Reduced, Task
+from coordinator.attempt import Answers, Asked, Attempts, Reduced, Task
 from coordinator.backend import Backend
 from coordinator.control import Control, Pending
 from coordinator.hosting import moved
@@ -80,9 +84,11 @@ class StepRunner:
     charging: bool = False
     uncommitted: tuple[StepCommit, ...] = ()
     _attempts: Attempts = field(init=False)
+    _manifest_digest: bytes = field(init=False)
     _prepared: tuple[Any, _Asked] | None = None
 
     def __post_init__(self) -> None:
+        self._manifest_digest = self.manifest.digest()
         self._attempts = Attempts(self.backend, self.control, self.membership, self.metrics, self.deadline_s)
 
     def run(self, step: int, model: Model) -> tuple[Model, StepOutcome]:
@@ -116,23 +122,18 @@ class StepRunner:
         self._attempts.begin()
         epoch = self.manifest.computation.epoch_of(task.query, task.step)
         self.place(epoch)
-        paying = (self.manifest.run_id, task.step, model.digest, self.manifest.digest(), task.query)
-        charge = self.control.submit("ledger", "charge", *paying)
-        roster = self._first_roster(task)
-        receipt: Envelope = charge.result()
+        receipt, asked = self._pay(task, model)
         paid = parse(Receipt, receipt.body)
         self.charged_epsilon = paid.charged_epsilon
         charged = time.perf_counter()
         self.metrics.phase_finished("charge", charged - started)
-        attempts = 1
-        while True:
-            begun = time.perf_counter()
-            finished = self._attempt(task, model, receipt, roster)
-            if finished is not None:
-                break
+        self._prepare_next(task)
+        attempts, begun = 1, charged
+        while (finished := self._attempt(task, model, asked, begun)) is None:
             self.place(epoch)
             roster = self._receive(task, self._ask_roster(task))
-            attempts += 1
+            attempts, begun = attempts + 1, time.perf_counter()
+            asked = self._attempts.ask(task, model, receipt, roster)
         answers, reduced, computed = finished
         now = time.perf_counter()
         return _Done(
@@ -146,6 +147,19 @@ class StepRunner:
             compute_seconds=computed - begun,
             reduce_seconds=now - computed,
         )
+
+    def _pay(self, task: Task, model: Model) -> tuple[Envelope, Asked]:
+        """Have the step charged; the receipt, and the workers that get it with the question of the first attempt."""
+        paying = (self.manifest.run_id, task.step, model.digest, self._manifest_digest, task.query)
+        charge = self.control.submit("ledger", "charge", *paying)
+        roster = self._first_roster(task)
+        awaited = charge.reference
+        asked = self._attempts.ask(task, model, awaited, roster)
+        receipt: Envelope = charge.result()
+        if charge.reference is not awaited:
+            # The ledger was lost before it answered, and the question that waited for it with it.
+            asked = self._attempts.ask(task, model, receipt, roster)
+        return receipt, asked
 
     def _outcome(self, done: _Done, released: bytes) -> StepOutcome:
         """The record of a finished step, whose commit waits for the next roster from now on."""
@@ -170,19 +184,15 @@ class StepRunner:
         if commits:
             self.control.orchestrator("commit", commits)
 
-    def _attempt(
-        self, task: Task, model: Model, receipt: Envelope, roster: Envelope
-    ) -> tuple[Answers, Reduced, float] | None:
-        """One attempt under ``roster``, with the time its answers were complete; None if another is needed."""
+    def _attempt(self, task: Task, model: Model, asked: Asked, begun: float) -> tuple[Answers, Reduced, float] | None:
+        """One attempt, with the time its answers were complete; None if another is needed."""
         self.metrics.attempt_started()
-        begun = time.perf_counter()
-        answers = self._attempts.compute(task, model, receipt, roster)
+        answers = self._attempts.collect(task, model, asked)
         computed = time.perf_counter()
         self.metrics.phase_finished("compute", computed - begun)
         if answers is None:
             return None
-        self._attempts.bind_vectors(task)
-        reduced = self._attempts.reduce(task, model, answers, lambda: self._prepare_next(task))
+        reduced = self._attempts.reduce(task, model, answers)
         self.metrics.phase_finished("reduce", time.perf_counter() - computed)
         return (answers, reduced, computed) if reduced else None
 
@@ -202,7 +212,7 @@ class StepRunner:
         return self._receive(task, self._ask_roster(task))
 
     def _prepare_next(self, task: Task) -> None:
-        """Ask for the next step's roster while the aggregators reduce this one.
+        """Ask for the next step's roster while the workers compute this one.
 
         An epoch begins with fresh evidence instead, and what is measured first needs a roster of its own.
         """

@@ -12,6 +12,7 @@ from coordinator.quick_imports import quickly
 
 with quickly():
     from attestation.attester import EvidenceSource, GpuSource
+    from attestation.messages import Envelope
     from workers.train_worker import TrainWorker
     from workers.worker_messages import StepRequest
 
@@ -34,6 +35,6 @@ class TrainWorkerActor(TrainWorker):
         self._leaving = True
         signal.signal(signal.SIGTERM, self._before)
 
-    def step(self, request: StepRequest, *parameters: np.ndarray) -> tuple[Any, ...]:
-        reply, *vectors = super().step(request, *parameters)
+    def step(self, receipt: Envelope, request: StepRequest, *parameters: np.ndarray) -> tuple[Any, ...]:
+        reply, *vectors = super().step(receipt, request, *parameters)
         return (replace(reply, leaving=self._leaving), *vectors)

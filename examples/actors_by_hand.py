@@ -83,8 +83,8 @@ for step in range(config.steps):
         ledger.charge.remote(run_id, step, digest, manifest.digest()),
         orchestrator.open_step.remote(step, hosting, ("aggregator",), commits),
     )
-    request = rc.StepRequest(receipt, roster, tuple(evidence), whole)
-    answers = [w.step.options(num_returns=2).remote(request, parameters) for w in workers.values()]
+    request = rc.StepRequest(roster, tuple(evidence), whole)
+    answers = [w.step.options(num_returns=2).remote(receipt, request, parameters) for w in workers.values()]
     replies = get(*(reply for reply, _ in answers))
     reduce = rc.ReduceRequest(roster, tuple(reply.header for reply in replies), digest, whole)
     report, parameters, state = aggregator.reduce.options(num_returns=3).remote(

@@ -317,19 +317,21 @@ class HandRun:
         }
         return seal(Receipt(**fields | changes), self.ledger_key)
 
-    def request(self, roster: Envelope, step: int = 0, **changes: Any) -> StepRequest:
+    def request(self, roster: Envelope, step: int = 0, **changes: Any) -> "Asked":
         """What the coordinator asks a worker, but for ``changes``."""
-        honest = StepRequest(self.receipt(step), roster, tuple(self.presentations.values()), self.vector_ranges)
+        honest = Asked(self.receipt(step), roster, tuple(self.presentations.values()), self.vector_ranges)
         return replace(honest, **changes)
 
     def ask(
-        self, name: str, request: StepRequest, parameters: Sequence[np.ndarray] | None = None
+        self, name: str, asked: "Asked", parameters: Sequence[np.ndarray] | None = None
     ) -> tuple[StepReply, tuple[np.ndarray, ...]]:
         """A worker's answer: reply, and one vector per range."""
-        reply, *vectors = self.workers[name].step(request, *(self.parameters if parameters is None else parameters))
+        request = StepRequest(asked.roster, asked.presentations, asked.ranges)
+        given = self.parameters if parameters is None else parameters
+        reply, *vectors = self.workers[name].step(asked.receipt, request, *given)
         return reply, tuple(vectors)
 
-    def code(self, name: str, request: StepRequest, parameters: Sequence[np.ndarray] | None = None) -> str:
+    def code(self, name: str, request: "Asked", parameters: Sequence[np.ndarray] | None = None) -> str:
         """The code of a worker's answer, which comes with nothing else unless it is ``ok``."""
         reply, vectors = self.ask(name, request, parameters)
         assert (reply.code == "ok") == (reply.header is not None) == all(len(vector) for vector in vectors)
@@ -360,6 +362,16 @@ class HandRun:
         digests = tensor_digests(np.concatenate(self.parameters), self.facts.tensors)
         self.digest = parameter_digest(self.facts.tensors, digests)
         return StepCommit(step, self.digest, 1, 3 + step, bytes(32))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The arguments of one question to a worker."""
+
+    receipt: Envelope
+    roster: Envelope
+    presentations: tuple[Envelope, ...]
+    ranges: tuple[VectorRange, ...]
 
 
 @dataclass(frozen=True)
@@ -406,7 +418,11 @@ class Stage(LocalBackend):
         self.drained: set[str] = set()
         self._underway: list[tuple[tuple[Any, ...], Callable[[], tuple[Any, ...]]]] = []
 
-    def call(self, actor: Actor, method: str, *args: Any, returns: int = 1) -> tuple[Any, ...]:
+    def call(
+        self, actor: Actor, method: str, *args: Any, returns: int = 1, after: Any | None = None
+    ) -> tuple[Any, ...]:
+        if (failure := self._failure_of((*args, after))) is not None:
+            return self._failed(returns, failure)
         place = actor.member_id, method
         values = tuple(getattr(arg, "value", arg) for arg in args)
         call = Call(*place, self._counts[place], values)
@@ -414,28 +430,43 @@ class Stage(LocalBackend):
         fate = self.disturb(call)
         if method == "step" and self.arrival is not None:
             references = tuple(self.put(None) for _ in range(returns))
-            self._underway.append((references, lambda: self._play(fate, actor, method, args, returns)))
+            self._underway.append((references, lambda: self._play(fate, actor, method, args, returns, after)))
         else:
-            references = self._play(fate, actor, method, args, returns)
+            references = self._play(fate, actor, method, args, returns, after)
         self.log.append((call, references))
         return references
 
-    def _play(self, fate: Fate, actor: Actor, method: str, args: tuple[Any, ...], returns: int) -> tuple[Any, ...]:
+    def _failure_of(self, given: Iterable[Any]) -> Exception | None:
+        """Why a call with these arguments reaches nobody: what they stand for failed, or whoever owes it is ended."""
+        for each in given:
+            if any(each is owed for owed in self._hanging):
+                return ActorLost("died")
+            if getattr(each, "error", None) is not None:
+                error: Exception = each.error
+                return error
+        return None
+
+    def _failed(self, returns: int, error: Exception) -> tuple[Any, ...]:
+        references = tuple(self.put(None) for _ in range(returns))
+        for each in references:
+            each.error = error
+        return references
+
+    def _play(
+        self, fate: Fate, actor: Actor, method: str, args: tuple[Any, ...], returns: int, after: Any
+    ) -> tuple[Any, ...]:
         if fate == "hangs":
             references = tuple(self.put(None) for _ in range(returns))
             self._hanging += references
             return references
         if fate == "lacks":
-            references = tuple(self.put(None) for _ in range(returns))
-            for each in references:
-                each.error = ActorLost("object_lost")
-            return references
+            return self._failed(returns, ActorLost("object_lost"))
         if fate == "dies":
             self.stop(actor)
-        references = super().call(actor, method, *args, returns=returns)
+        references = super().call(actor, method, *args, returns=returns, after=after)
         if fate == "dies after":
             self.stop(actor)
-            references = super().call(actor, method, *args, returns=returns)
+            references = super().call(actor, method, *args, returns=returns, after=after)
         if callable(fate):
             references = tuple(self.put(value) for value in fate(*(each.value for each in references)))
         return references

@@ -210,7 +210,7 @@ class TrainWorker:
         )
         return seal(body, self._attester.identity)
 
-    def step(self, request: StepRequest, *parameters: np.ndarray) -> tuple[Any, ...]:
+    def step(self, receipt: Envelope, request: StepRequest, *parameters: np.ndarray) -> tuple[Any, ...]:
         """Compute, mask and sign this worker's contribution to one attempt.
 
         The roster's query says which of the run's mechanisms it is a step of.
@@ -220,6 +220,7 @@ class TrainWorker:
         failure is answered by a code.
 
         Args:
+            receipt: the ledger's, for the step; see `workers.receipt`.
             parameters: the float32 parameters of each range, in range order.
 
         Returns:
@@ -227,7 +228,7 @@ class TrainWorker:
         """
         vectors: tuple[RingVector, ...]
         try:
-            reply, vectors = self._step(request, parameters)
+            reply, vectors = self._step(receipt, request, parameters)
         except Exception as error:  # noqa: BLE001 - only a code may leave
             reply = StepReply(self._attester.member_id, answer_code(error))
             vectors = tuple(np.empty(0, np.uint32) for _ in request.ranges)
@@ -238,14 +239,16 @@ class TrainWorker:
         return self._evaluating.answer(order, parameters)
 
     @guarded
-    def _step(self, request: StepRequest, parameters: Sequence[np.ndarray]) -> tuple[StepReply, tuple[RingVector, ...]]:
+    def _step(
+        self, receipt: Envelope, request: StepRequest, parameters: Sequence[np.ndarray]
+    ) -> tuple[StepReply, tuple[RingVector, ...]]:
         began = time.perf_counter()
         roster = self._open_roster(request.roster)
         if self._last and self._last[0] == digest(request.roster.body):
             return self._last[1], self._last[2]
         self._check_position(roster)
         flat = parameters[0] if len(parameters) == 1 else np.concatenate(parameters)
-        model = self._check_parameters(request, roster, flat)
+        model = self._check_parameters(receipt, roster, flat)
         self._appraise_peers(roster, request.presentations)
         self._advance(roster)
         mechanism = self._admission.manifest.computation.mechanism_of(roster.query)
@@ -318,12 +321,12 @@ class TrainWorker:
         if (roster.step, roster.attempt) <= last or roster.ratchet < self._ratchet:
             raise ProtocolError("step_fenced", f"step {roster.step} attempt {roster.attempt} is over for this worker")
 
-    def _check_parameters(self, request: StepRequest, roster: Roster, flat: np.ndarray) -> bytes:
+    def _check_parameters(self, envelope: Envelope, roster: Roster, flat: np.ndarray) -> bytes:
         """The digest of the parameters that really arrived, after the receipt was verified for it."""
         manifest, tensors = self._admission.manifest, self._facts.tensors
         model = parameter_digest(tensors, tensor_digests(flat, tensors))
         receipt = check_receipt(
-            request.receipt,
+            envelope,
             ledger_key=manifest.ledger_key,
             run_id=manifest.run_id,
             query=roster.query,

@@ -81,7 +81,6 @@ class StepRequest:
         ranges: each aggregator's part of the parameters, in order.
     """
 
-    receipt: Envelope
     roster: Envelope
     presentations: tuple[Envelope, ...]
     ranges: tuple[VectorRange, ...]

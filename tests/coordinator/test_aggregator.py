@@ -336,6 +336,26 @@ def test_everything_is_verified_before_a_word_is_added(hand, answers, monkeypatc
     assert added == []
 
 
+def test_what_was_expected_is_verified_once_and_nothing_else_passes_for_it(hand, answers, monkeypatch):
+    request, vectors = answers
+    opened = []
+    monkeypatch.setattr(module, "open_header", lambda *a, real=module.open_header: opened.append(a) or real(*a))
+    plain = hand.reduce(request, vectors)
+    forged = with_header(request, 1, replace(request.headers[1], signature=bytes(64)))
+    hand.aggregators[0].expect(forged)
+    assert refused(hand, forged, vectors).code == "signature"
+    hand.aggregators[0].expect(request)
+    opened.clear()
+    changed = vectors[0][2].copy()
+    changed[0] += 1
+    assert refused(hand, request, with_vector(vectors, 2, changed)).code == "payload_tag"
+    assert np.array_equal(hand.reduce(request, vectors)[1], plain[1])
+    assert opened == []
+    assert refused(hand, forged, vectors).code == "signature"
+    with pytest.raises(ProtocolError, match="query_unknown"):
+        hand.aggregators[0].measure(request, *vectors[0])
+
+
 # --- what it learns
 
 

@@ -91,7 +91,7 @@ def test_receipts_are_for_the_parameters_of_their_step(tmp_path):
     run = trained(tmp_path)
     digests = [run.finished.manifest.computation.initial_parameters.hex(), *run.digests]
     for call in run.stage.calls("step"):
-        receipt = open_envelope(Receipt, call.arguments[0].receipt, run.finished.manifest.ledger_key)
+        receipt = open_envelope(Receipt, call.arguments[0], run.finished.manifest.ledger_key)
         assert receipt.parameter_digest.hex() == digests[receipt.step]
         assert receipt.manifest_digest == run.finished.manifest.digest()
 
@@ -163,7 +163,7 @@ def test_a_poisoned_example_is_silent_and_the_run_goes_on(tmp_path, poison, capf
     assert run.left == []
     assert np.isfinite(run.finished.parameters).all()
     assert "".join(capfd.readouterr()) == ""
-    assert {call.arguments[0].roster.body.count(b"attempt") for call in run.stage.calls("step")} == {1}
+    assert {call.arguments[1].roster.body.count(b"attempt") for call in run.stage.calls("step")} == {1}
 
 
 def small_data(count: int):

@@ -47,7 +47,7 @@ def test_a_run_on_the_accounts_own_data_is_paid_and_says_so_in_manifest_receipt_
         check_pins([pin], hash_at)
     assert run.finished is not None
     assert run.finished.manifest.dataset_fingerprint == account.fingerprint
-    receipt = Receipt.model_validate_json(run.stage.calls("step")[0].arguments[0].receipt.body)
+    receipt = Receipt.model_validate_json(run.stage.calls("step")[0].arguments[0].body)
     assert receipt.dataset_fingerprint == account.fingerprint
 
 

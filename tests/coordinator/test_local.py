@@ -116,6 +116,20 @@ def test_an_actors_error_is_raised_where_its_answer_is_fetched(backend):
             backend.fetch(reference, 1)
 
 
+def test_a_call_waits_for_what_it_is_given_and_fails_with_it(backend):
+    actor = backend.start_aggregator("aggregator-0")
+    (failed,), (good,) = backend.call(actor, "fail"), backend.call(actor, "one", 1)
+    assert backend.fetch(backend.call(actor, "one", 2, after=good)[0], 1) == 2
+    for references in (
+        backend.call(actor, "one", failed),
+        backend.call(actor, "one", 1, after=failed),
+        backend.call(actor, "two", 1, backend.put(np.arange(3)), returns=2, after=failed),
+    ):
+        for reference in references:
+            with pytest.raises(ProtocolError, match="not so"):
+                backend.fetch(reference, 1)
+
+
 def test_a_stopped_actor_is_lost_and_another_of_its_kind_is_not(backend):
     actor, other = backend.start_worker("worker-0"), backend.start_worker("worker-1")
     backend.stop(actor)

@@ -23,7 +23,7 @@ def worker(monkeypatch):
     """A worker whose step is asked to end while it computes, on the second and third call."""
     calls = []
 
-    def step(self, request, *parameters):
+    def step(self, receipt, request, *parameters):
         calls.append(request)
         if len(calls) > 1:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -44,13 +44,13 @@ def _end(*_):
 
 
 def test_a_worker_asked_to_end_finishes_its_step_and_says_so_and_the_second_signal_ends_it(worker):
-    reply, vector = worker.step(None)
+    reply, vector = worker.step(None, None)
     assert reply == StepReply("worker-0", "ok")
-    left, vector = worker.step(None)
+    left, vector = worker.step(None, None)
     assert left == replace(reply, leaving=True)
     assert vector == "vector"
     with pytest.raises(_EndedError):
-        worker.step(None)
+        worker.step(None, None)
 
 
 def test_a_spare_aggregator_holds_no_key_until_it_takes_part():

@@ -289,8 +289,8 @@ def test_a_vector_changed_on_its_way_is_refused_and_only_its_sender_leaves(tmp_p
 def test_an_aggregator_that_accuses_everybody_ends_the_run_with_each_accusation_named(tmp_path):
     """It can keep workers out, but not in silence, and not below the fewest the run needs."""
 
-    def accuse(self, attempt, own, headers, vectors):
-        raise SenderError("payload_tag", "not what it tagged", member_id=attempt.roster.workers[0].member_id)
+    def accuse(self, verified, vectors):
+        raise SenderError("payload_tag", "not what it tagged", member_id=verified.roster.workers[0].member_id)
 
     run = whole_run(tmp_path, overrides=["failure.max_failures=4"])
     make = run.stage._make_aggregator
@@ -345,7 +345,7 @@ def test_every_step_is_charged_before_any_worker_is_asked(tmp_path):
         if call.method == "charge":
             charged.append(call.arguments[1])
         elif call.method == "step":
-            receipt = call.arguments[0].receipt
+            receipt = call.arguments[0]
             assert f'"step":{charged[-1]}'.encode() in receipt.body
     assert charged == [0, 1, 2]
     assert order[0].method == "charge"
@@ -373,6 +373,35 @@ def test_no_worker_is_asked_for_a_step_that_the_ledger_refuses(tmp_path):
     assert run.digests == []
 
 
+def test_nothing_is_reduced_unless_its_vectors_are_bound(tmp_path):
+    """Two executions that differ would else decode two values, whose difference has no noise."""
+
+    def differ(*_):
+        raise ProtocolError("not_reproducible", "other vectors")
+
+    run = whole_run(tmp_path)
+    run.session.control.actors["orchestrator"].handle.bind_vectors = differ
+    with pytest.raises(RunFailedError, match="not_reproducible"):
+        run.train()
+    assert len(run.stage.calls("step")) == 3
+    assert run.stage.calls("reduce") == []
+
+
+@pytest.mark.parametrize("fate", ["dies", "dies after", "hangs"])
+@pytest.mark.parametrize(
+    ("role", "method", "asked"), [("ledger", "charge", "step"), ("orchestrator", "bind_vectors", "reduce")]
+)
+def test_what_waited_for_a_lost_answer_is_asked_again_once(tmp_path, undisturbed, fate, role, method, asked):
+    run = trained(
+        tmp_path, disturb=lambda call: fate if (call.member_id, call.method, call.index) == (role, method, 1) else None
+    )
+    assert run.digests == undisturbed
+    assert [name for name, _ in run.restarts] == [role]
+    at_once = 3 if asked == "step" else 1
+    assert len(run.stage.calls(asked)) == 3 * at_once
+    assert {outcome.commit.attempts for outcome in run.finished.outcomes} == {1}
+
+
 def test_nothing_is_reduced_before_every_worker_has_answered(tmp_path):
     """A reduce with an unready reference would hold up every later attempt."""
     run = trained(tmp_path, disturb=on("step", "worker-1", "hangs", 1))
@@ -386,7 +415,7 @@ def test_an_outcome_states_bytes_and_times(tmp_path):
     run = trained(tmp_path, aggregators=3)
     for outcome in run.finished.outcomes:
         assert outcome.masked_bytes == 3 * 83 * 4
-        assert 0 < outcome.slowest_worker_seconds <= outcome.compute_seconds
+        assert 0 < outcome.slowest_worker_seconds <= outcome.seconds
         parts = outcome.charge_seconds + outcome.compute_seconds + outcome.reduce_seconds
         assert parts <= outcome.seconds
     assert run.finished.masked_bytes == 3 * 3 * 83 * 4

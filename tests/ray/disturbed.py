@@ -45,8 +45,8 @@ class Watched(RayBackend):
         self.workers.pop(actor.member_id, None)
         super().stop(actor)
 
-    def call(self, actor, method, *args, returns=1):
-        references = super().call(actor, method, *args, returns=returns)
+    def call(self, actor, method, *args, **options):
+        references = super().call(actor, method, *args, **options)
         if method == "step" and actor.member_id == self.doomed:
             self.doomed, self.killed_at = None, time.monotonic()
             os.kill(RAYLETS[self.node(actor)], signal.SIGKILL)

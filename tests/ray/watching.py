@@ -33,13 +33,13 @@ class Watching(RayBackend):
     doomed = None
     killed_time = 0.0
 
-    def call(self, actor, method, *args, returns=1):
+    def call(self, actor, method, *args, **options):
         if method == "step":
             if self.doomed == (actor.member_id, self.asked.count(actor.member_id)):
                 os.kill(ray.get(actor.handle.__ray_call__.remote(lambda self: os.getpid()), timeout=30), signal.SIGKILL)
                 type(self).killed_time = time.monotonic()
             self.asked.append(actor.member_id)
-        references = super().call(actor, method, *args, returns=returns)
+        references = super().call(actor, method, *args, **options)
         if method == "reduce":
             self.seen.append(args[3:])
         return references

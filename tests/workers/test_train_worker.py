@@ -446,7 +446,7 @@ def test_ranges_that_do_not_cut_the_parameters_into_pieces_are_refused(hand):
         with pytest.raises(ProtocolError, match="range_mismatch"):
             check_partition(ranges, whole)
         request = hand.request(hand.roster(), ranges=ranges)
-        reply = hand.workers["worker-0"].step(request, *hand.parameters)[0]
+        reply, _ = hand.ask("worker-0", request)
         assert (number, reply.code) == (number, "range_mismatch")
     check_partition((VectorRange(0, 0, 40), VectorRange(1, 40, whole - 40)), whole)
 
