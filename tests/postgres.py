@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,18 @@ class PostgresServer:
         self._await_connection()
 
     def kill(self) -> None:
-        """SIGKILL the server and all its processes at once, as a crash of the machine would."""
+        """SIGKILL the server and all its processes at once, as a crash of the machine would; they are gone then."""
+        self._process.send_signal(signal.SIGSTOP)  # so that it starts no further process meanwhile
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
         for process in (self._process.pid, *map(int, children)):
-            os.kill(process, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         self._process.wait(_START_DEADLINE_S)
+        # No new server starts beside the shared memory that the last of them still holds.
+        deadline = time.monotonic() + _START_DEADLINE_S
+        while any(_is_running(child) for child in children):
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
 
     def stop(self) -> None:
         """End the server without its last checkpoint, and remove the cluster."""
@@ -116,6 +124,15 @@ class PostgresServer:
 
     def _environment(self) -> dict[str, Any]:
         return {"cwd": self._folder, "env": {"PATH": os.environ["PATH"], "LC_ALL": "C"}, **self._user}
+
+
+def _is_running(process: str) -> bool:
+    """Whether there is a process of this id that has not ended; one that nobody has waited for has."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
 
 
 def _base() -> str:
