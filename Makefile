@@ -5,23 +5,16 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 ON_RAY := tests/ray tests/test_snippets.py
-RUNS_ON_RAY := tests/ray/test_leaks.py tests/ray/test_trainer.py tests/test_snippets.py
 
-.PHONY: demo test test-losses test-plain test-plain-and-runs test-ray lint format fuzz proto clean
+.PHONY: demo test test-plain test-ray lint format fuzz proto clean
 
 demo: $(INSTALLED)
 	$(BIN)/raycloak demo
 
-# Two lines of work of some ten minutes each. What runs on Ray goes one test after the other and waits much of its time, as
-# do races for a ledger.
+# Tests on Ray run after the others, alone: they start clusters, and some hold the product to deadlines.
 test: $(INSTALLED)
-	$(MAKE) --no-print-directory --keep-going --jobs 2 test-plain-and-runs test-losses
-
-test-plain-and-runs: test-plain
-	$(BIN)/python -m pytest $(RUNS_ON_RAY)
-
-test-losses: $(INSTALLED)
-	$(BIN)/python -m pytest tests/ray $(addprefix --ignore=,$(RUNS_ON_RAY))
+	$(MAKE) --no-print-directory test-plain
+	$(MAKE) --no-print-directory test-ray
 
 test-plain: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(addprefix --ignore=,$(ON_RAY))
