@@ -2,8 +2,6 @@
 network until it has ended."""
 
 import json
-import os
-import secrets
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -19,6 +17,7 @@ from attestation.evidence import Collateral, CollateralBundle, Refusal, refuse
 from attestation.https_get import https_get
 from attestation.messages import Message, parse
 from attestation.policy import Policy
+from attestation.whole_file import write_whole
 from metrics.errors import EvidenceError, ProtocolError
 
 FETCHED_AFTER: Final = 2 / 3
@@ -109,7 +108,7 @@ class CollateralKeeper:
             return
         self.problem = ""
         self._kept = FetchedCollateral(fetched_at=now, bundle=bundle)
-        self._write(self._kept)
+        write_whole(self._file, self._kept.encode() + b"\n")
 
     def _require_no_older(self, bundle: CollateralBundle) -> None:
         for known, found in zip(self._kept.bundle.tdx if self._kept else (), bundle.tdx, strict=False):
@@ -122,14 +121,6 @@ class CollateralKeeper:
             return parse(FetchedCollateral, self._file.read_bytes().strip())
         except (OSError, ProtocolError):
             return None
-
-    def _write(self, kept: FetchedCollateral) -> None:
-        draft = self._file.with_name(f".{self._file.name}.{secrets.token_hex(8)}")
-        with draft.open("xb") as file:
-            file.write(kept.encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(self._file)
 
 
 def ends_at(bundle: CollateralBundle) -> int:

@@ -7,8 +7,6 @@ Not guaranteed: that the newest entries were not cut off, unless a later head is
 """
 
 import json
-import os
-import secrets
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -30,6 +28,7 @@ from attestation.log_entries import (
     entry_hash,
     parse_line,
 )
+from attestation.whole_file import whole_file
 from metrics.errors import EvidenceError
 
 _KEPT_SUBTREES = 4096
@@ -159,17 +158,10 @@ class EvidenceLog:
     def export(self, path: Path) -> None:
         """Write the log to ``path`` as JSON lines, the signed head as the last one. The file appears as a whole."""
         head = self.head_line()
-        draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-        try:
-            with draft.open("xb") as file:
-                for entry in self.entries():
-                    file.write(ExportedEntry.of(entry).encode() + b"\n")
-                file.write(head + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
+        with whole_file(path) as file:
+            for entry in self.entries():
+                file.write(ExportedEntry.of(entry).encode() + b"\n")
+            file.write(head + b"\n")
 
     def _signed(self, head: LogHead) -> SignedHead:
         if self._newest is None or self._newest[0] != head:

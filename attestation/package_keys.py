@@ -5,7 +5,6 @@ scheme does. Recipients hold HPKE keys of X25519 and ML-KEM-768. Which signers a
 it stands in a file of the reader's own.
 """
 
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Literal, Self, TypeVar
@@ -21,6 +20,7 @@ from attestation.keys import Purpose, Secret, derive
 from attestation.messages import Message, parse
 from attestation.package_manifest import PackageRefusal, refuse
 from attestation.private_files import publish, read_private
+from attestation.whole_file import write_whole
 from metrics.errors import ConfigError, ProtocolError
 
 M = TypeVar("M", bound=Message)
@@ -115,12 +115,9 @@ class TrustStore(Message):
         Raises:
             ConfigError: ``trust_store`` if it cannot be written.
         """
-        draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         try:
-            draft.write_bytes(self.encode() + b"\n")
-            draft.replace(path)
+            write_whole(path, self.encode() + b"\n")
         except OSError as error:
-            draft.unlink(missing_ok=True)
             raise ConfigError("trust_store", f"cannot write {path}: {error.strerror}.") from None
 
     def with_signer(self, name: str, signer: SignerPublic) -> Self:

@@ -24,6 +24,7 @@ from attestation.admissions import OBSERVER, RunTerms
 from attestation.orchestrator import EvidenceOrchestrator
 from attestation.service_limits import ServiceLimits
 from attestation.turns import Turn
+from attestation.whole_file import write_whole
 from metrics.errors import ConfigError, RunFailedError
 
 if TYPE_CHECKING:
@@ -105,9 +106,7 @@ class ServingOrchestrator(EvidenceOrchestrator):
                 if time.monotonic() >= deadline or (int(port) == 0 and former is None):
                     raise
             time.sleep(_PAUSE_S)
-        draft = self._port_file.with_suffix(".draft")
-        draft.write_text(f"{session} {server.port}\n")
-        draft.replace(self._port_file)
+        write_whole(self._port_file, f"{session} {server.port}\n".encode())
         return server
 
     def _former_port(self, session: str) -> int | None:

@@ -1,6 +1,5 @@
 """A standalone evidence service: an orchestrator without a cluster, which attests members and gives them their keys."""
 
-import secrets
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from attestation.service_limits import ServiceLimits
 from attestation.simulator import SimulatedVendor, code_measurement
 from attestation.static_hosting import StaticHosting
 from attestation.turns import Turn
+from attestation.whole_file import write_whole
 from attestation.yaml_files import read_yaml
 from coordinator import state
 from coordinator.config import Section, validated
@@ -261,7 +261,5 @@ def _manifest(path: Path) -> Manifest:
 def _write(contract: ServiceContract | None, path: Path) -> Path | None:
     if contract is None:
         return None
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    draft.write_bytes(contract.encode() + b"\n")
-    draft.replace(path)
+    write_whole(path, contract.encode() + b"\n")
     return path

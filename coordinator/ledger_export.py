@@ -6,8 +6,6 @@ nothing is lost.
 """
 
 import json
-import os
-import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from pydantic import JsonValue
 from attestation.canonical import canonical_json
 from attestation.keys import IdentityKey
 from attestation.messages import Message, parse
+from attestation.whole_file import whole_file
 from coordinator.ledger_audit import Replay, audit
 from coordinator.ledger_entries import Head, LedgerEntry, broken
 from coordinator.ledger_heads import LedgerHead, head_line, read_head_line
@@ -70,22 +69,16 @@ def write_export(path: Path, entries: Iterable[LedgerEntry], key: IdentityKey, s
     """
     if path.exists():
         raise ConfigError("export_exists", f"{path} is there already.", "Choose another name, or remove it.")
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     head = Head()
     try:
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        with whole_file(path, 0o600) as file:
             file.write(ExportedLedger(public_key=key.public).encode() + b"\n")
             for entry in entries:
                 file.write(_line(entry) + b"\n")
                 head = Head(entry.sequence, entry.hash)
             file.write(head_line(head, key, stated_at) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
     except OSError as error:
         raise ConfigError("export_file", f"cannot write {path}: {error.strerror}.") from None
-    finally:
-        draft.unlink(missing_ok=True)
     return head
 
 

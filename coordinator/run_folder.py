@@ -17,6 +17,7 @@ import yaml
 from safetensors.numpy import save_file
 
 from attestation.messages import Message, parse
+from attestation.whole_file import write_whole
 from coordinator import state
 from coordinator.config import RunConfig, parse_config
 from coordinator.ledger_address import recorded
@@ -92,9 +93,7 @@ class RunFolder:
     def mark(self, status: Status) -> None:
         """Write the status; readers see the old record or the new one."""
         self.record = self.record.model_copy(update={"status": status})
-        draft = self.path / f".run.json.{secrets.token_hex(8)}"
-        draft.write_bytes(self.record.encode() + b"\n")
-        draft.replace(self.path / "run.json")
+        write_whole(self.path / "run.json", self.record.encode() + b"\n")
 
     def config(self) -> RunConfig:
         """The configuration the run began with, without the password of its ledger's URL."""
@@ -116,9 +115,7 @@ class RunFolder:
 
     def write_manifest(self, manifest: Manifest) -> None:
         """Keep the manifest; it never changes afterwards."""
-        draft = self.path / f".manifest.json.{secrets.token_hex(8)}"
-        draft.write_bytes(manifest.encode() + b"\n")
-        draft.replace(self.path / "manifest.json")
+        write_whole(self.path / "manifest.json", manifest.encode() + b"\n")
 
     def released(self) -> tuple[Released, ...]:
         """What the run's measurements have released, in earlier executions too."""
@@ -132,9 +129,8 @@ class RunFolder:
         """Add a release to ``measurements.json``; one that was made again takes its former place."""
         known = {(each.query, each.number): each for each in self.released()}
         known[released.query, released.number] = released
-        draft = self.path / f".measurements.json.{secrets.token_hex(8)}"
-        draft.write_bytes(ReleasedValues(releases=tuple(known.values())).encode() + b"\n")
-        draft.replace(self.path / "measurements.json")
+        values = ReleasedValues(releases=tuple(known.values()))
+        write_whole(self.path / "measurements.json", values.encode() + b"\n")
 
     def write_parameters(self, finished: Finished) -> None:
         """Keep the released parameters as ``parameters.safetensors``; they are on disk when this returns."""

@@ -1,11 +1,11 @@
 """Where the evidence service of a run is, for whoever wants to look at its evidence while it goes on."""
 
-import secrets
 from pathlib import Path
 from typing import ClassVar
 
 from attestation.evidence import Bytes32
 from attestation.messages import Message, parse
+from attestation.whole_file import write_whole
 from coordinator.control import Control
 from metrics.errors import ConfigError, ProtocolError
 from workers.manifest import Manifest
@@ -41,9 +41,7 @@ def announce(control: Control, manifest: Manifest, evidence_class: str, folder: 
         manifest_digest=manifest.digest(),
         orchestrator_key=manifest.orchestrator_key,
     )
-    draft = folder / f".{FILE}.{secrets.token_hex(8)}"
-    draft.write_bytes(service.encode() + b"\n")
-    draft.replace(folder / FILE)
+    write_whole(folder / FILE, service.encode() + b"\n")
     return service
 
 

@@ -1,0 +1,34 @@
+"""Files that readers see as a whole: the old content or the new, never a part."""
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextmanager
+def whole_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """Open a file for writing that takes the place of ``path`` when the block ends; if it fails, nothing changes.
+
+    Guarantee: no reader sees a part of it, and its content is on disk before its name is.
+
+    Args:
+        mode: of the new file, less the process's umask.
+    """
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Put ``data`` at ``path`` in place of what was there; see :func:`whole_file`."""
+    with whole_file(path) as file:
+        file.write(data)
