@@ -8,7 +8,7 @@ the death of an aggregator loses nothing and ranges cannot drift apart.
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from workers.numerics import current_numerics, pin_numerics
 from workers.parameters import tensor_digests
 from workers.payload import Attempt, Header, VectorRange, check_payload, open_header, payload_key
 from workers.ring import RingVector, decode, ring_dtype
+from workers.worker_messages import StepReply
 
 State = Mapping[str, np.ndarray]
 
@@ -124,13 +125,17 @@ class MaskedAggregator:
         """Optimizer state before the first step."""
         return self._optimizer.initial_state()
 
-    def expect(self, request: ReduceRequest) -> None:
+    def expect(self, request: ReduceRequest, *replies: StepReply) -> None:
         """Verify all of a request but its vectors, which follow: that then takes less time.
 
         What is wrong with it is said where the vectors are handed over.
+
+        Args:
+            request: without headers; those are in ``replies``, one per worker of the roster, in its order.
         """
+        headers = tuple(reply.header for reply in replies if reply.header is not None)
         with suppress(ProtocolError):
-            self._verified(request)
+            self._verified(replace(request, headers=headers))
 
     def reduce(
         self, request: ReduceRequest, parameters: NDArray[np.float32], state: State, *vectors: RingVector

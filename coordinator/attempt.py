@@ -128,6 +128,16 @@ class Attempts:
             calls[member_id] = self.backend.call(worker, "step", *asked, returns=1 + len(task.ranges))
         return Asked(roster, shown, calls)
 
+    def announce(self, task: Task, model: Model, asked: Asked) -> None:
+        """Have aggregators verify the workers' headers as soon as all of them are there: those tell nothing.
+
+        One that never comes holds this up, and what follows it, until the worker that owes it is ended.
+        """
+        request = ReduceRequest(asked.roster, (), model.digest, task.ranges)
+        replies = [call[0] for call in asked.calls.values()]
+        for actor, _ in zip(self.membership.aggregators, task.ranges, strict=False):
+            self.backend.call(actor, "expect", request, *replies)
+
     def collect(self, task: Task, model: Model, asked: Asked) -> Answers | None:
         """Wait for every worker's answer; those that fail are lost, and None is returned."""
         calls = asked.calls
@@ -204,9 +214,6 @@ class Attempts:
         binding = self._bind_vectors(task)
         awaited = binding.reference
         request = ReduceRequest(answers.roster, answers.headers, model.digest, task.ranges)
-        # Headers say nothing of what was computed, so they are verified meanwhile.
-        for actor, _ in zip(self.membership.aggregators, task.ranges, strict=False):
-            self.backend.call(actor, "expect", request)
         calls = self._reductions(task, model, request, answers.vectors, awaited)
         try:
             binding.result()

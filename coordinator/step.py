@@ -187,6 +187,7 @@ class StepRunner:
     def _attempt(self, task: Task, model: Model, asked: Asked, begun: float) -> tuple[Answers, Reduced, float] | None:
         """One attempt, with the time its answers were complete; None if another is needed."""
         self.metrics.attempt_started()
+        self._attempts.announce(task, model, asked)
         answers = self._attempts.collect(task, model, asked)
         computed = time.perf_counter()
         self.metrics.phase_finished("compute", computed - begun)

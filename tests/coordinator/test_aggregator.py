@@ -16,6 +16,7 @@ from metrics.errors import ProtocolError, RunFailedError
 from tests.protocol import VIRTUAL_WORKERS, HandRun, correlation
 from workers.payload import Header, VectorRange
 from workers.ring import decode
+from workers.worker_messages import StepReply
 
 Answers = tuple[ReduceRequest, list[tuple[np.ndarray, ...]]]
 
@@ -342,9 +343,14 @@ def test_what_was_expected_is_verified_once_and_nothing_else_passes_for_it(hand,
     monkeypatch.setattr(module, "open_header", lambda *a, real=module.open_header: opened.append(a) or real(*a))
     plain = hand.reduce(request, vectors)
     forged = with_header(request, 1, replace(request.headers[1], signature=bytes(64)))
-    hand.aggregators[0].expect(forged)
+
+    def expect(told):
+        replies = [StepReply(f"worker-{i}", "ok", header) for i, header in enumerate(told.headers)]
+        hand.aggregators[0].expect(replace(told, headers=()), *replies)
+
+    expect(forged)
     assert refused(hand, forged, vectors).code == "signature"
-    hand.aggregators[0].expect(request)
+    expect(request)
     opened.clear()
     changed = vectors[0][2].copy()
     changed[0] += 1

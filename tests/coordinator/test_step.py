@@ -387,6 +387,16 @@ def test_nothing_is_reduced_unless_its_vectors_are_bound(tmp_path):
     assert run.stage.calls("reduce") == []
 
 
+def test_an_aggregator_is_given_headers_alone_before_the_vectors_are_bound(tmp_path):
+    run = trained(tmp_path)
+    asked = [call for call, _ in run.stage.log if call.method in ("expect", "bind_vectors", "reduce")]
+    assert [call.method for call in asked] == ["expect", "bind_vectors", "reduce"] * 3
+    for call in run.stage.calls("expect"):
+        request, *replies = call.arguments
+        assert request.headers == ()
+        assert [type(reply) for reply in replies] == [StepReply] * 3
+
+
 @pytest.mark.parametrize("fate", ["dies", "dies after", "hangs"])
 @pytest.mark.parametrize(
     ("role", "method", "asked"), [("ledger", "charge", "step"), ("orchestrator", "bind_vectors", "reduce")]
