@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PublicKey
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
-
 from attestation.canonical import digest, length_prefixed
 from attestation.composite import (
     GuestClaims,
@@ -23,7 +20,7 @@ from attestation.composite import (
 from attestation.evidence import MLKEM_BYTES, CollateralBundle, EvidenceClass, Presentation, Refusal, Role, refuse
 from attestation.floors import NO_FLOORS, Fact, Floors
 from attestation.gpu import GpuClaims
-from attestation.keys import signature_is_valid
+from attestation.keys import mlkem_public, signature_is_valid
 from attestation.messages import Envelope, parse
 from attestation.policy import Policy
 from attestation.quote_format import MAX_QUOTE_BYTES
@@ -34,7 +31,6 @@ from metrics.errors import ProtocolError
 # A quote, and sixteen GPUs of which each takes some forty thousand characters.
 MAX_PRESENTATION_BYTES: Final = 16 * MAX_QUOTE_BYTES
 
-_PROBE: Final = X25519PrivateKey.from_private_bytes(bytes(31) + b"\x40")
 # The y coordinates of the Ed25519 points of order 1, 2, 4 and 8, in every encoding.
 _P = 2**255 - 19
 _ORDER_8 = (
@@ -43,6 +39,17 @@ _ORDER_8 = (
 )
 _LOW_ORDER_Y: Final = frozenset(
     {0, 1, _P - 1, _P, _P + 1} | {int.from_bytes(bytes.fromhex(y), "little") for y in _ORDER_8}
+)
+# The u coordinates of the points of low order on curve25519 and its twist, the same way (RFC 7748 ignores the top bit).
+_LOW_ORDER_U: Final = frozenset(
+    {0, 1, _P - 1, _P, _P + 1}
+    | {
+        int.from_bytes(bytes.fromhex(u), "little")
+        for u in (
+            "e0eb7a7c3b41b8ae1656e3faf19fc46ada098deb9c32b1fd866205165f49b800",
+            "5f9c95bca3508c24b1d0b1559c83ef5b04445cc4581c8e86d8224eddd09f1157",
+        )
+    }
 )
 
 
@@ -191,16 +198,12 @@ def _is_strong_ed25519(public: bytes) -> bool:
 
 def _is_strong_x25519(public: bytes) -> bool:
     """False for the points of low order: with them every agreed secret is zero."""
-    try:
-        _PROBE.exchange(X25519PublicKey.from_public_bytes(public))
-    except ValueError:
-        return False
-    return True
+    return int.from_bytes(public, "little") & (2**255 - 1) not in _LOW_ORDER_U
 
 
 def _is_mlkem(public: bytes) -> bool:
     try:
-        MLKEM768PublicKey.from_public_bytes(public)
+        mlkem_public(public)
     except ValueError:
         return False
     return any(public[:-32])

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from attestation import evidence_pb2 as wire
 from attestation.attester import Attester
 from attestation.canonical import digest
-from attestation.channel import SERVER_NAME, ChannelBinding, client_credentials, client_end
+from attestation.channel import SERVER_NAME, ChannelBinding, ChannelEnd, client_credentials, client_end
 from attestation.evidence import Challenge, Role
 from attestation.evidence_desk import AttestationResult
 from attestation.evidence_pb2_grpc import EvidenceStub
@@ -40,6 +40,7 @@ class EvidenceClient:
         manifest_digest, orchestrator_key: of the run, obtained with its manifest and not from the service.
         attester: the member's keys.
         deadline_s: of each call, the handshake included.
+        end: `client_end` of the attester's key, where it was made before the channel; no two channels have the same.
 
     Every call raises the service's refusal, and EvidenceError ``release_denied`` if there is no answer, or none from
     the orchestrator of the manifest.
@@ -53,12 +54,13 @@ class EvidenceClient:
         orchestrator_key: bytes,
         attester: Attester,
         deadline_s: float = DEADLINE_S,
+        end: ChannelEnd | None = None,
     ) -> None:
         self._address = address
         self._manifest_digest = manifest_digest
         self._attester = attester
         self._deadline_s = deadline_s
-        self._end = client_end(attester.identity, manifest_digest)
+        self._end = end or client_end(attester.identity, manifest_digest)
         self._server_certificate = b""
         options = (
             ("grpc.ssl_target_name_override", SERVER_NAME),

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import ClassVar, Self
 
 from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey, MLKEM768PublicKey
+from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.hpke import (
     AEAD,
@@ -27,7 +27,7 @@ from attestation.canonical import digest, length_prefixed
 from attestation.evidence import MLKEM_BYTES
 from attestation.hybrid_signature import SignerPublic
 from attestation.key_policy import KeyKind, KeyPolicy
-from attestation.keys import IdentityKey, Purpose, Secret, derive
+from attestation.keys import IdentityKey, Purpose, Secret, derive, mlkem_public
 from attestation.log_entries import EntryProof, LogHead
 from attestation.log_watch import LogWatch
 from attestation.messages import Envelope, Message, open_envelope, parse, seal
@@ -69,7 +69,7 @@ class HpkeKey:
 
 def hpke_seal(plaintext: bytes, recipient: bytes, info: bytes) -> bytes:
     """Encrypt to the holder of ``recipient``, the ``public`` of its :class:`HpkeKey`; ValueError if it is no key."""
-    mlkem = MLKEM768PublicKey.from_public_bytes(recipient[:MLKEM_BYTES])
+    mlkem = mlkem_public(recipient[:MLKEM_BYTES])
     x25519 = X25519PublicKey.from_public_bytes(recipient[MLKEM_BYTES:])
     return _SUITE.encrypt(plaintext, MLKEM768X25519PublicKey(mlkem, x25519), info=info)
 
@@ -103,7 +103,7 @@ class KeyPackage(Message):
 
     def info(self) -> bytes:
         """HPKE context: every field but the ciphertext."""
-        return _info(self.model_copy(update={"ciphertext": b""}))
+        return _info(self.model_copy(update={"ciphertext": b""}) if self.ciphertext else self)
 
 
 @lru_cache(maxsize=16)  # the log, the encryption and the receiver ask for it

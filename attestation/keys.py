@@ -5,12 +5,14 @@ share a key. Primitives: HKDF-SHA-256 (RFC 5869), Ed25519 (RFC 8032), X25519 (RF
 """
 
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any, NoReturn, Self
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
@@ -111,6 +113,12 @@ def signature_is_valid(public: bytes, message: bytes, signature: bytes) -> bool:
     except (InvalidSignature, ValueError):
         return False
     return True
+
+
+@lru_cache(maxsize=256)  # an appraisal reads it, and the releases that follow
+def mlkem_public(raw: bytes) -> MLKEM768PublicKey:
+    """The ML-KEM-768 public key in 1,184 raw bytes; ValueError if they are none (FIPS 203, 7.2)."""
+    return MLKEM768PublicKey.from_public_bytes(raw)
 
 
 class AgreementKey(_Unexportable):

@@ -1,8 +1,9 @@
 """How many workers the evidence service attests per second, each over a new mutual-TLS connection.
 
 One attestation is a TLS handshake, Challenge, a SIMULATED quote, Attest and ReleaseKeys, of a worker that is new to the
-service. The service runs in a process of its own, this process is the workers, and both share the machine's cores.
-Beside them, connections can be held that never become an attestation (`coordinator/bench_attest_processes.py`).
+service; its keys, that of its channel among them, exist before. The service runs in a process of its own, this process
+is the workers, and both share the machine's cores. Beside them, connections can be held that never become an
+attestation (`coordinator/bench_attest_processes.py`).
 """
 
 import statistics
@@ -15,6 +16,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from attestation.attester import Attester, CpuEvidence
+from attestation.channel import ChannelEnd, client_end
 from attestation.client import EvidenceClient
 from attestation.simulator import SimulatedVendor, code_measurement
 from attestation.simulator_platform import SimulatedPlatform
@@ -66,15 +68,33 @@ class _Source:
 
 
 @dataclass(frozen=True, slots=True)
+class _Worker:
+    """A worker that is about to connect."""
+
+    attester: Attester
+    end: ChannelEnd
+
+    @classmethod
+    def new(cls, name: str, source: _Source) -> "_Worker":
+        attester = Attester(name, source)
+        return cls(attester, client_end(attester.identity, MANIFEST))
+
+
+@dataclass(frozen=True, slots=True)
 class _Service:
     address: str
     orchestrator_key: bytes
 
-    def attest(self, attester: Attester) -> None:
+    def attest(self, worker: _Worker) -> None:
         """One full attestation over a connection of its own."""
-        arguments = {"manifest_digest": MANIFEST, "orchestrator_key": self.orchestrator_key}
-        with EvidenceClient(self.address, **arguments, attester=attester) as client:  # type: ignore[arg-type]
-            client.attest(attester.present(client.challenge(), MANIFEST, ANSWER))
+        with EvidenceClient(
+            self.address,
+            manifest_digest=MANIFEST,
+            orchestrator_key=self.orchestrator_key,
+            attester=worker.attester,
+            end=worker.end,
+        ) as client:
+            client.attest(worker.attester.present(client.challenge(), MANIFEST, ANSWER))
             client.release_keys(0)
 
 
@@ -90,27 +110,25 @@ def bench_attest(connections: int, concurrency: int, held: int) -> AttestBench:
     raise_open_files(held + 1024)
     with tempfile.TemporaryDirectory(prefix="raycloak-bench-") as folder:
         source = _Source(SimulatedVendor.load_or_create(Path(folder) / "simulator").platform())
-        warm_up = [Attester(f"warm-up-{i}", source) for i in range(8)]
-        attesters = [Attester(f"worker-{i}", source) for i in range(connections)]
+        warm_up = [_Worker.new(f"warm-up-{i}", source) for i in range(8)]
+        workers = [_Worker.new(f"worker-{i}", source) for i in range(connections)]
         with Child(serve, folder) as service:
             address, key = service.first()
             with Child(hold, address, held) as holder:
                 holder.first()
                 target = _Service(address, key)
                 _attest_all(target, warm_up, 2)
-                return _measure(target, attesters, concurrency, service, holder)
+                return _measure(target, workers, concurrency, service, holder)
 
 
-def _measure(
-    target: _Service, attesters: list[Attester], concurrency: int, service: Child, holder: Child
-) -> AttestBench:
+def _measure(target: _Service, workers: list[_Worker], concurrency: int, service: Child, holder: Child) -> AttestBench:
     before, held_before = service.ask(), holder.ask()
     own, began = cpu_seconds(), time.perf_counter()
-    seconds, refused = _attest_all(target, attesters, concurrency)
+    seconds, refused = _attest_all(target, workers, concurrency)
     wall, own = time.perf_counter() - began, cpu_seconds() - own
     after, held = service.ask(), holder.ask()
     ranked = sorted(1e3 * each for each in seconds) or [float("nan")]
-    per_attestation = 1e3 / len(attesters)
+    per_attestation = 1e3 / len(workers)
     return AttestBench(
         evidence="SIMULATED",
         attestations=len(seconds),
@@ -131,23 +149,23 @@ def _measure(
     )
 
 
-def _attest_all(target: _Service, attesters: Iterable[Attester], concurrency: int) -> tuple[list[float], int]:
+def _attest_all(target: _Service, workers: Iterable[_Worker], concurrency: int) -> tuple[list[float], int]:
     """Seconds of each attestation that was finished, and how many were refused."""
-    waiting: SimpleQueue[Attester] = SimpleQueue()
-    for attester in attesters:
-        waiting.put(attester)
+    waiting: SimpleQueue[_Worker] = SimpleQueue()
+    for worker in workers:
+        waiting.put(worker)
     seconds: list[float] = []
     refused: list[str] = []
 
     def work() -> None:
         while True:
             try:
-                attester = waiting.get_nowait()
+                worker = waiting.get_nowait()
             except Empty:
                 return
             started = time.perf_counter()
             try:
-                target.attest(attester)
+                target.attest(worker)
             except RaycloakError as refusal:
                 refused.append(refusal.code)
             else:
