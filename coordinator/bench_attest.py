@@ -10,10 +10,11 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Final
 
 from attestation.attester import Attester, CpuEvidence
 from attestation.channel import ChannelEnd, client_end
@@ -22,6 +23,11 @@ from attestation.simulator import SimulatedVendor, code_measurement
 from attestation.simulator_platform import SimulatedPlatform
 from coordinator.bench_attest_processes import ANSWER, MANIFEST, Child, cpu_seconds, hold, raise_open_files, serve
 from metrics.errors import ConfigError, RaycloakError
+
+CALLS: Final = 3
+"""Challenge, Attest and ReleaseKeys."""
+MOST_EMPTY: Final = 400
+"""Connections of such calls; enough for their average."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,8 @@ class AttestBench:
         p50_ms, p99_ms, max_ms: from the start of a connection to the keys.
         service_cpu_ms, worker_cpu_ms, held_cpu_ms: processor time per attestation of the three processes.
         service_mib: resident memory of the service at its peak.
+        transport_service_cpu_ms, transport_worker_cpu_ms: processor time of a connection with three calls that ask
+            nothing, as many at a time, just before: what TLS, HTTP/2 and gRPC take of an attestation.
     """
 
     evidence: str
@@ -55,6 +63,8 @@ class AttestBench:
     worker_cpu_ms: float
     held_cpu_ms: float
     service_mib: float
+    transport_service_cpu_ms: float
+    transport_worker_cpu_ms: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +97,24 @@ class _Service:
 
     def attest(self, worker: _Worker) -> None:
         """One full attestation over a connection of its own."""
-        with EvidenceClient(
+        with self._connected(worker) as client:
+            client.attest(worker.attester.present(client.challenge(), MANIFEST, ANSWER))
+            client.release_keys(0)
+
+    def reach(self, worker: _Worker) -> None:
+        """As many calls over a connection of its own, none of which asks the orchestrator anything."""
+        with self._connected(worker) as client:
+            for _ in range(CALLS):
+                client.is_serving()
+
+    def _connected(self, worker: _Worker) -> EvidenceClient:
+        return EvidenceClient(
             self.address,
             manifest_digest=MANIFEST,
             orchestrator_key=self.orchestrator_key,
             attester=worker.attester,
             end=worker.end,
-        ) as client:
-            client.attest(worker.attester.present(client.challenge(), MANIFEST, ANSWER))
-            client.release_keys(0)
+        )
 
 
 def bench_attest(connections: int, concurrency: int, held: int) -> AttestBench:
@@ -111,46 +130,69 @@ def bench_attest(connections: int, concurrency: int, held: int) -> AttestBench:
     with tempfile.TemporaryDirectory(prefix="raycloak-bench-") as folder:
         source = _Source(SimulatedVendor.load_or_create(Path(folder) / "simulator").platform())
         warm_up = [_Worker.new(f"warm-up-{i}", source) for i in range(8)]
+        empty = [_Worker.new(f"empty-{i}", source) for i in range(min(connections, MOST_EMPTY))]
         workers = [_Worker.new(f"worker-{i}", source) for i in range(connections)]
         with Child(serve, folder) as service:
             address, key = service.first()
             with Child(hold, address, held) as holder:
                 holder.first()
                 target = _Service(address, key)
-                _attest_all(target, warm_up, 2)
-                return _measure(target, workers, concurrency, service, holder)
+                _all(target.attest, warm_up, 2)
+                return _measure(target, (empty, workers), concurrency, service, holder)
 
 
-def _measure(target: _Service, workers: list[_Worker], concurrency: int, service: Child, holder: Child) -> AttestBench:
-    before, held_before = service.ask(), holder.ask()
-    own, began = cpu_seconds(), time.perf_counter()
-    seconds, refused = _attest_all(target, workers, concurrency)
-    wall, own = time.perf_counter() - began, cpu_seconds() - own
-    after, held = service.ask(), holder.ask()
+def _measure(
+    target: _Service, workers: tuple[list[_Worker], list[_Worker]], concurrency: int, service: Child, holder: Child
+) -> AttestBench:
+    empty = _timed(target.reach, workers[0], concurrency, service)
+    held_before = holder.ask()
+    full = _timed(target.attest, workers[1], concurrency, service)
+    held = holder.ask()
+    seconds = full.seconds
     ranked = sorted(1e3 * each for each in seconds) or [float("nan")]
-    per_attestation = 1e3 / len(workers)
     return AttestBench(
         evidence="SIMULATED",
         attestations=len(seconds),
-        refused=refused,
+        refused=full.refused,
         concurrency=concurrency,
         held_idle=int(held["idle"]),
         held_half_open=int(held["half_open"]),
         held_slow=int(held["slow"]),
         reopened=int(held["reopened"] - held_before["reopened"]),
-        per_second=len(seconds) / wall,
+        per_second=len(seconds) / full.wall_s,
         p50_ms=statistics.median(ranked),
         p99_ms=ranked[min(len(ranked) - 1, int(0.99 * len(ranked)))],
         max_ms=ranked[-1],
-        service_cpu_ms=per_attestation * (after["cpu"] - before["cpu"]),
-        worker_cpu_ms=per_attestation * own,
-        held_cpu_ms=per_attestation * (held["cpu"] - held_before["cpu"]),
-        service_mib=after["mib"],
+        service_cpu_ms=full.service_cpu_ms,
+        worker_cpu_ms=full.worker_cpu_ms,
+        held_cpu_ms=1e3 * (held["cpu"] - held_before["cpu"]) / len(workers[1]),
+        service_mib=service.ask()["mib"],
+        transport_service_cpu_ms=empty.service_cpu_ms,
+        transport_worker_cpu_ms=empty.worker_cpu_ms,
     )
 
 
-def _attest_all(target: _Service, workers: Iterable[_Worker], concurrency: int) -> tuple[list[float], int]:
-    """Seconds of each attestation that was finished, and how many were refused."""
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """What many workers did: how long each took that was not refused, and processor time per worker."""
+
+    seconds: list[float]
+    refused: int
+    wall_s: float
+    service_cpu_ms: float
+    worker_cpu_ms: float
+
+
+def _timed(act: Callable[[_Worker], None], workers: list[_Worker], concurrency: int, service: Child) -> _Timed:
+    before, own, began = service.ask()["cpu"], cpu_seconds(), time.perf_counter()
+    seconds, refused = _all(act, workers, concurrency)
+    wall, own = time.perf_counter() - began, cpu_seconds() - own
+    each = 1e3 / len(workers)
+    return _Timed(seconds, refused, wall, each * (service.ask()["cpu"] - before), each * own)
+
+
+def _all(act: Callable[[_Worker], None], workers: Iterable[_Worker], concurrency: int) -> tuple[list[float], int]:
+    """Let each worker act; seconds of those that were not refused, and how many were."""
     waiting: SimpleQueue[_Worker] = SimpleQueue()
     for worker in workers:
         waiting.put(worker)
@@ -165,7 +207,7 @@ def _attest_all(target: _Service, workers: Iterable[_Worker], concurrency: int) 
                 return
             started = time.perf_counter()
             try:
-                target.attest(worker)
+                act(worker)
             except RaycloakError as refusal:
                 refused.append(refusal.code)
             else:
