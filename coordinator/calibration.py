@@ -3,10 +3,13 @@
 import math
 from collections.abc import Callable, Sequence
 
+from coordinator import accounting
 from coordinator.accountants import accountant_of
 from coordinator.accounting import (
+    ORDERS,
     SLACK_SHARE,
     SMALLEST_NOISE_MULTIPLIER,
+    WHOLE_ORDERS,
     accountant_delta,
     effective_noise_multiplier,
     total_slack,
@@ -84,19 +87,25 @@ def solve_noise_multiplier(
         ConfigError: ``epsilon_unreachable`` if no noise is enough.
     """
 
-    def share(noise: float, name: AccountantName) -> float:
+    def share(noise: float) -> float:
         releases = (*others, Release(sample_rate, noise, steps))
-        return composed_epsilon(releases, delta, name) / target_epsilon
+        return composed_epsilon(releases, delta, accountant) / target_epsilon
 
-    enough = _smallest(lambda noise: share(noise, "rdp")) or LARGEST_NOISE_MULTIPLIER
-    if share(enough, accountant) > 1:
+    def renyi_share(noise: float) -> float:
+        rdp = accounting.composed_rdp((*others, Release(sample_rate, noise, steps)), orders)
+        return accounting.epsilon(rdp, accountant_delta(delta), orders) / target_epsilon
+
+    # Where the result comes from a tighter accountant, the search has to begin near it and no more.
+    orders = ORDERS if accountant == "rdp" else WHOLE_ORDERS
+    enough = _smallest(renyi_share) or LARGEST_NOISE_MULTIPLIER
+    if share(enough) > 1:
         raise ConfigError(
             "epsilon_unreachable",
             f"no noise multiplier up to {LARGEST_NOISE_MULTIPLIER:g} keeps {steps} steps at sampling rate "
             f"{sample_rate:.4g} within epsilon {target_epsilon:g} at delta {delta:g}.",
             "Ask for a larger epsilon or fewer steps.",
         )
-    return _tightened(lambda noise: share(noise, accountant), enough)
+    return _tightened(share, enough)
 
 
 def _smallest(share: Callable[[float], float]) -> float | None:
