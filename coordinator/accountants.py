@@ -124,7 +124,7 @@ class RenyiAccountant:
 
     def load(self) -> None:
         """See :class:`Accountant`."""
-        accounting.step_rdp(0.5, 1.0)
+        accounting.step_rdp(0.5, 1.0, (2.0,))
 
     def curve(self, points: Sequence[Releases], delta: float) -> tuple[float, ...]:
         """See :class:`Accountant`."""

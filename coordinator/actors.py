@@ -33,7 +33,7 @@ from attestation.simulator import SimulatedVendor
 from coordinator.backend import ActorLost
 from coordinator.ledger import PrivacyLedger
 from coordinator.ledger_actor import LedgerActor
-from coordinator.node_evidence import QUOTE_DEADLINE_S, NodeEvidenceSource
+from coordinator.node_evidence import NodeEvidenceSource
 from coordinator.orchestrator_actor import OrchestratorActor
 from coordinator.output import divert_logger
 from coordinator.own_process import own_node
@@ -41,6 +41,7 @@ from coordinator.platform_actor import NodePlatform
 from metrics.errors import RaycloakError, RunFailedError
 from metrics.gpu import GpuReading, GpuSampler
 
+START_DEADLINE_S = 120.0
 _WIRED = {ServingOrchestrator: OrchestratorActor, PrivacyLedger: LedgerActor}
 
 
@@ -82,16 +83,21 @@ class Platforms:
 
     def __init__(self, vendor: SimulatedVendor) -> None:
         self._vendor = vendor
+        self._installing: list[Any] = []
         self.handles: dict[str, Any] = {}
+        self.extend()
 
-    def extend(self) -> list[Any]:
-        """Start the platforms that are missing; returns references that are ready when those have their keys."""
-        installing = []
+    def extend(self) -> None:
+        """Start the platforms that are missing."""
         for node in alive_nodes():
             if node not in self.handles:
                 self.handles[node] = _on_node(node, NodePlatform).remote()
-                installing.append(self.handles[node].install.remote(self._vendor.platform().to_bytes()))
-        return installing
+                self._installing.append(self.handles[node].install.remote(self._vendor.platform().to_bytes()))
+
+    def wait(self) -> None:
+        """Return when those that were started have their keys; errors as :func:`fetch`."""
+        installing, self._installing = self._installing, []
+        fetch_all(installing, START_DEADLINE_S)
 
     def source(self) -> NodeEvidenceSource:
         """The evidence source of an actor that is started now, on any node that is there."""
@@ -109,7 +115,7 @@ class Platforms:
 def start_platforms(vendor: SimulatedVendor) -> dict[str, Any]:
     """One simulated platform per node, by node id; they have their keys."""
     platforms = Platforms(vendor)
-    fetch_all(platforms.extend(), QUOTE_DEADLINE_S)
+    platforms.wait()
     return platforms.handles
 
 
@@ -125,10 +131,10 @@ class GpuSamplers:
             if node not in self._handles:
                 self._handles[node] = _on_node(node, GpuSampler, sees_gpus=True).remote(node[:12])
 
-    def unavailable_reasons(self, deadline_s: float) -> list[str]:
+    def unavailable_reasons(self) -> list[str]:
         """Why nodes that are there at the start have no readings; empty texts are left out."""
         reasons = [handle.unavailable_reason.remote() for handle in self._handles.values()]
-        return [reason for reason in fetch_all(reasons, deadline_s) if reason]
+        return [reason for reason in fetch_all(reasons, START_DEADLINE_S) if reason]
 
     def sample(self, deadline_s: float = 2.0) -> tuple[GpuReading, ...]:
         """The readings of all nodes that answer in time."""
@@ -215,5 +221,13 @@ def connect(num_cpus: int) -> bool:
     # Ray authenticates a new local cluster by token unless RAY_AUTH_MODE says otherwise.
     if not os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
         os.environ["RAY_AUTH_TOKEN"] = os.urandom(32).hex()
-    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.init(
+        address="local",
+        num_cpus=num_cpus,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+        # Ray would start processes for tasks ahead, and every actor here has one of its own.
+        _system_config={"prestart_worker_first_driver": False},
+    )
     return True

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ from coordinator.backend import ActorLost, Backend
 from coordinator.checkpoints import Checkpoints, Restored
 from coordinator.config import RunConfig
 from coordinator.control import Control
-from coordinator.crosscheck import checked
+from coordinator.crew import Crew
+from coordinator.crosscheck import checked, load_accountants
 from coordinator.departures import Departures
 from coordinator.evaluation import Evaluator
 from coordinator.joining import Timer
@@ -82,6 +84,7 @@ class Session:
         revocations: how many there are so far; see `attestation.revocations.count_revocations`.
         source: of the orchestrator's own evidence, on whatever node it is.
         collateral_now: gives newer collateral before evidence is renewed; None if there is none but the first.
+        crew: the first members, if they were started already.
     """
 
     run_id: str
@@ -93,6 +96,7 @@ class Session:
     revocations: Callable[[], int]
     source: EvidenceSource
     collateral_now: Callable[[], CollateralBundle] | None = None
+    crew: Crew | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +155,7 @@ class Coordinator:
             on_join=self._reporter.joined,
             timer=timer or Timer(),
             revocations=session.revocations,
+            crew=session.crew,
         )
         session.control.on_restart = self._reporter.restarted
         self._plan: Plan | None = None
@@ -165,7 +170,7 @@ class Coordinator:
             RaycloakError: what ended the run; nothing is half-written and what was charged stays charged.
         """
         try:
-            facts = self._membership.start_workers(self._setup)
+            facts = self._membership.start_workers(self._setup, partial(load_accountants, self.config))
             self.phase = Phase.ADMITTING
             manifest, metrics = self._admit(facts)
             self.phase = Phase.TRAINING

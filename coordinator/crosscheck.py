@@ -14,6 +14,8 @@ from functools import lru_cache
 from typing import Any
 
 from coordinator import accounting, privacy_loss
+from coordinator.accountants import accountant_of
+from coordinator.config import RunConfig
 from coordinator.plan import Plan
 from coordinator.quick_imports import quickly
 from coordinator.releases import Releases, merged
@@ -82,6 +84,13 @@ class CrossCheck:
             )
 
 
+def load_accountants(config: RunConfig) -> None:
+    """Import the libraries that plan a run of ``config`` and check the plan, which takes seconds; optional."""
+    if config.dp_config.enabled:
+        accountant_of("pld").load()
+        _prv_library()
+
+
 def checked(plan: Plan) -> Plan:
     """``plan`` with what each accountant says of it; as it is where nothing is private.
 
@@ -142,9 +151,7 @@ def _dp_accounting_rdp(releases: Releases, delta: float, orders: tuple[float, ..
 
 def _opacus_prv(releases: Releases, delta: float, expected: float) -> tuple[float, float, float] | str:
     """PRV's lower bound, estimate and upper bound, or why there is none."""
-    with quickly():
-        prv = opacus_module("opacus.accountants.analysis.prv")
-    delta_error = delta / 1000
+    prv, delta_error = _prv_library(), delta / 1000
     with _quiet():
         length, error, points = _prv_grid(releases, delta_error, expected)
         if length > LARGEST_PRV_LOSS:
@@ -166,6 +173,11 @@ def _opacus_prv(releases: Releases, delta: float, expected: float) -> tuple[floa
         except (RuntimeError, ValueError) as error_found:
             return " ".join(str(error_found).split())
     return max(0.0, float(lower)), max(0.0, float(estimate)), float(upper)
+
+
+def _prv_library() -> Any:
+    with quickly():
+        return opacus_module("opacus.accountants.analysis.prv")
 
 
 def _prv_grid(releases: Releases, delta_error: float, expected: float) -> tuple[float, float, float]:

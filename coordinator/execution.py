@@ -16,34 +16,26 @@ from typing import Any
 import ray
 
 from attestation.hybrid_signature import SignerPublic
-from attestation.policy import simulated_policy
-from attestation.revocations import count_revocations
-from attestation.simulator import SimulatedVendor, code_measurement
-from coordinator import state
 from coordinator.actors import (
     GpuSamplers,
-    Platforms,
     alive_nodes,
     cluster_gpus,
     connect,
     fetch,
-    fetch_all,
 )
 from coordinator.archive import Archive
 from coordinator.backend import Actor, ActorLost
 from coordinator.config import RunConfig
 from coordinator.control import Control, Restart
-from coordinator.coordinator import Assignment, Coordinator, Session
+from coordinator.coordinator import Assignment, Coordinator
 from coordinator.departures import Departure
 from coordinator.evaluation import public_evaluator
-from coordinator.hardware import Guests, collateral_of, configured_policy
+from coordinator.launch import Launched, launch
 from coordinator.outcome import Ending, Finished
 from coordinator.output import attach_log
 from coordinator.placement import Placement
 from coordinator.plan_command import descriptor
 from coordinator.progress import StepReport
-from coordinator.ray_backend import EvidenceSources, RayBackend
-from coordinator.ray_control import RayControl
 from coordinator.reporting import Reporting
 from coordinator.run_folder import RunFolder, run_lock
 from coordinator.run_service import announce
@@ -59,8 +51,6 @@ from workers.datasets import DatasetDescriptor, export_in_memory
 from workers.manifest import Manifest
 from workers.models import ModelSource
 from workers.worker_messages import WorkerSetup
-
-START_DEADLINE_S = 120.0
 
 
 class Execution:
@@ -103,11 +93,11 @@ class Execution:
     def begin(self, secret_file: str | None) -> "Outcome":
         """Execute a new run, in a directory of its own."""
         with ExitStack() as stack:
-            actors = self._connect(stack, self._config.attestation.bind)
-            run_id, key = actors.open_run(secret_file)
+            launched = self._launch(stack, self._config.attestation.bind)
+            run_id, key = launched.control.open_run(secret_file)
             stack.enter_context(run_lock(run_id))
             folder = RunFolder.create(self._config, run_id, self._base, secret_file)
-            return self._conduct(stack, actors, key, folder, Assignment(self._archive(folder), stop=self._stop))
+            return self._conduct(stack, launched, key, folder, Assignment(self._archive(folder), stop=self._stop))
 
     def resume(self, folder: RunFolder) -> "Outcome":
         """Go on with an unfinished run, from its newest package."""
@@ -121,42 +111,38 @@ class Execution:
     def _again(self, folder: RunFolder, assignment: Assignment) -> "Outcome":
         with ExitStack() as stack:
             stack.enter_context(run_lock(folder.record.run_id))
-            actors = self._connect(stack, self._config.attestation.bind if assignment.releases else None)
-            _, key = actors.open_run(folder.record.secret_file, folder.record.run_id)
-            return self._conduct(stack, actors, key, folder, assignment)
+            launched = self._launch(stack, self._config.attestation.bind if assignment.releases else None)
+            _, key = launched.control.open_run(folder.record.secret_file, folder.record.run_id)
+            return self._conduct(stack, launched, key, folder, assignment)
 
     def _archive(self, folder: RunFolder) -> Archive:
         return Archive(self._config.checkpoint, folder.record.run_id, Path(self._base), self._notice)
 
-    def _connect(self, stack: ExitStack, bind: str | None) -> RayControl:
-        """Join or start Ray, take the signals over from it, and start ledger and orchestrator."""
+    def _launch(self, stack: ExitStack, bind: str | None) -> Launched:
+        """Join or start Ray, take the signals over from it, and start every process of a session."""
         if connect(num_cpus=self._config.num_workers + 1):
             stack.callback(ray.shutdown)
         if self._handle_signals:
             stack.enter_context(stop_on_signals(self._stop, self._notice))
-        ledger = self._config.ledger
-        folder = str(state.home() / "orchestrator")
-        actors = RayControl(ledger.url or state.ledger_url(), folder, ledger.witness, bind)
-        stack.callback(actors.close)
-        return actors
+        return launch(stack, self._config, Path(self._base), self._placement(), bind)
 
     def _conduct(
         self,
         stack: ExitStack,
-        actors: RayControl,
+        launched: Launched,
         orchestrator_key: SignerPublic,
         folder: RunFolder,
         assignment: Assignment,
     ) -> "Outcome":
         """Run the coordinator; what ends it early is raised with the result so far."""
-        started = time.monotonic()
-        self.folder = folder
+        self.folder, started = folder, launched.began
         attach_log(folder.path / ("run.log" if assignment.releases else "replay.log"))
-        control = actors.control(self._config.failure.control_deadline_s, self._config.failure.max_failures)
+        failure = self._config.failure
+        control = launched.control.control(failure.control_deadline_s, failure.max_failures)
         coordinator: Coordinator | None = None
         try:
-            session = self._session(stack, folder.record.run_id, orchestrator_key, control)
-            reporting = self._reporting(stack, folder, control, assignment.releases)
+            session = launched.session(folder.record.run_id, orchestrator_key, control)
+            reporting = self._reporting(stack, launched.samplers, folder, control, assignment.releases)
             setup = self._setup(stack, folder, assignment.releases)
             evaluator = public_evaluator(self._config, self._model, self._base) if assignment.releases else None
             coordinator = Coordinator(self._config, session, setup, evaluator, reporting, folder, assignment)
@@ -209,38 +195,6 @@ class Execution:
         seconds = time.monotonic() - started
         return Outcome(finished, folder, ending, seconds, tuple(self.warnings), self._served)
 
-    def _session(self, stack: ExitStack, run_id: str, orchestrator_key: SignerPublic, control: Control) -> Session:
-        """Policy, collateral and the backend that starts workers."""
-        policy = configured_policy(self._config.policy, self._config.collateral, Path(self._base))
-        collateral = collateral_of(policy, self._config.collateral, Path(self._base))
-        sources: EvidenceSources = Guests(policy.gpus_per_worker if policy else 0)
-        if policy is None or policy.accepts_simulated:
-            vendor = SimulatedVendor.load_or_create(state.simulator_folder())
-            sources = self._platforms(stack, vendor)
-            policy = policy or simulated_policy(vendor, code_measurement())
-            made = vendor.collateral(int(time.time()))
-            collateral = collateral or (lambda: made)
-        assert collateral is not None, "hardware has collateral"
-        backend = RayBackend(sources, self._placement(), cpu_capability=self._config.cpu_capability)
-        stack.callback(backend.close)
-        return Session(
-            run_id=run_id,
-            orchestrator_key=orchestrator_key,
-            backend=backend,
-            control=control,
-            policy=policy,
-            collateral=collateral(),
-            collateral_now=collateral,
-            revocations=partial(count_revocations, state.orchestrator_file(run_id)),
-            source=sources.source(),
-        )
-
-    def _platforms(self, stack: ExitStack, vendor: SimulatedVendor) -> Platforms:
-        platforms = Platforms(vendor)
-        stack.callback(platforms.close)
-        fetch_all(platforms.extend(), START_DEADLINE_S)
-        return platforms
-
     def _placement(self) -> Placement:
         config = self._config
         placement = Placement(config.placement, config.num_workers, config.use_gpu)
@@ -275,16 +229,16 @@ class Execution:
         stack.callback(path.unlink, missing_ok=True)
         return export_in_memory(self._in_memory, path)
 
-    def _reporting(self, stack: ExitStack, folder: RunFolder, control: Control, releases: bool) -> Reporting:
+    def _reporting(
+        self, stack: ExitStack, samplers: GpuSamplers, folder: RunFolder, control: Control, releases: bool
+    ) -> Reporting:
         exporter = Exporter()
-        samplers = GpuSamplers()
-        stack.callback(samplers.close)
         exporter.add(LedgerCollector(lambda: metrics_view(_ask(control.actors["ledger"], "view", deadline_s=5.0))))
         exporter.add(GpuCollector(samplers.sample))
         server = MetricsServer(exporter.registry, self._config.metrics.bind)
         stack.callback(server.close)
         self._notice(f"metrics: {server.url}")
-        for reason in samplers.unavailable_reasons(START_DEADLINE_S):
+        for reason in samplers.unavailable_reasons():
             self._notice(reason)
         # What a replay does is not part of the run's record.
         events = stack.enter_context(EventWriter(folder.path / "metrics.jsonl" if releases else Path(os.devnull)))

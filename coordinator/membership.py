@@ -17,6 +17,7 @@ from attestation.messages import Envelope
 from coordinator.backend import Actor, ActorLost, Backend
 from coordinator.config import RunConfig
 from coordinator.control import Control
+from coordinator.crew import Crew, aggregator_id, start_crew, worker_id
 from coordinator.departures import ACCIDENTS, ASKED, Departure, Departures
 from coordinator.handout import Handout
 from coordinator.hosting import Hosting, rehost
@@ -47,6 +48,7 @@ class Membership:
         on_join: told the member id of each worker that joins the run after its start.
         timer: measures deadlines and pauses.
         revocations: how many there are so far; see `coordinator.review.Review`.
+        crew: the first members, if they were started already.
     """
 
     config: RunConfig
@@ -56,12 +58,13 @@ class Membership:
     on_join: Callable[[str], None]
     timer: Timer
     revocations: Callable[[], int]
+    crew: Crew | None = None
     workers: dict[str, Actor] = field(default_factory=dict)
     aggregators: list[Actor] = field(default_factory=list)
     hosting: Hosting = field(default_factory=dict)
     presentations: dict[str, Envelope] = field(default_factory=dict)
-    _serial: "itertools.count[int]" = field(default_factory=itertools.count)
-    _worker_serial: "itertools.count[int]" = field(default_factory=itertools.count)
+    _serial: "itertools.count[int]" = field(init=False)
+    _worker_serial: "itertools.count[int]" = field(init=False)
     _leaving: dict[str, tuple[str, float]] = field(default_factory=dict)
     _untried: set[str] = field(default_factory=set)
     _looked: float = -math.inf
@@ -73,25 +76,27 @@ class Membership:
     _ranges: Sequence[ParameterRange] = field(init=False)
 
     def __post_init__(self) -> None:
+        self._serial = itertools.count(self.config.aggregators)
+        self._worker_serial = itertools.count(self.config.num_workers)
         self._review = Review(self.control, self.timer, self.revocations)
         counted = self.config.dp_config.enabled and self.config.dp_config.colluding_workers > 0
         self._handout = Handout(
             self.control, hosted_at_most(self.config, self.config.fewest_workers) if counted else None
         )
 
-    def start_workers(self, setup: WorkerSetup) -> WorkerFacts:
+    def start_workers(self, setup: WorkerSetup, meanwhile: Callable[[], None]) -> WorkerFacts:
         """Start and prepare ``num_workers`` workers; returns the facts that most of them agree on.
+
+        Args:
+            meanwhile: what to do while they open their data.
 
         Raises:
             ConfigError: what a worker found wrong with the data or the model.
         """
         self._setup = setup
-        for _ in range(self.config.num_workers):
-            actor = self.backend.start_worker(self._next_worker())
-            self.workers[actor.member_id] = actor
-        # Aggregators are needed later; their processes start while the workers open their data.
-        self.aggregators = [self._start_aggregator(index) for index in range(self.config.aggregators)]
-        facts: dict[str, WorkerFacts] = self._ask_workers("prepare", setup)
+        crew = self.crew or start_crew(self.backend, self.config)
+        self.workers, self.aggregators = dict(crew.workers), list(crew.aggregators)
+        facts: dict[str, WorkerFacts] = self._ask_workers("prepare", setup, meanwhile=meanwhile)
         if not facts:
             raise RunFailedError("too_few_workers", f"no worker could be prepared: {self.departures.reasons()}")
         wanted = _most_common((fact.numerics, fact.model_code) for fact in facts.values())
@@ -332,15 +337,12 @@ class Membership:
         return self.departures.too_few(len(self.workers), self.config.fewest_workers)
 
     def _next_worker(self) -> str:
-        return f"worker-{next(self._worker_serial)}"
+        return worker_id(next(self._worker_serial))
 
     def _new_aggregator(self, owned: ParameterRange) -> Actor:
-        actor = self._start_aggregator(owned.index)
+        actor = self.backend.start_aggregator(aggregator_id(owned.index, next(self._serial)))
         self._admit_started(actor, owned)
         return actor
-
-    def _start_aggregator(self, index: int) -> Actor:
-        return self.backend.start_aggregator(f"aggregator-{index}-{next(self._serial)}")
 
     def _admit_started(self, actor: Actor, owned: ParameterRange) -> None:
         try:
@@ -360,9 +362,12 @@ class Membership:
         self._orchestrator("admit", envelope)
         self.presentations[member_id] = envelope
 
-    def _ask_workers(self, method: str, *arguments: Any) -> dict[str, Any]:
+    def _ask_workers(
+        self, method: str, *arguments: Any, meanwhile: Callable[[], None] = lambda: None
+    ) -> dict[str, Any]:
         answers: dict[str, Any] = {}
         asked = {i: self.backend.call(actor, method, *arguments)[0] for i, actor in self.workers.items()}
+        meanwhile()
         self._collect(asked, answers.__setitem__)
         return answers
 

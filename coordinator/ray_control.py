@@ -12,14 +12,12 @@ import ray
 
 from attestation.hybrid_signature import SignerPublic
 from attestation.serving_orchestrator import ServingOrchestrator
-from coordinator.actors import actor, fetch, on_this_node
+from coordinator.actors import START_DEADLINE_S, actor, fetch, on_this_node
 from coordinator.backend import Actor, ActorLost
 from coordinator.control import Control, ControlRole
 from coordinator.ledger import PrivacyLedger
 from coordinator.own_process import ActorProcess, own_process
 from metrics.errors import RunFailedError
-
-START_DEADLINE_S = 120.0
 
 
 class RayControl:

@@ -100,11 +100,11 @@ def train(secret, progress=lambda report: None, notice=lambda line: None, **chan
 
 
 def main():
-    import coordinator.execution
+    import coordinator.launch
 
     secret = Path("secret")
     secret.write_text("5e" * 32)
-    coordinator.execution.RayBackend = Watched
+    coordinator.launch.RayBackend = Watched
     connect(num_cpus=0)
     undisturbed, _ = train(secret, num_workers=1, secure_aggregation=False)
     disturbances = Disturbances()

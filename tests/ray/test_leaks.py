@@ -48,7 +48,7 @@ class _Watching(RayBackend):
 @pytest.fixture
 def watching(monkeypatch):
     monkeypatch.setattr(_Watching, "workers", {})
-    monkeypatch.setattr("coordinator.execution.RayBackend", _Watching)
+    monkeypatch.setattr("coordinator.launch.RayBackend", _Watching)
     return _Watching
 
 

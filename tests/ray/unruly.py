@@ -76,7 +76,7 @@ def unruly(folder: Path) -> Iterator[Passing]:
     """Every trainer has `OneBad` for its backend meanwhile, and the time that is yielded."""
     passing = Passing(folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("coordinator.execution.RayBackend", OneBad)
+        patch.setattr("coordinator.launch.RayBackend", OneBad)
         patch.setattr("coordinator.ray_control.time", types.SimpleNamespace(time=passing.clock()))
         patch.setattr("coordinator.coordinator.Timer", passing.timer)
         yield passing

@@ -52,7 +52,7 @@ def watched():
         patch.setattr(Watching, "seen", [])
         patch.setattr(Watching, "asked", [])
         patch.setattr(Watching, "doomed", None)
-        patch.setattr("coordinator.execution.RayBackend", Watching)
+        patch.setattr("coordinator.launch.RayBackend", Watching)
         yield Watching
 
 

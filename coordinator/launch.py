@@ -1,0 +1,106 @@
+"""Launch: every process of a session on Ray, started at once.
+
+A process that starts mostly imports, for seconds of processor time. So none of them waits until another one is there;
+what one needs of another is waited for where it is used.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from attestation.evidence import CollateralBundle
+from attestation.hybrid_signature import SignerPublic
+from attestation.policy import Policy, simulated_policy
+from attestation.revocations import count_revocations
+from attestation.simulator import SimulatedVendor, code_measurement
+from coordinator import state
+from coordinator.actors import GpuSamplers, Platforms
+from coordinator.config import RunConfig
+from coordinator.control import Control
+from coordinator.coordinator import Session
+from coordinator.crew import Crew, start_crew
+from coordinator.hardware import Guests, collateral_of, configured_policy
+from coordinator.placement import Placement
+from coordinator.ray_backend import EvidenceSources, RayBackend
+from coordinator.ray_control import RayControl
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """The processes of a session; none of them needs to be there yet.
+
+    Attributes:
+        control: of ledger and orchestrator.
+        collateral: the newest there is.
+        wait_for_evidence: returns when every simulated platform has its keys.
+        began: on the monotonic clock.
+    """
+
+    control: RayControl
+    policy: Policy
+    collateral: Callable[[], CollateralBundle]
+    sources: EvidenceSources
+    wait_for_evidence: Callable[[], None]
+    backend: RayBackend
+    crew: Crew
+    samplers: GpuSamplers
+    began: float
+
+    def session(self, run_id: str, orchestrator_key: SignerPublic, control: Control) -> Session:
+        """What a coordinator needs of them, once evidence can be had."""
+        self.wait_for_evidence()
+        return Session(
+            run_id=run_id,
+            orchestrator_key=orchestrator_key,
+            backend=self.backend,
+            control=control,
+            policy=self.policy,
+            collateral=self.collateral(),
+            collateral_now=self.collateral,
+            revocations=partial(count_revocations, state.orchestrator_file(run_id)),
+            source=self.sources.source(),
+            crew=self.crew,
+        )
+
+
+def launch(stack: ExitStack, config: RunConfig, base: Path, placement: Placement, bind: str | None) -> Launched:
+    """Start what a session of ``config`` needs; ``stack`` ends it.
+
+    Args:
+        base: folder that relative paths start from.
+        bind: where the orchestrator serves, if it does.
+
+    Raises:
+        ConfigError: what is wrong with policy or collateral; ``unplaceable`` if there is no room for the workers.
+    """
+    began = time.monotonic()
+    policy = configured_policy(config.policy, config.collateral, base)
+    collateral = collateral_of(policy, config.collateral, base)
+    ledger = config.ledger
+    folder = str(state.home() / "orchestrator")
+    control = RayControl(ledger.url or state.ledger_url(), folder, ledger.witness, bind)
+    stack.callback(control.close)
+    sources: EvidenceSources = Guests(policy.gpus_per_worker if policy else 0)
+    wait_for_evidence = _nothing_to_wait_for
+    if policy is None or policy.accepts_simulated:
+        vendor = SimulatedVendor.load_or_create(state.simulator_folder())
+        sources = platforms = Platforms(vendor)
+        stack.callback(platforms.close)
+        wait_for_evidence = platforms.wait
+        policy = policy or simulated_policy(vendor, code_measurement())
+        made = vendor.collateral(int(time.time()))
+        collateral = collateral or (lambda: made)
+    assert collateral is not None, "hardware has collateral"
+    backend = RayBackend(sources, placement, cpu_capability=config.cpu_capability)
+    stack.callback(backend.close)
+    crew = start_crew(backend, config)
+    samplers = GpuSamplers()
+    stack.callback(samplers.close)
+    return Launched(control, policy, collateral, sources, wait_for_evidence, backend, crew, samplers, began)
+
+
+def _nothing_to_wait_for() -> None:
+    """Evidence of hardware is there when somebody asks for it."""
