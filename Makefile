@@ -11,10 +11,8 @@ ON_RAY := tests/ray tests/test_snippets.py
 demo: $(INSTALLED)
 	$(BIN)/raycloak demo
 
-# Tests on Ray run after the others, alone: they start clusters, and some hold the product to deadlines.
 test: $(INSTALLED)
-	$(MAKE) --no-print-directory test-plain
-	$(MAKE) --no-print-directory test-ray
+	MAKE=$(MAKE) $(BIN)/python -m tests.both_parts
 
 test-plain: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(addprefix --ignore=,$(ON_RAY))

@@ -46,6 +46,7 @@ def _ray_environment(folder: Path) -> dict[str, str]:
         "RAY_IGNORE_UNHANDLED_ERRORS": "1",
         "RAY_TMPDIR": str(folder),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_prestart_worker_first_driver": "0",  # nobody uses one: every actor here has an environment of its own
         "RAY_allow_out_of_band_object_ref_serialization": "0",
     }
 
