@@ -124,17 +124,22 @@ class GpuSamplers:
 
     def __init__(self) -> None:
         self._handles: dict[str, Any] = {}
+        self._seen: set[str] = set()
         self._extend()
 
     def _extend(self) -> None:
         for node in alive_nodes():
-            if node not in self._handles:
+            if node not in self._seen:
+                self._seen.add(node)
                 self._handles[node] = _on_node(node, GpuSampler, sees_gpus=True).remote(node[:12])
 
     def unavailable_reasons(self) -> list[str]:
-        """Why nodes that are there at the start have no readings; empty texts are left out."""
-        reasons = [handle.unavailable_reason.remote() for handle in self._handles.values()]
-        return [reason for reason in fetch_all(reasons, START_DEADLINE_S) if reason]
+        """Why nodes that are there at the start have no readings; their samplers end, as they would never have any."""
+        asked = {node: handle.unavailable_reason.remote() for node, handle in self._handles.items()}
+        answers = {node: fetch(reference, START_DEADLINE_S) for node, reference in asked.items()}
+        reasons = {node: reason for node, reason in answers.items() if reason}
+        kill_all(self._handles.pop(node) for node in reasons)
+        return list(reasons.values())
 
     def sample(self, deadline_s: float = 2.0) -> tuple[GpuReading, ...]:
         """The readings of all nodes that answer in time."""

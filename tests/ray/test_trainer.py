@@ -19,6 +19,8 @@ from safetensors.numpy import load_file
 
 from attestation.evidence_log import read_exported_log, verify_exported_log
 from attestation.tsm import tee_nodes
+from coordinator.actors import GpuSamplers, fetch
+from coordinator.backend import ActorLost
 from coordinator.chaos_victims import role
 from coordinator.config import parse_config
 from coordinator.demo import demo_config
@@ -134,6 +136,20 @@ def test_metrics_are_served_while_the_run_goes_on(observed):
     assert 'raycloak_workers_admitted{run="' in pages[-1]
     assert re.search(rf"^raycloak_steps_committed_total\{{.*\}} {STEPS}\.0$", pages[-1], re.MULTILINE)
     assert not any(line.startswith("raycloak_gpu") for line in pages[-1].splitlines())
+
+
+def test_a_sampler_where_there_is_no_nvml_says_so_and_ends(ray_cluster):
+    samplers = GpuSamplers()
+    (handle,) = samplers._handles.values()
+    reasons = samplers.unavailable_reasons()
+    if not reasons:
+        samplers.close()
+        pytest.skip("this machine has NVML")
+    assert [reason.partition(" from ")[0] for reason in reasons] == ["no GPU metrics"]
+    assert samplers.sample() == ()
+    assert samplers.unavailable_reasons() == []
+    with pytest.raises(ActorLost):
+        fetch(handle.sample.remote(), 30)
 
 
 def test_roster_and_log_are_served_while_the_run_goes_on(observed):
