@@ -17,7 +17,7 @@ from workers.numerics import worker_environment
 
 NODE_DEADLINE_S = 30.0
 SPARE_DEADLINE_S = 1.0
-SPARE_AFTER_S = 5.0
+SPARE_AFTER_S = 15.0
 """How long a run trains before it keeps a spare: a process takes seconds of CPU to start."""
 
 
