@@ -55,8 +55,7 @@ def actor(cls: type, **options: Any) -> Any:
     environment = options.pop("environment", {})
     if not options.get("num_gpus") and not options.pop("sees_gpus", False):
         environment = {"CUDA_VISIBLE_DEVICES": "", **environment}
-    # What a run does is in its own record; Ray's of every call takes a tenth of what a call costs.
-    settings = {"max_restarts": 0, "max_task_retries": 0, "num_cpus": 0, "enable_task_events": False, **options}
+    settings = {"max_restarts": 0, "max_task_retries": 0, "num_cpus": 0, **options}
     if cls in _WIRED:
         settings["concurrency_groups"] = {"control": 1}
     return ray.remote(**settings, runtime_env={"env_vars": environment})(_WIRED.get(cls, cls))
