@@ -12,7 +12,7 @@ demo: $(INSTALLED)
 	$(BIN)/raycloak demo
 
 test: $(INSTALLED)
-	MAKE=$(MAKE) $(BIN)/python -m tests.both_parts
+	MAKE=$(MAKE) exec $(BIN)/python -m tests.both_parts
 
 test-plain: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(addprefix --ignore=,$(ON_RAY))

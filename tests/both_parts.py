@@ -14,27 +14,44 @@ from pathlib import Path
 
 MAKE = os.environ.get("MAKE", "make")
 LOWEST = 19
+END_DEADLINE_S = 60.0
+
+
+def heed() -> None:
+    """Let an interrupt end this process, also where the shell that began all this ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def step_back() -> None:
     """Give this process and all it starts the lowest priority, also where Linux shares processors among sessions."""
+    heed()
     os.nice(LOWEST)
     with suppress(OSError):
         Path("/proc/self/autogroup").write_text(str(LOWEST))
 
 
+def end(part: subprocess.Popen[bytes]) -> None:
+    """End a part that still runs, with what its fixtures started."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        if part.poll() is None:
+            os.killpg(part.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                part.wait(END_DEADLINE_S)
+
+
 def main() -> int:
-    """The first exit code that is not 0."""
+    """The first exit code that is not 0. Whatever ends this early ends both parts."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryFile() as log:
-        others = subprocess.Popen(
-            [MAKE, "test-plain"], stdout=log, stderr=log, start_new_session=True, preexec_fn=step_back
-        )
+        parts = []
         try:
-            codes = [subprocess.call([MAKE, "test-ray"]), others.wait()]
+            parts.append(subprocess.Popen([MAKE, "test-ray"], start_new_session=True, preexec_fn=heed))
+            quiet = {"stdout": log, "stderr": log}
+            parts.append(subprocess.Popen([MAKE, "test-plain"], **quiet, start_new_session=True, preexec_fn=step_back))
+            codes = [part.wait() for part in parts]
         finally:
-            if others.poll() is None:
-                os.killpg(others.pid, signal.SIGTERM)
-                others.wait()
+            for part in parts:
+                end(part)
         log.seek(0)
         sys.stdout.flush()
         sys.stdout.buffer.write(log.read())
