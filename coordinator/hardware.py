@@ -71,6 +71,9 @@ class Guests:
         """The GPUs of a worker that is started now; None if the policy asks for none."""
         return GuestGpus(self.gpus_per_worker) if self.gpus_per_worker else None
 
+    def wait(self) -> None:
+        """Nothing: a guest's kernel has its keys."""
+
 
 def configured_policy(file: str | None, collateral: str | None, base: Path) -> Policy | None:
     """The policy of a run, whose files are relative to ``base``; None if it names none and admits SIMULATED evidence.

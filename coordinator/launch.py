@@ -35,7 +35,6 @@ class Launched:
     Attributes:
         control: of ledger and orchestrator.
         collateral: the newest there is.
-        wait_for_evidence: returns when every simulated platform has its keys.
         began: on the monotonic clock.
     """
 
@@ -43,7 +42,6 @@ class Launched:
     policy: Policy
     collateral: Callable[[], CollateralBundle]
     sources: EvidenceSources
-    wait_for_evidence: Callable[[], None]
     backend: RayBackend
     crew: Crew
     samplers: GpuSamplers
@@ -51,7 +49,7 @@ class Launched:
 
     def session(self, run_id: str, orchestrator_key: SignerPublic, control: Control) -> Session:
         """What a coordinator needs of them, once evidence can be had."""
-        self.wait_for_evidence()
+        self.sources.wait()
         return Session(
             run_id=run_id,
             orchestrator_key=orchestrator_key,
@@ -84,12 +82,10 @@ def launch(stack: ExitStack, config: RunConfig, base: Path, placement: Placement
     control = RayControl(ledger.url or state.ledger_url(), folder, ledger.witness, bind)
     stack.callback(control.close)
     sources: EvidenceSources = Guests(policy.gpus_per_worker if policy else 0)
-    wait_for_evidence = _nothing_to_wait_for
     if policy is None or policy.accepts_simulated:
         vendor = SimulatedVendor.load_or_create(state.simulator_folder())
         sources = platforms = Platforms(vendor)
         stack.callback(platforms.close)
-        wait_for_evidence = platforms.wait
         policy = policy or simulated_policy(vendor, code_measurement())
         made = vendor.collateral(int(time.time()))
         collateral = collateral or (lambda: made)
@@ -99,8 +95,4 @@ def launch(stack: ExitStack, config: RunConfig, base: Path, placement: Placement
     crew = start_crew(backend, config)
     samplers = GpuSamplers()
     stack.callback(samplers.close)
-    return Launched(control, policy, collateral, sources, wait_for_evidence, backend, crew, samplers, began)
-
-
-def _nothing_to_wait_for() -> None:
-    """Evidence of hardware is there when somebody asks for it."""
+    return Launched(control, policy, collateral, sources, backend, crew, samplers, began)

@@ -28,6 +28,8 @@ class EvidenceSources(Protocol):
 
     def gpus(self) -> GpuSource | None: ...
 
+    def wait(self) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class _Started:
