@@ -1,5 +1,6 @@
 """Shared fixtures: every test gets a `RAYCLOAK_HOME` of its own; those that need Ray share one local cluster."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -16,6 +17,12 @@ if TYPE_CHECKING:
     from coordinator.raylets import Raylets
 
 ROOT = Path(__file__).resolve().parent.parent
+QUICK_START = ROOT / "tests" / "quick_start"
+"""On the path of Ray's processes: see `sitecustomize.py` there."""
+
+# Half a million objects come of importing and collecting, and stay. The collector looks through them again and again,
+# unless it is off until they are there and then leaves them out: a tenth of the time of a test run.
+gc.disable()
 
 # Derandomised: a failure is a change of the code, never of the draw. No example database outside the test's folder.
 settings.register_profile("raycloak", deadline=None, derandomize=True, database=None)
@@ -40,7 +47,8 @@ def _ray_environment(folder: Path) -> dict[str, str]:
         # Nobody reads what Ray tells of machines and of log files, twice a second and in every cluster.
         "LOG_NAME_UPDATE_INTERVAL_S": "60",
         "REPORTER_UPDATE_INTERVAL_MS": "60000",
-        "PYTHONPATH": str(ROOT),  # for workers that a driver elsewhere asks for, where raycloak is not installed
+        # The first for workers that a driver elsewhere asks for, where raycloak is not installed.
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{QUICK_START}",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_IGNORE_UNHANDLED_ERRORS": "1",
@@ -56,6 +64,13 @@ def _ray_environment(folder: Path) -> dict[str, str]:
 _FOLDER = tempfile.TemporaryDirectory(prefix="rc", dir="/tmp", ignore_cleanup_errors=True)
 _RAY_ENVIRONMENT = _ray_environment(Path(_FOLDER.name))
 os.environ.update(_RAY_ENVIRONMENT)
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage from now on, of what the tests make."""
+    gc.freeze()
+    gc.set_threshold(10_000)
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:

@@ -26,7 +26,9 @@ PROMISED = {
 
 
 def test_demo_prints_one_json_object_and_ends_with_a_private_accurate_model(run_python, ray_environment):
-    done = run_python("-m", "coordinator", "demo", "--json", environment=ray_environment, deadline_s=300)
+    """On a Ray as a user's, which starts its workers by itself."""
+    environment = {**ray_environment, "PYTHONPATH": str(ROOT)}
+    done = run_python("-m", "coordinator", "demo", "--json", environment=environment, deadline_s=300)
     assert done.code == 0, done.stderr
     result = json.loads(done.stdout)
     assert result.keys() >= PROMISED
