@@ -11,7 +11,7 @@ no call without a deadline.
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -36,7 +36,7 @@ from coordinator.ledger_actor import LedgerActor
 from coordinator.node_evidence import NodeEvidenceSource
 from coordinator.orchestrator_actor import OrchestratorActor
 from coordinator.output import divert_logger
-from coordinator.own_process import own_node
+from coordinator.own_process import nvml_missing, own_node
 from coordinator.platform_actor import NodePlatform
 from metrics.errors import RaycloakError, RunFailedError
 from metrics.gpu import GpuReading, GpuSampler
@@ -119,25 +119,39 @@ def start_platforms(vendor: SimulatedVendor) -> dict[str, Any]:
 
 
 class GpuSamplers:
-    """One GpuSampler per node, also on nodes that join later; each sees all GPUs of its node and uses none."""
+    """One GpuSampler per node with NVML, also on nodes that join later; each sees all GPUs of its node and uses none.
 
-    def __init__(self) -> None:
+    Args:
+        present: by node id, actors that are there anyway. They are asked whether their node has NVML, so that no
+            process starts, for a second of CPU, only to find none.
+    """
+
+    def __init__(self, present: Mapping[str, Any] | None = None) -> None:
         self._handles: dict[str, Any] = {}
-        self._seen: set[str] = set()
+        self._asked = {
+            node: actor.__ray_call__.remote(nvml_missing, node[:12]) for node, actor in (present or {}).items()
+        }
+        self._seen = set(self._asked)
         self._extend()
 
     def _extend(self) -> None:
         for node in alive_nodes():
             if node not in self._seen:
                 self._seen.add(node)
-                self._handles[node] = _on_node(node, GpuSampler, sees_gpus=True).remote(node[:12])
+                self._start(node)
+
+    def _start(self, node: str) -> None:
+        self._handles[node] = _on_node(node, GpuSampler, sees_gpus=True).remote(node[:12])
 
     def unavailable_reasons(self) -> list[str]:
         """Why nodes that are there at the start have no readings; their samplers end, as they would never have any."""
-        asked = {node: handle.unavailable_reason.remote() for node, handle in self._handles.items()}
+        asked, self._asked = self._asked, {}
+        asked |= {node: handle.unavailable_reason.remote() for node, handle in self._handles.items()}
         answers = {node: fetch(reference, START_DEADLINE_S) for node, reference in asked.items()}
         reasons = {node: reason for node, reason in answers.items() if reason}
-        kill_all(self._handles.pop(node) for node in reasons)
+        kill_all(self._handles.pop(node) for node in reasons if node in self._handles)
+        for node in answers.keys() - reasons.keys() - self._handles.keys():
+            self._start(node)
         return list(reasons.values())
 
     def sample(self, deadline_s: float = 2.0) -> tuple[GpuReading, ...]:

@@ -5,11 +5,12 @@ what one needs of another is waited for where it is used.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from attestation.evidence import CollateralBundle
 from attestation.hybrid_signature import SignerPublic
@@ -82,10 +83,12 @@ def launch(stack: ExitStack, config: RunConfig, base: Path, placement: Placement
     control = RayControl(ledger.url or state.ledger_url(), folder, ledger.witness, bind)
     stack.callback(control.close)
     sources: EvidenceSources = Guests(policy.gpus_per_worker if policy else 0)
+    present: Mapping[str, Any] = {}
     if policy is None or policy.accepts_simulated:
         vendor = SimulatedVendor.load_or_create(state.simulator_folder())
         sources = platforms = Platforms(vendor)
         stack.callback(platforms.close)
+        present = platforms.handles
         policy = policy or simulated_policy(vendor, code_measurement())
         made = vendor.collateral(int(time.time()))
         collateral = collateral or (lambda: made)
@@ -93,6 +96,6 @@ def launch(stack: ExitStack, config: RunConfig, base: Path, placement: Placement
     backend = RayBackend(sources, placement, cpu_capability=config.cpu_capability)
     stack.callback(backend.close)
     crew = start_crew(backend, config)
-    samplers = GpuSamplers()
+    samplers = GpuSamplers(present)
     stack.callback(samplers.close)
     return Launched(control, policy, collateral, sources, backend, crew, samplers, began)

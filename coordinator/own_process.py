@@ -38,6 +38,17 @@ def own_process(_: Any) -> ActorProcess | None:
     return ActorProcess.find(os.getpid())
 
 
+def nvml_missing(_: Any, node: str) -> str | None:
+    """Why the node of the actor that is asked, called ``node``, has no readings of GPUs; None where it has NVML."""
+    from metrics.gpu import GpuSampler  # here, for an actor that is asked nothing of the kind
+
+    sampler = GpuSampler(node)
+    try:
+        return sampler.unavailable_reason()
+    finally:
+        sampler.close()
+
+
 def own_node(_: Any) -> str:
     """The id of the node of the actor that is asked."""
     return str(ray.get_runtime_context().get_node_id())

@@ -171,7 +171,8 @@ def _serve() -> None:
         return {"accepted": accepted}
 
     try:
-        head = start(num_cpus=0, include_dashboard=False)
+        # Nothing scales this cluster, and no driver of it reads its workers' logs.
+        head = start(num_cpus=0, include_dashboard=False, include_log_monitor=False, no_monitor=True)
         print(json.dumps(head | {"address": cluster.address}), file=answers)
         for line in sys.stdin:
             asked = json.loads(line)

@@ -18,8 +18,9 @@ import yaml
 from safetensors.numpy import load_file
 
 from attestation.evidence_log import read_exported_log, verify_exported_log
+from attestation.simulator import SimulatedVendor
 from attestation.tsm import tee_nodes
-from coordinator.actors import GpuSamplers, fetch
+from coordinator.actors import GpuSamplers, fetch, kill_all, start_platforms
 from coordinator.backend import ActorLost
 from coordinator.chaos_victims import role
 from coordinator.config import parse_config
@@ -150,6 +151,19 @@ def test_a_sampler_where_there_is_no_nvml_says_so_and_ends(ray_cluster):
     assert samplers.unavailable_reasons() == []
     with pytest.raises(ActorLost):
         fetch(handle.sample.remote(), 30)
+
+
+def test_where_another_actor_finds_no_nvml_no_sampler_is_started(ray_cluster):
+    platforms = start_platforms(SimulatedVendor.create())
+    samplers = GpuSamplers(platforms)
+    assert not samplers._handles
+    (node,) = platforms
+    reasons = samplers.unavailable_reasons()
+    assert len(reasons) + len(samplers._handles) == 1
+    assert all(reason.startswith(f"no GPU metrics from {node[:12]}: ") for reason in reasons)
+    assert samplers.unavailable_reasons() == []
+    kill_all(platforms.values())
+    samplers.close()
 
 
 def test_roster_and_log_are_served_while_the_run_goes_on(observed):
