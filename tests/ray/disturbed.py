@@ -23,7 +23,9 @@ from coordinator.ray_backend import RayBackend
 from coordinator.raylets import DRAIN_PREEMPTION
 from coordinator.trainer import Trainer
 
-STEPS = 90
+STEPS = 50
+SLOWED_S = 1.0
+"""A step takes as long while the run is disturbed, so that it has enough of them for three recoveries."""
 RAYLETS = json.loads(os.environ["RAYLETS"])
 
 
@@ -70,7 +72,7 @@ class Disturbances:
     def after(self, report):
         if self.done == 3 and self.detected_s is not None:
             return
-        time.sleep(0.5)
+        time.sleep(SLOWED_S)
         if report.workers == 3 and len(self.departed) == self.done < 3:
             (self.ask_to_end, self.drain, self.kill)[self.done]()
             self.done += 1

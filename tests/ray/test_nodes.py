@@ -92,7 +92,7 @@ def test_workers_asked_to_leave_drained_and_dead_nodes_change_no_byte(answers, n
     # A worker whose raylet is gone ends by itself; the driver may notice that before it hears of the node's death.
     assert answer["departed"][2] in ("died", "unreachable")
     assert answer["same"]
-    assert answer["steps"] == 90
+    assert answer["steps"] == 50
     # Two if its worker had just answered: then the first is lost with its vector, and the next finds the worker gone.
     assert answer["repeated"] in (1, 2)
     assert 0 < answer["detected_s"] < DEAD_NODE_S
