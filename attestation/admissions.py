@@ -101,7 +101,7 @@ class Admissions:
         self._log = log
         self._nonces = NonceBook(state.db)
         self._facts = state.facts
-        self._revocations = Revocations(state.db, log)
+        self._revocations = Revocations(state.db, log, state.transactions)
         self._run_id = run_id
         self._clock = clock
         self._members: dict[str, Admitted] = {}

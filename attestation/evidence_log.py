@@ -28,6 +28,8 @@ from attestation.log_entries import (
     entry_hash,
     parse_line,
 )
+from attestation.recent_log import RecentLog
+from attestation.transactions import Transactions
 from attestation.whole_file import whole_file
 from metrics.errors import EvidenceError
 
@@ -70,17 +72,28 @@ class EvidenceLog:
     hashes of complete subtrees are stored beside the entries, so that an append, a head or a proof of n entries reads
     O(log n) of them.
 
+    Args:
+        transactions: all that ``connection`` has, which tell how long what was read holds; None to read it anew each
+            time.
+
     Raises:
         EvidenceError: ``log_broken`` if the entries found in the database are not those of its tree, ``log_format`` if
             the database has a log of an older version.
     """
 
-    def __init__(self, connection: sqlite3.Connection, run_id: str, signer: HybridSigner) -> None:
+    def __init__(
+        self,
+        connection: sqlite3.Connection,
+        run_id: str,
+        signer: HybridSigner,
+        transactions: Transactions | None = None,
+    ) -> None:
         self._connection = connection
         self._run_id = run_id
         self._signer = signer
         self._newest: tuple[LogHead, SignedHead] | None = None
         self._committed: dict[tuple[int, int], bytes] = {}
+        self._recent = RecentLog(transactions)
         if self._one("SELECT 1 FROM sqlite_master WHERE name = 'evidence_log'"):
             raise _old_format("the state of this run")
         for statement in _SCHEMA:
@@ -94,15 +107,21 @@ class EvidenceLog:
         entry = Entry(length, kind, encoded, entry_hash(self._run_id, length, kind, encoded))
         values = (self._run_id, length, kind, encoded, entry.hash)
         self._connection.execute("INSERT INTO log_entries VALUES (?, ?, ?, ?, ?)", values)
-        subtrees = enumerate(merkle.completed(length, entry.hash, self._subtree))
-        rows = [(self._run_id, level, length >> level, subtree) for level, subtree in subtrees if level]
-        self._connection.executemany("INSERT INTO log_subtrees VALUES (?, ?, ?, ?)", rows)
+        subtrees = merkle.completed(length, entry.hash, self._subtree)
+        rows = [(self._run_id, level, length >> level, subtree) for level, subtree in enumerate(subtrees) if level]
+        if rows:
+            self._connection.executemany("INSERT INTO log_subtrees VALUES (?, ?, ?, ?)", rows)
+        self._recent.appended(length, subtrees)
         return entry
 
     def __len__(self) -> int:
-        """Number of entries; read anew, so a rollback leaves no trace here."""
+        """Number of entries; a rollback leaves no trace here."""
+        if (known := self._recent.length) is not None:
+            return known
         last = self._one("SELECT max(sequence) FROM log_entries WHERE run_id = ?", self._run_id)
-        return 0 if last is None else int(last) + 1
+        length = 0 if last is None else int(last) + 1
+        self._recent.found(length)
+        return length
 
     def head(self) -> SignedHead:
         """The signed :class:`LogHead` over all entries so far; signed once for as long as nothing is appended."""
@@ -128,7 +147,11 @@ class EvidenceLog:
     def position(self) -> LogHead:
         """The head, unsigned."""
         length = len(self)
-        return LogHead(run_id=self._run_id, length=length, root=merkle.root(length, self._subtree))
+        if (known := self._recent.head) is not None:
+            return known
+        head = LogHead(run_id=self._run_id, length=length, root=merkle.root(length, self._subtree))
+        self._recent.note(head)
+        return head
 
     def root_at(self, length: int) -> bytes | None:
         """The root over the first ``length`` entries; None if there are fewer, or ``length`` is not positive."""
@@ -136,9 +159,14 @@ class EvidenceLog:
 
     def prove(self, sequence: int) -> EntryProof:
         """Entry ``sequence`` with its proof under :meth:`head`; ValueError if there is no such entry."""
+        if not 0 <= sequence < len(self):
+            raise ValueError(f"the log of {len(self)} entries has no leaf {sequence}")
+        return self.prove_entry(next(self._entries("AND sequence = ?", sequence)))
+
+    def prove_entry(self, entry: Entry) -> EntryProof:
+        """As :meth:`prove`, of an entry that :meth:`append` has returned and nothing has undone."""
         head = self.position()
-        path = merkle.inclusion_proof(sequence, head.length, self._subtree)
-        entry = next(self._entries("AND sequence = ?", sequence))
+        path = merkle.inclusion_proof(entry.sequence, head.length, self._subtree)
         return EntryProof(entry=ExportedEntry.of(entry), path=path, head=self._signed(head))
 
     def inclusion(self, sequence: int, length: int) -> tuple[bytes, ...]:
@@ -175,7 +203,8 @@ class EvidenceLog:
                 yield Entry(*row)
 
     def _subtree(self, level: int, index: int) -> bytes:
-        if (known := self._committed.get((level, index))) is not None:
+        known = self._committed.get((level, index)) or self._recent.subtree(level, index)
+        if known is not None:
             return known
         if level == 0:
             subtree = self._one("SELECT hash FROM log_entries WHERE run_id = ? AND sequence = ?", self._run_id, index)

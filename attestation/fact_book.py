@@ -5,6 +5,7 @@ before it have seen. Orchestrators of several runs may write to it at once.
 """
 
 import sqlite3
+import time
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
@@ -37,9 +38,11 @@ class FactBook:
     def __init__(self, path: Path) -> None:
         path.touch(mode=0o600)
         self._db = sqlite3.connect(path, timeout=_BUSY_DEADLINE_S, isolation_level=None, check_same_thread=False)
-        self._db.execute("PRAGMA journal_mode = WAL")
+        _use_wal(self._db)
         self._db.execute("PRAGMA synchronous = FULL")
         self._db.execute(_SCHEMA)
+        self._known: dict[str, int] = {}
+        self._version: tuple[int] | None = None
 
     def close(self) -> None:
         """Close the file; the book cannot be used afterwards."""
@@ -47,20 +50,19 @@ class FactBook:
 
     def floors(self) -> Floors:
         """The highest number seen of each kind of collateral."""
-        numbers = self._numbers()
-        numbers.pop(_NOW, None)
-        return numbers
+        return {name: number for name, number in self._numbers().items() if name != _NOW}
 
     def keep(self, facts: Iterable[Fact]) -> None:
         """Raise the floors to the numbers of collateral that verified; a lower number changes nothing."""
-        known = self._numbers()
-        # Most appraisals bring nothing new, and a transaction costs a write to the disk.
-        rising = [(name, number) for name, number in facts if number > known.get(name, -1)]
+        # Most appraisals bring nothing new, and a transaction costs a write to the disk. What was read earlier will do:
+        # numbers that were on the disk then have not become lower.
+        rising = [(name, number) for name, number in facts if number > self._known.get(name, -1)]
         if rising:
             with closing(self._db.cursor()) as cursor:
                 cursor.execute("BEGIN IMMEDIATE")
                 cursor.executemany(_RAISE, rising)
                 cursor.execute("COMMIT")
+            self._version = None
 
     def check_clock(self, now: int) -> None:
         """Note that an appraisal takes place at unix second ``now``.
@@ -78,4 +80,23 @@ class FactBook:
             self.keep([(_NOW, now)])
 
     def _numbers(self) -> dict[str, int]:
-        return dict(self._db.execute("SELECT name, number FROM facts").fetchall())
+        # It changes when another connection has committed, and is read several times faster than the numbers.
+        version = self._db.execute("PRAGMA data_version").fetchone()
+        if version != self._version:
+            self._known = dict(self._db.execute("SELECT name, number FROM facts").fetchall())
+            self._version = version
+        return self._known
+
+
+def _use_wal(db: sqlite3.Connection) -> None:
+    """Of several processes that open a new file, or one that another just closed, SQLite makes nobody wait for this."""
+    end = time.monotonic() + _BUSY_DEADLINE_S
+    while True:
+        try:
+            db.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.OperationalError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.01)
+        else:
+            return

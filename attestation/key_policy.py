@@ -5,10 +5,9 @@ was appraised, and a package of one kind cannot pass for another.
 """
 
 import sqlite3
-from collections.abc import Iterable
-from contextlib import closing
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from typing import ClassVar, Self
+from typing import ClassVar, Final, Self
 
 from attestation.evidence import Role
 from attestation.messages import Message
@@ -70,6 +69,10 @@ _SCHEMA = (
 )
 
 
+_AT_ONCE: Final = 500
+"""Keys that are counted in one statement; a statement has so many parameters only."""
+
+
 class DrawBook:
     """How often each key was drawn, in the database of the orchestrator; counts survive a restart."""
 
@@ -87,30 +90,28 @@ class DrawBook:
         Raises:
             EvidenceError: ``release_denied``; the caller's transaction must not be committed then.
         """
-        for key_id in key_ids:
-            place = (terms.kind.value, epoch, key_id)
-            own, total = self._counts(place, session, member_id)
-            for who, count, quota in (
-                (member_id, own, terms.quotas.per_member),
-                ("the run", total, terms.quotas.per_run),
-            ):
-                if count >= quota:
-                    raise EvidenceError(
-                        "release_denied",
-                        f"{who} has drawn {terms.kind} key {key_id} of epoch {epoch} {count} times, its quota",
-                        "Find out why it is asked for so often; key_quotas in the policy of a new run raises it.",
-                    )
-            drawn = (*place, session, member_id, own + 1)
-            self._connection.execute("INSERT OR REPLACE INTO draws VALUES (?, ?, ?, ?, ?, ?)", drawn)
-            self._connection.execute("INSERT OR REPLACE INTO draw_totals VALUES (?, ?, ?, ?)", (*place, total + 1))
+        wanted, kind = tuple(key_ids), terms.kind.value
+        for first in range(0, len(wanted), _AT_ONCE):
+            keys = wanted[first : first + _AT_ONCE]
+            own = self._count("draws", [(kind, epoch, key_id, session, member_id) for key_id in keys])
+            total = self._count("draw_totals", [(kind, epoch, key_id) for key_id in keys])
+            for key_id in keys:
+                for who, count, quota in (
+                    (member_id, own[key_id], terms.quotas.per_member),
+                    ("the run", total[key_id], terms.quotas.per_run),
+                ):
+                    if count > quota:
+                        raise EvidenceError(
+                            "release_denied",
+                            f"{who} has drawn {kind} key {key_id} of epoch {epoch} {count - 1} times, its quota",
+                            "Find out why it is asked for so often; key_quotas in the policy of a new run raises it.",
+                        )
 
-    def _counts(self, place: tuple[str, int, str], session: str, member_id: str) -> tuple[int, int]:
-        """Draws by this member in this session, and by everybody."""
-        key = "kind = ? AND epoch = ? AND key_id = ?"
-        query = (
-            f"SELECT (SELECT count FROM draws WHERE {key} AND session = ? AND member_id = ?), "
-            f"(SELECT count FROM draw_totals WHERE {key})"
+    def _count(self, table: str, places: Sequence[tuple[str | int, ...]]) -> dict[str, int]:
+        """Count one more in ``table`` at each of ``places``, its primary keys; the new count by key id."""
+        row = f"({'?, ' * len(places[0])}1)"
+        statement = (
+            f"INSERT INTO {table} VALUES {', '.join([row] * len(places))} "
+            "ON CONFLICT DO UPDATE SET count = count + 1 RETURNING key_id, count"
         )
-        with closing(self._connection.execute(query, (*place, session, member_id, *place))) as cursor:
-            own, total = cursor.fetchone()
-        return own or 0, total or 0
+        return dict(self._connection.execute(statement, [each for place in places for each in place]).fetchall())

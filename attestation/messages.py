@@ -4,8 +4,11 @@ A message is a frozen pydantic model; its bytes are canonical JSON with hexadeci
 ``LP(domain, body)``, so a message of one type never verifies as another. The receiver parses only what verified.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from enum import StrEnum
+from json.encoder import encode_basestring_ascii
+from typing import Any, ClassVar, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
@@ -27,8 +30,10 @@ class Message(BaseModel):
 
     def encode(self) -> bytes:
         """Canonical bytes."""
-        # Byte strings become text several times faster on the way to JSON than on the way to objects.
-        return canonical_json(from_json(self.model_dump_json()))
+        try:
+            return _text(self).encode()
+        except _NotPlainError:
+            return canonical_json(from_json(self.model_dump_json()))
 
     def digest(self) -> bytes:
         """SHA-256 of ``LP(domain, bytes)``."""
@@ -65,3 +70,59 @@ def open_envelope(cls: type[M], envelope: Envelope, public: bytes) -> M:
     if not signature_is_valid(public, length_prefixed(cls.DOMAIN, envelope.body), envelope.signature):
         raise ProtocolError("signature", f"a {cls.__name__} that its signer did not sign")
     return parse(cls, envelope.body)
+
+
+# Messages are a few fields of a few types, which are written several times faster one by one than by way of a document
+# that is sorted afterwards. What is written is the same, or nothing: any other type goes the long way.
+
+
+class _NotPlainError(Exception):
+    """Of a value whose text only pydantic knows."""
+
+
+def _text(value: Any) -> str:
+    return (_WRITERS.get(type(value)) or _writer_of(type(value)))(value)
+
+
+def _writer_of(kind: type) -> Callable[[Any], str]:
+    """Found once for each class that is written here."""
+    if issubclass(kind, Message) and kind.model_config == Message.model_config:
+        _WRITERS[kind] = _message_writer(kind)
+    elif issubclass(kind, StrEnum):
+        _WRITERS[kind] = lambda value: encode_basestring_ascii(value.value)
+    else:
+        raise _NotPlainError
+    return _WRITERS[kind]
+
+
+def _message_writer(kind: type[Message]) -> Callable[[Message], str]:
+    named = [(name, f"{encode_basestring_ascii(name)}:") for name in sorted(kind.model_fields)]
+
+    def write(message: Message) -> str:
+        values = message.__dict__
+        return f"{{{','.join([start + _text(values[name]) for name, start in named])}}}"
+
+    return write
+
+
+def _list_text(values: tuple[Any, ...] | list[Any]) -> str:
+    return f"[{','.join([_text(value) for value in values])}]"
+
+
+def _object_text(fields: Mapping[Any, Any]) -> str:
+    if any(type(name) is not str for name in fields):
+        raise _NotPlainError
+    return f"{{{','.join([f'{encode_basestring_ascii(name)}:{_text(fields[name])}' for name in sorted(fields)])}}}"
+
+
+# By exact type; a float is not among them, as it may stand where an integer was given.
+_WRITERS: Final[dict[type, Callable[[Any], str]]] = {
+    str: encode_basestring_ascii,
+    bytes: lambda value: f'"{value.hex()}"',
+    int: int.__repr__,
+    bool: lambda value: "true" if value else "false",
+    type(None): lambda _: "null",
+    tuple: _list_text,
+    list: _list_text,
+    dict: _object_text,
+}

@@ -90,7 +90,7 @@ class EvidenceOrchestrator:
         self._key = IdentityKey.from_seed(identity)
         signer = HybridSigner(identity, derive(secret, Purpose.ORCHESTRATOR_ML_DSA))
         self._state = OrchestratorState(self._state_file(self._run_id))
-        self._log = EvidenceLog(self._state.db, self._run_id, signer)
+        self._log = EvidenceLog(self._state.db, self._run_id, signer, self._state.transactions)
         self._commits = CommitBook(self._state, self._log)
         self._slices = SliceBook(self._state, self._log)
         self._admissions = Admissions(self._state, self._log, self._run_id, self._now)

@@ -10,14 +10,14 @@ Not guaranteed: that an older copy of the file is noticed; compare the log's hea
 """
 
 import sqlite3
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 from attestation.fact_book import FACTS_FILE, FactBook
 from attestation.messages import Envelope
 from attestation.roster import Query
+from attestation.transactions import Transactions
 
 BUSY_DEADLINE_S = 30.0
 """How long to wait for another process's lock: an incarnation that was stopped holds it until it is killed."""
@@ -89,6 +89,7 @@ class OrchestratorState:
     Everything that writes must be called inside :meth:`transaction`.
 
     Attributes:
+        transactions: of ``db``.
         facts: what all runs of the folder have seen; a file of its own, and no part of a transaction here.
     """
 
@@ -98,6 +99,7 @@ class OrchestratorState:
         self.db.execute("PRAGMA journal_mode = WAL")
         self.db.execute("PRAGMA synchronous = FULL")
         self.db.executescript(_SCHEMA)
+        self.transactions = Transactions(self.db)
         self.facts = FactBook(path.parent / FACTS_FILE)
 
     def close(self) -> None:
@@ -105,34 +107,9 @@ class OrchestratorState:
         self.facts.close()
         self.db.close()
 
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """Hold the write lock; all of the block is durable when it ends, or none of it exists if it raises.
-
-        Inside another one it is a part of it: undone alone if it raises, durable when the outermost ends.
-        """
-        if self.db.in_transaction:
-            with self._part():
-                yield
-            return
-        self.db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        except BaseException:
-            self.db.execute("ROLLBACK")
-            raise
-        self.db.execute("COMMIT")
-
-    @contextmanager
-    def _part(self) -> Iterator[None]:
-        self.db.execute("SAVEPOINT part")
-        try:
-            yield
-        except BaseException:
-            self.db.execute("ROLLBACK TO part")
-            self.db.execute("RELEASE part")
-            raise
-        self.db.execute("RELEASE part")
+    def transaction(self) -> AbstractContextManager[None]:
+        """See `Transactions.transaction`."""
+        return self.transactions.transaction()
 
     # --- the session
 

@@ -18,6 +18,7 @@ from attestation.evidence_log import EvidenceLog
 from attestation.key_policy import DrawBook, KeyKind, KeyPolicy
 from attestation.key_release import KeyPackage, KeyRelease, RunKeys, released_body, seal_package
 from attestation.keys import IdentityKey
+from attestation.log_entries import Entry
 from attestation.log_watch import forked
 from attestation.messages import Envelope
 from attestation.policy import Policy
@@ -51,13 +52,13 @@ class Grant:
     """A release that is logged, and whose proof is still to come: a head that is signed later proves many at once.
 
     Attributes:
-        sequence: of the log's entry that says so.
+        entry: of the log, which says so.
         slices, evaluation: see `KeyRelease`.
         seen: entries under the newest head that the member was shown.
     """
 
     package: Envelope
-    sequence: int
+    entry: Entry
     slices: "Grant | None" = None
     evaluation: "Grant | None" = None
     seen: int = 0
@@ -77,7 +78,7 @@ class Grant:
         return replace(self._shown(log, extends), slices=slices, evaluation=evaluation)
 
     def _shown(self, log: EvidenceLog, extends: tuple[bytes, ...]) -> KeyRelease:
-        return KeyRelease(self.package, log.prove(self.sequence).encode(), extends=extends)
+        return KeyRelease(self.package, log.prove_entry(self.entry).encode(), extends=extends)
 
 
 class _KeyTerms(NamedTuple):
@@ -190,7 +191,7 @@ class ReleaseDesk:
             self._draws.draw(key_terms.policy, epoch, map(str, virtual_workers), self._session, member_id)
             self._admissions.keep(replace(admitted.row, epoch=epoch))
             entry = self._log.append("released", released_body(package))
-        return Grant(seal_package(package, plaintext, admitted.presentation.hpke_key, self._signer), entry.sequence)
+        return Grant(seal_package(package, plaintext, admitted.presentation.hpke_key, self._signer), entry)
 
     def open_checkpoint(self, info: bytes, opened: Callable[[], bytes]) -> bytes:
         """The data key of a sealed package of the run, which ``opened`` gives, logged before it leaves.

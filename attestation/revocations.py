@@ -5,12 +5,13 @@ takes one back.
 """
 
 import sqlite3
+from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from attestation.evidence_log import EvidenceLog
+from attestation.transactions import Transactions
 from metrics.errors import ConfigError, EvidenceError
 
 RevokedKind = Literal["member", "platform"]
@@ -24,8 +25,8 @@ CREATE TABLE IF NOT EXISTS revocations (
 """
 # A member's name is another's in the next session; a platform is one machine for ever.
 _REVOKED = (
-    "SELECT kind, reason FROM revocations WHERE kind = 'platform' AND name = ? "
-    "OR kind = 'member' AND name = ? AND session = (SELECT name FROM session) LIMIT 1"
+    "SELECT kind, name, reason FROM revocations "
+    "WHERE kind = 'platform' OR session = (SELECT name FROM session) ORDER BY number DESC"
 )
 
 
@@ -71,36 +72,50 @@ def count_revocations(state_file: Path) -> int:
         return 0
 
 
-@dataclass(frozen=True, slots=True)
 class Revocations:
     """The revocations of a run, as its orchestrator sees them.
 
-    Attributes:
+    Args:
         db: the orchestrator's state.
+        transactions: of ``db``; inside one of them nobody can revoke, so that they are read once.
     """
 
-    db: sqlite3.Connection
-    log: EvidenceLog
-
-    def __post_init__(self) -> None:
-        self.db.execute(_SCHEMA)
+    def __init__(self, db: sqlite3.Connection, log: EvidenceLog, transactions: Transactions) -> None:
+        self._db = db
+        self._log = log
+        self._transactions = transactions
+        self._read: tuple[tuple[int, int], Mapping[tuple[str, str], str]] | None = None
+        db.execute(_SCHEMA)
 
     def find(self, member_id: str, platform_id: bytes) -> EvidenceError | None:
         """The refusal of a member of this session, ``member_revoked`` or ``platform_revoked``; None if it may stay."""
-        row = self.db.execute(_REVOKED, (platform_id.hex(), member_id)).fetchone()
-        if row is None:
-            return None
-        kind, reason = row
-        what = member_id if kind == "member" else f"the platform {platform_id.hex()} of {member_id}"
-        return EvidenceError(f"{kind}_revoked", f"{what} was revoked: {reason}", "Use another machine in its place.")
+        reasons, platform = self._reasons(), platform_id.hex()
+        if (reason := reasons.get(("member", member_id))) is not None:
+            return _refusal("member", member_id, reason)
+        if (reason := reasons.get(("platform", platform))) is not None:
+            return _refusal("platform", f"the platform {platform} of {member_id}", reason)
+        return None
+
+    def _reasons(self) -> Mapping[tuple[str, str], str]:
+        """By kind and name, the first reason that was given."""
+        mark = self._transactions.mark
+        if mark is not None and self._read is not None and self._read[0] == mark:
+            return self._read[1]
+        reasons = {(kind, name): reason for kind, name, reason in self._db.execute(_REVOKED).fetchall()}
+        self._read = None if mark is None else (mark, reasons)
+        return reasons
 
     def record(self) -> None:
         """Log what was not logged yet, in a transaction of the caller's."""
         columns = "number, kind, name, reason, revoked_at"
-        rows = self.db.execute(f"SELECT {columns} FROM revocations WHERE NOT logged ORDER BY number").fetchall()
+        rows = self._db.execute(f"SELECT {columns} FROM revocations WHERE NOT logged ORDER BY number").fetchall()
         for number, kind, name, reason, revoked_at in rows:
-            self.log.append("revoked", {"kind": kind, "name": name, "reason": reason, "revoked_at": revoked_at})
-            self.db.execute("UPDATE revocations SET logged = 1 WHERE number = ?", (number,))
+            self._log.append("revoked", {"kind": kind, "name": name, "reason": reason, "revoked_at": revoked_at})
+            self._db.execute("UPDATE revocations SET logged = 1 WHERE number = ?", (number,))
+
+
+def _refusal(kind: RevokedKind, what: str, reason: str) -> EvidenceError:
+    return EvidenceError(f"{kind}_revoked", f"{what} was revoked: {reason}", "Use another machine in its place.")
 
 
 def _open(state_file: Path, mode: str) -> sqlite3.Connection:

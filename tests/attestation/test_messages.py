@@ -1,11 +1,14 @@
 import json
-from typing import ClassVar
+from enum import StrEnum
+from typing import ClassVar, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import ConfigDict, JsonValue, ValidationError
+from pydantic_core import from_json
 
+from attestation.canonical import canonical_json
 from attestation.keys import IdentityKey
 from attestation.messages import Envelope, Message, open_envelope, parse, seal
 from metrics.errors import ProtocolError
@@ -23,12 +26,74 @@ class Pong(Ping):
     DOMAIN: ClassVar[str] = "raycloak/test/pong/v1"
 
 
+class Colour(StrEnum):
+    RED = "red"
+    UMBER = 'umb"er'
+
+
+class Compact(Ping):
+    """A message that says for itself how byte strings are written."""
+
+    DOMAIN: ClassVar[str] = "raycloak/test/compact/v1"
+    model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
+
+
+class Parcel(Message):
+    """One field of every type that messages have."""
+
+    DOMAIN: ClassVar[str] = "raycloak/test/parcel/v1"
+
+    zone: str
+    kind: Literal["a", "b"]
+    colour: Colour
+    sealed: bool
+    weight: float | None
+    ping: Ping | None
+    pings: tuple[Ping, ...]
+    compact: tuple[Compact, ...]
+    pairs: tuple[tuple[str, int], ...]
+    claims: dict[str, JsonValue]
+    numbered: dict[int, bytes]
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+PINGS = st.builds(Ping, number=st.integers(), data=st.binary(max_size=4), items=st.just((b"", b"\x0a")))
+PARCELS = st.builds(
+    Parcel,
+    zone=TEXT,
+    kind=st.sampled_from(["a", "b"]),
+    colour=st.sampled_from(Colour),
+    sealed=st.booleans(),
+    weight=st.none() | st.floats(allow_nan=False, allow_infinity=False),
+    ping=st.none() | PINGS,
+    pings=st.lists(PINGS, max_size=2).map(tuple),
+    compact=st.lists(st.builds(Compact, number=st.integers(), data=st.binary()), max_size=1).map(tuple),
+    pairs=st.lists(st.tuples(TEXT, st.integers()), max_size=2).map(tuple),
+    claims=st.dictionaries(TEXT, JSON, max_size=3),
+    numbered=st.dictionaries(st.integers(0, 9), st.binary(max_size=2), max_size=1),
+)
+
 PING = Ping(number=3, data=b"\xff", items=(b"", b"a"))
 
 
 def test_encoding_is_canonical_and_parses_back() -> None:
     assert PING.encode() == b'{"data":"ff","items":["","61"],"number":3}'
     assert parse(Ping, PING.encode()) == PING
+
+
+def test_a_message_may_write_byte_strings_in_its_own_way() -> None:
+    assert Compact(number=1, data=b"\xff").encode() == b'{"data":"_w==","items":[],"number":1}'
+
+
+@given(PARCELS)
+def test_every_message_is_written_as_its_document_with_sorted_keys(parcel: Parcel) -> None:
+    assert parcel.encode() == canonical_json(from_json(parcel.model_dump_json()))
+    assert parse(Parcel, parcel.encode()) == parcel
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,71 @@
+"""What an evidence log need not read again: its length and its newest subtrees, while nobody can have changed them."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from attestation.log_entries import LogHead
+from attestation.transactions import Transactions
+
+_KEPT: Final = 4096
+
+
+class RecentLog:
+    """What the newest transaction has read and appended, for as long as it holds.
+
+    A length holds until the next transaction, in which another process may have appended before; a subtree for ever,
+    unless what appended it is undone.
+
+    Args:
+        transactions: of the log's connection; None to remember nothing.
+    """
+
+    def __init__(self, transactions: Transactions | None) -> None:
+        self._transactions = transactions
+        self._read: tuple[int, int] | None = None
+        self._length: int | None = None
+        self._head: LogHead | None = None
+        self._subtrees: dict[tuple[int, int], bytes] = {}
+
+    @property
+    def length(self) -> int | None:
+        """Number of entries; None if it has to be read."""
+        self._forget()
+        return self._length
+
+    @property
+    def head(self) -> LogHead | None:
+        """Over all entries; None if it was not computed since the last of them."""
+        self._forget()
+        return self._head
+
+    def subtree(self, level: int, index: int) -> bytes | None:
+        """A complete subtree, if it was appended here."""
+        self._forget()
+        return self._subtrees.get((level, index))
+
+    def found(self, length: int) -> None:
+        """Note what was read."""
+        if self._transactions is not None:
+            self._length, self._head = length, None
+
+    def note(self, head: LogHead) -> None:
+        """Note a head over as many entries as there are."""
+        if self._transactions is not None:
+            self._head = head
+
+    def appended(self, length: int, subtrees: Sequence[bytes]) -> None:
+        """Note an entry behind ``length`` others, and the subtrees that end in it."""
+        if self._transactions is not None:
+            self.found(length + 1)
+            if len(self._subtrees) >= _KEPT:
+                self._subtrees.clear()
+            self._subtrees.update(((level, length >> level), subtree) for level, subtree in enumerate(subtrees))
+
+    def _forget(self) -> None:
+        if self._transactions is None:
+            return
+        now = self._transactions.begun, self._transactions.undone
+        if now != self._read:
+            if self._read is None or self._read[1] != now[1]:
+                self._subtrees.clear()
+            self._read, self._length, self._head = now, None, None
