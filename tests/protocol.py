@@ -64,6 +64,8 @@ from workers.worker_messages import Admission, StepReply, StepRequest, WorkerSet
 NOW = 1_800_000_000
 SECRET = "ab" * 32
 VIRTUAL_WORKERS = 8
+FEW_FAILURES = ["failure.max_failures=4"]
+"""Overrides of a run that refuses every worker: it is over after so many instead of a hundred."""
 Arrays = tuple[np.ndarray, np.ndarray]
 
 

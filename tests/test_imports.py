@@ -36,5 +36,5 @@ def test_it_is_cheap_to_import(module, run_python):
 
 
 def test_the_check_sees_a_heavy_import(run_python):
-    (run_python.folder / "heavy.py").write_text("import torch\n")
-    assert _heavy_after(["heavy"], run_python) == ["torch"]
+    (run_python.folder / "heavy.py").write_text("import ray\n")
+    assert _heavy_after(["heavy"], run_python) == ["ray"]

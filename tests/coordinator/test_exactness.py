@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from metrics.errors import BudgetError, RefusedError
-from tests.protocol import WholeRun, examples, trained, whole_run
+from tests.protocol import FEW_FAILURES, WholeRun, examples, trained, whole_run
 from workers.train_worker import TrainWorker
 
 WORKERS = [1, 2, 3, 5, 8]
@@ -120,7 +120,7 @@ def initial(run: WholeRun) -> np.ndarray:
 
 def test_another_data_byte_is_refused_for_a_run_that_began_without_it(tmp_path):
     before = trained(tmp_path).entries
-    error, run = failure(RefusedError, tmp_path, data=changed_byte())
+    error, run = failure(RefusedError, tmp_path, data=changed_byte(), overrides=FEW_FAILURES)
     assert error.code == "too_few_workers"
     assert {code for _, code in run.left} == {"data_changed"}
     assert run.stage.calls("step") == []

@@ -25,7 +25,7 @@ from coordinator.run_folder import RunFolder, RunRecord, run_lock
 from coordinator.stopping import StopRequest
 from metrics.errors import BudgetError, ConfigError, EvidenceError, RaycloakError, RefusedError, RunFailedError
 from tests.models import small_model
-from tests.protocol import WholeRun, examples, trained, whole_run
+from tests.protocol import FEW_FAILURES, WholeRun, examples, trained, whole_run
 from workers.manifest import Manifest
 from workers.models import ModelSource
 from workers.parameters import parameter_digest, tensor_digests
@@ -204,7 +204,7 @@ def test_other_data_is_refused_before_anything_is_charged(tmp_path):
     first = begun(tmp_path, killed_at("charge", 3))
     features, labels = examples()
     features[3] += 1
-    second = resumed(tmp_path, first, data=(features, labels))
+    second = resumed(tmp_path, first, data=(features, labels), overrides=FEW_FAILURES)
     with pytest.raises(RefusedError, match="data_changed") as refusal:
         second.train()
     assert re.search(r"virtual worker 3 .* was [0-9a-f]{64}, now [0-9a-f]{64}", refusal.value.message)

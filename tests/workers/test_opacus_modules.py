@@ -5,8 +5,7 @@ import json
 import pytest
 
 LOADED = "import json, sys; from workers.opacus_modules import opacus_module\n"
-WATCHED = ["torch", "sympy", "torch._dynamo", "opacus.optimizers"]
-REPORT = f"print(json.dumps([name for name in {WATCHED} if name in sys.modules]))"
+WATCHED = f"[name for name in {['torch', 'sympy', 'torch._dynamo', 'opacus.optimizers']} if name in sys.modules]"
 
 UPDATE = {
     "learning_rate": 0.1, "momentum": 0.0, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8,
@@ -20,42 +19,36 @@ def report(run_python, code):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_worker_loads_neither_optimizers_nor_a_compiler(run_python):
-    """A convolution needs more; it finds that by itself, in a process where nobody else imported it."""
-    code = (
-        "import torch\n"
-        "from workers.clipping import PerExampleGradients\n"
-        "from workers.models import check_layers, cross_entropy\n"
-        "from workers.numerics import pin_numerics\n"
-        "pin_numerics()\n"
-        "model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh())\n"
-        "check_layers(model)\n"
-        "PerExampleGradients(model, cross_entropy)(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))\n"
-        f"loaded = [name for name in {WATCHED} if name in sys.modules]\n"
-        "model = torch.nn.Sequential(torch.nn.Conv1d(1, 3, 4), torch.nn.Flatten())\n"
-        "PerExampleGradients(model, cross_entropy)(torch.zeros(2, 1, 4), torch.zeros(2, dtype=torch.int64))\n"
-        "print(json.dumps(loaded))"
-    )
-    assert report(run_python, code) == ["torch"]
-
-
-def test_an_update_loads_no_compiler(run_python):
-    code = (
-        "import numpy as np\n"
-        "from coordinator.optimizers import Optimizer\n"
-        "from workers.manifest import OptimizerSpec, TensorSpec\n"
-        "ones = np.ones(3, np.float32)\n"
-        "for name in ('sgd', 'adam', 'adamw', 'adafactor'):\n"
-        "    rule = Optimizer(OptimizerSpec(**VALUES, name=name), (TensorSpec(name='w', shape=(3,)),), 5)\n"
-        "    updated, _ = rule.update(ones, ones, {}, 0)\n"
-        "    assert (updated < 1).all()\n"
-    ).replace("VALUES", repr(UPDATE))
-    assert report(run_python, code + REPORT) == ["torch"]
-
-
 def test_renyi_accounting_loads_no_torch(run_python):
     code = "from coordinator.accounting import step_rdp\nassert step_rdp(0.01, 1.0)[0] > 0\n"
-    assert report(run_python, code + REPORT) == []
+    assert report(run_python, f"{code}print(json.dumps({WATCHED}))") == []
+
+
+STEP = f"""
+import sys, torch
+from workers.clipping import PerExampleGradients
+from workers.models import check_layers, cross_entropy
+from workers.numerics import pin_numerics
+pin_numerics()
+model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh())
+check_layers(model)
+PerExampleGradients(model, cross_entropy)(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
+found = {WATCHED}
+model = torch.nn.Sequential(torch.nn.Conv1d(1, 3, 4), torch.nn.Flatten())
+PerExampleGradients(model, cross_entropy)(torch.zeros(2, 1, 4), torch.zeros(2, dtype=torch.int64))
+"""
+"""A convolution needs more; it finds that by itself, in a process where nobody else imported it."""
+UPDATES = f"""
+import sys, numpy as np
+from coordinator.optimizers import Optimizer
+from workers.manifest import OptimizerSpec, TensorSpec
+ones = np.ones(3, np.float32)
+for name in ('sgd', 'adam', 'adamw', 'adafactor'):
+    rule = Optimizer(OptimizerSpec(**{UPDATE}, name=name), (TensorSpec(name='w', shape=(3,)),), 5)
+    updated, _ = rule.update(ones, ones, {{}}, 0)
+    assert (updated < 1).all()
+found = {WATCHED}
+"""
 
 
 USERS_IMPORTS = {
@@ -102,9 +95,17 @@ def found_by(code):
 def answers(run_python_in, tmp_path_factory):
     """What each piece of code finds, in a process of its own that is forked where nothing but torch is imported."""
     codes = {name: f"{BEFORE}{code}\nfound = found is ours" for name, code in USERS_IMPORTS.items()}
-    codes |= {"init once": INIT_ONCE, "already": ALREADY}
+    codes |= {"init once": INIT_ONCE, "already": ALREADY, "step": STEP, "updates": UPDATES}
     run = run_python_in(tmp_path_factory.mktemp("opacus"))
     return report(run, f"{FORKING}\nprint(json.dumps({{name: found_by(code) for name, code in {codes}.items()}}))")
+
+
+def test_a_worker_loads_neither_optimizers_nor_a_compiler(answers):
+    assert answers["step"] == ["torch"]
+
+
+def test_an_update_loads_no_compiler(answers):
+    assert answers["updates"] == ["torch"]
 
 
 @pytest.mark.parametrize("way", USERS_IMPORTS)
