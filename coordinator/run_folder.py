@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import yaml
 from safetensors.numpy import save_file
@@ -21,11 +21,13 @@ from attestation.whole_file import write_whole
 from coordinator import state
 from coordinator.config import RunConfig, parse_config
 from coordinator.ledger_address import recorded
-from coordinator.outcome import Finished
 from metrics.errors import ConfigError, ProtocolError, RefusedError
 from workers.manifest import Manifest
 from workers.measurement import Released
 from workers.parameters import split_flat
+
+if TYPE_CHECKING:
+    from coordinator.outcome import Finished  # which imports torch, and that takes seconds
 
 Status = Literal["running", "stopped", "failed", "void", "done"]
 """``void`` runs ended before anything was charged, or were given up; they and ``done`` ones are not gone on with."""
@@ -132,7 +134,7 @@ class RunFolder:
         values = ReleasedValues(releases=tuple(known.values()))
         write_whole(self.path / "measurements.json", values.encode() + b"\n")
 
-    def write_parameters(self, finished: Finished) -> None:
+    def write_parameters(self, finished: "Finished") -> None:
         """Keep the released parameters as ``parameters.safetensors``; they are on disk when this returns."""
         tensors = finished.manifest.computation.tensors
         parts = split_flat(finished.parameters, tensors)
