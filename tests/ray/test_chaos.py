@@ -10,12 +10,15 @@ from tests.conftest import QUICK_START
 CONFIG = Path(__file__).resolve().parents[2] / "benchmarks" / "chaos.yaml"
 KILLS = int(os.environ.get("RAYCLOAK_CHAOS_KILLS", "10"))
 SECONDS_PER_KILL = 60
+STEPS_PER_KILL = 1000
+"""Some ten times as many as are taken; each execution plans all of them, and far more take it seconds."""
 
 
 def test_a_run_under_chaos_has_the_bytes_and_the_charges_of_the_undisturbed_one(run_python):
     done = run_python(
         "-m", "coordinator", "bench", "chaos", str(CONFIG), "--kills", str(KILLS), "--seed", "19", "--json",
-        "--set", "num_workers=3", environment={"PYTHONPATH": str(QUICK_START)}, deadline_s=KILLS * SECONDS_PER_KILL,
+        "--set", "num_workers=3", "--set", f"steps={STEPS_PER_KILL * KILLS}",
+        environment={"PYTHONPATH": str(QUICK_START)}, deadline_s=KILLS * SECONDS_PER_KILL,
     )  # fmt: skip
     assert done.code == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
