@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attestation.evidence_log import EvidenceLog
@@ -41,6 +41,7 @@ TRANSACTIONS = st.lists(
 )
 
 
+@settings(max_examples=30)
 @given(TRANSACTIONS)
 def test_what_is_remembered_is_what_is_stored(steps: list[tuple[int, int, bool, int, bool]]) -> None:
     log, transactions = opened(":memory:")
@@ -77,7 +78,16 @@ def test_what_is_remembered_is_what_is_stored(steps: list[tuple[int, int, bool, 
 def test_what_another_connection_appended_counts_from_the_next_transaction_on(tmp_path: Path) -> None:
     log, transactions = opened(tmp_path / "log")
     other, beside = opened(tmp_path / "log")
+
+    def undo() -> None:
+        with transactions.transaction():
+            for number in range(3):
+                log.append("undone", {"number": number})
+            raise Undo
+
     for number in range(6):
+        with pytest.raises(Undo):
+            undo()
         with transactions.transaction():
             log.append("own", {"number": number})
             assert len(log) == 2 * number + 1
