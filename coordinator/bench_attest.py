@@ -45,6 +45,7 @@ class AttestBench:
         service_mib: resident memory of the service at its peak.
         transport_service_cpu_ms, transport_worker_cpu_ms: processor time of a connection with three calls that ask
             nothing, as many at a time, just before: what TLS, HTTP/2 and gRPC take of an attestation.
+        transport_per_second: such connections; no attestations can be more than they are.
     """
 
     evidence: str
@@ -65,6 +66,7 @@ class AttestBench:
     service_mib: float
     transport_service_cpu_ms: float
     transport_worker_cpu_ms: float
+    transport_per_second: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,7 @@ def _measure(
         service_mib=service.ask()["mib"],
         transport_service_cpu_ms=empty.service_cpu_ms,
         transport_worker_cpu_ms=empty.worker_cpu_ms,
+        transport_per_second=len(empty.seconds) / empty.wall_s,
     )
 
 

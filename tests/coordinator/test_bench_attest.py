@@ -15,6 +15,7 @@ def test_every_worker_is_attested_beside_connections_of_each_kind():
     assert 0 < result.p50_ms <= result.p99_ms <= result.max_ms
     assert min(result.per_second, result.service_cpu_ms, result.worker_cpu_ms) > 0
     assert min(result.transport_service_cpu_ms, result.transport_worker_cpu_ms) > 0
+    assert result.transport_per_second > 0
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 0), (1, 0, 0), (1, 1, -1)])
