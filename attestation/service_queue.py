@@ -55,6 +55,11 @@ class _Call:
         except Exception as error:  # noqa: BLE001 - whatever it was, somebody waits for it
             self.error = error
 
+    def expire(self) -> None:
+        """Tell whoever waits that it is too late."""
+        if not self.done.done():
+            self.done.set_exception(_late())
+
     def settle(self) -> None:
         """Hand the outcome to whoever waits, if anybody still does."""
         if self.done.done():
@@ -80,7 +85,8 @@ class ServiceQueue:
     def __init__(self, transaction: Callable[[], AbstractContextManager[None]], turn: Turn, max_pending: int) -> None:
         self._transaction = transaction
         self._turn = turn
-        self._waiting: queue.Queue[_Call | None] = queue.Queue(max_pending)
+        self._waiting: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._max_pending = max_pending
         self._on_failure: Callable[[], Any] = lambda: None
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="evidence-queue", daemon=True)
@@ -99,15 +105,15 @@ class ServiceQueue:
         """
         loop = asyncio.get_running_loop()
         item = _Call(call, time.monotonic() + deadline_s, loop, loop.create_future())
+        if self._waiting.qsize() >= self._max_pending:
+            raise EvidenceError("busy", "too many calls wait for the orchestrator.", "Ask again later.")
+        self._waiting.put(item)
+        # Less than `asyncio.timeout` takes, which has to tell its own end from a cancellation.
+        timer = loop.call_later(max(deadline_s, 0.0), item.expire)
         try:
-            self._waiting.put_nowait(item)
-        except queue.Full:
-            raise EvidenceError("busy", "too many calls wait for the orchestrator.", "Ask again later.") from None
-        try:
-            async with asyncio.timeout(max(deadline_s, 0.0)):
-                answer: T = await item.done
-        except TimeoutError:
-            raise _late() from None
+            answer: T = await item.done
+        finally:
+            timer.cancel()
         return answer
 
     def close(self) -> None:
