@@ -92,7 +92,7 @@ class Disturbances:
 
 
 def train(secret, progress=lambda report: None, notice=lambda line: None, **changes):
-    spread = {"steps": STEPS, "evaluation": None, "placement": {"strategy": "SPREAD"}}
+    spread = {"steps": STEPS, "expected_batch_size": 64, "evaluation": None, "placement": {"strategy": "SPREAD"}}
     config = parse_config(demo_config() | spread | changes)
     trainer = Trainer(config, run_secret=secret, progress=progress, notice=notice)
     result = trainer.train()

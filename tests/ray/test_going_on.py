@@ -59,8 +59,8 @@ def stopped_by_a_signal(arguments, environment, home):
 @pytest.fixture
 def config_file(tmp_path):
     path = tmp_path / "config.yaml"
-    changes = {"num_workers": 2, "steps": STEPS, "checkpoint": {"checkpoint_frequency": 0}, "evaluation": None}
-    path.write_text(yaml.safe_dump(demo_config() | changes))
+    changes = {"num_workers": 2, "steps": STEPS, "expected_batch_size": 64, "evaluation": None}
+    path.write_text(yaml.safe_dump(demo_config() | changes | {"checkpoint": {"checkpoint_frequency": 0}}))
     return path
 
 
