@@ -5,7 +5,6 @@ before it have seen. Orchestrators of several runs may write to it at once.
 """
 
 import sqlite3
-import time
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
@@ -13,12 +12,12 @@ from typing import Final
 
 from attestation.evidence import Refusal, refuse
 from attestation.floors import Fact, Floors
+from attestation.sqlite_files import BUSY_DEADLINE_S, enter_wal
 
 FACTS_FILE: Final = "facts.sqlite"
 CLOCK_TOLERANCE_S: Final = 120
 """Seconds by which a clock may be set back, as time services do, before evidence is refused."""
 
-_BUSY_DEADLINE_S: Final = 30.0
 _SCHEMA = "CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, number INTEGER NOT NULL) WITHOUT ROWID"
 # The highest number is chosen by the database, so that of two processes that write at once the higher number stays.
 _RAISE = "INSERT INTO facts VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET number = max(number, excluded.number)"
@@ -37,8 +36,8 @@ class FactBook:
 
     def __init__(self, path: Path) -> None:
         path.touch(mode=0o600)
-        self._db = sqlite3.connect(path, timeout=_BUSY_DEADLINE_S, isolation_level=None, check_same_thread=False)
-        _use_wal(self._db)
+        self._db = sqlite3.connect(path, timeout=BUSY_DEADLINE_S, isolation_level=None, check_same_thread=False)
+        enter_wal(self._db)
         self._db.execute("PRAGMA synchronous = FULL")
         self._db.execute(_SCHEMA)
         self._known: dict[str, int] = {}
@@ -86,17 +85,3 @@ class FactBook:
             self._known = dict(self._db.execute("SELECT name, number FROM facts").fetchall())
             self._version = version
         return self._known
-
-
-def _use_wal(db: sqlite3.Connection) -> None:
-    """Of several processes that open a new file, or one that another just closed, SQLite makes nobody wait for this."""
-    end = time.monotonic() + _BUSY_DEADLINE_S
-    while True:
-        try:
-            db.execute("PRAGMA journal_mode = WAL")
-        except sqlite3.OperationalError:
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.01)
-        else:
-            return

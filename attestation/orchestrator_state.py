@@ -17,10 +17,8 @@ from pathlib import Path
 from attestation.fact_book import FACTS_FILE, FactBook
 from attestation.messages import Envelope
 from attestation.roster import Query
+from attestation.sqlite_files import BUSY_DEADLINE_S, enter_wal
 from attestation.transactions import Transactions
-
-BUSY_DEADLINE_S = 30.0
-"""How long to wait for another process's lock: an incarnation that was stopped holds it until it is killed."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS session (
@@ -96,7 +94,7 @@ class OrchestratorState:
     def __init__(self, path: Path) -> None:
         path.touch(mode=0o600)
         self.db = sqlite3.connect(path, timeout=BUSY_DEADLINE_S, isolation_level=None, check_same_thread=False)
-        self.db.execute("PRAGMA journal_mode = WAL")
+        enter_wal(self.db)
         self.db.execute("PRAGMA synchronous = FULL")
         self.db.executescript(_SCHEMA)
         self.transactions = Transactions(self.db)

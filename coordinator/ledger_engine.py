@@ -17,6 +17,7 @@ from sqlalchemy.dialects.sqlite import dialect as sqlite_dialect
 from sqlalchemy.exc import DBAPIError, InterfaceError, InternalError, OperationalError, ProgrammingError
 from sqlalchemy.sql.compiler import SQLCompiler
 
+from attestation.sqlite_files import enter_wal
 from coordinator.ledger_address import URL_REMEDY, parse_url
 from coordinator.ledger_files import prepare_file
 from coordinator.ledger_postgres import begin_write, postgres_engine, refuse_unlogged
@@ -68,28 +69,14 @@ def _configure(connection: Any, writes: bool) -> None:
     cursor = connection.cursor()
     tables = {name for (name,) in cursor.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if writes and (not tables or "entries" in tables):
-        _enter_wal(cursor)
+        mode = enter_wal(connection)
+        if mode != "wal":
+            raise BudgetError("ledger_unavailable", f"the ledger's file system allows only journal mode '{mode}'.")
     cursor.execute("PRAGMA synchronous = FULL")
     if cursor.execute("PRAGMA synchronous").fetchone()[0] < _FULL:
         raise BudgetError("ledger_not_durable", "this build of SQLite cannot synchronise fully.")
     cursor.execute("PRAGMA foreign_keys = ON")
     cursor.close()
-
-
-def _enter_wal(cursor: Any) -> None:
-    # The first switch of a new file needs the file alone, and SQLite does not wait for that by itself.
-    deadline = time.monotonic() + LOCK_DEADLINE_S
-    while True:
-        try:
-            mode = cursor.execute("PRAGMA journal_mode = WAL").fetchone()[0]
-        except Exception as error:
-            if "locked" not in str(error) or time.monotonic() > deadline:
-                raise
-            time.sleep(0.005)
-            continue
-        if mode != "wal":
-            raise BudgetError("ledger_unavailable", f"the ledger's file system allows only journal mode '{mode}'.")
-        return
 
 
 def _begin(connection: sa.Connection) -> None:
