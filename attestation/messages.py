@@ -86,13 +86,18 @@ def _text(value: Any) -> str:
 
 def _writer_of(kind: type) -> Callable[[Any], str]:
     """Found once for each class that is written here."""
-    if issubclass(kind, Message) and kind.model_config == Message.model_config:
+    if issubclass(kind, Message) and kind.model_config == Message.model_config and not _serializes_itself(kind):
         _WRITERS[kind] = _message_writer(kind)
     elif issubclass(kind, StrEnum):
         _WRITERS[kind] = lambda value: encode_basestring_ascii(value.value)
     else:
         raise _NotPlainError
     return _WRITERS[kind]
+
+
+def _serializes_itself(kind: type[Message]) -> bool:
+    found = kind.__pydantic_decorators__
+    return bool(found.field_serializers or found.model_serializers or found.computed_fields)
 
 
 def _message_writer(kind: type[Message]) -> Callable[[Message], str]:

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ConfigDict, JsonValue, ValidationError
+from pydantic import ConfigDict, JsonValue, ValidationError, field_serializer
 from pydantic_core import from_json
 
 from attestation.canonical import canonical_json
@@ -36,6 +36,16 @@ class Compact(Ping):
 
     DOMAIN: ClassVar[str] = "raycloak/test/compact/v1"
     model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
+
+
+class Loud(Ping):
+    """A message that says for itself how a field is written."""
+
+    DOMAIN: ClassVar[str] = "raycloak/test/loud/v1"
+
+    @field_serializer("number")
+    def louder(self, number: int) -> str:
+        return f"{number}!"
 
 
 class Parcel(Message):
@@ -88,6 +98,10 @@ def test_encoding_is_canonical_and_parses_back() -> None:
 
 def test_a_message_may_write_byte_strings_in_its_own_way() -> None:
     assert Compact(number=1, data=b"\xff").encode() == b'{"data":"_w==","items":[],"number":1}'
+
+
+def test_a_message_may_write_a_field_in_its_own_way() -> None:
+    assert Loud(number=1, data=b"\xff").encode() == b'{"data":"ff","items":[],"number":"1!"}'
 
 
 @given(PARCELS)
