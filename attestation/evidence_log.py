@@ -157,14 +157,8 @@ class EvidenceLog:
         """The root over the first ``length`` entries; None if there are fewer, or ``length`` is not positive."""
         return merkle.root(length, self._subtree) if 0 < length <= len(self) else None
 
-    def prove(self, sequence: int) -> EntryProof:
-        """Entry ``sequence`` with its proof under :meth:`head`; ValueError if there is no such entry."""
-        if not 0 <= sequence < len(self):
-            raise ValueError(f"the log of {len(self)} entries has no leaf {sequence}")
-        return self.prove_entry(next(self._entries("AND sequence = ?", sequence)))
-
-    def prove_entry(self, entry: Entry) -> EntryProof:
-        """As :meth:`prove`, of an entry that :meth:`append` has returned and nothing has undone."""
+    def prove(self, entry: Entry) -> EntryProof:
+        """``entry``, which is one of the log's, with its proof under :meth:`head`; ValueError if it has none there."""
         head = self.position()
         path = merkle.inclusion_proof(entry.sequence, head.length, self._subtree)
         return EntryProof(entry=ExportedEntry.of(entry), path=path, head=self._signed(head))
@@ -265,7 +259,7 @@ class ExportedLog:
             self.tree.append(entry.hash)
 
     def prove(self, sequence: int) -> EntryProof:
-        """As `EvidenceLog.prove`, under the head of the file."""
+        """Entry ``sequence`` with its proof under the head of the file; ValueError if there is no such entry."""
         path = merkle.inclusion_proof(sequence, len(self.entries), self.tree.subtree)
         return EntryProof(entry=ExportedEntry.of(self.entries[sequence]), path=path, head=self.signed)
 

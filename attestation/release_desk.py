@@ -78,7 +78,7 @@ class Grant:
         return replace(self._shown(log, extends), slices=slices, evaluation=evaluation)
 
     def _shown(self, log: EvidenceLog, extends: tuple[bytes, ...]) -> KeyRelease:
-        return KeyRelease(self.package, log.prove_entry(self.entry).encode(), extends=extends)
+        return KeyRelease(self.package, log.prove(self.entry).encode(), extends=extends)
 
 
 class _KeyTerms(NamedTuple):

@@ -74,7 +74,7 @@ def logged(run_id="run", signer=LOG_OWNER, entry_kind="released", **body) -> byt
         log.append("admitted", {})
         entry = log.append(entry_kind, body)
         log.append("admitted", {})
-        return log.prove(entry.sequence).encode()
+        return log.prove(entry).encode()
 
 
 def sealed(keys=None, signer=ORCHESTRATOR, recipient=RECIPIENT.public, **changes) -> KeyRelease:
