@@ -21,7 +21,8 @@ class ServiceLimits(Message):
 
     Attributes:
         deadline_s: longest time a call may take, whatever deadline its caller gave.
-        handshake_s: from a connection's start to the end of its TLS handshake; then it is closed.
+        handshake_s: from a connection's start to the end of its TLS handshake; then it is closed. A short one keeps
+            nobody out who connects again, and accepting him again costs more than the memory he held.
         idle_s: a connection without a call is closed after it.
         age_s: any connection is closed after it; its calls get another ``deadline_s``.
         connections: at once; more are turned away.
@@ -35,7 +36,7 @@ class ServiceLimits(Message):
     DOMAIN: ClassVar[str] = "raycloak/service-limits/v1"
 
     deadline_s: float = Field(default=10.0, gt=0, le=600)
-    handshake_s: float = Field(default=5.0, gt=0, le=60)
+    handshake_s: float = Field(default=30.0, gt=0, le=60)
     idle_s: float = Field(default=30.0, gt=0, le=3600)
     age_s: float = Field(default=300.0, gt=0, le=86_400)
     connections: int = Field(default=16_384, gt=0, lt=2**20)
