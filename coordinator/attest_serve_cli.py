@@ -11,6 +11,7 @@ import typer
 
 from coordinator.commands import AsJson, Debug, execute
 from coordinator.output import Output
+from coordinator.quick_imports import quickly
 from metrics.errors import RunFailedError
 
 _LOOK_S = 0.5
@@ -27,8 +28,9 @@ def serve_command(
 
 def _serve(output: Output, path: Path) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # every refused handshake would be a line
-    from coordinator.attest_serve import load_service, start_service
-    from coordinator.tables import fields_table, value_text
+    with quickly():  # a full collection is a pause for every member
+        from coordinator.attest_serve import load_service, start_service
+        from coordinator.tables import fields_table, value_text
 
     ended = threading.Event()
     former = {each: signal.signal(each, lambda *_: ended.set()) for each in (signal.SIGTERM, signal.SIGINT)}

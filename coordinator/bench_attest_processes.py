@@ -1,6 +1,7 @@
 """The processes beside the workers of ``raycloak bench attest``: the service, and whoever holds other connections."""
 
 import asyncio
+import gc
 import multiprocessing
 import random
 import resource
@@ -96,6 +97,7 @@ def raise_open_files(needed: int) -> None:
 
 def serve(pipe: Connection, folder: str) -> None:
     """The service of a run below ``folder``; says (address, orchestrator key)."""
+    gc.freeze()  # as `raycloak attest serve` does with what it has loaded
     raise_open_files(1024)
     vendor = SimulatedVendor.load_or_create(Path(folder) / "simulator")
     orchestrator = EvidenceOrchestrator(str(Path(folder) / "orchestrator"), time.time)
