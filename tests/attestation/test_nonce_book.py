@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from attestation.evidence import Presentation
-from attestation.nonce_book import NonceBook
+from attestation.nonce_book import DEFAULT_LIFETIME_S, NonceBook
 from metrics.errors import EvidenceError
 from tests.attestation.conftest import MANIFEST, NOW, RUN, Member, Session
 
@@ -104,11 +104,20 @@ def test_only_the_announced_key_can_spend_a_nonce(
 def test_forgetting_drops_expired_nonces_only(connection: sqlite3.Connection, member: Member) -> None:
     book = NonceBook(connection)
     old = member.presentation(nonce=book.issue(**SESSION, now=NOW, lifetime_s=10).nonce)
-    used = member.presentation(nonce=book.issue(**SESSION, now=NOW, lifetime_s=100).nonce)
+    used = member.presentation(nonce=book.issue(**SESSION, now=NOW, lifetime_s=1000).nonce)
     assert refusal(book, used) is None
-    book.forget_expired(NOW + 10)
+    book.issue(**SESSION, now=NOW + DEFAULT_LIFETIME_S)
     assert refusal(book, old) == "nonce_foreign"
     assert refusal(book, used) == "nonce_replayed"
+
+
+def test_whoever_asks_without_end_fills_the_book_with_two_lifetimes_at_most(connection: sqlite3.Connection) -> None:
+    book = NonceBook(connection)
+    most = 0
+    for second in range(5 * DEFAULT_LIFETIME_S):
+        book.issue(**SESSION, now=NOW + second)
+        most = max(most, connection.execute("SELECT count(*) FROM nonces").fetchone()[0])
+    assert DEFAULT_LIFETIME_S <= most <= 2 * DEFAULT_LIFETIME_S
 
 
 def test_consuming_joins_a_transaction_of_the_caller(connection: sqlite3.Connection, member: Member) -> None:
