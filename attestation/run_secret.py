@@ -8,7 +8,7 @@ from pathlib import Path
 from attestation.keys import Purpose, Secret, derive
 from metrics.errors import ConfigError
 
-_HEX = re.compile(r"[0-9a-fA-F]{64}")
+_HEX = re.compile(rb"[0-9a-fA-F]{64}")
 
 
 def load_secret(path: Path) -> Secret:
@@ -18,12 +18,12 @@ def load_secret(path: Path) -> Secret:
         ConfigError: ``run_secret`` if it cannot be read or does not hold 64 hexadecimal digits.
     """
     try:
-        text = path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("run_secret", f"cannot read {path}: {type(error).__name__}") from None
+        text = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError("run_secret", f"cannot read {path}: {error.strerror}.") from None
     if not _HEX.fullmatch(text):
-        raise ConfigError("run_secret", f"{path} must hold 64 hexadecimal digits", "Make one: openssl rand -hex 32.")
-    return Secret(bytes.fromhex(text))
+        raise ConfigError("run_secret", f"{path} must hold 64 hexadecimal digits.", "Make one: openssl rand -hex 32.")
+    return Secret(bytes.fromhex(text.decode()))
 
 
 def create_secret(directory: Path) -> tuple[Path, Secret]:

@@ -1,5 +1,6 @@
 """The commands ``raycloak budget`` about accounts: opening, showing, changing and closing them."""
 
+import math
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -191,11 +192,18 @@ def _authorize(
 
     if url is not None and export is not None:
         raise ConfigError("usage", "give --ledger or --export, not both.")
-    own = load_authority_key(key)
-    expires_at = int(time.time() + days * _DAY_S)
-    change = _change(account, epsilon_cap, expires_at, url, export)
+    own, lasts_s = load_authority_key(key), days * _DAY_S
+    if not (math.isfinite(lasts_s) and math.isfinite(epsilon_cap)):
+        raise ConfigError("usage", f"neither {epsilon_cap:g} nor {days:g} days may be other than a finite number.")
+    change, authority = _change(account, epsilon_cap, int(time.time() + lasts_s), url, export)
     if not epsilon_cap > change.old_cap:
         raise ConfigError("authorisation", f"the cap of account '{account}' is {change.old_cap:g} already.")
+    if authority != own.public:
+        raise ConfigError(
+            "authority",
+            f"{key} is not the key of account '{account}', which was opened with "
+            f"{f'the authority {authority.hex()}' if authority else 'none, so that its cap can only be lowered'}.",
+        )
     try:
         is_new = publish(out, authorise(change, own).encode() + b"\n", mode=0o644)
     except OSError as error:
@@ -209,25 +217,26 @@ def _authorize(
 
 def _change(
     account: str, epsilon_cap: float, expires_at: int, url: str | None, export: Path | None
-) -> "CapAuthorisation":
-    """What is to be signed: from the cap as the ledger, or an export of it that was checked, has it now."""
+) -> tuple["CapAuthorisation", bytes]:
+    """What is to be signed, and with which key: as the ledger, or an export of it that was checked, has them now."""
     from coordinator.ledger_authority import CapAuthorisation
 
     if export is None:
         with ledger_at(url, create=False) as ledger:
             view = ledger.view()
-        now = {each.name: (each.epsilon_cap, each.terms_hash) for each in view.accounts}
+        now = {each.name: (each.epsilon_cap, each.terms_hash, each.authority) for each in view.accounts}
         ledger_key = view.public_key
     else:
         from coordinator.ledger_export import check_export
 
         checked = check_export(export)
-        now = {name: (each.terms.epsilon_cap, each.changed.hash) for name, each in checked.replay.accounts.items()}
+        found = checked.replay.accounts.items()
+        now = {name: (each.terms.epsilon_cap, each.changed.hash, each.opened.authority) for name, each in found}
         ledger_key = checked.public_key
     if account not in now:
         raise BudgetError("account_unknown", f"there is no account '{account}'.")
-    old_cap, follows = now[account]
-    return CapAuthorisation(
+    old_cap, follows, authority = now[account]
+    change = CapAuthorisation(
         account=account,
         ledger_key=ledger_key,
         old_cap=old_cap,
@@ -235,6 +244,7 @@ def _change(
         follows=follows,
         expires_at=expires_at,
     )
+    return change, authority
 
 
 @budget.command("cap")

@@ -10,7 +10,7 @@ import typer
 from coordinator.budget_options import LedgerUrl, SomeAccount, Witness, hexadecimal, ledger_at
 from coordinator.commands import AsJson, Debug, execute
 from coordinator.output import Output
-from metrics.errors import ConfigError
+from metrics.errors import BudgetError, ConfigError
 
 if TYPE_CHECKING:
     from coordinator.ledger_audit import Replay
@@ -27,8 +27,10 @@ def _history(output: Output, account: str | None, url: str | None) -> int:
     from coordinator.tables import history_view
 
     with ledger_at(url, create=False) as ledger:
-        ledger.verify()
+        known = ledger.verify().accounts
         entries = ledger.history(account)
+    if account not in (None, *known):
+        raise BudgetError("account_unknown", f"there is no account '{account}'.", "See them: raycloak budget show")
     records = [
         {"sequence": entry.sequence, "kind": entry.kind, **entry.event.model_dump(mode="json"), "hash": entry.hash}
         for entry in entries
@@ -92,6 +94,10 @@ def _verify(
     from coordinator.ledger_pins import check_pins, log_pins, package_pins, require_key, witness_pins
     from coordinator.tables import verified_view
 
+    for place in (packages, runs):
+        if place is not None and not place.is_dir():
+            # Heads that are looked for where there are none would say nothing about a rollback.
+            raise ConfigError("usage", f"there is no folder {place}.", "Name where the packages or runs are.")
     with _record(url, export) as (key, replay, hash_at):
         require_key(hexadecimal(public_key), key)
         home = state.home()

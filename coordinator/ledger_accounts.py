@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Final
 
 from coordinator.accountants import Spend
 from coordinator.accounting import ORDERS
@@ -18,6 +19,8 @@ from coordinator.ledger_entries import AccountClosed, AccountOpened, CapChanged,
 from coordinator.ledger_rules import check_reserve, epsilon_at, now
 from metrics.errors import BudgetError, ConfigError
 from workers.mechanism import AccountantName
+
+_TERMS: Final = "A cap is a finite number from 0 on; a delta lies between 0 and 1."
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +78,14 @@ def opening(
     name: str, epsilon_cap: float, delta: float, authority: bytes, fingerprint: bytes, accountant: AccountantName
 ) -> AccountOpened:
     """The event that opens an account; ConfigError ``account_terms`` if a value makes no sense."""
-    if not (name and 0 <= epsilon_cap < math.inf and 0 < delta < 1):
-        raise ConfigError("account_terms", f"account '{name}' cannot have epsilon cap {epsilon_cap} and delta {delta}.")
+    if not (name and name.isprintable()):
+        raise ConfigError("account_terms", f"{name!r} is no name for an account.", "Give it one that can be printed.")
+    if not (0 <= epsilon_cap < math.inf and 0 < delta < 1):
+        raise ConfigError(
+            "account_terms",
+            f"account '{name}' cannot have epsilon cap {epsilon_cap} and delta {delta}.",
+            _TERMS,
+        )
     if len(authority) not in (0, 32) or len(fingerprint) not in (0, 32):
         raise ConfigError("account_terms", f"authority and fingerprint of account '{name}' have 32 bytes, or none.")
     return AccountOpened(
@@ -124,7 +133,7 @@ def cap_change(
     """
     terms = standing.account.terms
     if not 0 <= epsilon_cap < math.inf:
-        raise ConfigError("account_terms", f"account '{terms.account}' cannot have epsilon cap {epsilon_cap}.")
+        raise ConfigError("account_terms", f"account '{terms.account}' cannot have epsilon cap {epsilon_cap}.", _TERMS)
     if epsilon_cap == terms.epsilon_cap and authorisation is None:
         return None
     event = CapChanged(

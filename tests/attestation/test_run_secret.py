@@ -1,6 +1,7 @@
 """The run secret at rest, and the run id that follows from it."""
 
 import os
+import re
 import stat
 
 import pytest
@@ -33,6 +34,7 @@ def test_a_missing_file_or_a_folder_is_a_config_error(tmp_path):
         with pytest.raises(ConfigError) as error:
             load_secret(path)
         assert error.value.code == "run_secret"
+        assert re.search("No such file|Is a directory", error.value.message)
 
 
 def test_the_run_id_follows_from_the_secret_alone():

@@ -79,6 +79,33 @@ def test_what_is_not_an_authorisation_or_a_key_is_bad_input(raycloak: Any, autho
     assert refused(raycloak(*sign, 5)) == (2, "authority")
 
 
+def test_what_would_never_be_used_is_not_signed(raycloak: Any, authority: Path, tmp_path: Path):
+    raycloak("open", "clinic", "--epsilon-cap", 4, "--authority", f"{authority}.pub")
+    raycloak("open", "fixed", "--epsilon-cap", 4)
+    raycloak("keygen", tmp_path / "other.key")
+    raycloak("export", tmp_path / "ledger.jsonl")
+    out = ("--epsilon-cap", 6, "--out", tmp_path / "raise.json")
+    for odd in (("--days", "nan"), ("--days", "1e308"), ("--epsilon-cap", "inf")):
+        assert refused(raycloak("authorize", "clinic", "--key", authority, *out, *odd)) == (2, "usage")
+    for record in ((), ("--export", tmp_path / "ledger.jsonl")):
+        for account, key in (("clinic", tmp_path / "other.key"), ("fixed", authority)):
+            assert refused(raycloak("authorize", account, "--key", key, *out, *record)) == (2, "authority")
+    assert not (tmp_path / "raise.json").exists()
+
+
+def test_a_history_is_of_an_account_that_there_is(raycloak: Any):
+    raycloak("open", "clinic", "--epsilon-cap", 4)
+    assert len(raycloak("history", "clinic")[1]["entries"]) == 1
+    assert refused(raycloak("history", "clinc")) == (3, "account_unknown")
+
+
+@pytest.mark.parametrize("option", ["--packages", "--runs"])
+def test_heads_are_looked_for_in_folders_that_there_are(raycloak: Any, tmp_path: Path, option: str):
+    raycloak("open", "clinic", "--epsilon-cap", 4)
+    assert raycloak("verify", option, tmp_path)[0] == 0
+    assert refused(raycloak("verify", option, tmp_path / "packges")) == (2, "usage")
+
+
 def test_expired_means_expired(raycloak: Any, authority: Path, tmp_path: Path):
     raycloak("open", "clinic", "--epsilon-cap", 4, "--authority", f"{authority}.pub")
     sign = ("authorize", "clinic", "--epsilon-cap", 6, "--key", authority, "--out", tmp_path / "raise.json")

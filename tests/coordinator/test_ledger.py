@@ -207,6 +207,13 @@ def test_terms_that_make_no_sense_are_refused(ledger: PrivacyLedger, terms: tupl
         ledger.open_account("new", *terms)
 
 
+@pytest.mark.parametrize("name", ["", "two\nlines", "\x1b[2J"])
+def test_an_account_has_a_name_that_can_be_printed(ledger: PrivacyLedger, name: str):
+    with pytest.raises(ConfigError, match="account_terms") as refusal:
+        ledger.open_account(name, CAP, DELTA)
+    assert str(refusal.value).isprintable()
+
+
 def test_status_resolves_a_lost_reply_without_charging(ledger: PrivacyLedger):
     assert not ledger.status("run-a", 0).charged
     receipt = receipt_of(ledger, ledger.charge("run-a", 0, PARAMETERS, MANIFEST))
