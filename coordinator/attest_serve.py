@@ -138,7 +138,7 @@ class _Terms:
 
 def load_service(path: Path) -> ServiceConfig:
     """Read the file; ConfigError ``config``."""
-    return validated(ServiceConfig, read_yaml(path, "config"))
+    return validated(ServiceConfig, read_yaml(path, "config"), "docs/evidence-service.md")
 
 
 def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, EvidenceOrchestrator, ServiceFacts]:

@@ -392,22 +392,20 @@ def parse_config(raw: Any, overrides: list[str] | None = None) -> RunConfig:
         ConfigError: ``config``, with every wrong field named on one line.
     """
     if not isinstance(raw, dict):
-        raise ConfigError("config", "the configuration must be a mapping of fields")
+        raise ConfigError("config", "the configuration must be a mapping of fields.", "See docs/configuration.md.")
     for override in overrides or []:
         _apply_override(raw, override)
     return validated(RunConfig, raw)
 
 
-def validated(section: type[S], raw: Any) -> S:
+def validated(section: type[S], raw: Any, described_in: str = "docs/configuration.md") -> S:
     """A section from plain data; errors as :func:`parse_config`."""
     try:
         return section.model_validate(raw)
     except ValidationError as error:
-        wrong = "; ".join(
-            f"{'.'.join(map(str, e['loc'])) or 'config'}: {e['msg'].removeprefix('Value error, ')}"
-            for e in error.errors()
-        )
-        raise ConfigError("config", wrong) from None
+        found = ((".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, ")) for e in error.errors())
+        wrong = "; ".join(f"{field}: {problem}" if field else problem for field, problem in found)
+        raise ConfigError("config", f"{wrong}.", f"See {described_in}.") from None
 
 
 def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
@@ -418,11 +416,11 @@ def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
 def _apply_override(raw: dict[str, Any], override: str) -> None:
     key, separator, value = override.partition("=")
     if not separator:
-        raise ConfigError("config", f"--set {override}: expected dotted.key=value")
+        raise ConfigError("config", f"--set {override}: expected dotted.key=value.", "For example --set steps=10.")
     node = raw
     *parents, last = key.split(".")
     for parent in parents:
         node = node.setdefault(parent, {})
         if not isinstance(node, dict):
-            raise ConfigError("config", f"--set {key}: {parent} is not a section")
+            raise ConfigError("config", f"--set {key}: {parent} is not a section.", "See docs/configuration.md.")
     node[last] = parse_yaml(value, f"--set {override}", "config")

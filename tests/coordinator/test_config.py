@@ -71,6 +71,8 @@ def test_what_cannot_be_meant_is_refused_by_name(field: str, value: Any, named: 
     assert refusal.value.exit_code == 2
     assert refusal.value.code == "config"
     assert "\n" not in str(refusal.value)
+    assert not refusal.value.message.startswith("config")
+    assert refusal.value.remedy
 
 
 def test_every_wrong_field_is_named_at_once():
