@@ -11,7 +11,7 @@ from coordinator import state
 from coordinator.config import RunConfig
 from coordinator.plan_command import descriptor
 from coordinator.sealed_terms import part_of
-from metrics.errors import ConfigError
+from metrics.errors import ConfigError, DatasetError
 from workers.sealed_dataset import seal
 
 
@@ -36,6 +36,8 @@ def seal_for(
     else:
         policy = load_policy(base / config.policy)
     dataset = descriptor(part).open(base)
+    if out.exists():  # Before a key is made that would open nothing.
+        raise DatasetError("dataset_unreadable", f"cannot write {out}: it is there already.", "Name a new folder.")
     try:
         publish(key_file, secrets.token_bytes(32).hex().encode() + b"\n")
     except OSError as error:

@@ -80,6 +80,9 @@ def test_nothing_is_sealed_twice_or_over_something_and_the_key_stays(folder, sea
     assert (folder / "data.key").read_bytes() == key
     assert SealedHeader.load(folder / "sealed") == header
     assert SealedHeader.load(folder / "other").dataset_id != header.dataset_id
+    (folder / "data.key").unlink()
+    assert seal("plain")[1]["error"]["code"] == "dataset_unreadable"
+    assert not (folder / "data.key").exists()
 
 
 def test_an_evaluation_split_is_sealed_for_evaluation_alone(folder, seal):
