@@ -110,6 +110,7 @@ class Admissions:
     def begin(self, terms: RunTerms) -> None:
         """Take back who was admitted in this session; whose evidence is not accepted any more must present anew."""
         self._terms, self._members, self._enrolment = terms, {}, Enrolment()
+        self._nonces.forget_expired(self._clock())
         for row in self._state.members():
             try:
                 presentation = open_presentation(row.presentation)

@@ -57,15 +57,16 @@ class NonceBook:
     ) -> Challenge:
         """A challenge with a fresh nonce, recorded before it is returned.
 
-        Guarantee: nonces whose time is over are dropped once in ``DEFAULT_LIFETIME_S``, however long the owner runs;
-        so whoever asks without end fills the book with the nonces of two such spans at most.
+        Guarantee: nonces that nobody answered in time are dropped once in ``DEFAULT_LIFETIME_S``, however long the
+        owner runs; so whoever asks without end fills the book with the nonces of two such spans at most. Used ones
+        stay, as the decisions about them do.
 
         Args:
             identity_key: the key the member announced. Where it is given, only a presentation of that key consumes
                 the nonce, so nobody else who saw the nonce can spend it.
         """
         if now >= self._sweep_at:
-            self._write("DELETE FROM nonces WHERE expires_at <= ?", (now,))  # They are refused anyway.
+            self._write("DELETE FROM nonces WHERE expires_at <= ? AND NOT consumed", (now,))
             self._sweep_at = now + DEFAULT_LIFETIME_S
         challenge = Challenge(
             nonce=self._random_bytes(NONCE_BYTES),
@@ -99,6 +100,10 @@ class NonceBook:
             self._take(presentation, now)
         finally:
             self._connection.commit()
+
+    def forget_expired(self, now: int) -> None:
+        """Drop nonces that are refused anyway, as their time is over."""
+        self._write("DELETE FROM nonces WHERE expires_at <= ?", (now,))
 
     def forget_unused(self) -> None:
         """Drop nonces that nobody has answered; who answers one of them later is refused as ``nonce_foreign``."""

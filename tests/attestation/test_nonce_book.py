@@ -104,7 +104,18 @@ def test_only_the_announced_key_can_spend_a_nonce(
 def test_forgetting_drops_expired_nonces_only(connection: sqlite3.Connection, member: Member) -> None:
     book = NonceBook(connection)
     old = member.presentation(nonce=book.issue(**SESSION, now=NOW, lifetime_s=10).nonce)
-    used = member.presentation(nonce=book.issue(**SESSION, now=NOW, lifetime_s=1000).nonce)
+    used = member.presentation(nonce=book.issue(**SESSION, now=NOW, lifetime_s=100).nonce)
+    assert refusal(book, used) is None
+    book.forget_expired(NOW + 10)
+    assert refusal(book, old) == "nonce_foreign"
+    assert refusal(book, used) == "nonce_replayed"
+
+
+def test_who_asks_later_finds_unanswered_nonces_dropped_and_used_ones_known(
+    connection: sqlite3.Connection, member: Member
+) -> None:
+    book = NonceBook(connection)
+    old, used = (member.presentation(nonce=book.issue(**SESSION, now=NOW, lifetime_s=10).nonce) for _ in range(2))
     assert refusal(book, used) is None
     book.issue(**SESSION, now=NOW + DEFAULT_LIFETIME_S)
     assert refusal(book, old) == "nonce_foreign"
