@@ -344,7 +344,7 @@ class TrainWorker:
         return model
 
     def _appraise_peers(self, roster: Roster, presentations: Sequence[Envelope]) -> None:
-        """Appraise every member not seen before; a member without valid evidence refuses the step."""
+        """Appraise every member that the last roster did not have; one without valid evidence refuses the step."""
         shown = {digest(envelope.body): envelope for envelope in presentations}
         now = int(self._clock())
         for member in roster.members:
@@ -361,6 +361,10 @@ class TrainWorker:
             if (known.mask_key, known.identity_key) != (member.mask_key, member.identity_key):
                 raise EvidenceError("key_not_bound", f"the roster's keys of {member.member_id} are not its evidence's")
         check_enrolment([self._appraisals[member.evidence_digest] for member in roster.members], self._admission.policy)
+        # Members present anew every epoch: what they showed before would pile up.
+        self._appraisals = {
+            member.evidence_digest: self._appraisals[member.evidence_digest] for member in roster.members
+        }
 
     def _appraise(self, member: Member, envelope: Envelope, now: int) -> Appraisal:
         appraisal = appraise(

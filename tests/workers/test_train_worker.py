@@ -11,7 +11,7 @@ from attestation.attester import Attester
 from attestation.evidence import Challenge
 from attestation.key_release import KeyRelease
 from attestation.keys import IdentityKey, Purpose, derive
-from attestation.messages import Envelope, open_envelope, seal
+from attestation.messages import Envelope, open_envelope, parse, seal
 from attestation.mutual import present_orchestrator
 from attestation.roster import Member, Roster
 from attestation.simulator import SimulatedVendor
@@ -504,6 +504,16 @@ def test_evidence_under_another_root_is_refused(still, roster):
     forged = still.forged(roster, (own, peer.model_copy(update=entry), *others))
     presentations = (*still.presentations.values(), shown)
     assert still.code("worker-0", still.request(forged, presentations=presentations)) == "root_unknown"
+
+
+def test_a_worker_keeps_the_evidence_of_its_newest_roster_alone(hand):
+    for _ in range(3):
+        hand.admit("worker-1")
+        roster = hand.roster()
+        assert hand.code("worker-0", hand.request(roster)) == "ok"
+    members = parse(Roster, roster.body).members
+    assert set(hand.workers["worker-0"]._appraisals) == {member.evidence_digest for member in members}
+    assert hand.code("worker-0", hand.request(hand.roster(), presentations=())) == "ok"
 
 
 def test_a_peers_evidence_does_not_last_for_ever(hand):
