@@ -194,7 +194,7 @@ def _authorize(
         raise ConfigError("usage", "give --ledger or --export, not both.")
     own, lasts_s = load_authority_key(key), days * _DAY_S
     if not (math.isfinite(lasts_s) and math.isfinite(epsilon_cap)):
-        raise ConfigError("usage", f"neither {epsilon_cap:g} nor {days:g} days may be other than a finite number.")
+        raise ConfigError("usage", f"cap and days must be finite numbers, not {epsilon_cap:g} and {days:g}.")
     change, authority = _change(account, epsilon_cap, int(time.time() + lasts_s), url, export)
     if not epsilon_cap > change.old_cap:
         raise ConfigError("authorisation", f"the cap of account '{account}' is {change.old_cap:g} already.")
