@@ -59,7 +59,7 @@ class NonceBook:
 
         Guarantee: nonces that nobody answered in time are dropped once in ``DEFAULT_LIFETIME_S``, however long the
         owner runs; so whoever asks without end fills the book with the nonces of two such spans at most. Used ones
-        stay, as the decisions about them do.
+        stay until :meth:`forget_expired`, so that a replay is called one.
 
         Args:
             identity_key: the key the member announced. Where it is given, only a presentation of that key consumes
