@@ -17,6 +17,7 @@ from attestation.messages import Envelope
 from attestation.nonce_book import NonceBook
 from attestation.orchestrator_state import MemberRow, OrchestratorState
 from attestation.policy import Policy
+from attestation.refusal_log import RefusalLog
 from attestation.revocations import Revocations
 from attestation.roster import Member
 from attestation.sealed_data import SealedTerms
@@ -96,9 +97,17 @@ class Admissions:
         clock: unix seconds.
     """
 
-    def __init__(self, state: OrchestratorState, log: EvidenceLog, run_id: str, clock: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        state: OrchestratorState,
+        log: EvidenceLog,
+        refusals: RefusalLog,
+        run_id: str,
+        clock: Callable[[], int],
+    ) -> None:
         self._state = state
         self._log = log
+        self._refusals = refusals
         self._nonces = NonceBook(state.db)
         self._facts = state.facts
         self._revocations = Revocations(state.db, log, state.transactions)
@@ -260,7 +269,7 @@ class Admissions:
         return member
 
     def _decide(self, envelope: Envelope) -> Admitted | EvidenceError:
-        """Use up the nonce, appraise, and log the decision."""
+        """Use up the nonce, appraise, and log the decision; see `attestation.refusal_log` for refusals."""
         claimed = ""
         try:
             presentation = open_presentation(envelope)
@@ -275,7 +284,7 @@ class Admissions:
             self._displace(appraisal)
             self._enrolment.check(appraisal, self._terms.policy)
         except EvidenceError as refusal:
-            self._log.append("refused", {"member_id": claimed, "code": refusal.code})
+            self._refusals.append("refused", claimed, refusal.code)
             return refusal
         self._log.append(
             "admitted",

@@ -7,6 +7,7 @@ member that it speaks for (`attestation/channel.py`). It knows nothing of gRPC.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, NoReturn, Protocol
 
 from cryptography import x509
@@ -23,6 +24,7 @@ from attestation.key_policy import KeyKind
 from attestation.key_release import KeyRelease
 from attestation.keys import signature_is_valid
 from attestation.messages import Envelope, Message, parse
+from attestation.refusal_log import RefusalLog
 from attestation.release_desk import Grant, refusals_logged
 from attestation.roster import Roster
 from attestation.slices import DataCommitments
@@ -111,6 +113,7 @@ class EvidenceDesk:
 
     Attributes:
         end: the service's end of its channels.
+        refusals: what is refused here is asked by strangers, or by members over channels of their own.
         transaction: makes everything inside it durable together when it ends.
         hosted: the virtual workers that a member may have the keys of.
         newest_roster: the roster to show; None if there is none yet.
@@ -124,6 +127,7 @@ class EvidenceDesk:
     orchestrator: Orchestrator
     admissions: Admissions
     log: EvidenceLog
+    refusals: RefusalLog
     transaction: Callable[[], AbstractContextManager[None]]
     hosted: Callable[[str], Sequence[int]]
     newest_roster: Callable[[], Envelope | None]
@@ -174,7 +178,10 @@ class EvidenceDesk:
             self._refuse(presentation, "came over a channel that its identity key does not vouch for")
         if self._is_taken(presentation.member_id, presentation.identity_key):
             self._refuse(presentation, "is that of somebody else than the member of this name")
-        return AttestationResult.of(self.run_id, self.orchestrator.admit(envelope))
+        known = self.admissions.find(presentation.member_id)
+        is_member = known is not None and known.presentation.identity_key == presentation.identity_key
+        with self.refusals.asked_by("member" if is_member else "stranger"):
+            return AttestationResult.of(self.run_id, self.orchestrator.admit(envelope))
 
     def grant_keys(
         self, peer: Peer, member_id: str, epoch: int, virtual_workers: tuple[int, ...], seen: int = 0
@@ -188,13 +195,13 @@ class EvidenceDesk:
             EvidenceError: ``peer_not_bound``, or ``release_denied`` if it names one that it does not host, or as
                 `attestation.orchestrator.EvidenceOrchestrator.release`.
         """
-        with refusals_logged(self.log, self.transaction, member_id, KeyKind.VIRTUAL_WORKER):
+        logged = partial(refusals_logged, self.refusals, self.transaction, member_id, KeyKind.VIRTUAL_WORKER)
+        with self.refusals.asked_by("stranger"), logged():
             self._member(peer, member_id)
-            hosted = tuple(sorted(self.hosted(member_id)))
-            wanted = tuple(sorted(set(virtual_workers))) or hosted
-            if not wanted or not set(wanted) <= set(hosted):
-                refuse(Refusal.RELEASE_DENIED, f"'{member_id}' hosts {list(hosted)} and asked for {list(wanted)}")
-        return self.orchestrator.grant(member_id, epoch, wanted, seen)
+        with self.refusals.asked_by("member"):
+            with logged():
+                wanted = self._wanted(member_id, virtual_workers)
+            return self.orchestrator.grant(member_id, epoch, wanted, seen)
 
     def proved(self, grant: Grant) -> KeyRelease:
         """What a member is sent of a grant; grants that are proved with nothing logged in between share one head."""
@@ -249,6 +256,14 @@ class EvidenceDesk:
             raise EvidenceError("release_denied", f"the evidence of '{member_id}' expired", "Present fresh evidence.")
         return admitted
 
+    def _wanted(self, member_id: str, virtual_workers: tuple[int, ...]) -> tuple[int, ...]:
+        """Those it names, or all that it hosts; EvidenceError ``release_denied`` unless it hosts them."""
+        hosted = tuple(sorted(self.hosted(member_id)))
+        wanted = tuple(sorted(set(virtual_workers))) or hosted
+        if not wanted or not set(wanted) <= set(hosted):
+            refuse(Refusal.RELEASE_DENIED, f"'{member_id}' hosts {list(hosted)} and asked for {list(wanted)}")
+        return wanted
+
     def _is_taken(self, member_id: str, identity_key: bytes) -> bool:
         """Whether a member with valid evidence and another identity key has this name."""
         admitted = self.admissions.find(member_id)
@@ -258,8 +273,8 @@ class EvidenceDesk:
 
     def _refuse(self, presentation: Presentation, why: str) -> NoReturn:
         name, code = presentation.member_id, Refusal.PEER_NOT_BOUND
-        with self.transaction():
-            self.log.append("refused", {"member_id": name, "code": code.value})
+        with self.transaction(), self.refusals.asked_by("stranger"):
+            self.refusals.append("refused", name, code.value)
         refuse(code, f"the evidence of '{name}' {why}")
 
 

@@ -1,5 +1,7 @@
 """The append-only record of every decision about evidence, rosters and keys: a Merkle log after RFC 9162.
 
+Refusals that strangers cause without end are counted in it instead: see `attestation.refusal_log`.
+
 Guarantee: each entry's leaf covers run, position, kind and the full body, and a head covers all leaves in order.
 Whoever holds a signed head can tell whether any earlier entry was changed, removed, inserted or moved; a proof of a few
 hashes shows that an entry is under a head, or that a later head extends an earlier one.

@@ -33,6 +33,7 @@ from attestation.mutual import present_orchestrator
 from attestation.orchestrator_state import OrchestratorState, SessionId, state_file
 from attestation.package_desk import PackageDesk, PublishedPackage
 from attestation.package_keys import RecipientPublic
+from attestation.refusal_log import RefusalLog
 from attestation.release_desk import Grant, ReleaseDesk
 from attestation.roster import Query, Roster
 from attestation.run_hosting import RunHosting
@@ -74,7 +75,7 @@ class EvidenceOrchestrator:
             ConfigError: ``run_secret`` if the file cannot be used or is another run's, ``run_unknown``,
                 ``secret_destroyed``.
         """
-        if run_id is not None and not (_RUN_ID.fullmatch(run_id) and self._state_file(run_id).is_file()):
+        if run_id is not None and not (_RUN_ID.fullmatch(run_id) and state_file(self._directory, run_id).is_file()):
             raise ConfigError("run_unknown", f"there is no run '{run_id}' in {self._directory}.")
         if secret_file is not None:
             secret = load_secret(Path(secret_file))
@@ -89,11 +90,12 @@ class EvidenceOrchestrator:
         identity = derive(secret, Purpose.ORCHESTRATOR_IDENTITY)
         self._key = IdentityKey.from_seed(identity)
         signer = HybridSigner(identity, derive(secret, Purpose.ORCHESTRATOR_ML_DSA))
-        self._state = OrchestratorState(self._state_file(self._run_id))
+        self._state = OrchestratorState(state_file(self._directory, self._run_id))
         self._log = EvidenceLog(self._state.db, self._run_id, signer, self._state.transactions)
         self._commits = CommitBook(self._state, self._log)
         self._slices = SliceBook(self._state, self._log)
-        self._admissions = Admissions(self._state, self._log, self._run_id, self._now)
+        self._refusals = RefusalLog(self._log, self._state.transaction)
+        self._admissions = Admissions(self._state, self._log, self._refusals, self._run_id, self._now)
         self._draws = DrawBook(self._state.db)
         self._releases = ReleaseDesk(
             keys=self._keys,
@@ -101,6 +103,7 @@ class EvidenceOrchestrator:
             admissions=self._admissions,
             draws=self._draws,
             log=self._log,
+            refusals=self._refusals,
             transaction=self._own_transaction,
             clock=self._now,
         )
@@ -151,7 +154,7 @@ class EvidenceOrchestrator:
         return self._admissions.challenge(member_id, role, identity_key)
 
     def admit(self, envelope: Envelope) -> Appraisal:
-        """Appraise a presentation and admit its sender; the decision is logged either way.
+        """Appraise a presentation and admit its sender; logged either way (refusals: `attestation.refusal_log`).
 
         Guarantee: returns only for evidence that the policy accepts, that answers an unused challenge of this
         orchestrator issued to the same member, role and run, and that binds the presented keys; the nonce is
@@ -198,9 +201,8 @@ class EvidenceOrchestrator:
         admitted = self._admissions.find(body.member_id)
         if admitted is None or body.run_id != self._run_id:
             raise EvidenceError("release_denied", f"{body.member_id} is not an admitted worker of this run")
-        body = open_envelope(DataCommitments, envelope, admitted.presentation.identity_key)
         with self._own_transaction():
-            self._slices.record(body)
+            self._slices.record(open_envelope(DataCommitments, envelope, admitted.presentation.identity_key))
 
     def open_step(
         self,
@@ -312,6 +314,7 @@ class EvidenceOrchestrator:
             destroys = destroy and self._generated_secret is not None
             with self._state.transaction():
                 self._commits.record(commits, self._session)
+                self._refusals.settle()
                 self._log.append("finished", {"secret_destroyed": destroys})
                 self._state.finish_session(self._session, destroys)
         self._log.export(Path(log_file))
@@ -320,10 +323,12 @@ class EvidenceOrchestrator:
 
     def export_log(self, log_file: str) -> None:
         """Write the log so far, with its signed head, of a run that will go on."""
+        self._refusals.settle()
         self._log.export(Path(log_file))
 
     def close(self) -> None:
         """Close the state; another instance may open the run."""
+        self._refusals.close()
         self._state.close()
 
     def log_position(self) -> LogHead:
@@ -371,6 +376,7 @@ class EvidenceOrchestrator:
             orchestrator=self,
             admissions=self._admissions,
             log=self._log,
+            refusals=self._refusals,
             transaction=self._state.transaction,
             hosted=hosting.hosted if hosting else self._hosting.of,
             newest_roster=hosting.rosters(self, self._admissions) if hosting else lambda: self._roster,
@@ -390,22 +396,15 @@ class EvidenceOrchestrator:
             yield
 
     def _start_session(self) -> None:
-        terms = self._terms
         with self._state.transaction():
             self._admissions.end_session()
             self._state.start_session(self._session)
-            self._log.append(
-                "session",
-                {
-                    "session": self._session.name,
-                    "manifest_digest": terms.manifest_digest.hex(),
-                    "policy_digest": terms.policy.digest().hex(),
-                    "virtual_workers": terms.virtual_workers,
-                },
-            )
-
-    def _state_file(self, run_id: str) -> Path:
-        return state_file(self._directory, run_id)
+            body = {
+                "session": self._session.name,
+                "manifest_digest": self._terms.manifest_digest.hex(),
+                "policy_digest": self._terms.policy.digest().hex(),
+            }
+            self._log.append("session", {**body, "virtual_workers": self._terms.virtual_workers})
 
     def _now(self) -> int:
         return int(self._clock())

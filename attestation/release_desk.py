@@ -3,7 +3,7 @@
 Guarantee: a key leaves only for a member whose evidence is accepted and not expired, sealed to the key that the
 evidence binds, no more often than its quota, and after the log says so; the member gets the proof that it does. What is
 released in a session is released under the policy that the session began with. A release that is refused is in the log
-before the refusal is told.
+before the refusal is told, or counted: see `attestation.refusal_log`.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,28 +22,25 @@ from attestation.log_entries import Entry
 from attestation.log_watch import forked
 from attestation.messages import Envelope
 from attestation.policy import Policy
+from attestation.refusal_log import RefusalLog
 from attestation.sealed_data import SliceKeys
 from metrics.errors import EvidenceError
-
-_LOGGED_NAME = 200
-"""Letters of a name that are logged: over the service anybody may ask in a name of any length."""
 
 
 @contextmanager
 def refusals_logged(
-    log: EvidenceLog, transaction: Callable[[], AbstractContextManager[None]], member_id: str, kind: KeyKind
+    refusals: RefusalLog, transaction: Callable[[], AbstractContextManager[None]], member_id: str, kind: KeyKind
 ) -> Iterator[None]:
     """Log a refusal to release keys of ``kind`` to ``member_id`` that is raised inside, as ``release_refused``.
 
-    Guarantee: the entry is durable, or part of the caller's transaction, before the refusal leaves; what was written in
-    a ``transaction`` inside is undone.
+    Guarantee: the entry is durable, or part of the caller's transaction, before the refusal leaves, unless it is beyond
+    the budget of ``refusals``, which counts it; what was written in a ``transaction`` inside is undone.
     """
     try:
         yield
     except EvidenceError as refusal:
-        body = {"member_id": member_id[:_LOGGED_NAME], "kind": kind.value, "code": refusal.code}
         with transaction():
-            log.append("release_refused", body)
+            refusals.append("release_refused", member_id, refusal.code, kind=kind.value)
         raise
 
 
@@ -107,6 +104,7 @@ class ReleaseDesk:
         admissions: Admissions,
         draws: DrawBook,
         log: EvidenceLog,
+        refusals: RefusalLog,
         transaction: Callable[[], AbstractContextManager[None]],
         clock: Callable[[], int],
     ) -> None:
@@ -115,6 +113,7 @@ class ReleaseDesk:
         self._admissions = admissions
         self._draws = draws
         self._log = log
+        self._refusals = refusals
         self._transaction = transaction
         self._clock = clock
 
@@ -136,7 +135,7 @@ class ReleaseDesk:
         self._require_seen(member_id, seen)
         slices = self._grant_slices(KeyKind.DATASET, member_id, epoch, virtual_workers)
         evaluation = self._grant_slices(KeyKind.EVALUATION, member_id, epoch, virtual_workers)
-        with refusals_logged(self._log, self._transaction, member_id, KeyKind.VIRTUAL_WORKER):
+        with refusals_logged(self._refusals, self._transaction, member_id, KeyKind.VIRTUAL_WORKER):
             key_terms = self._key_policy(KeyKind.VIRTUAL_WORKER)
             keys = [self._keys.of(self._terms.key_context, v, epoch) for v in virtual_workers]
             plaintext = b"".join(key.stream.reveal() + key.data.reveal() for key in keys)
@@ -144,7 +143,7 @@ class ReleaseDesk:
         return replace(grant, slices=slices, evaluation=evaluation, seen=seen)
 
     def _require_seen(self, member_id: str, seen: int) -> None:
-        with refusals_logged(self._log, self._transaction, member_id, KeyKind.VIRTUAL_WORKER):
+        with refusals_logged(self._refusals, self._transaction, member_id, KeyKind.VIRTUAL_WORKER):
             if seen > len(self._log):
                 raise forked(f"{member_id} has seen {seen} entries, and there are {len(self._log)}")
 
@@ -155,7 +154,7 @@ class ReleaseDesk:
         keys = self._slices[kind]
         if keys is None:
             return None
-        with refusals_logged(self._log, self._transaction, member_id, kind):
+        with refusals_logged(self._refusals, self._transaction, member_id, kind):
             key_terms = self._key_policy(kind)
             keys.require_policy(key_terms.policy.evidence_policy)
             plaintext = b"".join(keys.of(v).reveal() for v in virtual_workers)
@@ -204,7 +203,7 @@ class ReleaseDesk:
         """
         data_key, name = opened(), digest(info).hex()
         terms, terms_digest = self._key_policy(KeyKind.CHECKPOINT)
-        with refusals_logged(self._log, self._transaction, "", terms.kind), self._transaction():
+        with refusals_logged(self._refusals, self._transaction, "", terms.kind), self._transaction():
             self._draws.draw(terms, 0, (name,), self._session, "")
             self._log.append("opened", {"kind": terms.kind.value, "package": name, "policy": terms_digest.hex()})
         return data_key

@@ -1,6 +1,8 @@
 """What the evidence service allows one peer, and all of them together.
 
-Guarantee: every wait that a peer can cause has an end, and everything that a peer can fill has a size.
+Guarantee: every wait that a peer can cause has an end, and everything that a stranger can fill has a size. The evidence
+log alone has none: admissions and releases are always logged, and refusals at a bounded rate
+(`attestation.refusal_log`).
 """
 
 from collections import OrderedDict
