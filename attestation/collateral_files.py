@@ -13,6 +13,7 @@ from attestation.evidence import Collateral, CollateralBundle
 from attestation.vector_encoding import decode
 from attestation.yaml_files import read_yaml
 from metrics.errors import ConfigError, EvidenceError
+from metrics.file_errors import file_error
 
 CODE: Final = "collateral"
 
@@ -42,7 +43,7 @@ def load_collateral(path: Path) -> CollateralBundle:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         field = ".".join(str(part) for part in first["loc"]) or "the document"
-        raise ConfigError(CODE, f"{path}: {field}: {first['msg']}.") from None
+        raise ConfigError(CODE, f"{path}: {field}: {first['msg']}.", "See docs/attestation.md.") from None
     folder = path.parent
     return CollateralBundle(
         tdx=tuple(_tdx(folder / name) for name in files.tdx),
@@ -55,16 +56,19 @@ def load_collateral(path: Path) -> CollateralBundle:
 def _content(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except (OSError, ValueError) as error:
-        cause = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(CODE, f"cannot read {path}: {cause}.") from None
+    except OSError as error:
+        raise file_error(CODE, "read", path, error) from None
+    except ValueError as error:
+        raise ConfigError(CODE, f"{path} is no path: {error}.", "Check it.") from None
 
 
 def _tdx(path: Path) -> Collateral:
     try:
         return Collateral.from_json(_content(path).decode())
     except (EvidenceError, UnicodeDecodeError):
-        raise ConfigError(CODE, f"{path} is not TDX collateral in dcap-qvl's JSON form.") from None
+        raise ConfigError(
+            CODE, f"{path} is not TDX collateral in dcap-qvl's JSON form.", "Fetch it in that form."
+        ) from None
 
 
 def _bare(content: bytes) -> bytes:

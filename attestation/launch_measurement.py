@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from metrics.errors import ConfigError
+from metrics.file_errors import file_error
 
 GUEST_FEATURES = 0x1
 """Value of ``guest_features`` for a guest with SEV-SNP and nothing else switched on."""
@@ -45,7 +46,7 @@ def snp_measurement(launch: SnpLaunch) -> bytes:
             "measure_tool", "sev-snp-measure is not installed.", "Install raycloak with the extra 'measure'."
         ) from None
     if launch.vcpu_type not in CPU_SIGS:
-        raise ConfigError("measure", f"'{launch.vcpu_type}' is no processor model; one is EPYC-v4.")
+        raise ConfigError("measure", f"'{launch.vcpu_type}' is no processor model.", "One is EPYC-v4.")
     files = [str(path) if path else "" for path in (launch.kernel, launch.initrd)]
     try:
         digest = guest.calc_launch_digest(
@@ -58,7 +59,9 @@ def snp_measurement(launch: SnpLaunch) -> bytes:
             launch.guest_features,
         )
     except OSError as error:
-        raise ConfigError("measure", f"cannot read {error.filename}: {error.strerror}.") from None
+        raise file_error("measure", "read", error.filename, error) from None
     except (RuntimeError, ValueError, LookupError, AssertionError) as error:
-        raise ConfigError("measure", f"{launch.ovmf} cannot be measured: {error}.") from None
+        raise ConfigError(
+            "measure", f"{launch.ovmf} cannot be measured: {error}.", "Check that it is the guest's OVMF file."
+        ) from None
     return bytes(digest)

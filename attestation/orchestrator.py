@@ -76,7 +76,9 @@ class EvidenceOrchestrator:
                 ``secret_destroyed``.
         """
         if run_id is not None and not (_RUN_ID.fullmatch(run_id) and state_file(self._directory, run_id).is_file()):
-            raise ConfigError("run_unknown", f"there is no run '{run_id}' in {self._directory}.")
+            raise ConfigError(
+                "run_unknown", f"there is no run '{run_id}' in {self._directory}.", "Check RAYCLOAK_HOME."
+            )
         if secret_file is not None:
             secret = load_secret(Path(secret_file))
         elif run_id is not None:
@@ -85,7 +87,11 @@ class EvidenceOrchestrator:
             self._generated_secret, secret = create_secret(self._directory)
         self._run_id = run_id_of(secret)
         if run_id not in (None, self._run_id):
-            raise ConfigError("run_secret", f"{secret_file} is the secret of run {self._run_id}, not of {run_id}.")
+            raise ConfigError(
+                "run_secret",
+                f"{secret_file} is the secret of run {self._run_id}, not of {run_id}.",
+                "Give the file that the run began with.",
+            )
         self._keys = RunKeys(secret, self._run_id)
         identity = derive(secret, Purpose.ORCHESTRATOR_IDENTITY)
         self._key = IdentityKey.from_seed(identity)

@@ -22,6 +22,7 @@ from attestation.package_manifest import PackageRefusal, refuse
 from attestation.private_files import publish, read_private
 from attestation.whole_file import write_whole
 from metrics.errors import ConfigError, ProtocolError
+from metrics.file_errors import file_error
 
 M = TypeVar("M", bound=Message)
 
@@ -62,7 +63,7 @@ class PackageSigner(HybridSigner):
             signer = cls(Secret(stored.ed25519), Secret(stored.ml_dsa_65))
             publish(folder / SIGNER_PUBLIC_FILE, signer.public.encode(), mode=0o644)
         except OSError as error:
-            raise ConfigError("signer", f"cannot use {path}: {error.strerror}.") from None
+            raise file_error("signer", "use", path, error) from None
         except (ProtocolError, ValueError):
             raise ConfigError("signer", f"{path} is damaged.", "Remove it to get a new signer.") from None
         return signer
@@ -105,9 +106,13 @@ class TrustStore(Message):
         try:
             return cls.model_validate_json(path.read_bytes())
         except OSError as error:
-            raise ConfigError("trust_store", f"cannot read {path}: {error.strerror}.") from None
+            raise file_error("trust_store", "read", path, error) from None
         except ValidationError as error:
-            raise ConfigError("trust_store", f"{path} is not a trust store: {error.error_count()} errors.") from None
+            raise ConfigError(
+                "trust_store",
+                f"{path} is not a trust store: {error.error_count()} errors.",
+                "Make one: raycloak package trust.",
+            ) from None
 
     def save(self, path: Path) -> None:
         """Write the store to ``path``; the file is replaced as a whole.
@@ -118,7 +123,7 @@ class TrustStore(Message):
         try:
             write_whole(path, self.encode() + b"\n")
         except OSError as error:
-            raise ConfigError("trust_store", f"cannot write {path}: {error.strerror}.") from None
+            raise file_error("trust_store", "write", path, error) from None
 
     def with_signer(self, name: str, signer: SignerPublic) -> Self:
         """This store and one more signer; the same store if it is in already.
@@ -130,7 +135,11 @@ class TrustStore(Message):
         if added in self.signers:
             return self
         if any(known.name == name or known.signer == signer for known in self.signers):
-            raise ConfigError("trust_store", f"the store knows the name {name} or this key from another entry.")
+            raise ConfigError(
+                "trust_store",
+                f"the store knows the name {name} or this key from another entry.",
+                "Choose another name.",
+            )
         return self.model_copy(update={"signers": (*self.signers, added)})
 
     def verify(self, data: bytes, signature: HybridSignature) -> str:
@@ -210,7 +219,7 @@ def create_recipient(path: Path) -> tuple[RecipientPublic, Path]:
         if not is_new or not publish(public_path, public.encode(), mode=0o644):
             raise ConfigError("recipient_exists", f"{path} or {public_path} is there already.", "Choose another name.")
     except OSError as error:
-        raise ConfigError("recipient", f"cannot write {path}: {error.strerror}.") from None
+        raise file_error("recipient", "write", path, error) from None
     return public, public_path
 
 
@@ -223,9 +232,13 @@ def load_recipient_key(path: Path) -> HpkeKey:
     try:
         return _hpke_key(parse(_StoredRecipient, read_private(path, "recipient")))
     except OSError as error:
-        raise ConfigError("recipient", f"cannot read {path}: {error.strerror}.") from None
+        raise file_error("recipient", "read", path, error) from None
     except (ProtocolError, ValueError):
-        raise ConfigError("recipient", f"{path} is not a recipient's private key.") from None
+        raise ConfigError(
+            "recipient",
+            f"{path} is not a recipient's private key.",
+            "It is the one without .pub that `package keygen` wrote.",
+        ) from None
 
 
 def load_recipients(paths: Sequence[Path]) -> tuple[RecipientPublic, ...]:
@@ -242,7 +255,9 @@ def _load_recipient(path: Path) -> RecipientPublic:
     try:
         hpke_seal(b"", public.key, b"")
     except ValueError:
-        raise ConfigError("recipient", f"{path} does not hold a public key.") from None
+        raise ConfigError(
+            "recipient", f"{path} does not hold a public key.", "Get the file from its owner once more."
+        ) from None
     return public
 
 
@@ -261,6 +276,8 @@ def _load(cls: type[M], path: Path, code: str) -> M:
     try:
         return cls.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise ConfigError(code, f"cannot read {path}: {error.strerror}.") from None
+        raise file_error(code, "read", path, error) from None
     except ValidationError:
-        raise ConfigError(code, f"{path} is not the public file of a {code}.") from None
+        raise ConfigError(
+            code, f"{path} is not the public file of a {code}.", "Get the file from its owner once more."
+        ) from None

@@ -117,9 +117,11 @@ def load_policy(path: Path) -> Policy:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         field = ".".join(str(part) for part in first["loc"]) or "the document"
-        raise ConfigError("policy", f"{path}: {field}: {first['msg']}.") from None
+        raise ConfigError("policy", f"{path}: {field}: {first['msg']}.", "See docs/attestation.md.") from None
     except (TypeError, ValueError) as error:
-        raise ConfigError("policy", f"{path} holds a value that no policy field takes: {error}.") from None
+        raise ConfigError(
+            "policy", f"{path} holds a value that no policy field takes: {error}.", "See docs/attestation.md."
+        ) from None
 
 
 def _policy_from(raw: Any) -> Policy:

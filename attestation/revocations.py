@@ -124,7 +124,9 @@ def _open(state_file: Path, mode: str) -> sqlite3.Connection:
             f"{state_file.resolve().as_uri()}?mode={mode}", uri=True, timeout=BUSY_DEADLINE_S, isolation_level=None
         )
     except sqlite3.Error:
-        raise ConfigError("run_unknown", f"there is no state of a run at {state_file}.") from None
+        raise ConfigError(
+            "run_unknown", f"there is no state of a run at {state_file}.", "Check RAYCLOAK_HOME."
+        ) from None
 
 
 def _platform(name: str) -> str:
@@ -133,7 +135,9 @@ def _platform(name: str) -> str:
     except ValueError:
         identity = b""
     if not identity:
-        raise ConfigError("platform_id", f"'{name}' is not a platform id: they are hexadecimal digits.")
+        raise ConfigError(
+            "platform_id", f"'{name}' is not a platform id: they are hexadecimal digits.", "The evidence log has them."
+        )
     return identity.hex()
 
 
@@ -141,4 +145,8 @@ def _require_member(db: sqlite3.Connection, member_id: str) -> None:
     members = sorted(name for (name,) in db.execute("SELECT member_id FROM members"))
     if member_id not in members:
         known = f"it has {', '.join(members)}" if members else "nobody is"
-        raise ConfigError("member_unknown", f"'{member_id}' is not a member of the run now; {known}.")
+        raise ConfigError(
+            "member_unknown",
+            f"'{member_id}' is not a member of the run now; {known}.",
+            "Name one of them, or the machine: --platform.",
+        )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from attestation.keys import Purpose, Secret, derive
 from metrics.errors import ConfigError
+from metrics.file_errors import file_error
 
 _HEX = re.compile(rb"[0-9a-fA-F]{64}")
 
@@ -20,7 +21,7 @@ def load_secret(path: Path) -> Secret:
     try:
         text = path.read_bytes().strip()
     except OSError as error:
-        raise ConfigError("run_secret", f"cannot read {path}: {error.strerror}.") from None
+        raise file_error("run_secret", "read", path, error) from None
     if not _HEX.fullmatch(text):
         raise ConfigError("run_secret", f"{path} must hold 64 hexadecimal digits.", "Make one: openssl rand -hex 32.")
     return Secret(bytes.fromhex(text.decode()))

@@ -22,6 +22,7 @@ from attestation.messages import Message, parse
 from attestation.package_manifest import Payload
 from attestation.private_files import read_private
 from metrics.errors import ConfigError, EvidenceError, ProtocolError
+from metrics.file_errors import file_error
 
 Use = Literal["training", "evaluation"]
 """What a dataset was sealed for. Results on training data leave with noise only, those of an evaluation as they are."""
@@ -70,11 +71,19 @@ class SealedHeader(Message):
         try:
             header = parse(cls, (folder / HEADER_FILE).read_bytes())
         except OSError as error:
-            raise ConfigError("sealed_data", f"cannot read {folder / HEADER_FILE}: {error.strerror}.") from None
+            raise file_error("sealed_data", "read", folder / HEADER_FILE, error) from None
         except ProtocolError:
-            raise ConfigError("sealed_data", f"{folder / HEADER_FILE} is not the header of a sealed dataset.") from None
+            raise ConfigError(
+                "sealed_data",
+                f"{folder / HEADER_FILE} is not the header of a sealed dataset.",
+                "Seal one: raycloak data seal.",
+            ) from None
         if not len(header.slices) == len(header.key_commitments) == header.virtual_workers:
-            raise ConfigError("sealed_data", f"{folder} does not have one slice for each virtual worker.")
+            raise ConfigError(
+                "sealed_data",
+                f"{folder} does not have one slice for each virtual worker.",
+                "Seal it again: raycloak data seal.",
+            )
         return header
 
     def require_use(self, use: Use) -> None:
@@ -107,7 +116,7 @@ def load_dataset_key(path: Path) -> Secret:
     try:
         text = read_private(path, "dataset_key").strip()
     except OSError as error:
-        raise ConfigError("dataset_key", f"cannot read {path}: {error.strerror}.") from None
+        raise file_error("dataset_key", "read", path, error) from None
     if not _HEX.fullmatch(text):
         raise ConfigError("dataset_key", f"{path} must hold 64 hexadecimal digits.", "Use the key it was sealed with.")
     return Secret(bytes.fromhex(text.decode()))
@@ -139,7 +148,11 @@ class SliceKeys:
         terms.header.require_use(use)
         keys = cls(terms.header, load_dataset_key(Path(terms.key_file)))
         if key_commitment(keys.of(0)) != terms.header.key_commitments[0]:
-            raise ConfigError("dataset_key", f"{terms.key_file} is not the key that the dataset was sealed with.")
+            raise ConfigError(
+                "dataset_key",
+                f"{terms.key_file} is not the key that the dataset was sealed with.",
+                "Name that one as key_file.",
+            )
         return keys
 
     def of(self, v: int) -> Secret:

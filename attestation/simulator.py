@@ -39,6 +39,7 @@ from attestation.simulator_platform import (
     SimulatedPlatform,
 )
 from metrics.errors import ConfigError, ProtocolError
+from metrics.file_errors import file_error
 from raycloak_layout import PACKAGES
 
 VENDOR_FILE: Final = "vendor.json"
@@ -114,7 +115,7 @@ class SimulatedVendor:
                 publish(path, cls.create()._stored().encode())
             return cls._from_stored(read_private(path, "simulator_state"))
         except OSError as error:
-            raise ConfigError("simulator_state", f"cannot use {path}: {error.strerror}.") from None
+            raise file_error("simulator_state", "use", path, error) from None
         except (ProtocolError, ValueError, TypeError, UnsupportedAlgorithm):
             raise ConfigError("simulator_state", f"{path} is damaged.", "Remove it to get a new simulator.") from None
 

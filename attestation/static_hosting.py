@@ -41,7 +41,11 @@ class StaticHosting:
         """ConfigError ``hosting`` unless each of ``count`` virtual workers is hosted once."""
         covered = sorted(v for hosted in workers.values() for v in hosted)
         if covered != list(range(count)):
-            raise ConfigError("hosting", f"hosting must name each of {count} virtual workers once; it names {covered}.")
+            raise ConfigError(
+                "hosting",
+                f"hosting must name each of {count} virtual workers once; it names {covered}.",
+                "Give each to one worker.",
+            )
         return cls(workers, aggregators)
 
     def hosted(self, member_id: str) -> tuple[int, ...]:

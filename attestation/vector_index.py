@@ -19,6 +19,7 @@ from attestation.messages import Message
 from attestation.roots import PINNED, Anchor, Family, pinned_anchors
 from attestation.vector_encoding import bytes_of, certificate_text, decode, resolve
 from metrics.errors import ConfigError
+from metrics.file_errors import file_error
 
 Rules = TypeVar("Rules", bound=Message)
 _ABOUT_ROOTS = ("simulator_root", "allow_simulator")
@@ -178,7 +179,7 @@ class Case:
             raise self._unusable(f"its {name} is not hexadecimal") from None
 
     def _unusable(self, message: str) -> ConfigError:
-        return ConfigError("index", f"case '{self.fields.id}': {message}.")
+        return ConfigError("index", f"case '{self.fields.id}': {message}.", "See docs/attestation-index.md.")
 
 
 def read_index(path: Path) -> tuple[Case, ...]:
@@ -195,13 +196,19 @@ def read_index(path: Path) -> tuple[Case, ...]:
         defaults = {family: dict(rules) for family, rules in given.items()} if given is not None else {}
         stated, entries = document.get("format", _FORMAT), [(str(entry["id"]), entry) for entry in document["cases"]]
     except OSError as error:
-        raise ConfigError("index", f"cannot read {path}: {error.strerror}.") from None
+        raise file_error("index", "read", path, error) from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError("index", f"{path} is not an index of evidence: {_first_line(error)}.") from None
+        raise ConfigError(
+            "index", f"{path} is not an index of evidence: {_first_line(error)}.", "See docs/attestation-index.md."
+        ) from None
     if stated != _FORMAT:
-        raise ConfigError("index", f"{path} is of format {stated}; this version reads format {_FORMAT}.")
+        raise ConfigError(
+            "index",
+            f"{path} is of format {stated}; this version reads format {_FORMAT}.",
+            "Use the version of raycloak for it.",
+        )
     if len(dict(entries)) != len(entries):
-        raise ConfigError("index", f"{path} names a case twice.")
+        raise ConfigError("index", f"{path} names a case twice.", "Give each an id of its own.")
     return tuple(_case(name, entry, defaults, path.parent) for name, entry in entries)
 
 

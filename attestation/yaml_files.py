@@ -6,6 +6,7 @@ from typing import Any
 import yaml
 
 from metrics.errors import ConfigError
+from metrics.file_errors import file_error
 
 
 def read_yaml(path: Path, code: str) -> Any:
@@ -13,9 +14,9 @@ def read_yaml(path: Path, code: str) -> Any:
     try:
         text = path.read_text()
     except OSError as error:
-        raise ConfigError(code, f"cannot read {path}: {error.strerror}.") from None
+        raise file_error(code, "read", path, error) from None
     except UnicodeDecodeError as error:
-        raise ConfigError(code, f"{path} is not YAML: {error}.") from None
+        raise ConfigError(code, f"{path} is not YAML: {error}.", "Save it as UTF-8 text.") from None
     return parse_yaml(text, str(path), code)
 
 
@@ -29,7 +30,11 @@ def parse_yaml(text: str, name: str, code: str) -> Any:
         return yaml.load(text, Loader=_PlainLoader)  # noqa: S506 - a SafeLoader
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else None
-        raise ConfigError(code, f"{name} is not YAML: {problem or str(error).splitlines()[0]}.") from None
+        mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+        remedy = (
+            f"Look at line {mark.line + 1}, column {mark.column + 1}." if mark else "Write its values out, plainly."
+        )
+        raise ConfigError(code, f"{name} is not YAML: {problem or str(error).splitlines()[0]}.", remedy) from None
 
 
 class _PlainLoader(yaml.SafeLoader):

@@ -8,6 +8,7 @@ import typer
 from coordinator.commands import AsJson, Debug, execute
 from coordinator.output import Output
 from metrics.errors import ConfigError
+from metrics.file_errors import file_error
 
 if TYPE_CHECKING:
     from attestation.evidence_log import ExportedLog
@@ -95,7 +96,9 @@ def prove_command(
 def _prove(output: Output, path: Path, sequence: int, key: Path | None, out: Path | None) -> int:
     _, log = _opened(path, key)
     if sequence >= log.head.length:
-        raise ConfigError("log_entry", f"the log has {log.head.length} entries; there is no entry {sequence}.")
+        raise ConfigError(
+            "log_entry", f"the log has {log.head.length} entries; there is no entry {sequence}.", "Count from 0."
+        )
     proof = log.prove(sequence)
     if out is not None:
         try:
@@ -104,7 +107,7 @@ def _prove(output: Output, path: Path, sequence: int, key: Path | None, out: Pat
         except FileExistsError:
             raise ConfigError("out_exists", f"{out} is there already.", "Choose another name, or remove it.") from None
         except OSError as error:
-            raise ConfigError("out_unwritable", f"cannot write {out}: {error.strerror}.") from None
+            raise file_error("out_unwritable", "write", out, error) from None
     facts = {"sequence": sequence, "kind": proof.entry.kind, "hashes": len(proof.path), "entries": log.head.length}
     return _show(output, "Proof of an entry", facts | {"proof": proof.model_dump(mode="json")}, hidden=("proof",))
 
@@ -137,7 +140,11 @@ def _opened(path: Path, key: Path | None) -> tuple["SignerPublic", "ExportedLog"
     from attestation.evidence_log import read_exported_log
 
     if not path.exists():
-        raise ConfigError("log_missing", f"there is no run directory and no log at {path}.")
+        raise ConfigError(
+            "log_missing",
+            f"there is no run directory and no log at {path}.",
+            "Name a run directory: runs/ in RAYCLOAK_HOME has them.",
+        )
     owner = _owner(key or _manifest_of(path))
     return owner, read_exported_log(path / LOG_FILE if path.is_dir() else path, owner)
 
@@ -157,15 +164,22 @@ def _owner(path: Path) -> "SignerPublic":
     try:
         return parse(SignerPublic, data) if b'"run_id"' not in data else parse(Manifest, data).log_owner
     except ProtocolError as error:
-        raise ConfigError("log_key", f"{path} does not name the owner of a log: {error.message}.") from None
+        raise ConfigError(
+            "log_key",
+            f"{path} does not name the owner of a log: {error.message}.",
+            "Give the run's manifest.json, or a file of both public keys.",
+        ) from None
 
 
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        remedy = "Give the file with --key." if path.name == "manifest.json" else ""
-        raise ConfigError("log_key", f"cannot read {path}: {error.strerror}.", remedy) from None
+        if path.name == "manifest.json":
+            raise ConfigError(
+                "log_key", f"cannot read {path}: {error.strerror}.", "Give the file with --key."
+            ) from None
+        raise file_error("log_key", "read", path, error) from None
 
 
 def _show(output: Output, title: str, facts: dict[str, Any], hidden: tuple[str, ...] = ()) -> int:

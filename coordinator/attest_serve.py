@@ -32,6 +32,7 @@ from coordinator import state
 from coordinator.config import Section, validated
 from coordinator.sealed_terms import load_terms
 from metrics.errors import ConfigError, ProtocolError
+from metrics.file_errors import file_error
 from workers.manifest import Manifest, key_context
 
 SESSION = "evidence service"
@@ -202,7 +203,11 @@ def _policy(config: ServiceConfig, base: Path) -> tuple[Policy, CollateralBundle
         keeper = CollateralKeeper(policy, state.collateral_folder(), given)
         return policy, keeper.current(), keeper
     if given is None:
-        raise ConfigError("collateral", "there is none to judge evidence with, and the policy names no service of it.")
+        raise ConfigError(
+            "collateral",
+            "there is none to judge evidence with, and the policy names no service of it.",
+            "Name the file of it as collateral, or a collateral_service in the policy.",
+        )
     return policy, given, None
 
 
@@ -219,7 +224,11 @@ def _terms(
         manifest = _manifest(base / config.manifest)
         stated = (manifest.run_id, manifest.orchestrator_key, manifest.policy_digest)
         if stated != (run_id, key.ed25519, policy.digest()):
-            raise ConfigError("manifest", "the manifest names another run secret or another policy than this file.")
+            raise ConfigError(
+                "manifest",
+                "the manifest names another run secret or another policy than this file.",
+                "Name the secret and the policy of that run.",
+            )
         answer, count = manifest.known_answer, manifest.computation.mechanism.virtual_workers
         context = key_context(manifest.computation, answer)
         return _Terms(RunTerms(manifest.digest(), context, count, answer, policy, collateral), None)
@@ -253,9 +262,11 @@ def _manifest(path: Path) -> Manifest:
     try:
         return parse(Manifest, path.read_bytes().strip())
     except OSError as error:
-        raise ConfigError("manifest", f"cannot read {path}: {error.strerror}.") from None
+        raise file_error("manifest", "read", path, error) from None
     except ProtocolError:
-        raise ConfigError("manifest", f"{path} is not the manifest of a run.") from None
+        raise ConfigError(
+            "manifest", f"{path} is not the manifest of a run.", "It is manifest.json in a run directory."
+        ) from None
 
 
 def _write(contract: ServiceContract | None, path: Path) -> Path | None:

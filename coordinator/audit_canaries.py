@@ -134,7 +134,11 @@ class CanaryTask(Section):
             with torch.no_grad():
                 output_shape = tuple(inner(torch.from_numpy(zeros)).shape[1:])
         except Exception as error:
-            raise ModelError("model_input", f"the model fails on features of zero: {type(error).__name__}.") from error
+            raise ModelError(
+                "model_input",
+                f"the model fails on features of zero: {type(error).__name__}.",
+                "Let it take features of the dataset's shape.",
+            ) from error
         task = cls(
             base=str(base.resolve()),
             dataset=config.dataset,
@@ -198,7 +202,9 @@ class CanaryTask(Section):
         """The user's model, drawn first so that its initial parameters are those of the audited configuration."""
         inner = ModelSource.of(self.model_function).function(self.base)()
         if not isinstance(inner, nn.Module):
-            raise ModelError("model_function", f"{self.model_function} returned no torch.nn.Module.")
+            raise ModelError(
+                "model_function", f"{self.model_function} returned no torch.nn.Module.", "Let it return one."
+            )
         return CanaryModel(inner, self.feature_shape, len(self.included))
 
     def loss(self, output: Tensor, labels: Tensor) -> Tensor:

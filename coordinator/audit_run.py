@@ -175,7 +175,9 @@ def audit(
 
 def _check(config: RunConfig, canaries: int, confidence: float) -> None:
     if not config.dp_config.enabled:
-        raise ConfigError("nothing_to_audit", "dp_config.enabled is false: no epsilon is claimed.")
+        raise ConfigError(
+            "nothing_to_audit", "dp_config.enabled is false: no epsilon is claimed.", "Switch it on to audit it."
+        )
     if not FEWEST_CANARIES <= canaries <= MOST_CANARIES:
         raise ConfigError(
             "audit_canaries",
@@ -183,7 +185,9 @@ def _check(config: RunConfig, canaries: int, confidence: float) -> None:
             "A thousand show an epsilon of up to about 4.",
         )
     if not 0 < confidence < 1:
-        raise ConfigError("audit_confidence", f"a confidence of {confidence:g} is not between 0 and 1.")
+        raise ConfigError(
+            "audit_confidence", f"a confidence of {confidence:g} is not between 0 and 1.", "0.95 is usual."
+        )
 
 
 def _audited(config: RunConfig, planned: Mechanism, canaries: int) -> RunConfig:

@@ -127,7 +127,11 @@ def bench_attest(connections: int, concurrency: int, held: int) -> AttestBench:
         RunFailedError: ``bench_failed`` if a process of the bench did not start or answer.
     """
     if connections < 1 or concurrency < 1 or held < 0:
-        raise ConfigError("bench_input", "the bench needs at least 1 connection and 1 at a time.")
+        raise ConfigError(
+            "bench_input",
+            "the bench needs at least 1 connection, 1 at a time and 0 held.",
+            "Raise --connections, --concurrency or --held.",
+        )
     raise_open_files(held + 1024)
     with tempfile.TemporaryDirectory(prefix="raycloak-bench-") as folder:
         source = _Source(SimulatedVendor.load_or_create(Path(folder) / "simulator").platform())

@@ -91,7 +91,11 @@ def raise_open_files(needed: int) -> None:
     """Let this process open as many files as the system allows; ConfigError ``open_files`` if that is too few."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < needed:
-        raise ConfigError("open_files", f"this needs {needed} open files, and the system allows {hard}.")
+        raise ConfigError(
+            "open_files",
+            f"this needs {needed} open files, and the system allows {hard}.",
+            "Raise the limit (ulimit -Hn), or ask for fewer.",
+        )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else hard, hard))
 
 

@@ -56,7 +56,11 @@ def bench_mask(
         ConfigError: ``bench_input`` for fewer than one parameter, two workers or one repeat.
     """
     if params < 1 or workers < 2 or repeats < 1:
-        raise ConfigError("bench_input", "the bench needs at least 1 parameter, 2 workers and 1 repeat")
+        raise ConfigError(
+            "bench_input",
+            "the bench needs at least 1 parameter, 2 workers and 1 repeat.",
+            "Raise --params, --workers or --repeats.",
+        )
     ring = fit_ring(
         max_grad_norm=1.0,
         clamp=1.0,

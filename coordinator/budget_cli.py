@@ -13,6 +13,7 @@ from coordinator.budget_record import export_command, history_command, verify_co
 from coordinator.commands import AsJson, ConfigFile, Debug, execute
 from coordinator.output import Output
 from metrics.errors import BudgetError, ConfigError
+from metrics.file_errors import file_error
 from workers.mechanism import AccountantName
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def _open(
     from coordinator.ledger_authority import load_authority
 
     if dataset is not None and fingerprint is not None:
-        raise ConfigError("usage", "give --dataset or --fingerprint, not both.")
+        raise ConfigError("usage", "give --dataset or --fingerprint, not both.", "Leave one out.")
     key = load_authority(authority).key if authority else b""
     bound = _fingerprint_of(dataset) if dataset else hexadecimal(fingerprint) or b""
     with ledger_at(url, create=True, witness=witness) as ledger:
@@ -191,23 +192,30 @@ def _authorize(
     from coordinator.tables import fields_table
 
     if url is not None and export is not None:
-        raise ConfigError("usage", "give --ledger or --export, not both.")
+        raise ConfigError("usage", "give --ledger or --export, not both.", "Leave one out.")
     own, lasts_s = load_authority_key(key), days * _DAY_S
     if not (math.isfinite(lasts_s) and math.isfinite(epsilon_cap)):
-        raise ConfigError("usage", f"cap and days must be finite numbers, not {epsilon_cap:g} and {days:g}.")
+        raise ConfigError(
+            "usage", f"cap and days must be finite numbers, not {epsilon_cap:g} and {days:g}.", "Write both as numbers."
+        )
     change, authority = _change(account, epsilon_cap, int(time.time() + lasts_s), url, export)
     if not epsilon_cap > change.old_cap:
-        raise ConfigError("authorisation", f"the cap of account '{account}' is {change.old_cap:g} already.")
+        raise ConfigError(
+            "authorisation",
+            f"the cap of account '{account}' is {change.old_cap:g} already.",
+            "A lower one needs no signature: raycloak budget cap.",
+        )
     if authority != own.public:
         raise ConfigError(
             "authority",
             f"{key} is not the key of account '{account}', which was opened with "
             f"{f'the authority {authority.hex()}' if authority else 'none, so that its cap can only be lowered'}.",
+            "Sign with that key." if authority else "Open another account for another promise.",
         )
     try:
         is_new = publish(out, authorise(change, own).encode() + b"\n", mode=0o644)
     except OSError as error:
-        raise ConfigError("authorisation", f"cannot write {out}: {error.strerror}.") from None
+        raise file_error("authorisation", "write", out, error) from None
     if not is_new:
         raise ConfigError("out_exists", f"{out} is there already.", "Choose another name, or remove it.")
     facts = {**change.model_dump(mode="json"), "out": str(out)}
@@ -234,7 +242,7 @@ def _change(
         now = {name: (each.terms.epsilon_cap, each.changed.hash, each.opened.authority) for name, each in found}
         ledger_key = checked.public_key
     if account not in now:
-        raise BudgetError("account_unknown", f"there is no account '{account}'.")
+        raise BudgetError("account_unknown", f"there is no account '{account}'.", "See them: raycloak budget show")
     old_cap, follows, authority = now[account]
     change = CapAuthorisation(
         account=account,

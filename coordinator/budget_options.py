@@ -46,4 +46,6 @@ def hexadecimal(text: str | None) -> bytes | None:
     try:
         return None if text is None else bytes.fromhex(text)
     except ValueError:
-        raise ConfigError("usage", f"'{text}' is not hexadecimal.") from None
+        raise ConfigError(
+            "usage", f"'{text}' is not hexadecimal.", "Copy it whole: digits and a to f, an even number."
+        ) from None

@@ -135,7 +135,7 @@ def _record(url: str | None, export: Path | None) -> Iterator[tuple[bytes, "Repl
             yield ledger.public_key, ledger.verify(), ledger.hash_at
         return
     if url is not None:
-        raise ConfigError("usage", "give --ledger or --export, not both.")
+        raise ConfigError("usage", "give --ledger or --export, not both.", "Leave one out.")
     from coordinator.ledger_export import check_export
 
     checked = check_export(export)

@@ -285,7 +285,9 @@ def newest(
             refuse(PackageRefusal.ROLLED_BACK, f"one of step {expected.newest.step} was published, and none is there.")
         return _restore(verify_package(storage, names[-1], TrustStore.of("run", signer), expected), control)
     except STORAGE_ERRORS as error:
-        raise ConfigError("storage", f"the checkpoints cannot be read: {one_line(error)}.") from None
+        raise ConfigError(
+            "storage", f"the checkpoints cannot be read: {one_line(error)}.", "Bring their storage back, then go on."
+        ) from None
 
 
 def _restore(package: VerifiedPackage, control: Control) -> Restored:

@@ -34,7 +34,7 @@ from coordinator.config import RunConfig
 from coordinator.control import Control
 from coordinator.crew import Crew
 from coordinator.crosscheck import checked, load_accountants
-from coordinator.departures import Departures
+from coordinator.departures import START_AGAIN, Departures
 from coordinator.evaluation import Evaluator
 from coordinator.joining import Timer
 from coordinator.key_service import given_contract
@@ -335,7 +335,9 @@ class Coordinator:
         try:
             nodes = {backend.node(each) for each in self._membership.aggregators}
         except ActorLost as lost:
-            raise RunFailedError("unreachable", f"an aggregator was lost at admission ({lost.cause})") from None
+            raise RunFailedError(
+                "unreachable", f"an aggregator was lost at admission ({lost.cause}).", START_AGAIN
+            ) from None
         return session.control.node("orchestrator") in nodes
 
     def finished(self) -> Finished | None:

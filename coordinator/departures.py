@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 from metrics.errors import RefusedError, RunFailedError
 
+START_AGAIN = "Mend the cause, then start it again; a run that had begun goes on with --resume."
+
 # What befalls a worker, rather than what it answers: another one in its place may well succeed.
 ACCIDENTS = frozenset({"died", "unreachable", "deadline"})
 
@@ -68,7 +70,9 @@ class Departures:
     def check(self) -> None:
         """Raise RunFailedError ``too_many_failures`` once more than ``max_failures`` members were lost."""
         if self._losses > self.max_failures:
-            raise RunFailedError("too_many_failures", f"more than {self.max_failures} failures: {self.reasons()}")
+            raise RunFailedError(
+                "too_many_failures", f"more than {self.max_failures} failures: {self.reasons()}.", START_AGAIN
+            )
 
     def refused_alike(self, last: int) -> bool:
         """Whether the newest ``last`` departures share one cause that would meet any replacement as well."""
@@ -77,7 +81,9 @@ class Departures:
 
     def too_few(self, left: int, needed: int) -> RefusedError:
         """The error of a run with ``left`` workers that needs ``needed``."""
-        return RefusedError("too_few_workers", f"{left} workers are left, the run needs {needed}: {self.reasons()}")
+        return RefusedError(
+            "too_few_workers", f"{left} workers are left, the run needs {needed}: {self.reasons()}.", START_AGAIN
+        )
 
     def reasons(self) -> str:
         """Every departure with its reason."""

@@ -23,7 +23,9 @@ def discard(run_dir: Path) -> RunFolder:
         folder = RunFolder.open(run_dir)
         record = folder.record
         if record.status in ("done", "void"):
-            raise ConfigError("run_done", f"the run in {run_dir} is over; there is nothing to give up.")
+            raise ConfigError(
+                "run_done", f"the run in {run_dir} is over; there is nothing to give up.", "Nothing needs to be done."
+            )
         orchestrator = EvidenceOrchestrator(str(state.home() / "orchestrator"), time.time)
         orchestrator.open_run(record.secret_file, record.run_id)
         try:

@@ -8,6 +8,7 @@ from attestation.messages import parse
 from attestation.service_contract import ServiceContract
 from coordinator.config import KeyServiceConfig
 from metrics.errors import ConfigError, ProtocolError
+from metrics.file_errors import file_error
 
 
 def given_contract(config: KeyServiceConfig | None, base: Path) -> ServiceContract | None:
@@ -26,7 +27,7 @@ def given_contract(config: KeyServiceConfig | None, base: Path) -> ServiceContra
         contract = parse(ServiceContract, path.read_bytes().strip())
         _ = contract.orchestrator
     except OSError as error:
-        raise ConfigError("key_service", f"cannot read {path}: {error.strerror}.") from None
+        raise file_error("key_service", "read", path, error) from None
     except (ProtocolError, ValidationError):
         raise ConfigError(
             "key_service",

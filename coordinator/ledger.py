@@ -193,7 +193,9 @@ class PrivacyLedger(LedgerReader):
         with self._write() as rows:
             row = rows.run(run_id)
             if row is None:
-                raise BudgetError("run_unknown", f"run {run_id} is not registered in this ledger.")
+                raise BudgetError(
+                    "run_unknown", f"run {run_id} is not registered in this ledger.", "Register it first."
+                )
             run = self._book.run(rows, row)
             self._check_fencing(row)
             if manifest_digest != run.registered.manifest_digest:
@@ -284,5 +286,7 @@ class PrivacyLedger(LedgerReader):
     def _check_fencing(self, row: RunRow) -> None:
         if row.fencing > self.fencing:
             raise BudgetError(
-                "fenced", f"ledger instance {self.fencing} was replaced by {row.fencing} for run {row.run_id}."
+                "fenced",
+                f"ledger instance {self.fencing} was replaced by {row.fencing} for run {row.run_id}.",
+                "Another process runs it: raycloak budget show tells which; end one of the two.",
             )

@@ -87,7 +87,11 @@ def opening(
             _TERMS,
         )
     if len(authority) not in (0, 32) or len(fingerprint) not in (0, 32):
-        raise ConfigError("account_terms", f"authority and fingerprint of account '{name}' have 32 bytes, or none.")
+        raise ConfigError(
+            "account_terms",
+            f"authority and fingerprint of account '{name}' have 32 bytes, or none.",
+            "Take them as `budget keygen` and `budget fingerprint` give them.",
+        )
     return AccountOpened(
         recorded_at=now(),
         account=name,
@@ -160,7 +164,11 @@ def check_cap_change(standing: Standing, event: CapChanged, ledger_key: bytes) -
     account, terms = standing.account, standing.account.terms
     account.require_open()
     if event.old_cap != terms.epsilon_cap:
-        raise BudgetError("cap_mismatch", f"the cap of '{terms.account}' is {terms.epsilon_cap:g}.")
+        raise BudgetError(
+            "cap_mismatch",
+            f"the cap of '{terms.account}' is {terms.epsilon_cap:g}.",
+            "It was just changed: look, and ask again.",
+        )
     if event.epsilon_cap >= event.old_cap:
         expected = CapAuthorisation(
             account=terms.account,
@@ -184,7 +192,9 @@ def transfer(source: Standing, target: Standing, amount: float) -> CapTransferre
     giver, taker = source.account.terms, target.account.terms
     if not 0 < amount < math.inf or giver.account == taker.account:
         raise ConfigError(
-            "account_terms", f"an epsilon of {amount} cannot be moved from '{giver.account}' to '{taker.account}'."
+            "account_terms",
+            f"an epsilon of {amount} cannot be moved from '{giver.account}' to '{taker.account}'.",
+            "Move a number above 0 between two accounts.",
         )
     lower, higher = giver.epsilon_cap - amount, taker.epsilon_cap + amount
     total = Fraction(giver.epsilon_cap) + Fraction(taker.epsilon_cap)

@@ -14,6 +14,7 @@ from attestation.keys import IdentityKey, Secret
 from attestation.messages import Envelope, Message, open_envelope, parse, seal
 from attestation.private_files import publish, read_private
 from metrics.errors import BudgetError, ConfigError, ProtocolError
+from metrics.file_errors import file_error
 
 
 class AuthorityPublic(Message):
@@ -87,7 +88,7 @@ def create_authority(path: Path) -> tuple[AuthorityPublic, Path]:
         if not is_new or not publish(public_path, public.encode(), mode=0o644):
             raise ConfigError("authority_exists", f"{path} or {public_path} is there already.", "Choose another name.")
     except OSError as error:
-        raise ConfigError("authority", f"cannot write {path}: {error.strerror}.") from None
+        raise file_error("authority", "write", path, error) from None
     return public, public_path
 
 
@@ -96,9 +97,13 @@ def load_authority(path: Path) -> AuthorityPublic:
     try:
         return AuthorityPublic.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise ConfigError("authority", f"cannot read {path}: {error.strerror}.") from None
+        raise file_error("authority", "read", path, error) from None
     except ValidationError:
-        raise ConfigError("authority", f"{path} is not the public file of an authority.") from None
+        raise ConfigError(
+            "authority",
+            f"{path} is not the public file of an authority.",
+            "It is the one with .pub that `budget keygen` wrote.",
+        ) from None
 
 
 def load_authority_key(path: Path) -> IdentityKey:
@@ -106,9 +111,13 @@ def load_authority_key(path: Path) -> IdentityKey:
     try:
         return _key(parse(_StoredAuthority, read_private(path, "authority")))
     except OSError as error:
-        raise ConfigError("authority", f"cannot read {path}: {error.strerror}.") from None
+        raise file_error("authority", "read", path, error) from None
     except (ProtocolError, ValueError):
-        raise ConfigError("authority", f"{path} is not the private key of an authority.") from None
+        raise ConfigError(
+            "authority",
+            f"{path} is not the private key of an authority.",
+            "It is the one without .pub that `budget keygen` wrote.",
+        ) from None
 
 
 def authorise(authorisation: CapAuthorisation, key: IdentityKey) -> SignedCap:
@@ -121,9 +130,13 @@ def load_authorisation(path: Path) -> SignedCap:
     try:
         return SignedCap.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise ConfigError("authorisation", f"cannot read {path}: {error.strerror}.") from None
+        raise file_error("authorisation", "read", path, error) from None
     except ValidationError:
-        raise ConfigError("authorisation", f"{path} is not an authorisation to raise a cap.") from None
+        raise ConfigError(
+            "authorisation",
+            f"{path} is not an authorisation to raise a cap.",
+            "It is what `budget authorize --out` wrote.",
+        ) from None
 
 
 def check_authorisation(signed: SignedCap | None, expected: CapAuthorisation, authority: bytes, at: int) -> None:
@@ -149,7 +162,11 @@ def check_authorisation(signed: SignedCap | None, expected: CapAuthorisation, au
             f"Ask for it: raycloak budget authorize {account}",
         )
     if not signed.is_signed_by(authority):
-        raise BudgetError("authorisation_forged", f"the authority of account '{account}' did not sign this.")
+        raise BudgetError(
+            "authorisation_forged",
+            f"the authority of account '{account}' did not sign this.",
+            "Ask its authority to sign: raycloak budget authorize.",
+        )
     given = signed.authorisation
     differing = [
         name for name in ("account", "ledger_key", "new_cap") if getattr(given, name) != getattr(expected, name)
@@ -159,6 +176,7 @@ def check_authorisation(signed: SignedCap | None, expected: CapAuthorisation, au
             "authorisation_mismatch",
             f"the authorisation is for another {', '.join(differing)}: it lets account '{given.account}' have "
             f"{given.new_cap:g}, not '{account}' {expected.new_cap:g}.",
+            "Ask for what was signed, or have this signed: raycloak budget authorize.",
         )
     if (given.follows, given.old_cap) != (expected.follows, expected.old_cap):
         raise BudgetError(
@@ -167,7 +185,11 @@ def check_authorisation(signed: SignedCap | None, expected: CapAuthorisation, au
             "It was used, or the account has changed since: ask for a new one.",
         )
     if at > given.expires_at:
-        raise BudgetError("authorisation_expired", f"the authorisation expired {at - given.expires_at} s ago.")
+        raise BudgetError(
+            "authorisation_expired",
+            f"the authorisation expired {at - given.expires_at} s ago.",
+            "Ask for a new one: raycloak budget authorize.",
+        )
 
 
 def _key(stored: _StoredAuthority) -> IdentityKey:

@@ -71,10 +71,18 @@ def _configure(connection: Any, writes: bool) -> None:
     if writes and (not tables or "entries" in tables):
         mode = enter_wal(connection)
         if mode != "wal":
-            raise BudgetError("ledger_unavailable", f"the ledger's file system allows only journal mode '{mode}'.")
+            raise BudgetError(
+                "ledger_unavailable",
+                f"the ledger's file system allows only journal mode '{mode}'.",
+                "Keep the ledger on a local disk.",
+            )
     cursor.execute("PRAGMA synchronous = FULL")
     if cursor.execute("PRAGMA synchronous").fetchone()[0] < _FULL:
-        raise BudgetError("ledger_not_durable", "this build of SQLite cannot synchronise fully.")
+        raise BudgetError(
+            "ledger_not_durable",
+            "this build of SQLite cannot synchronise fully.",
+            "Use a Python with the usual SQLite.",
+        )
     cursor.execute("PRAGMA foreign_keys = ON")
     cursor.close()
 

@@ -21,6 +21,7 @@ from coordinator.ledger_audit import Replay, audit
 from coordinator.ledger_entries import Head, LedgerEntry, broken
 from coordinator.ledger_heads import LedgerHead, head_line, read_head_line
 from metrics.errors import ConfigError, ProtocolError
+from metrics.file_errors import file_error
 
 M = TypeVar("M", bound=Message)
 
@@ -78,7 +79,7 @@ def write_export(path: Path, entries: Iterable[LedgerEntry], key: IdentityKey, s
                 head = Head(entry.sequence, entry.hash)
             file.write(head_line(head, key, stated_at) + b"\n")
     except OSError as error:
-        raise ConfigError("export_file", f"cannot write {path}: {error.strerror}.") from None
+        raise file_error("export_file", "write", path, error) from None
     return head
 
 
@@ -100,7 +101,7 @@ def check_export(path: Path) -> CheckedExport:
             ending: list[bytes] = []
             replay = audit(_entries(lines, hashes, ending), start.public_key)
     except OSError as error:
-        raise ConfigError("export_file", f"cannot read {path}: {error.strerror}.") from None
+        raise file_error("export_file", "read", path, error) from None
     stated = _stated_head(ending, start.public_key, replay.head)
     return CheckedExport(start.public_key, replay, stated, tuple(hashes))
 
@@ -147,4 +148,6 @@ def _parse_line(cls: type[M], line: bytes, path: Path) -> M:
     try:
         return parse(cls, line)
     except ProtocolError:
-        raise ConfigError("export_file", f"{path} is not an exported ledger.") from None
+        raise ConfigError(
+            "export_file", f"{path} is not an exported ledger.", "It is what `budget export` wrote."
+        ) from None

@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from metrics.errors import BudgetError, ConfigError
+from metrics.file_errors import file_error
 
 _MOUNTS = Path("/proc/mounts")
 _NETWORK = {
@@ -50,7 +51,7 @@ def _create(path: Path) -> None:
         for folder in (path.parent, *(folder.parent for folder in missing)):
             _sync(folder)
     except OSError as error:
-        raise ConfigError("ledger_url", f"cannot create the ledger {path}: {error.strerror}.") from None
+        raise file_error("ledger_url", "create the ledger", path, error) from None
 
 
 def _sync(folder: Path) -> None:

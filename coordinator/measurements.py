@@ -109,6 +109,7 @@ def _noise(section: Section) -> float:
             "noise_too_small",
             f"a measurement's noise multiplier of {section.noise_multiplier:g} is below "
             f"{SMALLEST_NOISE_MULTIPLIER:g} and hides nothing.",
+            "Raise it; 20 puts each count off by about 20 examples.",
         )
     return section.noise_multiplier
 

@@ -18,7 +18,7 @@ from coordinator.backend import Actor, ActorLost, Backend
 from coordinator.config import RunConfig
 from coordinator.control import Control
 from coordinator.crew import Crew, aggregator_id, start_crew, worker_id
-from coordinator.departures import ACCIDENTS, ASKED, Departure, Departures
+from coordinator.departures import ACCIDENTS, ASKED, START_AGAIN, Departure, Departures
 from coordinator.handout import Handout
 from coordinator.hosting import Hosting, rehost
 from coordinator.joining import Joining, Timer
@@ -98,7 +98,9 @@ class Membership:
         self.workers, self.aggregators = dict(crew.workers), list(crew.aggregators)
         facts: dict[str, WorkerFacts] = self._ask_workers("prepare", setup, meanwhile=meanwhile)
         if not facts:
-            raise RunFailedError("too_few_workers", f"no worker could be prepared: {self.departures.reasons()}")
+            raise RunFailedError(
+                "too_few_workers", f"no worker could be prepared: {self.departures.reasons()}.", START_AGAIN
+            )
         wanted = _most_common((fact.numerics, fact.model_code) for fact in facts.values())
         return next(fact for fact in facts.values() if (fact.numerics, fact.model_code) == wanted)
 
@@ -106,7 +108,9 @@ class Membership:
         """The known answer that most workers compute; the others are refused when they present it."""
         answers: dict[str, bytes] = self._ask_workers("compute_known_answer", mechanism, *measurements)
         if not answers:
-            raise RunFailedError("too_few_workers", f"no worker computed the known answer: {self.departures.reasons()}")
+            raise RunFailedError(
+                "too_few_workers", f"no worker computed the known answer: {self.departures.reasons()}.", START_AGAIN
+            )
         return _most_common(answers.values())
 
     def admit_all(self, admission: Admission, ranges: Sequence[ParameterRange]) -> None:
@@ -348,7 +352,9 @@ class Membership:
         try:
             self._admit_aggregator(actor, owned)
         except ActorLost as lost:
-            raise RunFailedError("unreachable", f"{actor.member_id} could not be started ({lost.cause})") from None
+            raise RunFailedError(
+                "unreachable", f"{actor.member_id} could not be started ({lost.cause}).", START_AGAIN
+            ) from None
 
     def _admit_aggregator(self, actor: Actor, owned: ParameterRange) -> None:
         reference = self._ask_to_present(actor, "aggregator", (self._admission.manifest, owned))

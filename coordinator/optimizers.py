@@ -77,9 +77,15 @@ class Optimizer:
 
     def __init__(self, spec: OptimizerSpec, tensors: Sequence[TensorSpec], total_steps: int) -> None:
         if spec.momentum and spec.name != "sgd":
-            raise ConfigError("optimizer", f"momentum belongs to sgd; {spec.name} has no such setting.")
+            raise ConfigError(
+                "optimizer",
+                f"momentum belongs to sgd; {spec.name} has no such setting.",
+                "Remove it, or set name: sgd.",
+            )
         if spec.warmup_steps > total_steps:
-            raise ConfigError("optimizer", f"warmup_steps ({spec.warmup_steps}) exceeds steps ({total_steps}).")
+            raise ConfigError(
+                "optimizer", f"warmup_steps ({spec.warmup_steps}) exceeds steps ({total_steps}).", "Lower it."
+            )
         self._spec = spec
         self._tensors = tuple(tensors)
         self._total_steps = total_steps

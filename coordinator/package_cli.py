@@ -111,7 +111,9 @@ def _verified(path: str, trust: Path) -> Iterator["VerifiedPackage"]:
     try:
         yield verify_package(PackageStorage.open(location), name, store)
     except STORAGE_ERRORS as error:
-        raise ConfigError("storage", f"cannot read or write: {one_line(error)}.") from None
+        raise ConfigError(
+            "storage", f"cannot read or write: {one_line(error)}.", "Check the paths and the storage."
+        ) from None
 
 
 def _facts(found: "VerifiedPackage") -> dict[str, Any]:

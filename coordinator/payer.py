@@ -60,7 +60,9 @@ def named_account(view: LedgerView, config: RunConfig, run_id: str = "") -> Name
         )
     planned = next((run.epsilon_cap for run in account.runs if run.run_id == run_id), None)
     if planned is None and account.closed:
-        raise BudgetError("account_closed", f"account '{name}' is closed: no new run may charge to it.")
+        raise BudgetError(
+            "account_closed", f"account '{name}' is closed: no new run may charge to it.", "Name another account."
+        )
     return NamedAccount(account.epsilon_cap if planned is None else planned, account.accountant)
 
 

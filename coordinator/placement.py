@@ -151,7 +151,11 @@ class Placement:
         config = self._config
         given = config.resources_per_worker
         if given.get("GPU") and not use_gpu:
-            raise ConfigError("config", "placement.resources_per_worker reserves GPUs, but use_gpu is false")
+            raise ConfigError(
+                "config",
+                "placement.resources_per_worker reserves GPUs, but use_gpu is false.",
+                "Set use_gpu: true, or leave GPU out.",
+            )
         bundle = dict(given)
         if config.accelerator_type is not None:
             bundle[f"accelerator_type:{config.accelerator_type}"] = 0.001
@@ -163,7 +167,11 @@ class Placement:
             bundle["GPU"] = even_share(nodes, "GPU", request)
         bundle = {name: amount for name, amount in bundle.items() if amount}
         if not bundle or min(bundle.values()) < 0:
-            raise ConfigError("config", f"placement.resources_per_worker reserves nothing that Ray can place: {given}")
+            raise ConfigError(
+                "config",
+                f"placement.resources_per_worker reserves nothing that Ray can place: {given}.",
+                "Give each resource a number above 0.",
+            )
         return Request(bundle, dict(config.labels), self._num_workers, self._strategy)
 
     def _reserve_shared(self) -> PlacementGroup:
@@ -183,7 +191,9 @@ class Placement:
         try:
             group: PlacementGroup = placement_group([self.bundle] * bundles, strategy, bundle_label_selector=selector)
         except ValueError as error:
-            raise ConfigError("config", f"placement: {' '.join(str(error).split())}") from None
+            raise ConfigError(
+                "config", f"placement: {' '.join(str(error).split())}", "See docs/operations.md, Where workers run."
+            ) from None
         return group
 
     def _free_seat(self, shared: PlacementGroup) -> int | None:

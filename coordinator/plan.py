@@ -265,7 +265,7 @@ def check_public(config: RunConfig) -> None:
 
 def _check_sizes(config: RunConfig, num_examples: int, dimension: int) -> None:
     if num_examples <= 0:
-        raise DatasetError("dataset_empty", "the dataset has no examples.")
+        raise DatasetError("dataset_empty", "the dataset has no examples.", "Name data that has some.")
     if num_examples < config.virtual_workers:
         raise DatasetError(
             "dataset_too_small",
@@ -273,7 +273,9 @@ def _check_sizes(config: RunConfig, num_examples: int, dimension: int) -> None:
             "Lower virtual_workers to at most the number of examples.",
         )
     if dimension <= 0:
-        raise ModelError("no_parameters", "the model has no trainable parameters.")
+        raise ModelError(
+            "no_parameters", "the model has no trainable parameters.", "Let some of them have requires_grad."
+        )
 
 
 def _sample_rate(config: RunConfig, num_examples: int) -> float:
@@ -312,6 +314,7 @@ def _noise_multiplier(config: RunConfig, sample_rate: float, accountant: Account
         raise ConfigError(
             "noise_too_small",
             f"a noise multiplier of {dp.noise_multiplier:g} is below {SMALLEST_NOISE_MULTIPLIER:g} and hides nothing.",
+            "Raise it, or give target_epsilon instead.",
         )
     return dp.noise_multiplier
 

@@ -15,6 +15,7 @@ from attestation.serving_orchestrator import ServingOrchestrator
 from coordinator.actors import START_DEADLINE_S, actor, fetch, on_this_node
 from coordinator.backend import Actor, ActorLost
 from coordinator.control import Control, ControlRole
+from coordinator.departures import START_AGAIN
 from coordinator.ledger import PrivacyLedger
 from coordinator.own_process import ActorProcess, own_process
 from metrics.errors import RunFailedError
@@ -52,7 +53,9 @@ class RayControl:
                 self._identify(each)
             except ActorLost as lost:
                 self._explain(role)
-                raise RunFailedError("unreachable", f"the {role} could not be started ({lost.cause})") from None
+                raise RunFailedError(
+                    "unreachable", f"the {role} could not be started ({lost.cause}).", START_AGAIN
+                ) from None
         self._secret_file = secret_file
         self.run_id, key = self._open(self.actors["orchestrator"], run_id)
         # Not waited for: it overlaps with the workers' start.

@@ -67,7 +67,11 @@ def replay(run_dir: Path, steps: tuple[int, int], workers: int, notice: Callable
     folder = RunFolder.open(run_dir)
     manifest = folder.manifest()
     if manifest is None or steps[1] > manifest.computation.mechanism.steps:
-        raise ConfigError("steps", f"the run in {run_dir} has no steps {steps[0]} to {steps[1]}.")
+        raise ConfigError(
+            "steps",
+            f"the run in {run_dir} has no steps {steps[0]} to {steps[1]}.",
+            "Steps are FIRST:END, from 0 to those that it finished.",
+        )
     config = _with_workers(folder.config(), workers)
     if config.model is None or config.dataset is None:
         raise ConfigError("config", "the run was given its model or data in Python.", "Name both in the configuration.")

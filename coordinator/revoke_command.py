@@ -35,12 +35,18 @@ def _revoke(output: Output, run_dir: Path, member: str | None, platform: str | N
     from coordinator.tables import fields_table
 
     if (member is None) == (platform is None):
-        raise ConfigError("revoke_one", "say who is revoked: either --member or --platform.")
+        raise ConfigError(
+            "revoke_one", "say who is revoked: either --member or --platform.", "The evidence log has both names."
+        )
     kind: RevokedKind = "platform" if platform is not None else "member"
     name = platform or member or ""
     record = RunFolder.open(run_dir).record
     if record.status in ("done", "void"):
-        raise ConfigError("run_done", f"the run in {run_dir} is over; nobody takes part in it.")
+        raise ConfigError(
+            "run_done",
+            f"the run in {run_dir} is over; nobody takes part in it.",
+            "Keep the machine out of later runs by the policy.",
+        )
     revoke(state.orchestrator_file(record.run_id), kind, name, reason=reason, now=int(time.time()))
     rows = [("run", record.run_id), (kind, name), ("reason", reason), ("in effect", "from the next step on")]
     output.result(

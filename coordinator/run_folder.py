@@ -90,7 +90,11 @@ class RunFolder:
         try:
             return cls(path, parse(RunRecord, (path / "run.json").read_bytes().strip()))
         except (OSError, ProtocolError):
-            raise ConfigError("not_a_run", f"{path} is not a run directory with a readable run.json.") from None
+            raise ConfigError(
+                "not_a_run",
+                f"{path} is not a run directory with a readable run.json.",
+                "Name one below runs/ in RAYCLOAK_HOME.",
+            ) from None
 
     def mark(self, status: Status) -> None:
         """Write the status; readers see the old record or the new one."""
@@ -102,7 +106,9 @@ class RunFolder:
         try:
             raw = yaml.safe_load((self.path / "config.yaml").read_text())
         except (OSError, yaml.YAMLError):
-            raise ConfigError("not_a_run", f"{self.path / 'config.yaml'} cannot be read.") from None
+            raise ConfigError(
+                "not_a_run", f"{self.path / 'config.yaml'} cannot be read.", "Restore it as the run wrote it."
+            ) from None
         return parse_config(raw)
 
     def manifest(self) -> Manifest | None:
@@ -113,7 +119,7 @@ class RunFolder:
         try:
             return parse(Manifest, path.read_bytes().strip())
         except (OSError, ProtocolError):
-            raise ConfigError("not_a_run", f"{path} cannot be read.") from None
+            raise ConfigError("not_a_run", f"{path} cannot be read.", "Restore it as the run wrote it.") from None
 
     def write_manifest(self, manifest: Manifest) -> None:
         """Keep the manifest; it never changes afterwards."""
@@ -125,7 +131,7 @@ class RunFolder:
         try:
             return parse(ReleasedValues, path.read_bytes().strip()).releases if path.exists() else ()
         except (OSError, ProtocolError):
-            raise ConfigError("not_a_run", f"{path} cannot be read.") from None
+            raise ConfigError("not_a_run", f"{path} cannot be read.", "Restore it as the run wrote it.") from None
 
     def keep_released(self, released: Released) -> None:
         """Add a release to ``measurements.json``; one that was made again takes its former place."""

@@ -62,4 +62,8 @@ def manifest_in(folder: Path) -> Manifest:
     try:
         return parse(Manifest, (folder / "manifest.json").read_bytes().strip())
     except (OSError, ProtocolError):
-        raise ConfigError("not_a_run", f"{folder} has no manifest.json that can be read.") from None
+        raise ConfigError(
+            "not_a_run",
+            f"{folder} has no manifest.json that can be read.",
+            "Name a run directory that has begun to train.",
+        ) from None

@@ -12,6 +12,7 @@ from coordinator.config import RunConfig
 from coordinator.plan_command import descriptor
 from coordinator.sealed_terms import part_of
 from metrics.errors import ConfigError, DatasetError
+from metrics.file_errors import file_error
 from workers.sealed_dataset import seal
 
 
@@ -41,5 +42,5 @@ def seal_for(
     try:
         publish(key_file, secrets.token_bytes(32).hex().encode() + b"\n")
     except OSError as error:
-        raise ConfigError("dataset_key", f"cannot write {key_file}: {error.strerror}.") from None
+        raise file_error("dataset_key", "write", key_file, error) from None
     return seal(dataset, config.virtual_workers, policy.digest(), load_dataset_key(key_file), out, use), policy

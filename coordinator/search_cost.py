@@ -63,7 +63,7 @@ def search_cost(
         ConfigError: ``trials`` if there is none.
     """
     if trials < 1:
-        raise ConfigError("trials", f"a search has at least one trial, not {trials}.")
+        raise ConfigError("trials", f"a search has at least one trial, not {trials}.", "Give --trials 1 or more.")
     one = (training, *others)
     slack_share = trials * slack / (SLACK_SHARE * delta)
     return SearchCost(

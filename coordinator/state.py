@@ -11,6 +11,7 @@ from pathlib import Path
 
 from attestation.orchestrator_state import state_file
 from metrics.errors import ConfigError
+from metrics.file_errors import file_error
 
 HOME_VARIABLE = "RAYCLOAK_HOME"
 
@@ -92,5 +93,5 @@ def _folder(path: Path) -> Path:
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError("home_unusable", f"cannot create the state folder {path}: {error.strerror}.") from None
+        raise file_error("home_unusable", "create the state folder", path, error) from None
     return path

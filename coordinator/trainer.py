@@ -51,9 +51,17 @@ class Trainer:
         handle_signals: bool = False,
     ) -> None:
         if (model_init_fn is None) == (config.model is None):
-            raise ConfigError("config", "give the model once: as config.model or as model_init_fn")
+            raise ConfigError(
+                "config",
+                "the model is given twice or not at all.",
+                "Give it once: as config.model or as model_init_fn.",
+            )
         if (train_dataset is None) == (config.dataset is None):
-            raise ConfigError("config", "give the dataset once: as config.dataset or as train_dataset")
+            raise ConfigError(
+                "config",
+                "the dataset is given twice or not at all.",
+                "Give it once: as config.dataset or as train_dataset.",
+            )
         check_public(config)
         model = ModelSource.of(model_init_fn if model_init_fn is not None else config.model or "")
         self._config = config
@@ -117,7 +125,11 @@ class Trainer:
                 raise
             # It ended between the last thing that a run does and saying so.
             folder.mark("done")
-            raise ConfigError("nothing_to_resume", f"the run in {folder.path} is complete.") from None
+            raise ConfigError(
+                "nothing_to_resume",
+                f"the run in {folder.path} is complete.",
+                "Run without --resume to start another one.",
+            ) from None
 
 
 def _to_stderr(line: str) -> None:

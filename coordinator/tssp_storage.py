@@ -55,11 +55,15 @@ class PackageStorage:
         if "://" not in location:
             return cls(fs.LocalFileSystem(), str(Path(location).expanduser().absolute()))
         if not re.match(r"s3://[^/?]", location):
-            raise ConfigError("storage", f"{location} is neither a path nor s3://bucket/prefix.")
+            raise ConfigError(
+                "storage", f"{location} is neither a path nor s3://bucket/prefix.", "Write it as one of the two."
+            )
         try:
             return cls(*fs.FileSystem.from_uri(location))
         except (*STORAGE_ERRORS, ValueError) as error:
-            raise ConfigError("storage", f"cannot use {location}: {one_line(error)}.") from None
+            raise ConfigError(
+                "storage", f"cannot use {location}: {one_line(error)}.", "Check bucket, region and credentials."
+            ) from None
 
     def names(self) -> tuple[str, ...]:
         """All packages, by ascending step."""

@@ -14,7 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from metrics.errors import ConfigError, RefusedError
+from metrics.errors import RefusedError
+from metrics.file_errors import file_error
 from metrics.privacy_class import PrivacyClass
 from metrics.registry import is_identifier
 
@@ -112,7 +113,7 @@ class EventWriter:
         try:
             self._file: BinaryIO = path.open("a+b")
         except OSError as error:
-            raise ConfigError("events_file", f"cannot append to {path}: {error.strerror}") from None
+            raise file_error("events_file", "append to", path, error) from None
         _cut_unfinished_line(self._file)
 
     def write(self, event: str, **fields: Value) -> None:

@@ -125,7 +125,9 @@ class PerExampleGradients:
                 module, batch_first=True, loss_reduction="sum", strict=True
             )
         except NotImplementedError as error:
-            raise ModelError("unsupported_layer", f"Opacus cannot give per-example gradients: {error}") from None
+            raise ModelError(
+                "unsupported_layer", f"Opacus cannot give per-example gradients: {error}", "Use another layer."
+            ) from None
         self._wrapped.train()
         self._loss_fn = loss_fn
         self._deterministic = deterministic
@@ -141,7 +143,11 @@ class PerExampleGradients:
         with named_operations(self._deterministic):
             losses = self._loss_fn(self._wrapped(features), labels)
             if losses.shape != (count,):
-                raise ModelError("loss_shape", f"the loss of {count} examples has shape {tuple(losses.shape)}.")
+                raise ModelError(
+                    "loss_shape",
+                    f"the loss of {count} examples has shape {tuple(losses.shape)}.",
+                    "Let the loss return one number per example: reduction='none'.",
+                )
             losses.sum().backward()  # type: ignore[no-untyped-call]
         return [self._take(name, tensor, count) for name, tensor in self._trained]
 

@@ -8,7 +8,6 @@ features become int64, or float32 if a ``scale`` is given; labels become int64 o
 import hashlib
 import os
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from attestation.canonical import digest, length_prefixed
 from attestation.messages import Message
 from metrics.errors import DatasetError
+from workers.dataset_files import read_digits, read_npz, read_parquet
 from workers.resolve import resolve
 
 Batch = tuple[NDArray[Any], NDArray[Any]]
@@ -109,7 +109,7 @@ class DatasetDescriptor(Message):
             from workers.sealed_dataset import SealedDataset
 
             return SealedDataset(path)
-        features, labels = (_read_npz if self.kind == "npz" else _read_parquet)(path, self.features, self.labels)
+        features, labels = (read_npz if self.kind == "npz" else read_parquet)(path, self.features, self.labels)
         return ArrayDataset(features, labels, self.scale, str(path))
 
 
@@ -153,7 +153,7 @@ def dataset_form(dataset: Dataset) -> DatasetForm:
         DatasetError: ``dataset_empty``, or ``dataset_dtype`` if a batch breaks the :class:`Dataset` contract.
     """
     if len(dataset) == 0:
-        raise DatasetError("dataset_empty", "the dataset has no examples.")
+        raise DatasetError("dataset_empty", "the dataset has no examples.", "Name data that has some.")
     features, labels = dataset.batch(np.empty(0, dtype=np.int64))
     for name, array in (("features", features), ("labels", labels)):
         if array.dtype not in (np.float32, np.int64) or array.ndim < 1 or len(array) != 0:
@@ -161,6 +161,7 @@ def dataset_form(dataset: Dataset) -> DatasetForm:
                 "dataset_dtype",
                 f"{name} of an empty batch are {array.dtype} of shape {array.shape}; they must be float32 or int64 "
                 "with a first extent of 0.",
+                "Let batch(ids) return that for no ids, too.",
             )
     return DatasetForm.model_validate(
         {
@@ -220,13 +221,21 @@ def export_in_memory(dataset: Any, path: Path) -> DatasetDescriptor:
             ``dataset_dtype``.
     """
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise DatasetError("dataset_array", f"a {type(dataset).__name__} is not a map-style dataset.")
+        raise DatasetError(
+            "dataset_array",
+            f"a {type(dataset).__name__} is not a map-style dataset.",
+            "Give it __len__ and __getitem__.",
+        )
     if len(dataset) == 0:
-        raise DatasetError("dataset_empty", "the dataset has no examples.")
+        raise DatasetError("dataset_empty", "the dataset has no examples.", "Name data that has some.")
     try:
         features, labels = (np.stack(part) for part in zip(*map(_pair, _items(dataset)), strict=True))
     except ValueError:
-        raise DatasetError("dataset_array", "the dataset's examples do not all have one shape.") from None
+        raise DatasetError(
+            "dataset_array",
+            "the dataset's examples do not all have one shape.",
+            "Pad or crop them, by public constants.",
+        ) from None
     _check_arrays(features, labels, "dataset")
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
@@ -242,100 +251,45 @@ def _items(dataset: Any) -> Iterator[Any]:
 
 def _pair(item: Any) -> tuple[NDArray[Any], NDArray[Any]]:
     if not isinstance(item, tuple | list) or len(item) != 2:
-        raise DatasetError("dataset_array", "each example of the dataset must be a pair (x, y).")
+        raise DatasetError(
+            "dataset_array", "an example of the dataset is not a pair.", "Let each be (features, label)."
+        )
     return np.asarray(item[0]), np.asarray(item[1])
 
 
 def _check_arrays(features: NDArray[Any], labels: NDArray[Any], name: str) -> None:
     for role, array in (("features", features), ("labels", labels)):
         if array.dtype.kind not in "fiub":
-            raise DatasetError("dataset_dtype", f"{name}: {role} have dtype {array.dtype}; numbers are needed.")
+            raise DatasetError("dataset_dtype", f"{name}: {role} have dtype {array.dtype}.", "Store them as numbers.")
     if features.ndim < 1 or labels.ndim not in (1, 2):
-        raise DatasetError("dataset_array", f"{name}: features must be [N, ...] and labels [N] or [N, k].")
+        raise DatasetError(
+            "dataset_array",
+            f"{name}: features have shape {features.shape} and labels {labels.shape}.",
+            "Features are [N, ...], labels [N] or [N, k].",
+        )
     if len(features) != len(labels):
-        raise DatasetError("dataset_lengths", f"{name}: {len(features)} features but {len(labels)} labels.")
+        raise DatasetError(
+            "dataset_lengths", f"{name}: {len(features)} features but {len(labels)} labels.", "Give each example both."
+        )
     if len(features) == 0:
-        raise DatasetError("dataset_empty", f"{name} has no examples.")
+        raise DatasetError("dataset_empty", f"{name} has no examples.", "Name data that has some.")
 
 
 def _open_digits(split: Literal["train", "public"]) -> Dataset:
-    features, labels = _read_digits()
+    features, labels = read_digits()
     # A permutation by hash is the same in every version of every library.
     order = sorted(range(len(labels)), key=lambda i: digest(length_prefixed("raycloak/digits/v1", i)))
     chosen = np.asarray(order[:DIGITS_TRAIN] if split == "train" else order[DIGITS_TRAIN:])
     return ArrayDataset(features[chosen].astype(np.uint8), labels[chosen], 16.0, "digits")
 
 
-def _read_digits() -> Batch:
-    """What ``sklearn.datasets.load_digits`` reads, without importing scikit-learn, which takes a second of CPU."""
-    package = find_spec("sklearn")
-    assert package is not None, "it is a dependency"
-    assert package.origin is not None, "it is a package of files"
-    path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
-    try:
-        rows = np.loadtxt(path, delimiter=",", dtype=np.int64)
-    except OSError as error:
-        raise DatasetError("dataset_unreadable", f"cannot read {path}: {error.strerror or error}") from None
-    return rows[:, :-1], rows[:, -1]
-
-
 def _open_module(function: str, base: Path | str) -> Dataset:
     dataset = resolve(function, base)()
     if not isinstance(dataset, Dataset):
-        raise DatasetError("dataset_array", f"{function} returned a {type(dataset).__name__}, not a Dataset.")
+        raise DatasetError(
+            "dataset_array",
+            f"{function} returned a {type(dataset).__name__}, not a Dataset.",
+            "Return an object with __len__ and batch(ids).",
+        )
     dataset_form(dataset)
     return dataset
-
-
-def _read_npz(path: Path, features: tuple[str, ...], labels: str) -> Batch:
-    if len(features) != 1:
-        raise DatasetError("dataset_array", f"{path}: an npz dataset has its features in one array.")
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            for name in (features[0], labels):
-                if name not in archive:
-                    raise DatasetError(
-                        "dataset_array", f"{path} has no array '{name}'; it has {', '.join(sorted(archive.files))}."
-                    )
-            return archive[features[0]], archive[labels]
-    except OSError as error:
-        raise DatasetError("dataset_unreadable", f"cannot read {path}: {error.strerror or error}") from None
-    except ValueError as error:
-        code = "dataset_dtype" if "allow_pickle" in str(error) else "dataset_unreadable"
-        raise DatasetError(code, f"{path}: {error}") from None
-
-
-def _read_parquet(path: Path, features: tuple[str, ...], labels: str) -> Batch:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        present = pq.read_schema(path, memory_map=True).names
-        missing = [name for name in (*features, labels) if name not in present]
-        if missing:
-            raise DatasetError("dataset_array", f"{path} has no column '{missing[0]}'; it has {', '.join(present)}.")
-        table = pq.read_table(path, columns=[*features, labels], memory_map=True)
-    except (OSError, pa.ArrowException) as error:
-        raise DatasetError("dataset_unreadable", f"cannot read {path}: {str(error).splitlines()[0]}") from None
-    if len(table) == 0:
-        raise DatasetError("dataset_empty", f"{path} has no examples.")
-    columns = [_column(table.column(name), f"{path}, column '{name}'") for name in features]
-    label = _column(table.column(labels), f"{path}, column '{labels}'")
-    return columns[0] if len(columns) == 1 else np.stack(columns, axis=1), label
-
-
-def _column(column: Any, name: str) -> NDArray[Any]:
-    """A column of numbers as [N], one of equally long lists of numbers as [N, k]."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    if column.null_count:
-        raise DatasetError("dataset_array", f"{name} has missing values.")
-    array = column.combine_chunks()
-    if not pa.types.is_list(array.type) and not pa.types.is_fixed_size_list(array.type):
-        return np.asarray(array)
-    values = np.asarray(array.flatten())
-    lengths = np.unique(np.asarray(pc.list_value_length(array)))
-    if len(lengths) != 1:
-        raise DatasetError("dataset_array", f"{name} has lists of different lengths.")
-    return values.reshape(len(array), lengths[0])

@@ -17,6 +17,7 @@ import numpy as np
 from attestation.keys import Purpose, Secret, derive
 from attestation.private_files import read_private
 from metrics.errors import ConfigError, DatasetError
+from metrics.file_errors import file_error
 from workers.datasets import Dataset, DatasetDescriptor, slice_digest
 
 _HEX = re.compile(rb"[0-9a-fA-F]{64}")
@@ -45,7 +46,7 @@ def dataset_fingerprint(descriptor: DatasetDescriptor, dataset: Dataset, base: P
         with (Path(base) / descriptor.path).open("rb") as file:
             return _keyed(key, "file", hashlib.file_digest(file, "sha256").digest())
     except OSError as error:
-        raise DatasetError("dataset_unreadable", f"cannot read {descriptor.path}: {error.strerror}") from None
+        raise file_error("dataset_unreadable", "read", descriptor.path, error, DatasetError) from None
 
 
 def _keyed(key: Secret, what: str, content: bytes) -> bytes:
@@ -56,7 +57,7 @@ def _load_key(path: Path) -> Secret:
     try:
         text = read_private(path, "fingerprint_key").strip()
     except OSError as error:
-        raise ConfigError("fingerprint_key", f"cannot read {path}: {error.strerror}.") from None
+        raise file_error("fingerprint_key", "read", path, error) from None
     if not _HEX.fullmatch(text):
         raise ConfigError(
             "fingerprint_key", f"{path} must hold 64 hexadecimal digits.", "Make one: openssl rand -hex 32."

@@ -101,13 +101,18 @@ def _check_forward(module: nn.Module, examples: _Examples, changed: _Examples) -
     first = _trace(module, examples.features)
     for name, tensor in _all_tensors(module):
         if not torch.equal(tensor, state[name]):
-            raise ModelError("buffer_update", f"a forward pass changes '{name}', which no noise covers.")
+            raise ModelError(
+                "buffer_update",
+                f"a forward pass changes '{name}', which no noise covers.",
+                "Use a layer without running statistics.",
+            )
     for before, repeated in zip(first, _trace(module, examples.features), strict=True):
         if before.drew_randomness or not _same(before.output, repeated.output):
             raise ModelError(
                 "random_layer",
                 f"layer '{before.name}' draws random numbers outside the run's keyed streams, so a step could not be "
                 "repeated.",
+                "Take the randomness out of the forward pass.",
             )
     other = _trace(module, changed.features)
     moved = [_mixes(*pair, len(examples.features)) for pair in zip(first, other, strict=True)]
@@ -117,6 +122,7 @@ def _check_forward(module: nn.Module, examples: _Examples, changed: _Examples) -
             "mixing_layer",
             f"layer '{first[moved.index(True)].name}' mixes the examples of a batch, so one example changes another's "
             "gradient.",
+            "Use one that treats each alone, such as GroupNorm or LayerNorm.",
         )
 
 
@@ -130,7 +136,11 @@ def _check_gradients(
     loss_fn(module(examples.features), examples.labels).sum().backward()  # type: ignore[no-untyped-call]
     for name, rows, moved in zip(names, before, after, strict=True):
         if not _same(rows[1:], moved[1:]):
-            raise ModelError("mixing_layer", f"one example changes another's gradient of parameter '{name}'.")
+            raise ModelError(
+                "mixing_layer",
+                f"one example changes another's gradient of parameter '{name}'.",
+                "Let model and loss treat each example alone.",
+            )
         whole = module.get_parameter(name).grad
         module.get_parameter(name).grad = None
         if whole is None or not torch.allclose(rows.sum(0), whole, rtol=1e-3, atol=1e-5):
@@ -168,7 +178,9 @@ def _trace(module: nn.Module, features: Tensor) -> list[_LayerTrace]:
         for hook in hooks:
             hook.remove()
     if not isinstance(output, Tensor) or output.shape[:1] != features.shape[:1]:
-        raise ModelError("model_input", "the model's output is not one tensor with a row per example.")
+        raise ModelError(
+            "model_input", "the model's output is not one tensor with a row per example.", "Let its forward return one."
+        )
     return traces
 
 
@@ -189,8 +201,10 @@ def _input_errors(form: DatasetForm) -> Iterator[None]:
     except RaycloakError:
         raise
     except Exception as error:
+        said = str(error).splitlines()[0] if str(error) else "no more is said"
         raise ModelError(
             "model_input",
             f"the model fails on features of shape [n, {', '.join(map(str, form.feature_shape))}] "
-            f"({form.feature_dtype}): {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            f"({form.feature_dtype}): {type(error).__name__}: {said}.",
+            "Let model and loss take the dataset's shapes.",
         ) from error

@@ -80,7 +80,11 @@ def build_model(source: ModelSource, base: Path | str, seed: int) -> nn.Module:
                 "model_function", f"{source.name} fails with {type(error).__name__}.", "Call it in Python to see why."
             ) from None
     if not isinstance(module, nn.Module):
-        raise ModelError("model_function", f"{source.name} returned a {type(module).__name__}, not a torch.nn.Module.")
+        raise ModelError(
+            "model_function",
+            f"{source.name} returned a {type(module).__name__}, not a torch.nn.Module.",
+            "Name a function that returns one.",
+        )
     check_layers(module)
     return module
 
@@ -140,7 +144,11 @@ def mse(output: Tensor, labels: Tensor) -> Tensor:
         ModelError: ``loss_shape`` if an example's output and label differ in size.
     """
     if output.numel() != labels.numel():
-        raise ModelError("loss_shape", f"outputs of shape {tuple(output.shape)}, labels {tuple(labels.shape)}.")
+        raise ModelError(
+            "loss_shape",
+            f"outputs of shape {tuple(output.shape)}, labels {tuple(labels.shape)}.",
+            "mse needs as many outputs as labels.",
+        )
     return _per_example((output - labels.reshape(output.shape)).square())
 
 
@@ -189,13 +197,19 @@ def _check_supported(layer: nn.Module, shown: str) -> None:
     if any(True for _ in layer.buffers()):
         reasons.append("it has trained parameters and buffers")
     if reasons:
-        raise ModelError("unsupported_layer", f"{shown} cannot be trained per example: {'; '.join(reasons)}.")
+        raise ModelError(
+            "unsupported_layer",
+            f"{shown} cannot be trained per example: {'; '.join(reasons)}.",
+            "Use another layer, or freeze it.",
+        )
 
 
 def _check_dtypes(module: nn.Module) -> None:
     trainable = _trainable(module)
     if not trainable:
-        raise ModelError("no_trainable_parameters", "no parameter of the model has requires_grad.")
+        raise ModelError(
+            "no_trainable_parameters", "no parameter of the model has requires_grad.", "Let some of them have it."
+        )
     for name, tensor in trainable:
         if tensor.dtype != torch.float32:
             raise ModelError(

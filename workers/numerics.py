@@ -74,7 +74,9 @@ def pin_numerics(deterministic: bool = True) -> None:
             torch.set_num_interop_threads(1)
         except RuntimeError:
             raise ConfigError(
-                "numerics", "torch already computes on several inter-op threads in this process."
+                "numerics",
+                "torch already computes on several inter-op threads in this process.",
+                "Start in a new process.",
             ) from None
     choose_kernels(deterministic)
     torch.set_flush_denormal(False)

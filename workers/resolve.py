@@ -49,7 +49,9 @@ def resolve(target: str, base: Path | str) -> Callable[..., Any]:
     module = _load(module_name, base)
     found = getattr(module, function_name, None)
     if not callable(found):
-        raise ConfigError("module_function", f"{target}: {module.__file__} has no callable '{function_name}'.")
+        raise ConfigError(
+            "module_function", f"{target}: {module.__file__} has no callable '{function_name}'.", "Check the name."
+        )
     function: Callable[..., Any] = found
     return function
 
@@ -110,7 +112,11 @@ def _split(target: str) -> tuple[str, str]:
     module, separator, function = target.partition(":")
     names = [*module.split("."), function]
     if not separator or not all(name.isidentifier() for name in names):
-        raise ConfigError("module_function", f"'{target}' is not of the form module:function.")
+        raise ConfigError(
+            "module_function",
+            f"'{target}' is not of the form module:function.",
+            "For example models:digits_mlp, from models.py beside the config file.",
+        )
     return module, function
 
 
@@ -123,7 +129,11 @@ def _source_file(module: str, base: Path | str, target: str) -> Path:
     local = _local_file(module, base)
     origin = str(local) if local else getattr(importlib.import_module(module), "__file__", None)
     if origin is None:
-        raise ConfigError("module_function", f"{target}: module '{module}' has no source file.")
+        raise ConfigError(
+            "module_function",
+            f"{target}: module '{module}' has no source file.",
+            "Put the function into a module of yours.",
+        )
     return Path(origin)
 
 

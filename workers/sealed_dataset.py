@@ -17,9 +17,11 @@ from attestation.package_manifest import Payload
 from attestation.sealed_data import HEADER_FILE, PAYLOAD, SealedHeader, Use, require_committed, slice_file, slice_key
 from attestation.sealed_stream import read_payload, write_payload
 from metrics.errors import DatasetError, EvidenceError
+from metrics.file_errors import file_error
 from workers.datasets import Batch, Dataset, DatasetForm, dataset_form, slice_ids
 
 _CHUNK = 1024
+_RESTORE = "Restore the folder as `raycloak data seal` wrote it."
 
 
 def seal(
@@ -58,7 +60,7 @@ def seal(
         sealed = header.model_copy(update={"key_commitments": commitments, "slices": payloads})
         (folder / HEADER_FILE).write_bytes(sealed.encode())
     except OSError as error:
-        raise DatasetError("dataset_unreadable", f"cannot write {folder}: {error.strerror}.") from None
+        raise file_error("dataset_unreadable", "write", folder, error, DatasetError) from None
     return sealed
 
 
@@ -115,7 +117,11 @@ class SealedDataset:
         slices = ids % self.header.virtual_workers
         for v in np.unique(slices):
             if int(v) not in self._open:
-                raise DatasetError("slice_sealed", f"slice {v} of the dataset is sealed, and no key was given.")
+                raise DatasetError(
+                    "slice_sealed",
+                    f"slice {v} of the dataset is sealed, and no key was given.",
+                    "Ask only for slices that are hosted here.",
+                )
             own, places = self._open[int(v)], slices == v
             features[places] = own[0][ids[places] // self.header.virtual_workers]
             labels[places] = own[1][ids[places] // self.header.virtual_workers]
@@ -134,11 +140,15 @@ class SealedDataset:
             with slice_file(self._folder, v).open("rb") as file:
                 content = b"".join(read_payload(file, key, self.header.context(v), self.header.slices[v]))
         except OSError as error:
-            raise DatasetError("dataset_unreadable", f"cannot read slice {v}: {error.strerror}.") from None
+            raise file_error("dataset_unreadable", "read", f"slice {v}", error, DatasetError) from None
         except EvidenceError:
-            raise DatasetError("sealed_changed", f"slice {v} of the dataset is not what was sealed.") from None
+            raise DatasetError(
+                "sealed_changed", f"slice {v} of the dataset is not what was sealed.", _RESTORE
+            ) from None
         if len(content) != features.nbytes + labels.nbytes:
-            raise DatasetError("sealed_changed", f"slice {v} of the dataset has another size than its header says.")
+            raise DatasetError(
+                "sealed_changed", f"slice {v} of the dataset has another size than its header says.", _RESTORE
+            )
         features.reshape(-1).view(np.uint8)[:] = np.frombuffer(content[: features.nbytes], np.uint8)
         labels.reshape(-1).view(np.uint8)[:] = np.frombuffer(content[features.nbytes :], np.uint8)
         return features, labels

@@ -139,6 +139,24 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     assert code_of(DatasetDescriptor(kind="npz", path="text.npz"), tmp_path) in ("dataset_unreadable", "dataset_dtype")
 
 
+@pytest.mark.parametrize("content", [b"", b"a: 1\n", b"PK\x03\x04 torn", "one array", "torn"])
+def test_a_file_that_is_no_npz_archive_is_refused_by_name(content: bytes | str, tmp_path: Path) -> None:
+    path = tmp_path / "data.npz"
+    if content == "one array":
+        with path.open("wb") as file:
+            np.save(file, IMAGES)
+    elif content == "torn":
+        np.savez_compressed(path, images=IMAGES, labels=LABELS)
+        whole = bytearray(path.read_bytes())
+        whole[60:75] = bytes(15)
+        path.write_bytes(whole)
+    else:
+        assert isinstance(content, bytes)
+        path.write_bytes(content)
+    with pytest.raises(DatasetError, match=r"dataset_unreadable: .*data\.npz .*numpy\.savez"):
+        DatasetDescriptor(kind="npz", path="data.npz").open(tmp_path)
+
+
 def test_a_users_function_gives_the_dataset(tmp_path: Path) -> None:
     (tmp_path / "data.py").write_text(
         "import numpy as np\n"

@@ -1,0 +1,40 @@
+"""What is said of a file that cannot be used: the fact, and the way out that fits the system's reason."""
+
+import errno
+from pathlib import Path
+
+from metrics.errors import ConfigError
+
+_OTHERWISE = "Check the path and the disk."
+_REMEDIES = {
+    errno.ENOENT: "Check the path.",
+    errno.ENOTDIR: "A part of the path is a file; check the path.",
+    errno.EISDIR: "Name a file; this is a folder.",
+    errno.EACCES: "Let this user in, or name another place.",
+    errno.EPERM: "Let this user in, or name another place.",
+    errno.EROFS: "Name a place that can be written to.",
+    errno.ENOSPC: "Make room on its disk, then do it again.",
+    errno.EDQUOT: "Make room within the quota, then do it again.",
+    errno.EEXIST: "Choose another name, or remove what is there.",
+    errno.ENAMETOOLONG: "Choose a shorter name.",
+    errno.EMFILE: "Allow more open files: ulimit -n.",
+}
+
+
+def file_error(
+    code: str, verb: str, path: Path | str, error: OSError, kind: type[ConfigError] = ConfigError
+) -> ConfigError:
+    """The error to raise where ``path`` cannot be used.
+
+    Args:
+        verb: what was tried: ``read``, ``write``, ``use`` ...
+        error: what the system said; its number chooses the remedy.
+        kind: of the error.
+    """
+    return kind(code, f"cannot {verb} {path}: {error.strerror or error}.", _remedy(error, verb))
+
+
+def _remedy(error: OSError, verb: str) -> str:
+    if error.errno == errno.ENOENT and verb != "read":
+        return "Make its folder first, or check the path."
+    return _REMEDIES.get(error.errno or 0, _OTHERWISE)
