@@ -16,41 +16,18 @@ from attestation.evidence_log import EvidenceLog
 from attestation.messages import Envelope
 from attestation.nonce_book import NonceBook
 from attestation.orchestrator_state import MemberRow, OrchestratorState
-from attestation.policy import Policy
 from attestation.refusal_log import RefusalLog
 from attestation.revocations import Revocations
 from attestation.roster import Member
-from attestation.sealed_data import SealedTerms
+from attestation.run_terms import OBSERVER, RunTerms
 from metrics.errors import EvidenceError
 
-OBSERVER: Final = "observer"
-"""Role of whoever may look, and gets no keys and no place in a roster."""
-OBSERVER_PREFIX: Final = "observer-"
 MAX_OBSERVERS: Final = 256
+MAX_PASSING: Final = 4096
+"""Members at a time that nothing depends on; see `RunTerms.lasting`."""
 
 RENEWED_AFTER = 2 / 3
 """Share of its life after which evidence is renewed; the rest is for members that are slow to answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunTerms:
-    """What the orchestrator needs of a run's manifest.
-
-    Attributes:
-        sealed, evaluation: the training examples and the evaluation split, where they are sealed.
-        displaces: whether a member takes the place of who is enrolled on its machine or its GPUs, instead of being
-            refused: where members come one after the other, as at a key service, who is still there has died.
-    """
-
-    manifest_digest: bytes
-    key_context: bytes
-    virtual_workers: int
-    known_answer: bytes
-    policy: Policy
-    collateral: CollateralBundle
-    sealed: SealedTerms | None = None
-    evaluation: SealedTerms | None = None
-    displaces: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,22 +92,24 @@ class Admissions:
         self._clock = clock
         self._members: dict[str, Admitted] = {}
         self._enrolment = Enrolment()
+        self._swept_at = 0
 
     def begin(self, terms: RunTerms) -> None:
         """Take back who was admitted in this session; whose evidence is not accepted any more must present anew."""
         self._terms, self._members, self._enrolment = terms, {}, Enrolment()
         self._nonces.forget_expired(self._clock())
-        for row in self._state.members():
+        with self._state.transaction():
+            known = [row for row in self._state.members() if not self._is_over(row)]
+        for row in known:
             try:
                 presentation = open_presentation(row.presentation)
                 self._facts.check_clock(self._clock())
                 appraisal = self._appraise(row.presentation, presentation)
             except EvidenceError:
                 continue
-            if row.expires_at > self._clock():
-                # The evidence is no younger than it was: appraising it again must not prolong it.
-                appraisal = replace(appraisal, expires_at=min(row.expires_at, appraisal.expires_at))
-                self._enter(Admitted(appraisal, presentation, row, self._clock()))
+            # The evidence is no younger than it was: appraising it again must not prolong it.
+            appraisal = replace(appraisal, expires_at=min(row.expires_at, appraisal.expires_at))
+            self._enter(Admitted(appraisal, presentation, row, self._clock()))
 
     def take_collateral(self, collateral: CollateralBundle) -> None:
         """See `attestation.orchestrator.EvidenceOrchestrator.take_collateral`."""
@@ -224,6 +203,7 @@ class Admissions:
         )
 
     def _enter(self, admitted: Admitted) -> None:
+        self._members.pop(admitted.row.member_id, None)  # so that whoever came first is the first of them
         self._members[admitted.row.member_id] = admitted
         self._enrolment.put(admitted.appraisal)
 
@@ -241,6 +221,31 @@ class Admissions:
             self._forget(member_id)
         if len(known.keys() - expired - {newcomer.member_id}) >= MAX_OBSERVERS:
             raise EvidenceError("busy", f"there are {MAX_OBSERVERS} observers already.", "Ask again later.")
+
+    def _forget_passing(self) -> None:
+        """Forget who does not last once its evidence expired, and the oldest where there are too many.
+
+        Guarantee: once a second at most, and then there are no more than ``MAX_PASSING`` of them, here and on disk.
+        """
+        now = self._clock()
+        if self._terms.lasting is None or now == self._swept_at:
+            return
+        self._swept_at = now
+        passing = [(i, each.appraisal) for i, each in self._participants() if not self._terms.lasts(i)]
+        valid = [i for i, appraisal in passing if appraisal.expires_at > now]
+        for member_id in {i for i, _ in passing}.difference(valid):
+            self._forget(member_id)
+        for member_id in valid[: max(0, len(valid) - MAX_PASSING)]:
+            self._forget(member_id)
+            self._log.append("expelled", {"member_id": member_id, "cause": f"{MAX_PASSING} attested after it"})
+
+    def _is_over(self, row: MemberRow) -> bool:
+        """Whether the evidence in a row has expired; forgets who does not last, in a transaction of the caller's."""
+        if row.expires_at > self._clock():
+            return False
+        if not self._terms.lasts(row.member_id):
+            self._state.drop_member(row.member_id)
+        return True
 
     def _displace(self, newcomer: Appraisal) -> None:
         """Forget who is in the way of ``newcomer``, where the terms say so; in a transaction of the caller's."""
@@ -279,6 +284,7 @@ class Admissions:
             appraisal = self._appraise(envelope, presentation)
             self._facts.keep(appraisal.facts)
             self._make_room(appraisal)
+            self._forget_passing()
             if (revoked := self._revocations.find(claimed, appraisal.platform_id)) is not None:
                 raise revoked
             self._displace(appraisal)

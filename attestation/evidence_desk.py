@@ -13,7 +13,7 @@ from typing import ClassVar, NoReturn, Protocol
 from cryptography import x509
 from pydantic import JsonValue
 
-from attestation.admissions import OBSERVER, OBSERVER_PREFIX, Admissions, Admitted
+from attestation.admissions import Admissions, Admitted
 from attestation.appraisal import Appraisal, open_presentation
 from attestation.canonical import digest
 from attestation.channel import ChannelBinding, ChannelEnd, certificate_digest, is_channel_of, read_leaf
@@ -27,6 +27,7 @@ from attestation.messages import Envelope, Message, parse
 from attestation.refusal_log import RefusalLog
 from attestation.release_desk import Grant, refusals_logged
 from attestation.roster import Roster
+from attestation.run_terms import OBSERVER, OBSERVER_PREFIX
 from attestation.slices import DataCommitments
 from metrics.errors import EvidenceError, ProtocolError
 

@@ -25,6 +25,11 @@ CREATE TABLE IF NOT EXISTS nonces (
 """
 
 DEFAULT_LIFETIME_S = 300
+MAX_USED = 65_536
+_DROP_OLD = """
+DELETE FROM nonces WHERE consumed AND expires_at <= ?
+AND nonce NOT IN (SELECT nonce FROM nonces WHERE consumed ORDER BY expires_at DESC LIMIT ?)
+"""
 
 
 class NonceBook:
@@ -58,8 +63,9 @@ class NonceBook:
         """A challenge with a fresh nonce, recorded before it is returned.
 
         Guarantee: nonces that nobody answered in time are dropped once in ``DEFAULT_LIFETIME_S``, however long the
-        owner runs; so whoever asks without end fills the book with the nonces of two such spans at most. Used ones
-        stay until :meth:`forget_expired`, so that a replay is called one.
+        owner runs; so whoever asks without end fills the book with the nonces of two such spans at most. Of used ones
+        the newest ``MAX_USED`` stay until :meth:`forget_expired`, so that a replay is called one; an older one is
+        refused as one that nobody issued.
 
         Args:
             identity_key: the key the member announced. Where it is given, only a presentation of that key consumes
@@ -67,6 +73,7 @@ class NonceBook:
         """
         if now >= self._sweep_at:
             self._write("DELETE FROM nonces WHERE expires_at <= ? AND NOT consumed", (now,))
+            self._write(_DROP_OLD, (now, MAX_USED))
             self._sweep_at = now + DEFAULT_LIFETIME_S
         challenge = Challenge(
             nonce=self._random_bytes(NONCE_BYTES),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from attestation.admissions import Admissions, MemberReview, OrchestratorView, RunTerms
+from attestation.admissions import Admissions, MemberReview, OrchestratorView
 from attestation.appraisal import Appraisal
 from attestation.attester import EvidenceSource
 from attestation.channel import server_end
@@ -38,6 +38,7 @@ from attestation.release_desk import Grant, ReleaseDesk
 from attestation.roster import Query, Roster
 from attestation.run_hosting import RunHosting
 from attestation.run_secret import create_secret, destroy_secret, kept_secret, load_secret, run_id_of
+from attestation.run_terms import RunTerms
 from attestation.slices import DataCommitments, SliceBook, most_hosted
 from attestation.static_hosting import StaticHosting
 from metrics.errors import ConfigError, EvidenceError, ProtocolError

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import NamedTuple
 
-from attestation.admissions import Admissions, Admitted, RunTerms
+from attestation.admissions import Admissions, Admitted
 from attestation.canonical import digest
 from attestation.evidence_log import EvidenceLog
 from attestation.key_policy import DrawBook, KeyKind, KeyPolicy
@@ -23,6 +23,7 @@ from attestation.log_watch import forked
 from attestation.messages import Envelope
 from attestation.policy import Policy
 from attestation.refusal_log import RefusalLog
+from attestation.run_terms import RunTerms
 from attestation.sealed_data import SliceKeys
 from metrics.errors import EvidenceError
 

@@ -20,8 +20,8 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from attestation.admissions import OBSERVER, RunTerms
 from attestation.orchestrator import EvidenceOrchestrator
+from attestation.run_terms import OBSERVER, RunTerms
 from attestation.service_limits import ServiceLimits
 from attestation.turns import Turn
 from attestation.whole_file import write_whole

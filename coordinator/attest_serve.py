@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from attestation.admissions import RunTerms
 from attestation.canonical import digest
 from attestation.collateral_files import load_collateral
 from attestation.collateral_keeper import CollateralKeeper
@@ -19,6 +18,7 @@ from attestation.messages import parse
 from attestation.orchestrator import EvidenceOrchestrator
 from attestation.policy import Policy, load_policy, simulated_policy
 from attestation.run_secret import load_secret, run_id_of
+from attestation.run_terms import RunTerms
 from attestation.sealed_data import SealedTerms, Use
 from attestation.service import EvidenceServer
 from attestation.service_contract import ServiceContract, contract_context
@@ -161,7 +161,8 @@ def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, Ev
     try:
         terms = _with_sealed(_terms(config, base, orchestrator, (run_id, key), policy, collateral), config, base)
         hosting = _hosting(config, terms.run.virtual_workers)
-        orchestrator.begin(terms.run, SESSION)
+        lasting = frozenset() if hosting is None else frozenset((*hosting.workers, *hosting.aggregators))
+        orchestrator.begin(replace(terms.run, lasting=lasting), SESSION)
         if hosting is None:
             desk = key_service_desk(orchestrator, terms.run.virtual_workers)
         else:

@@ -16,12 +16,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, Self, TypeAlias
 
-from attestation.admissions import RunTerms
 from attestation.canonical import digest
 from attestation.channel import client_end
 from attestation.keys import IdentityKey
 from attestation.orchestrator import EvidenceOrchestrator
 from attestation.policy import KeyQuotas, simulated_policy
+from attestation.run_terms import RunTerms
 from attestation.service import EvidenceServer
 from attestation.service_limits import ServiceLimits
 from attestation.simulator import SimulatedVendor, code_measurement

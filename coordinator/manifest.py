@@ -1,9 +1,9 @@
 """Builds the manifest of a run from its configuration and from what the prepared workers are."""
 
-from attestation.admissions import RunTerms
 from attestation.evidence import CollateralBundle
 from attestation.hybrid_signature import SignerPublic
 from attestation.policy import Policy
+from attestation.run_terms import RunTerms
 from attestation.sealed_data import SealedTerms
 from attestation.service_contract import ServiceContract
 from coordinator.config import RunConfig

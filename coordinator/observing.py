@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from attestation.admissions import OBSERVER
 from attestation.appraisal import Appraisal, appraise
 from attestation.attester import Attester, EvidenceSource
 from attestation.canonical import digest
@@ -18,6 +17,7 @@ from attestation.log_entries import SignedHead, parse_line
 from attestation.messages import Envelope
 from attestation.policy import Policy
 from attestation.roster import Roster, open_roster
+from attestation.run_terms import OBSERVER
 from metrics.errors import EvidenceError, ProtocolError
 from workers.manifest import Manifest
 

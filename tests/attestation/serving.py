@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from attestation.admissions import RunTerms
 from attestation.attester import Attester
 from attestation.canonical import digest
 from attestation.client import EvidenceClient
 from attestation.messages import Envelope
 from attestation.orchestrator import EvidenceOrchestrator
 from attestation.policy import simulated_policy
+from attestation.run_terms import RunTerms
 from attestation.service import EvidenceServer
 from attestation.service_limits import ServiceLimits
 from attestation.static_hosting import StaticHosting

@@ -131,6 +131,20 @@ def test_whoever_asks_without_end_fills_the_book_with_two_lifetimes_at_most(conn
     assert DEFAULT_LIFETIME_S <= most <= 2 * DEFAULT_LIFETIME_S
 
 
+def test_whoever_attests_without_end_fills_the_book_with_a_number_of_used_nonces(
+    connection: sqlite3.Connection, member: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are dropped stay refused: nobody issued them, as far as anybody can tell."""
+    monkeypatch.setattr("attestation.nonce_book.MAX_USED", 3)
+    book = NonceBook(connection)
+    used = []
+    for i in range(10):
+        used.append(member.presentation(nonce=book.issue(**SESSION, now=NOW + i, lifetime_s=10).nonce))
+        assert refusal(book, used[-1], NOW + i) is None
+    book.issue(**SESSION, now=NOW + DEFAULT_LIFETIME_S)
+    assert [refusal(book, each) for each in used] == ["nonce_foreign"] * 7 + ["nonce_replayed"] * 3
+
+
 def test_consuming_joins_a_transaction_of_the_caller(connection: sqlite3.Connection, member: Member) -> None:
     """The decision is in the same transaction: what is rolled back has admitted nobody either."""
     book = NonceBook(connection)

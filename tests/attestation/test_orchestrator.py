@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from attestation.admissions import RunTerms
 from attestation.attester import Attester
 from attestation.canonical import digest
 from attestation.commit_book import StepCommit
@@ -21,6 +20,7 @@ from attestation.orchestrator import EvidenceOrchestrator
 from attestation.policy import KeyQuotas, Policy, simulated_policy
 from attestation.roster import Roster
 from attestation.run_secret import run_id_of
+from attestation.run_terms import RunTerms
 from attestation.slices import DataCommitments
 from metrics.errors import EvidenceError, RefusedError
 from tests.attestation.conftest import MANIFEST, MEASUREMENT, NOW, Session

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from attestation.admissions import RunTerms
 from attestation.attester import Attester
 from attestation.evidence import CollateralBundle
 from attestation.fact_book import CLOCK_TOLERANCE_S
 from attestation.policy import simulated_policy
+from attestation.run_terms import RunTerms
 from attestation.simulator import CollateralVariant
 from tests.attestation.conftest import MEASUREMENT, NOW, Session
 from tests.attestation.test_orchestrator import ANSWER, COMPUTATION, COUNT, MANIFEST, Desk, Source, refusal
@@ -21,13 +21,15 @@ class StrictDesk(Desk):
 
     evaluation_number: int = 18
     displaces: bool = False
+    lasting: frozenset[str] | None = None
 
     def begin(self) -> None:
         policy = simulated_policy(self.session.vendor, MEASUREMENT).model_copy(update={"workers_per_platform": 1})
         variant = CollateralVariant(evaluation_number=self.evaluation_number)
         collateral = CollateralBundle(tdx=(self.session.vendor.tdx_collateral(int(self.now), variant),))
         rules = policy, collateral
-        terms = RunTerms(MANIFEST, COMPUTATION, COUNT, ANSWER, *rules, displaces=self.displaces)
+        how = {"displaces": self.displaces, "lasting": self.lasting}
+        terms = RunTerms(MANIFEST, COMPUTATION, COUNT, ANSWER, *rules, **how)
         self.orchestrator.begin(terms, f"execution-{self.executions}")
 
 
@@ -68,6 +70,63 @@ def test_where_members_displace_each_other_the_oldest_on_the_machine_makes_room(
         strict.restart()
     expelled = [body for kind, body in strict.log() if kind == "expelled"]
     assert expelled == [{"member_id": "worker-0", "cause": "worker-1 attested on its machine"}]
+
+
+def on_its_own_machine(desk: StrictDesk, *names: str) -> None:
+    for name in names:
+        desk.members[name] = Attester(name, Source(desk.session.vendor.platform()))
+        desk.admit(name)
+
+
+def kept(desk: StrictDesk) -> set[str]:
+    """Members on disk."""
+    return {row.member_id for row in desk.orchestrator._state.members()}
+
+
+def test_a_service_forgets_whose_evidence_expired_and_whom_nothing_depends_on(strict: StrictDesk) -> None:
+    """Here, on disk, and at the next start; before, each member that ever attested was kept for ever."""
+    strict.lasting = frozenset({"worker-0"})
+    strict.restart()
+    on_its_own_machine(strict, "worker-0", "worker-1", "worker-2")
+    strict.now += strict.lifetime_s - 10
+    on_its_own_machine(strict, "worker-3")
+    assert kept(strict) == {"worker-0", "worker-1", "worker-2", "worker-3"}
+    strict.now += 10
+    on_its_own_machine(strict, "worker-4")
+    for _ in range(2):
+        assert kept(strict) == {"worker-0", "worker-3", "worker-4"}
+        assert refusal(strict.orchestrator.release, "worker-1", 0, (0,)) == "release_denied"
+        strict.restart()
+    strict.now += 2 * strict.lifetime_s
+    strict.restart()
+    assert kept(strict) == {"worker-0"}
+    assert strict.orchestrator.view().admitted == {}
+    strict.admit("worker-0", "worker-1")
+
+
+def test_a_service_keeps_a_number_of_those_whom_nothing_depends_on(
+    strict: StrictDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attestation.admissions.MAX_PASSING", 2)
+    strict.lasting = frozenset({"worker-0"})
+    strict.restart()
+    on_its_own_machine(strict, "worker-0", "worker-1", "worker-2")
+    strict.admit("worker-1")
+    strict.now += 1
+    on_its_own_machine(strict, "worker-3")
+    strict.now += 1
+    on_its_own_machine(strict, "worker-4")
+    assert kept(strict) == {"worker-0", "worker-1", "worker-3", "worker-4"}, "those after the newest sweep and two more"
+    expelled = [body["member_id"] for kind, body in strict.log() if kind == "expelled"]
+    assert expelled == ["worker-2"], "who attested again is not the oldest"
+
+
+def test_a_run_keeps_its_members_when_their_evidence_expires(strict: StrictDesk) -> None:
+    strict.admit("worker-0")
+    strict.now += 2 * strict.lifetime_s
+    on_its_own_machine(strict, "worker-1")
+    assert kept(strict) == {"worker-0", "worker-1"}
+    assert set(strict.orchestrator.view().admitted) == {"worker-0", "worker-1"}
 
 
 def test_older_collateral_is_a_rollback_also_after_a_restart(strict: StrictDesk) -> None:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from attestation.admissions import MAX_OBSERVERS, OBSERVER, RunTerms
+from attestation.admissions import MAX_OBSERVERS
 from attestation.attester import Attester
 from attestation.canonical import digest
 from attestation.client import EvidenceClient
@@ -15,6 +15,7 @@ from attestation.messages import parse, seal
 from attestation.orchestrator import EvidenceOrchestrator
 from attestation.policy import simulated_policy
 from attestation.roster import open_roster
+from attestation.run_terms import OBSERVER, RunTerms
 from attestation.serving_orchestrator import BESIDE, ServingOrchestrator
 from attestation.slices import DataCommitments
 from metrics.errors import ConfigError, RefusedError, RunFailedError

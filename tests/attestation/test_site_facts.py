@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from attestation.admissions import RunTerms
 from attestation.attester import Attester
 from attestation.fact_book import CLOCK_TOLERANCE_S
 from attestation.orchestrator import EvidenceOrchestrator
 from attestation.policy import simulated_policy
+from attestation.run_terms import RunTerms
 from attestation.simulator import CollateralVariant
 from metrics.errors import EvidenceError
 from tests.attestation.conftest import MANIFEST, MEASUREMENT, NOW, Session

@@ -1,5 +1,6 @@
 """Keys in two halves: whole runs with the data owner's key service on loopback."""
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -257,6 +258,20 @@ def test_a_worker_that_died_before_it_had_its_halves_holds_nobody_up(tmp_path, m
             told += [(kind, newcomer.member_id) for kind in ("admitted", "released", "expelled")]
             assert owner.log[-4:] == told
             assert owner.orchestrator.view().admitted == {}
+
+
+def test_a_member_that_never_came_for_its_keys_is_forgotten_when_its_evidence_expires(owner):
+    """Also on disk, without ``workers_per_platform``; before, everybody who had ever attested was kept."""
+    source, policy = session()
+    contract, terms = owner.contract, owner.contract.digest()
+    at = {"manifest_digest": terms, "orchestrator_key": contract.orchestrator_key}
+    for name, later in (("worker-0", 0), ("worker-1", policy.evidence_lifetime_s)):
+        owner.orchestrator._clock = lambda later=later: time.time() + later
+        lost = Attester(name, source).beside()
+        with EvidenceClient(owner.address, attester=lost, **at) as client:
+            client.attest(lost.present(client.challenge(), terms, contract.known_answer))
+        assert set(owner.orchestrator.view().admitted) == {lost.member_id}
+        assert [row.member_id for row in owner.orchestrator._state.members()] == [lost.member_id]
 
 
 def test_a_file_that_is_no_contract_is_refused_by_name(tmp_path):
