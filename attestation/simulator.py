@@ -6,6 +6,7 @@ about a machine: whoever can read the file can sign anything. Every subject says
 """
 
 import hashlib
+import threading
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cache
@@ -217,16 +218,24 @@ def _validity(variant: CollateralVariant, start: datetime, end: datetime) -> dic
     return {**times, "tcbEvaluationDataNumber": variant.evaluation_number}
 
 
-@cache
 def code_measurement(root: Path | None = None) -> bytes:
     """SHA-384 (48 bytes) over names and content of raycloak's own Python files below ``root``.
 
     A simulated platform reports it as ``mr_td``, and the default policy pins it: two machines with different
-    versions of the code refuse each other. Read once per process.
+    versions of the code refuse each other. Read once per process, also where several threads ask first.
 
     Args:
         root: folder that holds the packages; by default the one this module was imported from.
     """
+    with _MEASURING:
+        return _measured(root)
+
+
+_MEASURING: Final = threading.Lock()
+
+
+@cache
+def _measured(root: Path | None) -> bytes:
     base = root or Path(__file__).resolve().parent.parent
     modules = [base / "raycloak.py", base / "raycloak_layout.py"]
     files = [path for package in PACKAGES for path in (base / package).rglob("*.py")]

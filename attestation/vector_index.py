@@ -188,28 +188,37 @@ def read_index(path: Path) -> tuple[Case, ...]:
     An entry that is not of the format is a case with a flaw, so that it costs the other cases nothing.
 
     Raises:
-        ConfigError: ``index`` if it cannot be read, is not of the format, or names an id twice.
+        ConfigError: ``index`` if it cannot be read, is not of the format, has no case, or names an id twice.
     """
     try:
         document = read_json(path.read_bytes())
-        given = document.get("default_policy")
-        defaults = {family: dict(rules) for family, rules in given.items()} if given is not None else {}
-        stated, entries = document.get("format", _FORMAT), [(str(entry["id"]), entry) for entry in document["cases"]]
     except OSError as error:
         raise file_error("index", "read", path, error) from None
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            "index", f"{path} is not an index of evidence: {_first_line(error)}.", "See docs/attestation-index.md."
-        ) from None
-    if stated != _FORMAT:
+    except ValueError as error:
+        raise _no_index(path, _first_line(error)) from None
+    fields: dict[str, Any] = document if isinstance(document, dict) else {}
+    if (stated := fields.get("format", _FORMAT)) != _FORMAT:
         raise ConfigError(
             "index",
             f"{path} is of format {stated}; this version reads format {_FORMAT}.",
             "Use the version of raycloak for it.",
         )
-    if len(dict(entries)) != len(entries):
+    entries, given = fields.get("cases"), fields.get("default_policy")
+    defaults = {} if given is None else given
+    if not isinstance(entries, list) or not entries:
+        raise _no_index(path, "it has no list 'cases' with a case in it")
+    if any(not isinstance(entry, dict) or "id" not in entry for entry in entries):
+        raise _no_index(path, "each of its 'cases' must be an object with an 'id'")
+    if not isinstance(defaults, dict) or any(not isinstance(rules, dict) for rules in defaults.values()):
+        raise _no_index(path, "its 'default_policy' must be an object of rules per family")
+    named = [(str(entry["id"]), entry) for entry in entries]
+    if len(dict(named)) != len(named):
         raise ConfigError("index", f"{path} names a case twice.", "Give each an id of its own.")
-    return tuple(_case(name, entry, defaults, path.parent) for name, entry in entries)
+    return tuple(_case(name, entry, defaults, path.parent) for name, entry in named)
+
+
+def _no_index(path: Path, why: str) -> ConfigError:
+    return ConfigError("index", f"{path} is not an index of evidence: {why}.", "See docs/attestation-index.md.")
 
 
 def _case(name: str, entry: Any, defaults: Mapping[str, Mapping[str, Any]], folder: Path) -> Case:

@@ -1,11 +1,14 @@
 import json
 import stat
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from cryptography import x509
 
+from attestation.canonical import length_prefixed
 from attestation.simulator import VENDOR_FILE, SimulatedVendor, code_measurement
 from metrics.errors import ConfigError
 from tests.attestation.conftest import NOW
@@ -92,3 +95,21 @@ def test_the_measurement_covers_names_and_content_of_our_code_alone(tmp_path: Pa
 def test_the_measurement_is_of_the_imported_code() -> None:
     assert code_measurement() == code_measurement(ROOT)
     assert len(code_measurement()) == 48
+
+
+def test_threads_that_ask_first_at_once_get_one_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or one process would have two, where its files are replaced meanwhile."""
+    both = threading.Barrier(2)
+    read = []
+
+    def measured(*fields: bytes | str | int) -> bytes:
+        read.append(fields)
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.3)
+        return length_prefixed(*fields)
+
+    monkeypatch.setattr("attestation.simulator.length_prefixed", measured)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda _: code_measurement(tmp_path), range(2)))
+    assert found[0] == found[1]
+    assert len(read) == 1

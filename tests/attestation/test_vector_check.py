@@ -166,7 +166,8 @@ def test_without_a_word_about_measurements_none_is_known(folder: Path) -> None:
     "document",
     [
         *("", "[]", "{}", '{"cases": [{}]}', '{"cases": 1}', '{"cases": [], "cases": []}', "\ud800"),
-        *('{"cases": [], "format": 2}', '{"cases": [], "default_policy": []}', '{"cases": [0]}'),
+        *('{"cases": [], "format": 2}', '{"cases": [{"id": "a"}], "default_policy": []}', '{"cases": [0]}'),
+        *('{"cases": []}', '{"cases": {"id": "a"}}', '{"cases": [{"id": "a"}], "default_policy": {"tdx": 1}}'),
     ],
 )
 def test_what_is_no_index_is_refused(tmp_path: Path, document: str) -> None:
@@ -176,6 +177,22 @@ def test_what_is_no_index_is_refused(tmp_path: Path, document: str) -> None:
         with pytest.raises(ConfigError) as refused:
             read_index(where)
         assert refused.value.code == "index"
+
+
+@pytest.mark.parametrize(
+    ("document", "fact"),
+    [
+        ("{}", "it has no list 'cases' with a case in it"),
+        ("[]", "it has no list 'cases' with a case in it"),
+        ('{"cases": []}', "it has no list 'cases' with a case in it"),
+        ('{"cases": [{"name": "a"}]}', "each of its 'cases' must be an object with an 'id'"),
+    ],
+)
+def test_the_refusal_of_an_index_says_what_it_lacks(tmp_path: Path, document: str, fact: str) -> None:
+    (path := tmp_path / "INDEX.json").write_text(document)
+    with pytest.raises(ConfigError) as refused:
+        read_index(path)
+    assert str(refused.value).endswith(f"{path} is not an index of evidence: {fact}. See docs/attestation-index.md.")
 
 
 @pytest.mark.parametrize("rim", [{"Driver": "rim.xml"}, {"driver": "rim.xml", "firmware": None}, {"driver": 1}])

@@ -67,6 +67,15 @@ def test_an_unknown_case_or_index_is_bad_input(index, capfd):
     assert run(capfd, "verify", "--index", index.parent / "absent")[0] == 2
 
 
+@pytest.mark.parametrize("document", ["{}", '{"cases": []}'])
+def test_an_index_without_cases_is_bad_input(document, tmp_path, capfd):
+    """Nothing was appraised, which is no success."""
+    (path := tmp_path / "INDEX.json").write_text(document)
+    code, out, err = run(capfd, "verify", "--index", path, "--json")
+    assert (code, json.loads(out)["error"]["code"]) == (2, "index")
+    assert "Traceback" not in err
+
+
 POLICY = """\
 accepted_classes: [intel_tdx, nvidia_gpu]
 anchors: [intel_tdx, nvidia_gpu]
