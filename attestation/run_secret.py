@@ -3,6 +3,7 @@
 import os
 import re
 import secrets
+import stat
 from pathlib import Path
 
 from attestation.keys import Purpose, Secret, derive
@@ -10,6 +11,7 @@ from metrics.errors import ConfigError
 from metrics.file_errors import file_error
 
 _HEX = re.compile(rb"[0-9a-fA-F]{64}")
+_RECIPE = "Make one: (umask 077; openssl rand -hex 32 > FILE)."
 
 
 def load_secret(path: Path) -> Secret:
@@ -23,8 +25,25 @@ def load_secret(path: Path) -> Secret:
     except OSError as error:
         raise file_error("run_secret", "read", path, error) from None
     if not _HEX.fullmatch(text):
-        raise ConfigError("run_secret", f"{path} must hold 64 hexadecimal digits.", "Make one: openssl rand -hex 32.")
+        raise ConfigError("run_secret", f"{path} must hold 64 hexadecimal digits.", _RECIPE)
     return Secret(bytes.fromhex(text.decode()))
+
+
+def exposure(path: Path) -> str | None:
+    """One line that warns of a secret file which others than its owner can read; None if there is nothing to say.
+
+    It is a warning because the file is the user's own, and how it came to where the run is may leave no choice.
+    """
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except OSError:
+        return None  # whoever opens the file says why
+    if not mode & 0o077:
+        return None
+    return (
+        f"warning: {path} has mode {mode:04o}. Whoever reads this run secret can take the noise and the masks off the "
+        f"run. Run chmod 600 {path}"
+    )
 
 
 def create_secret(directory: Path) -> tuple[Path, Secret]:

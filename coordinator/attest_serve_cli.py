@@ -29,13 +29,17 @@ def serve_command(
 def _serve(output: Output, path: Path) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # every refused handshake would be a line
     with quickly():  # a full collection is a pause for every member
+        from attestation.run_secret import exposure
         from coordinator.attest_serve import load_service, start_service
         from coordinator.tables import fields_table, value_text
 
     ended = threading.Event()
     former = {each: signal.signal(each, lambda *_: ended.set()) for each in (signal.SIGTERM, signal.SIGINT)}
     try:
-        server, orchestrator, facts = start_service(load_service(path), path.parent)
+        config = load_service(path)
+        if (warning := exposure(path.parent / config.run_secret)) is not None:
+            output.note(warning)
+        server, orchestrator, facts = start_service(config, path.parent)
         rows = [(name.replace("_", " "), value_text(value)) for name, value in asdict(facts).items()]
         output.result(asdict(facts), fields_table(f"Evidence service ({facts.evidence} evidence)", rows))
         while not ended.wait(_LOOK_S) and server.failure is None:

@@ -133,7 +133,7 @@ def _fingerprint_of(path: Path) -> bytes:
         raise ConfigError(
             "fingerprint_key",
             f"{path} names no dataset with a fingerprint_key.",
-            "Make a key beside the data: openssl rand -hex 32, mode 0600.",
+            "Make a key beside the data: (umask 077; openssl rand -hex 32 > FILE).",
         )
     described = descriptor(config.dataset)
     return dataset_fingerprint(described, described.open(path.parent), path.parent)

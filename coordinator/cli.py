@@ -25,6 +25,7 @@ from coordinator.output import Output, command_output, leave_stdout
 from coordinator.package_cli import package
 from coordinator.quick_imports import quickly
 from metrics.errors import ConfigError, RaycloakError
+from raycloak_layout import VERSION
 
 app = typer.Typer(
     name="raycloak",
@@ -39,8 +40,25 @@ app.add_typer(attest, name="attest")
 app.add_typer(data, name="data")
 app.command("audit")(audit_command)
 
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"raycloak {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
 RunSecret = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="File of 64 hex digits; the same secret repeats the same run.")
+    Path | None,
+    typer.Option(metavar="FILE", help="File of 64 hex digits, mode 0600; the same secret repeats the same run."),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the newest unfinished run of CONFIG's name.")]
 

@@ -16,6 +16,7 @@ from typing import Any
 import ray
 
 from attestation.hybrid_signature import SignerPublic
+from attestation.run_secret import exposure
 from coordinator.actors import (
     GpuSamplers,
     alive_nodes,
@@ -92,6 +93,7 @@ class Execution:
 
     def begin(self, secret_file: str | None) -> "Outcome":
         """Execute a new run, in a directory of its own."""
+        self._warn_of(secret_file)
         with ExitStack() as stack:
             launched = self._launch(stack, self._config.attestation.bind)
             run_id, key = launched.control.open_run(secret_file)
@@ -109,6 +111,7 @@ class Execution:
         return self._again(folder, replace(assignment, archive=self._archive(folder))).finished
 
     def _again(self, folder: RunFolder, assignment: Assignment) -> "Outcome":
+        self._warn_of(folder.record.secret_file)
         with ExitStack() as stack:
             stack.enter_context(run_lock(folder.record.run_id))
             launched = self._launch(stack, self._config.attestation.bind if assignment.releases else None)
@@ -117,6 +120,10 @@ class Execution:
 
     def _archive(self, folder: RunFolder) -> Archive:
         return Archive(self._config.checkpoint, folder.record.run_id, Path(self._base), self._notice)
+
+    def _warn_of(self, secret_file: str | None) -> None:
+        if secret_file is not None and (warning := exposure(Path(secret_file))) is not None:
+            self._notice(warning)
 
     def _launch(self, stack: ExitStack, bind: str | None) -> Launched:
         """Join or start Ray, take the signals over from it, and start every process of a session."""

@@ -23,16 +23,14 @@ def prepare_file(path: Path, create: bool) -> None:
     network file system, where SQLite's locks and syncs cannot be relied on.
 
     Raises:
-        ConfigError: ``network_file_system``, or ``ledger_url`` if the file cannot be made.
-        BudgetError: ``ledger_missing`` or ``ledger_exposed``.
+        ConfigError: ``network_file_system``, ``ledger_missing``, or ``ledger_url`` if the file cannot be made.
+        BudgetError: ``ledger_exposed``.
     """
     refuse_network_file_system(path, _MOUNTS.read_text() if _MOUNTS.exists() else "")
     if create and not path.exists():
         _create(path)
     if not path.is_file():
-        raise BudgetError(
-            "ledger_missing", f"there is no ledger at {path}.", "Open an account first, or check the path."
-        )
+        raise ledger_missing(f"there is no ledger at {path}.")
     mode = path.stat().st_mode & 0o777
     if mode & 0o077:
         raise BudgetError(
@@ -40,6 +38,12 @@ def prepare_file(path: Path, create: bool) -> None:
             f"{path} holds a signing key but has mode {mode:03o}.",
             f"If nobody else has read or written it: chmod 600 {path}",
         )
+
+
+def ledger_missing(fact: str) -> ConfigError:
+    """The error of whoever asks a ledger where none is: no budget refuses anything there, the place is wrong."""
+    remedy = "The first run makes it, or raycloak budget open; else check RAYCLOAK_HOME and the URL."
+    return ConfigError("ledger_missing", fact, remedy)
 
 
 def _create(path: Path) -> None:

@@ -24,6 +24,7 @@ from coordinator.ledger_engine import (
     take_write_lock,
 )
 from coordinator.ledger_entries import Head, LedgerEntry
+from coordinator.ledger_files import ledger_missing
 from coordinator.ledger_leases import Lease, Leases
 from metrics.errors import BudgetError
 
@@ -137,9 +138,8 @@ class LedgerStore:
         create: whether a ledger may be created, and this instance may write; otherwise it only reads.
 
     Raises:
-        ConfigError: ``ledger_url``, ``ledger_driver`` or ``network_file_system``.
-        BudgetError: ``ledger_foreign``, ``ledger_missing``, ``ledger_exposed``, ``ledger_not_durable`` or
-            ``ledger_unavailable``.
+        ConfigError: ``ledger_url``, ``ledger_driver``, ``ledger_missing`` or ``network_file_system``.
+        BudgetError: ``ledger_foreign``, ``ledger_exposed``, ``ledger_not_durable`` or ``ledger_unavailable``.
     """
 
     def __init__(self, url: str, create: bool = True) -> None:
@@ -215,7 +215,7 @@ class Rows:
         """Refuse what is not a whole ledger: ``ledger_missing``, ``ledger_foreign`` or ``ledger_not_durable``."""
         names = set(sa.inspect(self._connection).get_table_names())
         if not names:
-            raise BudgetError("ledger_missing", "the database is empty.", "Open an account first, or check the path.")
+            raise ledger_missing("the database is empty.")
         if not names >= set(_tables.tables) or self.meta("application") != APPLICATION:
             raise BudgetError(
                 "ledger_foreign",

@@ -23,9 +23,10 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     Guarantee: reads the data's public outline, the model and the ledger's accounts; charges and writes nothing.
 
     Raises:
-        ConfigError, DatasetError, ModelError: the run cannot be made as configured.
+        ConfigError, DatasetError, ModelError: the run cannot be made as configured; ``ledger_missing`` where it names
+            an account.
         RefusedError: ``not_public`` or ``accountants_disagree``.
-        BudgetError: ``ledger_missing`` or ``account_unknown`` or ``account_mismatch`` for the named account.
+        BudgetError: ``account_unknown`` or ``account_mismatch`` for the named account.
     """
     if config.dataset is None or config.model is None:
         raise ConfigError("config", "a plan needs both dataset and model.", "Name them in the configuration.")

@@ -60,6 +60,8 @@ def _load_key(path: Path) -> Secret:
         raise file_error("fingerprint_key", "read", path, error) from None
     if not _HEX.fullmatch(text):
         raise ConfigError(
-            "fingerprint_key", f"{path} must hold 64 hexadecimal digits.", "Make one: openssl rand -hex 32."
+            "fingerprint_key",
+            f"{path} must hold 64 hexadecimal digits.",
+            "Make one: (umask 077; openssl rand -hex 32 > FILE).",
         )
     return Secret(bytes.fromhex(text.decode()))

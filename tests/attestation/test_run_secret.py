@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from attestation.keys import Secret
-from attestation.run_secret import create_secret, destroy_secret, load_secret, run_id_of
+from attestation.run_secret import create_secret, destroy_secret, exposure, load_secret, run_id_of
 from metrics.errors import ConfigError
 
 
@@ -35,6 +35,24 @@ def test_a_missing_file_or_a_folder_is_a_config_error(tmp_path):
             load_secret(path)
         assert error.value.code == "run_secret"
         assert re.search("No such file|Is a directory", error.value.message)
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o400, False), (0o640, True), (0o604, True)])
+def test_a_secret_that_others_can_read_is_warned_of_and_used(tmp_path, mode, warned):
+    path = tmp_path / "secret"
+    path.write_text("ab" * 32)
+    path.chmod(mode)
+    warning = exposure(path)
+    assert (warning is not None) == warned
+    if warning is not None:
+        assert warning.startswith(f"warning: {path} has mode {mode:04o}. ")
+        assert warning.endswith(f"Run chmod 600 {path}")
+        assert "abab" not in warning
+    assert load_secret(path).reveal() == b"\xab" * 32
+
+
+def test_of_a_secret_that_is_not_there_the_loader_speaks(tmp_path):
+    assert exposure(tmp_path / "absent") is None
 
 
 def test_the_run_id_follows_from_the_secret_alone():

@@ -22,7 +22,7 @@ from attestation.messages import parse
 from attestation.policy import simulated_policy
 from attestation.service_contract import ServiceContract
 from attestation.simulator import SimulatedVendor, code_measurement
-from coordinator import state
+from coordinator import cli, state
 from coordinator.attest_serve import ServiceConfig, load_service, start_service
 from coordinator.config import validated
 from coordinator.local import LocalPlatform
@@ -169,6 +169,19 @@ def test_what_cannot_be_used_is_refused_by_name(changes, code, folder):
     with pytest.raises(ConfigError) as error:
         started(folder, **changes)
     assert error.value.code == code
+
+
+def test_a_secret_that_others_can_read_is_warned_of_on_stderr(folder, capfd, monkeypatch):
+    monkeypatch.setattr(cli, "leave_stdout", lambda: None)
+    (folder / "secret.hex").chmod(0o644)
+    (folder / "service.yaml").write_text(yaml.safe_dump({**CONFIG, "policy": "none.yaml"}))
+    with pytest.raises(SystemExit):
+        cli.main(["attest", "serve", str(folder / "service.yaml"), "--json"])
+    out, err = capfd.readouterr()
+    warning, error = err.splitlines()
+    assert warning.startswith(f"warning: {folder / 'secret.hex'} has mode 0644.")
+    assert error.startswith("error: policy: ")
+    assert json.loads(out)["error"]["code"] == "policy"
 
 
 def test_collateral_comes_from_the_service_that_the_policy_names(folder):

@@ -158,7 +158,7 @@ def test_what_names_no_data_binds_no_account(raycloak: Any, config: Path, tmp_pa
     "command", [["cap", "x", "--epsilon-cap", 1], ["close", "x"], ["transfer", "x", "y", "--epsilon", 1]]
 )
 def test_a_ledger_is_made_by_opening_an_account_and_by_nothing_else(raycloak: Any, raycloak_home: Path, command: Any):
-    assert refused(raycloak(*command)) == (3, "ledger_missing")
+    assert refused(raycloak(*command)) == (2, "ledger_missing")
     assert not (raycloak_home / "ledger.sqlite").exists()
     raycloak("open", "z", "--epsilon-cap", 1)
     assert refused(raycloak(*command)) == (3, "account_unknown")

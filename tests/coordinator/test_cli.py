@@ -3,6 +3,7 @@
 import json
 import sys
 import types
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -229,6 +230,10 @@ def test_help_is_on_stdout(arguments, raycloak):
     assert "--help" in out
 
 
+def test_the_version_is_the_distributions_and_is_on_stdout(raycloak):
+    assert raycloak("--version") == (0, f"raycloak {metadata.version('raycloak')}\n", "")
+
+
 @pytest.mark.parametrize("text", ["a: [", "- just\n- a list\n", ""])
 def test_a_file_that_is_no_configuration_is_bad_input(text, raycloak, tmp_path):
     path = tmp_path / "config.yaml"
@@ -284,7 +289,7 @@ def test_plan_refuses_evidence_that_could_not_be_judged_and_says_whose_is_admitt
 def test_plan_takes_the_cap_of_a_named_account(raycloak, config_file):
     arguments = ("plan", str(config_file), "--set", "ledger.account=clinic", "--json")
     code, out, _ = raycloak(*arguments)
-    assert (code, json.loads(out)["error"]["code"]) == (3, "ledger_missing")
+    assert (code, json.loads(out)["error"]["code"]) == (2, "ledger_missing")
     assert raycloak("budget", "open", "clinic", "--epsilon-cap", "6.5")[0] == 0
     code, out, _ = raycloak(*arguments)
     assert (code, json.loads(out)["epsilon_cap"]) == (0, 6.5)
@@ -306,7 +311,7 @@ def test_plan_refuses_what_cannot_be_trained(raycloak, config_file, tmp_path):
 
 def test_budget_open_show_history(raycloak, raycloak_home):
     code, out, _ = raycloak("budget", "show", "--json")
-    assert (code, json.loads(out)["error"]["code"]) == (3, "ledger_missing")
+    assert (code, json.loads(out)["error"]["code"]) == (2, "ledger_missing")
     code, out, _ = raycloak("budget", "open", "clinic", "--epsilon-cap", "8", "--delta", "1e-6", "--json")
     assert code == 0
     assert {**json.loads(out), "runs": []} == json.loads(out)
@@ -382,7 +387,7 @@ def test_doctor_fails_with_exit_code_4_if_a_check_does(raycloak, monkeypatch, tm
 
 def test_python_m_coordinator_is_the_command(run_python):
     done = run_python("-m", "coordinator", "budget", "show", "--json")
-    assert done.code == 3
+    assert done.code == 2
     assert json.loads(done.stdout)["error"]["code"] == "ledger_missing"
     assert done.stderr.startswith("error: ledger_missing: ")
 

@@ -12,7 +12,7 @@ from coordinator import cli
 from coordinator.ledger import PrivacyLedger
 from coordinator.ledger_postgres import refuse_settings
 from coordinator.ledger_store import LedgerStore
-from metrics.errors import BudgetError
+from metrics.errors import BudgetError, ConfigError
 from tests.coordinator.ledger_cases import MANIFEST, PARAMETERS, expected_epsilon, mechanism, opened, receipt_of, spent
 from tests.postgres import PostgresServer
 
@@ -201,9 +201,9 @@ def test_another_programs_database_is_refused(postgres: PostgresServer, tables: 
 
 def test_a_reader_creates_nothing(postgres: PostgresServer):
     url = postgres.url()
-    with pytest.raises(BudgetError, match="ledger_missing"):
+    with pytest.raises(ConfigError, match="ledger_missing"):
         LedgerStore(url, create=False)
-    with pytest.raises(BudgetError, match="ledger_missing"):
+    with pytest.raises(ConfigError, match="ledger_missing"):
         PrivacyLedger(url, create=False)
 
 

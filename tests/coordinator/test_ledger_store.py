@@ -187,11 +187,11 @@ def test_another_programs_database_is_refused(tmp_path: Path, tables: list[str])
 
 
 def test_a_reader_creates_nothing(tmp_path: Path):
-    with pytest.raises(BudgetError, match="ledger_missing"):
+    with pytest.raises(ConfigError, match="ledger_missing"):
         LedgerStore(url(tmp_path / "ledger.sqlite"), create=False)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "ledger.sqlite").touch(mode=0o600)
-    with pytest.raises(BudgetError, match="ledger_missing"):
+    with pytest.raises(ConfigError, match="ledger_missing"):
         LedgerStore(url(tmp_path / "ledger.sqlite"), create=False)
 
 

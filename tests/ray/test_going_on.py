@@ -67,11 +67,14 @@ def config_file(tmp_path):
 def test_a_stopped_run_goes_on_and_can_be_replayed(ray_cluster, config_file, tmp_path, raycloak_home):
     secret = tmp_path / "secret"
     secret.write_text("5e" * 32)
+    secret.chmod(0o644)
     arguments = ["run", str(config_file), "--run-secret", str(secret)]
     environment = {**os.environ, **ray_cluster.environment}
     run_dir, code, result, errors = stopped_by_a_signal(arguments, environment, raycloak_home)
     assert (code, result["ending"], result["run_dir"]) == (4, "stopped", str(run_dir))
     assert "SIGTERM: the run stops after this step" in errors
+    warning = f"warning: {secret} has mode 0644."
+    assert errors.count(warning) == (run_dir / "run.log").read_text().count(warning) == 1
     first = result["steps"]
     assert 2 <= first == len(digests(run_dir)) < STEPS
     (packages,) = (raycloak_home / "packages").iterdir()
