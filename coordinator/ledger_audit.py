@@ -29,10 +29,10 @@ from coordinator.ledger_entries import (
 from coordinator.ledger_rules import (
     PricedRun,
     check_accountant,
+    check_claims,
     check_dataset,
     check_reserve,
     check_shareable,
-    check_shares,
     epsilon_at,
     quoted,
 )
@@ -109,10 +109,6 @@ class Replay:
         _require(event.run_id not in self.runs, entry, "it registers a run a second time")
         _require(event.account in self.accounts, entry, "its account was never opened")
         account = self.accounts[event.account].terms
-        expected = tuple(_release_rdp(mechanism, account.orders) for mechanism in event.mechanisms)
-        same = [len(cost) for cost in event.step_rdp] == [len(cost) for cost in expected]
-        same = same and np.allclose(event.step_rdp, expected, rtol=_TOLERANCE, atol=0)
-        _require(same, entry, "its cost per step is not that of its mechanism")
         charges: dict[Query, dict[int, int]] = {mechanism.query: {} for mechanism in event.mechanisms}
         _require(len(charges) == len(event.mechanisms) > 0, entry, "it does not name each mechanism once")
         _require(event.epsilon_cap == account.epsilon_cap, entry, "it states another cap than its account has")
@@ -121,12 +117,13 @@ class Replay:
             self.accounts[event.account].require_open()
             check_dataset(account, event.dataset_fingerprint)
             for mechanism in private:
-                check_shares(event.run_id, mechanism)
+                check_claims(event.run_id, mechanism)
                 check_accountant(event.run_id, mechanism, account)
             registered = [*self.standing(event.account).registered, event]
             check_reserve(account, registered)
             if private:
                 check_shareable(account, registered)
+        _require(_same_cost(event, account.orders), entry, "its cost per step is not that of its mechanism")
         _require(_same_quote(event, quoted(account, event.mechanisms)), entry, "its quote is not what its plan costs")
         self.runs[event.run_id] = ReplayedRun(entry.sequence, event, PricedRun.of(event), charges=charges)
 
@@ -157,8 +154,9 @@ def audit(entries: Iterable[LedgerEntry], public_key: bytes) -> Replay:
     """Check chain, signatures and meaning of a whole ledger, from its first entry.
 
     Guarantee: returns only if ``public_key`` signed every entry, none is missing before the last, no step was
-    charged twice, each charge costs what its mechanism costs, no private charge crosses its account's cap, and every
-    cap was set by the opening, a lowering, a signature of the account's authority, or a transfer.
+    charged twice, each charge costs what its mechanism costs, each mechanism has the noise it claims, no private
+    charge crosses its account's cap, and every cap was set by the opening, a lowering, a signature of the account's
+    authority, or a transfer.
 
     Raises:
         BudgetError: ``chain_broken``, naming the first entry that is wrong.
@@ -198,6 +196,12 @@ def check_tables(rows: Rows, replay: Replay) -> None:
             raise broken(sequence, "it is filed under another run, query or step")
     if found:
         raise broken(replay.head.sequence, "the table of runs holds a run that the chain does not")
+
+
+def _same_cost(event: RunRegistered, orders: tuple[float, ...]) -> bool:
+    expected = tuple(_release_rdp(mechanism, orders) for mechanism in event.mechanisms)
+    same = [len(cost) for cost in event.step_rdp] == [len(cost) for cost in expected]
+    return same and bool(np.allclose(event.step_rdp, expected, rtol=_TOLERANCE, atol=0))
 
 
 def _release_rdp(mechanism: Mechanism, orders: tuple[float, ...]) -> tuple[float, ...]:

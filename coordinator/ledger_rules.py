@@ -18,6 +18,7 @@ from coordinator.accounting import (
     effective_noise_multiplier,
     step_rdp,
 )
+from coordinator.capacity import overflow_bound
 from coordinator.ledger_entries import AccountOpened, RunRegistered
 from coordinator.releases import Release
 from metrics.errors import BudgetError
@@ -122,11 +123,23 @@ def check_dataset(terms: AccountOpened, dataset_fingerprint: bytes) -> None:
 
 
 def _cost(run_id: str, mechanism: Mechanism, terms: AccountOpened) -> tuple[float, ...]:
-    """RDP of one release, after a check that the noise shares add up to what the mechanism claims."""
+    """RDP of one release, after a check that the mechanism is what it claims to be."""
     if not mechanism.private:
         return (0.0,) * len(terms.orders)
-    check_shares(run_id, mechanism)
+    check_claims(run_id, mechanism)
     check_accountant(run_id, mechanism, terms)
+    return step_rdp(mechanism.sample_rate, mechanism.noise_multiplier, terms.orders)
+
+
+def check_claims(run_id: str, mechanism: Mechanism) -> None:
+    """Refuse a private mechanism that claims more noise than its shares add up to, or fewer cut batches than may be.
+
+    Guarantee: passes only if what a release costs, and what of delta it takes, follow from the rest of the mechanism.
+
+    Raises:
+        BudgetError: ``mechanism_inconsistent``, or a code of :func:`check_shares`.
+    """
+    check_shares(run_id, mechanism)
     counted = effective_noise_multiplier(mechanism, mechanism.virtual_workers * (1 - mechanism.honest_share))
     claimed = mechanism.noise_multiplier
     usable = 0 < mechanism.sample_rate <= 1 and claimed >= SMALLEST_NOISE_MULTIPLIER
@@ -136,7 +149,18 @@ def _cost(run_id: str, mechanism: Mechanism, terms: AccountOpened) -> tuple[floa
             f"mechanism {mechanism.query} of run {run_id} claims noise multiplier {claimed:g} at sampling rate "
             f"{mechanism.sample_rate:g}, but its shares add up to {counted:g}.",
         )
-    return step_rdp(mechanism.sample_rate, claimed, terms.orders)
+    cut = overflow_bound(
+        -(-mechanism.num_examples // mechanism.virtual_workers),
+        mechanism.sample_rate,
+        mechanism.steps * mechanism.virtual_workers,
+        mechanism.micro_batch_size * mechanism.micro_batches,
+    )
+    if mechanism.overflow_probability < cut * (1 - 1e-6):
+        raise BudgetError(
+            "mechanism_inconsistent",
+            f"mechanism {mechanism.query} of run {run_id} claims that a batch is cut with probability "
+            f"{mechanism.overflow_probability:.3g} at most; of its sizes follows {cut:.3g}.",
+        )
 
 
 def check_accountant(run_id: str, mechanism: Mechanism, terms: AccountOpened) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from coordinator.ledger import PrivacyLedger
 from coordinator.ledger_audit import audit
-from coordinator.ledger_entries import GENESIS, StepCharged, _link, check_chain, make_entry
+from coordinator.ledger_entries import GENESIS, RunRegistered, StepCharged, _link, check_chain, make_entry
 from metrics.errors import BudgetError
 from tests.coordinator.ledger_cases import CAP, DELTA, MANIFEST, PARAMETERS, mechanism, opened, receipt_of, tamper
 
@@ -110,3 +110,18 @@ def test_a_signed_chain_that_could_not_have_happened_is_refused(ledger: PrivacyL
         with pytest.raises(BudgetError, match=why):
             audit([*entries, extra], ledger.public_key)
     assert receipt.sequence == 3
+
+
+@pytest.mark.parametrize(
+    "claim", [{"sigma": 1e5}, {"max_grad_norm": 1.1}, {"honest_share": 0.9}, {"sample_rate": 0.0}, {"micro_batches": 0}]
+)
+def test_a_signed_registration_whose_mechanism_is_not_what_it_claims_is_refused(
+    ledger: PrivacyLedger, claim: dict[str, float]
+):
+    *others, entry = ledger.history()
+    event = entry.event
+    assert isinstance(event, RunRegistered)
+    claimed = event.model_copy(update={"mechanisms": (mechanism(**claim),)})
+    head = check_chain(others, ledger.public_key)
+    with pytest.raises(BudgetError, match="entry 2: the ledger would have refused it with mechanism_inconsistent"):
+        audit([*others, make_entry(head, claimed, ledger._store.key)], ledger.public_key)
