@@ -32,7 +32,7 @@ from workers.datasets import Dataset, DatasetForm, dataset_form, slice_ids
 from workers.guard import answer_code, guarded
 from workers.manifest import Manifest
 from workers.models import LossFn, build_model, load_flat
-from workers.parameters import parameter_digest, tensor_digests
+from workers.parameters import own_copy, parameter_digest, tensor_digests
 from workers.sealed_dataset import SealedDataset
 from workers.worker_messages import WorkerSetup
 
@@ -222,7 +222,7 @@ class Evaluating:
         own = order.member(self._attester.member_id)
         self._attester.require_own(own)
         tensors = manifest.computation.tensors
-        flat = parameters[0] if len(parameters) == 1 else np.concatenate(parameters)
+        flat = own_copy(parameters)
         if parameter_digest(tensors, tensor_digests(flat, tensors)) != order.parameter_digest:
             raise ProtocolError("parameters_mismatch", "the order is for other parameters than those that came with it")
         self._scorer.load(flat)

@@ -24,6 +24,15 @@ def split_flat(flat: NDArray[np.float32], tensors: Sequence[TensorSpec]) -> list
     return parts
 
 
+def own_copy(ranges: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+    """The parameters of all ranges as one float32 [d] in this process's own memory.
+
+    What arrives may be a view of an object store, whose memory every process of the node can write to: verified there,
+    it could be another model by the time it is computed on.
+    """
+    return np.concatenate(ranges)
+
+
 def tensor_digests(flat: NDArray[np.float32], tensors: Sequence[TensorSpec]) -> list[bytes]:
     """SHA-256 of each tensor's little-endian float32 bytes, in order.
 

@@ -45,7 +45,7 @@ from workers.mechanism import Mechanism
 from workers.model_checks import check_trainable
 from workers.models import build_model, loss_function, read_flat, trainable_tensors
 from workers.numerics import current_numerics, pin_numerics
-from workers.parameters import parameter_digest, tensor_digests
+from workers.parameters import own_copy, parameter_digest, tensor_digests
 from workers.payload import Attempt, VectorRange, payload_key, seal_header, tag_payload
 from workers.receipt import check_receipt
 from workers.ring import RingVector, ring_dtype
@@ -247,7 +247,7 @@ class TrainWorker:
         if self._last and self._last[0] == digest(request.roster.body):
             return self._last[1], self._last[2]
         self._check_position(roster)
-        flat = parameters[0] if len(parameters) == 1 else np.concatenate(parameters)
+        flat = own_copy(parameters)
         model = self._check_parameters(receipt, roster, flat)
         self._appraise_peers(roster, request.presentations)
         self._advance(roster)
