@@ -41,8 +41,9 @@ def check_trainable(module: nn.Module, form: DatasetForm, loss_fn: LossFn, deter
     """Refuse a model or loss that cannot be trained under per-example clipping on data of this form.
 
     Guarantee: on the synthetic examples tried, the forward pass changes neither a buffer nor a parameter and draws
-    no random number; an example's output, loss and gradient keep their bits when another example changes; and the
-    per-example gradients add up to the gradient of the summed loss. ``module`` itself is not changed.
+    no random number, in training and in evaluation mode; an example's output, loss and gradient keep their bits when
+    another example or its label changes; and the per-example gradients add up to the gradient of the summed loss.
+    ``module`` itself is not changed.
 
     Args:
         deterministic: whether an operation without a deterministic kernel is refused.
@@ -53,7 +54,7 @@ def check_trainable(module: nn.Module, form: DatasetForm, loss_fn: LossFn, deter
             ``nondeterministic_op``; the layer is named.
     """
     check_layers(module)
-    probe = copy.deepcopy(module).cpu().train()
+    probe = copy.deepcopy(module).cpu()
     with (
         torch.random.fork_rng(devices=[]),
         _input_errors(form),
@@ -67,7 +68,9 @@ def check_trainable(module: nn.Module, form: DatasetForm, loss_fn: LossFn, deter
         for count in _BATCH_SIZES:
             examples = _synthetic(form, count)
             changed = _change_first(examples)
-            _check_forward(probe, examples, changed)
+            # Private examples are measured in evaluation mode; see `workers.measuring.PrivateEvaluation`.
+            _check_forward(probe.eval(), examples, changed)
+            _check_forward(probe.train(), examples, changed)
             _check_gradients(probe, loss_fn, examples, changed, deterministic)
 
 
@@ -91,9 +94,9 @@ def _draw(shape: tuple[int, ...], dtype: torch.dtype, integers_below: int) -> Te
 
 
 def _change_first(examples: _Examples) -> _Examples:
-    features = examples.features.clone()
-    features[0] = 1 - features[0]
-    return _Examples(features, examples.labels)
+    features, labels = examples.features.clone(), examples.labels.clone()
+    features[0], labels[0] = 1 - features[0], 1 - labels[0]
+    return _Examples(features, labels)
 
 
 def _check_forward(module: nn.Module, examples: _Examples, changed: _Examples) -> None:

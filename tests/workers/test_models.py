@@ -34,6 +34,11 @@ class Mixing(nn.Module):
         return x - x.mean(0)
 
 
+class MixingInEvaluation(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.training else x - x.mean(0)
+
+
 class Noisy(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.rand(())
@@ -153,6 +158,7 @@ def test_layers_are_refused_by_their_type_and_name(module: nn.Module, code: str,
     ("module", "code", "named"),
     [
         (around(nn.Sequential(Mixing())), "mixing_layer", "'1.0'"),
+        (around(nn.Sequential(MixingInEvaluation())), "mixing_layer", "'1.0'"),
         (around(Noisy()), "random_layer", "'1'"),
         (around(RareNoise()), "random_layer", "'1'"),
         (around(NumpyNoise()), "random_layer", "'1'"),
@@ -179,6 +185,7 @@ def test_a_loss_over_the_whole_batch_is_refused() -> None:
     module = nn.Linear(6, 3)
     assert refusal(module, loss=lambda out, y: cross_entropy(out, y).mean())[0] == "loss_shape"
     assert refusal(module, loss=lambda out, y: cross_entropy(out, y) * out.std())[0] == "mixing_layer"
+    assert refusal(module, loss=lambda out, y: cross_entropy(out, y) * (1 + y.sum()))[0] == "mixing_layer"
     assert refusal(module, loss=mse)[0] == "loss_shape"
 
 
