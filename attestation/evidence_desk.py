@@ -120,6 +120,8 @@ class EvidenceDesk:
         newest_roster: the roster to show; None if there is none yet.
         now: unix seconds.
         attests: roles that are attested over the service.
+        again_only: whether keys are given again, of the epoch that a member's evidence has served before, and never
+            for the first time.
         open_log: whether who knows the manifest may read the log; otherwise, only members.
     """
 
@@ -134,6 +136,7 @@ class EvidenceDesk:
     newest_roster: Callable[[], Envelope | None]
     now: Callable[[], int]
     attests: tuple[Role, ...] = ("worker", "aggregator", OBSERVER)
+    again_only: bool = False
     open_log: bool = True
 
     def challenge(self, peer: Peer, member_id: str, role: str, identity_key: bytes) -> Challenge:
@@ -198,9 +201,11 @@ class EvidenceDesk:
         """
         logged = partial(refusals_logged, self.refusals, self.transaction, member_id, KeyKind.VIRTUAL_WORKER)
         with self.refusals.asked_by("stranger"), logged():
-            self._member(peer, member_id)
+            member = self._member(peer, member_id)
         with self.refusals.asked_by("member"):
             with logged():
+                if self.again_only and member.row.epoch != epoch:
+                    refuse(Refusal.RELEASE_DENIED, f"the run has not given '{member_id}' keys of epoch {epoch}")
                 wanted = self._wanted(member_id, virtual_workers)
             return self.orchestrator.grant(member_id, epoch, wanted, seen)
 
@@ -217,8 +222,11 @@ class EvidenceDesk:
         """
         role = self._member(peer, member_id).appraisal.role
         if data is not None:
-            if parse(DataCommitments, data.body).member_id != member_id:
+            committed = parse(DataCommitments, data.body)
+            if committed.member_id != member_id:
                 refuse(Refusal.PEER_NOT_BOUND, f"'{member_id}' sent data commitments of another member")
+            if not set(committed.virtual_workers) <= set(self.hosted(member_id)):
+                refuse(Refusal.RELEASE_DENIED, f"'{member_id}' sent data commitments of slices that it does not host")
             self.orchestrator.record_data(data)
         envelope = self.newest_roster()
         members = parse(Roster, envelope.body).members if envelope else ()

@@ -202,14 +202,15 @@ class EvidenceOrchestrator:
         Raises:
             EvidenceError: ``data_changed`` if a slice differs from the one first opened in this run,
                 ``release_denied`` if the sender is not an admitted worker.
-            ProtocolError: ``signature`` or ``malformed``.
+            ProtocolError: ``signature``, or ``malformed`` if it names no slices of this run.
         """
         body = parse(DataCommitments, envelope.body)
         admitted = self._admissions.find(body.member_id)
-        if admitted is None or body.run_id != self._run_id:
+        if admitted is None or admitted.appraisal.role != "worker" or body.run_id != self._run_id:
             raise EvidenceError("release_denied", f"{body.member_id} is not an admitted worker of this run")
         with self._own_transaction():
-            self._slices.record(open_envelope(DataCommitments, envelope, admitted.presentation.identity_key))
+            body = open_envelope(DataCommitments, envelope, admitted.presentation.identity_key)
+            self._slices.record(body, self._terms.virtual_workers)
 
     def open_step(
         self,

@@ -9,7 +9,7 @@ before the refusal is told, or counted: see `attestation.refusal_log`.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 from attestation.admissions import Admissions, Admitted
@@ -125,8 +125,10 @@ class ReleaseDesk:
             KeyKind.DATASET: SliceKeys.open(terms.sealed, "training") if terms.sealed else None,
             KeyKind.EVALUATION: SliceKeys.open(terms.evaluation, "evaluation") if terms.evaluation else None,
         }
-        # All members of an epoch are told the same.
-        self._commitments = cache(partial(self._keys.commitments, terms.key_context, terms.virtual_workers))
+        # All members of an epoch are told the same, and hardly any two epochs are under way at once.
+        self._commitments = lru_cache(maxsize=4)(
+            partial(self._keys.commitments, terms.key_context, terms.virtual_workers)
+        )
         self._key_policy = cache(partial(_key_terms, terms.policy))
         begun = next(self._log.newest("session")).content
         self._policy_of_session = bytes.fromhex(begun["policy_digest"])
@@ -138,9 +140,10 @@ class ReleaseDesk:
         evaluation = self._grant_slices(KeyKind.EVALUATION, member_id, epoch, virtual_workers)
         with refusals_logged(self._refusals, self._transaction, member_id, KeyKind.VIRTUAL_WORKER):
             key_terms = self._key_policy(KeyKind.VIRTUAL_WORKER)
+            admitted = self._entitled(member_id, epoch, key_terms.policy)
             keys = [self._keys.of(self._terms.key_context, v, epoch) for v in virtual_workers]
             plaintext = b"".join(key.stream.reveal() + key.data.reveal() for key in keys)
-            grant = self._send(key_terms, member_id, epoch, virtual_workers, self._commitments(epoch), plaintext)
+            grant = self._send(key_terms, admitted, epoch, virtual_workers, self._commitments(epoch), plaintext)
         return replace(grant, slices=slices, evaluation=evaluation, seen=seen)
 
     def _require_seen(self, member_id: str, seen: int) -> None:
@@ -158,21 +161,22 @@ class ReleaseDesk:
         with refusals_logged(self._refusals, self._transaction, member_id, kind):
             key_terms = self._key_policy(kind)
             keys.require_policy(key_terms.policy.evidence_policy)
+            admitted = self._entitled(member_id, epoch, key_terms.policy)
             plaintext = b"".join(keys.of(v).reveal() for v in virtual_workers)
             commitments = keys.header.key_commitments
-            return self._send(key_terms, member_id, epoch, virtual_workers, commitments, plaintext)
+            return self._send(key_terms, admitted, epoch, virtual_workers, commitments, plaintext)
 
     def _send(
         self,
         key_terms: _KeyTerms,
-        member_id: str,
+        admitted: Admitted,
         epoch: int,
         virtual_workers: tuple[int, ...],
         commitments: tuple[bytes, ...],
         plaintext: bytes,
     ) -> Grant:
-        """Log the release of the keys in ``plaintext``, and seal them to the member."""
-        admitted = self._entitled(member_id, epoch, key_terms.policy)
+        """Log the release of the keys in ``plaintext``, and seal them to a member that is entitled to them."""
+        member_id = admitted.row.member_id
         package = KeyPackage(
             kind=key_terms.policy.kind,
             run_id=self._keys.run_id,
@@ -213,6 +217,8 @@ class ReleaseDesk:
         admitted = self._admissions.find(member_id)
         if admitted is None or admitted.appraisal.role != terms.role:
             raise EvidenceError("release_denied", f"{member_id} is not an admitted worker")
+        if epoch >= self._terms.epochs:
+            raise EvidenceError("release_denied", f"there are keys of {self._terms.epochs} epochs, none of {epoch}")
         if not terms.evidence_policy == admitted.appraisal.policy_digest == self._policy_of_session:
             raise EvidenceError(
                 "release_denied",

@@ -62,7 +62,7 @@ class ServingOrchestrator(EvidenceOrchestrator):
         self._stop_serving()
         with self._turn:
             super().begin(terms, session)
-            desk = replace(super().evidence_desk(), attests=(OBSERVER,), open_log=False)
+            desk = replace(super().evidence_desk(), attests=(OBSERVER,), again_only=True, open_log=False)
         if self._bind is not None:
             from attestation.service import EvidenceServer  # it takes a while to load; few runs need it
 

@@ -7,6 +7,7 @@ The book lives in the state of its orchestrator.
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
+from attestation.evidence import Bytes32
 from attestation.evidence_log import EvidenceLog
 from attestation.log_entries import Entry
 from attestation.messages import Message
@@ -23,7 +24,7 @@ class DataCommitments(Message):
     run_id: str
     member_id: str
     virtual_workers: tuple[int, ...]
-    commitments: tuple[bytes, ...]
+    commitments: tuple[Bytes32, ...]
 
 
 class SliceBook:
@@ -33,8 +34,11 @@ class SliceBook:
         self._state = state
         self._log = log
 
-    def record(self, body: DataCommitments) -> None:
+    def record(self, body: DataCommitments, virtual_workers: int) -> None:
         """Note which slices a member has opened; the first commitment to each binds the run.
+
+        Args:
+            virtual_workers: of the run; it has no more slices.
 
         Raises:
             EvidenceError: ``data_changed``, with both commitments; nothing is noted then.
@@ -42,6 +46,8 @@ class SliceBook:
         """
         if len(body.commitments) != len(body.virtual_workers):
             raise ProtocolError("malformed", f"{body.member_id} does not commit to one slice per virtual worker")
+        if not all(0 <= v < virtual_workers for v in body.virtual_workers):
+            raise ProtocolError("malformed", f"{body.member_id} commits to slices that the run does not have")
         for v, commitment in zip(body.virtual_workers, body.commitments, strict=True):
             self._bind(v, commitment)
             self._state.note_opened(body.member_id, v)

@@ -232,7 +232,8 @@ def _terms(
             )
         answer, count = manifest.known_answer, manifest.computation.mechanism.virtual_workers
         context = key_context(manifest.computation, answer)
-        return _Terms(RunTerms(manifest.digest(), context, count, answer, policy, collateral), None)
+        epochs = len(manifest.key_commitments)
+        return _Terms(RunTerms(manifest.digest(), context, count, answer, policy, collateral, epochs=epochs), None)
     assert config.contract is not None  # the configuration has one of the two
     answer, count = bytes.fromhex(config.contract.known_answer), config.contract.virtual_workers
     context = contract_context(count, answer)
@@ -245,7 +246,8 @@ def _terms(
         known_answer=answer,
         key_commitments=orchestrator.key_commitments(context, count, config.contract.epochs),
     )
-    run = RunTerms(contract.digest(), context, count, answer, policy, collateral, displaces=config.hosting == "any")
+    terms = contract.digest(), context, count, answer, policy, collateral
+    run = RunTerms(*terms, displaces=config.hosting == "any", epochs=config.contract.epochs)
     return _Terms(run, contract)
 
 

@@ -94,4 +94,5 @@ def run_terms(
         collateral=collateral,
         sealed=sealed,
         evaluation=evaluation,
+        epochs=len(manifest.key_commitments),
     )

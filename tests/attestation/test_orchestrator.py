@@ -13,7 +13,7 @@ from attestation.commit_book import StepCommit
 from attestation.evidence import Presentation
 from attestation.evidence_log import read_exported_log, verify_exported_log
 from attestation.hybrid_signature import HybridSigner
-from attestation.key_release import ReleaseTerms, hpke_seal, open_keys
+from attestation.key_release import ReleaseTerms, hpke_seal, key_commitment, open_keys
 from attestation.keys import IdentityKey, Purpose, Secret, derive
 from attestation.messages import Envelope, open_envelope, seal
 from attestation.orchestrator import EvidenceOrchestrator
@@ -73,7 +73,7 @@ class Desk:
         return policy.model_copy(update={"evidence_lifetime_s": self.lifetime_s, "key_quotas": self.quotas})
 
     def begin(self) -> None:
-        terms = RunTerms(MANIFEST, COMPUTATION, COUNT, ANSWER, self.policy(), self.session.collateral)
+        terms = RunTerms(MANIFEST, COMPUTATION, COUNT, ANSWER, self.policy(), self.session.collateral, epochs=EPOCHS)
         self.orchestrator.begin(terms, f"execution-{self.executions}")
 
     def present(self, name: str, answer: bytes = ANSWER) -> Envelope:
@@ -401,6 +401,19 @@ def test_a_step_has_the_same_vectors_in_every_session(desk):
     assert refusal(desk.orchestrator.bind_vectors, 0, b"w" * 32) == "not_reproducible"
 
 
+def test_no_key_of_an_epoch_that_nobody_committed_to_is_released(desk, monkeypatch):
+    """Nor does the question cost anything; before, each made the commitments of that epoch, and kept them for ever."""
+    desk.admit("worker-0", "worker-1")
+    made = []
+    monkeypatch.setattr("attestation.key_release.key_commitment", lambda key: made.append(key) or key_commitment(key))
+    for epoch in (EPOCHS, 2**40, 2**64 - 1):
+        assert refusal(desk.orchestrator.release, "worker-0", epoch, (0,)) == "release_denied"
+    desk.orchestrator.release("worker-0", EPOCHS - 1, (0,))
+    assert refusal(desk.orchestrator.release, "worker-0", 0, (0,)) == "release_denied", "its evidence served another"
+    assert refusal(desk.orchestrator.release, "nobody", 0, (0,)) == "release_denied"
+    assert len(made) == COUNT
+
+
 def test_most_hosted_counts_what_any_worker_ever_got_in_any_session(desk):
     assert desk.orchestrator.most_hosted() == 0
     desk.admit("worker-0", "worker-1")
@@ -424,8 +437,11 @@ def test_commitments_count_only_from_the_admitted_worker_that_signed_them(desk):
     assert refusal(desk.orchestrator.record_data, elsewhere) == "release_denied"
     desk.orchestrator.expel("worker-0", "died")
     assert refusal(desk.orchestrator.record_data, desk.commitments("worker-0", 0, b"c" * 32)) == "release_denied"
-    uneven = desk.commitments("worker-1", 0, b"c" * 32, commitments=())
-    assert refusal(desk.orchestrator.record_data, uneven) == "malformed"
+    for unfit in ({"commitments": ()}, {"virtual_workers": (COUNT,)}, {"virtual_workers": (-1,)}):
+        changed = desk.commitments("worker-1", 0, b"c" * 32, **unfit)
+        assert refusal(desk.orchestrator.record_data, changed) == "malformed"
+    desk.admit("aggregator-0")
+    assert refusal(desk.orchestrator.record_data, desk.commitments("aggregator-0", 0, b"c" * 32)) == "release_denied"
     assert "data" not in [kind for kind, _ in desk.log()]
 
 

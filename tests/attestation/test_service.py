@@ -217,6 +217,17 @@ def test_keys_and_rosters_go_to_their_member_over_its_own_channel_alone(site):
     ]
 
 
+def test_a_member_says_what_its_own_slices_are_and_no_others(site):
+    """Before, any member could bind the run to the data of a slice that another hosts."""
+    client, attester = site.admitted("worker-0")
+    fields = {"run_id": site.run_id, "member_id": "worker-0"}
+    with client:
+        for slices in ((1,), (0, 1), (9,), (2**70,)):
+            body = DataCommitments(virtual_workers=slices, commitments=(b"!" * 32,) * len(slices), **fields)
+            assert refusal(client.roster, seal(body, attester.identity)) == "release_denied"
+    assert "data" not in [entry.kind for entry in site.orchestrator._log.entries()]
+
+
 def test_of_two_presentations_of_one_nonce_at_once_exactly_one_is_admitted(site):
     attester = site.attester()
     with site.client(attester) as first, site.client(attester) as second:

@@ -18,7 +18,7 @@ from attestation.roster import open_roster
 from attestation.run_terms import OBSERVER, RunTerms
 from attestation.serving_orchestrator import BESIDE, ServingOrchestrator
 from attestation.slices import DataCommitments
-from metrics.errors import ConfigError, RefusedError, RunFailedError
+from metrics.errors import ConfigError, EvidenceError, RefusedError, RunFailedError
 from tests.attestation.conftest import MANIFEST, MEASUREMENT, NOW
 from tests.attestation.serving import ANSWER, eventually
 from tests.attestation.test_attester import Source
@@ -112,6 +112,36 @@ def test_an_observer_sees_roster_and_log_and_gets_no_keys(run):
     assert (kinds[-1], kinds.count("admitted")) == ("admitted", 3)
     assert parse(SignedHead, head).open(run.owner).length == len(entries)
     assert run.kinds[-2:] == ["release_refused", "release_refused"]
+
+
+def test_an_observer_cannot_bind_the_run_to_data(run):
+    """Before, it could say first what the slices are, and each host of one was refused as ``data_changed``."""
+    for name in HOSTING:
+        run.admit(name)
+    attester = Attester("observer-0", Source(run.session.platform))
+    fields = {"run_id": run.run_id, "member_id": "observer-0"}
+    body = DataCommitments(virtual_workers=(0, 1), commitments=(b"!" * 32,) * 2, **fields)
+    with run.client(attester) as client:
+        client.attest(attester.present(client.challenge(OBSERVER), MANIFEST, b""))
+        assert refusal(client.roster, seal(body, attester.identity)) == "release_denied"
+    with pytest.raises(EvidenceError, match="not an admitted worker"):
+        run.orchestrator.record_data(seal(body, attester.identity))
+    run.place(HOSTING)
+    run.orchestrator.open_step(0, HOSTING, (), ())
+
+
+def test_a_member_gets_over_the_service_no_keys_that_the_run_has_not_given_it(run):
+    """Of the epoch that the run gave it, again; with fresh evidence none, of whatever epoch, until the run gives it."""
+    run.begun()
+    member = run.members["worker-0"]
+    with run.client(member) as client:
+        client.release_keys(0)
+        assert refusal(client.release_keys, 1) == "release_denied"
+        run.admit("worker-0")
+        for epoch in (0, 1, 7):
+            assert refusal(client.release_keys, epoch) == "release_denied"
+        run.orchestrator.release("worker-0", 1, HOSTING["worker-0"])
+        client.release_keys(1)
 
 
 def test_before_the_first_step_there_is_no_roster(run):
