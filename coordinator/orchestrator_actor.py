@@ -1,7 +1,10 @@
 """`attestation.serving_orchestrator.ServingOrchestrator` as an actor."""
 
+from collections.abc import Callable
+
 import ray
 
+from coordinator.own_process import forbid_core_dump
 from coordinator.quick_imports import quickly
 
 with quickly():
@@ -11,6 +14,10 @@ with quickly():
 
 class OrchestratorActor(ServingOrchestrator):
     """ServingOrchestrator whose view answers while another method runs."""
+
+    def __init__(self, state_directory: str, clock: Callable[[], float], bind: str | None = None) -> None:
+        forbid_core_dump()
+        super().__init__(state_directory, clock, bind)
 
     @ray.method(concurrency_group="control")
     def view(self) -> OrchestratorView:  # type: ignore[override]  # Ray changes the type

@@ -1,6 +1,7 @@
-"""What an actor is asked about itself by ``__ray_call__``: its process and its node."""
+"""An actor's own process: what the actor is asked about it by ``__ray_call__``, and what it must not leave behind."""
 
 import os
+import resource
 import signal
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,6 +32,14 @@ class ActorProcess:
         if ActorProcess.find(self.pid) == self:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
+
+
+def forbid_core_dump() -> None:
+    """Have the kernel write no core file of this process, whatever ends it: keys and examples would be in it.
+
+    Where ``kernel.core_pattern`` names a program, that program is told the limit and has to respect it.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def own_process(_: Any) -> ActorProcess | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from coordinator.own_process import forbid_core_dump
 from coordinator.quick_imports import quickly
 
 with quickly():
@@ -27,6 +28,7 @@ class TrainWorkerActor(TrainWorker):
     def __init__(
         self, member_id: str, source: EvidenceSource, clock: Callable[[], float], gpus: GpuSource | None
     ) -> None:
+        forbid_core_dump()
         super().__init__(member_id, source, clock, gpus)
         self._leaving = False
         self._before = signal.signal(signal.SIGTERM, self._asked_to_end)

@@ -1,6 +1,7 @@
 """What the wired classes add to the plain ones, without a cluster."""
 
 import os
+import resource
 import signal
 import time
 from dataclasses import replace
@@ -8,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from coordinator.aggregator_actor import MaskedAggregatorActor
+from coordinator.orchestrator_actor import OrchestratorActor
 from coordinator.worker_actor import TrainWorkerActor
 from workers.train_worker import TrainWorker
 from workers.worker_messages import StepReply
@@ -58,3 +60,19 @@ def test_a_spare_aggregator_holds_no_key_until_it_takes_part():
     assert vars(spare).keys() == {"_source"}
     spare.take_part("aggregator-0-1")
     assert spare._attester.member_id == "aggregator-0-1"
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda _: TrainWorkerActor("worker-0", NoSource(), time.time, None),
+        lambda home: OrchestratorActor(str(home), time.time),
+    ],
+)
+def test_processes_that_hold_keys_leave_no_core_file(start, tmp_path, monkeypatch):
+    limits = []
+    monkeypatch.setattr(resource, "setrlimit", lambda *limit: limits.append(limit))
+    before = signal.getsignal(signal.SIGTERM)
+    start(tmp_path)
+    signal.signal(signal.SIGTERM, before)
+    assert limits == [(resource.RLIMIT_CORE, (0, 0))]
