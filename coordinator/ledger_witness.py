@@ -301,15 +301,17 @@ class Witnessed:
             self._witness.close()
 
     def _known(self) -> Held:
-        """What the witness holds, once it is known to be of this chain."""
-        if self._held is None:
-            held = self._witness.newest()
-            if held.head is not None:
-                found = self._hash_at(held.head.sequence) if held.head.sequence else held.head.hash
-                if found != held.head.hash:
-                    raise rolled_back("the witness", held.head.position, found)
-            self._held = held
-        return self._held
+        """What the witness holds, once it is known to be of this chain.
+
+        Looked up every time: a ledger may be put back while it is open, as by a standby that lacks its last entries.
+        """
+        held = self._held or self._witness.newest()
+        if held.head is not None and held.head.sequence:
+            found = self._hash_at(held.head.sequence)
+            if found != held.head.hash:
+                raise rolled_back("the witness", held.head.position, found)
+        self._held = held
+        return held
 
 
 def _lock(descriptor: int) -> None:

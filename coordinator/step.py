@@ -31,7 +31,7 @@ from coordinator.membership import Membership
 from coordinator.outcome import Model, StepOutcome
 from coordinator.ranges import ParameterRange
 from metrics.collectors import RunMetrics
-from metrics.errors import EvidenceError
+from metrics.errors import BudgetError, EvidenceError
 from workers.manifest import Manifest
 from workers.measurement import Measurement, Released, released
 from workers.parameters import parameter_digest
@@ -86,6 +86,7 @@ class StepRunner:
     _attempts: Attempts = field(init=False)
     _manifest_digest: bytes = field(init=False)
     _prepared: tuple[Any, _Asked] | None = None
+    _last_paid: int = 0
 
     def __post_init__(self) -> None:
         self._manifest_digest = self.manifest.digest()
@@ -95,7 +96,7 @@ class StepRunner:
         """Take ``model`` one step further. It is in ``uncommitted`` until a later roster commits it.
 
         Raises:
-            BudgetError: ``cap_exceeded`` before anything was computed.
+            BudgetError: ``cap_exceeded`` before anything was computed; ``ledger_rolled_back`` before it was decoded.
             RunFailedError: what failed, in which step.
         """
         done = self._execute(Task("gradient", step, self._vector_ranges()), model)
@@ -124,6 +125,7 @@ class StepRunner:
         self.place(epoch)
         receipt, asked = self._pay(task, model)
         paid = parse(Receipt, receipt.body)
+        self._require_later(task, paid)
         self.charged_epsilon = paid.charged_epsilon
         charged = time.perf_counter()
         self.metrics.phase_finished("charge", charged - started)
@@ -160,6 +162,17 @@ class StepRunner:
             # The ledger was lost before it answered, and the question that waited for it with it.
             asked = self._attempts.ask(task, model, receipt, roster)
         return receipt, asked
+
+    def _require_later(self, task: Task, paid: Receipt) -> None:
+        """Refuse a ledger that was put back while the run charged it: what is paid later stands later in its chain."""
+        if paid.sequence <= self._last_paid:
+            raise BudgetError(
+                "ledger_rolled_back",
+                f"{task.name} was charged by the ledger's entry {paid.sequence}, but entry {self._last_paid} was seen "
+                "before.",
+                "Put the ledger's newest file back; an older one forgets what was spent.",
+            )
+        self._last_paid = paid.sequence
 
     def _outcome(self, done: _Done, released: bytes) -> StepOutcome:
         """The record of a finished step, whose commit waits for the next roster from now on."""

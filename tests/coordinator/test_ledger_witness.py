@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import socket
+import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -88,6 +89,29 @@ def test_a_ledger_that_was_put_back_is_refused_with_both_values(path: Path, witn
     beside.close()
     with pytest.raises(BudgetError, match=f"{lost.hash.hex()}; the ledger has {other.hash.hex()}"):
         PrivacyLedger(f"sqlite:///{path}", witness=witness)
+
+
+@pytest.mark.parametrize("others", [0, 3])
+def test_a_ledger_that_is_put_back_while_it_is_open_is_refused_at_the_next_charge(
+    path: Path, witness: str, tmp_path: Path, others: int
+):
+    """As when a standby takes over that lacks the last entries, and others have charged since or not."""
+    ledger = begin(path, witness)
+    with sqlite3.connect(path) as live, sqlite3.connect(tmp_path / "older") as older:
+        live.backup(older)
+        for step in range(2):
+            ledger.charge("run-a", step, PARAMETERS, MANIFEST)
+        older.backup(live)
+    if others:
+        stranger = PrivacyLedger(f"sqlite:///{path}")
+        stranger.register_run("run-b", "patients", (mechanism(),), MANIFEST)
+        for step in range(others):
+            stranger.charge("run-b", step, PARAMETERS, MANIFEST)
+        stranger.close()
+    for _ in range(2):
+        with pytest.raises(BudgetError, match=r"ledger_rolled_back: .*entry 4"):
+            ledger.charge("run-a", 2, PARAMETERS, MANIFEST)
+    ledger.close()
 
 
 def test_two_copies_of_a_ledger_cannot_both_go_on(path: Path, witness: str, tmp_path: Path):

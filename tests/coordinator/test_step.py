@@ -1,5 +1,7 @@
 """One step: receipts come first, and whoever is lost on the way, the bytes stay the same."""
 
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -371,6 +373,27 @@ def test_no_worker_is_asked_for_a_step_that_the_ledger_refuses(tmp_path):
         run.train()
     assert run.stage.calls("step") == []
     assert run.digests == []
+
+
+def test_a_ledger_that_is_put_back_while_the_run_charges_it_stops_the_run(tmp_path):
+    """Without a witness too: what it forgot was released, and the next steps would be charged in its place."""
+    run = whole_run(tmp_path)
+    ledger, database = run.session.control.actors["ledger"].handle, tmp_path / "ledger.sqlite"
+    genuine = ledger.charge
+
+    def put_back(run_id, step, *arguments):
+        with closing(sqlite3.connect(database)) as live, closing(sqlite3.connect(tmp_path / "older")) as older:
+            if step == 1:
+                live.backup(older)
+            if step == 2:
+                older.backup(live)
+        return genuine(run_id, step, *arguments)
+
+    ledger.charge = put_back
+    with pytest.raises(BudgetError, match=r"ledger_rolled_back: step 2 was charged by .* entry 4, but entry 4"):
+        run.train()
+    assert len(run.stage.calls("reduce")) == 2
+    assert len(run.digests) == 2
 
 
 def test_nothing_is_reduced_unless_its_vectors_are_bound(tmp_path):
