@@ -47,7 +47,7 @@ class CollateralKeeper:
         get: asks the network; a parameter so that tests own it.
 
     Attributes:
-        problem: why the last attempt to fetch failed; empty if it did not.
+        problem: why the last attempt brought nothing, or what it brought could not be kept on disk; empty otherwise.
     """
 
     def __init__(
@@ -103,18 +103,28 @@ class CollateralKeeper:
         try:
             bundle = fetch_collateral(self._service, self._anchors, self._get)
             self._require_no_older(bundle)
+            self._require_current(bundle)
         except EvidenceError as refusal:
             self.problem = refusal.message
             return
         self.problem = ""
         self._kept = FetchedCollateral(fetched_at=now, bundle=bundle)
-        write_whole(self._file, self._kept.encode() + b"\n")
+        try:
+            write_whole(self._file, self._kept.encode() + b"\n")
+        except OSError as error:
+            self.problem = f"{self._file} cannot be written ({error.strerror}), so a restart has to fetch it again"
 
     def _require_no_older(self, bundle: CollateralBundle) -> None:
         for known, found in zip(self._kept.bundle.tdx if self._kept else (), bundle.tdx, strict=False):
             if _number(found) < _number(known):
                 numbers = f"{_number(found)}, where {_number(known)} was fetched before"
                 refuse(Refusal.COLLATERAL_ROLLBACK, f"the service gives collateral of evaluation number {numbers}")
+
+    def _require_current(self, bundle: CollateralBundle) -> None:
+        """A mirror may go on with what it has when its own source is gone; what is kept here may last longer."""
+        if (ends := ends_at(bundle)) <= self._clock():
+            said = f"that ended at {_text(ends)}" if ends else "of which a part cannot be read"
+            refuse(Refusal.COLLATERAL_STALE, f"the service gives collateral {said}")
 
     def _stored(self) -> FetchedCollateral | None:
         try:
@@ -144,7 +154,10 @@ def _ends(bundle: CollateralBundle) -> Iterator[datetime]:
 
 
 def _number(collateral: Collateral) -> int:
-    return int(json.loads(collateral.tcb_info).get("tcbEvaluationDataNumber", 0))
+    try:
+        return int(json.loads(collateral.tcb_info)["tcbEvaluationDataNumber"])
+    except (LookupError, TypeError, ValueError):
+        return 0  # of a file that was kept, which each appraisal judges anyhow
 
 
 def _text(at: int) -> str:

@@ -52,7 +52,7 @@ class CollateralRefresh:
             logging.getLogger(__name__).warning("%s", refusal)
             return
         if self._keeper.problem:
-            logging.getLogger(__name__).warning("collateral is not renewed yet: %s", self._keeper.problem)
+            logging.getLogger(__name__).warning("collateral: %s", self._keeper.problem)
         with self._turn:
             self._take(collateral)
 

@@ -1,5 +1,6 @@
 """Collateral from the service that a policy names: what is fetched, when, and what is kept of it."""
 
+import errno
 import json
 import ssl
 import threading
@@ -12,11 +13,12 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
-from attestation.collateral_keeper import CollateralKeeper, ends_at
+from attestation.collateral_keeper import CollateralKeeper, FetchedCollateral, ends_at
 from attestation.collateral_refresh import CollateralRefresh
 from attestation.collateral_service import CollateralService
 from attestation.evidence import Collateral, CollateralBundle
 from attestation.https_get import FetchError, https_get
+from attestation.messages import parse
 from attestation.policy import load_policy
 from attestation.policy_words import explain
 from attestation.simulator import COLLATERAL_LIFETIME_S, CollateralVariant, SimulatedVendor
@@ -118,6 +120,55 @@ def test_what_was_fetched_serves_a_restart_without_a_network_until_it_ends(desk)
     message = stale(restarted)
     assert "cannot be had from 127.0.0.1" in message
     assert "ended at" in message
+
+
+def test_a_mirror_that_gives_what_has_ended_takes_nothing_away(desk):
+    """It may have lost its own source; before, what it gave took the place of what was still good."""
+    keeper = desk.keeper()
+    first = keeper.current()
+    desk.now += COLLATERAL_LIFETIME_S * 2 // 3 + 1
+    desk.publish(desk.now - COLLATERAL_LIFETIME_S - 1)
+    assert keeper.current() == first
+    assert "ended at" in keeper.problem
+    assert desk.keeper().current() == first, "on disk too"
+
+
+def test_a_list_that_cannot_be_read_takes_nothing_away(desk):
+    desk.site.lists["/vcek/v1/Genoa/crl"] = desk.site.collateral.root_ca_crl
+    desk.policy = desk.naming(amd=desk.site.url, snp_lists=("vcek/Genoa",))
+    keeper = desk.keeper()
+    first = keeper.current()
+    desk.now += COLLATERAL_LIFETIME_S * 2 // 3 + 1
+    desk.site.lists["/vcek/v1/Genoa/crl"] = b"<html>Sorry</html>"
+    assert keeper.current() == first
+    assert "cannot be read" in keeper.problem
+
+
+def test_a_full_disk_ends_neither_the_service_nor_its_collateral(desk, monkeypatch, caplog):
+    """Before, the thread that renews it ended with a traceback, and evidence was refused once the former had ended."""
+    keeper = desk.keeper()
+    keeper.current()
+    taken = []
+    refresh = CollateralRefresh(keeper, taken.append, threading.Lock())
+    desk.now = NOW + COLLATERAL_LIFETIME_S * 2 // 3 + 1
+    desk.publish(desk.now)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("attestation.collateral_keeper.write_whole", full)
+    refresh.look()
+    assert taken == [CollateralBundle(tdx=(desk.site.collateral,))]
+    assert "No space left on device" in caplog.text
+
+
+def test_what_is_on_disk_and_says_nothing_is_fetched_anew(desk):
+    desk.keeper().current()
+    (file,) = desk.folder.iterdir()
+    kept = parse(FetchedCollateral, file.read_bytes().strip())
+    hollow = kept.bundle.tdx[0].model_copy(update={"tcb_info": "[]"})
+    file.write_bytes(kept.model_copy(update={"bundle": CollateralBundle(tdx=(hollow,))}).encode() + b"\n")
+    assert desk.keeper().current() == kept.bundle
 
 
 def test_a_service_that_is_down_is_not_asked_at_every_question(desk):
