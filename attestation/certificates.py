@@ -31,7 +31,9 @@ PublicKey = EllipticCurvePublicKey | RSAPublicKey
 _PEM_BEGIN = b"-----BEGIN CERTIFICATE-----"
 _PEM_BLOCKS = re.compile(rb"\s*(?:" + _PEM_BEGIN + rb"[A-Za-z0-9+/=\s]*-----END CERTIFICATE-----\s*)*")
 _MAX_CHAIN = 5
-_MIN_RSA_BITS = 3072
+_MIN_RSA_BITS, _MAX_RSA_BITS = 3072, 8192
+MAX_PRESENTED_BYTES = 1 << 16
+"""Of one certificate or file of certificates that somebody presents; those of vendors have a few thousand."""
 _UNREADABLE = (
     ValueError,
     TypeError,
@@ -62,7 +64,7 @@ def public_key(certificate: x509.Certificate) -> PublicKey:
     key = certificate.public_key()
     if isinstance(key, EllipticCurvePublicKey) and isinstance(key.curve, SECP256R1 | SECP384R1):
         return key
-    if isinstance(key, RSAPublicKey) and key.key_size >= _MIN_RSA_BITS:
+    if isinstance(key, RSAPublicKey) and _MIN_RSA_BITS <= key.key_size <= _MAX_RSA_BITS:
         return key
     raise ValueError("the certificate has no P-256, P-384 or RSA key")
 
@@ -90,7 +92,12 @@ def has_only_blocks(pem: bytes) -> bool:
 
 
 def read_presented(data: bytes) -> tuple[x509.Certificate, ...]:
-    """The certificates in ``data``, which is PEM or one certificate in DER; otherwise as :func:`read_certificates`."""
+    """The certificates in ``data``, which is PEM or one certificate in DER; otherwise as :func:`read_certificates`.
+
+    Guarantee: what is too large is refused before it is read, and so before anything of it is remembered.
+    """
+    if len(data) > MAX_PRESENTED_BYTES:
+        raise ValueError(f"more than {MAX_PRESENTED_BYTES} bytes of certificates")
     if is_pem(data):
         return read_certificates(data)
     return (read_root(data),)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from ipaddress import IPv6Address, IPv6Network
 from typing import Any, Final, Self, TypeAlias, TypeVar
 from urllib.parse import unquote
 
@@ -119,7 +120,7 @@ class _Servicer(EvidenceServicer):
         pem = next(iter(context.auth_context().get("x509_pem_cert", ())), b"")
         host = unquote(context.peer()).rpartition(":")[0]
         peer, identity = _identified(host, pem)
-        if not (self._by_address.allows(host) and self._by_identity.allows(identity)):
+        if not (self._by_address.allows(network_of(host)) and self._by_identity.allows(identity)):
             raise EvidenceError("rate_limited", "this peer asks more than the service allows.", "Ask again later.")
         return peer
 
@@ -133,6 +134,16 @@ def _identified(host: str, pem: bytes) -> tuple[Peer, bytes]:
     """
     peer = Peer.of(host, pem)
     return peer, host.encode() + b" " + peer.certificate.issuer.public_bytes()
+
+
+@lru_cache(maxsize=1024)
+def network_of(host: str) -> str:
+    """By what the calls of an address are counted: itself, or the /64 of an IPv6 address, which is one customer's."""
+    try:
+        address = IPv6Address(host.removeprefix("ipv6:").strip("[]"))
+    except ValueError:
+        return host
+    return f"ipv4:{address.ipv4_mapped}" if address.ipv4_mapped else str(IPv6Network((int(address), 64), strict=False))
 
 
 @dataclass(slots=True)

@@ -31,7 +31,8 @@ class ServiceLimits(Message):
         calls_per_connection: at once.
         pending_calls: that wait for the orchestrator; more are refused.
         message_bytes: of one request.
-        identity_rate, address_rate: calls per second of one TLS identity, and of one network address.
+        identity_rate, address_rate: calls per second of one TLS identity, and of one network address; all of an IPv6
+            /64 are one.
         identity_burst, address_burst: calls that may come at once beyond the rate.
     """
 

@@ -1,4 +1,4 @@
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attestation.certificates import (
+    MAX_PRESENTED_BYTES,
     check_certificate_windows,
     check_crl_window,
     check_links,
@@ -22,6 +23,7 @@ from attestation.certificates import (
     load_crl,
     order_chain,
     point,
+    read_certificates,
     read_presented,
     read_root,
     serial_number,
@@ -116,6 +118,27 @@ def test_certificates_are_read_from_either_encoding(pki) -> None:
     for unreadable in (b"", b"-----BEGIN CERTIFICATE-----", leaf.public_bytes(Encoding.DER) + b"\0"):
         with pytest.raises(ValueError, match="not"):
             read_presented(unreadable)
+
+
+def test_what_somebody_presents_is_remembered_only_if_it_is_small(pki) -> None:
+    """Each of 512 answers is kept, so that certificates of any size would fill as much memory as anybody likes."""
+    pem = pki[0].pem.encode()
+    before = read_certificates.cache_info().currsize, read_root.cache_info().currsize
+    for data in (pem + b"\n" * MAX_PRESENTED_BYTES, b"\0" * (MAX_PRESENTED_BYTES + 1)):
+        with pytest.raises(ValueError, match="more than"):
+            read_presented(data)
+    assert (read_certificates.cache_info().currsize, read_root.cache_info().currsize) == before
+    assert read_presented(pem + b"\n" * (MAX_PRESENTED_BYTES - len(pem))) == read_presented(pem)
+
+
+def test_an_rsa_key_that_takes_long_to_verify_with_is_of_no_known_kind(pki) -> None:
+    for bits, known in ((4096, True), (8192, True), (8193, False), (16384, False)):
+        key = rsa.RSAPublicNumbers(2**64 - 1, (1 << (bits - 1)) + 1).public_key()
+        name = x509.Name([])
+        builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).serial_number(1).public_key(key)
+        certificate = builder.not_valid_before(START).not_valid_after(END).sign(pki[0].key, hashes.SHA256())
+        with nullcontext() if known else pytest.raises(ValueError, match="not a readable"):
+            read_root(certificate.public_bytes(Encoding.DER))
 
 
 def test_a_leaf_cannot_issue(pki) -> None:

@@ -18,6 +18,7 @@ from attestation.log_entries import EntryProof, ExportedEntry, SignedHead
 from attestation.messages import open_envelope, parse, seal
 from attestation.refusals import refusal_in
 from attestation.roster import open_roster
+from attestation.service import _Servicer, network_of
 from attestation.service_limits import ServiceLimits
 from attestation.slices import DataCommitments
 from attestation.wire_messages import to_wire
@@ -283,6 +284,40 @@ def test_an_address_that_asks_too_often_is_refused(session, tmp_path):
                 client.challenge()
         with site.client(site.attester()) as client:
             assert refusal(client.challenge) == "rate_limited"
+
+
+@pytest.mark.parametrize(
+    ("host", "counted"),
+    [
+        ("ipv4:192.0.2.7", "ipv4:192.0.2.7"),
+        ("ipv6:[2001:db8:1:2:3:4:5:6]", "2001:db8:1:2::/64"),
+        ("ipv6:[2001:db8:1:2:ffff::1%eth0]", "2001:db8:1:2::/64"),
+        ("ipv6:[2001:db8:1:3::1]", "2001:db8:1:3::/64"),
+        ("ipv6:[::ffff:192.0.2.7]", "ipv4:192.0.2.7"),
+        ("unix:/run/socket", "unix:/run/socket"),
+    ],
+)
+def test_whoever_has_an_ipv6_network_has_one_address(host, counted):
+    """Or a limit on the calls of an address would be none: a customer has 2^64 of them."""
+    assert network_of(host) == counted
+
+
+def test_the_calls_of_one_ipv6_network_are_limited_together(session, tmp_path):
+    end = client_end(IdentityKey.generate(), MANIFEST)
+    site = Site(session, tmp_path / "orchestrator")
+    servicer = _Servicer(site.desk, None, ServiceLimits(address_rate=0.001, address_burst=3))
+    hosts = [f"ipv6:[2001:db8::{i:x}]" for i in range(4)] + ["ipv6:[2001:db8:0:1::1]"]
+    codes = [_outcome(servicer._peer, _Context(f"{host}:443", end.chain_pem)) for host in hosts]
+    assert codes == ["", "", "", "rate_limited", ""]
+    site.orchestrator.close()
+
+
+class _Context:
+    """What the service asks of gRPC about a peer."""
+
+    def __init__(self, peer, pem):
+        self.peer = lambda: peer
+        self.auth_context = lambda: {"x509_pem_cert": [pem]}
 
 
 def test_a_call_is_refused_when_the_orchestrator_does_not_answer_in_time(session, tmp_path):
