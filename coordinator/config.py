@@ -1,273 +1,61 @@
 """RunConfig: the one typed configuration, the same from Python and YAML.
 
-Unknown fields are refused. What is contradictory on its face is refused here; what needs the data or the model
-(capacity, budget, layers) is refused by `coordinator/plan.py`.
+Unknown fields are refused. What is contradictory on its face is refused here and in `coordinator/config_sections.py`;
+what needs the data or the model (capacity, budget, layers) is refused by `coordinator/plan.py`.
 """
 
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from attestation.yaml_files import parse_yaml, read_yaml
+from coordinator.config_sections import (
+    AttestationConfig,
+    CheckpointConfig,
+    ClassCountsConfig,
+    DatasetConfig,
+    DPConfig,
+    EvaluationConfig,
+    FailureConfig,
+    Kept,
+    KeyServiceConfig,
+    LedgerConfig,
+    MeasurementsConfig,
+    MetricsConfig,
+    OptimizerConfig,
+    PlacementConfig,
+    PrivateEvaluationConfig,
+    RingConfig,
+    Section,
+)
 from metrics.errors import ConfigError
 
-S = TypeVar("S", bound="Section")
-Kept = Literal["sealed", "clear"]
+__all__ = [
+    "AttestationConfig",
+    "CheckpointConfig",
+    "ClassCountsConfig",
+    "DPConfig",
+    "DatasetConfig",
+    "EvaluationConfig",
+    "FailureConfig",
+    "Kept",
+    "KeyServiceConfig",
+    "LedgerConfig",
+    "MeasurementsConfig",
+    "MetricsConfig",
+    "OptimizerConfig",
+    "PlacementConfig",
+    "PrivateEvaluationConfig",
+    "RingConfig",
+    "RunConfig",
+    "Section",
+    "load_config",
+    "parse_config",
+    "validated",
+]
 
-
-class Section(BaseModel):
-    """Base of all sections: unknown fields refused, frozen, no infinities."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class DPConfig(Section):
-    """Differential privacy. Either ``target_epsilon`` or ``noise_multiplier``, never both.
-
-    Attributes:
-        enabled: False needs a dataset declared public; the run is then marked NOT PRIVATE.
-        target_epsilon: epsilon the planned steps may spend; the noise multiplier is solved from it.
-        target_delta: delta of every stated epsilon.
-        noise_multiplier: z, if it is given instead of solved.
-        epsilon_cap: hard cap of the run's own account; ``target_epsilon`` if absent.
-        max_grad_norm: C.
-        colluding_workers: T, workers whose noise is not counted on.
-        accountant: with which noise is solved and the account is held. ``auto`` is ``pld`` for the run's own account
-            and the named account's for one that runs share.
-    """
-
-    enabled: bool = True
-    target_epsilon: float | None = Field(default=None, gt=0)
-    target_delta: float = Field(default=1e-5, gt=0, lt=1)
-    noise_multiplier: float | None = Field(default=None, gt=0)
-    epsilon_cap: float | None = Field(default=None, gt=0)
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    colluding_workers: int = Field(default=0, ge=0)
-    accountant: Literal["auto", "rdp", "pld"] = "auto"
-
-    @model_validator(mode="after")
-    def _one_dial(self) -> Self:
-        if self.enabled and (self.target_epsilon is None) == (self.noise_multiplier is None):
-            raise ValueError("give exactly one of target_epsilon and noise_multiplier")
-        if self.enabled and self.target_epsilon is None and self.epsilon_cap is None:
-            raise ValueError("noise_multiplier needs an epsilon_cap")
-        return self
-
-
-class DatasetConfig(Section):
-    """Where the examples are.
-
-    Attributes:
-        kind: ``digits`` (scikit-learn's 1,797 images), ``npz``, ``parquet``, ``module`` (``module:function``) or
-            ``sealed`` (what ``raycloak data seal`` wrote).
-        path: file of an npz or parquet dataset, folder of a sealed one, relative to the config file.
-        function: ``module:function`` that returns a `workers.datasets.Dataset`.
-        split: ``train`` or ``public`` for ``digits``.
-        features, labels: array or column names of npz and parquet.
-        scale: public constant that every feature is divided by.
-        public: declares that the data needs no protection; of a sealed evaluation split, that results on it need none.
-        fingerprint_key: file of 64 hexadecimal digits beside the data, with which every worker computes the
-            fingerprint that an account may be bound to; relative to the config file.
-        key_file: the data owner's key of a sealed dataset, which the orchestrator alone reads; relative to the config
-            file.
-    """
-
-    kind: Literal["digits", "npz", "parquet", "module", "sealed"]
-    path: str | None = None
-    function: str | None = None
-    split: Literal["train", "public"] = "train"
-    features: str | list[str] = "images"
-    labels: str = "labels"
-    scale: float = Field(default=1.0, gt=0)
-    public: bool = False
-    fingerprint_key: str | None = None
-    key_file: str | None = None
-
-    @model_validator(mode="after")
-    def _fields_of_kind(self) -> Self:
-        if (self.kind in ("npz", "parquet", "sealed")) != (self.path is not None):
-            raise ValueError("path belongs to kind npz, parquet or sealed, and is needed there")
-        if (self.kind == "sealed") != (self.key_file is not None):
-            raise ValueError("key_file belongs to kind sealed, and is needed there")
-        if self.kind == "sealed" and (self.fingerprint_key is not None or self.scale != 1.0):
-            raise ValueError("a sealed dataset has no fingerprint_key or scale; seal what they give")
-        if (self.kind == "module") != (self.function is not None):
-            raise ValueError("function belongs to kind module, and is needed there")
-        return self
-
-
-class EvaluationConfig(Section):
-    """A split on which accuracy, or the loss, is measured every ``every`` steps and at the end.
-
-    Results are exact and shown to everybody, so ``dataset.public`` must declare them public, also where the examples
-    themselves are sealed.
-    """
-
-    dataset: DatasetConfig
-    every: int = Field(default=10, gt=0)
-
-    @property
-    def kept(self) -> Kept:
-        """How the examples are kept."""
-        return "sealed" if self.dataset.kind == "sealed" else "clear"
-
-
-class ClassCountsConfig(Section):
-    """How many private examples each class has, released once, before the first step.
-
-    Attributes:
-        classes: K; labels outside [0, K) are not counted.
-        noise_multiplier: standard deviation of the noise in each count, in examples.
-    """
-
-    classes: int = Field(gt=0, le=10_000)
-    noise_multiplier: float = Field(gt=0)
-
-
-class PrivateEvaluationConfig(Section):
-    """Mean loss, and accuracy under ``cross_entropy``, of the model on the private training examples.
-
-    Attributes:
-        every: steps between two releases; the last is made at the end.
-        noise_multiplier: noise of each release, in units of what one example contributes at most.
-        loss_bound: B; each example's loss is cut to [-B, B].
-    """
-
-    every: int = Field(default=50, gt=0)
-    noise_multiplier: float = Field(gt=0)
-    loss_bound: float = Field(default=5.0, gt=0, le=1e6)
-
-
-class MeasurementsConfig(Section):
-    """What is released about the private examples beside the gradients, each with noise and a cost of its own."""
-
-    class_counts: ClassCountsConfig | None = None
-    evaluation: PrivateEvaluationConfig | None = None
-
-
-class OptimizerConfig(Section):
-    """Update rule of the aggregator, applied to the released average."""
-
-    name: Literal["sgd", "adam", "adamw", "adafactor"] = "sgd"
-    learning_rate: float = Field(default=0.5, gt=0, le=3e38)
-    momentum: float = Field(default=0.0, ge=0, lt=1)
-    weight_decay: float = Field(default=0.0, ge=0)
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.999, ge=0, lt=1)
-    eps: float = Field(default=1e-8, gt=0)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = Field(default=0, ge=0)
-
-
-class RingConfig(Section):
-    """Integer ring of the updates.
-
-    Attributes:
-        bits: width; ``auto`` takes 32 where rounding costs less than 1 % of the sensitivity.
-        clamp: bound of a coordinate of one virtual worker's sum; by default it never binds.
-    """
-
-    bits: Literal["auto", 32, 64] = "auto"
-    clamp: float | None = Field(default=None, gt=0)
-
-
-class LedgerConfig(Section):
-    """Which ledger and account pay.
-
-    Attributes:
-        url: of the ledger; the file in the state folder if absent. A password in it is written and shown nowhere.
-        account: that pays; without a name the run opens its own.
-        witness: absolute folder on other storage, or http(s) URL, that is told every head of the ledger.
-    """
-
-    url: str | None = Field(default=None, repr=False)
-    account: str | None = None
-    witness: str | None = None
-
-
-class KeyServiceConfig(Section):
-    """The data owner's key service, which gives the second half of every virtual-worker key.
-
-    Attributes:
-        address: ``host:port``, as the workers reach it.
-        contract: file that the service wrote, from the owner of the data; relative to the config file.
-    """
-
-    address: str = Field(pattern=r"^.+:[0-9]+$")
-    contract: str
-
-
-class AttestationConfig(Section):
-    """How a run's evidence is shown to others while it goes on.
-
-    Attributes:
-        bind: ``host:port`` where the orchestrator serves the evidence service, on the driver's node; port 0 takes a
-            free one. Without it nothing is served.
-    """
-
-    bind: str | None = Field(default=None, pattern=r"^.+:[0-9]{1,5}$")
-
-
-class FailureConfig(Section):
-    """Deadlines in seconds, and how many failures a run survives.
-
-    Attributes:
-        admission_deadline_s: for a member to open its data and to present its evidence.
-        step_deadline_s: for a worker or aggregator to answer in a step; one that does not is killed and replaced.
-        control_deadline_s: for the ledger or the orchestrator to answer; one that does not is restarted from disk.
-        join_timeout_s: how long a run with fewer than ``min_workers`` waits for replacements before it ends.
-        max_failures: members that may be lost before the run gives up.
-    """
-
-    admission_deadline_s: float = Field(default=120.0, gt=0)
-    step_deadline_s: float = Field(default=120.0, gt=0)
-    control_deadline_s: float = Field(default=30.0, gt=0)
-    join_timeout_s: float = Field(default=120.0, ge=0)
-    max_failures: int = Field(default=100, ge=0)
-
-
-class PlacementConfig(Section):
-    """Where the workers run, in the terms of Ray's placement groups.
-
-    Attributes:
-        strategy: how the initial workers spread over nodes; a joiner gets a group of its own.
-        accelerator_type: model of the accelerator that each worker needs, as Ray names it.
-        resources_per_worker: what each worker reserves; ``CPU`` and ``GPU`` replace the even share.
-        labels: labels that a worker's node must carry, with Ray's selector syntax.
-        deadline_s: after which what cannot be placed is named and refused.
-    """
-
-    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
-    accelerator_type: str | None = None
-    resources_per_worker: dict[str, float] = Field(default_factory=dict)
-    labels: dict[str, str] = Field(default_factory=dict)
-    deadline_s: float = Field(default=60.0, gt=0)
-
-
-class CheckpointConfig(Section):
-    """Sealed packages of the released model; see `docs/tssp.md`.
-
-    Attributes:
-        checkpoint_frequency: steps between two packages; 0 seals one only when the run ends or is stopped.
-        num_to_keep: packages that stay; the newest and the best always do.
-        keep_best: released metric of which the best package stays as well.
-        storage: folder or ``s3://bucket/prefix`` of all packages; ``packages/`` in the state
-            folder if absent.
-        recipients: files with the public keys of those who may open a package, besides the run itself.
-    """
-
-    checkpoint_frequency: int = Field(default=50, ge=0)
-    num_to_keep: int = Field(default=2, gt=0)
-    keep_best: Literal["evaluation_accuracy", "evaluation_loss"] | None = None
-    storage: str | None = None
-    recipients: list[str] = Field(default_factory=list)
-
-
-class MetricsConfig(Section):
-    """Address of the `/metrics` endpoint, ``host:port``; port 0 takes a free one."""
-
-    bind: str = "127.0.0.1:0"
+S = TypeVar("S", bound=Section)
 
 
 class RunConfig(Section):
