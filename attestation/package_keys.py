@@ -19,7 +19,7 @@ from attestation.key_release import HpkeKey, hpke_seal
 from attestation.keys import Purpose, Secret, derive
 from attestation.messages import Message, parse
 from attestation.package_manifest import PackageRefusal, refuse
-from attestation.private_files import publish, read_private
+from attestation.private_files import public_half, publish, read_private
 from attestation.whole_file import write_whole
 from metrics.errors import ConfigError, ProtocolError
 from metrics.file_errors import file_error
@@ -207,7 +207,7 @@ def create_recipient(path: Path) -> tuple[RecipientPublic, Path]:
     Raises:
         ConfigError: ``recipient_exists`` if one of the files is there, ``recipient`` if they cannot be written.
     """
-    public_path = path.with_name(f"{path.name}.pub")
+    public_path = public_half(path, "recipient")
     stored = _StoredRecipient(
         name=path.stem,
         mlkem=MLKEM768PrivateKey.generate().private_bytes_raw(),

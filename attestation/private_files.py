@@ -8,6 +8,17 @@ from pathlib import Path
 from metrics.errors import ConfigError
 
 
+def public_half(path: Path, code: str) -> Path:
+    """Where the public half of the private key in ``path`` goes: beside it, with ``.pub`` appended.
+
+    Raises:
+        ConfigError: ``code`` if the path names no file.
+    """
+    if not path.name:
+        raise ConfigError(code, f"'{path}' is no name for a file.", "Name a new file.")
+    return path.with_name(f"{path.name}.pub")
+
+
 def publish(path: Path, data: bytes, mode: int = 0o600) -> bool:
     """Put ``data`` at ``path`` as a whole and durably, unless a file is there; returns whether it was put.
 

@@ -59,7 +59,7 @@ def bench_mask(
         raise ConfigError(
             "bench_input",
             "the bench needs at least 1 parameter, 2 workers and 1 repeat.",
-            "Raise --params, --workers or --repeats.",
+            "Raise --params or --workers.",
         )
     ring = fit_ring(
         max_grad_norm=1.0,

@@ -25,7 +25,7 @@ def ledger_at(url: str | None, create: bool, witness: str | None = None) -> Iter
     from coordinator.ledger import PrivacyLedger
     from coordinator.state import ledger_url
 
-    ledger = PrivacyLedger(url or ledger_url(), create, witness)
+    ledger = PrivacyLedger(ledger_url() if url is None else url, create, witness)
     try:
         yield ledger
     finally:

@@ -38,7 +38,6 @@ app.add_typer(bench, name="bench")
 app.add_typer(package, name="package")
 app.add_typer(attest, name="attest")
 app.add_typer(data, name="data")
-app.command("audit")(audit_command)
 
 
 def _say_version(asked: bool) -> None:
@@ -210,6 +209,9 @@ def _doctor(output: Output) -> int:
     return 4 if failed else 0
 
 
+app.command("audit")(audit_command)
+
+
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Entry point of the console script; exits with the command's code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -222,9 +224,11 @@ def _invoke(arguments: list[str]) -> int:
     try:
         return int(app(args=arguments, prog_name="raycloak", standalone_mode=False) or 0)
     except TyperException as error:
-        message = " ".join(error.format_message().split())
+        message = " ".join(error.format_message().split()).rstrip(".")
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context is not None else "raycloak"
         with command_output("--json" in arguments, "--debug" in arguments) as output:
-            output.error(ConfigError("usage", message, "See raycloak --help."))
+            output.error(ConfigError("usage", f"{message}.", f"See {command} --help."))
         return ConfigError.exit_code
     except Abort:
         return RaycloakError.exit_code

@@ -37,6 +37,9 @@ def _guard(output: Output, body: Callable[[Output], int]) -> int:
     except KeyboardInterrupt as error:
         output.error(RaycloakError("interrupted", "stopped by the user.", "What was charged stays charged."), error)
         return RaycloakError.exit_code
+    except MemoryError as error:
+        output.error(RaycloakError("out_of_memory", "there is not enough memory for that.", "Ask for less."), error)
+        return RaycloakError.exit_code
     except Exception as error:  # noqa: BLE001 - the last resort: a defect still ends in one line
         output.unexpected(error)
         return RaycloakError.exit_code

@@ -84,7 +84,7 @@ class RunConfig(Section):
         allow_nondeterministic: lets operations without a deterministic kernel run; the run is then marked NOT EXACT.
     """
 
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$")
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$", max_length=100)
     num_workers: int = Field(default=3, gt=0)
     min_workers: int | None = Field(default=None, gt=0)
     max_workers: int | None = Field(default=None, gt=0)
@@ -144,6 +144,10 @@ class RunConfig(Section):
                 "secure_aggregation: false with several workers would show the aggregator vectors that carry only a "
                 "share of the noise; use one worker, or leave it on"
             )
+        if self.optimizer.warmup_steps > self.steps:
+            raise ValueError(f"optimizer.warmup_steps ({self.optimizer.warmup_steps}) exceeds steps ({self.steps})")
+        if self.placement.resources_per_worker.get("GPU") and not self.use_gpu:
+            raise ValueError("placement.resources_per_worker reserves GPUs, but use_gpu is false")
         if self.dataset is not None and self.dataset.kind == "sealed" and self.dataset.public:
             raise ValueError("dataset: sealed training data is not public; train on it in the clear if it is")
         if not self.dp_config.enabled and self.measurements != MeasurementsConfig():

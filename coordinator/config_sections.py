@@ -1,16 +1,36 @@
 """The sections of a configuration: their fields, defaults and bounds, and what is contradictory within one of them."""
 
-from typing import Literal, Self
+import re
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 Kept = Literal["sealed", "clear"]
 
 
+def _address(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if not host or (":" in host and not bracketed) or not (port.isascii() and port.isdigit() and int(port) < 65536):
+        raise ValueError(f"'{text}' is not an address; write host:port, for example 127.0.0.1:9464")
+    return text
+
+
+Address = Annotated[str, AfterValidator(_address)]
+
+
 class Section(BaseModel):
-    """Base of all sections: unknown fields refused, frozen, no infinities."""
+    """Base of all sections: unknown fields refused, frozen, no infinities, and no yes or no for a number."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        kind = cls.model_fields[info.field_name].annotation if info.field_name else None
+        if isinstance(value, bool) and kind is not bool:
+            raise ValueError(f"{str(value).lower()} is no value for it")
+        return value
 
 
 class DPConfig(Section):
@@ -150,6 +170,12 @@ class OptimizerConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(default=0, ge=0)
 
+    @model_validator(mode="after")
+    def _momentum_of_sgd(self) -> Self:
+        if self.momentum and self.name != "sgd":
+            raise ValueError(f"momentum belongs to sgd; {self.name} has no such setting, so set it to 0")
+        return self
+
 
 class RingConfig(Section):
     """Integer ring of the updates.
@@ -172,7 +198,7 @@ class LedgerConfig(Section):
         witness: absolute folder on other storage, or http(s) URL, that is told every head of the ledger.
     """
 
-    url: str | None = Field(default=None, repr=False)
+    url: str | None = Field(default=None, min_length=1, repr=False)
     account: str | None = None
     witness: str | None = None
 
@@ -185,7 +211,7 @@ class KeyServiceConfig(Section):
         contract: file that the service wrote, from the owner of the data; relative to the config file.
     """
 
-    address: str = Field(pattern=r"^.+:[0-9]+$")
+    address: Address
     contract: str
 
 
@@ -197,7 +223,7 @@ class AttestationConfig(Section):
             free one. Without it nothing is served.
     """
 
-    bind: str | None = Field(default=None, pattern=r"^.+:[0-9]{1,5}$")
+    bind: Address | None = None
 
 
 class FailureConfig(Section):
@@ -231,7 +257,7 @@ class PlacementConfig(Section):
 
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     accelerator_type: str | None = None
-    resources_per_worker: dict[str, float] = Field(default_factory=dict)
+    resources_per_worker: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
     labels: dict[str, str] = Field(default_factory=dict)
     deadline_s: float = Field(default=60.0, gt=0)
 
@@ -251,11 +277,18 @@ class CheckpointConfig(Section):
     checkpoint_frequency: int = Field(default=50, ge=0)
     num_to_keep: int = Field(default=2, gt=0)
     keep_best: Literal["evaluation_accuracy", "evaluation_loss"] | None = None
-    storage: str | None = None
+    storage: str | None = Field(default=None, min_length=1)
     recipients: list[str] = Field(default_factory=list)
+
+    @field_validator("storage")
+    @classmethod
+    def _path_or_bucket(cls, storage: str | None) -> str | None:
+        if storage is not None and "://" in storage and not re.match(r"s3://[^/?]", storage):
+            raise ValueError("neither a path nor s3://bucket/prefix")
+        return storage
 
 
 class MetricsConfig(Section):
     """Address of the `/metrics` endpoint, ``host:port``; port 0 takes a free one."""
 
-    bind: str = "127.0.0.1:0"
+    bind: Address = "127.0.0.1:0"

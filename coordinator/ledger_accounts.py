@@ -78,7 +78,7 @@ def opening(
     name: str, epsilon_cap: float, delta: float, authority: bytes, fingerprint: bytes, accountant: AccountantName
 ) -> AccountOpened:
     """The event that opens an account; ConfigError ``account_terms`` if a value makes no sense."""
-    if not (name and name.isprintable()):
+    if not (name.strip() and name.isprintable()):
         raise ConfigError("account_terms", f"{name!r} is no name for an account.", "Give it one that can be printed.")
     if not (0 <= epsilon_cap < math.inf and 0 < delta < 1):
         raise ConfigError(

@@ -1,5 +1,6 @@
 """The URL of a ledger: how it is read, and the form without secrets in which it may be written down."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from metrics.errors import ConfigError
@@ -23,6 +24,18 @@ def parse_url(url: str) -> "sa.URL":
         return sa.make_url(url)
     except (sa.exc.ArgumentError, ValueError):
         raise ConfigError("ledger_url", "the ledger URL cannot be read.", URL_REMEDY) from None
+
+
+def usable_url(url: str) -> "sa.URL":
+    """The parts of a URL under which a ledger can be kept; ConfigError ``ledger_url`` if none can."""
+    parsed = parse_url(url)
+    kind = parsed.get_backend_name()
+    if kind not in ("sqlite", "postgresql"):
+        raise ConfigError("ledger_url", f"a ledger cannot be kept in {kind}.", URL_REMEDY)
+    if kind == "sqlite" and (not parsed.database or not Path(parsed.database).is_absolute() or parsed.query):
+        path = parsed.database or ""
+        raise ConfigError("ledger_url", f"'{path}' is not an absolute path of a ledger.", URL_REMEDY)
+    return parsed
 
 
 def without_secrets(url: str) -> str:

@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 
 from attestation.keys import IdentityKey, Secret
 from attestation.messages import Envelope, Message, open_envelope, parse, seal
-from attestation.private_files import publish, read_private
+from attestation.private_files import public_half, publish, read_private
 from metrics.errors import BudgetError, ConfigError, ProtocolError
 from metrics.file_errors import file_error
 
@@ -80,7 +80,7 @@ def create_authority(path: Path) -> tuple[AuthorityPublic, Path]:
     Raises:
         ConfigError: ``authority_exists`` if one of the files is there, ``authority`` if they cannot be written.
     """
-    public_path = path.with_name(f"{path.name}.pub")
+    public_path = public_half(path, "authority")
     stored = _StoredAuthority(name=path.stem, ed25519=Ed25519PrivateKey.generate().private_bytes_raw())
     public = AuthorityPublic(name=stored.name, key=_key(stored).public)
     try:

@@ -18,10 +18,10 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, InternalError, Operationa
 from sqlalchemy.sql.compiler import SQLCompiler
 
 from attestation.sqlite_files import enter_wal
-from coordinator.ledger_address import URL_REMEDY, parse_url
+from coordinator.ledger_address import usable_url
 from coordinator.ledger_files import prepare_file
 from coordinator.ledger_postgres import begin_write, postgres_engine, refuse_unlogged
-from metrics.errors import BudgetError, ConfigError
+from metrics.errors import BudgetError
 
 LOCK_DEADLINE_S = 30.0
 _BUSY_MS = 30_000  # for what else may find the file busy: recovery, and the last connection's checkpoint
@@ -38,17 +38,12 @@ def open_engine(url: str, create: bool) -> sa.Engine:
     Raises:
         ConfigError, BudgetError: see `coordinator.ledger_store.LedgerStore`.
     """
-    parsed = parse_url(url)
-    if parsed.get_backend_name() == "sqlite":
-        return _sqlite_engine(parsed, create)
-    if parsed.get_backend_name() != "postgresql":
-        raise ConfigError("ledger_url", f"a ledger cannot be kept in {parsed.get_backend_name()}.", URL_REMEDY)
-    return postgres_engine(parsed)
+    parsed = usable_url(url)
+    return _sqlite_engine(parsed, create) if parsed.get_backend_name() == "sqlite" else postgres_engine(parsed)
 
 
 def _sqlite_engine(url: sa.URL, create: bool) -> sa.Engine:
-    if not url.database or not Path(url.database).is_absolute() or url.query:
-        raise ConfigError("ledger_url", f"'{url.database or ''}' is not an absolute path of a ledger.", URL_REMEDY)
+    assert url.database, "a usable URL names the file"
     prepare_file(Path(url.database), create)
     if not create:
         # Neither the file nor its log is written to, not even to tidy up after a writer that was killed.
@@ -203,5 +198,5 @@ def _unavailable(fact: str) -> BudgetError:
     return BudgetError(
         "ledger_unavailable",
         f"the ledger's storage failed: {fact}.",
-        "Nothing was charged unless status() says so; see that the storage is up and not full.",
+        "See that the storage is up and not full, then go on; a charge that was made is found again.",
     )

@@ -29,13 +29,15 @@ def prepare_file(path: Path, create: bool) -> None:
     refuse_network_file_system(path, _MOUNTS.read_text() if _MOUNTS.exists() else "")
     if create and not path.exists():
         _create(path)
-    if not path.is_file():
+    if path.exists() and not path.is_file():
+        raise ConfigError("ledger_url", f"{path} is no file.", "Name the file of a ledger.")
+    if not path.exists():
         raise ledger_missing(f"there is no ledger at {path}.")
     mode = path.stat().st_mode & 0o777
     if mode & 0o077:
         raise BudgetError(
             "ledger_exposed",
-            f"{path} holds a signing key but has mode {mode:03o}.",
+            f"{path} has mode {mode:03o}, but a ledger holds a signing key.",
             f"If nobody else has read or written it: chmod 600 {path}",
         )
 

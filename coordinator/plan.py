@@ -340,8 +340,8 @@ def _warnings(config: RunConfig, mechanism: Mechanism, steps: int) -> tuple[str,
         warnings.append("NOT PRIVATE: privacy is switched off; the data is declared public.")
     elif delta >= 1 / mechanism.num_examples:
         warnings.append(
-            f"delta {delta:g} is not below 1/N = {1 / mechanism.num_examples:.3g}: "
-            "it would allow a mechanism that publishes a random example."
+            f"delta {delta:g} is not below 1/N = {1 / mechanism.num_examples:.3g}: a mechanism that publishes whole "
+            "examples at random would pass as well. Set dp_config.target_delta well below 1/N."
         )
     if config.allow_nondeterministic:
         warnings.append("NOT EXACT: operations without a deterministic kernel are allowed; a repeat may differ.")

@@ -8,13 +8,15 @@ from coordinator.crosscheck import checked
 from coordinator.ledger import PrivacyLedger
 from coordinator.payer import NamedAccount, named_account
 from coordinator.plan import Plan, make_plan
+from coordinator.preflight import preflight
+from coordinator.ranges import split_ranges
 from coordinator.sealed_terms import evaluation_form, sealed_terms
 from metrics.errors import ConfigError
 from workers.datasets import DatasetDescriptor, dataset_form
 from workers.evaluating import check_evaluation_form
 from workers.measuring import check_measurable
 from workers.model_checks import check_trainable
-from workers.models import ModelSource, build_model, loss_function, parameter_count
+from workers.models import ModelSource, build_model, loss_function, parameter_count, trainable_tensors
 
 
 def plan_of(config: RunConfig, config_dir: Path) -> Plan:
@@ -30,9 +32,11 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     """
     if config.dataset is None or config.model is None:
         raise ConfigError("config", "a plan needs both dataset and model.", "Name them in the configuration.")
+    preflight(config, config_dir)
     form = dataset_form(descriptor(config.dataset).open(config_dir))
     model = build_model(ModelSource.of(config.model), config_dir, config.seed)
     loss, _ = loss_function(config.loss, config_dir)
+    split_ranges(trainable_tensors(model), config.aggregators)
     check_trainable(model, form, loss, deterministic=not config.allow_nondeterministic)
     sealed = sealed_terms(config, config_dir, "evaluation")
     if sealed is not None:

@@ -39,8 +39,20 @@ def seal_for(
     dataset = descriptor(part).open(base)
     if out.exists():  # Before a key is made that would open nothing.
         raise DatasetError("dataset_unreadable", f"cannot write {out}: it is there already.", "Name a new folder.")
+    is_new = _make_key(key_file)
     try:
-        publish(key_file, secrets.token_bytes(32).hex().encode() + b"\n")
+        return seal(dataset, config.virtual_workers, policy.digest(), load_dataset_key(key_file), out, use), policy
+    except BaseException:
+        if is_new:
+            key_file.unlink()
+        raise
+
+
+def _make_key(path: Path) -> bool:
+    """Make the data owner's key unless there is one; whether it was made."""
+    if not path.name:
+        raise ConfigError("dataset_key", f"'{path}' is no name for a file.", "Name the file of the key.")
+    try:
+        return publish(path, secrets.token_bytes(32).hex().encode() + b"\n")
     except OSError as error:
-        raise file_error("dataset_key", "write", key_file, error) from None
-    return seal(dataset, config.virtual_workers, policy.digest(), load_dataset_key(key_file), out, use), policy
+        raise file_error("dataset_key", "write", path, error) from None

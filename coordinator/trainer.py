@@ -10,6 +10,7 @@ from coordinator.config import RunConfig
 from coordinator.execution import Execution, Outcome
 from coordinator.outcome import Finished
 from coordinator.plan import check_public
+from coordinator.preflight import preflight
 from coordinator.progress import StepReport
 from coordinator.resume import require_same_config
 from coordinator.run_folder import unfinished_run
@@ -63,6 +64,8 @@ class Trainer:
                 "Give it once: as config.dataset or as train_dataset.",
             )
         check_public(config)
+        base = config_dir or Path.cwd()
+        preflight(config, base)
         model = ModelSource.of(model_init_fn if model_init_fn is not None else config.model or "")
         self._config = config
         self._secret = str(run_secret.resolve()) if run_secret else None
@@ -72,7 +75,7 @@ class Trainer:
         self._execution = Execution(
             config,
             model,
-            portable_base(config_dir or Path.cwd()),
+            portable_base(base),
             in_memory=train_dataset,
             progress=progress or (lambda report: None),
             notice=self._notice,

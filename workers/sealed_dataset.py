@@ -4,7 +4,9 @@ Guarantee: an example is in memory only in a process that was given the key of i
 """
 
 import secrets
-from collections.abc import Collection, Mapping
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -55,13 +57,26 @@ def seal(
     keys = [slice_key(dataset_key, header, v) for v in range(virtual_workers)]
     try:
         folder.mkdir(parents=True)
-        payloads = tuple(_seal_slice(dataset, header, v, keys[v], slices[v], folder) for v in range(virtual_workers))
-        commitments = tuple(key_commitment(key) for key in keys)
-        sealed = header.model_copy(update={"key_commitments": commitments, "slices": payloads})
-        (folder / HEADER_FILE).write_bytes(sealed.encode())
+        with _whole(folder):
+            payloads = tuple(
+                _seal_slice(dataset, header, v, keys[v], slices[v], folder) for v in range(virtual_workers)
+            )
+            commitments = tuple(key_commitment(key) for key in keys)
+            sealed = header.model_copy(update={"key_commitments": commitments, "slices": payloads})
+            (folder / HEADER_FILE).write_bytes(sealed.encode())
     except OSError as error:
         raise file_error("dataset_unreadable", "write", folder, error, DatasetError) from None
     return sealed
+
+
+@contextmanager
+def _whole(folder: Path) -> Iterator[None]:
+    """Leave nothing of a new folder if what fills it fails."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _seal_slice(

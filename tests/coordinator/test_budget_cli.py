@@ -106,6 +106,19 @@ def test_heads_are_looked_for_in_folders_that_there_are(raycloak: Any, tmp_path:
     assert refused(raycloak("verify", option, tmp_path / "packges")) == (2, "usage")
 
 
+def test_a_key_has_a_name_and_so_has_an_account(raycloak: Any):
+    assert refused(raycloak("keygen", "")) == (2, "authority")
+    assert refused(raycloak("open", " ", "--epsilon-cap", 1)) == (2, "account_terms")
+
+
+@pytest.mark.parametrize("place", ["", "folder"])
+def test_an_empty_url_and_a_folder_are_no_ledger(raycloak: Any, tmp_path: Path, place: str):
+    assert raycloak("open", "clinic", "--epsilon-cap", 1)[0] == 0
+    url = place and f"sqlite:///{tmp_path}"
+    assert refused(raycloak("show", "--ledger", url)) == (2, "ledger_url")
+    assert refused(raycloak("open", "other", "--epsilon-cap", 1, "--ledger", url)) == (2, "ledger_url")
+
+
 def test_expired_means_expired(raycloak: Any, authority: Path, tmp_path: Path):
     raycloak("open", "clinic", "--epsilon-cap", 4, "--authority", f"{authority}.pub")
     sign = ("authorize", "clinic", "--epsilon-cap", 6, "--key", authority, "--out", tmp_path / "raise.json")

@@ -141,6 +141,7 @@ def test_demo_takes_overrides_and_a_secret(raycloak, trainer, tmp_path):
             2,
             "error: package_shadowed: import of 'metrics' finds x",
         ),
+        (MemoryError("Unable to allocate 355. PiB"), 4, "error: out_of_memory: there is not enough memory for that."),
         (ValueError("a defect"), 4, "error: unexpected: ValueError: a defect."),
         (KeyboardInterrupt(), 4, "error: interrupted: stopped by the user."),
     ],
@@ -215,6 +216,14 @@ def test_a_wrong_command_line_is_bad_input(arguments, raycloak):
     assert (code, out) == (2, "")
     assert err.startswith("error: usage: ")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [(["budget", "foo"], "budget"), (["budget", "open"], "budget open"), (["plan", "x", "--trials", "0"], "plan")],
+)
+def test_a_wrong_command_line_names_the_help_of_its_command(arguments, command, raycloak):
+    assert raycloak(*arguments)[2].endswith(f". See raycloak {command} --help.\n")
 
 
 def test_a_wrong_command_line_with_json_prints_the_error(raycloak):

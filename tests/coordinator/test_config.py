@@ -56,6 +56,22 @@ def test_the_good_configuration_is_accepted():
         ("min_workers", 1, "min_workers of at least 2"),
         ("secure_aggregation", False, "share of the noise"),
         ("dp_config.colluding_workers", 1, "two honest workers"),
+        ("steps", True, "steps: true is no value for it"),
+        ("optimizer.learning_rate", True, "optimizer.learning_rate: true is no value for it"),
+        ("optimizer", {"name": "adam", "momentum": 0.9}, "momentum belongs to sgd"),
+        ("optimizer.warmup_steps", 201, r"warmup_steps \(201\) exceeds steps \(200\)"),
+        ("metrics.bind", "nowhere", r"metrics.bind: 'nowhere' is not an address; write host:port"),
+        ("metrics.bind", "localhost:65536", "metrics.bind: .* is not an address"),
+        ("metrics.bind", "::1:9464", "metrics.bind: .* is not an address"),
+        ("attestation.bind", "a:99999", "attestation.bind: .* is not an address"),
+        ("key_service", {"address": ":1", "contract": "x"}, "key_service.address: .* is not an address"),
+        ("placement.resources_per_worker", {"CPU": -1}, "placement.resources_per_worker.CPU"),
+        ("placement.resources_per_worker", {"GPU": 1}, "reserves GPUs, but use_gpu is false"),
+        ("checkpoint.storage", "ftp://host/x", "checkpoint.storage: neither a path nor s3"),
+        ("checkpoint.storage", "s3:///x", "checkpoint.storage: neither a path nor s3"),
+        ("checkpoint.storage", "", "checkpoint.storage"),
+        ("ledger.url", "", "ledger.url"),
+        ("name", "n" * 101, "name"),
         ("dataset.path", "data.npz", "path belongs to kind npz, parquet or sealed"),
         ("dataset.function", "data:load", "function belongs to kind module"),
         ("dataset", {"kind": "npz"}, "path belongs to kind npz, parquet or sealed"),
@@ -73,6 +89,16 @@ def test_what_cannot_be_meant_is_refused_by_name(field: str, value: Any, named: 
     assert "\n" not in str(refusal.value)
     assert not refusal.value.message.startswith("config")
     assert refusal.value.remedy
+
+
+@pytest.mark.parametrize("bind", ["127.0.0.1:0", "localhost:9464", "[::1]:65535"])
+def test_an_address_is_a_host_and_a_port(bind: str):
+    assert parse_config(with_field("metrics.bind", bind)).metrics.bind == bind
+
+
+@pytest.mark.parametrize("storage", ["/srv/packages", "packages", "s3://bucket", "s3://bucket/prefix?region=eu"])
+def test_packages_go_to_a_path_or_a_bucket(storage: str):
+    assert parse_config(with_field("checkpoint.storage", storage)).checkpoint.storage == storage
 
 
 def test_every_wrong_field_is_named_at_once():

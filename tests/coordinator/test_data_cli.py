@@ -1,6 +1,8 @@
 """``raycloak data seal``: what it seals, for whom, and what it refuses."""
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,14 @@ import pytest
 
 from attestation.policy import simulated_policy
 from attestation.sealed_data import SealedHeader, SliceKeys
+from attestation.sealed_stream import write_payload
 from attestation.simulator import SimulatedVendor, code_measurement
 from coordinator import cli, state
 from coordinator.config import load_config
 from coordinator.sealed_terms import sealed_terms
 from metrics.errors import ConfigError
 from tests.protocol import VIRTUAL_WORKERS, examples
+from workers import sealed_dataset
 
 CONFIG = """
 num_workers: 3
@@ -83,6 +87,37 @@ def test_nothing_is_sealed_twice_or_over_something_and_the_key_stays(folder, sea
     (folder / "data.key").unlink()
     assert seal("plain")[1]["error"]["code"] == "dataset_unreadable"
     assert not (folder / "data.key").exists()
+
+
+def test_a_disk_that_fills_up_leaves_neither_half_a_dataset_nor_a_key(folder, seal, monkeypatch):
+    written = []
+
+    def full(file, *rest):
+        if written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.append(file.write(b"half"))
+        return write_payload(file, *rest)
+
+    monkeypatch.setattr(sealed_dataset, "write_payload", full)
+    code, told = seal("plain")
+    assert (code, told["error"]["code"]) == (2, "dataset_unreadable")
+    assert told["error"]["message"].endswith("No space left on device.")
+    assert not (folder / "sealed").exists()
+    assert not (folder / "data.key").exists()
+
+
+def test_a_key_that_was_there_stays_where_sealing_fails(folder, seal):
+    assert seal("plain")[0] == 0
+    (folder / "file").touch()
+    assert seal("plain", "file/sealed")[0] == 2
+    assert (folder / "data.key").exists()
+
+
+def test_a_key_has_a_name(folder, capfd, monkeypatch):
+    monkeypatch.setattr(cli, "leave_stdout", lambda: None)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["data", "seal", str(folder / "plain.yaml"), "--key", "", "--out", str(folder / "sealed")])
+    assert (stopped.value.code, capfd.readouterr().err.partition(" '.'")[0]) == (2, "error: dataset_key:")
 
 
 def test_an_evaluation_split_is_sealed_for_evaluation_alone(folder, seal):
