@@ -31,7 +31,7 @@ from attestation.channel import server_credentials
 from attestation.evidence_desk import EvidenceDesk, Peer
 from attestation.evidence_pb2_grpc import EvidenceServicer, add_EvidenceServicer_to_server
 from attestation.refusals import SERVICE_NAME, status_of, trailing
-from attestation.service_limits import RateLimit, ServiceLimits
+from attestation.service_limits import RateLimit, ServiceLimits, UnreadAnswers
 from attestation.service_queue import Afterwards, ServiceQueue
 from attestation.turns import Turn
 from attestation.wire_messages import from_wire, release_to_wire, to_wire
@@ -52,6 +52,7 @@ class _Servicer(EvidenceServicer):
         self._limits = limits
         self._by_identity = RateLimit(limits.identity_rate, limits.identity_burst, time.monotonic)
         self._by_address = RateLimit(limits.address_rate, limits.address_burst, time.monotonic)
+        self._unread = UnreadAnswers(limits)
 
     async def Challenge(self, request: wire.ChallengeRequest, context: Context) -> wire.ChallengeReply:  # noqa: N802
         def answer(peer: Peer) -> wire.ChallengeReply:
@@ -105,7 +106,9 @@ class _Servicer(EvidenceServicer):
             peer = self._peer(context)
             left = context.time_remaining()
             deadline_s = self._limits.deadline_s if left is None else min(left, self._limits.deadline_s)
-            return await self._queue.run(lambda: call(peer), deadline_s)
+            answer = await self._queue.run(lambda: call(peer), deadline_s)
+            self._count(context, network_of(peer.address), answer.ByteSize())
+            return answer
         except RaycloakError as error:
             refusal = error
         except Exception:
@@ -114,6 +117,12 @@ class _Servicer(EvidenceServicer):
             refusal = EvidenceError("release_denied", "the service failed at this call.", "See the log of the service.")
         await context.abort(status_of(refusal), refusal.code, trailing(refusal))
         raise AssertionError("unreachable: abort raises")
+
+    def _count(self, context: Context, address: str, size: int) -> None:
+        """Count an answer until it has left; EvidenceError ``busy`` if too many wait for their receivers."""
+        if not self._unread.takes(address, size):
+            raise EvidenceError("busy", "answers to this peer, or to all, are not read.", "Read them, or ask later.")
+        context.add_done_callback(lambda _: self._unread.left(address, size))
 
     def _peer(self, context: Context) -> Peer:
         """Whoever is at the other end, if it has calls left."""

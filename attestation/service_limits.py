@@ -5,7 +5,7 @@ log alone has none: admissions and releases are always logged, and refusals at a
 (`attestation.refusal_log`).
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Final
@@ -16,6 +16,8 @@ from attestation.appraisal import MAX_PRESENTATION_BYTES
 from attestation.messages import Message
 
 _MAX_BUCKETS: Final = 65_536
+SMALL_BYTES: Final = 65_536
+"""Of an answer that is given whatever else is unread: what a member needs is smaller, and each call has one."""
 
 
 class ServiceLimits(Message):
@@ -31,6 +33,8 @@ class ServiceLimits(Message):
         calls_per_connection: at once.
         pending_calls: that wait for the orchestrator; more are refused.
         message_bytes: of one request.
+        unread_bytes, unread_address_bytes: of answers that are not sent yet, as their receivers do not read them; all
+            of them, and those to one network address. More are refused, but for small ones.
         identity_rate, address_rate: calls per second of one TLS identity, and of one network address; all of an IPv6
             /64 are one.
         identity_burst, address_burst: calls that may come at once beyond the rate.
@@ -46,6 +50,8 @@ class ServiceLimits(Message):
     calls_per_connection: int = Field(default=8, gt=0, le=1024)
     pending_calls: int = Field(default=1024, gt=0, le=65_536)
     message_bytes: int = Field(default=MAX_PRESENTATION_BYTES + 65_536, gt=0, lt=2**30)
+    unread_bytes: int = Field(default=128 * 2**20, gt=0, lt=2**40)
+    unread_address_bytes: int = Field(default=16 * 2**20, gt=0, lt=2**40)
     identity_rate: float = Field(default=20.0, gt=0)
     address_rate: float = Field(default=2000.0, gt=0)
     identity_burst: int = Field(default=40, ge=1)
@@ -108,6 +114,32 @@ class RateLimit:
             return False
         bucket.tokens -= 1.0
         return True
+
+
+class UnreadAnswers:
+    """Bytes of the answers that have not left, which a peer that does not read would have the service hold."""
+
+    def __init__(self, limits: ServiceLimits) -> None:
+        self._limits = limits
+        self._all = 0
+        self._of: Counter[str] = Counter()
+
+    def takes(self, address: str, size: int) -> bool:
+        """Count an answer of ``size`` bytes; False, and nothing is counted, if it is too much and not small."""
+        too_much = self._all + size > self._limits.unread_bytes
+        too_much |= self._of[address] + size > self._limits.unread_address_bytes
+        if too_much and size > SMALL_BYTES:
+            return False
+        self._all += size
+        self._of[address] += size
+        return True
+
+    def left(self, address: str, size: int) -> None:
+        """The answer was sent, or its receiver has gone."""
+        self._all -= size
+        self._of[address] -= size
+        if not self._of[address]:
+            del self._of[address]
 
 
 def _ms(seconds: float) -> int:
