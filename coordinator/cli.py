@@ -21,6 +21,7 @@ from coordinator.commands import AsJson, ConfigFile, Debug, Overrides
 from coordinator.commands import execute as _execute
 from coordinator.config import RunConfig, load_config, parse_config
 from coordinator.data_cli import data
+from coordinator.outlets import open_missing_streams
 from coordinator.output import Output, command_output, leave_stdout
 from coordinator.package_cli import package
 from coordinator.quick_imports import quickly
@@ -214,6 +215,7 @@ app.command("audit")(audit_command)
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Entry point of the console script; exits with the command's code."""
+    open_missing_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     code = _invoke(given)
     leave_stdout()
@@ -231,4 +233,8 @@ def _invoke(arguments: list[str]) -> int:
             output.error(ConfigError("usage", f"{message}.", f"See {command} --help."))
         return ConfigError.exit_code
     except Abort:
+        return RaycloakError.exit_code
+    except OSError as error:  # help or version; a command says it itself
+        with command_output(as_json=False, debug=False) as output:
+            output.error(RaycloakError("output_lost", f"nothing could be written: {error.strerror}.", "Make room."))
         return RaycloakError.exit_code

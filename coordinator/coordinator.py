@@ -188,6 +188,7 @@ class Coordinator:
         account = self._named_account()
         dimension = sum(tensor.size for tensor in facts.tensors)
         plan = self._plan = checked(make_plan(self.config, facts.num_examples, dimension, account))
+        self._reporter.planned(plan)
         known_answer = self._membership.known_answer(plan.mechanism, plan.measurements)
         manifest = self._manifest(facts, plan, known_answer)
         if self._assignment.recorded is not None:

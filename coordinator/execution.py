@@ -256,6 +256,7 @@ class Execution:
             departure=self._departed,
             joined=lambda member_id: self._notice(f"{member_id} joined"),
             restart=self._restarted,
+            warned=lambda warning: self._notice(f"warning: {warning}"),
         )
 
     def _admitted(

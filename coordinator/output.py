@@ -14,12 +14,13 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from rich.console import Console, RenderableType
 
+from coordinator.outlets import Outlet
 from metrics.errors import RaycloakError, RunFailedError
 
 PLAIN_WIDTH = 120
@@ -111,12 +112,12 @@ class Output:
     """The voice of one command."""
 
     def __init__(self, stdout: TextIO, stderr: TextIO, diversion: Diversion, as_json: bool, debug: bool) -> None:
-        self._stdout = stdout
-        self._stderr = stderr
+        self._stdout = Outlet(stdout)
+        self._stderr = Outlet(stderr)
         self._diversion = diversion
         self._as_json = as_json
         self._debug = debug
-        self.progress = _console(stderr if as_json or not stdout.isatty() else stdout)
+        self.progress = _console(self._stderr if as_json or not stdout.isatty() else self._stdout)
         """Progress goes to standard output if it is a terminal and free of JSON, else to standard error."""
 
     def announce(self, text: str) -> None:
@@ -129,11 +130,19 @@ class Output:
         """Print the command's result once: ``data`` as JSON, or ``view`` for a person.
 
         JSON has no infinity and no NaN; such numbers become null. Bytes become hexadecimal text.
+
+        Raises:
+            RaycloakError: ``output_lost`` if it could not be written. Somebody who has stopped reading is no error.
         """
         if self._as_json:
             print(json.dumps(_plain(data), allow_nan=False), file=self._stdout, flush=True)
         else:
             _console(self._stdout).print(view)
+        self._stdout.flush()
+        failure = self._stdout.failure
+        if failure is not None and not isinstance(failure, BrokenPipeError):
+            message = f"what the command came to could not be written: {failure.strerror}."
+            raise RaycloakError("output_lost", message, "Make room; the verdict of a run is in its run.log as well.")
 
     def preview(self, view: RenderableType) -> None:
         """Show a person what a command has come to before it fails; JSON has it beside the error."""
@@ -203,15 +212,19 @@ def _own_descriptor() -> Iterator[TextIO]:
     kept = os.dup(1)
     os.dup2(2, 1)
     try:
-        with open(kept, "w", encoding="utf-8", closefd=False) as stdout:
+        stdout = open(kept, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+        try:
             yield stdout
+        finally:
+            with suppress(OSError):  # what could not be written is known by now
+                stdout.close()
     finally:
         os.dup2(kept, 1)
         os.close(kept)
 
 
-def _console(stream: TextIO) -> Console:
-    return Console(file=stream, width=None if stream.isatty() else PLAIN_WIDTH, highlight=False)
+def _console(stream: Outlet) -> Console:
+    return Console(file=cast(TextIO, stream), width=None if stream.isatty() else PLAIN_WIDTH, highlight=False)
 
 
 def _describe(error: RaycloakError) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from attestation.admissions import OrchestratorView
 from coordinator.control import Restart
 from coordinator.departures import Departure
+from coordinator.plan import Plan
 from coordinator.progress import StepReport
 from metrics.collectors import RunMetrics
 from metrics.events import EventWriter
@@ -23,6 +24,7 @@ class Reporting:
         departure: called when a member is refused, is lost or leaves.
         joined: called with the member id of a worker that joins the run after its start.
         restart: called when the ledger or the orchestrator was started again.
+        warned: called with each warning of the plan, before anything is charged.
     """
 
     metrics: Callable[[Manifest, str], RunMetrics]
@@ -31,6 +33,7 @@ class Reporting:
     departure: Callable[[Departure], None]
     joined: Callable[[str], None]
     restart: Callable[[Restart], None]
+    warned: Callable[[str], None] = lambda warning: None
 
 
 @dataclass(slots=True)
@@ -45,6 +48,11 @@ class Reporter:
     to: Reporting
     workers: Callable[[], int]
     metrics: RunMetrics | None = None
+
+    def planned(self, plan: Plan) -> None:
+        """There is a plan: say what a reader of it should know, while nothing is charged yet."""
+        for warning in plan.warnings:
+            self.to.warned(warning)
 
     def admitted(self, manifest: Manifest, view: OrchestratorView) -> RunMetrics:
         """The first members are admitted: make the series, and say under what terms the steps run."""

@@ -65,7 +65,7 @@ def orchestrator_file(run_id: str) -> Path:
 
 def packages_folder(run_id: str) -> Path:
     """Folder of the sealed packages of a run, the same for all its run directories, mode 0700."""
-    return _folder(home() / "packages" / run_id)
+    return _folder(_folder(home() / "packages") / run_id)
 
 
 def runs_folder() -> Path:

@@ -1,5 +1,7 @@
 """Whole runs in one process: accounted to the cap, masked on every way; exactness has a file of its own."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -85,6 +87,24 @@ def test_an_account_that_does_not_exist_is_refused(tmp_path):
     error, run = failure(BudgetError, tmp_path, overrides=["ledger.account=nobody"])
     assert error.code == "account_unknown"
     assert run.stage.calls("release") == []
+
+
+def test_a_warning_of_the_plan_comes_before_anything_is_charged(tmp_path):
+    run = whole_run(tmp_path, overrides=["dp_config.target_delta=0.1"])
+    charged, warnings = [], []
+
+    def warned(warning):
+        charged.extend(run.stage.calls("charge"))
+        warnings.append(warning)
+
+    reporter = run.coordinator._reporter
+    reporter.to = replace(reporter.to, warned=warned)
+    run.train()
+    (warning,) = warnings
+    assert warning.startswith("delta 0.1 is not below 1/N = ")
+    assert run.stage.calls("charge")
+    assert charged == []
+    assert warnings == list(run.finished.plan.warnings)
 
 
 def test_receipts_are_for_the_parameters_of_their_step(tmp_path):

@@ -34,6 +34,11 @@ def test_a_home_that_cannot_be_made_is_refused(monkeypatch: pytest.MonkeyPatch, 
         state.home()
 
 
+def test_no_folder_below_home_is_open_to_others(raycloak_home: Path):
+    made = state.packages_folder("ab12")
+    assert [folder.stat().st_mode & 0o777 for folder in (made, made.parent)] == [0o700, 0o700]
+
+
 def test_paths_below_home(raycloak_home: Path):
     assert state.ledger_url() == f"sqlite:///{raycloak_home}/ledger.sqlite"
     assert state.run_lock("ab12") == raycloak_home / "orchestrator" / "ab12.lock"
