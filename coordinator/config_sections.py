@@ -53,7 +53,7 @@ class DPConfig(Section):
     target_delta: float = Field(default=1e-5, gt=0, lt=1)
     noise_multiplier: float | None = Field(default=None, gt=0)
     epsilon_cap: float | None = Field(default=None, gt=0)
-    max_grad_norm: float = Field(default=1.0, gt=0)
+    max_grad_norm: float = Field(default=1.0, ge=2.0**-100, le=2.0**100)  # see `workers.clipping.ClippedSum`
     colluding_workers: int = Field(default=0, ge=0)
     accountant: Literal["auto", "rdp", "pld"] = "auto"
 
@@ -147,7 +147,7 @@ class PrivateEvaluationConfig(Section):
 
     every: int = Field(default=50, gt=0)
     noise_multiplier: float = Field(gt=0)
-    loss_bound: float = Field(default=5.0, gt=0, le=1e6)
+    loss_bound: float = Field(default=5.0, ge=1e-6, le=1e6)
 
 
 class MeasurementsConfig(Section):

@@ -44,6 +44,7 @@ def test_the_good_configuration_is_accepted():
         ("dp_config.target_delta", 0, "dp_config.target_delta"),
         ("dp_config.target_delta", 1, "dp_config.target_delta"),
         ("dp_config.max_grad_norm", 0, "dp_config.max_grad_norm"),
+        ("dp_config.max_grad_norm", 1e31, "dp_config.max_grad_norm"),
         ("dp_config.noise_multiplier", 1.0, "exactly one of target_epsilon and noise_multiplier"),
         ("dp_config.target_epsilon", None, "exactly one of target_epsilon and noise_multiplier"),
         ("dp_config", {"noise_multiplier": 1.0}, "noise_multiplier needs an epsilon_cap"),

@@ -63,6 +63,19 @@ def test_equal_inputs_give_equal_bytes_in_any_process_host_or_order():
     assert first.vector(0, KEYS, 0, MODEL, PARAMETERS).tag == second.vector(0, KEYS, 0, MODEL, PARAMETERS).tag
 
 
+def test_sampling_noise_and_tag_share_no_key(monkeypatch):
+    """Each of the three keys of a vector has a purpose of its own, so none says anything of another's stream."""
+    derived: list[Purpose] = []
+
+    def spy(secret, purpose, *fields):
+        derived.append(purpose)
+        return derive(secret, purpose, *fields)
+
+    monkeypatch.setattr("workers.virtual_worker.derive", spy)
+    vector(computer(mechanism()))
+    assert derived == [Purpose.SAMPLING, Purpose.NOISE, Purpose.VECTOR_TAG]
+
+
 @pytest.mark.parametrize("changed", ["step", "parameter digest", "virtual worker", "epoch", "computation", "data"])
 def test_whatever_may_change_a_gradient_changes_the_noise(changed):
     """Two vectors differ by two independent noises, of standard deviation sqrt(2) sigma.
