@@ -420,6 +420,16 @@ def test_an_older_attempt_step_or_ratchet_is_over(hand):
     assert hand.code("worker-0", hand.request(hand.forged(late, attempt=7), 1)) == "step_fenced"
 
 
+def test_keys_and_vectors_of_a_virtual_worker_are_dropped_when_another_hosts_it(hand):
+    worker, own = hand.workers["worker-0"], hand.hosting["worker-0"]
+    assert hand.code("worker-0", hand.request(hand.roster())) == "ok"
+    elsewhere = hand.hosting | {"worker-0": own[1:], "worker-1": tuple(sorted((own[0], *hand.hosting["worker-1"])))}
+    hand.place({"worker-1": own[:1]})
+    assert hand.code("worker-0", hand.request(hand.roster(hosting=elsewhere))) == "ok"
+    assert {v for _, v in worker._keys} == set(worker._vectors) == set(own[1:])
+    assert hand.code("worker-0", hand.request(hand.roster())) == "release_denied", "it has no key to compute it again"
+
+
 def test_a_new_attempt_masks_the_kept_vectors_anew(hand, computed):
     """Survivors recompute nothing; the moved virtual worker alone is computed, and all bytes on the wire differ."""
     _, (first,) = hand.compute(hand.roster())
