@@ -164,8 +164,8 @@ class Training:
             if number is None or not (self.course.releases or self._was_charged(measurement.query, number)):
                 continue
             released, outcome = self.runner.measure(measurement, number, self.model)
-            self.measurement_outcomes.append(outcome)
             self._require_same(outcome.commit)
+            self.measurement_outcomes.append(outcome)
             self.measured(released)
             self._report_measured(released, outcome)
 
@@ -173,10 +173,11 @@ class Training:
         step = self.finished_steps
         if not self.course.releases:
             self._require_charged(step)
-        self.model, outcome = self.runner.run(step, self.model)
+        model, outcome = self.runner.run(step, self.model)
+        self._require_same(outcome.commit)
+        self.model = model
         self.finished_steps += 1
         self.outcomes.append(outcome)
-        self._require_same(outcome.commit)
         self._report(outcome)
         if self.checkpoints is not None:
             if self.checkpoints.due(self.finished_steps):
@@ -199,8 +200,10 @@ class Training:
             )
 
     def _require_same(self, commit: StepCommit) -> None:
+        """Take back what differs from what an earlier execution committed: it is no step of this run."""
         known = self.course.committed.get((commit.query, commit.step))
         if known is not None and known.parameter_digest != commit.parameter_digest:
+            self.runner.uncommitted = tuple(each for each in self.runner.uncommitted if each != commit)
             raise RunFailedError(
                 "not_reproducible",
                 f"{commit.query} {commit.step} gave the digest {commit.parameter_digest.hex()}; the evidence log has "

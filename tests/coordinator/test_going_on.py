@@ -226,6 +226,28 @@ def test_a_run_that_cannot_go_on_now_may_be_resumed_later(tmp_path):
         actor.handle.close()
 
 
+def test_a_model_that_does_not_come_out_the_same_is_neither_kept_nor_sealed(tmp_path, undisturbed):
+    """The vectors are the same, the update is not; what came before it, and why it ended, is saved all the same."""
+    first = begun(tmp_path, killed_at("charge", 3), assignment=Assignment())
+
+    def another(report, parameters, state):
+        return replace(report, tensor_digests=(bytes(32), *report.tensor_digests[1:])), parameters, state
+
+    second = resumed(tmp_path, first)
+    second.stage.disturb = lambda call: another if (call.method, call.index) == ("reduce", 1) else None
+    with second.events:
+        with pytest.raises(RunFailedError, match="not_reproducible"):
+            second.coordinator.run()
+        finished = second.coordinator.salvage(destroy=False)
+        for actor in second.session.control.actors.values():
+            actor.handle.close()
+    assert (finished.steps, finished.parameter_digest.hex()) == (1, undisturbed[0])
+    assert [body["step"] for kind, body in second.evidence if kind == "reproduced"] == [0]
+    third = resumed(tmp_path, first)
+    third.train()
+    assert third.digests == undisturbed[1:]
+
+
 @pytest.mark.parametrize("index", [2, 3], ids=["committed before", "only computed before"])
 def test_vectors_that_do_not_come_out_the_same_are_never_summed(tmp_path, monkeypatch, index):
     """Step 2 was finished, or its vectors were computed and the driver died over them."""
