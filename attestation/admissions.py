@@ -203,7 +203,8 @@ class Admissions:
         )
 
     def _enter(self, admitted: Admitted) -> None:
-        self._members.pop(admitted.row.member_id, None)  # so that whoever came first is the first of them
+        if self._terms.lasting is not None:
+            self._members.pop(admitted.row.member_id, None)  # so that whoever came first is the first of them
         self._members[admitted.row.member_id] = admitted
         self._enrolment.put(admitted.appraisal)
 

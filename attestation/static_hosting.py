@@ -53,9 +53,24 @@ class StaticHosting:
         return self.workers.get(member_id, ())
 
     def rosters(self, orchestrator: RosterOpener, admissions: Admissions) -> Callable[[], Envelope | None]:
-        """The roster of step 0, opened once all of the table are admitted, and again when one of them is new."""
+        """The newest roster, opened once all of the table are admitted, and again when one of them is new.
+
+        It is of step 0, and of the next step once a step has had as many rosters as it may have: in a service that runs
+        for long, each member that presents fresh evidence makes for another one.
+        """
         newest: list[Envelope] = []
         shown: list[frozenset[bytes]] = []
+        reached = 0
+
+        def opened() -> Envelope:
+            nonlocal reached
+            while True:
+                try:
+                    return orchestrator.open_step(reached, self.workers, self.aggregators, ())
+                except ProtocolError as refusal:
+                    if refusal.code != "attempts_exhausted":
+                        raise
+                reached += 1
 
         def roster() -> Envelope | None:
             members = [admissions.find(name) for name in (*self.workers, *self.aggregators)]
@@ -64,7 +79,7 @@ class StaticHosting:
                 return None
             if shown != [evidence]:
                 try:
-                    newest[:] = [orchestrator.open_step(0, self.workers, self.aggregators, ())]
+                    newest[:] = [opened()]
                 except EvidenceError as refusal:
                     raise ProtocolError("no_roster", refusal.message, "Ask again later.") from None
                 shown[:] = [evidence]

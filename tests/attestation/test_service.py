@@ -17,10 +17,11 @@ from attestation.keys import IdentityKey
 from attestation.log_entries import EntryProof, ExportedEntry, SignedHead
 from attestation.messages import open_envelope, parse, seal
 from attestation.refusals import refusal_in
-from attestation.roster import open_roster
+from attestation.roster import Roster, open_roster
 from attestation.service import _Servicer, network_of
 from attestation.service_limits import ServiceLimits
 from attestation.slices import DataCommitments
+from attestation.static_hosting import StaticHosting
 from attestation.wire_messages import to_wire
 from metrics.errors import RefusedError
 from tests.attestation.conftest import MANIFEST
@@ -227,6 +228,26 @@ def test_a_member_says_what_its_own_slices_are_and_no_others(site):
             body = DataCommitments(virtual_workers=slices, commitments=(b"!" * 32,) * len(slices), **fields)
             assert refusal(client.roster, seal(body, attester.identity)) == "release_denied"
     assert "data" not in [entry.kind for entry in site.orchestrator._log.entries()]
+
+
+def test_a_service_that_runs_for_long_never_has_rosters_enough(session, tmp_path, monkeypatch):
+    """Each member that attests anew makes for another; before, a service ended at the 4,096th, for ever."""
+    monkeypatch.setattr("attestation.orchestrator.MAX_ATTEMPTS_PER_STEP", 2)
+    site = Site(session, tmp_path / "orchestrator")
+    desk, places = site.desk, []
+    for round_ in range(5):
+        for name in HOSTING:
+            attester = site.attester(name)
+            challenge = site.orchestrator.challenge(name, "worker")
+            site.orchestrator.admit(attester.present(challenge, MANIFEST, ANSWER))
+            if round_ == 0:
+                site.orchestrator.record_data(commitments(site, name, attester))
+        roster = open_envelope(Roster, desk.newest_roster(), site.key)
+        places.append((roster.step, roster.attempt))
+        if round_ == 3:  # as after a restart
+            desk = site.orchestrator.evidence_desk(StaticHosting.of(HOSTING, (), 4))
+    assert places == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
+    site.orchestrator.close()
 
 
 def test_of_two_presentations_of_one_nonce_at_once_exactly_one_is_admitted(site):
