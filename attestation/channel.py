@@ -46,6 +46,8 @@ from attestation.keys import IdentityKey
 from attestation.messages import Message
 
 SERVER_NAME: Final = "orchestrator.raycloak"
+MAX_LEAF_BYTES: Final = 4096
+"""Of a leaf in PEM. A genuine one has some 700; those of many peers are remembered for a while."""
 # The keys live as long as a process or a channel; a clock that is off must not end them (RFC 5280, 4.1.2.5).
 _FROM, _UNTIL = datetime(2000, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
 
@@ -141,7 +143,9 @@ def is_channel_of(certificate: x509.Certificate, identity_key: bytes) -> bool:
 
 
 def read_leaf(pem: bytes) -> x509.Certificate:
-    """The certificate of a peer as gRPC reports it; EvidenceError ``peer_not_bound`` if it has none."""
+    """The certificate of a peer as gRPC reports it; EvidenceError ``peer_not_bound`` if it has none, or a large one."""
+    if len(pem) > MAX_LEAF_BYTES:
+        refuse(Refusal.PEER_NOT_BOUND, f"the peer showed a certificate of {len(pem)} bytes")
     try:
         return x509.load_pem_x509_certificate(pem)
     except ValueError:

@@ -27,6 +27,7 @@ from grpc_health.v1.health import aio as aio_health
 from grpc_reflection.v1alpha import reflection
 
 from attestation import evidence_pb2 as wire
+from attestation.canonical import digest
 from attestation.channel import server_credentials
 from attestation.evidence_desk import EvidenceDesk, Peer
 from attestation.evidence_pb2_grpc import EvidenceServicer, add_EvidenceServicer_to_server
@@ -142,7 +143,7 @@ def _identified(host: str, pem: bytes) -> tuple[Peer, bytes]:
     at an address of his own.
     """
     peer = Peer.of(host, pem)
-    return peer, host.encode() + b" " + peer.certificate.issuer.public_bytes()
+    return peer, digest(host.encode() + b" " + peer.certificate.issuer.public_bytes())
 
 
 @lru_cache(maxsize=1024)
