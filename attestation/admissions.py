@@ -5,6 +5,7 @@ Nonce, decision and log entry of an admission are one transaction, and a member 
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -71,6 +72,7 @@ class Admissions:
     """The members of one session.
 
     Args:
+        transaction: opens a transaction of the session that asks.
         clock: unix seconds.
     """
 
@@ -79,9 +81,11 @@ class Admissions:
         state: OrchestratorState,
         log: EvidenceLog,
         refusals: RefusalLog,
+        transaction: Callable[[], AbstractContextManager[None]],
         run_id: str,
         clock: Callable[[], int],
     ) -> None:
+        self._transaction = transaction
         self._state = state
         self._log = log
         self._refusals = refusals
@@ -121,7 +125,7 @@ class Admissions:
 
     def challenge(self, member_id: str, role: Role, identity_key: bytes = b"") -> Challenge:
         """See `attestation.orchestrator.EvidenceOrchestrator.challenge`."""
-        with self._state.transaction():
+        with self._transaction():
             if member_id in self._members:
                 self.keep(replace(self._members[member_id].row, superseded=True))
             return self._nonces.issue(
@@ -137,7 +141,7 @@ class Admissions:
         """See `attestation.orchestrator.EvidenceOrchestrator.admit`."""
         admitted: Admitted | EvidenceError | None = self._admitted_by(envelope)
         if admitted is None:
-            with self._state.transaction():
+            with self._transaction():
                 admitted = self._decide(envelope)
         if isinstance(admitted, EvidenceError):
             raise admitted
@@ -173,7 +177,7 @@ class Admissions:
         """See `attestation.orchestrator.EvidenceOrchestrator.expel`."""
         if self._members.pop(member_id, None) is not None:
             self._enrolment.drop(member_id)
-            with self._state.transaction():
+            with self._transaction():
                 self._state.drop_member(member_id)
                 self._log.append("expelled", {"member_id": member_id, "cause": cause})
 

@@ -102,7 +102,8 @@ class EvidenceOrchestrator:
         self._commits = CommitBook(self._state, self._log)
         self._slices = SliceBook(self._state, self._log)
         self._refusals = RefusalLog(self._log, self._state.transaction)
-        self._admissions = Admissions(self._state, self._log, self._refusals, self._run_id, self._now)
+        own = self._own_transaction
+        self._admissions = Admissions(self._state, self._log, self._refusals, own, self._run_id, self._now)
         self._draws = DrawBook(self._state.db)
         self._releases = ReleaseDesk(
             keys=self._keys,
@@ -111,7 +112,7 @@ class EvidenceOrchestrator:
             draws=self._draws,
             log=self._log,
             refusals=self._refusals,
-            transaction=self._own_transaction,
+            transaction=own,
             clock=self._now,
         )
         self._packages = PackageDesk(
@@ -171,7 +172,7 @@ class EvidenceOrchestrator:
         The presentation that a member was admitted by gives the same appraisal again until it is challenged anew.
 
         Raises:
-            EvidenceError: with the code of the first failing check.
+            EvidenceError: with the code of the first failing check; ProtocolError as :meth:`open_step`.
         """
         return self._admissions.admit(envelope)
 

@@ -92,10 +92,16 @@ def test_an_execution_that_another_one_took_over_from_decides_nothing_any_more(d
     desk.executions += 1
     desk.begin()
     desk.admit("worker-0", "worker-1")
+    late = desk.present("worker-2")
     log, hosting = desk.log(), {"worker-0": (0, 2), "worker-1": (1, 3)}
+    members = desk.orchestrator._state.members()
+    assert refusal(former.challenge, "worker-2", "worker") == "session_over"
+    assert refusal(former.admit, late) == "session_over"
     assert refusal(former.open_step, 0, hosting, (), ()) == "session_over"
     assert refusal(former.release, "worker-0", 0, (0,)) == "session_over"
     assert refusal(former.commit, (commit(0, b"p" * 32, 1),)) == "session_over"
+    assert refusal(former.expel, "worker-0", "died") == "session_over"
+    assert desk.orchestrator._state.members() == members
     assert desk.log() == log
     assert (desk.roster().attempt, desk.roster().ratchet) == (0, 0)
     former.close()
