@@ -12,6 +12,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -130,7 +131,8 @@ class TsmReports:
         try:
             family, quote, auxiliary = self._ask(entry, report_data)
         finally:
-            self._tree.remove(entry)
+            with suppress(OSError):  # an entry that stays costs its name; the evidence, or its error, counts for more
+                self._tree.remove(entry)
         if _report_data_of(family, quote) != report_data:
             raise EvidenceError("tee_report", "the platform's answer is over other report data than it was asked for")
         return CpuEvidence(quote, family, self._certificates(family, quote, auxiliary))

@@ -177,6 +177,19 @@ def test_an_entry_is_removed_whatever_comes_of_it(root: Path, tdx: Kernel, clock
     assert list((root / TSM_REPORTS).iterdir()) == []
 
 
+def test_an_entry_that_cannot_be_removed_hides_neither_evidence_nor_its_error(
+    root: Path, tdx: Kernel, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(_: Path) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(tdx, "remove", busy)
+    assert source(root, tdx, clock).collect(REPORT_DATA).quote
+    tdx.failures = [errno.EIO]
+    with pytest.raises(EvidenceError, match="gives no evidence"):
+        source(root, tdx, clock).collect(REPORT_DATA)
+
+
 def test_the_privilege_level_is_asked_for_where_one_is_given(root: Path, snp: Kernel, clock: Clock) -> None:
     source(root, snp, clock, privilege_level=2).collect(REPORT_DATA)
     assert snp.written == [("privlevel", b"2"), ("inblob", REPORT_DATA)]
