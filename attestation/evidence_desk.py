@@ -170,7 +170,7 @@ class EvidenceDesk:
         Raises:
             EvidenceError: ``peer_not_bound``, or as ``admit``.
         """
-        presentation = open_presentation(envelope)
+        presentation = self._opened(envelope)
         binding = ChannelBinding(
             presentation=digest(envelope.body),
             server_certificate=self.end.certificate,
@@ -280,11 +280,22 @@ class EvidenceDesk:
             return False
         return admitted.appraisal.expires_at > self.now()
 
+    def _opened(self, envelope: Envelope) -> Presentation:
+        """As `open_presentation`; what cannot be opened is refused in nobody's name."""
+        try:
+            return open_presentation(envelope)
+        except EvidenceError as refusal:
+            self._log_refusal("", refusal.code)
+            raise
+
     def _refuse(self, presentation: Presentation, why: str) -> NoReturn:
         name, code = presentation.member_id, Refusal.PEER_NOT_BOUND
-        with self.transaction(), self.refusals.asked_by("stranger"):
-            self.refusals.append("refused", name, code.value)
+        self._log_refusal(name, code.value)
         refuse(code, f"the evidence of '{name}' {why}")
+
+    def _log_refusal(self, name: str, code: str) -> None:
+        with self.transaction(), self.refusals.asked_by("stranger"):
+            self.refusals.append("refused", name, code)
 
 
 def _path(size: int, prove: Callable[[], tuple[bytes, ...]]) -> TreePath:

@@ -11,6 +11,7 @@ from attestation.evidence_desk import Peer
 from attestation.evidence_log import EvidenceLog, verify_exported_log
 from attestation.hybrid_signature import HybridSigner
 from attestation.keys import IdentityKey, Secret
+from attestation.messages import Envelope
 from attestation.refusal_log import RefusalLog
 from attestation.transactions import Transactions
 from metrics.errors import EvidenceError
@@ -148,6 +149,16 @@ def test_a_stranger_cannot_grow_the_log_for_ever_by_any_call(site, tmp_path):
     *_, newest = site.desk.log.entries()
     assert newest.kind == "refusals_omitted"
     assert newest.content == {"count": 32, "codes": {"release_denied": 10, "peer_not_bound": 11, "nonce_replayed": 11}}
+
+
+def test_evidence_that_cannot_be_opened_is_refused_in_the_log_too(site):
+    """Over the service as well; before, only what the run itself was shown."""
+    stranger, attester = peer_of(IdentityKey.generate()), site.attester()
+    genuine = attester.present(site.orchestrator.challenge("worker-0", "worker"), MANIFEST, ANSWER)
+    for envelope in (Envelope(b"{}", bytes(64)), Envelope(genuine.body, bytes(64))):
+        code = code_of(site.desk.attest, stranger, envelope, bytes(64))
+        *_, newest = site.desk.log.entries()
+        assert (newest.kind, newest.content) == ("refused", {"member_id": "", "code": code})
 
 
 def test_after_a_flood_members_are_admitted_served_and_their_refusals_logged(site):
