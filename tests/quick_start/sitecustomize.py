@@ -1,10 +1,13 @@
 """Starts Ray's workers without importing Ray beforehand; for interpreters that have this folder on their PYTHONPATH.
 
+All of them collect garbage rarely, as the tests themselves do: what they import stays.
+
 Ray starts a worker by a script that imports the whole of Ray, only to set variables and to become the worker, which
 imports it once more: half a second of CPU for each process. Here the interpreter becomes the worker at once. A worker
 that is to have more than variables is left to Ray's script.
 """
 
+import gc
 import os
 import sys
 
@@ -30,3 +33,5 @@ def worker_of(words: list[str]) -> tuple[list[str], dict[str, str]] | None:
 
 if (_worker := worker_of(sys.orig_argv)) is not None:
     os.execve(_worker[0][0], _worker[0], {**os.environ, **_worker[1]})
+
+gc.set_threshold(50_000)
