@@ -24,6 +24,7 @@ from coordinator.control import Control
 from coordinator.coordinator import Session
 from coordinator.crew import Crew, start_crew
 from coordinator.hardware import Guests, collateral_of, configured_policy
+from coordinator.payer import accountant_for
 from coordinator.placement import Placement
 from coordinator.ray_backend import EvidenceSources, RayBackend
 from coordinator.ray_control import RayControl
@@ -80,7 +81,8 @@ def launch(stack: ExitStack, config: RunConfig, base: Path, placement: Placement
     collateral = collateral_of(policy, config.collateral, base)
     ledger = config.ledger
     folder = str(state.home() / "orchestrator")
-    control = RayControl(ledger.url or state.ledger_url(), folder, ledger.witness, bind)
+    url, accountant = ledger.url or state.ledger_url(), accountant_for(config, None)
+    control = RayControl(url, folder, ledger.witness, bind, accountant)
     stack.callback(control.close)
     sources: EvidenceSources = Guests(policy.gpus_per_worker if policy else 0)
     present: Mapping[str, Any] = {}

@@ -61,10 +61,10 @@ class PrivacyLedger(LedgerReader):
                 self.close()
                 raise
 
-    def load_accountant(self) -> None:
+    def load_accountant(self, name: AccountantName = "pld") -> None:
         """Import what computes epsilon, which takes seconds; optional, so that no registration has to wait for it."""
         with quickly():
-            accountant_of("pld").load()
+            accountant_of(name).load()
 
     def open_account(
         self,

@@ -19,6 +19,7 @@ from coordinator.departures import START_AGAIN
 from coordinator.ledger import PrivacyLedger
 from coordinator.own_process import ActorProcess, own_process
 from metrics.errors import RunFailedError
+from workers.mechanism import AccountantName
 
 
 class RayControl:
@@ -29,11 +30,18 @@ class RayControl:
         orchestrator_folder: absolute folder of the orchestrator's state.
         witness: of the ledger, as `coordinator.ledger.PrivacyLedger` takes it.
         bind: where the orchestrator serves, as `ServingOrchestrator` takes it.
+        accountant: that the run will most likely ask for; the ledger imports it ahead.
     """
 
     def __init__(
-        self, ledger_url: str, orchestrator_folder: str, witness: str | None = None, bind: str | None = None
+        self,
+        ledger_url: str,
+        orchestrator_folder: str,
+        witness: str | None = None,
+        bind: str | None = None,
+        accountant: AccountantName = "pld",
     ) -> None:
+        self._accountant = accountant
         self._arguments: Mapping[ControlRole, tuple[Any, ...]] = {
             "ledger": (ledger_url, True, witness),
             "orchestrator": (orchestrator_folder, time.time, bind),
@@ -59,7 +67,7 @@ class RayControl:
         self._secret_file = secret_file
         self.run_id, key = self._open(self.actors["orchestrator"], run_id)
         # Not waited for: it overlaps with the workers' start.
-        self.actors["ledger"].handle.load_accountant.remote()
+        self.actors["ledger"].handle.load_accountant.remote(self._accountant)
         return self.run_id, key
 
     def control(self, deadline_s: float, max_restarts: int) -> Control:

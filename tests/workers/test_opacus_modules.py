@@ -19,9 +19,21 @@ def report(run_python, code):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_renyi_accounting_loads_no_torch(run_python):
-    code = "from coordinator.accounting import step_rdp\nassert step_rdp(0.01, 1.0)[0] > 0\n"
-    assert report(run_python, f"{code}print(json.dumps({WATCHED}))") == []
+RENYI = f"""
+from coordinator.ledger import PrivacyLedger
+PrivacyLedger('sqlite:///{{folder}}/ledger.sqlite').load_accountant('rdp')
+print(json.dumps({WATCHED} + [name for name in ['dp_accounting', 'scipy.stats'] if name in sys.modules]))
+from coordinator.accounting import step_rdp
+assert step_rdp(0.01, 1.0)[0] > 0
+print(json.dumps({WATCHED}))
+"""
+
+
+def test_a_ledger_with_renyi_accounting_loads_neither_torch_nor_the_other_accountant(run_python):
+    code = RENYI.replace("{folder}", str(run_python.folder))
+    done = run_python("-c", f"{LOADED}{code}")
+    assert done.code == 0, done.stderr
+    assert done.stdout.split() == ["[]", "[]"]
 
 
 STEP = f"""
