@@ -2,7 +2,7 @@
 
     cluster     a head and two nodes of this machine, of the bench alone
     disturbed   kills one after the other, the next one when the run is complete again; then the run is asked to stop
-    reference   the same configuration and run secret, undisturbed, as far as the disturbed run came
+    reference   the same configuration and run secret with the fewest workers, undisturbed, as far as that one came
     checks      the bytes of every step, the charges, the ledger's chain, the evidence log
 
 A driver that is killed is followed by ``raycloak run CONFIG --resume``. A stopped driver is killed after a pause; every
@@ -18,7 +18,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -88,7 +88,10 @@ def bench_chaos(
                 chaos.strike_all(schedule)
                 last = chaos.finish()
                 notice(f"{len(chaos.kills)} signals sent in {last + 1} steps; the same steps undisturbed")
-                reference = _run(task, Path(folder) / "reference", config, cluster)
+                # As many as the noise was planned for; the bytes are those of any number, and fewer processes start.
+                fewest = (f"num_workers={config.fewest_workers}", f"min_workers={config.fewest_workers}")
+                few = replace(task, overrides=(*task.overrides, *fewest))
+                reference = _run(few, Path(folder) / "reference", config, cluster)
                 try:
                     reference.start()
                     _follow(reference, last)
