@@ -66,6 +66,8 @@ SECRET = "ab" * 32
 VIRTUAL_WORKERS = 8
 FEW_FAILURES = ["failure.max_failures=4"]
 """Overrides of a run that refuses every worker: it is over after so many instead of a hundred."""
+RENYI = {"accountant": "rdp", "noise_multiplier": 2.0, "epsilon_cap": 20.0}
+"""Privacy of a run that is about something else: planned at once, and its ledger imports one accountant of two."""
 Arrays = tuple[np.ndarray, np.ndarray]
 
 

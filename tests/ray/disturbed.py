@@ -1,8 +1,8 @@
 """Run by tests/ray/test_nodes.py as a driver of a cluster of several nodes; prints one JSON object.
 
-Trains once undisturbed on one worker, and once on three while a worker's process is asked to end, a node is drained
-and a node is killed, one after the other, each when the run has its full membership again. RAYLETS maps node ids to
-process ids.
+Trains once undisturbed, on one worker of plain objects, and once on three while a worker's process is asked to end, a
+node is drained and a node is killed, one after the other, each when the run has its full membership again. RAYLETS maps
+node ids to process ids.
 """
 
 import json
@@ -22,6 +22,7 @@ from coordinator.demo import demo_config
 from coordinator.ray_backend import RayBackend
 from coordinator.raylets import DRAIN_PREEMPTION
 from coordinator.trainer import Trainer
+from tests.protocol import RENYI, trained
 
 STEPS = 50
 SLOWED_S = 1.0
@@ -91,10 +92,13 @@ class Disturbances:
         Watched.current.doomed = "worker-2"
 
 
-def train(secret, progress=lambda report: None, notice=lambda line: None, **changes):
+def raw_config():
     spread = {"steps": STEPS, "expected_batch_size": 64, "evaluation": None, "placement": {"strategy": "SPREAD"}}
-    config = parse_config(demo_config() | spread | changes)
-    trainer = Trainer(config, run_secret=secret, progress=progress, notice=notice)
+    return demo_config() | spread | {"dp_config": RENYI}
+
+
+def train(secret, progress, notice):
+    trainer = Trainer(parse_config(raw_config()), run_secret=secret, progress=progress, notice=notice)
     result = trainer.train()
     events = map(json.loads, (Path(result["run_dir"]) / "metrics.jsonl").read_text().splitlines())
     digests = [event["parameter_digest"] for event in events if event["event"] == "step"]
@@ -108,7 +112,8 @@ def main():
     secret.write_text("5e" * 32)
     coordinator.launch.RayBackend = Watched
     connect(num_cpus=0)
-    undisturbed, _ = train(secret, num_workers=1, secure_aggregation=False)
+    alone = {"num_workers": 1, "secure_aggregation": False}
+    undisturbed = trained(Path("alone").absolute(), secret=secret.read_text(), **raw_config() | alone).digests
     disturbances = Disturbances()
     digests, attempts = train(secret, disturbances.after, disturbances.notice)
     ray.shutdown()

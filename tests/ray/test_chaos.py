@@ -17,7 +17,7 @@ STEPS_PER_KILL = 1000
 def test_a_run_under_chaos_has_the_bytes_and_the_charges_of_the_undisturbed_one(run_python):
     done = run_python(
         "-m", "coordinator", "bench", "chaos", str(CONFIG), "--kills", str(KILLS), "--seed", "19", "--json",
-        "--set", "num_workers=3", "--set", f"steps={STEPS_PER_KILL * KILLS}",
+        "--set", "num_workers=3", "--set", f"steps={STEPS_PER_KILL * KILLS}", "--set", "dp_config.accountant=rdp",
         environment={"PYTHONPATH": str(QUICK_START)}, deadline_s=KILLS * SECONDS_PER_KILL,
     )  # fmt: skip
     assert done.code == 0, done.stdout + done.stderr

@@ -18,6 +18,7 @@ from coordinator.state import ledger_url
 from coordinator.trainer import Trainer
 from metrics.errors import ConfigError
 from tests.conftest import ROOT
+from tests.protocol import RENYI
 
 DEADLINE_S = 180
 STEPS = 24
@@ -59,7 +60,7 @@ def stopped_by_a_signal(arguments, environment, home):
 @pytest.fixture
 def config_file(tmp_path):
     path = tmp_path / "config.yaml"
-    changes = {"num_workers": 2, "steps": STEPS, "expected_batch_size": 64, "evaluation": None}
+    changes = {"num_workers": 2, "steps": STEPS, "expected_batch_size": 64, "evaluation": None, "dp_config": RENYI}
     path.write_text(yaml.safe_dump(demo_config() | changes | {"checkpoint": {"checkpoint_frequency": 0}}))
     return path
 

@@ -23,6 +23,7 @@ from coordinator.ray_backend import RayBackend
 from coordinator.sealing import seal_for
 from coordinator.trainer import Trainer
 from metrics.errors import RunFailedError
+from tests.protocol import RENYI
 from tests.ray import leaks
 from workers.datasets import DatasetDescriptor
 from workers.guard import _silenced
@@ -104,6 +105,7 @@ def _config(kind="sealed"):
         "dataset": {"kind": "npz", "path": "data.npz"},
         "evaluation": {"dataset": {"kind": kind, **split[kind]}, "every": 1},
         "loss": "leaky:loss",
+        "dp_config": RENYI,
         "checkpoint": {"checkpoint_frequency": 1},
     }
     return parse_config(raw)

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from coordinator.chaos_victims import role
+from coordinator.config import parse_config
+from coordinator.demo import demo_config
 from coordinator.process_table import process_table
 from coordinator.ray_health import DEAD_NODE_S
 from coordinator.raylets import Node
+from workers.numerics import worker_environment
 
 HERE = Path(__file__).parent
 
@@ -83,7 +86,11 @@ def test_workers_asked_to_leave_drained_and_dead_nodes_change_no_byte(answers, n
     (session,) = {each.session for each in process_table() if each.pid in {node.pid for node in nodes}}
     done = run_python(
         str(HERE / "disturbed.py"),
-        environment={**raylets.environment, "RAYLETS": json.dumps({each.node_id: each.pid for each in nodes})},
+        environment={
+            **raylets.environment,
+            **worker_environment(parse_config(demo_config()).cpu_capability),
+            "RAYLETS": json.dumps({each.node_id: each.pid for each in nodes}),
+        },
         deadline_s=400,
     )
     assert done.code == 0, done.stderr

@@ -29,6 +29,7 @@ from coordinator.process_table import descendants, process_table
 from coordinator.run_service import manifest_in
 from coordinator.trainer import Trainer
 from metrics.errors import ModelError, RefusedError
+from tests.protocol import RENYI
 from tests.ray.unruly import AGED_S, BAD, revoke, unruly
 from tests.ray.watching import Observed, Scraping, observe, watched
 from workers.manifest import Manifest
@@ -180,26 +181,12 @@ def test_roster_and_log_are_served_while_the_run_goes_on(observed):
     assert whole.entries[: len(first.log.entries)] == first.log.entries
 
 
-def test_a_killed_worker_is_noticed_within_2_s_costs_an_attempt_and_changes_no_byte(observed, secret):
-    noticed = []
-    with watched() as watching:
-        watching.doomed = ("worker-1", 1)
-        trainer = Trainer(
-            digits(**MEASURED),
-            run_secret=secret,
-            notice=lambda line: noticed.append(time.monotonic()) if "died" in line else None,
-        )
-        result = trainer.train()
-        assert noticed[0] - watching.killed_time < 2
-    assert digests(result) == digests(observed.result)
-    assert trainer.finished.outcomes[0].commit.attempts == 2
-    assert any("worker-1 left: died" in line for line in result["metrics"]["warnings"])
-
-
-def test_a_run_goes_on_without_a_bad_worker_and_a_revoked_one_on_renewed_evidence_with_the_same_bytes(
+def test_a_run_goes_on_without_a_bad_a_killed_and_a_revoked_worker_on_renewed_evidence_with_the_same_bytes(
     observed, secret, tmp_path
 ):
-    """Of four workers one is refused; evidence ages after the first step, and a worker is revoked after the second."""
+    """Of five workers one is refused, and one is killed in the first step, which is noticed within 2 s and costs one
+    attempt; evidence ages after that step, and another worker is revoked after the second."""
+    noticed = []
 
     def disturb(report):
         if report.step == 1:
@@ -207,14 +194,22 @@ def test_a_run_goes_on_without_a_bad_worker_and_a_revoked_one_on_renewed_evidenc
         if report.step == 2:
             revoke(trainer._execution.folder.path, "worker-1")
 
-    with unruly(tmp_path) as passing:
-        config = digits(**MEASURED, num_workers=4, failure={"max_failures": 1})
-        trainer = Trainer(config, run_secret=secret, progress=disturb, notice=lambda line: None)
+    with watched() as watching, unruly(tmp_path) as passing:
+        watching.doomed = ("worker-3", 1)
+        trainer = Trainer(
+            digits(**MEASURED, num_workers=5, failure={"max_failures": 2}),
+            run_secret=secret,
+            progress=disturb,
+            notice=lambda line: noticed.append(time.monotonic()) if "died" in line else None,
+        )
         result = trainer.train()
+        assert 0 < noticed[0] - watching.killed_time < 2
     assert digests(result) == digests(observed.result)
+    assert trainer.finished.outcomes[0].commit.attempts == 2
     assert result["metrics"]["num_workers"] == 2
     left = [line for line in result["metrics"]["warnings"] if " left: " in line]
     assert left[0].startswith(f"{BAD} left: root_unknown: ")
+    assert any(line.startswith("worker-3 left: died") for line in left)
     folder = Path(result["run_dir"])
     entries = read_exported_log(folder / "evidence.jsonl", manifest_in(folder).log_owner).entries
     told = [(each.kind, each.content.get("member_id", each.content.get("name"))) for each in entries]
@@ -255,7 +250,7 @@ def test_aggregator_receives_no_vector_that_correlates_with_the_model(observed):
 
 def test_what_is_wrong_with_the_input_is_said_before_anything_is_charged(ray_cluster, raycloak_home):
     """What a worker says; all else that can be wrong is tested on plain objects, in test_coordinator.py."""
-    config = digits(**ALONE).model_copy(update={"model": None})
+    config = digits(**ALONE, dp_config=RENYI).model_copy(update={"model": None})
     with pytest.raises(ModelError, match="BatchNorm"):
         train(config, model_init_fn=lambda: torch.nn.Sequential(torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 10)))
     assert not list((raycloak_home / "runs").rglob("manifest.json"))
@@ -270,7 +265,7 @@ def test_a_policy_for_hardware_is_met_by_no_machine_without_a_tee(ray_cluster, t
         "accepted_classes: [intel_tdx]\nanchors: [intel_tdx]\ntdx: {measurements: ['" + "11" * 48 + "']}\n"
     )
     (tmp_path / "collateral.yaml").write_text("tdx: []\n")
-    config = digits(policy="policy.yaml", collateral="collateral.yaml", **ALONE)
+    config = digits(policy="policy.yaml", collateral="collateral.yaml", dp_config=RENYI, **ALONE)
     with pytest.raises(RefusedError, match="tee_unavailable"):
         train(config, config_dir=tmp_path)
 
@@ -282,7 +277,7 @@ def test_in_memory_dataset_is_said_to_be_visible_and_its_file_is_removed_and_a_k
     features = torch.rand(160, 64, generator=generator)
     dataset = torch.utils.data.TensorDataset(features, torch.arange(160) % 10)
     changes = {"expected_batch_size": 40, "steps": 2, "evaluation": None, "secret_retention": "keep"}
-    config = digits(**ALONE, **changes).model_copy(update={"dataset": None})
+    config = digits(**ALONE, **changes, dp_config=RENYI).model_copy(update={"dataset": None})
     _, result = train(config, train_dataset=dataset)
     assert any("the driver has seen the examples" in line for line in result["metrics"]["warnings"])
     assert not list(raycloak_home.rglob("*.npz"))

@@ -16,16 +16,16 @@ from attestation.policy import DEFAULT_LIFETIME_S
 from attestation.simulator import SimulatedVendor
 from coordinator.actors import NodeEvidenceSource, kill_all, start_platforms
 from coordinator.joining import Timer
-from coordinator.ray_backend import RayBackend
 from metrics.errors import RunFailedError
+from tests.ray.watching import Watching
 
-BAD = "worker-3"
+BAD = "worker-4"
 AGED_S = int(DEFAULT_LIFETIME_S * RENEWED_AFTER) + 60
 """Evidence is to be renewed by then, and is still valid."""
 
 
-class OneBad(RayBackend):
-    """Its fourth worker is on a platform of another vendor than the policy knows, and nobody can be started later."""
+class OneBad(Watching):
+    """Its fifth worker is on a platform of another vendor than the policy knows, and nobody can be started later."""
 
     def start_worker(self, member_id):
         if int(member_id.removeprefix("worker-")) > int(BAD.removeprefix("worker-")):

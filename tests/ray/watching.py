@@ -37,7 +37,7 @@ class Watching(RayBackend):
         if method == "step":
             if self.doomed == (actor.member_id, self.asked.count(actor.member_id)):
                 os.kill(ray.get(actor.handle.__ray_call__.remote(lambda self: os.getpid()), timeout=30), signal.SIGKILL)
-                type(self).killed_time = time.monotonic()
+                Watching.killed_time = time.monotonic()
             self.asked.append(actor.member_id)
         references = super().call(actor, method, *args, **options)
         if method == "reduce":
