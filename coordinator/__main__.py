@@ -1,6 +1,17 @@
-"""``python -m coordinator`` is the command ``raycloak``."""
+"""``python -m coordinator`` is the command ``raycloak``, and this is where both begin."""
 
-from coordinator.cli import main
+import signal
+from typing import NoReturn
+
+
+def main() -> NoReturn:
+    """Load the command and run it. Ctrl-C while it loads ends the process at once: nothing has begun."""
+    former = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from coordinator.cli import main as command
+
+    signal.signal(signal.SIGINT, former)
+    command()
+
 
 if __name__ == "__main__":
     main()
