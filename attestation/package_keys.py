@@ -19,7 +19,7 @@ from attestation.key_release import HpkeKey, hpke_seal
 from attestation.keys import Purpose, Secret, derive
 from attestation.messages import Message, parse
 from attestation.package_manifest import PackageRefusal, refuse
-from attestation.private_files import public_half, publish, read_private
+from attestation.private_files import publish, publish_pair, read_private, require_name
 from attestation.whole_file import write_whole
 from metrics.errors import ConfigError, ProtocolError
 from metrics.file_errors import file_error
@@ -207,20 +207,14 @@ def create_recipient(path: Path) -> tuple[RecipientPublic, Path]:
     Raises:
         ConfigError: ``recipient_exists`` if one of the files is there, ``recipient`` if they cannot be written.
     """
-    public_path = public_half(path, "recipient")
+    require_name(path, "recipient")
     stored = _StoredRecipient(
         name=path.stem,
         mlkem=MLKEM768PrivateKey.generate().private_bytes_raw(),
         x25519=X25519PrivateKey.generate().private_bytes_raw(),
     )
     public = RecipientPublic(name=stored.name, key=_hpke_key(stored).public)
-    try:
-        is_new = not public_path.exists() and publish(path, stored.encode())
-        if not is_new or not publish(public_path, public.encode(), mode=0o644):
-            raise ConfigError("recipient_exists", f"{path} or {public_path} is there already.", "Choose another name.")
-    except OSError as error:
-        raise file_error("recipient", "write", path, error) from None
-    return public, public_path
+    return public, publish_pair(path, stored.encode(), public.encode(), "recipient")
 
 
 def load_recipient_key(path: Path) -> HpkeKey:

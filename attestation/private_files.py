@@ -3,20 +3,52 @@
 import os
 import secrets
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from metrics.errors import ConfigError
+from metrics.file_errors import file_error
 
 
-def public_half(path: Path, code: str) -> Path:
-    """Where the public half of the private key in ``path`` goes: beside it, with ``.pub`` appended.
-
-    Raises:
-        ConfigError: ``code`` if the path names no file.
-    """
+def require_name(path: Path, code: str) -> None:
+    """ConfigError ``code`` unless ``path`` has the name of a file at its end."""
     if not path.name:
         raise ConfigError(code, f"'{path}' is no name for a file.", "Name a new file.")
-    return path.with_name(f"{path.name}.pub")
+
+
+def publish_pair(path: Path, private: bytes, public: bytes, code: str) -> Path:
+    """Put a private key at ``path``, mode 0600, and its public half beside it, with ``.pub`` appended.
+
+    Returns the path of the public half.
+
+    Guarantee: both are there in the end, or neither was put.
+
+    Raises:
+        ConfigError: ``code`` with ``_exists`` appended if one of the files is there; ``code`` if they cannot be
+            written.
+    """
+    public_path = path.with_name(f"{path.name}.pub")
+    try:
+        if not public_path.exists() and publish(path, private):
+            with _undone(path):
+                if publish(public_path, public, mode=0o644):
+                    return public_path
+                raise FileExistsError
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise file_error(code, "write", path, error) from None
+    raise ConfigError(f"{code}_exists", f"{path} or {public_path} is there already.", "Choose another name.")
+
+
+@contextmanager
+def _undone(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        path.unlink()
+        raise
 
 
 def publish(path: Path, data: bytes, mode: int = 0o600) -> bool:

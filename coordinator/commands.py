@@ -35,7 +35,12 @@ def _guard(output: Output, body: Callable[[Output], int]) -> int:
         output.error(ConfigError("package_shadowed", str(error)), error)
         return ConfigError.exit_code
     except KeyboardInterrupt as error:
-        output.error(RaycloakError("interrupted", "stopped by the user.", "What was charged stays charged."), error)
+        output.error(
+            RaycloakError(
+                "interrupted", "stopped by the user.", "What was charged stays charged; a run goes on with --resume."
+            ),
+            error,
+        )
         return RaycloakError.exit_code
     except MemoryError as error:
         output.error(RaycloakError("out_of_memory", "there is not enough memory for that.", "Ask for less."), error)

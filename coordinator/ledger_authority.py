@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 
 from attestation.keys import IdentityKey, Secret
 from attestation.messages import Envelope, Message, open_envelope, parse, seal
-from attestation.private_files import public_half, publish, read_private
+from attestation.private_files import publish_pair, read_private, require_name
 from metrics.errors import BudgetError, ConfigError, ProtocolError
 from metrics.file_errors import file_error
 
@@ -80,16 +80,10 @@ def create_authority(path: Path) -> tuple[AuthorityPublic, Path]:
     Raises:
         ConfigError: ``authority_exists`` if one of the files is there, ``authority`` if they cannot be written.
     """
-    public_path = public_half(path, "authority")
+    require_name(path, "authority")
     stored = _StoredAuthority(name=path.stem, ed25519=Ed25519PrivateKey.generate().private_bytes_raw())
     public = AuthorityPublic(name=stored.name, key=_key(stored).public)
-    try:
-        is_new = not public_path.exists() and publish(path, stored.encode())
-        if not is_new or not publish(public_path, public.encode(), mode=0o644):
-            raise ConfigError("authority_exists", f"{path} or {public_path} is there already.", "Choose another name.")
-    except OSError as error:
-        raise file_error("authority", "write", path, error) from None
-    return public, public_path
+    return public, publish_pair(path, stored.encode(), public.encode(), "authority")
 
 
 def load_authority(path: Path) -> AuthorityPublic:

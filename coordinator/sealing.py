@@ -4,7 +4,7 @@ import secrets
 from pathlib import Path
 
 from attestation.policy import Policy, load_policy, simulated_policy
-from attestation.private_files import publish
+from attestation.private_files import publish, require_name
 from attestation.sealed_data import SealedHeader, Use, load_dataset_key
 from attestation.simulator import SimulatedVendor, code_measurement
 from coordinator import state
@@ -50,8 +50,7 @@ def seal_for(
 
 def _make_key(path: Path) -> bool:
     """Make the data owner's key unless there is one; whether it was made."""
-    if not path.name:
-        raise ConfigError("dataset_key", f"'{path}' is no name for a file.", "Name the file of the key.")
+    require_name(path, "dataset_key")
     try:
         return publish(path, secrets.token_bytes(32).hex().encode() + b"\n")
     except OSError as error:

@@ -1,6 +1,8 @@
 """``raycloak budget``: from an authority's key to a closed account, each command with ``--json`` and for a person."""
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,8 @@ import numpy as np
 import pytest
 import yaml
 
+from attestation import private_files
+from attestation.private_files import publish
 from coordinator import cli
 from coordinator.demo import demo_config
 from coordinator.ledger import PrivacyLedger
@@ -104,6 +108,20 @@ def test_heads_are_looked_for_in_folders_that_there_are(raycloak: Any, tmp_path:
     raycloak("open", "clinic", "--epsilon-cap", 4)
     assert raycloak("verify", option, tmp_path)[0] == 0
     assert refused(raycloak("verify", option, tmp_path / "packges")) == (2, "usage")
+
+
+def test_a_disk_that_fills_up_leaves_no_half_of_a_key_pair(raycloak: Any, tmp_path: Path, monkeypatch: Any):
+    def full(path: Path, data: bytes, mode: int = 0o600) -> bool:
+        if path.suffix == ".pub":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return publish(path, data, mode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(private_files, "publish", full)
+        assert refused(raycloak("keygen", tmp_path / "board")) == (2, "authority")
+    assert list(tmp_path.glob("*board*")) == []
+    assert raycloak("keygen", tmp_path / "board")[0] == 0
+    assert refused(raycloak("keygen", tmp_path / "board")) == (2, "authority_exists")
 
 
 def test_a_key_has_a_name_and_so_has_an_account(raycloak: Any):
