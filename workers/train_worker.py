@@ -15,19 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from attestation.appraisal import Appraisal, appraise
 from attestation.attester import Attester, EvidenceSource, GpuSource
 from attestation.canonical import digest
-from attestation.enrolment import check_enrolment
 from attestation.evidence import Challenge
-from attestation.floors import SeenFacts
 from attestation.key_policy import KeyKind
 from attestation.key_release import KeyRelease, ReleaseTerms, VirtualWorkerKeys, open_keys, open_slice_keys
 from attestation.keys import Purpose, Secret, derive
 from attestation.log_watch import LogWatch
 from attestation.messages import Envelope, seal
-from attestation.mutual import appraise_orchestrator
-from attestation.roster import Member, Query, Roster, open_roster
+from attestation.roster import Query, Roster, open_roster
 from attestation.slices import DataCommitments
 from metrics.errors import ConfigError, EvidenceError, ProtocolError, RefusedError
 from workers.clipping import GradientEngine
@@ -38,7 +34,7 @@ from workers.guard import answer_code, guarded
 from workers.halves import SecondHalves
 from workers.known_answer import known_answer
 from workers.manifest import Manifest
-from workers.masks import PairSecret, masked_sum, roster_masks
+from workers.masks import masked_sum
 from workers.measurement import Measurement
 from workers.measuring import ClassCounts, PrivateEvaluation, SumEngine, check_measurable
 from workers.mechanism import Mechanism
@@ -47,6 +43,7 @@ from workers.models import build_model, loss_function, read_flat, trainable_tens
 from workers.numerics import current_numerics, pin_numerics
 from workers.parameters import own_copy, parameter_digest, tensor_digests
 from workers.payload import Attempt, VectorRange, payload_key, seal_header, tag_payload
+from workers.peers import Peers
 from workers.receipt import check_receipt
 from workers.ring import RingVector, ring_dtype
 from workers.sealed_dataset import SealedDataset
@@ -71,11 +68,8 @@ class TrainWorker:
         self._halves = SecondHalves(self._attester.beside())
         self._watch = LogWatch()
         self._evaluating = Evaluating(self._attester)
-        self._clock = clock
-        self._seen = SeenFacts()
+        self._peers = Peers(self._attester, clock)
         self._keys: dict[tuple[int, int], VirtualWorkerKeys] = {}
-        self._appraisals: dict[bytes, Appraisal] = {}
-        self._pairs: dict[tuple[str, bytes], PairSecret] = {}
         self._vectors: dict[int, EncodedVector] = {}
         self._vectors_of: tuple[Query, int, bytes] | None = None
         self._last: tuple[bytes, StepReply, tuple[np.ndarray, ...]] | None = None
@@ -168,7 +162,7 @@ class TrainWorker:
             raise ProtocolError("policy_mismatch", "the policy is not the manifest's")
         if self._manifest_digest != admission.manifest.digest():
             self._check_unpresented()
-        self._check_orchestrator(admission)
+        self._peers.appraise_orchestrator(admission)
         self._halves.check(admission.manifest, admission.key_service)
         self._evaluating.bind(admission.manifest)
         self._admission = admission
@@ -249,7 +243,7 @@ class TrainWorker:
         self._check_position(roster)
         flat = own_copy(parameters)
         model = self._check_parameters(receipt, roster, flat)
-        self._appraise_peers(roster, request.presentations)
+        self._peers.appraise(roster, request.presentations, self._admission)
         self._advance(roster)
         mechanism = self._admission.manifest.computation.mechanism_of(roster.query)
 
@@ -288,20 +282,6 @@ class TrainWorker:
         for field, (stated, found) in checks.items():
             if stated != found:
                 raise ProtocolError("manifest_mismatch", f"the manifest's {field} is not what this worker has")
-
-    def _check_orchestrator(self, admission: Admission) -> None:
-        manifest = admission.manifest
-        appraisal = appraise_orchestrator(
-            admission.orchestrator,
-            orchestrator_key=manifest.orchestrator_key,
-            run_id=manifest.run_id,
-            manifest_digest=manifest.digest(),
-            policy=admission.policy,
-            collateral=admission.collateral,
-            now=int(self._clock()),
-            floors=self._seen.floors,
-        )
-        self._seen.keep(appraisal.facts)
 
     def _open_roster(self, envelope: Envelope) -> Roster:
         manifest = self._admission.manifest
@@ -343,44 +323,6 @@ class TrainWorker:
             raise ProtocolError("parameters_mismatch", "step 0 does not start from the manifest's parameters")
         return model
 
-    def _appraise_peers(self, roster: Roster, presentations: Sequence[Envelope]) -> None:
-        """Appraise every member that the last roster did not have; one without valid evidence refuses the step."""
-        shown = {digest(envelope.body): envelope for envelope in presentations}
-        now = int(self._clock())
-        for member in roster.members:
-            known = self._appraisals.get(member.evidence_digest)
-            if known is None:
-                if member.evidence_digest not in shown:
-                    raise EvidenceError("peer_not_bound", f"no evidence of {member.member_id} was shown")
-                known = self._appraise(member, shown[member.evidence_digest], now)
-                self._appraisals[member.evidence_digest] = known
-            if known.expires_at <= now:
-                raise EvidenceError("peer_expired", f"the evidence of {member.member_id} is too old")
-            if (known.member_id, known.role) != (member.member_id, member.role):
-                raise EvidenceError("peer_not_bound", f"the evidence shown for {member.member_id} is another member's")
-            if (known.mask_key, known.identity_key) != (member.mask_key, member.identity_key):
-                raise EvidenceError("key_not_bound", f"the roster's keys of {member.member_id} are not its evidence's")
-        check_enrolment([self._appraisals[member.evidence_digest] for member in roster.members], self._admission.policy)
-        # Members present anew every epoch: what they showed before would pile up.
-        self._appraisals = {
-            member.evidence_digest: self._appraisals[member.evidence_digest] for member in roster.members
-        }
-
-    def _appraise(self, member: Member, envelope: Envelope, now: int) -> Appraisal:
-        appraisal = appraise(
-            envelope,
-            run_id=self._admission.manifest.run_id,
-            member_id=member.member_id,
-            role=member.role,
-            manifest_digest=self._manifest_digest,
-            policy=self._admission.policy,
-            collateral=self._admission.collateral,
-            now=now,
-            floors=self._seen.floors,
-        )
-        self._seen.keep(appraisal.facts)
-        return appraisal
-
     def _advance(self, roster: Roster) -> None:
         """Take the position, forget departed peers and what other workers host now, agree with new peers.
 
@@ -392,19 +334,7 @@ class TrainWorker:
         own = roster.member(self._attester.member_id)
         self._keys = {place: keys for place, keys in self._keys.items() if place[1] in own.virtual_workers}
         self._vectors = {v: vector for v, vector in self._vectors.items() if v in own.virtual_workers}
-        peers = {member.member_id: member for member in roster.workers if member.member_id != own.member_id}
-        self._pairs = {
-            place: pair for place, pair in self._pairs.items() if place in {(i, m.mask_key) for i, m in peers.items()}
-        }
-        for peer_id, peer in peers.items():
-            if (peer_id, peer.mask_key) not in self._pairs:
-                self._pairs[peer_id, peer.mask_key] = PairSecret(
-                    self._attester.agreement,
-                    own,
-                    peer,
-                    run_id=roster.run_id,
-                    manifest_digest=self._manifest_digest,
-                )
+        self._peers.meet(roster)
 
     def _compute(self, roster: Roster, model: bytes, flat: np.ndarray) -> None:
         """Fill ``_vectors`` for what is hosted; kept vectors of the same step and parameters are not computed again."""
@@ -446,13 +376,7 @@ class TrainWorker:
         needless = len(attempt.roster.workers) == 1 or not private
         if needless and not self._admission.secure_aggregation:
             return [()] * len(attempt.ranges)
-        return roster_masks(
-            {peer_id: pair for (peer_id, _), pair in self._pairs.items()},
-            attempt.roster,
-            self._attester.member_id,
-            parameter_digest=attempt.parameter_digest,
-            ranges=attempt.ranges,
-        )
+        return self._peers.masks(attempt)
 
 
 def check_partition(ranges: Sequence[VectorRange], dimension: int) -> None:

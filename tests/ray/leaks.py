@@ -73,7 +73,7 @@ def worker_needles(worker) -> dict[str, bytes]:
     attester = worker._attester
     needles |= key_needles("mask agreement key", attester.agreement._key.private_bytes_raw())
     needles |= key_needles("identity key", attester.identity._key.private_bytes_raw())
-    for (peer, _), pair in worker._pairs.items():
+    for (peer, _), pair in worker._peers._pairs.items():
         needles |= key_needles(f"pair secret with {peer}", pair._secret.reveal())
     query, step, model = worker._vectors_of
     assert query == "gradient", "the last thing computed was a training step"

@@ -537,7 +537,7 @@ def test_a_worker_keeps_the_evidence_of_its_newest_roster_alone(hand):
         roster = hand.roster()
         assert hand.code("worker-0", hand.request(roster)) == "ok"
     members = parse(Roster, roster.body).members
-    assert set(hand.workers["worker-0"]._appraisals) == {member.evidence_digest for member in members}
+    assert set(hand.workers["worker-0"]._peers._appraisals) == {member.evidence_digest for member in members}
     assert hand.code("worker-0", hand.request(hand.roster(), presentations=())) == "ok"
 
 
