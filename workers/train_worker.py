@@ -9,11 +9,9 @@ What it answers to a wrong or failing step is one code; no text of an exception 
 
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from attestation.attester import Attester, EvidenceSource, GpuSource
 from attestation.canonical import digest
@@ -25,30 +23,22 @@ from attestation.log_watch import LogWatch
 from attestation.messages import Envelope, seal
 from attestation.roster import Query, Roster, open_roster
 from attestation.slices import DataCommitments
-from metrics.errors import ConfigError, EvidenceError, ProtocolError, RefusedError
-from workers.clipping import GradientEngine
-from workers.datasets import Dataset, dataset_form
+from metrics.errors import EvidenceError, ProtocolError
 from workers.evaluating import Evaluating, EvaluationReply
-from workers.fingerprint import dataset_fingerprint
 from workers.guard import answer_code, guarded
 from workers.halves import SecondHalves
-from workers.known_answer import known_answer
-from workers.manifest import Manifest
 from workers.masks import masked_sum
 from workers.measurement import Measurement
-from workers.measuring import ClassCounts, PrivateEvaluation, SumEngine, check_measurable
 from workers.mechanism import Mechanism
-from workers.model_checks import check_trainable
-from workers.models import build_model, loss_function, read_flat, trainable_tensors
-from workers.numerics import current_numerics, pin_numerics
 from workers.parameters import own_copy, parameter_digest, tensor_digests
 from workers.payload import Attempt, VectorRange, payload_key, seal_header, tag_payload
 from workers.peers import Peers
 from workers.receipt import check_receipt
 from workers.ring import RingVector, ring_dtype
 from workers.sealed_dataset import SealedDataset
-from workers.virtual_worker import EncodedVector, VirtualWorkerComputer
+from workers.virtual_worker import EncodedVector
 from workers.worker_messages import Admission, StepReply, StepRequest, WorkerFacts, WorkerSetup
+from workers.workload import Workload
 
 
 class TrainWorker:
@@ -87,30 +77,9 @@ class TrainWorker:
             ProtocolError: ``already_presented``.
         """
         self._check_unpresented()
-        if setup.device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(
-                "no_cuda",
-                "this worker was given a GPU, but torch sees none.",
-                "Install a CUDA build of torch on the nodes, or set use_gpu: false.",
-            )
-        deterministic = not setup.allow_nondeterministic
-        pin_numerics(deterministic)
-        self._setup = setup
-        self._dataset: Dataset = setup.dataset.open(Path(setup.base))
-        self._module = build_model(setup.model, setup.base, setup.seed)
-        self._loss, loss_code = loss_function(setup.loss, setup.base)
-        check_trainable(self._module, dataset_form(self._dataset), self._loss, deterministic)
-        self._evaluating.open(setup, dataset_form(self._dataset), self._loss)
-        self._facts = WorkerFacts(
-            num_examples=len(self._dataset),
-            tensors=trainable_tensors(self._module),
-            initial_parameters=read_flat(self._module),
-            model_code=setup.model.code_digest(setup.base),
-            loss_code=loss_code,
-            numerics=current_numerics(setup.device),
-            dataset_fingerprint=dataset_fingerprint(setup.dataset, self._dataset, setup.base),
-        )
-        return self._facts
+        self._work = Workload(setup)
+        self._evaluating.open(setup, self._work.form, self._work.loss)
+        return self._work.facts
 
     @guarded
     def compute_known_answer(self, mechanism: Mechanism, *measurements: Measurement) -> bytes:
@@ -123,30 +92,7 @@ class TrainWorker:
             ModelError: ``nondeterministic_op``, with the operation's name: no example is in reach of it yet.
         """
         self._check_unpresented()
-        if not mechanism.private and not self._setup.dataset.public:
-            raise RefusedError("not_public", "this worker's data is not declared public, so it trains only with noise")
-        self._mechanism, self._measurements = mechanism, measurements
-        deterministic = not self._setup.allow_nondeterministic
-        start = self._facts.initial_parameters
-        engine = GradientEngine(self._module, self._loss, mechanism, self._setup.device, deterministic)
-        self._computers = {mechanism.query: VirtualWorkerComputer(mechanism, engine, self._dataset)}
-        answers = [known_answer(mechanism, engine, self._dataset, start)]
-        for measurement in measurements:
-            check_measurable(measurement, dataset_form(self._dataset))
-            measuring = self._measuring(measurement, deterministic)
-            self._computers[measurement.query] = self._computers["gradient"].beside(measurement.mechanism, measuring)
-            # One batch tells what the code computes; a whole slice would take as long as an evaluation.
-            small = measurement.mechanism.model_copy(update={"micro_batches": 1})
-            answers.append(known_answer(small, measuring, self._dataset, start))
-        self._known_answer = answers[0] if len(answers) == 1 else digest(b"".join(answers))
-        return self._known_answer
-
-    def _measuring(self, measurement: Measurement, deterministic: bool) -> SumEngine:
-        if measurement.query == "class_counts":
-            return ClassCounts(measurement)
-        setup = self._setup
-        module = build_model(setup.model, setup.base, setup.seed)
-        return PrivateEvaluation(measurement, module, self._loss, setup.device, deterministic)
+        return self._work.take(mechanism, measurements)
 
     @guarded
     def present(self, challenge: Challenge, admission: Admission) -> Envelope:
@@ -157,7 +103,7 @@ class TrainWorker:
                 ``already_presented`` if this worker is bound to another manifest.
             EvidenceError: why the orchestrator's own evidence is refused; nothing has been sent then.
         """
-        self._check_manifest(admission.manifest)
+        self._work.check(admission.manifest)
         if admission.policy.digest() != admission.manifest.policy_digest:
             raise ProtocolError("policy_mismatch", "the policy is not the manifest's")
         if self._manifest_digest != admission.manifest.digest():
@@ -167,7 +113,7 @@ class TrainWorker:
         self._evaluating.bind(admission.manifest)
         self._admission = admission
         self._manifest_digest = admission.manifest.digest()
-        return self._attester.present(challenge, self._manifest_digest, self._known_answer)
+        return self._attester.present(challenge, self._manifest_digest, self._work.known_answer)
 
     @guarded
     def accept_keys(self, release: KeyRelease) -> Envelope:
@@ -189,11 +135,11 @@ class TrainWorker:
         self._keys = {place: key for place, key in self._keys.items() if place[0] == epoch}
         self._keys |= {(epoch, v): key for v, key in keys.items()}
         hosted = {v for _, v in self._keys}
-        if isinstance(self._dataset, SealedDataset):
-            self._dataset.take(slice_keys, hosted)
+        if isinstance(self._work.dataset, SealedDataset):
+            self._work.dataset.take(slice_keys, hosted)
         self._evaluating.take(evaluation_keys, hosted)
         commitments = tuple(
-            derive(key.data, Purpose.DATA_COMMITMENT, self._computers["gradient"].slice(v).digest).reveal()
+            derive(key.data, Purpose.DATA_COMMITMENT, self._work.computers["gradient"].slice(v).digest).reveal()
             for v, key in sorted(keys.items())
         )
         body = DataCommitments(
@@ -262,27 +208,6 @@ class TrainWorker:
         if self._manifest_digest:
             raise ProtocolError("already_presented", f"{self._attester.member_id} is bound to its manifest")
 
-    def _check_manifest(self, manifest: Manifest) -> None:
-        computation, facts = manifest.computation, self._facts
-        start = parameter_digest(facts.tensors, tensor_digests(facts.initial_parameters, facts.tensors))
-        checks = {
-            "numerics": (computation.numerics, facts.numerics),
-            "num_examples": (computation.mechanism.num_examples, facts.num_examples),
-            "mechanism": (computation.mechanism, self._mechanism),
-            "measurements": (computation.measurements, self._measurements),
-            "loss": (computation.loss, self._setup.loss),
-            "tensors": (computation.tensors, facts.tensors),
-            "model_code": (computation.model_code, facts.model_code),
-            "loss_code": (computation.loss_code, facts.loss_code),
-            "initial_parameters": (computation.initial_parameters, start),
-            "dataset": (computation.dataset, self._setup.dataset.identity_digest()),
-            "known_answer": (manifest.known_answer, self._known_answer),
-            "dataset_fingerprint": (manifest.dataset_fingerprint, facts.dataset_fingerprint),
-        }
-        for field, (stated, found) in checks.items():
-            if stated != found:
-                raise ProtocolError("manifest_mismatch", f"the manifest's {field} is not what this worker has")
-
     def _open_roster(self, envelope: Envelope) -> Roster:
         manifest = self._admission.manifest
         roster = open_roster(
@@ -303,7 +228,7 @@ class TrainWorker:
 
     def _check_parameters(self, envelope: Envelope, roster: Roster, flat: np.ndarray) -> bytes:
         """The digest of the parameters that really arrived, after the receipt was verified for it."""
-        manifest, tensors = self._admission.manifest, self._facts.tensors
+        manifest, tensors = self._admission.manifest, self._work.facts.tensors
         model = parameter_digest(tensors, tensor_digests(flat, tensors))
         receipt = check_receipt(
             envelope,
@@ -346,7 +271,7 @@ class TrainWorker:
                 keys = self._keys.get((epoch, v))
                 if keys is None:
                     raise EvidenceError("release_denied", f"no key of virtual worker {v} in epoch {epoch}")
-                self._vectors[v] = self._computers[roster.query].vector(v, keys, roster.step, model, flat)
+                self._vectors[v] = self._work.computers[roster.query].vector(v, keys, roster.step, model, flat)
 
     def _mask(self, attempt: Attempt) -> tuple[tuple[RingVector, ...], Envelope]:
         """Sum the hosted vectors under the masks of each range, tag each for its aggregator, sign the header."""

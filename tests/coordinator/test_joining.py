@@ -144,18 +144,18 @@ def test_a_broken_machine_is_tried_again_at_growing_intervals_and_ends_no_run(tm
 def test_a_newcomer_with_other_data_or_numerics_is_refused_by_name_and_another_joins(tmp_path, undisturbed_long):
     def other_numerics(self, mechanism) -> bytes:
         answer = TrainWorker.compute_known_answer(self, mechanism)
-        self._known_answer = bytes(byte ^ 1 for byte in answer)
-        return self._known_answer
+        self._work.known_answer = bytes(byte ^ 1 for byte in answer)
+        self._work.check = lambda manifest: None
+        return self._work.known_answer
 
     def other_data(self, setup):
         facts = TrainWorker.prepare(self, setup)
-        self._facts = replace(facts, num_examples=facts.num_examples + 1)
-        return self._facts
+        self._work.facts = replace(facts, num_examples=facts.num_examples + 1)
+        return self._work.facts
 
     def tamper(worker: TrainWorker, member_id: str) -> None:
         if member_id == "worker-3":
             worker.compute_known_answer = other_numerics.__get__(worker)
-            worker._check_manifest = lambda manifest: None
         if member_id == "worker-4":
             worker.prepare = other_data.__get__(worker)
 

@@ -50,8 +50,13 @@ def tampered(name: str, **methods):
 
 def other_numerics(self: TrainWorker, mechanism) -> bytes:
     answer = TrainWorker.compute_known_answer(self, mechanism)
-    self._known_answer = bytes(byte ^ 1 for byte in answer)
-    return self._known_answer
+    self._work.known_answer = bytes(byte ^ 1 for byte in answer)
+    return self._work.known_answer
+
+
+def hidden_numerics(self: TrainWorker, mechanism) -> bytes:
+    self._work.check = lambda manifest: None
+    return other_numerics(self, mechanism)
 
 
 def test_an_honest_worker_of_another_numerics_class_leaves_by_itself(tmp_path, undisturbed):
@@ -62,7 +67,7 @@ def test_an_honest_worker_of_another_numerics_class_leaves_by_itself(tmp_path, u
 
 
 def test_a_worker_that_hides_its_numerics_class_is_refused(tmp_path, undisturbed):
-    silent = tampered("worker-0", compute_known_answer=other_numerics, _check_manifest=lambda self, manifest: None)
+    silent = tampered("worker-0", compute_known_answer=hidden_numerics)
     run = trained(tmp_path, tamper=silent)
     assert run.left == [("worker-0", "numerics_mismatch")]
     assert run.digests == undisturbed
@@ -73,8 +78,8 @@ def test_the_majority_decides_what_the_manifest_says(tmp_path, undisturbed):
 
     def prepare(self: TrainWorker, setup):
         facts = TrainWorker.prepare(self, setup)
-        self._facts = replace(facts, numerics=facts.numerics.model_copy(update={"cpu_capability": "ANOTHER"}))
-        return self._facts
+        self._work.facts = replace(facts, numerics=facts.numerics.model_copy(update={"cpu_capability": "ANOTHER"}))
+        return self._work.facts
 
     run = trained(tmp_path, tamper=tampered("worker-0", prepare=prepare))
     assert run.left == [("worker-0", "manifest_mismatch")]
@@ -191,11 +196,11 @@ def test_a_worker_that_opened_other_data_leaves_and_its_part_is_placed_again(tmp
     features, labels = examples()
     changed = features.copy()
     changed[7, 0] += 1
-    dataset = HandRun(tmp_path / "other", data=(changed, labels)).workers["worker-0"]._dataset
+    dataset = HandRun(tmp_path / "other", data=(changed, labels)).workers["worker-0"]._work.dataset
 
     def tamper(worker: TrainWorker, member_id: str) -> None:
         def known(self, mechanism):
-            self._dataset = dataset
+            self._work.dataset = dataset
             return TrainWorker.compute_known_answer(self, mechanism)
 
         if member_id == "worker-2":

@@ -118,14 +118,14 @@ def run_needles(manifest: Manifest, dataset: Dataset, secret: Secret, digests: S
 
 
 def _virtual_worker(worker, v, keys, step, model):
-    computer, mechanism = worker._computers["gradient"], worker._mechanism
+    computer, mechanism = worker._work.computers["gradient"], worker._work.mechanism
     data = computer.slice(v)
     context = (mechanism.query, step, model, data.digest)
     sampling, noise = (derive(keys.stream, purpose, *context) for purpose in (Purpose.SAMPLING, Purpose.NOISE))
     capacity = mechanism.micro_batch_size * mechanism.micro_batches
     ids = draw_ids(sampling, data.ids, mechanism.sample_rate, capacity)
-    parameters = read_flat(worker._module)
-    batches = micro_batches(worker._dataset, ids, mechanism, padding=int(data.ids[0]))
+    parameters = read_flat(worker._work.module)
+    batches = micro_batches(worker._work.dataset, ids, mechanism, padding=int(data.ids[0]))
     clear = computer._engine.clipped_sum(parameters, batches)
     encoded = np.empty(mechanism.dimension, ring_dtype(mechanism.ring_bits))
     encode_into(clear, computer._ring, encoded)
@@ -149,10 +149,10 @@ def _virtual_worker(worker, v, keys, step, model):
 def _losses(worker, ids) -> np.ndarray:
     import torch
 
-    features, labels = (torch.tensor(part) for part in worker._dataset.batch(ids))
-    load_flat(worker._module, read_flat(worker._module))
+    features, labels = (torch.tensor(part) for part in worker._work.dataset.batch(ids))
+    load_flat(worker._work.module, read_flat(worker._work.module))
     with torch.no_grad():
-        return worker._loss(worker._module(features), labels).double().numpy()
+        return worker._work.loss(worker._work.module(features), labels).double().numpy()
 
 
 def leaks(needles: Needles, places: Iterable[tuple[str, bytes]]) -> list[str]:
