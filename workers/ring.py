@@ -181,7 +181,8 @@ def _accepted(demand: _Demand, bits: RingBits, gamma_log2: int, sigma: float) ->
     inflation = demand.inflation(gamma_log2)
     units = demand.clamp_units(gamma_log2)
     if units == 0:
-        raise _capacity(demand, bits, f"The clamp is below the grid step 2^{gamma_log2}")
+        why = f"The clamp is below the grid step 2^{gamma_log2}"
+        raise _capacity(demand, bits, why, "Raise ring.clamp, or dp_config.max_grad_norm where no clamp is given.")
     if sigma and sigma < MIN_SIGMA:
         raise ConfigError(
             "ring_sigma",
@@ -194,12 +195,8 @@ def _accepted(demand: _Demand, bits: RingBits, gamma_log2: int, sigma: float) ->
     return RingFit(bits, gamma_log2, math.ldexp(float(units), gamma_log2), sigma, inflation)
 
 
-def _capacity(demand: _Demand, bits: RingBits, why: str) -> ConfigError:
-    return ConfigError(
-        "ring_capacity",
-        f"{why} in a {bits}-bit ring ({_numbers(demand)}).",
-        _remedy(bits),
-    )
+def _capacity(demand: _Demand, bits: RingBits, why: str, remedy: str = "") -> ConfigError:
+    return ConfigError("ring_capacity", f"{why} in a {bits}-bit ring ({_numbers(demand)}).", remedy or _remedy(bits))
 
 
 def _remedy(bits: RingBits) -> str:

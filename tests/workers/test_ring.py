@@ -313,6 +313,12 @@ def test_what_cannot_fit_is_refused_with_the_numbers(changes, code):
     assert refusal.value.remedy
 
 
+@pytest.mark.parametrize(("clamp", "remedy"), [(1e-38, "Raise ring.clamp"), (1e30, "Lower the clamp")])
+def test_the_remedy_for_a_clamp_says_which_way(clamp, remedy):
+    with pytest.raises(ConfigError, match=f"ring_capacity: .* {remedy}"):
+        fit(clamp=clamp, dimension=10**6)
+
+
 def parity_bias(sigma: float) -> float:
     """|P[even] − P[odd]| of the discrete Gaussian over Z with this parameter."""
     reach = range(-math.ceil(40 * sigma), math.ceil(40 * sigma) + 1)
