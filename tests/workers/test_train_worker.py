@@ -442,6 +442,16 @@ def test_a_new_attempt_masks_the_kept_vectors_anew(hand, computed):
     assert np.array_equal(sum(first[1:], first[0]), sum(second[1:], second[0]))
 
 
+def test_kept_vectors_are_those_of_the_same_parameters_only(hand, computed):
+    """No ledger signs two receipts for a step; if one did, nothing of the first model would leave under the second."""
+    tensors = hand.facts.tensors
+    for moved in (1, 2):
+        hand.parameters = tuple(part + np.float32(moved) for part in hand.parameters)
+        hand.digest = parameter_digest(tensors, tensor_digests(np.concatenate(hand.parameters), tensors))
+        assert hand.code("worker-0", hand.request(hand.roster(1), step=1)) == "ok"
+    assert computed == [*hand.hosting["worker-0"]] * 2
+
+
 def test_a_recomputed_vector_has_the_tag_of_the_first(hand):
     def tag_of(envelope: Envelope, v: int) -> bytes:
         header = Header.model_validate_json(envelope.body)
