@@ -12,7 +12,10 @@ import pytest
 
 from attestation.messages import Envelope
 from coordinator.accounting import accountant_delta, epsilon, step_rdp
+from coordinator.capacity import overflow_bound
 from coordinator.ledger import PrivacyLedger
+from coordinator.ledger_accounts import opening
+from coordinator.ledger_rules import PricedRun, check_cap, check_claims, epsilon_at, registration
 from coordinator.ledger_store import LedgerStore
 from metrics.errors import BudgetError, ConfigError
 from tests.coordinator.ledger_cases import (
@@ -178,6 +181,26 @@ def test_runs_that_cannot_be_charged_honestly_are_refused(ledger: PrivacyLedger,
     with pytest.raises(BudgetError, match=code):
         ledger.register_run(*arguments)
     assert ledger.view() == before
+
+
+def test_a_cap_holds_to_the_last_bit():
+    terms = opening("patients", CAP, DELTA, b"", b"", "rdp")
+    run = registration("run-b", terms, (mechanism(),), MANIFEST, b"")
+    charged = [PricedRun.of(run).spend({"gradient": 3})]
+    exact = epsilon_at(terms, charged)
+    assert check_cap(terms.model_copy(update={"epsilon_cap": exact}), charged) == exact
+    with pytest.raises(BudgetError, match="cap_exceeded"):
+        check_cap(terms.model_copy(update={"epsilon_cap": math.nextafter(exact, 0)}), charged)
+
+
+def test_what_a_mechanism_claims_may_be_short_of_nothing():
+    needed = mechanism().noise_multiplier * mechanism().sensitivity / mechanism().gamma
+    least, cut = math.sqrt((needed**2 + 4) / 8), overflow_bound(100, 0.5, 20 * 8, 88)
+    claimed = {"sample_rate": 0.5, "micro_batch_size": 88, "overflow_probability": cut, "sigma": least}
+    check_claims("run-b", mechanism(**claimed))
+    for short in ({"sigma": least * (1 - 1e-8)}, {"overflow_probability": cut / 8}):
+        with pytest.raises(BudgetError, match="mechanism_inconsistent"):
+            check_claims("run-b", mechanism(**claimed | short))
 
 
 def test_the_slack_of_all_runs_together_stays_within_its_share_of_delta(ledger: PrivacyLedger):
