@@ -234,7 +234,7 @@ def _invoke(arguments: list[str]) -> int:
         return ConfigError.exit_code
     except Abort:
         return RaycloakError.exit_code
-    except OSError as error:  # help or version; a command says it itself
+    except OSError as error:  # of help or version; a command says it itself
         with command_output(as_json=False, debug=False) as output:
             output.error(RaycloakError("output_lost", f"nothing could be written: {error.strerror}.", "Make room."))
         return RaycloakError.exit_code

@@ -187,10 +187,13 @@ class Execution:
         with stays what it was before, whatever kept it from going on.
         """
         begun = coordinator.begun
-        folder.mark("failed" if begun else "void")
+        try:
+            folder.mark("failed" if begun else "void")
+        except OSError as trouble:  # a full disk may be what ended the run; a resume takes "running" as well
+            self._notice(f"the run directory was not marked as failed: {trouble.strerror}")
         try:
             finished = coordinator.salvage(destroy=not begun and self._config.secret_retention == "run")
-        except (ActorLost, RaycloakError) as trouble:
+        except (ActorLost, RaycloakError, OSError) as trouble:
             self._notice(f"not everything could be saved: {trouble}")
             finished = None
         if isinstance(error, RaycloakError) and begun:

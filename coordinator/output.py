@@ -70,10 +70,12 @@ class Diversion(io.TextIOBase):
             return
         for from_ray in (False, True):
             texts = [text for ray, text in self._kept if ray == from_ray]
-            if texts:
-                log = self.log.with_name(RAY_LOG) if from_ray else self.log
-                with log.open("a", encoding="utf-8") as sink:
-                    sink.writelines(texts)
+            log = self.log.with_name(RAY_LOG) if from_ray else self.log
+            # A disk that is full is no error of whoever prints, and hides none that is being reported.
+            with suppress(OSError):
+                if texts:
+                    with log.open("ab", buffering=0) as sink:
+                        sink.write("".join(texts).encode(errors="backslashreplace"))
         self._kept.clear()
 
 

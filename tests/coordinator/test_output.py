@@ -48,6 +48,16 @@ def test_what_is_printed_before_and_after_a_log_is_attached_ends_there(tmp_path,
     assert capfd.readouterr().out == ""
 
 
+def test_a_log_that_finds_no_room_hides_no_error(capfd):
+    with command_output(as_json=True, debug=False) as output:
+        attach_log(Path("/dev/full"))
+        print("lost")
+        output.error(RunFailedError("unreachable", "worker-1 is gone.", "Start again."))
+    captured = capfd.readouterr()
+    assert captured.err == "error: unreachable: worker-1 is gone. Start again.\n"
+    assert json.loads(captured.out)["error"]["code"] == "unreachable"
+
+
 def test_streams_are_given_back(capfd):
     with pytest.raises(ZeroDivisionError), command_output(as_json=True, debug=False):
         _ = 1 / 0
