@@ -214,12 +214,14 @@ def _own_descriptor() -> Iterator[TextIO]:
     kept = os.dup(1)
     os.dup2(2, 1)
     try:
-        stdout = open(kept, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+        raw = io.FileIO(kept, "w", closefd=False)
+        stdout = io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8")
         try:
             yield stdout
         finally:
             with suppress(OSError):  # what could not be written is known by now
                 stdout.close()
+            raw.close()
     finally:
         os.dup2(kept, 1)
         os.close(kept)

@@ -5,6 +5,7 @@ import io
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,8 @@ def test_a_result_that_found_no_room_is_one_line_and_exit_code_4(as_json, stdout
 
 
 def test_progress_that_nobody_reads_any_more_ends_no_run():
-    writer = os.fdopen(_nobody_reads(), "w", buffering=1)
+    raw = io.FileIO(_nobody_reads(), "w")
+    writer = io.TextIOWrapper(io.BufferedWriter(raw), line_buffering=True)
     output = Output(io.StringIO(), writer, _NoLog(), as_json=False, debug=False)
     with ProgressDisplay(output.progress, "digits") as display:
         for step in (1, 2):
@@ -72,6 +74,9 @@ def test_progress_that_nobody_reads_any_more_ends_no_run():
         output.announce("worker-1 left")
     output.note("the end")
     output.result({}, Text("the view"))
+    with suppress(OSError):
+        writer.close()
+    raw.close()
 
 
 class _NoLog:
