@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.protocol import VIRTUAL_WORKERS, HandRun, computer, examples, initial_parameters, keys_of, mechanism, trained
-from workers import train_worker, virtual_worker
+from workers import peers, train_worker, virtual_worker
 from workers.clipping import GradientEngine
 from workers.datasets import slice_ids
 from workers.ring import decode
@@ -147,12 +147,12 @@ def test_an_empty_batch_is_a_charged_step_that_moves_the_model(tmp_path, monkeyp
 
 
 def leave_masks_on_one_side(monkeypatch):
-    genuine = train_worker.roster_masks
+    genuine = peers.roster_masks
 
     def roster_masks(*arguments, **context):
         return [[(key, sign) for key, sign in each if sign > 0] for each in genuine(*arguments, **context)]
 
-    monkeypatch.setattr(train_worker, "roster_masks", roster_masks)
+    monkeypatch.setattr(peers, "roster_masks", roster_masks)
 
 
 @BUILD

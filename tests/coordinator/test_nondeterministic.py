@@ -9,7 +9,7 @@ from coordinator.verdict import verdict_rows, verdict_text
 from coordinator.views import verdict_of
 from metrics.errors import ModelError, RunFailedError
 from tests.protocol import WholeRun, config, examples, trained, whole_run, worker_setup
-from workers import train_worker
+from workers import workload
 from workers.manifest import Manifest
 from workers.train_worker import TrainWorker
 
@@ -32,7 +32,7 @@ def test_an_operation_without_a_deterministic_kernel_is_refused_by_name_before_a
 ):
     """At the known answer too: on a GPU, other operations lack such a kernel than on the CPU that tries the model."""
     if found == "the known answer":
-        monkeypatch.setattr(train_worker, "check_trainable", lambda *_: None)
+        monkeypatch.setattr(workload, "check_trainable", lambda *_: None)
     error, run = failure(ModelError, tmp_path, **WITH_PUT)
     assert error.code == "nondeterministic_op"
     assert "operation put_ has no deterministic kernel" in error.message
@@ -123,8 +123,8 @@ def test_the_known_answer_must_agree_still(tmp_path):
     def tamper(worker: TrainWorker, member_id: str) -> None:
         def varying(self, mechanism):
             answer = TrainWorker.compute_known_answer(self, mechanism)
-            self._known_answer = bytes(byte ^ 1 for byte in answer)
-            return self._known_answer
+            self._work.known_answer = bytes(byte ^ 1 for byte in answer)
+            return self._work.known_answer
 
         if member_id == "worker-2":
             worker.compute_known_answer = varying.__get__(worker)
