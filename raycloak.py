@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from attestation.simulator import SimulatedVendor, code_measurement
     from coordinator.actors import actor, start_platforms
     from coordinator.aggregator import MaskedAggregator, ReduceRequest
-    from coordinator.config import (
+    from coordinator.config import RunConfig, load_config
+    from coordinator.config_sections import (
         CheckpointConfig,
         ClassCountsConfig,
         DatasetConfig,
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
         PlacementConfig,
         PrivateEvaluationConfig,
         RingConfig,
-        RunConfig,
-        load_config,
     )
     from coordinator.ledger import PrivacyLedger
     from coordinator.manifest import build_computation, build_manifest, epochs, run_terms
@@ -66,29 +65,29 @@ if TYPE_CHECKING:
 _HOMES = {
     "Admission": "workers.worker_messages",
     "ArrayDataset": "workers.datasets",
-    "CheckpointConfig": "coordinator.config",
-    "ClassCountsConfig": "coordinator.config",
-    "DPConfig": "coordinator.config",
+    "CheckpointConfig": "coordinator.config_sections",
+    "ClassCountsConfig": "coordinator.config_sections",
+    "DPConfig": "coordinator.config_sections",
     "Dataset": "workers.datasets",
-    "DatasetConfig": "coordinator.config",
+    "DatasetConfig": "coordinator.config_sections",
     "DatasetDescriptor": "workers.datasets",
-    "EvaluationConfig": "coordinator.config",
+    "EvaluationConfig": "coordinator.config_sections",
     "EvidenceOrchestrator": "attestation.orchestrator",
-    "FailureConfig": "coordinator.config",
-    "LedgerConfig": "coordinator.config",
+    "FailureConfig": "coordinator.config_sections",
+    "LedgerConfig": "coordinator.config_sections",
     "MaskedAggregator": "coordinator.aggregator",
-    "MeasurementsConfig": "coordinator.config",
-    "MetricsConfig": "coordinator.config",
+    "MeasurementsConfig": "coordinator.config_sections",
+    "MetricsConfig": "coordinator.config_sections",
     "ModelSource": "workers.models",
     "NodeEvidenceSource": "coordinator.node_evidence",
-    "OptimizerConfig": "coordinator.config",
-    "PlacementConfig": "coordinator.config",
+    "OptimizerConfig": "coordinator.config_sections",
+    "PlacementConfig": "coordinator.config_sections",
     "Plan": "coordinator.plan",
     "PrivacyLedger": "coordinator.ledger",
-    "PrivateEvaluationConfig": "coordinator.config",
+    "PrivateEvaluationConfig": "coordinator.config_sections",
     "Receipt": "workers.receipt",
     "ReduceRequest": "coordinator.aggregator",
-    "RingConfig": "coordinator.config",
+    "RingConfig": "coordinator.config_sections",
     "RunConfig": "coordinator.config",
     "SimulatedVendor": "attestation.simulator",
     "StepCommit": "attestation.commit_book",

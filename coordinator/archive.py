@@ -6,7 +6,7 @@ from pathlib import Path
 from attestation.package_keys import load_recipients
 from coordinator import state
 from coordinator.checkpoints import Checkpoints, Restored, newest
-from coordinator.config import CheckpointConfig
+from coordinator.config_sections import CheckpointConfig
 from coordinator.control import Control
 from coordinator.tssp_storage import PackageStorage
 from coordinator.tssp_writer import PackageTerms

@@ -29,7 +29,8 @@ from attestation.turns import Turn
 from attestation.whole_file import write_whole
 from attestation.yaml_files import read_yaml
 from coordinator import state
-from coordinator.config import Section, validated
+from coordinator.config import validated
+from coordinator.config_sections import Section
 from coordinator.sealed_terms import load_terms
 from metrics.errors import ConfigError, ProtocolError
 from metrics.file_errors import file_error

@@ -22,7 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from coordinator.config import DatasetConfig, RunConfig, Section
+from coordinator.config import RunConfig
+from coordinator.config_sections import DatasetConfig, Section
 from coordinator.plan_command import descriptor
 from metrics.errors import ConfigError, ModelError
 from workers.clipping import PerExampleGradients

@@ -24,7 +24,8 @@ from coordinator import state
 from coordinator.audit_canaries import MODULE, CanaryTask, canary_signs
 from coordinator.audit_guesses import Observed, strongest_bound
 from coordinator.calibration import epsilon_of
-from coordinator.config import DatasetConfig, RunConfig, parse_config
+from coordinator.config import RunConfig, parse_config
+from coordinator.config_sections import DatasetConfig
 from coordinator.coordinator import Assignment, Coordinator, Session
 from coordinator.local import local_session
 from coordinator.outcome import Finished

@@ -24,7 +24,7 @@ from attestation.package_desk import PublishedPackage
 from attestation.package_keys import RecipientPublic, TrustStore
 from attestation.package_manifest import PackageManifest, PackageRefusal, refuse
 from coordinator.background import Background
-from coordinator.config import CheckpointConfig
+from coordinator.config_sections import CheckpointConfig
 from coordinator.control import Control
 from coordinator.ranges import split_ranges
 from coordinator.retention import Retention

@@ -13,47 +13,20 @@ from attestation.yaml_files import parse_yaml, read_yaml
 from coordinator.config_sections import (
     AttestationConfig,
     CheckpointConfig,
-    ClassCountsConfig,
     DatasetConfig,
     DPConfig,
     EvaluationConfig,
     FailureConfig,
-    Kept,
     KeyServiceConfig,
     LedgerConfig,
     MeasurementsConfig,
     MetricsConfig,
     OptimizerConfig,
     PlacementConfig,
-    PrivateEvaluationConfig,
     RingConfig,
     Section,
 )
 from metrics.errors import ConfigError
-
-__all__ = [
-    "AttestationConfig",
-    "CheckpointConfig",
-    "ClassCountsConfig",
-    "DPConfig",
-    "DatasetConfig",
-    "EvaluationConfig",
-    "FailureConfig",
-    "Kept",
-    "KeyServiceConfig",
-    "LedgerConfig",
-    "MeasurementsConfig",
-    "MetricsConfig",
-    "OptimizerConfig",
-    "PlacementConfig",
-    "PrivateEvaluationConfig",
-    "RingConfig",
-    "RunConfig",
-    "Section",
-    "load_config",
-    "parse_config",
-    "validated",
-]
 
 S = TypeVar("S", bound=Section)
 

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 
 from attestation.messages import parse
 from attestation.service_contract import ServiceContract
-from coordinator.config import KeyServiceConfig
+from coordinator.config_sections import KeyServiceConfig
 from metrics.errors import ConfigError, ProtocolError
 from metrics.file_errors import file_error
 

@@ -20,7 +20,7 @@ from attestation.simulator import SimulatedVendor, code_measurement
 from attestation.simulator_platform import SimulatedPlatform
 from coordinator.aggregator import MaskedAggregator
 from coordinator.backend import Actor, LocalBackend
-from coordinator.config import FailureConfig
+from coordinator.config_sections import FailureConfig
 from coordinator.control import Control, ControlRole
 from coordinator.coordinator import Session
 from coordinator.ledger import PrivacyLedger

@@ -8,7 +8,8 @@ from attestation.roster import Query
 from coordinator.accounting import SMALLEST_NOISE_MULTIPLIER
 from coordinator.calibration import composed_epsilon, epsilon_of
 from coordinator.capacity import physical_shape
-from coordinator.config import ClassCountsConfig, PrivateEvaluationConfig, RunConfig
+from coordinator.config import RunConfig
+from coordinator.config_sections import ClassCountsConfig, PrivateEvaluationConfig
 from coordinator.releases import Release, Releases
 from metrics.errors import ConfigError
 from workers.measurement import Measurement

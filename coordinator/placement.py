@@ -21,7 +21,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from coordinator.config import PlacementConfig
+from coordinator.config_sections import PlacementConfig
 from coordinator.fitting import NodeView, Request, even_share
 from metrics.errors import ConfigError
 

@@ -17,7 +17,8 @@ from coordinator.accounting import (
 )
 from coordinator.calibration import composed_epsilon, epsilon_against, solve_noise_multiplier
 from coordinator.capacity import overflow_bound, physical_shape
-from coordinator.config import Kept, RunConfig
+from coordinator.config import RunConfig
+from coordinator.config_sections import Kept
 from coordinator.measurements import (
     MechanismCost,
     check_affordable,

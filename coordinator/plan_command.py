@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from coordinator import state
-from coordinator.config import DatasetConfig, RunConfig
+from coordinator.config import RunConfig
+from coordinator.config_sections import DatasetConfig
 from coordinator.crosscheck import checked
 from coordinator.ledger import PrivacyLedger
 from coordinator.payer import NamedAccount, named_account

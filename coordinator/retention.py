@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from attestation.hybrid_signature import SignerPublic
 from attestation.package_keys import TrustStore
 from attestation.package_manifest import PackageManifest
-from coordinator.config import CheckpointConfig
+from coordinator.config_sections import CheckpointConfig
 from coordinator.tssp_reader import signed_manifest
 from coordinator.tssp_storage import PackageStorage
 from metrics.errors import EvidenceError

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from attestation.canonical import canonical_json
 from attestation.sealed_data import SealedHeader, SealedTerms, Use
-from coordinator.config import DatasetConfig, RunConfig
+from coordinator.config import RunConfig
+from coordinator.config_sections import DatasetConfig
 from metrics.errors import ConfigError
 from workers.datasets import DatasetForm
 

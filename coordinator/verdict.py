@@ -13,7 +13,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.table import Table
 
-from coordinator.config import Kept
+from coordinator.config_sections import Kept
 from coordinator.tables import (
     accountant_rows,
     epsilon_text,

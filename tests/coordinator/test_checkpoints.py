@@ -15,7 +15,7 @@ from attestation.orchestrator import StepCommit
 from attestation.package_keys import PackageSigner, RecipientPublic
 from attestation.package_manifest import PackageManifest
 from coordinator.checkpoints import RETRY_S, Checkpoints, newest
-from coordinator.config import CheckpointConfig
+from coordinator.config_sections import CheckpointConfig
 from coordinator.evaluation import Evaluation
 from coordinator.ledger import PrivacyLedger
 from coordinator.local import local_session

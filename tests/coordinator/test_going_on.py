@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from attestation.evidence_log import verify_exported_log
 from coordinator.archive import Archive
-from coordinator.config import CheckpointConfig
+from coordinator.config_sections import CheckpointConfig
 from coordinator.coordinator import Assignment
 from coordinator.discard import discard
 from coordinator.execution import Execution

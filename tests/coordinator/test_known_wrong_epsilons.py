@@ -17,7 +17,8 @@ from attestation.messages import parse
 from coordinator import privacy_loss
 from coordinator.accountants import accountant_of
 from coordinator.calibration import epsilon_of
-from coordinator.config import DPConfig, parse_config
+from coordinator.config import parse_config
+from coordinator.config_sections import DPConfig
 from coordinator.plan import plan_mechanism
 from coordinator.releases import Release
 from metrics.errors import ConfigError, ProtocolError

@@ -15,7 +15,7 @@ from attestation.revocations import revoke
 from attestation.run_secret import run_id_of
 from attestation.simulator import SimulatedVendor, code_measurement
 from coordinator.archive import Archive
-from coordinator.config import CheckpointConfig
+from coordinator.config_sections import CheckpointConfig
 from coordinator.coordinator import Assignment
 from coordinator.plan_command import plan_of
 from coordinator.sealed_evaluation import added

@@ -11,7 +11,7 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 from coordinator.actors import connect
-from coordinator.config import PlacementConfig
+from coordinator.config_sections import PlacementConfig
 from coordinator.placement import Placement, cluster_nodes
 from metrics.errors import ConfigError
 
