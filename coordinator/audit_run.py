@@ -33,8 +33,7 @@ from coordinator.output import attach_log
 from coordinator.payer import account_cap
 from coordinator.plan import plan_mechanism
 from coordinator.plan_command import descriptor
-from coordinator.progress import StepReport
-from coordinator.reporting import Reporting
+from coordinator.reporting import Reporting, StepReport
 from coordinator.run_folder import RunFolder, run_lock
 from coordinator.views import run_facts
 from metrics.collectors import RunMetrics

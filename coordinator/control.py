@@ -17,6 +17,8 @@ from metrics.errors import ConfigError, RunFailedError
 
 ControlRole = Literal["ledger", "orchestrator"]
 
+START_AGAIN = "Mend the cause, then start it again; a run that had begun goes on with --resume."
+
 
 class ControlBackend(Protocol):
     """What :class:`Control` needs of an actor system; see `coordinator.backend.Backend`."""

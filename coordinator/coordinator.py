@@ -31,10 +31,10 @@ from coordinator.archive import Archive
 from coordinator.backend import ActorLost, Backend
 from coordinator.checkpoints import Checkpoints, Restored
 from coordinator.config import RunConfig
-from coordinator.control import Control
+from coordinator.control import START_AGAIN, Control
 from coordinator.crew import Crew
 from coordinator.crosscheck import checked, load_accountants
-from coordinator.departures import START_AGAIN, Departures
+from coordinator.departures import Departures
 from coordinator.evaluation import Evaluator
 from coordinator.joining import Timer
 from coordinator.key_service import given_contract

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from coordinator.control import START_AGAIN
 from metrics.errors import RefusedError, RunFailedError
-
-START_AGAIN = "Mend the cause, then start it again; a run that had begun goes on with --resume."
 
 # What befalls a worker, rather than what it answers: another one in its place may well succeed.
 ACCIDENTS = frozenset({"died", "unreachable", "deadline"})

@@ -3,43 +3,18 @@
 `coordinator/sealed_evaluation.py` measures on data that it may not see.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.config import RunConfig
+from coordinator.outcome import Evaluation
 from coordinator.plan_command import descriptor
 from coordinator.sealed_terms import require_public
 from workers.datasets import Dataset, DatasetDescriptor
-from workers.evaluating import Metric, Scorer, metric_of
+from workers.evaluating import Scorer, metric_of
 from workers.models import ModelSource, build_model, loss_function
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """A result that may be shown to everybody.
-
-    Attributes:
-        metric: ``accuracy``: share of labels that are the largest output, in [0, 1]; or ``loss``: mean over examples.
-        value: of the metric.
-        num_examples: how many it was measured on.
-    """
-
-    metric: Metric
-    value: float
-    num_examples: int
-
-    @property
-    def accuracy(self) -> float | None:
-        """The value if it is an accuracy."""
-        return self.value if self.metric == "accuracy" else None
-
-    @property
-    def loss(self) -> float | None:
-        """The value if it is a loss."""
-        return self.value if self.metric == "loss" else None
 
 
 def open_public(descriptor: DatasetDescriptor, base: Path | str) -> Dataset:

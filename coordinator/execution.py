@@ -36,8 +36,7 @@ from coordinator.outcome import Ending, Finished
 from coordinator.output import attach_log
 from coordinator.placement import Placement
 from coordinator.plan_command import descriptor
-from coordinator.progress import StepReport
-from coordinator.reporting import Reporting
+from coordinator.reporting import Reporting, StepReport
 from coordinator.run_folder import RunFolder, run_lock
 from coordinator.run_service import announce
 from coordinator.sealed_terms import evaluation_folder

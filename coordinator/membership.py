@@ -16,9 +16,9 @@ from attestation.evidence import CollateralBundle, Role
 from attestation.messages import Envelope
 from coordinator.backend import Actor, ActorLost, Backend
 from coordinator.config import RunConfig
-from coordinator.control import Control
+from coordinator.control import START_AGAIN, Control
 from coordinator.crew import Crew, aggregator_id, start_crew, worker_id
-from coordinator.departures import ACCIDENTS, ASKED, START_AGAIN, Departure, Departures
+from coordinator.departures import ACCIDENTS, ASKED, Departure, Departures
 from coordinator.handout import Handout
 from coordinator.hosting import Hosting, rehost
 from coordinator.joining import Joining, Timer

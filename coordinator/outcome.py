@@ -9,8 +9,8 @@ import numpy as np
 
 from attestation.commit_book import StepCommit
 from attestation.roster import Query
-from coordinator.evaluation import Evaluation
 from coordinator.plan import Plan
+from workers.evaluating import Metric
 from workers.manifest import Manifest
 from workers.measurement import Released
 
@@ -21,6 +21,31 @@ class Ending(Enum):
     COMPLETE = "complete"
     CAP = "cap_exceeded"
     STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A result that may be shown to everybody.
+
+    Attributes:
+        metric: ``accuracy``: share of labels that are the largest output, in [0, 1]; or ``loss``: mean over examples.
+        value: of the metric.
+        num_examples: how many it was measured on.
+    """
+
+    metric: Metric
+    value: float
+    num_examples: int
+
+    @property
+    def accuracy(self) -> float | None:
+        """The value if it is an accuracy."""
+        return self.value if self.metric == "accuracy" else None
+
+    @property
+    def loss(self) -> float | None:
+        """The value if it is a loss."""
+        return self.value if self.metric == "loss" else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,7 @@ from attestation.hybrid_signature import SignerPublic
 from attestation.serving_orchestrator import ServingOrchestrator
 from coordinator.actors import START_DEADLINE_S, actor, fetch, on_this_node
 from coordinator.backend import Actor, ActorLost
-from coordinator.control import Control, ControlRole
-from coordinator.departures import START_AGAIN
+from coordinator.control import START_AGAIN, Control, ControlRole
 from coordinator.ledger import PrivacyLedger
 from coordinator.own_process import ActorProcess, own_process
 from metrics.errors import RunFailedError

@@ -7,11 +7,39 @@ from attestation.admissions import OrchestratorView
 from coordinator.control import Restart
 from coordinator.departures import Departure
 from coordinator.plan import Plan
-from coordinator.progress import StepReport
 from metrics.collectors import RunMetrics
 from metrics.events import EventWriter
 from metrics.registry import exactness_mark, privacy_mark
 from workers.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What is public about a committed step.
+
+    Attributes:
+        step: number of committed steps, 1 to ``steps``.
+        steps: planned steps.
+        epsilon: spent so far against outsiders and the aggregator; None if the run is not private.
+        epsilon_cap: what the account may spend; None if the run is not private.
+        evaluation_accuracy: share in [0, 1] on the public split, if it was measured after this step.
+        evaluation_loss: mean on the public split, in its place where a loss is measured.
+        workers: workers that took part.
+        parameter_digest: hexadecimal digest of the parameters after the step.
+        seconds: wall time of the step.
+        exact: whether every operation has a deterministic kernel.
+    """
+
+    step: int
+    steps: int
+    epsilon: float | None
+    epsilon_cap: float | None
+    evaluation_accuracy: float | None
+    workers: int
+    parameter_digest: str
+    seconds: float
+    evaluation_loss: float | None = None
+    exact: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,8 @@ from attestation.messages import Envelope, parse
 from attestation.sealed_data import SealedTerms
 from coordinator.backend import ActorLost
 from coordinator.config import RunConfig
-from coordinator.evaluation import Evaluation
 from coordinator.losses import Losses
-from coordinator.outcome import Model
+from coordinator.outcome import Evaluation, Model
 from coordinator.sealed_terms import evaluation_form
 from coordinator.step import StepRunner
 from metrics.errors import EvidenceError, ProtocolError

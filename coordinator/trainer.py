@@ -11,7 +11,7 @@ from coordinator.execution import Execution, Outcome
 from coordinator.outcome import Finished
 from coordinator.plan import check_public
 from coordinator.preflight import preflight
-from coordinator.progress import StepReport
+from coordinator.reporting import StepReport
 from coordinator.resume import require_same_config
 from coordinator.run_folder import unfinished_run
 from coordinator.stopping import StopRequest

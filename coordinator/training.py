@@ -16,13 +16,12 @@ from attestation.roster import Query
 from coordinator.backend import ActorLost
 from coordinator.checkpoints import Checkpoints
 from coordinator.config import RunConfig
-from coordinator.evaluation import Evaluation, Evaluator
+from coordinator.evaluation import Evaluator
 from coordinator.ledger_entries import Head
 from coordinator.membership import Membership
-from coordinator.outcome import Ending, Model, StepOutcome
+from coordinator.outcome import Ending, Evaluation, Model, StepOutcome
 from coordinator.plan import Plan
-from coordinator.progress import StepReport
-from coordinator.reporting import Reporting
+from coordinator.reporting import Reporting, StepReport
 from coordinator.sealed_evaluation import SealedEvaluator
 from coordinator.step import StepRunner
 from coordinator.stopping import StopRequest

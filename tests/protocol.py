@@ -41,9 +41,8 @@ from coordinator.manifest import build_computation, build_manifest, epochs, run_
 from coordinator.outcome import Finished
 from coordinator.plan import make_plan, plan_mechanism
 from coordinator.plan_command import descriptor
-from coordinator.progress import StepReport
 from coordinator.ranges import split_ranges
-from coordinator.reporting import Reporting
+from coordinator.reporting import Reporting, StepReport
 from coordinator.run_folder import RunFolder, RunRecord
 from coordinator.sealed_terms import evaluation_folder, sealed_terms
 from metrics.collectors import RunFacts, RunMetrics

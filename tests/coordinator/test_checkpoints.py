@@ -16,10 +16,10 @@ from attestation.package_keys import PackageSigner, RecipientPublic
 from attestation.package_manifest import PackageManifest
 from coordinator.checkpoints import RETRY_S, Checkpoints, newest
 from coordinator.config_sections import CheckpointConfig
-from coordinator.evaluation import Evaluation
 from coordinator.ledger import PrivacyLedger
 from coordinator.local import local_session
 from coordinator.manifest import run_terms
+from coordinator.outcome import Evaluation
 from coordinator.tssp_storage import MANIFEST, PackageStorage
 from coordinator.tssp_writer import PackageTerms
 from metrics.errors import ConfigError, EvidenceError, RunFailedError
