@@ -249,3 +249,8 @@ def connect(num_cpus: int) -> bool:
         _system_config={"prestart_worker_first_driver": False},
     )
     return True
+
+
+def disconnect() -> None:
+    """Leave the cluster, which ends a local one; for the caller whose :func:`connect` returned True."""
+    ray.shutdown()

@@ -103,7 +103,7 @@ class Attempts:
     _losses: Losses = field(init=False)
 
     def __post_init__(self) -> None:
-        self._losses = Losses(self.backend, self.membership, self.deadline_s)
+        self._losses = Losses(self.backend, self.membership.members, self.deadline_s)
 
     def begin(self) -> None:
         """The attempts that follow are of another step."""
@@ -118,13 +118,15 @@ class Attempts:
                 ledger has answered, and none at all if it refuses.
         """
         # Of those who are not in the roster, a worker would forget the evidence again.
-        absent = {actor.member_id for actor in self.membership.aggregators[len(task.ranges) :]}
-        shown = tuple(proof for member_id, proof in self.membership.presentations.items() if member_id not in absent)
+        absent = {actor.member_id for actor in self.membership.members.aggregators[len(task.ranges) :]}
+        shown = tuple(
+            proof for member_id, proof in self.membership.members.presentations.items() if member_id not in absent
+        )
         calls = {}
-        for member_id in sorted(self.membership.workers):
+        for member_id in sorted(self.membership.members.workers):
             unseen = tuple(envelope for envelope in shown if envelope not in self._seen.get(member_id, ()))
             asked = receipt, StepRequest(roster, unseen, task.ranges), *model.parameters
-            worker = self.membership.workers[member_id]
+            worker = self.membership.members.workers[member_id]
             calls[member_id] = self.backend.call(worker, "step", *asked, returns=1 + len(task.ranges))
         return Asked(roster, shown, calls)
 
@@ -135,7 +137,7 @@ class Attempts:
         """
         request = ReduceRequest(asked.roster, (), model.digest, task.ranges)
         replies = [call[0] for call in asked.calls.values()]
-        for actor, _ in zip(self.membership.aggregators, task.ranges, strict=False):
+        for actor, _ in zip(self.membership.members.aggregators, task.ranges, strict=False):
             self.backend.call(actor, "expect", request, *replies)
 
     def collect(self, task: Task, model: Model, asked: Asked) -> Answers | None:
@@ -164,7 +166,7 @@ class Attempts:
             return None
         for reply in replies.values():
             if reply.leaving:
-                self.membership.ask_to_leave(reply.member_id, "left")
+                self.membership.members.ask_to_leave(reply.member_id, "left")
         self._seen = dict.fromkeys(calls, asked.shown)
         vectors = tuple(tuple(call[1 + part.index] for call in calls.values()) for part in task.ranges)
         return Answers(asked.roster, headers, vectors, tuple(replies.values()))
@@ -189,7 +191,7 @@ class Attempts:
             except ActorLost as error:
                 lost[index] = error.cause
             except SenderError as error:
-                if error.member_id not in self.membership.workers:
+                if error.member_id not in self.membership.members.workers:
                     raise
                 accused[error.member_id] = error.code
             except RunFailedError as error:
@@ -198,7 +200,7 @@ class Attempts:
         for index, cause in lost.items():
             # What was lost then is a vector, with its sender's node; the next attempt finds out.
             if cause != "object_lost":
-                self.membership.replace_aggregator(index, cause)
+                self.membership.admission.replace_aggregator(index, cause)
         self._losses.take(accused, task.name, task.step, everybody=False)
         if lost or accused:
             return None
@@ -231,7 +233,7 @@ class Attempts:
         self, task: Task, model: Model, request: ReduceRequest, vectors: Sequence[Sequence[Any]], after: Any = None
     ) -> list[tuple[Any, ...]]:
         calls = []
-        for actor, masked, part in zip(self.membership.aggregators, vectors, task.ranges, strict=False):
+        for actor, masked, part in zip(self.membership.members.aggregators, vectors, task.ranges, strict=False):
             if task.query == "gradient":
                 own = model.parameters[part.index], model.states[part.index]
                 calls.append(self.backend.call(actor, "reduce", request, *own, *masked, returns=3, after=after))
@@ -250,7 +252,7 @@ class Attempts:
             header = parse(Header, reply.header.body) if reply.header else None
         except ProtocolError:
             header = None
-        hosted = self.membership.hosting[member_id]
+        hosted = self.membership.hosts.hosting[member_id]
         if header is None or header.virtual_workers != hosted or len(header.vector_tags) != len(hosted):
             return False
         for v, tag in zip(hosted, header.vector_tags, strict=True):

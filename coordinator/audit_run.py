@@ -21,12 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator import state
+from coordinator.assignment import NewRun, Order, Session
 from coordinator.audit_canaries import MODULE, CanaryTask, canary_signs
 from coordinator.audit_guesses import Observed, strongest_bound
 from coordinator.calibration import epsilon_of
 from coordinator.config import RunConfig, parse_config
 from coordinator.config_sections import DatasetConfig
-from coordinator.coordinator import Assignment, Coordinator, Session
+from coordinator.coordinator import Coordinator
 from coordinator.local import local_session
 from coordinator.outcome import Finished
 from coordinator.output import attach_log
@@ -235,15 +236,8 @@ def _train(
             progress(report)
 
         try:
-            coordinator = Coordinator(
-                config,
-                session,
-                setup,
-                None,
-                _reporting(config, events, after_step),
-                run_folder,
-                Assignment(),
-            )
+            reporting = _reporting(config, events, after_step)
+            coordinator = Coordinator(Order(config, session, setup, None, reporting, run_folder, NewRun()))
             finished = coordinator.run()
         except BaseException:
             run_folder.mark("void")  # An audit is never gone on with: its canaries are forgotten.

@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from attestation.hybrid_signature import SignerPublic
 from attestation.run_secret import exposure
 from coordinator.actors import (
@@ -22,13 +20,15 @@ from coordinator.actors import (
     alive_nodes,
     cluster_gpus,
     connect,
+    disconnect,
     fetch,
 )
 from coordinator.archive import Archive
+from coordinator.assignment import Assignment, NewRun, Order, ReplayedRun, ResumedRun
 from coordinator.backend import Actor, ActorLost
 from coordinator.config import RunConfig
 from coordinator.control import Control, Restart
-from coordinator.coordinator import Assignment, Coordinator
+from coordinator.coordinator import Coordinator
 from coordinator.departures import Departure
 from coordinator.evaluation import public_evaluator
 from coordinator.launch import Launched, launch
@@ -98,22 +98,29 @@ class Execution:
             run_id, key = launched.control.open_run(secret_file)
             stack.enter_context(run_lock(run_id))
             folder = RunFolder.create(self._config, run_id, self._base, secret_file)
-            return self._conduct(stack, launched, key, folder, Assignment(self._archive(folder), stop=self._stop))
+            return self._conduct(stack, launched, key, folder, NewRun(self._archive(folder), self._stop))
 
     def resume(self, folder: RunFolder) -> "Outcome":
         """Go on with an unfinished run, from its newest package."""
-        assignment = Assignment(self._archive(folder), folder.manifest(), stop=self._stop)
-        return self._again(folder, assignment)
+        archive, recorded = self._archive(folder), folder.manifest()
+        if recorded is None:  # It ended before it had a manifest, and so before anything was charged.
+            return self._again(folder, NewRun(archive, self._stop))
+        return self._again(folder, ResumedRun(recorded, archive, self._stop))
 
-    def repeat(self, folder: RunFolder, assignment: Assignment) -> Finished:
-        """Repeat steps of a run, from a package of it; its directory stays as it is, but for ``replay.log``."""
-        return self._again(folder, replace(assignment, archive=self._archive(folder))).finished
+    def replay(self, folder: RunFolder, recorded: Manifest, first: int, last: int) -> Finished:
+        """Compute finished steps of a run again; its directory stays as it is, but for ``replay.log``.
+
+        Args:
+            recorded: the run's manifest.
+            first, last: the range of steps; it begins earlier if the newest package before ``first`` does.
+        """
+        return self._again(folder, ReplayedRun(recorded, self._archive(folder), first, last, self._stop)).finished
 
     def _again(self, folder: RunFolder, assignment: Assignment) -> "Outcome":
         self._warn_of(folder.record.secret_file)
         with ExitStack() as stack:
             stack.enter_context(run_lock(folder.record.run_id))
-            launched = self._launch(stack, self._config.attestation.bind if assignment.releases else None)
+            launched = self._launch(stack, self._config.attestation.bind if assignment.charges else None)
             _, key = launched.control.open_run(folder.record.secret_file, folder.record.run_id)
             return self._conduct(stack, launched, key, folder, assignment)
 
@@ -127,7 +134,7 @@ class Execution:
     def _launch(self, stack: ExitStack, bind: str | None) -> Launched:
         """Join or start Ray, take the signals over from it, and start every process of a session."""
         if connect(num_cpus=self._config.num_workers + 1):
-            stack.callback(ray.shutdown)
+            stack.callback(disconnect)
         if self._handle_signals:
             stack.enter_context(stop_on_signals(self._stop, self._notice))
         return launch(stack, self._config, Path(self._base), self._placement(), bind)
@@ -142,31 +149,31 @@ class Execution:
     ) -> "Outcome":
         """Run the coordinator; what ends it early is raised with the result so far."""
         self.folder, started = folder, launched.began
-        attach_log(folder.path / ("run.log" if assignment.releases else "replay.log"))
+        attach_log(folder.path / ("run.log" if assignment.charges else "replay.log"))
         failure = self._config.failure
         control = launched.control.control(failure.control_deadline_s, failure.max_failures)
         coordinator: Coordinator | None = None
         try:
             session = launched.session(folder.record.run_id, orchestrator_key, control)
-            reporting = self._reporting(stack, launched.samplers, folder, control, assignment.releases)
-            setup = self._setup(stack, folder, assignment.releases)
-            evaluator = public_evaluator(self._config, self._model, self._base) if assignment.releases else None
-            coordinator = Coordinator(self._config, session, setup, evaluator, reporting, folder, assignment)
-            if assignment.releases:
+            reporting = self._reporting(stack, launched.samplers, folder, control, assignment)
+            setup = self._setup(stack, folder, assignment)
+            evaluator = public_evaluator(self._config, self._model, self._base) if assignment.charges else None
+            coordinator = Coordinator(Order(self._config, session, setup, evaluator, reporting, folder, assignment))
+            if assignment.charges:
                 folder.mark("running")
             finished = coordinator.run()
         except Exception as error:
-            if assignment.releases and coordinator is not None:
+            if assignment.charges and coordinator is not None:
                 self._fail(coordinator, folder, error, started)
             elif assignment.recorded is None:
                 self._give_up(control, folder)
             raise
         except BaseException:  # Whoever interrupts wants it to end at once; a resume finds what was sealed before.
-            if assignment.releases:
+            if assignment.charges:
                 folder.mark("failed")
             raise
         assert finished.ending is not None, "it has ended"
-        if assignment.releases:
+        if assignment.charges:
             folder.mark("stopped" if finished.ending is Ending.STOPPED else "done")
         return self._outcome(finished, folder, finished.ending.value, started)
 
@@ -211,7 +218,7 @@ class Execution:
             self.warnings.append("use_gpu is set, but the cluster has no GPU: the workers computed on the CPU.")
         return placement
 
-    def _setup(self, stack: ExitStack, folder: RunFolder, evaluates: bool) -> WorkerSetup:
+    def _setup(self, stack: ExitStack, folder: RunFolder, assignment: Assignment) -> WorkerSetup:
         gpu = self._config.use_gpu and cluster_gpus() > 0
         return WorkerSetup(
             model=self._model,
@@ -221,7 +228,7 @@ class Execution:
             seed=self._config.seed,
             device="cuda" if gpu else "cpu",
             allow_nondeterministic=self._config.allow_nondeterministic,
-            evaluation=evaluation_folder(self._config) if evaluates else None,
+            evaluation=evaluation_folder(self._config) if assignment.charges else None,
         )
 
     def _descriptor(self, stack: ExitStack, folder: RunFolder) -> DatasetDescriptor:
@@ -239,7 +246,7 @@ class Execution:
         return export_in_memory(self._in_memory, path)
 
     def _reporting(
-        self, stack: ExitStack, samplers: GpuSamplers, folder: RunFolder, control: Control, releases: bool
+        self, stack: ExitStack, samplers: GpuSamplers, folder: RunFolder, control: Control, assignment: Assignment
     ) -> Reporting:
         exporter = Exporter()
         exporter.add(LedgerCollector(lambda: metrics_view(_ask(control.actors["ledger"], "view", deadline_s=5.0))))
@@ -250,7 +257,8 @@ class Execution:
         for reason in samplers.unavailable_reasons():
             self._notice(reason)
         # What a replay does is not part of the run's record.
-        events = stack.enter_context(EventWriter(folder.path / "metrics.jsonl" if releases else Path(os.devnull)))
+        path = folder.path / "metrics.jsonl" if assignment.charges else Path(os.devnull)
+        events = stack.enter_context(EventWriter(path))
         return Reporting(
             metrics=partial(self._admitted, exporter, control, folder),
             events=events,

@@ -1,11 +1,15 @@
-"""Handout: which keys each worker was given in the current epoch, and how far it has seen the evidence log."""
+"""Hosts: which worker hosts which virtual workers, and the handout of their keys in the current epoch."""
 
 from dataclasses import dataclass, field
+from typing import Self
 
 from attestation.key_release import KeyRelease
 from attestation.messages import Envelope
 from coordinator.control import Control
-from coordinator.hosting import Hosting, moved
+from coordinator.growth import Growth
+from coordinator.hosting import Hosting, moved, rehost
+from coordinator.members import Members
+from coordinator.plan import hosted_at_most
 
 
 @dataclass(slots=True)
@@ -53,3 +57,61 @@ class Handout:
         """A worker took its keys, and committed to the slices they belong to."""
         self._seen[member_id] = release.log_length
         self.control.orchestrator("record_data", commitments)
+
+
+@dataclass(slots=True)
+class Hosts:
+    """Places every virtual worker on a worker.
+
+    Attributes:
+        hosting: virtual workers of each worker; covers all V once they were placed.
+    """
+
+    members: Members
+    growth: Growth
+    _handout: Handout
+    hosting: Hosting = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, members: Members, growth: Growth) -> Self:
+        """Begin with nobody hosting anything."""
+        config = members.config
+        counted = config.dp_config.enabled and config.dp_config.colluding_workers > 0
+        most = hosted_at_most(config, config.fewest_workers) if counted else None
+        return cls(members, growth, Handout(members.control, most))
+
+    def place(self, epoch: int) -> None:
+        """Host every virtual worker on the current workers and release the keys they miss for ``epoch``.
+
+        A host that fails to take its keys, or that opened other data than the run began with, leaves, and the rest
+        is placed again.
+
+        Guarantee: with ``colluding_workers``, no worker is ever given keys of more virtual workers of one epoch than
+        the noise allows for; one that would be leaves instead.
+
+        Raises:
+            RefusedError: ``too_few_workers``.
+            RunFailedError: ``too_many_failures``.
+        """
+        self._handout.begin(epoch)
+        while True:
+            self.growth.wait_for_enough()
+            self.growth.refill()
+            self.hosting = rehost(self.hosting, list(self.members.workers), self.members.config.virtual_workers)
+            if (exposed := self._handout.exposed(self.hosting)) is not None:
+                self.members.take_leave(exposed, "key_share")
+                continue
+            needs = self._handout.missing(self.hosting)
+            if not needs:
+                return
+            self._hand_out(needs)
+
+    def _hand_out(self, needs: Hosting) -> None:
+        members = self.members
+        asked, released = {}, {}
+        for member_id, virtual_workers in needs.items():
+            released[member_id] = self._handout.release(member_id, virtual_workers)
+            asked[member_id] = members.backend.call(members.workers[member_id], "accept_keys", released[member_id])[0]
+        members.collect(asked, lambda i, commitments: self._handout.accepted(i, released[i], commitments))
+        if not members.workers and members.departures.refused_alike(len(asked)):
+            raise members.too_few()

@@ -19,9 +19,9 @@ from attestation.revocations import count_revocations
 from attestation.simulator import SimulatedVendor, code_measurement
 from coordinator import state
 from coordinator.actors import GpuSamplers, Platforms
+from coordinator.assignment import Session
 from coordinator.config import RunConfig
 from coordinator.control import Control
-from coordinator.coordinator import Session
 from coordinator.crew import Crew, start_crew
 from coordinator.hardware import Guests, collateral_of, configured_policy
 from coordinator.payer import accountant_for

@@ -19,10 +19,10 @@ from attestation.serving_orchestrator import ServingOrchestrator
 from attestation.simulator import SimulatedVendor, code_measurement
 from attestation.simulator_platform import SimulatedPlatform
 from coordinator.aggregator import MaskedAggregator
+from coordinator.assignment import Session
 from coordinator.backend import Actor, LocalBackend
 from coordinator.config_sections import FailureConfig
 from coordinator.control import Control, ControlRole
-from coordinator.coordinator import Session
 from coordinator.ledger import PrivacyLedger
 from workers.train_worker import TrainWorker
 

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from coordinator.backend import ActorLost, Backend
-from coordinator.membership import Membership
+from coordinator.members import Members
 from coordinator.outcome import Model
 from metrics.errors import RunFailedError
 
@@ -14,7 +14,7 @@ class Losses:
     """Those of a session, one task after the other."""
 
     backend: Backend
-    membership: Membership
+    members: Members
     deadline_s: float
     _all_lost: bool = False
 
@@ -40,7 +40,7 @@ class Losses:
             raise RunFailedError(code, f"every worker failed in {task}: {code}", _REMEDIES.get(code, ""), step)
         self._all_lost = alike
         for member_id, cause in failures.items():
-            self.membership.lose(member_id, cause, f"{member_id} failed in {task}")
+            self.members.lose(member_id, cause, f"{member_id} failed in {task}")
 
     def require_model(self, model: Model, causes: Collection[str], task: str, step: int) -> None:
         """If something that was passed is gone, make sure that it is not the model itself.

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from coordinator import state
 from coordinator.config import RunConfig, parse_config
-from coordinator.coordinator import Assignment
 from coordinator.execution import Execution
 from coordinator.ledger import PrivacyLedger
 from coordinator.run_folder import RunFolder
@@ -77,7 +76,7 @@ def replay(run_dir: Path, steps: tuple[int, int], workers: int, notice: Callable
         raise ConfigError("config", "the run was given its model or data in Python.", "Name both in the configuration.")
     before = _charged_steps(config, folder)
     execution = Execution(config, ModelSource.of(config.model), folder.record.base, notice=notice)
-    finished = execution.repeat(folder, Assignment(None, manifest, steps[0], steps[1], releases=False))
+    finished = execution.replay(folder, manifest, *steps)
     after = _charged_steps(config, folder)
     assert after == before, "a replay charges nothing"
     outcomes = finished.outcomes

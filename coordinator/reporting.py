@@ -1,6 +1,6 @@
 """Where a run tells about itself while it goes on: events, series, and what its caller wants to hear."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
 
 from attestation.admissions import OrchestratorView
@@ -69,12 +69,12 @@ class Reporter:
     """Tells everybody what happens to members and to the two durable actors.
 
     Attributes:
-        workers: how many take part now.
+        workers: those that take part now; it changes as they come and go.
         metrics: the run's series; None until it has admitted its first members.
     """
 
     to: Reporting
-    workers: Callable[[], int]
+    workers: Sized
     metrics: RunMetrics | None = None
 
     def planned(self, plan: Plan) -> None:
@@ -82,8 +82,12 @@ class Reporter:
         for warning in plan.warnings:
             self.to.warned(warning)
 
-    def admitted(self, manifest: Manifest, view: OrchestratorView) -> RunMetrics:
-        """The first members are admitted: make the series, and say under what terms the steps run."""
+    def admitted(self, manifest: Manifest, view: OrchestratorView, refused: Iterable[Departure]) -> RunMetrics:
+        """The first members are admitted: make the series, and say under what terms the steps run.
+
+        Args:
+            refused: members that were refused or lost before there were series to count them in.
+        """
         mechanism = manifest.computation.mechanism
         self.metrics = self.to.metrics(manifest, view.evidence_class)
         self.to.events.write(
@@ -98,15 +102,17 @@ class Reporter:
             virtual_workers=mechanism.virtual_workers,
             parameters=mechanism.dimension,
             noise_multiplier=mechanism.noise_multiplier if mechanism.private else None,
-            workers=self.workers(),
+            workers=len(self.workers),
         )
         self.presented(view)
+        for departure in refused:
+            self.metrics.worker_refused(departure.code)
         return self.metrics
 
     def presented(self, view: OrchestratorView) -> None:
         """Members have presented evidence, at first or anew."""
         assert self.metrics is not None, "series exist once members are admitted"
-        self.metrics.workers_admitted(self.workers())
+        self.metrics.workers_admitted(len(self.workers))
         for role, expires_at in view.earliest_expiry.items():
             self.metrics.evidence_accepted(role, view.evidence_class, expires_at)
 
@@ -123,15 +129,15 @@ class Reporter:
             metrics.worker_left(departure.code)
         else:
             metrics.worker_failed(departure.code)
-        metrics.workers_admitted(self.workers())
+        metrics.workers_admitted(len(self.workers))
 
     def joined(self, member_id: str) -> None:
         """A worker joined between two steps."""
         self.to.joined(member_id)
-        self.to.events.write("join", workers=self.workers())
+        self.to.events.write("join", workers=len(self.workers))
         assert self.metrics is not None, "series exist once members are admitted"
         self.metrics.worker_joined()
-        self.metrics.workers_admitted(self.workers())
+        self.metrics.workers_admitted(len(self.workers))
 
     def restarted(self, restart: Restart) -> None:
         """The ledger or the orchestrator was started again."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from attestation.admissions import MemberReview
 from coordinator.control import Control
-from coordinator.joining import Timer
+from coordinator.timing import Timer
 
 
 @dataclass(slots=True)

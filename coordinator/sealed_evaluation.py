@@ -47,7 +47,7 @@ class SealedEvaluator:
     _losses: Losses = field(init=False)
 
     def __post_init__(self) -> None:
-        self._losses = Losses(self.runner.backend, self.runner.membership, self.runner.deadline_s)
+        self._losses = Losses(self.runner.backend, self.runner.membership.members, self.runner.deadline_s)
 
     @classmethod
     def of(cls, config: RunConfig, terms: SealedTerms | None, runner: StepRunner) -> Self | None:
@@ -78,15 +78,17 @@ class SealedEvaluator:
         control, membership = self.runner.control, self.runner.membership
         try:
             order: Envelope = control.orchestrator(
-                "order_evaluation", finished_steps, model.digest, dict(membership.hosting)
+                "order_evaluation", finished_steps, model.digest, dict(membership.hosts.hosting)
             )
         except EvidenceError as refusal:
             if refusal.code != "evidence_expired":
                 raise
-            if membership.review(now=True):
-                membership.renew()
+            if membership.admission.review(now=True):
+                membership.admission.renew()
             self.runner.place(epoch)
-            order = control.orchestrator("order_evaluation", finished_steps, model.digest, dict(membership.hosting))
+            order = control.orchestrator(
+                "order_evaluation", finished_steps, model.digest, dict(membership.hosts.hosting)
+            )
         return order
 
     def _scores(self, envelope: Envelope, model: Model, finished_steps: int) -> Scores | None:
@@ -95,7 +97,7 @@ class SealedEvaluator:
         order = parse(EvaluationOrder, envelope.body)
         asked = {
             member.member_id: backend.call(
-                membership.workers[member.member_id], "evaluate", envelope, *model.parameters
+                membership.members.workers[member.member_id], "evaluate", envelope, *model.parameters
             )[0]
             for member in order.members
         }

@@ -212,9 +212,9 @@ class StepRunner:
 
     def place(self, epoch: int) -> None:
         """Host the virtual workers of those who left on those who stay, and some on those who joined."""
-        before = self.membership.hosting
-        self.membership.place(epoch)
-        changes = moved(before, self.membership.hosting) if before else {}
+        before = self.membership.hosts.hosting
+        self.membership.hosts.place(epoch)
+        changes = moved(before, self.membership.hosts.hosting) if before else {}
         self.metrics.virtual_workers_moved(sum(len(taken) for taken in changes.values()))
 
     def _first_roster(self, task: Task) -> Envelope:
@@ -244,7 +244,11 @@ class StepRunner:
 
         They stay uncommitted until it is there: asked twice, they are committed once.
         """
-        hosting, aggregators, commits = dict(self.membership.hosting), self._aggregator_ids(task), self.uncommitted
+        hosting, aggregators, commits = (
+            dict(self.membership.hosts.hosting),
+            self._aggregator_ids(task),
+            self.uncommitted,
+        )
         asked = (task.step, hosting, aggregators, commits, task.query)
         return _Asked(self.control.submit("orchestrator", "open_step", *asked), commits)
 
@@ -255,8 +259,8 @@ class StepRunner:
         except EvidenceError as refusal:
             if refusal.code != "evidence_expired":
                 raise
-            if self.membership.review(now=True):
-                self.membership.renew()
+            if self.membership.admission.review(now=True):
+                self.membership.admission.renew()
             self.place(self.manifest.computation.epoch_of(task.query, task.step))
             asked = self._ask_roster(task)
             roster = asked.pending.result()
@@ -265,11 +269,11 @@ class StepRunner:
 
     def _standing(self, task: Task) -> Any:
         """What a roster of a step rests on."""
-        evidence = tuple(self.membership.presentations.items())
-        return task.query, task.step, dict(self.membership.hosting), self._aggregator_ids(task), evidence
+        evidence = tuple(self.membership.members.presentations.items())
+        return task.query, task.step, dict(self.membership.hosts.hosting), self._aggregator_ids(task), evidence
 
     def _aggregator_ids(self, task: Task) -> tuple[str, ...]:
-        return tuple(actor.member_id for actor in self.membership.aggregators[: len(task.ranges)])
+        return tuple(actor.member_id for actor in self.membership.members.aggregators[: len(task.ranges)])
 
     def _vector_ranges(self) -> tuple[VectorRange, ...]:
         return tuple(VectorRange(owned.index, owned.start, owned.size) for owned in self.ranges)

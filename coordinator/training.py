@@ -38,12 +38,12 @@ class Course:
     Attributes:
         last_step: number of finished steps to end at.
         committed: steps that earlier executions committed, by query, which must come out the same.
-        releases: whether steps may be charged that were not; a replay only repeats.
+        charges: whether steps may be charged that were not; a replay only repeats.
     """
 
     last_step: int
     committed: Mapping[tuple[Query, int], StepCommit]
-    releases: bool
+    charges: bool
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class Training:
         while self.finished_steps < self.course.last_step:
             if self.stop.made:
                 return Ending.STOPPED
-            ages = self.membership.review()
+            ages = self.membership.admission.review()
             if ages or (self.finished_steps != first and self.finished_steps % self.config.epoch_steps == 0):
                 self.renew()
             if self._refused(self._next):
@@ -108,7 +108,7 @@ class Training:
         return False
 
     def _next(self) -> None:
-        self.membership.settle()
+        self.membership.growth.settle()
         self._measure()
         self._step()
 
@@ -160,7 +160,7 @@ class Training:
         planned = self.plan.mechanism.steps
         for measurement in self.plan.measurements:
             number = measurement.due(self.finished_steps, planned)
-            if number is None or not (self.course.releases or self._was_charged(measurement.query, number)):
+            if number is None or not (self.course.charges or self._was_charged(measurement.query, number)):
                 continue
             released, outcome = self.runner.measure(measurement, number, self.model)
             self._require_same(outcome.commit)
@@ -170,7 +170,7 @@ class Training:
 
     def _step(self) -> None:
         step = self.finished_steps
-        if not self.course.releases:
+        if not self.course.charges:
             self._require_charged(step)
         model, outcome = self.runner.run(step, self.model)
         self._require_same(outcome.commit)
@@ -269,7 +269,7 @@ class Training:
             epsilon=outcome.charged_epsilon if private else None,
             evaluation_accuracy=accuracy,
             evaluation_loss=loss,
-            workers=len(self.membership.workers),
+            workers=len(self.membership.members.workers),
             attempts=outcome.commit.attempts,
             seconds=round(outcome.seconds, 6),
             charge_seconds=round(outcome.charge_seconds, 6),
@@ -284,7 +284,7 @@ class Training:
                 epsilon=outcome.charged_epsilon if private else None,
                 epsilon_cap=self.plan.epsilon_cap if private else None,
                 evaluation_accuracy=accuracy,
-                workers=len(self.membership.workers),
+                workers=len(self.membership.members.workers),
                 parameter_digest=self.model.digest.hex(),
                 seconds=outcome.seconds,
                 evaluation_loss=loss,

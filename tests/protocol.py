@@ -29,12 +29,12 @@ from attestation.roster import Member, Roster
 from attestation.run_secret import run_id_of
 from attestation.simulator import SimulatedVendor, code_measurement
 from coordinator.aggregator import MaskedAggregator, ReduceReport, ReduceRequest
+from coordinator.assignment import Assignment, NewRun, Order, Session
 from coordinator.backend import Actor, ActorLost, LocalBackend
 from coordinator.config import RunConfig, parse_config
-from coordinator.coordinator import Assignment, Coordinator, Session
+from coordinator.coordinator import Coordinator
 from coordinator.departures import Departure
 from coordinator.evaluation import public_evaluator
-from coordinator.joining import Timer
 from coordinator.ledger import PrivacyLedger
 from coordinator.local import LocalPlatform, local_session
 from coordinator.manifest import build_computation, build_manifest, epochs, run_terms
@@ -45,6 +45,7 @@ from coordinator.ranges import split_ranges
 from coordinator.reporting import Reporting, StepReport
 from coordinator.run_folder import RunFolder, RunRecord
 from coordinator.sealed_terms import evaluation_folder, sealed_terms
+from coordinator.timing import Timer
 from metrics.collectors import RunFacts, RunMetrics
 from metrics.events import EventWriter
 from tests.models import small_model, wide_model
@@ -542,6 +543,11 @@ class WholeRun:
             self.finished = self.coordinator.run()
         return self.finished
 
+    def change(self, **fields: Any) -> None:
+        """Give the coordinator a session with other fields, before it is trained."""
+        order = self.coordinator.order
+        self.coordinator.order = replace(order, session=replace(order.session, **fields))
+
     @property
     def digests(self) -> list[str]:
         """Parameter digest after each committed step, as progress told it."""
@@ -632,16 +638,16 @@ def whole_run(
         restart=lambda restart: run.restarts.append((restart.role, restart.cause)),
     )
     setup = worker_setup(settings, home, data)
-    coordinator = Coordinator(
+    order = Order(
         settings,
         session,
         setup,
         public_evaluator(settings, setup.model, setup.base),
         reporting,
         RunFolder(folder, record),
-        assignment or Assignment(),
-        Timer(now=stage.time, sleep=stage.time.sleep),
+        assignment or NewRun(),
     )
+    coordinator = Coordinator(order, Timer(now=stage.time, sleep=stage.time.sleep))
     run = WholeRun(home, settings, session, stage, folder, coordinator, events)
     return run
 

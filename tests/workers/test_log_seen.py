@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+from coordinator.handout import Handout
 from metrics.errors import EvidenceError, RefusedError
 from tests.protocol import HandRun, trained, whole_run
 
@@ -87,15 +88,16 @@ def test_a_coordinator_tells_the_orchestrator_what_each_worker_has_seen(tmp_path
     assert all(len(lengths) == 3 for lengths in seen.values())
 
 
-class Forgetful(dict):
-    def __setitem__(self, key, value):
-        pass
-
-
-def test_a_worker_that_is_kept_from_the_proof_leaves_and_takes_no_key(tmp_path):
+def test_a_worker_that_is_kept_from_the_proof_leaves_and_takes_no_key(tmp_path, monkeypatch):
     """Whoever is between worker and orchestrator cannot make the worker forget what it saw."""
     run = whole_run(tmp_path, epoch_steps=1)
-    run.coordinator._membership._handout._seen = Forgetful()
+    genuine = Handout.release
+
+    def forgetful(self, member_id, virtual_workers):
+        self._seen = {}
+        return genuine(self, member_id, virtual_workers)
+
+    monkeypatch.setattr(Handout, "release", forgetful)
     with pytest.raises(RefusedError, match="too_few_workers"):
         run.train()
     assert len(run.reports) == 1
