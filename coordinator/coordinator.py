@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -41,7 +40,8 @@ from coordinator.key_service import given_contract
 from coordinator.ledger_view import AccountView
 from coordinator.manifest import build_computation, build_manifest, epochs, run_terms
 from coordinator.membership import Membership
-from coordinator.outcome import Ending, Finished, Model
+from coordinator.model import Model
+from coordinator.outcome import Ending, Finished
 from coordinator.payer import NamedAccount, account_cap, named_account
 from coordinator.plan import Plan, make_plan
 from coordinator.ranges import ParameterRange, split_ranges
@@ -135,6 +135,8 @@ class Coordinator:
     ) -> None:
         self.config = config
         self.session = session
+        self._ledger = session.control.ledger
+        self._orchestrator = session.control.orchestrator
         self.phase = Phase.PREPARING
         self._setup = setup
         self._evaluator = evaluator
@@ -196,7 +198,7 @@ class Coordinator:
         self._open_account(plan, manifest, account)
         sealed = sealed_terms(self.config, Path(self._setup.base))
         terms = run_terms(manifest, self.session.policy, self.session.collateral, sealed, self._evaluation)
-        self._orchestrator("begin", terms, secrets.token_hex(16))
+        self._orchestrator.begin(terms, secrets.token_hex(16))
         self._ranges = split_ranges(facts.tensors, self.config.aggregators)
         self._membership.admit_all(self._admission(manifest), self._ranges)
         if self._assignment.recorded is None:
@@ -210,7 +212,7 @@ class Coordinator:
 
     def _admission(self, manifest: Manifest) -> Admission:
         session = self.session
-        evidence = self._orchestrator("present", session.source)
+        evidence = self._orchestrator.present(session.source)
         return Admission(
             manifest,
             session.policy,
@@ -223,24 +225,24 @@ class Coordinator:
     def _require_same_run(self, recorded: Manifest, manifest: Manifest) -> None:
         """Before anything is registered or charged: this is the run that was begun, and nothing of it was put back."""
         require_same_manifest(recorded, manifest)
-        self._committed = {(commit.query, commit.step): commit for commit in self._orchestrator("committed")}
-        require_ledger(self._committed.values(), lambda sequence: self._ledger("hash_at", sequence))
+        self._committed = {(commit.query, commit.step): commit for commit in self._orchestrator.committed()}
+        require_ledger(self._committed.values(), self._ledger.hash_at)
 
     def _named_account(self) -> NamedAccount | None:
         """The named account that pays; None if the run opens its own."""
         if self.config.ledger.account is None:
             return None
-        return named_account(self._ledger("view"), self.config, self.session.run_id)
+        return named_account(self._ledger.view(), self.config, self.session.run_id)
 
     def _manifest(self, facts: WorkerFacts, plan: Plan, known_answer: bytes) -> Manifest:
         computation = build_computation(
             self.config, self._setup.model.name, self._setup.dataset, facts, plan.mechanism, plan.measurements
         )
-        commitments = self._orchestrator(
-            "key_commitments", key_context(computation, known_answer), self.config.virtual_workers, epochs(self.config)
+        commitments = self._orchestrator.key_commitments(
+            key_context(computation, known_answer), self.config.virtual_workers, epochs(self.config)
         )
         key_service = given_contract(self.config.key_service, Path(self._setup.base))
-        view = self._ledger("view")
+        view = self._ledger.view()
         self._rollback_witness = view.rollback_witness
         manifest = build_manifest(
             computation,
@@ -260,10 +262,10 @@ class Coordinator:
     def _open_account(self, plan: Plan, manifest: Manifest, named: NamedAccount | None) -> None:
         if named is None:
             accountant = plan.mechanism.accountant
-            self._ledger("open_account", self._account, account_cap(self.config), plan.delta, b"", b"", accountant)
+            self._ledger.open_account(self._account, account_cap(self.config), plan.delta, accountant=accountant)
         mechanisms = manifest.computation.mechanisms
         terms = mechanisms, manifest.digest(), manifest.dataset_fingerprint
-        self._ledger("register_run", self.session.run_id, self._account, *terms)
+        self._ledger.register_run(self.session.run_id, self._account, *terms)
 
     def _training(self, facts: WorkerFacts, manifest: Manifest, metrics: RunMetrics) -> Training:
         """The steps that are left to this execution, from the model that the newest package or the manifest gives."""
@@ -323,7 +325,7 @@ class Coordinator:
     def _model(self, facts: WorkerFacts, manifest: Manifest, restored: Restored | None) -> Model:
         backend = self.session.backend
         flat, digest = facts.initial_parameters, manifest.computation.initial_parameters
-        states = tuple(backend.call(aggregator, "initial_state")[0] for aggregator in self._membership.aggregators)
+        states = tuple(aggregator.initial_state() for aggregator in self._membership.aggregators)
         if restored is not None:
             flat, digest = np.concatenate(restored.parameters), restored.parameter_digest
             merged = {key: value for state in restored.states for key, value in state.items()}
@@ -353,7 +355,7 @@ class Coordinator:
             parameters=training.parameters(),
             parameter_digest=training.model.digest,
             steps=training.finished_steps,
-            most_hosted=self._orchestrator("most_hosted"),
+            most_hosted=self._orchestrator.most_hosted(),
             workers=len(self._membership.workers),
             charged_epsilon=self._account_epsilon() if self.charged_epsilon is None else self.charged_epsilon,
             evaluation=training.evaluate() if self.phase is not Phase.FAILED else training.evaluated(),
@@ -394,7 +396,10 @@ class Coordinator:
                 self._steps.seal()
             self._close_checkpoints(self._steps)
             self._steps.runner.commit()
-        self._orchestrator(*(("finish", (), log, True) if destroy else ("export_log", log)))
+        if destroy:
+            self._orchestrator.finish((), log, destroy=True)
+        else:
+            self._orchestrator.export_log(log)
         finished = self.finished()
         if finished is not None:
             self._folder.write_parameters(finished)
@@ -414,9 +419,9 @@ class Coordinator:
             self._folder.write_parameters(finished)
             log = str(self._folder.path / "evidence.jsonl")
             if self._ending is Ending.STOPPED:
-                self._orchestrator("export_log", log)
+                self._orchestrator.export_log(log)
             else:
-                self._orchestrator("finish", (), log, self.config.secret_retention == "run")
+                self._orchestrator.finish((), log, self.config.secret_retention == "run")
         return finished
 
     def _close_checkpoints(self, training: Training) -> None:
@@ -434,18 +439,10 @@ class Coordinator:
         return {each.query: each.charged for each in run.queries}
 
     def _account_view(self) -> AccountView:
-        view: AccountView = next(a for a in self._ledger("view").accounts if a.name == self._account)
-        return view
+        return next(account for account in self._ledger.view().accounts if account.name == self._account)
 
     def _view(self) -> OrchestratorView:
-        view: OrchestratorView = self._orchestrator("view")
-        return view
-
-    def _orchestrator(self, method: str, *arguments: Any) -> Any:
-        return self.session.control.orchestrator(method, *arguments)
-
-    def _ledger(self, method: str, *arguments: Any) -> Any:
-        return self.session.control.ledger(method, *arguments)
+        return self._orchestrator.view()
 
 
 def _state_of(merged: Mapping[str, np.ndarray], owned: ParameterRange) -> dict[str, np.ndarray]:

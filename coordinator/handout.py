@@ -46,10 +46,9 @@ class Handout:
         """Keys for a worker, with the proof that the log goes on from what it has seen of it."""
         seen = self._seen.get(member_id, 0)
         self._held.setdefault(member_id, set()).update(virtual_workers)
-        release: KeyRelease = self.control.orchestrator("release", member_id, self._epoch, virtual_workers, seen)
-        return release
+        return self.control.orchestrator.release(member_id, self._epoch, virtual_workers, seen)
 
     def accepted(self, member_id: str, release: KeyRelease, commitments: Envelope) -> None:
         """A worker took its keys, and committed to the slices they belong to."""
         self._seen[member_id] = release.log_length
-        self.control.orchestrator("record_data", commitments)
+        self.control.orchestrator.record_data(commitments)

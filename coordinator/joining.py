@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attestation.messages import Envelope
-from coordinator.backend import Actor, ActorLost, Backend
+from coordinator.backend import ActorLost, Backend
 from coordinator.control import Control
+from coordinator.remote import Reference, WorkerActor
 from metrics.errors import RaycloakError
 from workers.worker_messages import Admission, WorkerSetup
 
@@ -33,9 +34,9 @@ class Timer:
 
 @dataclass(slots=True)
 class _Newcomer:
-    actor: Actor
+    actor: WorkerActor
     since: float
-    awaited: tuple[Any, ...]
+    awaited: tuple[Reference[Any], ...]
     presents: bool = False
 
 
@@ -64,7 +65,7 @@ class Joining:
         return len(self._newcomers)
 
     @property
-    def awaited(self) -> Sequence[Any]:
+    def awaited(self) -> Sequence[Reference[object]]:
         """The references that the newcomers' next stages wait for."""
         return [reference for newcomer in self._newcomers.values() for reference in newcomer.awaited]
 
@@ -89,9 +90,9 @@ class Joining:
         except RaycloakError as refusal:
             self._give_up(member_id, refusal.code, refusal.message)
             return
-        opening = self._ask(actor, "prepare", self.setup)
+        opening = actor.prepare(self.setup)
         computation = self.admission.manifest.computation
-        answer = self._ask(actor, "compute_known_answer", computation.mechanism, *computation.measurements)
+        answer = actor.compute_known_answer(computation.mechanism, *computation.measurements)
         self._newcomers[member_id] = _Newcomer(actor, self.timer.now(), (opening, answer))
 
     def drop(self, member_id: str, code: str, message: str) -> None:
@@ -101,14 +102,14 @@ class Joining:
             self.backend.stop(newcomer.actor)
             self._give_up(member_id, code, message)
 
-    def poll(self) -> list[tuple[Actor, Envelope]]:
+    def poll(self) -> list[tuple[WorkerActor, Envelope]]:
         """Take every newcomer as far as it is without waiting; returns those that presented themselves."""
         presented = []
         for member_id, newcomer in list(self._newcomers.items()):
             answer = self._answer(member_id, newcomer)
             if answer is not None and not newcomer.presents:
-                challenge = self.control.orchestrator("challenge", member_id, "worker")
-                newcomer.awaited = (self._ask(newcomer.actor, "present", challenge, self.admission),)
+                challenge = self.control.orchestrator.challenge(member_id, "worker")
+                newcomer.awaited = (newcomer.actor.present(challenge, self.admission),)
                 newcomer.presents = True
                 answer = self._answer(member_id, newcomer)
             if answer is not None:
@@ -136,9 +137,6 @@ class Joining:
             self.drop(member_id, lost.cause, f"{member_id} was lost while it joined")
         except RaycloakError as refusal:
             self.drop(member_id, refusal.code, refusal.message)
-
-    def _ask(self, actor: Actor, method: str, *arguments: Any) -> Any:
-        return self.backend.call(actor, method, *arguments)[0]
 
     def _give_up(self, member_id: str, code: str, message: str) -> None:
         self.failed()

@@ -19,11 +19,12 @@ from attestation.serving_orchestrator import ServingOrchestrator
 from attestation.simulator import SimulatedVendor, code_measurement
 from attestation.simulator_platform import SimulatedPlatform
 from coordinator.aggregator import MaskedAggregator
-from coordinator.backend import Actor, LocalBackend
+from coordinator.backend import LocalBackend
 from coordinator.config_sections import FailureConfig
 from coordinator.control import Control, ControlRole
 from coordinator.coordinator import Session
 from coordinator.ledger import PrivacyLedger
+from coordinator.remote import Actor
 from workers.train_worker import TrainWorker
 
 

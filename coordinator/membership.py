@@ -8,15 +8,15 @@ with fewer, the run waits for newcomers up to ``join_timeout_s``. Where there is
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from attestation.evidence import CollateralBundle, Role
+from attestation.evidence import CollateralBundle
 from attestation.messages import Envelope
-from coordinator.backend import Actor, ActorLost, Backend
+from coordinator.backend import ActorLost, Backend
 from coordinator.config import RunConfig
-from coordinator.control import Control
+from coordinator.control import Control, OrchestratorFace
 from coordinator.crew import Crew, aggregator_id, start_crew, worker_id
 from coordinator.departures import ACCIDENTS, ASKED, START_AGAIN, Departure, Departures
 from coordinator.handout import Handout
@@ -24,6 +24,7 @@ from coordinator.hosting import Hosting, rehost
 from coordinator.joining import Joining, Timer
 from coordinator.plan import hosted_at_most
 from coordinator.ranges import ParameterRange
+from coordinator.remote import AggregatorActor, Reference, WorkerActor
 from coordinator.review import Review
 from metrics.errors import ConfigError, EvidenceError, RaycloakError, RefusedError, RunFailedError
 from workers.measurement import Measurement
@@ -31,6 +32,7 @@ from workers.mechanism import Mechanism
 from workers.worker_messages import Admission, WorkerFacts, WorkerSetup
 
 T = TypeVar("T", bound=Hashable)
+A = TypeVar("A")
 
 LOOK_EVERY_S = 2.0
 POLL_S = 0.2
@@ -59,8 +61,8 @@ class Membership:
     timer: Timer
     revocations: Callable[[], int]
     crew: Crew | None = None
-    workers: dict[str, Actor] = field(default_factory=dict)
-    aggregators: list[Actor] = field(default_factory=list)
+    workers: dict[str, WorkerActor] = field(default_factory=dict)
+    aggregators: list[AggregatorActor] = field(default_factory=list)
     hosting: Hosting = field(default_factory=dict)
     presentations: dict[str, Envelope] = field(default_factory=dict)
     _serial: "itertools.count[int]" = field(init=False)
@@ -96,7 +98,7 @@ class Membership:
         self._setup = setup
         crew = self.crew or start_crew(self.backend, self.config)
         self.workers, self.aggregators = dict(crew.workers), list(crew.aggregators)
-        facts: dict[str, WorkerFacts] = self._ask_workers("prepare", setup, meanwhile=meanwhile)
+        facts = self._ask_workers(lambda worker: worker.prepare(setup), meanwhile)
         if not facts:
             raise RunFailedError(
                 "too_few_workers", f"no worker could be prepared: {self.departures.reasons()}.", START_AGAIN
@@ -106,7 +108,7 @@ class Membership:
 
     def known_answer(self, mechanism: Mechanism, measurements: tuple[Measurement, ...]) -> bytes:
         """The known answer that most workers compute; the others are refused when they present it."""
-        answers: dict[str, bytes] = self._ask_workers("compute_known_answer", mechanism, *measurements)
+        answers = self._ask_workers(lambda worker: worker.compute_known_answer(mechanism, *measurements))
         if not answers:
             raise RunFailedError(
                 "too_few_workers", f"no worker computed the known answer: {self.departures.reasons()}.", START_AGAIN
@@ -141,7 +143,7 @@ class Membership:
     def take_collateral(self, collateral: CollateralBundle) -> None:
         """Have the orchestrator, and every worker that presents evidence from now on, judge by newer collateral."""
         if collateral != self._admission.collateral:
-            self._orchestrator("take_collateral", collateral)
+            self._orchestrator.take_collateral(collateral)
             self._admission = self._joining.admission = replace(self._admission, collateral=collateral)
 
     def renew(self) -> None:
@@ -176,7 +178,10 @@ class Membership:
         return review.ages
 
     def _admit_workers(self) -> None:
-        asked = {i: self._ask_to_present(actor, "worker", (self._admission,)) for i, actor in self.workers.items()}
+        asked = {}
+        for member_id, worker in self.workers.items():
+            challenge = self._orchestrator.challenge(member_id, "worker")
+            asked[member_id] = worker.present(challenge, self._admission)
         self._collect(asked, self._admit)
 
     def settle(self) -> None:
@@ -240,7 +245,7 @@ class Membership:
         asked, released = {}, {}
         for member_id, virtual_workers in needs.items():
             released[member_id] = self._handout.release(member_id, virtual_workers)
-            asked[member_id] = self.backend.call(self.workers[member_id], "accept_keys", released[member_id])[0]
+            asked[member_id] = self.workers[member_id].accept_keys(released[member_id])
         self._collect(asked, lambda i, commitments: self._handout.accepted(i, released[i], commitments))
         if not self.workers and self.departures.refused_alike(len(asked)):
             raise self._too_few()
@@ -260,7 +265,7 @@ class Membership:
         self._depart(departure, newcomer)
 
     def _depart(self, departure: Departure, newcomer: bool) -> None:
-        self._orchestrator("expel", departure.member_id, departure.code)
+        self._orchestrator.expel(departure.member_id, departure.code)
         self.departures.add(departure, newcomer=newcomer)
 
     def _admit_newcomers(self) -> None:
@@ -343,12 +348,12 @@ class Membership:
     def _next_worker(self) -> str:
         return worker_id(next(self._worker_serial))
 
-    def _new_aggregator(self, owned: ParameterRange) -> Actor:
+    def _new_aggregator(self, owned: ParameterRange) -> AggregatorActor:
         actor = self.backend.start_aggregator(aggregator_id(owned.index, next(self._serial)))
         self._admit_started(actor, owned)
         return actor
 
-    def _admit_started(self, actor: Actor, owned: ParameterRange) -> None:
+    def _admit_started(self, actor: AggregatorActor, owned: ParameterRange) -> None:
         try:
             self._admit_aggregator(actor, owned)
         except ActorLost as lost:
@@ -356,28 +361,25 @@ class Membership:
                 "unreachable", f"{actor.member_id} could not be started ({lost.cause}).", START_AGAIN
             ) from None
 
-    def _admit_aggregator(self, actor: Actor, owned: ParameterRange) -> None:
-        reference = self._ask_to_present(actor, "aggregator", (self._admission.manifest, owned))
+    def _admit_aggregator(self, actor: AggregatorActor, owned: ParameterRange) -> None:
+        challenge = self._orchestrator.challenge(actor.member_id, "aggregator")
+        reference = actor.present(challenge, self._admission.manifest, owned)
         self._admit(actor.member_id, self.backend.fetch(reference, self.config.failure.admission_deadline_s))
 
-    def _ask_to_present(self, actor: Actor, role: Role, arguments: tuple[Any, ...]) -> Any:
-        challenge = self._orchestrator("challenge", actor.member_id, role)
-        return self.backend.call(actor, "present", challenge, *arguments)[0]
-
     def _admit(self, member_id: str, envelope: Envelope) -> None:
-        self._orchestrator("admit", envelope)
+        self._orchestrator.admit(envelope)
         self.presentations[member_id] = envelope
 
     def _ask_workers(
-        self, method: str, *arguments: Any, meanwhile: Callable[[], None] = lambda: None
-    ) -> dict[str, Any]:
-        answers: dict[str, Any] = {}
-        asked = {i: self.backend.call(actor, method, *arguments)[0] for i, actor in self.workers.items()}
+        self, ask: Callable[[WorkerActor], Reference[A]], meanwhile: Callable[[], None] = lambda: None
+    ) -> dict[str, A]:
+        answers: dict[str, A] = {}
+        asked = {member_id: ask(worker) for member_id, worker in self.workers.items()}
         meanwhile()
         self._collect(asked, answers.__setitem__)
         return answers
 
-    def _collect(self, asked: dict[str, Any], use: Callable[[str, Any], Any]) -> None:
+    def _collect(self, asked: Mapping[str, Reference[A]], use: Callable[[str, A], None]) -> None:
         """Hand each worker's answer to ``use``; a worker whose answer or whose use fails leaves.
 
         A ConfigError is the user's, not the worker's, and ends the run.
@@ -396,8 +398,9 @@ class Membership:
             except RaycloakError as refusal:
                 self.lose(member_id, refusal.code, refusal.message)
 
-    def _orchestrator(self, method: str, *arguments: Any) -> Any:
-        return self.control.orchestrator(method, *arguments)
+    @property
+    def _orchestrator(self) -> OrchestratorFace:
+        return self.control.orchestrator
 
 
 def _most_common(values: Iterable[T]) -> T:

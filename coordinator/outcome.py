@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import numpy as np
 
@@ -21,20 +20,6 @@ class Ending(Enum):
     COMPLETE = "complete"
     CAP = "cap_exceeded"
     STOPPED = "stopped"
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """The released model between two steps.
-
-    Attributes:
-        parameters, states: one reference per range: float32 parameters, optimizer state.
-        digest: parameter digest of all ranges together.
-    """
-
-    parameters: tuple[Any, ...]
-    states: tuple[Any, ...]
-    digest: bytes
 
 
 @dataclass(frozen=True, slots=True)

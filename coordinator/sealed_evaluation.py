@@ -20,7 +20,7 @@ from coordinator.backend import ActorLost
 from coordinator.config import RunConfig
 from coordinator.evaluation import Evaluation
 from coordinator.losses import Losses
-from coordinator.outcome import Model
+from coordinator.model import Model
 from coordinator.sealed_terms import evaluation_form
 from coordinator.step import StepRunner
 from metrics.errors import EvidenceError, ProtocolError
@@ -78,16 +78,14 @@ class SealedEvaluator:
         """The order, or another one if the evidence of a member has expired or was revoked since it was looked at."""
         control, membership = self.runner.control, self.runner.membership
         try:
-            order: Envelope = control.orchestrator(
-                "order_evaluation", finished_steps, model.digest, dict(membership.hosting)
-            )
+            order = control.orchestrator.order_evaluation(finished_steps, model.digest, dict(membership.hosting))
         except EvidenceError as refusal:
             if refusal.code != "evidence_expired":
                 raise
             if membership.review(now=True):
                 membership.renew()
             self.runner.place(epoch)
-            order = control.orchestrator("order_evaluation", finished_steps, model.digest, dict(membership.hosting))
+            order = control.orchestrator.order_evaluation(finished_steps, model.digest, dict(membership.hosting))
         return order
 
     def _scores(self, envelope: Envelope, model: Model, finished_steps: int) -> Scores | None:
@@ -95,9 +93,7 @@ class SealedEvaluator:
         backend, membership, deadline_s = self.runner.backend, self.runner.membership, self.runner.deadline_s
         order = parse(EvaluationOrder, envelope.body)
         asked = {
-            member.member_id: backend.call(
-                membership.workers[member.member_id], "evaluate", envelope, *model.parameters
-            )[0]
+            member.member_id: membership.workers[member.member_id].evaluate(envelope, *model.parameters)
             for member in order.members
         }
         ready = backend.wait(list(asked.values()), deadline_s)
