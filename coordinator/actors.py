@@ -11,9 +11,9 @@ no call without a deadline.
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import ray
 from ray.exceptions import (
@@ -38,8 +38,12 @@ from coordinator.orchestrator_actor import OrchestratorActor
 from coordinator.output import divert_logger
 from coordinator.own_process import nvml_missing, own_node
 from coordinator.platform_actor import NodePlatform
+from coordinator.remote import Reference
 from metrics.errors import RaycloakError, RunFailedError
 from metrics.gpu import GpuReading, GpuSampler
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 START_DEADLINE_S = 120.0
 _WIRED = {ServingOrchestrator: OrchestratorActor, PrivacyLedger: LedgerActor}
@@ -66,9 +70,16 @@ def on_this_node() -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
-def ask_node(handle: Any) -> Any:
-    """Reference to the id of the node an actor runs on."""
-    return handle.__ray_call__.remote(own_node)
+def ask(handle: Any, method: Callable[Concatenate[Any, P], T], *args: P.args, **keywords: P.kwargs) -> Reference[T]:
+    """Ask the actor behind ``handle``; ``method`` is that of its class, so that mypy checks the call."""
+    answer: Reference[T] = getattr(handle, method.__name__).remote(*args, **keywords)
+    return answer
+
+
+def ask_node(handle: Any) -> Reference[str]:
+    """Ask on which node an actor runs; returns a reference to the node's id."""
+    answer: Reference[str] = handle.__ray_call__.remote(own_node)
+    return answer
 
 
 def alive_nodes() -> list[str]:
@@ -82,7 +93,7 @@ class Platforms:
 
     def __init__(self, vendor: SimulatedVendor) -> None:
         self._vendor = vendor
-        self._installing: list[Any] = []
+        self._installing: list[Reference[None]] = []
         self.handles: dict[str, Any] = {}
         self.extend()
 
@@ -91,7 +102,8 @@ class Platforms:
         for node in alive_nodes():
             if node not in self.handles:
                 self.handles[node] = _on_node(node, NodePlatform).remote()
-                self._installing.append(self.handles[node].install.remote(self._vendor.platform().to_bytes()))
+                keys = self._vendor.platform().to_bytes()
+                self._installing.append(ask(self.handles[node], NodePlatform.install, keys))
 
     def wait(self) -> None:
         """Return when those that were started have their keys; errors as :func:`fetch`."""
@@ -128,7 +140,7 @@ class GpuSamplers:
 
     def __init__(self, present: Mapping[str, Any] | None = None) -> None:
         self._handles: dict[str, Any] = {}
-        self._asked = {
+        self._asked: dict[str, Reference[str | None]] = {
             node: actor.__ray_call__.remote(nvml_missing, node[:12]) for node, actor in (present or {}).items()
         }
         self._seen = set(self._asked)
@@ -146,7 +158,7 @@ class GpuSamplers:
     def unavailable_reasons(self) -> list[str]:
         """Why nodes that are there at the start have no readings; their samplers end, as they would never have any."""
         asked, self._asked = self._asked, {}
-        asked |= {node: handle.unavailable_reason.remote() for node, handle in self._handles.items()}
+        asked |= {node: ask(handle, GpuSampler.unavailable_reason) for node, handle in self._handles.items()}
         answers = {node: fetch(reference, START_DEADLINE_S) for node, reference in asked.items()}
         reasons = {node: reason for node, reason in answers.items() if reason}
         kill_all(self._handles.pop(node) for node in reasons if node in self._handles)
@@ -157,10 +169,9 @@ class GpuSamplers:
     def sample(self, deadline_s: float = 2.0) -> tuple[GpuReading, ...]:
         """The readings of all nodes that answer in time."""
         self._extend()
-        references = [handle.sample.remote() for handle in self._handles.values()]
-        ready, _ = ray.wait(references, num_returns=len(references), timeout=deadline_s)
+        references = [ask(handle, GpuSampler.sample) for handle in self._handles.values()]
         readings: list[GpuReading] = []
-        for reference in ready:
+        for reference in wait(references, deadline_s, fetch_local=True):
             # A sampler goes with its node, and that is no reason for a page without the other nodes.
             with suppress(ActorLost):
                 readings.extend(fetch(reference, deadline_s))
@@ -181,7 +192,18 @@ def kill_all(handles: Iterable[Any]) -> None:
         ray.kill(handle)
 
 
-def fetch(reference: Any, deadline_s: float) -> Any:
+def wait(references: Sequence[Reference[T]], deadline_s: float, *, fetch_local: bool = False) -> list[Reference[T]]:
+    """Return the references that are ready, successfully or not, when all are or the deadline has passed.
+
+    Args:
+        fetch_local: also wait until their values have arrived on this node.
+    """
+    asked: list[Any] = list(references)
+    ready: list[Any] = ray.wait(asked, num_returns=len(asked), timeout=deadline_s, fetch_local=fetch_local)[0]
+    return ready
+
+
+def fetch(reference: Reference[T], deadline_s: float) -> T:
     """``ray.get`` with a deadline and our errors.
 
     Raises:
@@ -190,7 +212,8 @@ def fetch(reference: Any, deadline_s: float) -> Any:
         RaycloakError: what the actor raised; RunFailedError ``worker_error`` for anything else.
     """
     try:
-        return ray.get(reference, timeout=deadline_s)
+        value: T = ray.get(cast("ray.ObjectRef[T]", reference), timeout=deadline_s)
+        return value
     except GetTimeoutError:
         raise ActorLost("deadline") from None
     except (OutOfMemoryError, MemoryError):
@@ -213,7 +236,7 @@ def fetch(reference: Any, deadline_s: float) -> Any:
         raise ActorLost("unreachable") from None
 
 
-def fetch_all(references: Sequence[Any], deadline_s: float) -> list[Any]:
+def fetch_all(references: Sequence[Reference[T]], deadline_s: float) -> list[T]:
     """Every value, in order; errors as :func:`fetch`."""
     return [fetch(reference, deadline_s) for reference in references]
 

@@ -85,12 +85,12 @@ def admit(order: Order, founders: Founders, reporter: Reporter, evaluation: Seal
     _open_account(order, plan, manifest, named)
     sealed = sealed_terms(config, Path(order.setup.base))
     terms = run_terms(manifest, session.policy, session.collateral, sealed, evaluation)
-    session.control.orchestrator("begin", terms, secrets.token_hex(16))
+    session.control.orchestrator.begin(terms, secrets.token_hex(16))
     ranges = split_ranges(facts.tensors, config.aggregators)
     membership = Membership.admit(founders, _terms(order, manifest), ranges, session.revocations, reporter.joined)
     if order.assignment.recorded is None:
         order.folder.write_manifest(manifest)
-    view = session.control.orchestrator("view")
+    view = session.control.orchestrator.view()
     colocated = _is_colocated(order, membership)
     return Admitted(
         facts=facts,
@@ -112,18 +112,18 @@ def _named_account(order: Order) -> NamedAccount | None:
     """The named account that pays; None if the run opens its own."""
     if order.config.ledger.account is None:
         return None
-    return named_account(order.session.control.ledger("view"), order.config, order.session.run_id)
+    return named_account(order.session.control.ledger.view(), order.config, order.session.run_id)
 
 
 def _manifest(order: Order, facts: WorkerFacts, plan: Plan, account: str, known_answer: bytes) -> tuple[Manifest, bool]:
     """The run's contract, and whether the ledger it names has a witness on other storage."""
     config, session, setup = order.config, order.session, order.setup
     computation = build_computation(config, setup.model.name, setup.dataset, facts, plan.mechanism, plan.measurements)
-    commitments = session.control.orchestrator(
-        "key_commitments", key_context(computation, known_answer), config.virtual_workers, epochs(config)
+    commitments = session.control.orchestrator.key_commitments(
+        key_context(computation, known_answer), config.virtual_workers, epochs(config)
     )
     key_service = given_contract(config.key_service, Path(setup.base))
-    view = session.control.ledger("view")
+    view = session.control.ledger.view()
     manifest = build_manifest(
         computation,
         run_id=session.run_id,
@@ -146,8 +146,8 @@ def _committed(order: Order, manifest: Manifest) -> Committed:
     if recorded is None:
         return {}
     require_same_manifest(recorded, manifest)
-    committed = {(commit.query, commit.step): commit for commit in control.orchestrator("committed")}
-    require_ledger(committed.values(), lambda sequence: control.ledger("hash_at", sequence))
+    committed = {(commit.query, commit.step): commit for commit in control.orchestrator.committed()}
+    require_ledger(committed.values(), control.ledger.hash_at)
     return committed
 
 
@@ -155,10 +155,10 @@ def _open_account(order: Order, plan: Plan, manifest: Manifest, named: NamedAcco
     control = order.session.control
     if named is None:
         accountant = plan.mechanism.accountant
-        control.ledger("open_account", manifest.account, account_cap(order.config), plan.delta, b"", b"", accountant)
+        control.ledger.open_account(manifest.account, account_cap(order.config), plan.delta, accountant=accountant)
     mechanisms = manifest.computation.mechanisms
     terms = mechanisms, manifest.digest(), manifest.dataset_fingerprint
-    control.ledger("register_run", order.session.run_id, manifest.account, *terms)
+    control.ledger.register_run(order.session.run_id, manifest.account, *terms)
 
 
 def _terms(order: Order, manifest: Manifest) -> Admission:
@@ -169,7 +169,7 @@ def _terms(order: Order, manifest: Manifest) -> Admission:
         session.policy,
         session.collateral,
         config.secure_aggregation,
-        session.control.orchestrator("present", session.source),
+        session.control.orchestrator.present(session.source),
         key_service=config.key_service.address if config.key_service else None,
     )
 

@@ -5,20 +5,21 @@ A step of training and a measurement go the same way; they differ in what an agg
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from attestation.canonical import digest, length_prefixed
 from attestation.messages import Envelope, parse
 from attestation.roster import Query
-from coordinator.aggregator import MeasureReport, ReduceReport, ReduceRequest
+from coordinator.aggregator import MeasureReport, ReduceReport, ReduceRequest, State
 from coordinator.backend import ActorLost, Backend
 from coordinator.control import Control, Pending
 from coordinator.losses import Losses
 from coordinator.membership import Membership
-from coordinator.outcome import Model
+from coordinator.model import Model
+from coordinator.remote import Parameters, Reduction, Reference, StepAnswer
 from metrics.collectors import RunMetrics
 from metrics.errors import ProtocolError, RunFailedError, SenderError
 from workers.payload import Header, VectorRange
+from workers.ring import RingVector
 from workers.worker_messages import StepReply, StepRequest
 
 
@@ -46,12 +47,12 @@ class Asked:
 
     Attributes:
         shown: the presentations that all of them have seen then.
-        calls: by member id, references to the reply and to the vector of each range.
+        answers: by member id.
     """
 
     roster: Envelope
     shown: tuple[Envelope, ...]
-    calls: Mapping[str, tuple[Any, ...]]
+    answers: Mapping[str, StepAnswer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class Answers:
 
     roster: Envelope
     headers: tuple[Envelope, ...]
-    vectors: tuple[tuple[Any, ...], ...]
+    vectors: tuple[tuple[Reference[RingVector], ...], ...]
     replies: tuple[StepReply, ...]
 
 
@@ -73,13 +74,13 @@ class Reduced:
         updated: references to parameters and state of each range; empty for a measurement.
     """
 
-    reports: tuple[Any, ...]
-    updated: tuple[tuple[Any, Any], ...]
+    reports: tuple[ReduceReport | MeasureReport, ...]
+    updated: tuple[tuple[Reference[Parameters], Reference[State]], ...]
 
     @property
     def updates(self) -> tuple[ReduceReport, ...]:
         """The reports of a training step."""
-        return self.reports
+        return tuple(report for report in self.reports if isinstance(report, ReduceReport))
 
     @property
     def measured(self) -> MeasureReport:
@@ -110,7 +111,7 @@ class Attempts:
         self._tags = {}
         self._losses.begin()
 
-    def ask(self, task: Task, model: Model, receipt: Any, roster: Envelope) -> Asked:
+    def ask(self, task: Task, model: Model, receipt: Envelope | Reference[Envelope], roster: Envelope) -> Asked:
         """Ask every worker.
 
         Args:
@@ -122,13 +123,12 @@ class Attempts:
         shown = tuple(
             proof for member_id, proof in self.membership.members.presentations.items() if member_id not in absent
         )
-        calls = {}
+        answers = {}
         for member_id in sorted(self.membership.members.workers):
             unseen = tuple(envelope for envelope in shown if envelope not in self._seen.get(member_id, ()))
-            asked = receipt, StepRequest(roster, unseen, task.ranges), *model.parameters
-            worker = self.membership.members.workers[member_id]
-            calls[member_id] = self.backend.call(worker, "step", *asked, returns=1 + len(task.ranges))
-        return Asked(roster, shown, calls)
+            request = StepRequest(roster, unseen, task.ranges)
+            answers[member_id] = self.membership.members.workers[member_id].step(receipt, request, *model.parameters)
+        return Asked(roster, shown, answers)
 
     def announce(self, task: Task, model: Model, asked: Asked) -> None:
         """Have aggregators verify the workers' headers as soon as all of them are there: those tell nothing.
@@ -136,21 +136,21 @@ class Attempts:
         One that never comes holds this up, and what follows it, until the worker that owes it is ended.
         """
         request = ReduceRequest(asked.roster, (), model.digest, task.ranges)
-        replies = [call[0] for call in asked.calls.values()]
-        for actor, _ in zip(self.membership.members.aggregators, task.ranges, strict=False):
-            self.backend.call(actor, "expect", request, *replies)
+        replies = [answer.reply for answer in asked.answers.values()]
+        for aggregator, _ in zip(self.membership.members.aggregators, task.ranges, strict=False):
+            aggregator.expect(request, *replies)
 
     def collect(self, task: Task, model: Model, asked: Asked) -> Answers | None:
         """Wait for every worker's answer; those that fail are lost, and None is returned."""
-        calls = asked.calls
-        ready = set(self.backend.wait([each for call in calls.values() for each in call], self.deadline_s))
+        answers = asked.answers
+        ready = set(self.backend.wait([part for answer in answers.values() for part in answer.parts], self.deadline_s))
         replies: dict[str, StepReply] = {}
         failures: dict[str, str] = {}
-        for member_id, call in calls.items():
+        for member_id, answer in answers.items():
             try:
-                if not ready.issuperset(call):
+                if not ready.issuperset(answer.parts):
                     raise ActorLost("deadline")
-                replies[member_id] = self.backend.fetch(call[0], self.deadline_s)
+                replies[member_id] = self.backend.fetch(answer.reply, self.deadline_s)
                 if replies[member_id].code != "ok":
                     failures[member_id] = replies[member_id].code
             except ActorLost as lost:
@@ -162,13 +162,13 @@ class Attempts:
         headers = tuple(reply.header for reply in replies.values() if reply.header is not None)
         if failures:
             self._losses.require_model(model, failures.values(), task.name, task.step)
-            self._losses.take(failures, task.name, task.step, everybody=len(failures) == len(calls))
+            self._losses.take(failures, task.name, task.step, everybody=len(failures) == len(answers))
             return None
         for reply in replies.values():
             if reply.leaving:
                 self.membership.members.ask_to_leave(reply.member_id, "left")
-        self._seen = dict.fromkeys(calls, asked.shown)
-        vectors = tuple(tuple(call[1 + part.index] for call in calls.values()) for part in task.ranges)
+        self._seen = dict.fromkeys(answers, asked.shown)
+        vectors = tuple(tuple(answer.vectors[part.index] for answer in answers.values()) for part in task.ranges)
         return Answers(asked.roster, headers, vectors, tuple(replies.values()))
 
     def reduce(self, task: Task, model: Model, answers: Answers) -> Reduced | None:
@@ -178,16 +178,16 @@ class Attempts:
 
         None is returned if an aggregator was lost and replaced, or a worker's vector failed its checks.
         """
-        calls = self._ask_to_reduce(task, model, answers)
-        ready = self.backend.wait([reference for call in calls for reference in call], self.deadline_s)
-        reports: list[Any] = []
+        reductions = self._ask_to_reduce(task, model, answers)
+        ready = set(self.backend.wait([part for each in reductions for part in each.parts], self.deadline_s))
+        reports: list[ReduceReport | MeasureReport] = []
         lost: dict[int, str] = {}
         accused: dict[str, str] = {}
-        for index, call in enumerate(calls):
+        for index, reduction in enumerate(reductions):
             try:
-                if not set(call) <= set(ready):
+                if not ready.issuperset(reduction.parts):
                     raise ActorLost("deadline")
-                reports.append(self.backend.fetch(call[0], self.deadline_s))
+                reports.append(self.backend.fetch(reduction.report, self.deadline_s))
             except ActorLost as error:
                 lost[index] = error.cause
             except SenderError as error:
@@ -205,9 +205,9 @@ class Attempts:
         if lost or accused:
             return None
         self.metrics.aggregate_released()
-        return Reduced(tuple(reports), tuple((call[1], call[2]) for call in calls if len(call) > 1))
+        return Reduced(tuple(reports), tuple(each.updated for each in reductions if each.updated is not None))
 
-    def _ask_to_reduce(self, task: Task, model: Model, answers: Answers) -> list[tuple[Any, ...]]:
+    def _ask_to_reduce(self, task: Task, model: Model, answers: Answers) -> list[Reduction]:
         """Ask every aggregator; the backend hands the questions over when the vectors are bound.
 
         Such a question does not keep an aggregator for ever: an orchestrator that does not answer in time is ended, and
@@ -216,30 +216,35 @@ class Attempts:
         binding = self._bind_vectors(task)
         awaited = binding.reference
         request = ReduceRequest(answers.roster, answers.headers, model.digest, task.ranges)
-        calls = self._reductions(task, model, request, answers.vectors, awaited)
+        reductions = self._reductions(task, model, request, answers.vectors, awaited)
         try:
             binding.result()
         except ProtocolError as refusal:
             raise RunFailedError(refusal.code, refusal.message, refusal.remedy, task.step) from None
-        return calls if binding.reference is awaited else self._reductions(task, model, request, answers.vectors)
+        return reductions if binding.reference is awaited else self._reductions(task, model, request, answers.vectors)
 
-    def _bind_vectors(self, task: Task) -> Pending:
+    def _bind_vectors(self, task: Task) -> Pending[None]:
         """Have the vectors of the step known for good before they are summed, so that no other execution differs."""
         tags = [self._tags[v] for v in sorted(self._tags)]
         vectors = digest(length_prefixed("raycloak/vector-tags/v1", *tags))
-        return self.control.submit("orchestrator", "bind_vectors", task.step, vectors, task.query)
+        return self.control.orchestrator.bind_vectors(task.step, vectors, task.query)
 
     def _reductions(
-        self, task: Task, model: Model, request: ReduceRequest, vectors: Sequence[Sequence[Any]], after: Any = None
-    ) -> list[tuple[Any, ...]]:
-        calls = []
-        for actor, masked, part in zip(self.membership.members.aggregators, vectors, task.ranges, strict=False):
+        self,
+        task: Task,
+        model: Model,
+        request: ReduceRequest,
+        vectors: Sequence[Sequence[Reference[RingVector]]],
+        after: Reference[None] | None = None,
+    ) -> list[Reduction]:
+        reductions = []
+        for aggregator, masked, part in zip(self.membership.members.aggregators, vectors, task.ranges, strict=False):
             if task.query == "gradient":
                 own = model.parameters[part.index], model.states[part.index]
-                calls.append(self.backend.call(actor, "reduce", request, *own, *masked, returns=3, after=after))
+                reductions.append(aggregator.reduce(request, *own, masked, after))
             else:
-                calls.append(self.backend.call(actor, "measure", request, *masked, after=after))
-        return calls
+                reductions.append(aggregator.measure(request, masked, after))
+        return reductions
 
     def _tags_agree(self, task: Task, member_id: str, reply: StepReply) -> bool:
         """Whether a header names what its sender hosts; aggregators verify the rest of it.

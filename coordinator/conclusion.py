@@ -77,7 +77,7 @@ class Conclusion:
             parameters=training.parameters(),
             parameter_digest=training.model.digest,
             steps=training.finished_steps,
-            most_hosted=self.order.session.control.orchestrator("most_hosted"),
+            most_hosted=self.order.session.control.orchestrator.most_hosted(),
             workers=len(admitted.membership.members.workers),
             charged_epsilon=self._account_view().spent_epsilon if charged is None else charged,
             evaluation=evaluate(),
@@ -103,19 +103,18 @@ class Conclusion:
         return {each.query: each.charged for each in run.queries}
 
     def _account_view(self) -> AccountView:
-        accounts = self.order.session.control.ledger("view").accounts
-        view: AccountView = next(account for account in accounts if account.name == self.admitted.account)
-        return view
+        accounts = self.order.session.control.ledger.view().accounts
+        return next(account for account in accounts if account.name == self.admitted.account)
 
 
 def export_log(order: Order) -> None:
     """Export the evidence log of a run that may be resumed."""
-    order.session.control.orchestrator("export_log", _log(order))
+    order.session.control.orchestrator.export_log(_log(order))
 
 
 def finish_log(order: Order, *, destroy: bool) -> None:
     """End the evidence log for good and export it; a generated secret is destroyed if asked."""
-    order.session.control.orchestrator("finish", (), _log(order), destroy)
+    order.session.control.orchestrator.finish((), _log(order), destroy)
 
 
 def end_log(order: Order, *, destroy: bool) -> None:

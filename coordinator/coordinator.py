@@ -15,7 +15,6 @@ from pathlib import Path
 
 from coordinator.admitting import admit
 from coordinator.assignment import Order
-from coordinator.backend import Actor
 from coordinator.conclusion import Conclusion, end_log
 from coordinator.crosscheck import load_accountants
 from coordinator.departures import Departures
@@ -23,6 +22,7 @@ from coordinator.founders import Founders
 from coordinator.members import Members
 from coordinator.outcome import Finished
 from coordinator.outset import set_out
+from coordinator.remote import WorkerActor
 from coordinator.reporting import Reporter
 from coordinator.sealed_terms import sealed_terms
 from coordinator.timing import Backoff, Timer
@@ -58,7 +58,7 @@ class Coordinator:
             sealed_terms(order.config, Path(order.setup.base), "evaluation") if order.assignment.charges else None
         )
         config, session, timer = order.config, order.session, timer or Timer()
-        workers: dict[str, Actor] = {}
+        workers: dict[str, WorkerActor] = {}
         self._reporter = Reporter(order.reporting, workers)
         session.control.on_restart = self._reporter.restarted
         self._members = Members(

@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from coordinator.backend import Actor, Backend
+from coordinator.backend import Backend
 from coordinator.config import RunConfig
+from coordinator.remote import AggregatorActor, WorkerActor
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +17,8 @@ class Crew:
         aggregators: in range order.
     """
 
-    workers: Mapping[str, Actor]
-    aggregators: Sequence[Actor]
+    workers: Mapping[str, WorkerActor]
+    aggregators: Sequence[AggregatorActor]
 
 
 def worker_id(serial: int) -> str:

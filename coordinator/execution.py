@@ -18,6 +18,7 @@ from attestation.run_secret import exposure
 from coordinator.actors import (
     GpuSamplers,
     alive_nodes,
+    ask,
     cluster_gpus,
     connect,
     disconnect,
@@ -25,17 +26,20 @@ from coordinator.actors import (
 )
 from coordinator.archive import Archive
 from coordinator.assignment import Assignment, NewRun, Order, ReplayedRun, ResumedRun
-from coordinator.backend import Actor, ActorLost
+from coordinator.backend import ActorLost
 from coordinator.config import RunConfig
 from coordinator.control import Control, Restart
 from coordinator.coordinator import Coordinator
 from coordinator.departures import Departure
 from coordinator.evaluation import public_evaluator
 from coordinator.launch import Launched, launch
+from coordinator.ledger import PrivacyLedger
+from coordinator.ledger_view import LedgerView
 from coordinator.outcome import Ending, Finished
 from coordinator.output import attach_log
 from coordinator.placement import Placement
 from coordinator.plan_command import descriptor
+from coordinator.remote import Actor
 from coordinator.reporting import Reporting, StepReport
 from coordinator.run_folder import RunFolder, run_lock
 from coordinator.run_service import announce
@@ -182,7 +186,7 @@ class Execution:
         folder.mark("void")
         log = str(folder.path / "evidence.jsonl")
         try:
-            control.orchestrator("finish", (), log, self._config.secret_retention == "run")
+            control.orchestrator.finish((), log, self._config.secret_retention == "run")
         except (ActorLost, RaycloakError) as trouble:
             self._notice(f"a generated secret was not destroyed: {trouble}")
 
@@ -249,7 +253,7 @@ class Execution:
         self, stack: ExitStack, samplers: GpuSamplers, folder: RunFolder, control: Control, assignment: Assignment
     ) -> Reporting:
         exporter = Exporter()
-        exporter.add(LedgerCollector(lambda: metrics_view(_ask(control.actors["ledger"], "view", deadline_s=5.0))))
+        exporter.add(LedgerCollector(lambda: metrics_view(_view(control.actors["ledger"]))))
         exporter.add(GpuCollector(samplers.sample))
         server = MetricsServer(exporter.registry, self._config.metrics.bind)
         stack.callback(server.close)
@@ -313,5 +317,6 @@ class Outcome:
         return {"run_dir": str(path), "metrics": replace(verdict, evidence_service=self.evidence_service).metrics()}
 
 
-def _ask(target: Actor, method: str, deadline_s: float) -> Any:
-    return fetch(getattr(target.handle, method).remote(), deadline_s)
+def _view(ledger: Actor) -> LedgerView:
+    """Ask the ledger without its `Control`: a thread of the metrics server asks, and must not replace an actor."""
+    return fetch(ask(ledger.handle, PrivacyLedger.view), deadline_s=5.0)

@@ -47,7 +47,7 @@ class Founders:
         crew = crew or start_crew(members.backend, members.config)
         members.workers.update(crew.workers)
         members.aggregators.extend(crew.aggregators)
-        facts: dict[str, WorkerFacts] = members.ask_workers("prepare", setup, meanwhile=meanwhile)
+        facts = members.ask_workers(lambda worker: worker.prepare(setup), meanwhile)
         if not facts:
             raise _nobody(members, "no worker could be prepared")
         wanted = _most_common((fact.numerics, fact.model_code) for fact in facts.values())
@@ -55,7 +55,7 @@ class Founders:
 
     def known_answer(self, mechanism: Mechanism, measurements: tuple[Measurement, ...]) -> bytes:
         """Return the known answer that most workers compute."""
-        answers: dict[str, bytes] = self.members.ask_workers("compute_known_answer", mechanism, *measurements)
+        answers = self.members.ask_workers(lambda worker: worker.compute_known_answer(mechanism, *measurements))
         if not answers:
             raise _nobody(self.members, "no worker computed the known answer")
         return _most_common(answers.values())

@@ -50,13 +50,12 @@ class Handout:
         """Keys for a worker, with the proof that the log goes on from what it has seen of it."""
         seen = self._seen.get(member_id, 0)
         self._held.setdefault(member_id, set()).update(virtual_workers)
-        release: KeyRelease = self.control.orchestrator("release", member_id, self._epoch, virtual_workers, seen)
-        return release
+        return self.control.orchestrator.release(member_id, self._epoch, virtual_workers, seen)
 
     def accepted(self, member_id: str, release: KeyRelease, commitments: Envelope) -> None:
         """A worker took its keys, and committed to the slices they belong to."""
         self._seen[member_id] = release.log_length
-        self.control.orchestrator("record_data", commitments)
+        self.control.orchestrator.record_data(commitments)
 
 
 @dataclass(slots=True)
@@ -111,7 +110,7 @@ class Hosts:
         asked, released = {}, {}
         for member_id, virtual_workers in needs.items():
             released[member_id] = self._handout.release(member_id, virtual_workers)
-            asked[member_id] = members.backend.call(members.workers[member_id], "accept_keys", released[member_id])[0]
+            asked[member_id] = members.workers[member_id].accept_keys(released[member_id])
         members.collect(asked, lambda i, commitments: self._handout.accepted(i, released[i], commitments))
         if not members.workers and members.departures.refused_alike(len(asked)):
             raise members.too_few()

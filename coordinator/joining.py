@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attestation.messages import Envelope
-from coordinator.backend import Actor, ActorLost
+from coordinator.backend import ActorLost
 from coordinator.departures import Departure
 from coordinator.member_admission import MemberAdmission
 from coordinator.members import Members
+from coordinator.remote import Reference, WorkerActor
 from metrics.errors import RaycloakError
 from workers.worker_messages import WorkerSetup
 
@@ -25,9 +26,9 @@ from workers.worker_messages import WorkerSetup
 class _Newcomer:
     """A worker on its way; ``awaited`` are the answers that its stage waits for."""
 
-    actor: Actor
+    actor: WorkerActor
     since: float
-    awaited: tuple[Any, ...]
+    awaited: tuple[Reference[Any], ...]
     presents: bool = False
 
 
@@ -48,7 +49,7 @@ class Joining:
         return len(self._newcomers)
 
     @property
-    def awaited(self) -> Sequence[Any]:
+    def awaited(self) -> Sequence[Reference[object]]:
         """The references that the newcomers' next stages wait for."""
         return [reference for newcomer in self._newcomers.values() for reference in newcomer.awaited]
 
@@ -59,9 +60,9 @@ class Joining:
         except RaycloakError as refusal:
             self.give_up(member_id, refusal.code, refusal.message)
             return
-        opening = self._ask(actor, "prepare", self.setup)
+        opening = actor.prepare(self.setup)
         computation = self.admission.terms.manifest.computation
-        answer = self._ask(actor, "compute_known_answer", computation.mechanism, *computation.measurements)
+        answer = actor.compute_known_answer(computation.mechanism, *computation.measurements)
         self._newcomers[member_id] = _Newcomer(actor, self.members.timer.now(), (opening, answer))
 
     def drop(self, member_id: str, code: str, message: str) -> None:
@@ -71,7 +72,7 @@ class Joining:
             self.members.backend.stop(newcomer.actor)
             self.give_up(member_id, code, message)
 
-    def poll(self) -> list[tuple[Actor, Envelope]]:
+    def poll(self) -> list[tuple[WorkerActor, Envelope]]:
         """Take every newcomer as far as it is without waiting; returns those that presented themselves."""
         presented = []
         for member_id, newcomer in list(self._newcomers.items()):
@@ -105,9 +106,6 @@ class Joining:
             self.drop(member_id, lost.cause, f"{member_id} was lost while it joined")
         except RaycloakError as refusal:
             self.drop(member_id, refusal.code, refusal.message)
-
-    def _ask(self, actor: Actor, method: str, *arguments: Any) -> Any:
-        return self.members.backend.call(actor, method, *arguments)[0]
 
     def give_up(self, member_id: str, code: str, message: str) -> None:
         """Record a newcomer that was stopped before it became a member, and hold back the next one."""

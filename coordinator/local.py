@@ -20,10 +20,11 @@ from attestation.simulator import SimulatedVendor, code_measurement
 from attestation.simulator_platform import SimulatedPlatform
 from coordinator.aggregator import MaskedAggregator
 from coordinator.assignment import Session
-from coordinator.backend import Actor, LocalBackend
+from coordinator.backend import LocalBackend
 from coordinator.config_sections import FailureConfig
 from coordinator.control import Control, ControlRole
 from coordinator.ledger import PrivacyLedger
+from coordinator.remote import Actor
 from workers.train_worker import TrainWorker
 
 

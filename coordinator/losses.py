@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from coordinator.backend import ActorLost, Backend
 from coordinator.members import Members
-from coordinator.outcome import Model
+from coordinator.model import Model
 from metrics.errors import RunFailedError
 
 

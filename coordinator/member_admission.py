@@ -7,16 +7,17 @@ range needs one.
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 from attestation.evidence import CollateralBundle
 from attestation.messages import Envelope
-from coordinator.backend import Actor, ActorLost
+from coordinator.backend import ActorLost
 from coordinator.control import START_AGAIN
 from coordinator.crew import aggregator_id
 from coordinator.departures import Departure
 from coordinator.members import Members
 from coordinator.ranges import ParameterRange
+from coordinator.remote import AggregatorActor, Reference, WorkerActor
 from coordinator.review import Review
 from metrics.errors import EvidenceError, RunFailedError
 from workers.worker_messages import Admission
@@ -57,20 +58,20 @@ class MemberAdmission:
         for owned, actor in zip(self.ranges, self.members.aggregators, strict=True):
             self._admit_started(actor, owned)
 
-    def challenge(self, actor: Actor) -> Any:
+    def challenge(self, worker: WorkerActor) -> Reference[Envelope]:
         """Ask a worker to present itself; returns the reference to its presentation."""
-        challenge = self.members.control.orchestrator("challenge", actor.member_id, "worker")
-        return self.members.backend.call(actor, "present", challenge, self.terms)[0]
+        challenge = self.members.control.orchestrator.challenge(worker.member_id, "worker")
+        return worker.present(challenge, self.terms)
 
     def admit(self, member_id: str, envelope: Envelope) -> None:
         """Have a presentation appraised; errors as `EvidenceOrchestrator.admit`."""
-        self.members.control.orchestrator("admit", envelope)
+        self.members.control.orchestrator.admit(envelope)
         self.members.presentations[member_id] = envelope
 
     def take_collateral(self, collateral: CollateralBundle) -> None:
         """Have the orchestrator, and every worker that presents evidence from now on, judge by newer collateral."""
         if collateral != self.terms.collateral:
-            self.members.control.orchestrator("take_collateral", collateral)
+            self.members.control.orchestrator.take_collateral(collateral)
             self.terms = replace(self.terms, collateral=collateral)
 
     def renew(self) -> None:
@@ -120,7 +121,7 @@ class MemberAdmission:
         asked = {member_id: self.challenge(actor) for member_id, actor in self.members.workers.items()}
         self.members.collect(asked, self.admit)
 
-    def _admit_started(self, actor: Actor, owned: ParameterRange) -> None:
+    def _admit_started(self, actor: AggregatorActor, owned: ParameterRange) -> None:
         try:
             self._admit_aggregator(actor, owned)
         except ActorLost as lost:
@@ -128,8 +129,8 @@ class MemberAdmission:
                 "unreachable", f"{actor.member_id} could not be started ({lost.cause}).", START_AGAIN
             ) from None
 
-    def _admit_aggregator(self, actor: Actor, owned: ParameterRange) -> None:
+    def _admit_aggregator(self, actor: AggregatorActor, owned: ParameterRange) -> None:
         members = self.members
-        challenge = members.control.orchestrator("challenge", actor.member_id, "aggregator")
-        reference = members.backend.call(actor, "present", challenge, self.terms.manifest, owned)[0]
+        challenge = members.control.orchestrator.challenge(actor.member_id, "aggregator")
+        reference = actor.present(challenge, self.terms.manifest, owned)
         self.admit(actor.member_id, members.backend.fetch(reference, members.config.failure.admission_deadline_s))

@@ -3,17 +3,20 @@
 Admission, growth and hosting all read and change it; none of them keeps a list of its own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
 from attestation.messages import Envelope
-from coordinator.backend import Actor, ActorLost, Backend
+from coordinator.backend import ActorLost, Backend
 from coordinator.config import RunConfig
 from coordinator.control import Control
 from coordinator.departures import ACCIDENTS, ASKED, Departure, Departures
+from coordinator.remote import AggregatorActor, Reference, WorkerActor
 from coordinator.timing import Backoff, Timer
 from metrics.errors import ConfigError, RaycloakError, RefusedError
+
+A = TypeVar("A")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,25 +52,28 @@ class Members:
     departures: Departures
     timer: Timer
     backoff: Backoff
-    workers: dict[str, Actor]
-    aggregators: list[Actor] = field(default_factory=list)
+    workers: dict[str, WorkerActor]
+    aggregators: list[AggregatorActor] = field(default_factory=list)
     presentations: dict[str, Envelope] = field(default_factory=dict)
     leaving: dict[str, Leave] = field(default_factory=dict)
     untried: set[str] = field(default_factory=set)
 
-    def ask_workers(self, method: str, *arguments: Any, meanwhile: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    def ask_workers(
+        self, ask: Callable[[WorkerActor], Reference[A]], meanwhile: Callable[[], None] = lambda: None
+    ) -> dict[str, A]:
         """Ask every worker one question; returns the answers by member id. A worker that fails at it leaves.
 
         Args:
+            ask: the question, for one worker.
             meanwhile: called once all are asked, before the first answer is waited for.
         """
-        answers: dict[str, Any] = {}
-        asked = {i: self.backend.call(actor, method, *arguments)[0] for i, actor in self.workers.items()}
+        answers: dict[str, A] = {}
+        asked = {member_id: ask(worker) for member_id, worker in self.workers.items()}
         meanwhile()
         self.collect(asked, answers.__setitem__)
         return answers
 
-    def collect(self, asked: dict[str, Any], use: Callable[[str, Any], Any]) -> None:
+    def collect(self, asked: Mapping[str, Reference[A]], use: Callable[[str, A], None]) -> None:
         """Hand each worker's answer to ``use``; a worker whose answer or whose use fails leaves.
 
         A ConfigError is the user's, not the worker's, and ends the run.
@@ -103,7 +109,7 @@ class Members:
     def depart(self, departure: Departure, *, newcomer: bool) -> None:
         """Have a member expelled that was stopped, and record its departure."""
         # Expelled first: whoever hears of the departure may rely on it that nothing is sent to the member any more.
-        self.control.orchestrator("expel", departure.member_id, departure.code)
+        self.control.orchestrator.expel(departure.member_id, departure.code)
         self.departures.add(departure, newcomer=newcomer)
 
     def ask_to_leave(self, member_id: str, code: str) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import numpy as np
 
@@ -46,20 +45,6 @@ class Evaluation:
     def loss(self) -> float | None:
         """The value if it is a loss."""
         return self.value if self.metric == "loss" else None
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """The released model between two steps.
-
-    Attributes:
-        parameters, states: one reference per range: float32 parameters, optimizer state.
-        digest: parameter digest of all ranges together.
-    """
-
-    parameters: tuple[Any, ...]
-    states: tuple[Any, ...]
-    digest: bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import numpy as np
 from coordinator.admitting import Admitted
 from coordinator.assignment import Order, ReplayedRun
 from coordinator.checkpoints import Checkpoints, Restored
-from coordinator.outcome import Model
+from coordinator.model import Model
 from coordinator.ranges import ParameterRange
 from coordinator.reporting import Reporter
 from coordinator.sealed_evaluation import SealedEvaluator
@@ -40,7 +40,7 @@ def set_out(order: Order, admitted: Admitted, reporter: Reporter) -> Training:
         if session.collateral_now is not None:
             membership.admission.take_collateral(session.collateral_now())
         membership.admission.renew()
-        reporter.presented(session.control.orchestrator("view"))
+        reporter.presented(session.control.orchestrator.view())
 
     return Training(
         config=config,
@@ -75,7 +75,7 @@ def _open_checkpoints(order: Order, admitted: Admitted) -> Checkpoints | None:
 def _model(order: Order, admitted: Admitted, restored: Restored | None) -> Model:
     backend, manifest, aggregators = order.session.backend, admitted.manifest, admitted.membership.members.aggregators
     flat, digest = admitted.facts.initial_parameters, manifest.computation.initial_parameters
-    states = tuple(backend.call(aggregator, "initial_state")[0] for aggregator in aggregators)
+    states = tuple(aggregator.initial_state() for aggregator in aggregators)
     if restored is not None:
         flat, digest = np.concatenate(restored.parameters), restored.parameter_digest
         merged = {key: value for state in restored.states for key, value in state.items()}

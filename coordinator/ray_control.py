@@ -5,20 +5,23 @@ also ends a stopped one at once; Ray alone takes seconds for that, while its fil
 """
 
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import ray
 
 from attestation.hybrid_signature import SignerPublic
 from attestation.serving_orchestrator import ServingOrchestrator
-from coordinator.actors import START_DEADLINE_S, actor, fetch, on_this_node
-from coordinator.backend import Actor, ActorLost
+from coordinator.actors import START_DEADLINE_S, actor, ask, fetch, on_this_node
+from coordinator.backend import ActorLost
 from coordinator.control import START_AGAIN, Control, ControlRole
 from coordinator.ledger import PrivacyLedger
 from coordinator.own_process import ActorProcess, own_process
+from coordinator.remote import Actor, Reference
 from metrics.errors import RunFailedError
 from workers.mechanism import AccountantName
+
+T = TypeVar("T")
 
 
 class RayControl:
@@ -66,7 +69,7 @@ class RayControl:
         self._secret_file = secret_file
         self.run_id, key = self._open(self.actors["orchestrator"], run_id)
         # Not waited for: it overlaps with the workers' start.
-        self.actors["ledger"].handle.load_accountant.remote(self._accountant)
+        ask(self.actors["ledger"].handle, PrivacyLedger.load_accountant, self._accountant)
         return self.run_id, key
 
     def control(self, deadline_s: float, max_restarts: int) -> Control:
@@ -80,16 +83,16 @@ class RayControl:
 
     # --- what `Control` needs of a backend
 
-    def call(self, actor: Actor, method: str, *args: Any) -> tuple[Any, ...]:
-        """See `coordinator.backend.Backend`."""
-        return (getattr(actor.handle, method).remote(*args),)
+    def call(self, actor: Actor, method: Callable[..., Any], *args: Any) -> tuple[Reference[Any], ...]:
+        """Send the call; see `coordinator.remote.Caller`."""
+        return (ask(actor.handle, method, *args),)
 
-    def fetch(self, reference: Any, deadline_s: float) -> Any:
-        """See `coordinator.backend.Backend`."""
+    def fetch(self, reference: Reference[T], deadline_s: float) -> T:
+        """Wait for an answer; see `coordinator.actors.fetch`."""
         return fetch(reference, deadline_s)
 
     def node(self, actor: Actor) -> str:
-        """See `coordinator.backend.Backend`: both run on the driver's."""
+        """Return the id of the driver's node, where both run."""
         return str(ray.get_runtime_context().get_node_id())
 
     def stop(self, actor: Actor) -> None:
@@ -120,15 +123,13 @@ class RayControl:
 
     def _identify(self, each: Actor) -> None:
         """Wait until the actor is there, and note its process."""
-        process = fetch(each.handle.__ray_call__.remote(own_process), START_DEADLINE_S)
+        process: ActorProcess | None = fetch(each.handle.__ray_call__.remote(own_process), START_DEADLINE_S)
         # None if this process cannot see it, as in another container of the node: then Ray alone ends it.
         self._processes[each.member_id] = process if process and ActorProcess.find(process.pid) == process else None
 
     def _open(self, orchestrator: Actor, run_id: str | None) -> tuple[str, SignerPublic]:
-        opened: tuple[str, SignerPublic] = fetch(
-            orchestrator.handle.open_run.remote(self._secret_file, run_id), START_DEADLINE_S
-        )
-        return opened
+        opening = ask(orchestrator.handle, ServingOrchestrator.open_run, self._secret_file, run_id)
+        return fetch(opening, START_DEADLINE_S)
 
     def _explain(self, role: ControlRole) -> None:
         """Raise what keeps the ledger from opening: Ray tells a constructor's error as text only."""

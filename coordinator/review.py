@@ -28,7 +28,7 @@ class Review:
         revocations = self.revocations()
         if not now and revocations == self._seen and self.timer.now() < self._due:
             return MemberReview((), math.inf)
-        review: MemberReview = self.control.orchestrator("review")
+        review = self.control.orchestrator.review()
         # Counted before it was asked: what was revoked in between is asked about again.
         self._seen = revocations
         # Evidence that is about to be renewed will be new at the next look, which tells when it ages.

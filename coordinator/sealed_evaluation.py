@@ -19,7 +19,8 @@ from attestation.sealed_data import SealedTerms
 from coordinator.backend import ActorLost
 from coordinator.config import RunConfig
 from coordinator.losses import Losses
-from coordinator.outcome import Evaluation, Model
+from coordinator.model import Model
+from coordinator.outcome import Evaluation
 from coordinator.sealed_terms import evaluation_form
 from coordinator.step import StepRunner
 from metrics.errors import EvidenceError, ProtocolError
@@ -77,18 +78,14 @@ class SealedEvaluator:
         """The order, or another one if the evidence of a member has expired or was revoked since it was looked at."""
         control, membership = self.runner.control, self.runner.membership
         try:
-            order: Envelope = control.orchestrator(
-                "order_evaluation", finished_steps, model.digest, dict(membership.hosts.hosting)
-            )
+            order = control.orchestrator.order_evaluation(finished_steps, model.digest, dict(membership.hosts.hosting))
         except EvidenceError as refusal:
             if refusal.code != "evidence_expired":
                 raise
             if membership.admission.review(now=True):
                 membership.admission.renew()
             self.runner.place(epoch)
-            order = control.orchestrator(
-                "order_evaluation", finished_steps, model.digest, dict(membership.hosts.hosting)
-            )
+            order = control.orchestrator.order_evaluation(finished_steps, model.digest, dict(membership.hosts.hosting))
         return order
 
     def _scores(self, envelope: Envelope, model: Model, finished_steps: int) -> Scores | None:
@@ -96,9 +93,7 @@ class SealedEvaluator:
         backend, membership, deadline_s = self.runner.backend, self.runner.membership, self.runner.deadline_s
         order = parse(EvaluationOrder, envelope.body)
         asked = {
-            member.member_id: backend.call(
-                membership.members.workers[member.member_id], "evaluate", envelope, *model.parameters
-            )[0]
+            member.member_id: membership.members.workers[member.member_id].evaluate(envelope, *model.parameters)
             for member in order.members
         }
         ready = backend.wait(list(asked.values()), deadline_s)

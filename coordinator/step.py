@@ -28,7 +28,8 @@ from coordinator.backend import Backend
 from coordinator.control import Control, Pending
 from coordinator.hosting import moved
 from coordinator.membership import Membership
-from coordinator.outcome import Model, StepOutcome
+from coordinator.model import Model
+from coordinator.outcome import StepOutcome
 from coordinator.ranges import ParameterRange
 from metrics.collectors import RunMetrics
 from metrics.errors import BudgetError, EvidenceError
@@ -43,7 +44,7 @@ from workers.receipt import Receipt
 class _Asked:
     """A roster that was asked for, and the steps that its answer commits."""
 
-    pending: Pending
+    pending: Pending[Envelope]
     commits: tuple[StepCommit, ...]
 
 
@@ -152,12 +153,12 @@ class StepRunner:
 
     def _pay(self, task: Task, model: Model) -> tuple[Envelope, Asked]:
         """Have the step charged; the receipt, and the workers that get it with the question of the first attempt."""
-        paying = (self.manifest.run_id, task.step, model.digest, self._manifest_digest, task.query)
-        charge = self.control.submit("ledger", "charge", *paying)
+        run_id, manifest = self.manifest.run_id, self._manifest_digest
+        charge = self.control.ledger.charge(run_id, task.step, model.digest, manifest, task.query)
         roster = self._first_roster(task)
         awaited = charge.reference
         asked = self._attempts.ask(task, model, awaited, roster)
-        receipt: Envelope = charge.result()
+        receipt = charge.result()
         if charge.reference is not awaited:
             # The ledger was lost before it answered, and the question that waited for it with it.
             asked = self._attempts.ask(task, model, receipt, roster)
@@ -195,7 +196,7 @@ class StepRunner:
         """Commit the finished steps that no roster has committed yet."""
         commits, self.uncommitted = self.uncommitted, ()
         if commits:
-            self.control.orchestrator("commit", commits)
+            self.control.orchestrator.commit(commits)
 
     def _attempt(self, task: Task, model: Model, asked: Asked, begun: float) -> tuple[Answers, Reduced, float] | None:
         """One attempt, with the time its answers were complete; None if another is needed."""
@@ -249,13 +250,13 @@ class StepRunner:
             self._aggregator_ids(task),
             self.uncommitted,
         )
-        asked = (task.step, hosting, aggregators, commits, task.query)
-        return _Asked(self.control.submit("orchestrator", "open_step", *asked), commits)
+        roster = self.control.orchestrator.open_step(task.step, hosting, aggregators, commits, task.query)
+        return _Asked(roster, commits)
 
     def _receive(self, task: Task, asked: _Asked) -> Envelope:
         """The roster, or another one if the evidence of a member has expired or was revoked since it was looked at."""
         try:
-            roster: Envelope = asked.pending.result()
+            roster = asked.pending.result()
         except EvidenceError as refusal:
             if refusal.code != "evidence_expired":
                 raise

@@ -7,7 +7,7 @@ an earlier execution committed must give the digest that the evidence log has, b
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,8 +19,10 @@ from coordinator.config import RunConfig
 from coordinator.evaluation import Evaluator
 from coordinator.ledger_entries import Head
 from coordinator.membership import Membership
-from coordinator.outcome import Ending, Evaluation, Model, StepOutcome
+from coordinator.model import Model
+from coordinator.outcome import Ending, Evaluation, StepOutcome
 from coordinator.plan import Plan
+from coordinator.remote import Reference
 from coordinator.reporting import Reporting, StepReport
 from coordinator.sealed_evaluation import SealedEvaluator
 from coordinator.step import StepRunner
@@ -29,6 +31,8 @@ from coordinator.tssp_writer import Snapshot
 from metrics.collectors import RunMetrics
 from metrics.errors import BudgetError, RefusedError, RunFailedError
 from workers.measurement import Released
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +189,7 @@ class Training:
 
     def _was_charged(self, query: Query, step: int) -> bool:
         """Whether a step was charged for these parameters and committed."""
-        status = self.runner.control.ledger("status", self.runner.manifest.run_id, step, query)
+        status = self.runner.control.ledger.status(self.runner.manifest.run_id, step, query)
         is_charged = status.charged and status.parameter_digest == self.model.digest
         return is_charged and (query, step) in self.course.committed
 
@@ -223,11 +227,11 @@ class Training:
             epsilon=outcome.charged_epsilon if self.plan.mechanism.private else None,
             roster_digest=outcome.roster_digest,
             ledger_head=Head(outcome.commit.ledger_sequence, outcome.commit.ledger_hash),
-            log_head=self.runner.control.orchestrator("log_position"),
+            log_head=self.runner.control.orchestrator.log_position(),
             evaluation=self._known_evaluation,
         )
 
-    def _fetch(self, reference: Any) -> Any:
+    def _fetch(self, reference: Reference[T]) -> T:
         try:
             return self.runner.backend.fetch(reference, self.config.failure.step_deadline_s)
         except ActorLost as lost:

@@ -4,7 +4,6 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from types import FrameType
-from typing import Any
 
 import numpy as np
 
@@ -14,8 +13,9 @@ from coordinator.quick_imports import quickly
 with quickly():
     from attestation.attester import EvidenceSource, GpuSource
     from attestation.messages import Envelope
+    from workers.ring import RingVector
     from workers.train_worker import TrainWorker
-    from workers.worker_messages import StepRequest
+    from workers.worker_messages import StepReply, StepRequest
 
 
 class TrainWorkerActor(TrainWorker):
@@ -37,6 +37,8 @@ class TrainWorkerActor(TrainWorker):
         self._leaving = True
         signal.signal(signal.SIGTERM, self._before)
 
-    def step(self, receipt: Envelope, request: StepRequest, *parameters: np.ndarray) -> tuple[Any, ...]:
+    def step(
+        self, receipt: Envelope, request: StepRequest, *parameters: np.ndarray
+    ) -> tuple[StepReply, *tuple[RingVector, ...]]:
         reply, *vectors = super().step(receipt, request, *parameters)
         return (replace(reply, leaving=self._leaving), *vectors)

@@ -30,7 +30,7 @@ from attestation.run_secret import run_id_of
 from attestation.simulator import SimulatedVendor, code_measurement
 from coordinator.aggregator import MaskedAggregator, ReduceReport, ReduceRequest
 from coordinator.assignment import Assignment, NewRun, Order, Session
-from coordinator.backend import Actor, ActorLost, LocalBackend
+from coordinator.backend import ActorLost, LocalBackend
 from coordinator.config import RunConfig, parse_config
 from coordinator.coordinator import Coordinator
 from coordinator.departures import Departure
@@ -42,6 +42,7 @@ from coordinator.outcome import Finished
 from coordinator.plan import make_plan, plan_mechanism
 from coordinator.plan_command import descriptor
 from coordinator.ranges import split_ranges
+from coordinator.remote import Actor, Worker
 from coordinator.reporting import Reporting, StepReport
 from coordinator.run_folder import RunFolder, RunRecord
 from coordinator.sealed_terms import evaluation_folder, sealed_terms
@@ -423,16 +424,16 @@ class Stage(LocalBackend):
         self._underway: list[tuple[tuple[Any, ...], Callable[[], tuple[Any, ...]]]] = []
 
     def call(
-        self, actor: Actor, method: str, *args: Any, returns: int = 1, after: Any | None = None
+        self, actor: Actor, method: Callable[..., Any], *args: Any, returns: int = 1, after: Any | None = None
     ) -> tuple[Any, ...]:
         if (failure := self._failure_of((*args, after))) is not None:
             return self._failed(returns, failure)
-        place = actor.member_id, method
+        place = actor.member_id, method.__name__
         values = tuple(getattr(arg, "value", arg) for arg in args)
         call = Call(*place, self._counts[place], values)
         self._counts[place] += 1
         fate = self.disturb(call)
-        if method == "step" and self.arrival is not None:
+        if method is Worker.step and self.arrival is not None:
             references = tuple(self.put(None) for _ in range(returns))
             self._underway.append((references, lambda: self._play(fate, actor, method, args, returns, after)))
         else:
@@ -457,7 +458,7 @@ class Stage(LocalBackend):
         return references
 
     def _play(
-        self, fate: Fate, actor: Actor, method: str, args: tuple[Any, ...], returns: int, after: Any
+        self, fate: Fate, actor: Actor, method: Callable[..., Any], args: tuple[Any, ...], returns: int, after: Any
     ) -> tuple[Any, ...]:
         if fate == "hangs":
             references = tuple(self.put(None) for _ in range(returns))

@@ -33,7 +33,7 @@ def observed_run(observe, tmp_path, lost=False):
 
     def disturb(call):
         if (call.method, call.member_id) == ("step", "worker-0") and call.index in (0, 2):
-            address = run.session.control.orchestrator("service_address")
+            address = run.session.control.orchestrator.service_address()
             seen.append((address, *observe(run.folder, "--address", address, "--log", tmp_path / "seen.jsonl")))
         is_second = (call.member_id, call.method, call.index) == ("orchestrator", "open_step", 1)
         return "dies" if lost and is_second else None
