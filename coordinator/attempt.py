@@ -91,8 +91,8 @@ class Reduced:
 
 
 @dataclass(slots=True)
-class Attempts:
-    """The attempts of a session, one after the other."""
+class AttemptRunner:
+    """Runs the attempts of a session, one after the other."""
 
     backend: Backend
     control: Control
@@ -107,7 +107,7 @@ class Attempts:
         self._losses = Losses(self.backend, self.membership.members, self.deadline_s)
 
     def begin(self) -> None:
-        """The attempts that follow are of another step."""
+        """Begin another step: attempts that follow are of it."""
         self._tags = {}
         self._losses.begin()
 

@@ -42,7 +42,7 @@ class Departures:
     """All departures of a run, in order.
 
     Attributes:
-        max_failures: losses the run survives; newcomers that fail count as attempts, and end no run.
+        max_failures: losses the run survives; a newcomer that fails ends no run, but counts in :attr:`allow_newcomers`.
         told: told of each departure as it happens.
     """
 

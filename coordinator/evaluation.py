@@ -3,12 +3,15 @@
 `coordinator/sealed_evaluation.py` measures on data that it may not see.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.config import RunConfig
+from coordinator.model import Model, ModelReader
 from coordinator.outcome import Evaluation
 from coordinator.plan_command import descriptor
 from coordinator.sealed_terms import require_public
@@ -54,6 +57,24 @@ class Evaluator:
         self._scorer.load(parameters)
         total = self._scorer.total(self._dataset, np.arange(count, dtype=np.int64))
         return Evaluation(self._metric, total / count, count)
+
+
+@dataclass(frozen=True, slots=True)
+class DriverEvaluator:
+    """Has released models measured by the driver; see `coordinator.training.ModelEvaluator`."""
+
+    evaluator: Evaluator
+    reader: ModelReader
+    asks_workers: ClassVar[bool] = False
+
+    @property
+    def every(self) -> int:
+        """Steps between two evaluations."""
+        return self.evaluator.every
+
+    def measure(self, model: Model, finished_steps: int) -> Evaluation:
+        """Measure ``model``, however many steps gave it; RunFailedError ``state_lost`` as `ModelReader`."""
+        return self.evaluator.measure(self.reader.parameters(model))
 
 
 def public_evaluator(config: RunConfig, model: ModelSource, base: Path | str) -> Evaluator | None:

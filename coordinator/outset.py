@@ -5,9 +5,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from coordinator.admitting import Admitted
-from coordinator.assignment import Order, ReplayedRun
+from coordinator.assignment import Order
 from coordinator.checkpoints import Checkpoints, Restored
-from coordinator.model import Model
+from coordinator.evaluation import DriverEvaluator
+from coordinator.model import Model, ModelReader
 from coordinator.ranges import ParameterRange
 from coordinator.reporting import Reporter
 from coordinator.sealed_evaluation import SealedEvaluator
@@ -35,6 +36,8 @@ def set_out(order: Order, admitted: Admitted, reporter: Reporter) -> Training:
         secure_aggregation=config.secure_aggregation,
     )
     restored = assignment.restore(session.control)
+    reader = ModelReader(session.backend, config.failure.step_deadline_s)
+    sealed = SealedEvaluator.of(config, admitted.evaluation, runner)
 
     def renew() -> None:
         if session.collateral_now is not None:
@@ -54,7 +57,8 @@ def set_out(order: Order, admitted: Admitted, reporter: Reporter) -> Training:
         membership=membership,
         reporting=order.reporting,
         metrics=metrics,
-        evaluator=order.evaluator or SealedEvaluator.of(config, admitted.evaluation, runner),
+        evaluator=DriverEvaluator(order.evaluator, reader) if order.evaluator else sealed,
+        reader=reader,
         stop=assignment.stop,
         checkpoints=_open_checkpoints(order, admitted),
         model=_model(order, admitted, restored),
@@ -66,7 +70,7 @@ def set_out(order: Order, admitted: Admitted, reporter: Reporter) -> Training:
 
 def _open_checkpoints(order: Order, admitted: Admitted) -> Checkpoints | None:
     assignment = order.assignment
-    if isinstance(assignment, ReplayedRun) or assignment.archive is None:
+    if not assignment.charges or assignment.archive is None:
         return None
     terms = PackageTerms(admitted.manifest, admitted.plan.delta, admitted.evidence_class)
     return assignment.archive.open(order.session.control, terms, admitted.metrics)

@@ -11,7 +11,7 @@ order.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Self
+from typing import ClassVar, Self
 
 from attestation.evaluation_order import EvaluationOrder
 from attestation.messages import Envelope, parse
@@ -38,13 +38,14 @@ class SealedEvaluator:
         runner: whose model it is.
         metric: what the scores are of.
         num_examples: of the split, as its header says.
-        every: steps between two evaluations; kept for the caller.
+        every: steps between two evaluations; see `coordinator.training.ModelEvaluator`.
     """
 
     runner: StepRunner
     metric: Metric
     num_examples: int
     every: int
+    asks_workers: ClassVar[bool] = True
     _losses: Losses = field(init=False)
 
     def __post_init__(self) -> None:

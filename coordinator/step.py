@@ -23,7 +23,7 @@ from attestation.canonical import digest, length_prefixed
 from attestation.commit_book import StepCommit
 from attestation.messages import Envelope, parse
 from attestation.roster import Query, Roster
-from coordinator.attempt import Answers, Asked, Attempts, Reduced, Task
+from coordinator.attempt import Answers, Asked, AttemptRunner, Reduced, Task
 from coordinator.backend import Backend
 from coordinator.control import Control, Pending
 from coordinator.hosting import moved
@@ -84,14 +84,14 @@ class StepRunner:
     charged_epsilon: float | None = None
     charging: bool = False
     uncommitted: tuple[StepCommit, ...] = ()
-    _attempts: Attempts = field(init=False)
+    _attempting: AttemptRunner = field(init=False)
     _manifest_digest: bytes = field(init=False)
     _prepared: tuple[Any, _Asked] | None = None
     _last_paid: int = 0
 
     def __post_init__(self) -> None:
         self._manifest_digest = self.manifest.digest()
-        self._attempts = Attempts(self.backend, self.control, self.membership, self.metrics, self.deadline_s)
+        self._attempting = AttemptRunner(self.backend, self.control, self.membership, self.metrics, self.deadline_s)
 
     def run(self, step: int, model: Model) -> tuple[Model, StepOutcome]:
         """Take ``model`` one step further. It is in ``uncommitted`` until a later roster commits it.
@@ -121,7 +121,7 @@ class StepRunner:
         """Charge a step, and attempt it until every aggregator has reduced it."""
         started = time.perf_counter()
         self.charging = True
-        self._attempts.begin()
+        self._attempting.begin()
         epoch = self.manifest.computation.epoch_of(task.query, task.step)
         self.place(epoch)
         receipt, asked = self._pay(task, model)
@@ -136,7 +136,7 @@ class StepRunner:
             self.place(epoch)
             roster = self._receive(task, self._ask_roster(task))
             attempts, begun = attempts + 1, time.perf_counter()
-            asked = self._attempts.ask(task, model, receipt, roster)
+            asked = self._attempting.ask(task, model, receipt, roster)
         answers, reduced, computed = finished
         now = time.perf_counter()
         return _Done(
@@ -157,11 +157,11 @@ class StepRunner:
         charge = self.control.ledger.charge(run_id, task.step, model.digest, manifest, task.query)
         roster = self._first_roster(task)
         awaited = charge.reference
-        asked = self._attempts.ask(task, model, awaited, roster)
+        asked = self._attempting.ask(task, model, awaited, roster)
         receipt = charge.result()
         if charge.reference is not awaited:
             # The ledger was lost before it answered, and the question that waited for it with it.
-            asked = self._attempts.ask(task, model, receipt, roster)
+            asked = self._attempting.ask(task, model, receipt, roster)
         return receipt, asked
 
     def _require_later(self, task: Task, paid: Receipt) -> None:
@@ -201,13 +201,13 @@ class StepRunner:
     def _attempt(self, task: Task, model: Model, asked: Asked, begun: float) -> tuple[Answers, Reduced, float] | None:
         """One attempt, with the time its answers were complete; None if another is needed."""
         self.metrics.attempt_started()
-        self._attempts.announce(task, model, asked)
-        answers = self._attempts.collect(task, model, asked)
+        self._attempting.announce(task, model, asked)
+        answers = self._attempting.collect(task, model, asked)
         computed = time.perf_counter()
         self.metrics.phase_finished("compute", computed - begun)
         if answers is None:
             return None
-        reduced = self._attempts.reduce(task, model, answers)
+        reduced = self._attempting.reduce(task, model, answers)
         self.metrics.phase_finished("reduce", time.perf_counter() - computed)
         return (answers, reduced, computed) if reduced else None
 

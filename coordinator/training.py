@@ -7,32 +7,26 @@ an earlier execution committed must give the digest that the evidence log has, b
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol
 
 import numpy as np
 
 from attestation.commit_book import StepCommit
 from attestation.roster import Query
-from coordinator.backend import ActorLost
 from coordinator.checkpoints import Checkpoints
 from coordinator.config import RunConfig
-from coordinator.evaluation import Evaluator
 from coordinator.ledger_entries import Head
 from coordinator.membership import Membership
-from coordinator.model import Model
+from coordinator.model import Model, ModelReader
 from coordinator.outcome import Ending, Evaluation, StepOutcome
 from coordinator.plan import Plan
-from coordinator.remote import Reference
 from coordinator.reporting import Reporting, StepReport
-from coordinator.sealed_evaluation import SealedEvaluator
 from coordinator.step import StepRunner
 from coordinator.stopping import StopRequest
 from coordinator.tssp_writer import Snapshot
 from metrics.collectors import RunMetrics
 from metrics.errors import BudgetError, RefusedError, RunFailedError
 from workers.measurement import Released
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +42,24 @@ class Course:
     last_step: int
     committed: Mapping[tuple[Query, int], StepCommit]
     charges: bool
+
+
+class ModelEvaluator(Protocol):
+    """Measures released models on data whose results are public."""
+
+    @property
+    def every(self) -> int:
+        """Steps between two evaluations."""
+        ...
+
+    @property
+    def asks_workers(self) -> bool:
+        """Whether workers measure; they are asked nothing any more once a run has failed."""
+        ...
+
+    def measure(self, model: Model, finished_steps: int) -> Evaluation:
+        """Measure the model that ``finished_steps`` steps gave."""
+        ...
 
 
 @dataclass(slots=True)
@@ -66,7 +78,8 @@ class Training:
     membership: Membership
     reporting: Reporting
     metrics: RunMetrics
-    evaluator: Evaluator | SealedEvaluator | None
+    evaluator: ModelEvaluator | None
+    reader: ModelReader
     stop: StopRequest
     checkpoints: Checkpoints | None
     model: Model
@@ -118,7 +131,7 @@ class Training:
 
     def parameters(self) -> np.ndarray:
         """The model's parameters, float32[d]; RunFailedError ``state_lost`` if the node that had them is gone."""
-        return np.concatenate([self._fetch(part) for part in self.model.parameters])
+        return self.reader.parameters(self.model)
 
     def evaluate(self) -> Evaluation | None:
         """The model on the evaluation split, measured once; None without such a split."""
@@ -126,10 +139,7 @@ class Training:
             return None
         if self._evaluated is None or self._evaluated[0] != self.model.digest:
             started = time.perf_counter()
-            if isinstance(self.evaluator, SealedEvaluator):
-                evaluation = self.evaluator.measure(self.model, self.finished_steps)
-            else:
-                evaluation = self.evaluator.measure(self.parameters())
+            evaluation = self.evaluator.measure(self.model, self.finished_steps)
             self._evaluated = self.model.digest, evaluation
             if evaluation.accuracy is not None:
                 self.metrics.accuracy_measured(evaluation.accuracy)
@@ -140,9 +150,9 @@ class Training:
 
     def evaluated(self) -> Evaluation | None:
         """As :meth:`evaluate`, but for a run that has failed: its workers are asked nothing any more."""
-        if not isinstance(self.evaluator, SealedEvaluator):
-            return self.evaluate()
-        return self._known_evaluation
+        if self.evaluator is not None and self.evaluator.asks_workers:
+            return self._known_evaluation
+        return self.evaluate()
 
     @property
     def _known_evaluation(self) -> Evaluation | None:
@@ -217,12 +227,11 @@ class Training:
 
     def _snapshot(self) -> Snapshot:
         outcome = self.outcomes[-1]
-        states = [self._fetch(state) for state in self.model.states]
+        state = self.reader.state(self.model)
         return Snapshot(
             finished_steps=self.finished_steps,
             parameters=(self.parameters(),),
-            # Keys start with the tensor's name, so the states of all ranges fit into one.
-            states=({key: value for state in states for key, value in state.items()},),
+            states=(state,),
             parameter_digest=self.model.digest,
             epsilon=outcome.charged_epsilon if self.plan.mechanism.private else None,
             roster_digest=outcome.roster_digest,
@@ -230,16 +239,6 @@ class Training:
             log_head=self.runner.control.orchestrator.log_position(),
             evaluation=self._known_evaluation,
         )
-
-    def _fetch(self, reference: Reference[T]) -> T:
-        try:
-            return self.runner.backend.fetch(reference, self.config.failure.step_deadline_s)
-        except ActorLost as lost:
-            raise RunFailedError(
-                "state_lost",
-                f"the released model was lost with its node ({lost.cause})",
-                "Go on from the newest sealed package: raycloak run CONFIG --resume",
-            ) from None
 
     def _report_measured(self, released: Released, outcome: StepOutcome) -> None:
         self.metrics.masked_bytes_received(outcome.masked_bytes)
