@@ -5,8 +5,8 @@
     account    opened or found, and the run registered in it
     evidence   the orchestrator told of the terms, every member admitted
 
-Nothing is charged here. What refuses a run refuses it in this order, so that a run which is not the one that was begun
-neither opens an account nor presents anything.
+Nothing is charged here. The order matters: a resumed run that is not the one that was begun is refused before an
+account is opened or evidence is presented.
 """
 
 import secrets
@@ -162,7 +162,7 @@ def _open_account(order: Order, plan: Plan, manifest: Manifest, named: NamedAcco
 
 
 def _terms(order: Order, manifest: Manifest) -> Admission:
-    """What each worker presents itself for."""
+    """The terms that each worker presents itself for."""
     config, session = order.config, order.session
     return Admission(
         manifest,

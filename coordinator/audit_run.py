@@ -240,7 +240,7 @@ def _train(
             coordinator = Coordinator(Order(config, session, setup, None, reporting, run_folder, NewRun()))
             finished = coordinator.run()
         except BaseException:
-            run_folder.mark("void")  # An audit is never gone on with: its canaries are forgotten.
+            run_folder.mark("void")  # An audit cannot be resumed: its canaries are forgotten.
             raise
         run_folder.mark("done")
         return finished, np.stack(models), run_folder.path

@@ -129,4 +129,4 @@ def _log(order: Order) -> str:
     return str(order.folder.path / "evidence.jsonl")
 
 
-_RESUME = "Go on with it: raycloak run CONFIG --resume"
+_RESUME = "Resume it: raycloak run CONFIG --resume"

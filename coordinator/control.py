@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 ControlRole = Literal["ledger", "orchestrator"]
 
-START_AGAIN = "Mend the cause, then start it again; a run that had begun goes on with --resume."
+START_AGAIN = "Mend the cause, then start it again; resume a run that had begun with --resume."
 
 
 class ControlBackend(Protocol):

@@ -113,7 +113,7 @@ class Coordinator:
 
     @property
     def begun(self) -> bool:
-        """Whether the run has charged anything, in this execution or, if it is resumed, maybe before."""
+        """Return whether the run has charged anything, or may have: an earlier execution of a resumed run counts."""
         charging = self._conclusion is not None and self._conclusion.training.runner.charging
         return charging or self.order.assignment.recorded is not None
 

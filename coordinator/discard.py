@@ -1,4 +1,4 @@
-"""`raycloak discard`: gives an unfinished run up, so that nobody can go on with it or replay it."""
+"""`raycloak discard`: ends an unfinished run for good, so that it can neither be resumed nor replayed."""
 
 import time
 from pathlib import Path
@@ -24,7 +24,7 @@ def discard(run_dir: Path) -> RunFolder:
         record = folder.record
         if record.status in ("done", "void"):
             raise ConfigError(
-                "run_done", f"the run in {run_dir} is over; there is nothing to give up.", "Nothing needs to be done."
+                "run_done", f"the run in {run_dir} is over; there is nothing to discard.", "Nothing needs to be done."
             )
         orchestrator = EvidenceOrchestrator(str(state.home() / "orchestrator"), time.time)
         orchestrator.open_run(record.secret_file, record.run_id)

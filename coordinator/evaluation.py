@@ -1,6 +1,6 @@
-"""Measuring released parameters on data whose results are declared public, by the driver where it may see the data.
+"""The evaluation of released parameters by the driver, on data that it may see and whose results are public.
 
-`coordinator/sealed_evaluation.py` measures on data that it may not see.
+`coordinator/sealed_evaluation.py` evaluates on data that the driver may not see.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from workers.models import ModelSource, build_model, loss_function
 
 
 def open_public(descriptor: DatasetDescriptor, base: Path | str) -> Dataset:
-    """Open a dataset that everybody may see, and results on it.
+    """Open a dataset that is public, as are results on it.
 
     Raises:
         ConfigError: ``evaluation_not_public``; DatasetError as `DatasetDescriptor.open`.
@@ -52,7 +52,7 @@ class Evaluator:
         self._dataset = dataset
 
     def measure(self, parameters: NDArray[np.float32]) -> Evaluation:
-        """Accuracy under ``cross_entropy``, else the mean loss, of float32 [d] parameters in canonical order."""
+        """Return accuracy under ``cross_entropy``, else the mean loss, of float32 [d] parameters in canonical order."""
         count = len(self._dataset)
         self._scorer.load(parameters)
         total = self._scorer.total(self._dataset, np.arange(count, dtype=np.int64))
@@ -78,7 +78,7 @@ class DriverEvaluator:
 
 
 def public_evaluator(config: RunConfig, model: ModelSource, base: Path | str) -> Evaluator | None:
-    """Measures on the split of ``config``; None if there is none, or it is sealed and the workers measure on it.
+    """Return the evaluator of ``config``'s split; None without one, or if it is sealed and the workers measure on it.
 
     Raises:
         ConfigError: as :func:`open_public` and :class:`Evaluator`.

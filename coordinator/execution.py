@@ -1,7 +1,7 @@
 """Execution: one session of a run on the Ray cluster that is there or on a local one.
 
-It hides how actors, platforms, metrics and logs of a session are started and how they end, so that a first execution,
-one that goes on with a run, and a replay differ in their assignment only.
+It hides how actors, platforms, metrics and logs of a session are started and how they end. A new run, a resumed run and
+a replay differ in their assignment only.
 """
 
 import os
@@ -58,7 +58,7 @@ from workers.worker_messages import WorkerSetup
 
 
 class Execution:
-    """What is needed to execute a run, and the executing of it.
+    """Executes one run, resumed as often as it is lost.
 
     Args:
         model: given by the configuration or by the caller.
@@ -67,7 +67,7 @@ class Execution:
         progress: called after every finished step.
         notice: told, in one line each, what a watcher needs to know.
         stop: asked between two steps.
-        handle_signals: whether SIGINT and SIGTERM make ``stop`` while the run goes on; main thread only.
+        handle_signals: whether SIGINT and SIGTERM make ``stop`` while a run executes; main thread only.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Execution:
             return self._conduct(stack, launched, key, folder, NewRun(self._archive(folder), self._stop))
 
     def resume(self, folder: RunFolder) -> "Outcome":
-        """Go on with an unfinished run, from its newest package."""
+        """Resume an unfinished run, from its newest package."""
         archive, recorded = self._archive(folder), folder.manifest()
         if recorded is None:  # It ended before it had a manifest, and so before anything was charged.
             return self._again(folder, NewRun(archive, self._stop))
@@ -151,7 +151,7 @@ class Execution:
         folder: RunFolder,
         assignment: Assignment,
     ) -> "Outcome":
-        """Run the coordinator; what ends it early is raised with the result so far."""
+        """Run the coordinator; an error that ends it early carries the result so far."""
         self.folder, started = folder, launched.began
         attach_log(folder.path / ("run.log" if assignment.charges else "replay.log"))
         failure = self._config.failure
@@ -172,7 +172,7 @@ class Execution:
             elif assignment.recorded is None:
                 self._give_up(control, folder)
             raise
-        except BaseException:  # Whoever interrupts wants it to end at once; a resume finds what was sealed before.
+        except BaseException:  # An interrupt must end it at once; a resume finds what was sealed before.
             if assignment.charges:
                 folder.mark("failed")
             raise
@@ -191,10 +191,10 @@ class Execution:
             self._notice(f"a generated secret was not destroyed: {trouble}")
 
     def _fail(self, coordinator: Coordinator, folder: RunFolder, error: Exception, started: float) -> None:
-        """Save what a failed run has come to, and tell the error what that is.
+        """Save the result of a failed run so far, and attach it to the error.
 
-        A run that was never charged has nothing to resume, so a generated secret goes at once. One that was gone on
-        with stays what it was before, whatever kept it from going on.
+        A run that was never charged has nothing to resume, so a generated secret goes at once. A resumed run stays
+        resumable, whatever kept it from training.
         """
         begun = coordinator.begun
         try:
@@ -260,7 +260,7 @@ class Execution:
         self._notice(f"metrics: {server.url}")
         for reason in samplers.unavailable_reasons():
             self._notice(reason)
-        # What a replay does is not part of the run's record.
+        # Steps that a replay repeats are no part of the run's record.
         path = folder.path / "metrics.jsonl" if assignment.charges else Path(os.devnull)
         events = stack.enter_context(EventWriter(path))
         return Reporting(
@@ -297,7 +297,7 @@ class Execution:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What an execution leaves.
+    """The result of an execution, where it lies, and how it ended.
 
     Attributes:
         ending, evidence_service: see `coordinator.verdict.Verdict`.

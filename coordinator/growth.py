@@ -1,6 +1,6 @@
 """Growth: replaces workers that are missing, starts more where there is room, and lets go those that are to leave.
 
-A newcomer is a new member with a new id, new keys and new evidence, which joins between two steps. Steps go on
+A newcomer is a new member with a new id, new keys and new evidence, which joins between two steps. Steps continue
 meanwhile with at least ``min_workers``; with fewer, the run waits for newcomers up to ``join_timeout_s``.
 """
 
@@ -95,7 +95,7 @@ class Growth:
 
     @property
     def _expected(self) -> int:
-        """Workers there will be once all that join have joined and all that leave have left."""
+        """The number of workers once all that join have joined and all that leave have left."""
         return len(self.members.workers) - len(self.members.leaving) + len(self._joining)
 
     def _start_newcomers(self, count: int) -> None:
@@ -104,7 +104,7 @@ class Growth:
                 self._joining.start(worker_id(next(self._serial)))
 
     def _look(self) -> bool:
-        """Learn every few seconds whose node is being drained; returns whether this was the time."""
+        """Ask every few seconds which nodes are being drained; returns whether it was time to ask."""
         now = self.members.timer.now()
         if now - self._looked < LOOK_EVERY_S:
             return False

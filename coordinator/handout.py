@@ -1,4 +1,4 @@
-"""Hosts: which worker hosts which virtual workers, and the handout of their keys in the current epoch."""
+"""The hosts of virtual workers, and the handout of their keys in the current epoch."""
 
 from dataclasses import dataclass, field
 from typing import Self
@@ -14,7 +14,7 @@ from coordinator.plan import hosted_at_most
 
 @dataclass(slots=True)
 class Handout:
-    """Asks the orchestrator for keys, and remembers who has which.
+    """The record of the keys that each worker was given; it asks the orchestrator for them.
 
     Attributes:
         most: virtual workers whose keys of one epoch a worker may ever hold; None for any number.
@@ -28,32 +28,32 @@ class Handout:
     _seen: dict[str, int] = field(default_factory=dict)
 
     def begin(self, epoch: int) -> None:
-        """What is given from now on is of ``epoch``; in another one than before, nobody has anything yet."""
+        """Start handing out keys for ``epoch``. A new epoch clears all earlier grants."""
         if epoch != self._epoch:
             self._epoch, self._keyed, self._held = epoch, {}, {}
 
     def exposed(self, hosting: Hosting) -> str | None:
-        """A worker that would have held more keys of this epoch than it may."""
+        """Return a worker that ``hosting`` would give more keys of this epoch than it may hold, if any."""
         if self.most is None:
             return None
         held = {i: self._held.get(i, set()) | set(hosted) for i, hosted in hosting.items()}
         return next((member_id for member_id, each in held.items() if len(each) > self.most), None)
 
     def missing(self, hosting: Hosting) -> Hosting:
-        """The keys that workers lack for ``hosting``, which is what they are given next."""
+        """Return the keys that workers lack for ``hosting``, and expect them to be given next."""
         needs = moved(self._keyed, hosting)
         # A worker drops the keys that a roster does not give it: if it is to host again, they are sent again.
         self._keyed = hosting
         return needs
 
     def release(self, member_id: str, virtual_workers: tuple[int, ...]) -> KeyRelease:
-        """Keys for a worker, with the proof that the log goes on from what it has seen of it."""
+        """Return keys for a worker, with the proof that the log continues what the worker has seen of it."""
         seen = self._seen.get(member_id, 0)
         self._held.setdefault(member_id, set()).update(virtual_workers)
         return self.control.orchestrator.release(member_id, self._epoch, virtual_workers, seen)
 
     def accepted(self, member_id: str, release: KeyRelease, commitments: Envelope) -> None:
-        """A worker took its keys, and committed to the slices they belong to."""
+        """Record that a worker took its keys, and its commitments to the slices they belong to."""
         self._seen[member_id] = release.log_length
         self.control.orchestrator.record_data(commitments)
 
@@ -73,7 +73,7 @@ class Hosts:
 
     @classmethod
     def of(cls, members: Members, growth: Growth) -> Self:
-        """Begin with nobody hosting anything."""
+        """Begin without any host."""
         config = members.config
         counted = config.dp_config.enabled and config.dp_config.colluding_workers > 0
         most = hosted_at_most(config, config.fewest_workers) if counted else None

@@ -1,4 +1,4 @@
-"""Joining: how a newcomer gets from started to ready for admission while the steps go on.
+"""Joining: the way of a newcomer from its start to its admission, while the steps continue.
 
     start      the process; prepare and compute_known_answer are asked at once, one after the other
     present    a challenge, and the evidence that answers it
@@ -66,7 +66,7 @@ class Joining:
         self._newcomers[member_id] = _Newcomer(actor, self.members.timer.now(), (opening, answer))
 
     def drop(self, member_id: str, code: str, message: str) -> None:
-        """Give a newcomer up; nothing happens if there is none of that id."""
+        """Stop a newcomer and record why; nothing happens if there is none of that id."""
         newcomer = self._newcomers.pop(member_id, None)
         if newcomer is not None:
             self.members.backend.stop(newcomer.actor)
@@ -86,7 +86,7 @@ class Joining:
         return presented
 
     def _answer(self, member_id: str, newcomer: _Newcomer) -> Any:
-        """The answer to the last question of its stage; None if it is not there yet, or the newcomer was dropped."""
+        """Return the last answer of its stage; None if it is not there yet, or the newcomer was dropped."""
         if len(self.members.backend.wait(newcomer.awaited, 0)) < len(newcomer.awaited):
             if self.members.timer.now() - newcomer.since > self._deadline_s:
                 self.drop(member_id, "deadline", f"{member_id} was not ready to join within {self._deadline_s:g} s")
@@ -98,7 +98,7 @@ class Joining:
             return None
 
     def _drop_for_first_failure(self, member_id: str, newcomer: _Newcomer) -> None:
-        """The first question that failed is the reason; what followed it failed because of it."""
+        """Drop a newcomer for the first question that failed: those that followed failed because of it."""
         try:
             for reference in newcomer.awaited:
                 self.members.backend.fetch(reference, self._deadline_s)
@@ -114,5 +114,5 @@ class Joining:
 
     @property
     def _deadline_s(self) -> float:
-        """From its start to its presentation."""
+        """Seconds that a newcomer has from its start to its presentation."""
         return self.members.config.failure.admission_deadline_s

@@ -1,7 +1,7 @@
 """A session of plain objects in this process: no Ray, one thread, every breakpoint works.
 
-The protocol is the whole one: evidence (SIMULATED), rosters, receipts, masks. What it does not give is isolation, so
-it is for tests and debugging, not for private data.
+It runs the whole protocol: evidence (SIMULATED), rosters, receipts, masks. It gives no isolation, so it is for tests
+and debugging, not for private data.
 """
 
 import itertools
@@ -30,12 +30,12 @@ from workers.train_worker import TrainWorker
 
 @dataclass(frozen=True, slots=True)
 class LocalPlatform:
-    """Evidence source of every actor of this process."""
+    """The evidence source of every actor of this process."""
 
     platform: SimulatedPlatform
 
     def collect(self, report_data: bytes) -> CpuEvidence:
-        """See `attestation.attester.EvidenceSource`."""
+        """Return simulated evidence for ``report_data``."""
         return CpuEvidence(self.platform.quote(report_data, code_measurement()))
 
 

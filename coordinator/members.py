@@ -1,4 +1,4 @@
-"""The members of a run: the one record of who takes part, and how any of them is lost.
+"""The members of a run: the one record of its workers and aggregators, and how any of them is lost.
 
 Admission, growth and hosting all read and change it; none of them keeps a list of its own.
 """
@@ -37,7 +37,7 @@ class Members:
     """The workers and aggregators of a run; a run that has not started any yet has none.
 
     Attributes:
-        departures: everybody who was refused, was lost or left so far.
+        departures: all members that were refused, were lost or left so far.
         backoff: holds back newcomers after one that failed.
         workers: by member id.
         aggregators: in range order.
@@ -108,7 +108,7 @@ class Members:
 
     def depart(self, departure: Departure, *, newcomer: bool) -> None:
         """Have a member expelled that was stopped, and record its departure."""
-        # Expelled first: whoever hears of the departure may rely on it that nothing is sent to the member any more.
+        # Expelled before it is reported: a reader of the report may rely on it that the member gets nothing any more.
         self.control.orchestrator.expel(departure.member_id, departure.code)
         self.departures.add(departure, newcomer=newcomer)
 
@@ -123,7 +123,7 @@ class Members:
 
     @property
     def enough(self) -> bool:
-        """Whether there are as many workers as the run needs."""
+        """Return whether there are as many workers as the run needs."""
         return len(self.workers) >= self.config.fewest_workers
 
     def too_few(self) -> RefusedError:

@@ -23,7 +23,7 @@ class Membership:
     """An admitted membership, and the four ways to deal with it.
 
     Attributes:
-        members: who takes part right now.
+        members: the workers and aggregators that take part right now.
         admission: admits, renews and revokes members.
         growth: replaces, adds and lets go workers, and waits for them.
         hosts: places virtual workers on workers, with their keys.

@@ -56,5 +56,5 @@ class ModelReader:
             raise RunFailedError(
                 "state_lost",
                 f"the released model was lost with its node ({lost.cause})",
-                "Go on from the newest sealed package: raycloak run CONFIG --resume",
+                "Resume from the newest sealed package: raycloak run CONFIG --resume",
             ) from None

@@ -1,4 +1,4 @@
-"""What steps and executions leave behind: plain records that are passed on."""
+"""The records of steps, evaluations and executions; plain data that is passed on."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from workers.measurement import Released
 
 
 class Ending(Enum):
-    """Why the steps of an execution ended."""
+    """The reason why the steps of an execution ended."""
 
     COMPLETE = "complete"
     CAP = "cap_exceeded"
@@ -73,11 +73,11 @@ class StepOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What an execution of a run has come to.
+    """The result of an execution so far.
 
     Attributes:
         parameters: float32[d] in canonical order.
-        steps: finished steps of the run, those of earlier executions included.
+        steps: finished steps of the run, in earlier executions too.
         most_hosted: most virtual workers whose keys any single worker ever held.
         charged_epsilon: of the account after the last charge.
         released, measured: by the measurements of the run, earlier executions included: what they say, and how often

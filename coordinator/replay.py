@@ -1,6 +1,6 @@
 """`raycloak replay`: computes finished steps of a run again and compares the digests.
 
-How somebody who does not trust a result checks it: the run's own policy admits the workers, the orchestrator alone
+A user who does not trust a result checks it so: the run's own policy admits the workers, the orchestrator alone
 reads the run secret, and the ledger hands out the receipts it has. Nothing is charged, since nothing new is released.
 """
 
@@ -22,7 +22,7 @@ _STEPS = re.compile(r"(\d+):(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Outcome of a replay in which every digest was the logged one.
+    """The outcome of a replay in which every digest was the logged one.
 
     Attributes:
         first, last: the steps that were computed, ``last`` not included; they begin where a package ends.
@@ -44,7 +44,7 @@ class Replay:
 
 
 def parse_steps(text: str) -> tuple[int, int]:
-    """``10:20`` as (10, 20); ConfigError ``steps`` for anything else."""
+    """Read ``10:20`` as (10, 20); ConfigError ``steps`` for anything else."""
     match = _STEPS.fullmatch(text)
     if match is None or int(match[1]) >= int(match[2]):
         raise ConfigError("steps", f"'{text}' is not a range of steps.", "Write FIRST:END, for example 10:20.")
@@ -94,7 +94,7 @@ def replay(run_dir: Path, steps: tuple[int, int], workers: int, notice: Callable
 
 
 def _with_workers(config: RunConfig, workers: int) -> RunConfig:
-    """The run's configuration for another number of workers; the batch size stays what it was."""
+    """Return the run's configuration for another number of workers, with the same batch size."""
     raw = config.model_dump(mode="json")
     raw |= {"num_workers": workers, "max_workers": None, "batch_size_per_worker": None}
     raw |= {"expected_batch_size": config.batch_size, "metrics": {}}
@@ -107,7 +107,7 @@ def _with_workers(config: RunConfig, workers: int) -> RunConfig:
 
 
 def _charged_steps(config: RunConfig, folder: RunFolder) -> int:
-    """Steps of the run that the ledger has charged."""
+    """Count the steps of the run that the ledger has charged."""
     ledger = PrivacyLedger(config.ledger.url or state.ledger_url(), create=False)
     try:
         runs = (run for account in ledger.view().accounts for run in account.runs)

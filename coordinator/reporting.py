@@ -1,4 +1,4 @@
-"""Where a run tells about itself while it goes on: events, series, and what its caller wants to hear."""
+"""The reports of a run under way: events, metric series, and callbacks of its caller."""
 
 from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from workers.manifest import Manifest
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What is public about a committed step.
+    """The public facts of a committed step.
 
     Attributes:
         step: number of committed steps, 1 to ``steps``.
@@ -44,7 +44,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class Reporting:
-    """What the caller of a coordinator wants to hear.
+    """The callbacks and event log of a coordinator's caller.
 
     Attributes:
         metrics: makes the run's series once its public facts are known.
@@ -66,7 +66,7 @@ class Reporting:
 
 @dataclass(slots=True)
 class Reporter:
-    """Tells everybody what happens to members and to the two durable actors.
+    """Tells events, metrics and the caller what happens to members and to the two durable actors.
 
     Attributes:
         workers: those that take part now; it changes as they come and go.
@@ -78,12 +78,12 @@ class Reporter:
     metrics: RunMetrics | None = None
 
     def planned(self, plan: Plan) -> None:
-        """There is a plan: say what a reader of it should know, while nothing is charged yet."""
+        """Pass on the plan's warnings, while nothing is charged yet."""
         for warning in plan.warnings:
             self.to.warned(warning)
 
     def admitted(self, manifest: Manifest, view: OrchestratorView, refused: Iterable[Departure]) -> RunMetrics:
-        """The first members are admitted: make the series, and say under what terms the steps run.
+        """Make the series once the first members are admitted, and log the terms of the steps.
 
         Args:
             refused: members that were refused or lost before there were series to count them in.
@@ -110,14 +110,14 @@ class Reporter:
         return self.metrics
 
     def presented(self, view: OrchestratorView) -> None:
-        """Members have presented evidence, at first or anew."""
+        """Report that members have presented evidence, at first or anew."""
         assert self.metrics is not None, "series exist once members are admitted"
         self.metrics.workers_admitted(len(self.workers))
         for role, expires_at in view.earliest_expiry.items():
             self.metrics.evidence_accepted(role, view.evidence_class, expires_at)
 
     def departed(self, departure: Departure) -> None:
-        """A member was refused, was lost, or left."""
+        """Report that a member was refused, was lost, or left."""
         self.to.departure(departure)
         self.to.events.write("departure", code=departure.code)
         metrics = self.metrics
@@ -132,7 +132,7 @@ class Reporter:
         metrics.workers_admitted(len(self.workers))
 
     def joined(self, member_id: str) -> None:
-        """A worker joined between two steps."""
+        """Report that a worker joined between two steps."""
         self.to.joined(member_id)
         self.to.events.write("join", workers=len(self.workers))
         assert self.metrics is not None, "series exist once members are admitted"
@@ -140,7 +140,7 @@ class Reporter:
         self.metrics.workers_admitted(len(self.workers))
 
     def restarted(self, restart: Restart) -> None:
-        """The ledger or the orchestrator was started again."""
+        """Report that the ledger or the orchestrator was started again."""
         self.to.restart(restart)
         self.to.events.write("restart", role=restart.role, cause=restart.cause, seconds=round(restart.seconds, 6))
         if self.metrics is not None:

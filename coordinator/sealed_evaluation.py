@@ -1,11 +1,11 @@
-"""Evaluating on a sealed split: the workers measure what they host, the driver adds up, and sees no example.
+"""Evaluation on a sealed split: the workers measure the slices they host; the driver adds up, and sees no example.
 
     order    orchestrator.order_evaluation(finished steps, parameter digest, hosting)      logged before it returns
     answers  every worker.evaluate(order, parameters)                                      signed, one score a slice
     failed -> move their virtual workers with their keys, a new order: everybody measures again
     value    scores added in the order of the slices, divided by the number of examples
 
-A result does not depend on who hosts what: a slice's score has the same bits on every worker, and addition has one
+A result does not depend on the hosting: a slice's score has the same bits on every worker, and addition has one
 order.
 """
 
@@ -32,7 +32,7 @@ Scores = Mapping[int, float]
 
 @dataclass(slots=True)
 class SealedEvaluator:
-    """Has released models measured by the workers of a session.
+    """Has released models measured by the workers of a session; see `coordinator.training.ModelEvaluator`.
 
     Attributes:
         runner: whose model it is.
@@ -53,7 +53,7 @@ class SealedEvaluator:
 
     @classmethod
     def of(cls, config: RunConfig, terms: SealedTerms | None, runner: StepRunner) -> Self | None:
-        """That of a run; None if it evaluates on nothing sealed."""
+        """Return the evaluator of a run; None if it evaluates on nothing sealed."""
         if terms is None or config.evaluation is None:
             return None
         count = evaluation_form(terms).num_examples
@@ -76,7 +76,7 @@ class SealedEvaluator:
                 return Evaluation(self.metric, added(scores) / self.num_examples, self.num_examples)
 
     def _order(self, model: Model, finished_steps: int, epoch: int) -> Envelope:
-        """The order, or another one if the evidence of a member has expired or was revoked since it was looked at."""
+        """Return the order; a second one if a member's evidence expired or was revoked since the last review."""
         control, membership = self.runner.control, self.runner.membership
         try:
             order = control.orchestrator.order_evaluation(finished_steps, model.digest, dict(membership.hosts.hosting))
@@ -90,7 +90,7 @@ class SealedEvaluator:
         return order
 
     def _scores(self, envelope: Envelope, model: Model, finished_steps: int) -> Scores | None:
-        """The score of every slice; None if a worker failed, which is lost then."""
+        """Return the score of every slice; None if a worker failed, which is lost then."""
         backend, membership, deadline_s = self.runner.backend, self.runner.membership, self.runner.deadline_s
         order = parse(EvaluationOrder, envelope.body)
         asked = {
@@ -117,7 +117,7 @@ class SealedEvaluator:
         return None
 
     def _verified(self, order: EvaluationOrder, member_id: str, reply: EvaluationReply) -> Scores:
-        """The scores in a worker's answer; ProtocolError with its own code if it says that it failed."""
+        """Return the scores in a worker's answer; ProtocolError with its own code if it says that it failed."""
         if reply.answer is None or reply.code != "ok":
             code = "answer_mismatch" if reply.code == "ok" else reply.code
             raise ProtocolError(code, f"{member_id} could not measure")
@@ -127,7 +127,7 @@ class SealedEvaluator:
 
 
 def added(scores: Scores) -> float:
-    """The sum, added in the order of the slices, whoever answered first: float64 addition depends on the order."""
+    """Return the sum in the order of the slices, not of the answers: float64 addition depends on the order."""
     total = 0.0
     for v in sorted(scores):
         total += scores[v]

@@ -1,4 +1,4 @@
-"""Asking a run to stop: the first signal ends it after the step, the second at once."""
+"""Requests to stop a run: the first signal ends it after the step, the second at once."""
 
 import signal
 import threading
@@ -8,18 +8,18 @@ from types import FrameType
 
 
 class StopRequest:
-    """A wish that any thread or signal handler may utter and the coordinator reads between two steps."""
+    """A request that any thread or signal handler may make; the coordinator reads it between two steps."""
 
     def __init__(self) -> None:
         self._asked = threading.Event()
 
     @property
     def made(self) -> bool:
-        """Whether somebody asked."""
+        """Return whether a stop was requested."""
         return self._asked.is_set()
 
     def make(self) -> None:
-        """Ask; asking again changes nothing."""
+        """Request it; another request changes nothing."""
         self._asked.set()
 
 

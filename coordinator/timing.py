@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+# A machine that breaks every newcomer must not cost a process start at each step; a node that comes back is used within
+# a minute.
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 
@@ -29,7 +31,7 @@ class Backoff:
 
     @property
     def pauses(self) -> bool:
-        """Whether a newcomer that failed still holds back the next one."""
+        """Return whether a newcomer that failed still holds back the next one."""
         return self._failed > 0 and self.timer.now() < self._not_before
 
     def failed(self) -> None:

@@ -1,7 +1,7 @@
-"""Training: the steps of one execution of a run, from the model it starts with to the one it ends with.
+"""Training: the steps of one execution of a run, from its first model to its last.
 
 It decides when evidence is renewed, what is reported, measured and sealed after a step, and when to end. A step that
-an earlier execution committed must give the digest that the evidence log has, before the next one is charged.
+an earlier execution committed must give the logged digest before the next step is charged.
 """
 
 import time
@@ -31,7 +31,7 @@ from workers.measurement import Released
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What an execution covers.
+    """The steps that an execution covers.
 
     Attributes:
         last_step: number of finished steps to end at.
@@ -54,7 +54,7 @@ class ModelEvaluator(Protocol):
 
     @property
     def asks_workers(self) -> bool:
-        """Whether workers measure; they are asked nothing any more once a run has failed."""
+        """Return whether workers measure; they are asked nothing any more once a run has failed."""
         ...
 
     def measure(self, model: Model, finished_steps: int) -> Evaluation:
@@ -92,7 +92,7 @@ class Training:
     _sealed_steps: int = -1
 
     def run(self) -> Ending:
-        """Go on until the course ends, the cap is reached or somebody asks to stop.
+        """Train until the course ends, the cap is reached or a stop is requested.
 
         Raises:
             RaycloakError: what ended the run; ``model`` is that of the last finished step.
@@ -110,7 +110,7 @@ class Training:
         return Ending.CAP if is_over and self._refused(self._measure) else Ending.COMPLETE
 
     def _refused(self, act: Callable[[], None]) -> bool:
-        """Do the next thing; True if the cap left no room for it."""
+        """Call ``act``; returns whether the cap left no room for it."""
         try:
             act()
         except RunFailedError as failure:
@@ -130,11 +130,11 @@ class Training:
         self._step()
 
     def parameters(self) -> np.ndarray:
-        """The model's parameters, float32[d]; RunFailedError ``state_lost`` if the node that had them is gone."""
+        """Return the parameters, float32[d]; RunFailedError ``state_lost`` if the node that had them is gone."""
         return self.reader.parameters(self.model)
 
     def evaluate(self) -> Evaluation | None:
-        """The model on the evaluation split, measured once; None without such a split."""
+        """Return the model's result on the evaluation split, measured once; None without such a split."""
         if self.evaluator is None:
             return None
         if self._evaluated is None or self._evaluated[0] != self.model.digest:
@@ -149,14 +149,14 @@ class Training:
         return self._evaluated[1]
 
     def evaluated(self) -> Evaluation | None:
-        """As :meth:`evaluate`, but for a run that has failed: its workers are asked nothing any more."""
+        """Return what :meth:`evaluate` gives without asking workers, which a failed run no longer asks."""
         if self.evaluator is not None and self.evaluator.asks_workers:
             return self._known_evaluation
         return self.evaluate()
 
     @property
     def _known_evaluation(self) -> Evaluation | None:
-        """Of exactly this model, if it was measured."""
+        """The result of exactly this model, if it was measured."""
         return self._evaluated[1] if self._evaluated and self._evaluated[0] == self.model.digest else None
 
     def seal(self) -> None:
@@ -170,7 +170,7 @@ class Training:
         self.metrics.phase_finished("checkpoint", time.perf_counter() - started)
 
     def _measure(self) -> None:
-        """Release what is to be measured between two steps. What was released before comes out the same, for free."""
+        """Make the releases that are due between two steps. One that was made before comes out the same, for free."""
         planned = self.plan.mechanism.steps
         for measurement in self.plan.measurements:
             number = measurement.due(self.finished_steps, planned)
@@ -198,7 +198,7 @@ class Training:
             self.checkpoints.poll()
 
     def _was_charged(self, query: Query, step: int) -> bool:
-        """Whether a step was charged for these parameters and committed."""
+        """Return whether a step was charged for these parameters and committed."""
         status = self.runner.control.ledger.status(self.runner.manifest.run_id, step, query)
         is_charged = status.charged and status.parameter_digest == self.model.digest
         return is_charged and (query, step) in self.course.committed
@@ -213,7 +213,7 @@ class Training:
             )
 
     def _require_same(self, commit: StepCommit) -> None:
-        """Take back what differs from what an earlier execution committed: it is no step of this run."""
+        """Take back a step that differs from what an earlier execution committed: it is no step of this run."""
         known = self.course.committed.get((commit.query, commit.step))
         if known is not None and known.parameter_digest != commit.parameter_digest:
             self.runner.uncommitted = tuple(each for each in self.runner.uncommitted if each != commit)
@@ -257,7 +257,7 @@ class Training:
             )
 
     def _report(self, outcome: StepOutcome) -> None:
-        """Metrics, event and progress of a finished step."""
+        """Tell metrics, events and progress of a finished step."""
         metrics, private = self.metrics, self.plan.mechanism.private
         done = self.finished_steps
         due = self.evaluator is not None and (done % self.evaluator.every == 0 or done == self.config.steps)
