@@ -187,21 +187,27 @@ class _Face:
         return self._submit(method, *args, **keywords).result()
 
 
-class _Waits(Generic[P, T]):
-    """A method that waits for its answer."""
+class _Method(Generic[P, T]):
+    """A method of an actor's class that its face has under the same name."""
 
     def __init__(self, method: Callable[Concatenate[Any, P], T]) -> None:
         self._method = method
+
+    def __set_name__(self, _: type, name: str) -> None:
+        method: Callable[..., Any] = self._method
+        # mypy knows that the class has this method, but not that a backend finds it: it is sent by its function's name.
+        assert method.__name__ == name, f"{name} would be sent as {method.__name__}"
+
+
+class _Waits(_Method[P, T]):
+    """A method that waits for its answer."""
 
     def __get__(self, face: _Face, _: type) -> Callable[P, T]:
         return partial(face._ask, self._method)
 
 
-class _Overlaps(Generic[P, T]):
+class _Overlaps(_Method[P, T]):
     """A method that returns a :class:`Pending` at once."""
-
-    def __init__(self, method: Callable[Concatenate[Any, P], T]) -> None:
-        self._method = method
 
     def __get__(self, face: _Face, _: type) -> Callable[P, Pending[T]]:
         return partial(face._submit, self._method)
