@@ -81,10 +81,17 @@ def ask(handle: Any, method: Callable[Concatenate[Any, P], T], *args: P.args, **
     return answer
 
 
+def ask_process(
+    handle: Any, question: Callable[Concatenate[Any, P], T], *args: P.args, **keywords: P.kwargs
+) -> Reference[T]:
+    """Call a function in an actor's process, such as one of `coordinator.own_process`; it gets the actor first."""
+    answer: Reference[T] = handle.__ray_call__.remote(question, *args, **keywords)
+    return answer
+
+
 def ask_node(handle: Any) -> Reference[str]:
     """Ask on which node an actor runs; returns a reference to the node's id."""
-    answer: Reference[str] = handle.__ray_call__.remote(own_node)
-    return answer
+    return ask_process(handle, own_node)
 
 
 def alive_nodes() -> list[str]:
@@ -147,9 +154,7 @@ class GpuSamplers:
 
     def __init__(self, present: Mapping[str, Any] | None = None) -> None:
         self._handles: dict[str, Any] = {}
-        self._asked: dict[str, Reference[str | None]] = {
-            node: actor.__ray_call__.remote(nvml_missing, node[:12]) for node, actor in (present or {}).items()
-        }
+        self._asked = {node: ask_process(actor, nvml_missing, node[:12]) for node, actor in (present or {}).items()}
         self._seen = set(self._asked)
         self._extend()
 

@@ -13,7 +13,7 @@ import ray
 
 from attestation.hybrid_signature import SignerPublic
 from attestation.serving_orchestrator import ServingOrchestrator
-from coordinator.actors import START_DEADLINE_S, actor, ask, fetch, on_this_node
+from coordinator.actors import START_DEADLINE_S, actor, ask, ask_process, fetch, on_this_node
 from coordinator.backend import ActorLost
 from coordinator.control import Control, ControlRole
 from coordinator.departures import START_AGAIN
@@ -125,7 +125,7 @@ class RayControl:
 
     def _identify(self, each: Actor) -> None:
         """Wait until an actor is up, and note its process."""
-        process: ActorProcess | None = fetch(each.handle.__ray_call__.remote(own_process), START_DEADLINE_S)
+        process = fetch(ask_process(each.handle, own_process), START_DEADLINE_S)
         # Where this process cannot see the other, as in another container of the node, only Ray can end the actor.
         self._processes[each.member_id] = process if process and ActorProcess.find(process.pid) == process else None
 
