@@ -1,6 +1,6 @@
-"""One attempt of one step: ask every worker, bind their vectors, have them reduced.
+"""One attempt of one step: ask every worker, bind the vectors, have them reduced.
 
-A step of training and a measurement go the same way; they differ in what an aggregator does with the decoded sum.
+A training step and a measurement take the same path. They differ in what an aggregator does with the decoded sum.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,10 +25,10 @@ from workers.worker_messages import StepReply, StepRequest
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What the workers are asked for: a step of one of the run's mechanisms.
+    """A step of one of the run's mechanisms.
 
     Attributes:
-        ranges: how its vector is cut; the first aggregators take one each.
+        ranges: the pieces its vector is cut into; the first aggregators take one each.
     """
 
     query: Query
@@ -37,16 +37,16 @@ class Task:
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """The task's name in messages."""
         return f"step {self.step}" if self.query == "gradient" else f"{self.query} {self.step}"
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Workers that were asked for one attempt.
+    """The answers that workers owe for one attempt.
 
     Attributes:
-        shown: the presentations that all of them have seen then.
+        shown: the presentations that every worker has seen once it has answered.
         answers: by member id.
     """
 
@@ -57,7 +57,11 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Complete answers of one attempt, in the order of the roster's workers."""
+    """The complete answers to one attempt, in the order of the roster's workers.
+
+    Attributes:
+        vectors: by range, one reference per worker.
+    """
 
     roster: Envelope
     headers: tuple[Envelope, ...]
@@ -67,11 +71,11 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """What the aggregators made of complete answers.
+    """The result of the aggregators' work on complete answers.
 
     Attributes:
         reports: one per range.
-        updated: references to parameters and state of each range; empty for a measurement.
+        updated: new parameters and state of each range; empty for a measurement.
     """
 
     reports: tuple[ReduceReport | MeasureReport, ...]
@@ -92,7 +96,7 @@ class Reduced:
 
 @dataclass(slots=True)
 class AttemptRunner:
-    """Runs the attempts of a session, one after the other."""
+    """The attempts of a session, one after another."""
 
     backend: Backend
     control: Control
@@ -107,7 +111,7 @@ class AttemptRunner:
         self._losses = Losses(self.backend, self.membership.members, self.deadline_s)
 
     def begin(self) -> None:
-        """Begin another step: attempts that follow are of it."""
+        """Forget the vector tags of the step before: the attempts that follow belong to another step."""
         self._tags = {}
         self._losses.begin()
 
@@ -115,25 +119,25 @@ class AttemptRunner:
         """Ask every worker.
 
         Args:
-            receipt: it, or the reference to one that is asked for: then workers get their question as soon as the
-                ledger has answered, and none at all if it refuses.
+            receipt: the receipt, or a reference to it. With a reference, workers get their question as soon as the
+                ledger has answered, and none if it refuses.
         """
-        # Of those who are not in the roster, a worker would forget the evidence again.
-        absent = {actor.member_id for actor in self.membership.members.aggregators[len(task.ranges) :]}
-        shown = tuple(
-            proof for member_id, proof in self.membership.members.presentations.items() if member_id not in absent
-        )
+        members = self.membership.members
+        # An aggregator outside the roster is not shown: a worker would forget its evidence, and need it again later.
+        absent = {actor.member_id for actor in members.aggregators[len(task.ranges) :]}
+        shown = tuple(proof for member_id, proof in members.presentations.items() if member_id not in absent)
         answers = {}
-        for member_id in sorted(self.membership.members.workers):
+        for member_id in sorted(members.workers):
             unseen = tuple(envelope for envelope in shown if envelope not in self._seen.get(member_id, ()))
             request = StepRequest(roster, unseen, task.ranges)
-            answers[member_id] = self.membership.members.workers[member_id].step(receipt, request, *model.parameters)
+            answers[member_id] = members.workers[member_id].step(receipt, request, *model.parameters)
         return Asked(roster, shown, answers)
 
     def announce(self, task: Task, model: Model, asked: Asked) -> None:
-        """Have aggregators verify the workers' headers as soon as all of them are there: those tell nothing.
+        """Have aggregators verify the workers' headers as soon as all are there, before any vector is bound.
 
-        One that never comes holds this up, and what follows it, until the worker that owes it is ended.
+        Headers reveal nothing about data, so they may arrive before the vectors are bound. A header that never comes
+        holds up an aggregator's next calls too, until the worker that owes it is stopped.
         """
         request = ReduceRequest(asked.roster, (), model.digest, task.ranges)
         replies = [answer.reply for answer in asked.answers.values()]
@@ -141,7 +145,7 @@ class AttemptRunner:
             aggregator.expect(request, *replies)
 
     def collect(self, task: Task, model: Model, asked: Asked) -> Answers | None:
-        """Wait for every worker's answer; those that fail are lost, and None is returned."""
+        """Wait for every worker's answer; if any fails, take the failed workers off the run and return None."""
         answers = asked.answers
         ready = set(self.backend.wait([part for answer in answers.values() for part in answer.parts], self.deadline_s))
         replies: dict[str, StepReply] = {}
@@ -155,7 +159,8 @@ class AttemptRunner:
                     failures[member_id] = replies[member_id].code
             except ActorLost as lost:
                 failures[member_id] = lost.cause
-        # Also of an attempt that fails: a late answer may complete it, and both must then decode to one value.
+        # Tags are kept of a failed attempt too: a late answer may still complete it, and a later attempt must then
+        # decode to the same value.
         for member_id, reply in replies.items():
             if member_id not in failures and not self._tags_agree(task, member_id, reply):
                 failures[member_id] = "header_mismatch"
@@ -174,9 +179,10 @@ class AttemptRunner:
     def reduce(self, task: Task, model: Model, answers: Answers) -> Reduced | None:
         """Have the vectors bound for good, and then every range reduced.
 
-        Guarantee: no aggregator is given a vector before the orchestrator has all of the step bound on disk.
+        Guarantee: no aggregator is given a vector before the orchestrator has bound all vectors of the step on disk.
 
-        None is returned if an aggregator was lost and replaced, or a worker's vector failed its checks.
+        Returns:
+            None if an aggregator was lost and replaced, or if a worker's vector failed its checks.
         """
         reductions = self._ask_to_reduce(task, model, answers)
         ready = set(self.backend.wait([part for each in reductions for part in each.parts], self.deadline_s))
@@ -198,7 +204,8 @@ class AttemptRunner:
                 raise RunFailedError(error.code, f"{task.name}: {error.message}", error.remedy, task.step) from None
         self._losses.require_model(model, lost.values(), task.name, task.step)
         for index, cause in lost.items():
-            # What was lost then is a vector, with its sender's node; the next attempt finds out.
+            # A lost object is a vector that went with its sender's node. The aggregator is well, and the next attempt
+            # finds out that the sender is not.
             if cause != "object_lost":
                 self.membership.admission.replace_aggregator(index, cause)
         self._losses.take(accused, task.name, task.step, everybody=False)
@@ -208,10 +215,10 @@ class AttemptRunner:
         return Reduced(tuple(reports), tuple(each.updated for each in reductions if each.updated is not None))
 
     def _ask_to_reduce(self, task: Task, model: Model, answers: Answers) -> list[Reduction]:
-        """Ask every aggregator; the backend hands the questions over when the vectors are bound.
+        """Ask every aggregator; the backend delivers the questions when the vectors are bound.
 
-        Such a question does not keep an aggregator for ever: an orchestrator that does not answer in time is ended, and
-        with its answer the question fails. Then it is asked anew.
+        A question cannot keep an aggregator waiting for ever. An orchestrator that does not answer in time is stopped,
+        its answer fails, and so does the question that waits for it. The aggregators are then asked again.
         """
         binding = self._bind_vectors(task)
         awaited = binding.reference
@@ -224,7 +231,7 @@ class AttemptRunner:
         return reductions if binding.reference is awaited else self._reductions(task, model, request, answers.vectors)
 
     def _bind_vectors(self, task: Task) -> Pending[None]:
-        """Have the vectors of the step known for good before they are summed, so that no other execution differs."""
+        """Have the vectors of the step recorded before they are summed, so that no execution can sum other ones."""
         tags = [self._tags[v] for v in sorted(self._tags)]
         vectors = digest(length_prefixed("raycloak/vector-tags/v1", *tags))
         return self.control.orchestrator.bind_vectors(task.step, vectors, task.query)
@@ -247,11 +254,11 @@ class AttemptRunner:
         return reductions
 
     def _tags_agree(self, task: Task, member_id: str, reply: StepReply) -> bool:
-        """Whether a header names what its sender hosts; aggregators verify the rest of it.
+        """Return whether a header names what its sender hosts; aggregators verify the rest of it.
 
         Raises:
-            RunFailedError: ``not_reproducible`` if a virtual worker that was computed again has another tag than
-                before: two attempts would decode to two values, and the masks would protect nothing.
+            RunFailedError: ``not_reproducible`` if the vector of a virtual worker was computed again and has another
+                tag. Two attempts would then decode to two values, whose difference carries no noise.
         """
         try:
             header = parse(Header, reply.header.body) if reply.header else None

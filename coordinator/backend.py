@@ -20,7 +20,8 @@ class ActorLost(Exception):
     """An actor cannot answer any more.
 
     Args:
-        cause: ``died``, ``unreachable``, ``deadline`` or ``object_lost`` (it may be well, but what it needs is gone).
+        cause: ``died``, ``unreachable``, ``deadline``, ``out_of_memory``, ``unplaceable`` or ``object_lost``. With the
+            last, the actor may be well, but an object that it was to be given is gone.
     """
 
     def __init__(self, cause: str) -> None:
@@ -29,10 +30,10 @@ class ActorLost(Exception):
 
 
 class Backend(Protocol):
-    """What the coordinator needs of an actor system. No call blocks without a deadline."""
+    """The part of an actor system that the coordinator needs. No call blocks without a deadline."""
 
     def start_worker(self, member_id: str) -> WorkerActor:
-        """Start a worker on a node of its own choice."""
+        """Start a worker; the backend chooses its node."""
         ...
 
     def start_aggregator(self, member_id: str) -> AggregatorActor:
@@ -44,7 +45,12 @@ class Backend(Protocol):
         ...
 
     def fetch(self, reference: Reference[T], deadline_s: float) -> T:
-        """Return the value; raises :class:`ActorLost`, or the RaycloakError that the actor raised."""
+        """Return the value.
+
+        Raises:
+            ActorLost: the actor cannot answer, or not within the deadline.
+            RaycloakError: what the actor raised.
+        """
         ...
 
     def put(self, value: T) -> Reference[T]:
@@ -77,7 +83,10 @@ class _Settled(Reference[Any]):
 
 
 class LocalBackend:
-    """Runs everything in this process, synchronously; arrays are passed read-only, as Ray passes them."""
+    """A backend that runs every call at once in this process.
+
+    Arrays are passed read-only, as Ray passes them: code that writes into an argument fails here too.
+    """
 
     def __init__(self, make_worker: Callable[[str], Worker], make_aggregator: Callable[[str], Aggregator]) -> None:
         self._make_worker = make_worker
@@ -98,7 +107,7 @@ class LocalBackend:
         returns: int = 1,
         after: Reference[object] | None = None,
     ) -> tuple[Reference[Any], ...]:
-        """Run the method at once; see `coordinator.remote.Caller`."""
+        """Run a method; its outcome is kept for :meth:`fetch`. See `coordinator.remote.Caller`."""
         values = [arg.value if isinstance(arg, _Settled) else arg for arg in args]
         failed = (each.error for each in (*args, after) if isinstance(each, _Settled) and each.error)
         refusal = ActorLost("died") if actor.member_id in self._stopped else next(failed, None)
@@ -106,7 +115,7 @@ class LocalBackend:
             return tuple(_Settled(error=refusal) for _ in range(returns))
         try:
             result = getattr(actor.handle, method.__name__)(*values)
-        except Exception as error:  # noqa: BLE001 - it is raised again where the reference is fetched
+        except Exception as error:  # noqa: BLE001 - raised again where the reference is fetched
             return tuple(_Settled(error=error) for _ in range(returns))
         results = (result,) if returns == 1 else result
         return tuple(_Settled(value=_read_only(value)) for value in results)

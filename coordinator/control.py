@@ -1,10 +1,15 @@
-"""Control: the two actors that hold a run's durable state, and how they are asked.
+"""Ledger and orchestrator, the two actors that hold a run's durable state, as typed methods.
 
-It hides that ledger and orchestrator may die: one that does not answer is stopped for good, another incarnation starts
-from its disk, and the question is asked again with the same arguments.
+    control.ledger.view()                  waits, and returns the answer
+    control.ledger.charge(...)             returns a `Pending`, so that other calls overlap with it
 
-Guarantee: an answer is that of one incarnation which had all that earlier answers rest on. Every method of both may be
-repeated: a charge gives the same entry, a commit is logged once, a roster is that of the next attempt.
+This module hides that either actor may die. An actor that does not answer is stopped for good, another incarnation
+starts from the same disk, and the question is asked again with the same arguments.
+
+Guarantee: each answer comes from one incarnation, which had all that earlier answers rest on.
+
+Assumes that every method may be repeated: a charge gives the same entry, a commit is logged once, and a roster asked
+for again is that of the next attempt.
 """
 
 import time
@@ -46,11 +51,11 @@ class ControlBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """The restart of one of the two.
+    """The restart of the ledger or the orchestrator.
 
     Attributes:
-        cause: why the former incarnation was given up: ``died``, ``unreachable``, ``deadline`` ...
-        seconds: from giving it up until its successor had taken over.
+        cause: why the former incarnation was given up; a cause of `coordinator.backend.ActorLost`.
+        seconds: from giving up the former incarnation until its successor has taken over.
     """
 
     role: ControlRole
@@ -63,12 +68,12 @@ class Control:
     """Ledger and orchestrator of one run.
 
     Attributes:
-        actors: the current incarnation of each.
-        restart: starts another incarnation from disk; the old one was stopped through the backend before.
-        deadline_s: after which one that does not answer counts as lost.
-        max_restarts: of both together, before the run is given up.
-        on_restart: told of each restart when the new incarnation is ready.
-        ledger, orchestrator: their methods.
+        actors: the current incarnation of each role.
+        restart: starts another incarnation from disk; the former one has been stopped through the backend by then.
+        deadline_s: time to answer; an actor that takes longer counts as lost.
+        max_restarts: restarts of both actors together before the run is given up.
+        on_restart: called after each restart, when the new incarnation is ready.
+        ledger, orchestrator: the methods of each actor.
     """
 
     backend: ControlBackend
@@ -86,19 +91,20 @@ class Control:
         self.orchestrator = OrchestratorFace(self)
 
     def node(self, role: ControlRole) -> str:
-        """Return the id of the node that a role runs on."""
+        """Return the id of the node that a role's actor runs on."""
         return self.backend.node(self.actors[role])
 
     def replace(self, lost: Actor, role: ControlRole, method: str, cause: str) -> None:
-        """Put another incarnation in the place of ``lost``, which did not answer ``method``, unless there is one.
+        """Replace ``lost``, which did not answer ``method``; do nothing if it has been replaced already.
 
         Raises:
             RunFailedError: ``unreachable`` once ``max_restarts`` are used up.
             RaycloakError: what the new incarnation found on its disk.
         """
         started = time.perf_counter()
-        # Several questions may wait for one lost incarnation: only the first to notice replaces it.
+        # Several questions may wait for one lost incarnation. Only the first that notices replaces it.
         while self.actors[role] is lost:
+            # Stopped before its successor starts: one that is merely slow would still write to the same files.
             self.backend.stop(lost)
             if self._restarts >= self.max_restarts:
                 raise RunFailedError(
@@ -116,7 +122,7 @@ class Control:
             return
 
     def _started(self, role: ControlRole) -> Actor:
-        """Start an incarnation that stands where the former one stood."""
+        """Start an incarnation, and bring it to where the former one stood."""
         actor = self.restart(role)
         if role == "orchestrator" and self.orchestrator.begun is not None:
             try:
@@ -129,7 +135,7 @@ class Control:
 
 
 class Pending(Generic[T]):
-    """A question that was asked, and is asked again when the actor that owes the answer is lost."""
+    """A question whose answer may still be on its way. It is asked again if the actor that owes the answer is lost."""
 
     __slots__ = ("_arguments", "_asked", "_control", "_method", "_reference", "_role")
 
@@ -144,14 +150,18 @@ class Pending(Generic[T]):
 
     @property
     def reference(self) -> Reference[T]:
-        """The reference that stands for the answer in other calls, until it is asked again: they fail as it does."""
+        """A reference to pass to other calls, which start when the answer is there and fail if the question fails.
+
+        It changes when the question is asked again; calls that wait for the former reference have then failed.
+        """
         return self._reference
 
     def result(self) -> T:
-        """Return the answer; every new incarnation is asked again until one gives it.
+        """Wait for the answer, and ask each new incarnation again until one gives it.
 
         Raises:
-            RaycloakError: what the actor raised; RunFailedError ``unreachable`` if it is lost for good.
+            RaycloakError: what the actor raised.
+            RunFailedError: ``unreachable`` if the actor is lost for good.
         """
         while True:
             try:
@@ -166,7 +176,7 @@ class Pending(Generic[T]):
 
 
 class _Face:
-    """The methods of one of the two."""
+    """The methods of the actor of one role."""
 
     def __init__(self, control: Control, role: ControlRole) -> None:
         self._control = control
@@ -179,21 +189,27 @@ class _Face:
         return self._submit(method, *args, **keywords).result()
 
 
-class _Waits(Generic[P, T]):
-    """A method whose answer is waited for."""
+class _Method(Generic[P, T]):
+    """A method of an actor's class that its face has under the same name."""
 
     def __init__(self, method: Callable[Concatenate[Any, P], T]) -> None:
         self._method = method
+
+    def __set_name__(self, _: type, name: str) -> None:
+        method: Callable[..., Any] = self._method
+        # mypy knows that the class has this method, but not that a backend finds it: it is sent by its function's name.
+        assert method.__name__ == name, f"{name} would be sent as {method.__name__}"
+
+
+class _Waits(_Method[P, T]):
+    """A method that waits for its answer."""
 
     def __get__(self, face: _Face, _: type) -> Callable[P, T]:
         return partial(face._ask, self._method)
 
 
-class _Overlaps(Generic[P, T]):
-    """A method that is asked without waiting, beside other calls."""
-
-    def __init__(self, method: Callable[Concatenate[Any, P], T]) -> None:
-        self._method = method
+class _Overlaps(_Method[P, T]):
+    """A method that returns a :class:`Pending` at once."""
 
     def __get__(self, face: _Face, _: type) -> Callable[P, Pending[T]]:
         return partial(face._submit, self._method)
@@ -217,7 +233,8 @@ class OrchestratorFace(_Face):
     """The orchestrator's methods that a run needs; see `attestation.orchestrator.EvidenceOrchestrator`.
 
     Attributes:
-        begun: arguments of the newest :meth:`begin`, with the newest collateral; a new incarnation begins with them.
+        begun: arguments of the newest :meth:`begin`, with the newest collateral. Each new incarnation is begun with
+            them: it finds its members on disk under the same session, but the terms are not on disk.
     """
 
     admit = _Waits(ServingOrchestrator.admit)
@@ -251,8 +268,8 @@ class OrchestratorFace(_Face):
         self.begun: tuple[RunTerms, str] | None = None
 
     def begin(self, terms: RunTerms, session: str) -> None:
-        """Begin the session of a run."""
-        # Kept before it is asked: an incarnation that dies of it is followed by one that begins.
+        """Begin a session of the run, or resume it after a restart."""
+        # Kept before the question is asked: if the actor dies of it, its successor has to begin too.
         self.begun = terms, session
         self._ask(ServingOrchestrator.begin, terms, session)
 
@@ -268,6 +285,6 @@ class OrchestratorFace(_Face):
         try:
             self._ask(ServingOrchestrator.finish, commits, log_file, destroy)
         except ConfigError as error:
-            # A new incarnation finds the secret gone. Destroying it is the last thing finish does, so finish is done.
+            # Raised by a new incarnation: its predecessor destroyed the secret, the last act of finish, and then died.
             if error.code != "secret_destroyed":
                 raise

@@ -1,6 +1,7 @@
-"""The model that a run trains, as it stands between two steps.
+"""The model that a run trains, as references.
 
-Its values stay with the backend: the coordinator passes references on, and fetches them only to evaluate or to seal.
+Its values stay with the backend. The coordinator passes references on, and fetches values only to evaluate, to seal and
+to write the final model.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""`attestation.serving_orchestrator.ServingOrchestrator` as an actor."""
+"""ServingOrchestrator as an actor."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ with quickly():
 
 
 class OrchestratorActor(ServingOrchestrator):
-    """ServingOrchestrator whose view answers while another method runs."""
+    """A ServingOrchestrator whose view answers while another method runs."""
 
     def __init__(self, state_directory: str, clock: Callable[[], float], bind: str | None = None) -> None:
         forbid_core_dump()

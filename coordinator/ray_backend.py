@@ -1,4 +1,4 @@
-"""`coordinator.backend.Backend` on Ray: starts and reaches workers and aggregators."""
+"""The backend on Ray: starts workers and aggregators, sends them calls and fetches their answers."""
 
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -18,18 +18,20 @@ from workers.numerics import worker_environment
 
 T = TypeVar("T")
 
-# Assigned, so that mypy checks that the classes have the methods which faces name.
+# Annotated, so that mypy compares the real classes with the methods that callers see.
 _WORKER: type[Worker] = TrainWorkerActor
 _AGGREGATOR: type[Aggregator] = MaskedAggregatorActor
 
 NODE_DEADLINE_S = 30.0
+"""Time to say on which node an actor runs. It is asked first of all, so only a start on a busy machine delays it."""
 SPARE_DEADLINE_S = 1.0
+"""Time for a spare process to answer. It has nothing else to do, and a dead one must not hold up a recovery."""
 SPARE_AFTER_S = 15.0
-"""How long a run trains before it keeps a spare: a process takes seconds of CPU to start."""
+"""Training time before a spare is kept. Starting a process takes seconds of CPU, too much for a short run."""
 
 
 class EvidenceSources(Protocol):
-    """Gives actors their evidence source: `coordinator.actors.Platforms` or `coordinator.hardware.Guests`."""
+    """The platforms that evidence comes from: `coordinator.actors.Platforms` or `coordinator.hardware.Guests`."""
 
     def source(self) -> EvidenceSource: ...
 
@@ -42,7 +44,7 @@ class EvidenceSources(Protocol):
 class _Started:
     """An actor and a reference to its node.
 
-    The node is the first thing it is asked, so the answer is there when it is needed, however busy the actor is then.
+    An actor is asked for its node before anything else, so the answer does not wait for a busy actor later.
     """
 
     handle: Any
@@ -53,11 +55,11 @@ class _Started:
         return cls(handle, ask_node(handle))
 
     def is_up(self) -> bool:
-        """Whether it has started, or was lost."""
+        """Return whether the actor has started, or was lost."""
         return bool(wait([self.node], 0))
 
     def is_on(self, nodes: Collection[str]) -> bool:
-        """Whether it is on one of ``nodes``; one that has not started, or is lost, is on none."""
+        """Return whether the actor runs on one of ``nodes``. One that has not started, or was lost, runs on none."""
         try:
             return bool(nodes) and self.is_up() and fetch(self.node, NODE_DEADLINE_S) in nodes
         except ActorLost:
@@ -65,14 +67,14 @@ class _Started:
 
 
 class RayBackend:
-    """`coordinator.backend.Backend` on Ray.
+    """The workers and aggregators of one run on Ray.
 
-    A spare process of an aggregator is kept while the run trains, since importing torch takes longer than all the
-    rest of a recovery. It is no member and has no keys.
+    A spare aggregator process is kept while the run trains, because importing torch takes longer than the rest of a
+    recovery. The spare is no member and has no keys.
 
     Args:
-        platforms: where evidence comes from.
-        placement: where workers go.
+        platforms: sources of evidence.
+        placement: chooses the workers' nodes.
         cpu_capability: instruction set of workers and aggregators.
     """
 
@@ -111,7 +113,7 @@ class RayBackend:
         return _Started.of(self._aggregator.remote(self._platforms.source()))
 
     def _answers(self, started: _Started) -> bool:
-        """Whether a process is there, or still on its way."""
+        """Return whether a process answers, or is still starting."""
         if not started.is_up():
             return True
         try:
@@ -127,7 +129,7 @@ class RayBackend:
             self._spare = self._new_aggregator()
 
     def close(self) -> None:
-        """Kill every actor that was started: keys and clear updates go at once, and no process lingers in its exit."""
+        """Kill every actor, so that keys and clear updates are gone at once and no process lingers in its exit."""
         kill_all(started.handle for started in (*self._members.values(), self._spare) if started is not None)
         self._placement.close()
 
@@ -139,9 +141,10 @@ class RayBackend:
         returns: int = 1,
         after: Reference[object] | None = None,
     ) -> tuple[Reference[Any], ...]:
-        """Send the call; see `coordinator.remote.Caller`."""
+        """Send a call; see `coordinator.remote.Caller`."""
         asked, given = method, args
         if after is not None:
+            # Ray delivers a call when its arguments are ready, so `after` has to be one of them.
             asked, given = MaskedAggregatorActor.after, (after, method.__name__, *args)
         result = getattr(actor.handle, asked.__name__).options(num_returns=returns).remote(*given)
         if method is Aggregator.reduce:

@@ -1,12 +1,13 @@
-"""Actors as their callers see them: typed methods that answer at once with a reference.
+"""Workers and aggregators as their callers see them: typed methods that return a reference at once.
 
-It hides that a method travels by its name. A caller writes ``worker.accept_keys(release)``; only the backend turns that
-into a message.
+This module hides that a method travels by its name. A caller writes ``worker.accept_keys(release)``, and only the
+backend turns that into a message.
 
-Guarantee: mypy refuses a call that the actor's class would not take. :class:`Worker` and :class:`Aggregator` say which
-methods there are, and the modules that start actors assign the real classes to them.
+Guarantee: mypy refuses a call that the actor's class would not take. The protocols :class:`Worker` and
+:class:`Aggregator` list the methods. `coordinator.local` and `coordinator.ray_backend` start the real classes as these
+types, so mypy compares them there.
 
-The real classes are not imported here: they bring torch, and whoever only asks needs none of it.
+The real classes are not imported here, because they bring torch, which a caller does not need.
 """
 
 import inspect
@@ -41,7 +42,7 @@ Parameters = NDArray[np.float32]
 class Reference(Generic[T_co]):
     """An answer that may still be on its way, or a value that was put into the backend.
 
-    A type alone: each backend hands out objects of its own, which only its ``fetch`` looks into.
+    This is only a type. Each backend hands out objects of its own, and only its ``fetch`` looks into them.
     """
 
     __slots__ = ()
@@ -66,20 +67,20 @@ class Caller(Protocol):
         returns: int = 1,
         after: Reference[object] | None = None,
     ) -> tuple[Reference[Any], ...]:
-        """Ask ``actor``; returns one reference per return value at once.
+        """Send a call to ``actor``, and return one reference per return value at once.
 
-        The actor gets the call once every reference in ``args`` and ``after`` is ready. If one of them failed, the
-        call fails as it did, and the method is not entered.
+        The actor gets the call when every reference in ``args`` and ``after`` is ready. If one of these has failed,
+        the call fails with the same error, and the method is not entered.
 
         Args:
-            method: function of the actor's class, or of a protocol that it has.
-            after: of another call that must have succeeded first; only aggregators are called so.
+            method: a function of the actor's class or protocol.
+            after: a reference to another call that must succeed first; for aggregators only.
         """
         ...
 
 
 class Worker(Protocol):
-    """The methods of `workers.train_worker.TrainWorker` that are asked remotely."""
+    """The methods of `workers.train_worker.TrainWorker` that are called remotely."""
 
     def prepare(self, setup: "WorkerSetup") -> "WorkerFacts": ...
 
@@ -97,7 +98,7 @@ class Worker(Protocol):
 
 
 class Aggregator(Protocol):
-    """The methods of `coordinator.aggregator.MaskedAggregator` that are asked remotely."""
+    """The methods of `coordinator.aggregator.MaskedAggregator` that are called remotely."""
 
     def present(self, challenge: "Challenge", manifest: "Manifest", owned: "ParameterRange") -> "Envelope": ...
 
@@ -113,7 +114,10 @@ class Aggregator(Protocol):
 
 
 def positional(method: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, ...]:
-    """The arguments of a call in the order of the method's parameters, defaults included: backends take no keywords."""
+    """Return a call's arguments in the order of the method's parameters, defaults included.
+
+    A backend takes no keywords: its own would be confused with those of the method.
+    """
     bound = inspect.signature(method).bind(None, *args, **keywords)
     bound.apply_defaults()
     return bound.args[1:]
@@ -138,7 +142,7 @@ class _MemberActor(Actor):
 
 
 class _Asked(Generic[P, T]):
-    """A method of an actor whose arguments are plain values."""
+    """A method of an actor that takes plain values and returns one."""
 
     def __init__(self, method: Callable[Concatenate[Any, P], T]) -> None:
         self._method = method
@@ -148,7 +152,7 @@ class _Asked(Generic[P, T]):
 
 
 def _given(reference: Reference[T]) -> T:
-    """A reference in the place of the value that the actor will get for it, so that mypy checks the call."""
+    """Pass a reference where mypy expects the value, which is what the actor will get in its place."""
     return cast("T", reference)
 
 
@@ -157,7 +161,7 @@ class StepAnswer:
     """A worker's answer to one attempt.
 
     Attributes:
-        vectors: one per range.
+        vectors: one reference per range.
     """
 
     reply: "Reference[StepReply]"
@@ -165,7 +169,7 @@ class StepAnswer:
 
     @property
     def parts(self) -> tuple[Reference[object], ...]:
-        """All references, to wait for."""
+        """Every reference of the answer, to wait for."""
         return (self.reply, *self.vectors)
 
 
@@ -174,7 +178,7 @@ class Reduction:
     """An aggregator's answer to one attempt.
 
     Attributes:
-        updated: parameters and state of its range; None for a measurement.
+        updated: new parameters and state of the aggregator's range; None for a measurement.
     """
 
     report: "Reference[ReduceReport | MeasureReport]"
@@ -182,7 +186,7 @@ class Reduction:
 
     @property
     def parts(self) -> tuple[Reference[object], ...]:
-        """All references, to wait for."""
+        """Every reference of the answer, to wait for."""
         return (self.report, *(self.updated or ()))
 
 
@@ -199,13 +203,13 @@ class WorkerActor(_MemberActor):
     def step(
         self, receipt: "Envelope | Reference[Envelope]", request: "StepRequest", *parameters: Reference[Parameters]
     ) -> StepAnswer:
-        """Ask for one attempt; see `workers.train_worker.TrainWorker.step`."""
+        """Have one attempt of a step computed and masked."""
         returns, paid = 1 + len(request.ranges), cast("Envelope", receipt)
         reply, *vectors = self._ask(Worker.step, returns, None, paid, request, *map(_given, parameters))
         return StepAnswer(reply, tuple(vectors))
 
     def evaluate(self, order: "Envelope", *parameters: Reference[Parameters]) -> "Reference[EvaluationReply]":
-        """Ask for the scores of a model; see `workers.train_worker.TrainWorker.evaluate`."""
+        """Have a model measured on the hosted slices of a sealed split."""
         return self._ask_one(Worker.evaluate, order, *map(_given, parameters))
 
 
@@ -218,7 +222,7 @@ class AggregatorActor(_MemberActor):
     initial_state = _Asked(Aggregator.initial_state)
 
     def expect(self, request: "ReduceRequest", *replies: "Reference[StepReply]") -> Reference[None]:
-        """Have headers verified ahead; see `coordinator.aggregator.MaskedAggregator.expect`."""
+        """Have headers verified before the vectors are there; nothing is returned, and nothing need be awaited."""
         return self._ask_one(Aggregator.expect, request, *map(_given, replies))
 
     def reduce(
@@ -229,7 +233,7 @@ class AggregatorActor(_MemberActor):
         vectors: "Sequence[Reference[RingVector]]",
         after: Reference[object] | None = None,
     ) -> Reduction:
-        """Ask for an update of its range, once ``after`` is there; see `MaskedAggregator.reduce`."""
+        """Have the aggregator's range updated, once ``after`` has succeeded."""
         own = _given(parameters), _given(state)
         report, *updated = self._ask(Aggregator.reduce, 3, after, request, *own, *map(_given, vectors))
         return Reduction(report, (updated[0], updated[1]))
@@ -240,5 +244,5 @@ class AggregatorActor(_MemberActor):
         vectors: "Sequence[Reference[RingVector]]",
         after: Reference[object] | None = None,
     ) -> Reduction:
-        """Ask for a released average, once ``after`` is there; see `MaskedAggregator.measure`."""
+        """Have a measurement's average released, once ``after`` has succeeded."""
         return Reduction(self._ask(Aggregator.measure, 1, after, request, *map(_given, vectors))[0])

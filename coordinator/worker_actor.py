@@ -1,4 +1,4 @@
-"""`workers.train_worker.TrainWorker` as an actor: one whose process is asked to end finishes its step and says so."""
+"""TrainWorker as an actor: when its process is asked to end, it finishes its step and says that it leaves."""
 
 import signal
 from collections.abc import Callable
@@ -19,7 +19,7 @@ with quickly():
 
 
 class TrainWorkerActor(TrainWorker):
-    """TrainWorker that leaves when its process is asked to end.
+    """A TrainWorker that leaves when its process is asked to end.
 
     Guarantee: after SIGTERM the task under way finishes, and the next `StepReply` says ``leaving``. A second SIGTERM
     ends the process at once.
@@ -31,6 +31,7 @@ class TrainWorkerActor(TrainWorker):
         forbid_core_dump()
         super().__init__(member_id, source, clock, gpus)
         self._leaving = False
+        # The former handler, which ends the process, is put back at the first signal.
         self._before = signal.signal(signal.SIGTERM, self._asked_to_end)
 
     def _asked_to_end(self, _: int, __: FrameType | None) -> None:
