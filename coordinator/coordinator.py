@@ -53,13 +53,14 @@ class Coordinator:
     def __init__(self, order: Order, timer: Timer | None = None) -> None:
         self.order = order
         self.phase = Phase.PREPARING
-        # A replay measures nothing, so it needs no keys for it either.
+        # A replay evaluates nothing, so its orchestrator needs no keys of the split either.
         self._evaluation = (
             sealed_terms(order.config, Path(order.setup.base), "evaluation") if order.assignment.charges else None
         )
         config, session, timer = order.config, order.session, timer or Timer()
         workers: dict[str, WorkerActor] = {}
         self._reporter = Reporter(order.reporting, workers)
+        # Ledger and orchestrator are started before there is a run to report to.
         session.control.on_restart = self._reporter.restarted
         self._members = Members(
             config=config,

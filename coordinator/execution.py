@@ -90,8 +90,11 @@ class Execution:
         self._notice = notice
         self._stop = stop or StopRequest()
         self._handle_signals = handle_signals
+        # Kept over every execution of the run: an outcome warns of what happened in any of them.
         self.warnings: list[str] = []
+        # None until a run is opened: a resume after a failure needs to know which one it was.
         self.folder: RunFolder | None = None
+        # The address of the evidence service; None until members are admitted, and where nothing is served.
         self._served: str | None = None
 
     def begin(self, secret_file: str | None) -> "Outcome":

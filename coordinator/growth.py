@@ -20,6 +20,8 @@ from workers.worker_messages import WorkerSetup
 
 # How often drained nodes and room for more workers are looked for: each look asks the cluster.
 LOOK_EVERY_S = 2.0
+
+# Drained nodes and the pause after a failure are looked at again meanwhile, so a wait must not last for the newcomer.
 POLL_S = 0.2
 
 
