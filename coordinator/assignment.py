@@ -1,4 +1,4 @@
-"""An assignment: the part of a run that one execution is to do, and the session of actors that it does it with.
+"""An assignment: the part of a run that one execution does, and the session of actors that it does it with.
 
 There are three kinds. They differ in where the model comes from, where they end, and whether they may charge; each
 kind fixes what its name implies, so that no execution can, for example, charge while it replays.
@@ -31,7 +31,7 @@ class Session:
     """The actors of one execution and the evidence they are judged by, started and owned by the caller.
 
     Attributes:
-        revocations: how many there are so far; see `attestation.revocations.count_revocations`.
+        revocations: counts them so far; see `attestation.revocations.count_revocations`.
         source: of the orchestrator's own evidence, on whatever node it is.
         collateral_now: gives newer collateral before evidence is renewed; None if there is none but the first.
         crew: the first members, if they were started already.
@@ -92,7 +92,7 @@ class ResumedRun:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedRun:
-    """Finished steps of a run, computed again: nothing is charged, sealed, measured or recorded.
+    """Finished steps of a run, computed again: nothing is charged, sealed or recorded.
 
     Attributes:
         recorded: the run's manifest, which this execution must arrive at again.

@@ -46,7 +46,7 @@ class Conclusion:
         return finished
 
     def salvage(self, *, destroy: bool) -> Finished | None:
-        """After a failure: seal and write what there is, and end the log as :func:`end_log`.
+        """Seal and write what a failed execution has, and end its log as :func:`end_log`.
 
         Returns:
             The result so far; None if no step was finished.
@@ -96,7 +96,7 @@ class Conclusion:
             self.training.checkpoints.close(self.order.config.failure.step_deadline_s)
 
     def _measured(self) -> dict[Query, int]:
-        """How often each measurement was charged, whether or not its release arrived."""
+        """Count how often each measurement was charged, whether or not its release arrived."""
         if not self.admitted.plan.measurements:
             return {}
         (run,) = (run for run in self._account_view().runs if run.run_id == self.order.session.run_id)
@@ -118,7 +118,7 @@ def finish_log(order: Order, *, destroy: bool) -> None:
 
 
 def end_log(order: Order, *, destroy: bool) -> None:
-    """After a failure: end the log and destroy a generated secret, or leave both for a resume."""
+    """End the log of a failed execution and destroy a generated secret, or leave both for a resume."""
     if destroy:
         finish_log(order, destroy=True)
     else:

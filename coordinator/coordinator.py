@@ -1,4 +1,4 @@
-"""Coordinator: one execution of a run as a state machine, whose phases hand each other finished objects.
+"""Coordinator: one execution of a run, as a state machine whose phases hand each other finished objects.
 
     PREPARING  start workers, open data, build models           -> Founders
     ADMITTING  plan, manifest, account, evidence, keys          -> Admitted
@@ -109,7 +109,7 @@ class Coordinator:
 
     @property
     def charged_epsilon(self) -> float | None:
-        """Epsilon of the account after the last charge of this execution; None if it has charged nothing."""
+        """The account's epsilon after the last charge of this execution; None if it has charged nothing."""
         return self._conclusion.training.runner.charged_epsilon if self._conclusion else None
 
     @property
@@ -119,7 +119,7 @@ class Coordinator:
         return charging or self.order.assignment.recorded is not None
 
     def salvage(self, destroy: bool) -> Finished | None:
-        """After a failure: seal and write what there is, export the log, and destroy a generated secret if asked.
+        """Seal and write what a failed execution has, export the log, and destroy a generated secret if asked.
 
         Returns:
             The result so far; None if no step was finished.

@@ -173,7 +173,7 @@ class Execution:
             if assignment.charges and coordinator is not None:
                 self._fail(coordinator, folder, error, started)
             elif assignment.recorded is None:
-                self._give_up(control, folder)
+                self._void(control, folder)
             raise
         except BaseException:  # An interrupt must end it at once; a resume finds what was sealed before.
             if assignment.charges:
@@ -184,7 +184,7 @@ class Execution:
             folder.mark("stopped" if finished.ending is Ending.STOPPED else "done")
         return self._outcome(finished, folder, finished.ending.value, started)
 
-    def _give_up(self, control: Control, folder: RunFolder) -> None:
+    def _void(self, control: Control, folder: RunFolder) -> None:
         """End a new run that failed before it had a coordinator."""
         folder.mark("void")
         log = str(folder.path / "evidence.jsonl")
@@ -314,7 +314,7 @@ class Outcome:
     evidence_service: str | None = None
 
     def result(self) -> dict[str, Any]:
-        """``run_dir`` and ``metrics``, the fields of the verdict."""
+        """Return ``run_dir`` and ``metrics``, the fields of the verdict."""
         path, warnings = self.folder.path, (*self.finished.plan.warnings, *self.warnings)
         verdict = verdict_of(self.finished, path, self.wall_seconds, self.ending, warnings)
         return {"run_dir": str(path), "metrics": replace(verdict, evidence_service=self.evidence_service).metrics()}

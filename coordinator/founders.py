@@ -66,5 +66,5 @@ def _nobody(members: Members, what: str) -> RunFailedError:
 
 
 def _most_common(values: Iterable[T]) -> T:
-    """The most frequent value; the first seen of several."""
+    """Return the most frequent value; the first seen of several."""
     return Counter(values).most_common(1)[0][0]

@@ -49,7 +49,7 @@ class Growth:
         return cls(members, admission, on_join, joining, itertools.count(members.config.num_workers))
 
     def settle(self) -> None:
-        """Between two steps: admit newcomers that are ready, let workers go that are leaving, start what is missing.
+        """Admit ready newcomers, let leaving workers go and start missing ones; called between two steps.
 
         Guarantee: it waits for no newcomer, and never takes the run below ``min_workers`` before a worker that was
         asked to leave has stayed for ``join_timeout_s``.
@@ -123,7 +123,7 @@ class Growth:
                 self.admission.admit(actor.member_id, envelope)
             except RefusedError as refusal:
                 members.backend.stop(actor)
-                self._joining.give_up(actor.member_id, refusal.code, refusal.message)
+                self._joining.reject(actor.member_id, refusal.code, refusal.message)
                 continue
             members.workers[actor.member_id] = actor
             members.untried.add(actor.member_id)

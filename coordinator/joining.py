@@ -58,7 +58,7 @@ class Joining:
         try:
             actor = self.members.backend.start_worker(member_id)
         except RaycloakError as refusal:
-            self.give_up(member_id, refusal.code, refusal.message)
+            self.reject(member_id, refusal.code, refusal.message)
             return
         opening = actor.prepare(self.setup)
         computation = self.admission.terms.manifest.computation
@@ -70,7 +70,7 @@ class Joining:
         newcomer = self._newcomers.pop(member_id, None)
         if newcomer is not None:
             self.members.backend.stop(newcomer.actor)
-            self.give_up(member_id, code, message)
+            self.reject(member_id, code, message)
 
     def poll(self) -> list[tuple[WorkerActor, Envelope]]:
         """Take every newcomer as far as it is without waiting; returns those that presented themselves."""
@@ -107,7 +107,7 @@ class Joining:
         except RaycloakError as refusal:
             self.drop(member_id, refusal.code, refusal.message)
 
-    def give_up(self, member_id: str, code: str, message: str) -> None:
+    def reject(self, member_id: str, code: str, message: str) -> None:
         """Record a newcomer that was stopped before it became a member, and hold back the next one."""
         self.members.backoff.failed()
         self.members.depart(Departure(member_id, code, message, joined=False), newcomer=True)

@@ -21,11 +21,11 @@ A = TypeVar("A")
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """A worker's wish to leave.
+    """A request that a worker leaves.
 
     Attributes:
         code: ``left`` or ``preempted``.
-        since: when it was uttered, on the timer.
+        since: when it was made, on the timer.
     """
 
     code: str
@@ -107,7 +107,7 @@ class Members:
         self.depart(departure, newcomer=newcomer)
 
     def depart(self, departure: Departure, *, newcomer: bool) -> None:
-        """Have a member expelled that was stopped, and record its departure."""
+        """Expel a member that was stopped, and record its departure."""
         # Expelled before it is reported: a reader of the report may rely on it that the member gets nothing any more.
         self.control.orchestrator.expel(departure.member_id, departure.code)
         self.departures.add(departure, newcomer=newcomer)
@@ -127,5 +127,5 @@ class Members:
         return len(self.workers) >= self.config.fewest_workers
 
     def too_few(self) -> RefusedError:
-        """The error that ends a run for want of workers."""
+        """Return the error that ends a run for want of workers."""
         return self.departures.too_few(len(self.workers), self.config.fewest_workers)

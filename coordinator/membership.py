@@ -48,7 +48,7 @@ class Membership:
         Args:
             terms: what each worker presents itself for.
             ranges: one per aggregator.
-            revocations: how many there are so far; see `coordinator.review.Review`.
+            revocations: counts them so far; see `coordinator.review.Review`.
             on_join: told the member id of each worker that joins the run after its start.
 
         Raises:

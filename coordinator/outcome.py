@@ -24,7 +24,7 @@ class Ending(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A result that may be shown to everybody.
+    """A result on an evaluation split, which is public.
 
     Attributes:
         metric: ``accuracy``: share of labels that are the largest output, in [0, 1]; or ``loss``: mean over examples.
@@ -108,5 +108,5 @@ class Finished:
 
     @property
     def masked_bytes(self) -> int:
-        """Payload bytes of all masked vectors that reached the aggregators."""
+        """The payload bytes of all masked vectors that reached the aggregators."""
         return sum(outcome.masked_bytes for outcome in (*self.outcomes, *self.measurement_outcomes))

@@ -25,7 +25,7 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals(request: StopRequest, notice: Callable[[str], None]) -> Iterator[None]:
-    """While it is open, SIGINT and SIGTERM make ``request``; another one raises KeyboardInterrupt.
+    """Have SIGINT and SIGTERM make ``request`` while it is open; another one raises KeyboardInterrupt.
 
     Ray replaces the handler of SIGTERM when it starts, so this must be opened after that, in the main thread.
     """

@@ -213,7 +213,7 @@ class Training:
             )
 
     def _require_same(self, commit: StepCommit) -> None:
-        """Take back a step that differs from what an earlier execution committed: it is no step of this run."""
+        """Refuse a step that differs from what an earlier execution committed, before it is committed itself."""
         known = self.course.committed.get((commit.query, commit.step))
         if known is not None and known.parameter_digest != commit.parameter_digest:
             self.runner.uncommitted = tuple(each for each in self.runner.uncommitted if each != commit)

@@ -369,10 +369,10 @@ def test_a_digest_that_differs_ends_a_replay_before_the_next_receipt(tmp_path, f
     assert len(again.stage.calls("charge")) == 1
 
 
-# --- giving up
+# --- discarding
 
 
-def test_a_discarded_run_has_no_secret_and_is_not_gone_on_with(raycloak_home):
+def test_a_discarded_run_has_no_secret_and_cannot_be_resumed(raycloak_home):
     raycloak_home.mkdir()
     run = whole_run(raycloak_home, secret=None, steps=STEPS, disturb=killed_at("charge", 2))
     with pytest.raises(Killed):
