@@ -28,7 +28,7 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from attestation.serving_orchestrator import ServingOrchestrator
+from attestation.serving_orchestrator import EvidenceOrchestrator
 from attestation.simulator import SimulatedVendor
 from coordinator.backend import ActorLost
 from coordinator.ledger import PrivacyLedger
@@ -42,7 +42,7 @@ from metrics.errors import RaycloakError, RunFailedError
 from metrics.gpu import GpuReading, GpuSampler
 
 START_DEADLINE_S = 120.0
-_WIRED = {ServingOrchestrator: OrchestratorActor, PrivacyLedger: LedgerActor}
+_WIRED = {EvidenceOrchestrator: OrchestratorActor, PrivacyLedger: LedgerActor}
 
 
 def actor(cls: type, **options: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from attestation.hybrid_signature import SignerPublic
-from attestation.serving_orchestrator import ServingOrchestrator
+from attestation.serving_orchestrator import EvidenceOrchestrator
 from coordinator.actors import START_DEADLINE_S, actor, fetch, on_this_node
 from coordinator.backend import Actor, ActorLost
 from coordinator.control import Control, ControlRole
@@ -29,7 +29,7 @@ class RayControl:
         ledger_url: absolute, as `coordinator.ledger.PrivacyLedger` takes it.
         orchestrator_folder: absolute folder of the orchestrator's state.
         witness: of the ledger, as `coordinator.ledger.PrivacyLedger` takes it.
-        bind: where the orchestrator serves, as `ServingOrchestrator` takes it.
+        bind: where the orchestrator serves, as `EvidenceOrchestrator` takes it.
         accountant: that the run will most likely ask for; the ledger imports it ahead.
     """
 
@@ -101,7 +101,7 @@ class RayControl:
         ray.kill(actor.handle)
 
     def _launch(self, role: ControlRole) -> Actor:
-        cls: type = PrivacyLedger if role == "ledger" else ServingOrchestrator
+        cls: type = PrivacyLedger if role == "ledger" else EvidenceOrchestrator
         handle = actor(cls, scheduling_strategy=on_this_node()).remote(*self._arguments[role])
         self._serial += 1
         return Actor(f"{role}-{self._serial}", handle)
