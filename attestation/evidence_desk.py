@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, NoReturn, Protocol
+from typing import ClassVar, NoReturn
 
 from cryptography import x509
 from pydantic import JsonValue
@@ -91,13 +91,21 @@ class Peer:
         return cls(address, read_leaf(leaf_pem))
 
 
-class Orchestrator(Protocol):
-    """What the desk asks of `attestation.orchestrator.EvidenceOrchestrator`."""
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """The decisions of an orchestrator that its service passes on.
 
-    def challenge(self, member_id: str, role: Role, identity_key: bytes = b"") -> Challenge: ...
-    def admit(self, envelope: Envelope) -> Appraisal: ...
-    def grant(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...], seen: int = 0) -> Grant: ...
-    def record_data(self, envelope: Envelope) -> None: ...
+    Attributes:
+        challenge: as `Admissions.challenge`.
+        admit: as `Admissions.admit`.
+        grant: as `ReleaseDesk.grant`.
+        record_data: as `attestation.orchestrator.RunSession.record_data`.
+    """
+
+    challenge: Callable[[str, Role, bytes], Challenge]
+    admit: Callable[[Envelope], Appraisal]
+    grant: Callable[[str, int, tuple[int, ...], int], Grant]
+    record_data: Callable[[Envelope], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +135,7 @@ class EvidenceDesk:
 
     run_id: str
     end: ChannelEnd
-    orchestrator: Orchestrator
+    decisions: Decisions
     admissions: Admissions
     log: EvidenceLog
     refusals: RefusalLog
@@ -159,10 +167,10 @@ class EvidenceDesk:
             refuse(Refusal.PEER_NOT_BOUND, "the announced identity key did not certify this channel")
         if self._is_taken(member_id, identity_key):
             refuse(Refusal.PEER_NOT_BOUND, f"'{member_id}' is a member with another identity key")
-        return self.orchestrator.challenge(member_id, known, identity_key)
+        return self.decisions.challenge(member_id, known, identity_key)
 
     def attest(self, peer: Peer, envelope: Envelope, channel_signature: bytes) -> AttestationResult:
-        """Appraise and admit, as `attestation.orchestrator.EvidenceOrchestrator.admit`, over the peer's own channel.
+        """Appraise and admit, as `Admissions.admit`, over the peer's own channel.
 
         Guarantee: evidence that comes over any channel but one that its identity key certified and signed is refused,
         and its nonce stays unused, so whoever relays it cannot spend it.
@@ -185,7 +193,7 @@ class EvidenceDesk:
         known = self.admissions.find(presentation.member_id)
         is_member = known is not None and known.presentation.identity_key == presentation.identity_key
         with self.refusals.asked_by("member" if is_member else "stranger"):
-            return AttestationResult.of(self.run_id, self.orchestrator.admit(envelope))
+            return AttestationResult.of(self.run_id, self.decisions.admit(envelope))
 
     def grant_keys(
         self, peer: Peer, member_id: str, epoch: int, virtual_workers: tuple[int, ...], seen: int = 0
@@ -193,11 +201,11 @@ class EvidenceDesk:
         """The keys of the virtual workers that the peer hosts, or of those it names; :meth:`proved` makes it an answer.
 
         Args:
-            seen: as in `attestation.orchestrator.EvidenceOrchestrator.release`.
+            seen: as in `ReleaseDesk.release`.
 
         Raises:
             EvidenceError: ``peer_not_bound``, or ``release_denied`` if it names one that it does not host, or as
-                `attestation.orchestrator.EvidenceOrchestrator.release`.
+                `ReleaseDesk.release`.
         """
         logged = partial(refusals_logged, self.refusals, self.transaction, member_id, KeyKind.VIRTUAL_WORKER)
         with self.refusals.asked_by("stranger"), logged():
@@ -207,7 +215,7 @@ class EvidenceDesk:
                 if self.again_only and member.row.epoch != epoch:
                     refuse(Refusal.RELEASE_DENIED, f"the run has not given '{member_id}' keys of epoch {epoch}")
                 wanted = self._wanted(member_id, virtual_workers)
-            return self.orchestrator.grant(member_id, epoch, wanted, seen)
+            return self.decisions.grant(member_id, epoch, wanted, seen)
 
     def proved(self, grant: Grant) -> KeyRelease:
         """What a member is sent of a grant; grants that are proved with nothing logged in between share one head."""
@@ -227,7 +235,7 @@ class EvidenceDesk:
                 refuse(Refusal.PEER_NOT_BOUND, f"'{member_id}' sent data commitments of another member")
             if not set(committed.virtual_workers) <= set(self.hosted(member_id)):
                 refuse(Refusal.RELEASE_DENIED, f"'{member_id}' sent data commitments of slices that it does not host")
-            self.orchestrator.record_data(data)
+            self.decisions.record_data(data)
         envelope = self.newest_roster()
         members = parse(Roster, envelope.body).members if envelope else ()
         if envelope is None or (role != OBSERVER and member_id not in {member.member_id for member in members}):

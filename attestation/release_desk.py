@@ -15,16 +15,19 @@ from typing import NamedTuple
 from attestation.admissions import Admissions, Admitted
 from attestation.canonical import digest
 from attestation.evidence_log import EvidenceLog
-from attestation.key_policy import DrawBook, KeyKind, KeyPolicy
+from attestation.key_policy import KeyKind, KeyPolicy
 from attestation.key_release import KeyPackage, KeyRelease, RunKeys, released_body, seal_package
 from attestation.keys import IdentityKey
 from attestation.log_entries import Entry
 from attestation.log_watch import forked
 from attestation.messages import Envelope
+from attestation.orchestrator_state import SessionId
 from attestation.policy import Policy
 from attestation.refusal_log import RefusalLog
+from attestation.run_books import RunBooks
 from attestation.run_terms import RunTerms
 from attestation.sealed_data import SliceKeys
+from attestation.static_hosting import RunHosting
 from metrics.errors import EvidenceError
 
 
@@ -90,51 +93,71 @@ def _key_terms(policy: Policy, kind: KeyKind) -> _KeyTerms:
 
 
 class ReleaseDesk:
-    """Releases the keys of one run.
+    """The keys face of a session: it releases the keys of the run to admitted workers.
 
     Args:
-        transaction: opens a transaction of the session that asks.
+        keys: of the run.
+        signer: the orchestrator's identity key, which signs each package.
+        terms: of the session; its releases stay under the policy that it began with.
+        hosting: told who has the keys of which virtual workers.
         clock: unix seconds.
+
+    Raises:
+        ConfigError: if sealed data that ``terms`` name cannot be opened.
     """
 
     def __init__(
         self,
+        books: RunBooks,
         *,
         keys: RunKeys,
         signer: IdentityKey,
+        session: SessionId,
+        terms: RunTerms,
         admissions: Admissions,
-        draws: DrawBook,
-        log: EvidenceLog,
-        refusals: RefusalLog,
-        transaction: Callable[[], AbstractContextManager[None]],
+        hosting: RunHosting,
         clock: Callable[[], int],
     ) -> None:
+        self._transaction = partial(books.transaction_of, session)
+        self._draws = books.draws
+        self._log = books.log
+        self._refusals = books.refusals
         self._keys = keys
         self._signer = signer
+        self._session = session.name
+        self._terms = terms
         self._admissions = admissions
-        self._draws = draws
-        self._log = log
-        self._refusals = refusals
-        self._transaction = transaction
+        self._hosting = hosting
         self._clock = clock
-
-    def begin(self, session: str, terms: RunTerms) -> None:
-        """Take up a session that has begun; what it releases stays under the policy that it began with."""
-        self._session, self._terms = session, terms
         self._slices = {
             KeyKind.DATASET: SliceKeys.open(terms.sealed, "training") if terms.sealed else None,
             KeyKind.EVALUATION: SliceKeys.open(terms.evaluation, "evaluation") if terms.evaluation else None,
         }
         # All members of an epoch are told the same, and hardly any two epochs are under way at once.
-        self._commitments = lru_cache(maxsize=4)(
-            partial(self._keys.commitments, terms.key_context, terms.virtual_workers)
-        )
+        self._commitments = lru_cache(maxsize=4)(partial(keys.commitments, terms.key_context, terms.virtual_workers))
         self._key_policy = cache(partial(_key_terms, terms.policy))
+        # From the log, not from the terms: a restarted driver may bring another policy to the same session.
         begun = next(self._log.newest("session")).content
         self._policy_of_session = bytes.fromhex(begun["policy_digest"])
 
-    def grant(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...], seen: int) -> Grant:
-        """See `attestation.orchestrator.EvidenceOrchestrator.grant`."""
+    def release(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...], seen: int = 0) -> KeyRelease:
+        """Seal the keys of ``virtual_workers`` in ``epoch`` to an admitted worker, logged before they leave.
+
+        Args:
+            seen: entries under the newest head of the log that the member was shown.
+
+        Returns:
+            The sealed keys, and the proof that the log has the release and extends what the member has seen.
+
+        Raises:
+            EvidenceError: ``release_denied`` if the member is not an admitted worker, its evidence has expired, served
+                another epoch or was appraised by another policy, or a key was drawn as often as its quota says;
+                ``log_forked`` if the member has seen more of the log than there is. The log has the refusal.
+        """
+        return self.grant(member_id, epoch, virtual_workers, seen).proved(self._log)
+
+    def grant(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...], seen: int = 0) -> Grant:
+        """Release keys as :meth:`release`, for a caller that proves several grants later under one signed head."""
         self._require_seen(member_id, seen)
         slices = self._grant_slices(KeyKind.DATASET, member_id, epoch, virtual_workers)
         evaluation = self._grant_slices(KeyKind.EVALUATION, member_id, epoch, virtual_workers)
@@ -144,7 +167,23 @@ class ReleaseDesk:
             keys = [self._keys.of(self._terms.key_context, v, epoch) for v in virtual_workers]
             plaintext = b"".join(key.stream.reveal() + key.data.reveal() for key in keys)
             grant = self._send(key_terms, admitted, epoch, virtual_workers, self._commitments(epoch), plaintext)
+        self._hosting.released(member_id, virtual_workers)
         return replace(grant, slices=slices, evaluation=evaluation, seen=seen)
+
+    def draw_checkpoint_key(self, info: bytes) -> None:
+        """Count and log that the data key of a sealed package of the run leaves.
+
+        Args:
+            info: what the key is bound to; it names the package.
+
+        Raises:
+            EvidenceError: ``release_denied`` if the key was drawn as often as its quota says.
+        """
+        name = digest(info).hex()
+        terms, terms_digest = self._key_policy(KeyKind.CHECKPOINT)
+        with refusals_logged(self._refusals, self._transaction, "", terms.kind), self._transaction():
+            self._draws.draw(terms, 0, (name,), self._session, "")
+            self._log.append("opened", {"kind": terms.kind.value, "package": name, "policy": terms_digest.hex()})
 
     def _require_seen(self, member_id: str, seen: int) -> None:
         with refusals_logged(self._refusals, self._transaction, member_id, KeyKind.VIRTUAL_WORKER):
@@ -196,22 +235,6 @@ class ReleaseDesk:
             self._admissions.keep(replace(admitted.row, epoch=epoch))
             entry = self._log.append("released", released_body(package))
         return Grant(seal_package(package, plaintext, admitted.presentation.hpke_key, self._signer), entry)
-
-    def open_checkpoint(self, info: bytes, opened: Callable[[], bytes]) -> bytes:
-        """The data key of a sealed package of the run, which ``opened`` gives, logged before it leaves.
-
-        Args:
-            info: what the key is bound to; it names the package.
-
-        Raises:
-            EvidenceError: ``release_denied`` if it was asked for as often as its quota says, or as ``opened``.
-        """
-        data_key, name = opened(), digest(info).hex()
-        terms, terms_digest = self._key_policy(KeyKind.CHECKPOINT)
-        with refusals_logged(self._refusals, self._transaction, "", terms.kind), self._transaction():
-            self._draws.draw(terms, 0, (name,), self._session, "")
-            self._log.append("opened", {"kind": terms.kind.value, "package": name, "policy": terms_digest.hex()})
-        return data_key
 
     def _entitled(self, member_id: str, epoch: int, terms: KeyPolicy) -> Admitted:
         admitted = self._admissions.find(member_id)

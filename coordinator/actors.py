@@ -30,7 +30,7 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from attestation.serving_orchestrator import ServingOrchestrator
+from attestation.serving_orchestrator import EvidenceOrchestrator
 from attestation.simulator import SimulatedVendor
 from coordinator.backend import ActorLost
 from coordinator.ledger import PrivacyLedger
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 START_DEADLINE_S = 120.0
 """Time for a process to start and import. On a busy machine that takes tens of seconds."""
-_WIRED = {ServingOrchestrator: OrchestratorActor, PrivacyLedger: LedgerActor}
+_WIRED = {EvidenceOrchestrator: OrchestratorActor, PrivacyLedger: LedgerActor}
 
 
 def actor(cls: type, **options: Any) -> Any:

@@ -21,7 +21,7 @@ from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, Type
 from attestation.commit_book import StepCommit
 from attestation.evidence import CollateralBundle
 from attestation.run_terms import RunTerms
-from attestation.serving_orchestrator import ServingOrchestrator
+from attestation.serving_orchestrator import EvidenceOrchestrator
 from coordinator.backend import ActorLost
 from coordinator.ledger import PrivacyLedger
 from coordinator.remote import Actor, Reference, positional
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 ControlRole = Literal["ledger", "orchestrator"]
 
-START_AGAIN = "Mend the cause, then start it again; resume a run that had begun with --resume."
+START_AGAIN = "Mend the cause, then start it again; a run that had begun goes on with --resume."
 
 
 class ControlBackend(Protocol):
@@ -126,7 +126,7 @@ class Control:
         actor = self.restart(role)
         if role == "orchestrator" and self.orchestrator.begun is not None:
             try:
-                begin = self.backend.call(actor, ServingOrchestrator.begin, *self.orchestrator.begun)
+                begin = self.backend.call(actor, EvidenceOrchestrator.begin, *self.orchestrator.begun)
                 self.backend.fetch(begin[0], self.deadline_s)
             except ActorLost:
                 self.backend.stop(actor)
@@ -230,38 +230,38 @@ class LedgerFace(_Face):
 
 
 class OrchestratorFace(_Face):
-    """The orchestrator's methods that a run needs; see `attestation.orchestrator.EvidenceOrchestrator`.
+    """The orchestrator's methods that a run needs; see `attestation.serving_orchestrator.EvidenceOrchestrator`.
 
     Attributes:
         begun: arguments of the newest :meth:`begin`, with the newest collateral. Each new incarnation is begun with
             them: it finds its members on disk under the same session, but the terms are not on disk.
     """
 
-    admit = _Waits(ServingOrchestrator.admit)
-    bind_vectors = _Overlaps(ServingOrchestrator.bind_vectors)
-    challenge = _Waits(ServingOrchestrator.challenge)
-    commit = _Waits(ServingOrchestrator.commit)
-    committed = _Waits(ServingOrchestrator.committed)
-    expel = _Waits(ServingOrchestrator.expel)
-    export_log = _Waits(ServingOrchestrator.export_log)
-    key_commitments = _Waits(ServingOrchestrator.key_commitments)
-    log_position = _Waits(ServingOrchestrator.log_position)
-    log_root_at = _Waits(ServingOrchestrator.log_root_at)
-    most_hosted = _Waits(ServingOrchestrator.most_hosted)
-    newest_published = _Waits(ServingOrchestrator.newest_published)
-    open_package = _Waits(ServingOrchestrator.open_package)
-    open_step = _Overlaps(ServingOrchestrator.open_step)
-    order_evaluation = _Waits(ServingOrchestrator.order_evaluation)
-    package_recipient = _Waits(ServingOrchestrator.package_recipient)
-    package_signer = _Waits(ServingOrchestrator.package_signer)
-    present = _Waits(ServingOrchestrator.present)
-    record_data = _Waits(ServingOrchestrator.record_data)
-    record_published = _Waits(ServingOrchestrator.record_published)
-    release = _Waits(ServingOrchestrator.release)
-    review = _Waits(ServingOrchestrator.review)
-    service_address = _Waits(ServingOrchestrator.service_address)
-    sign_package = _Waits(ServingOrchestrator.sign_package)
-    view = _Waits(ServingOrchestrator.view)
+    admit = _Waits(EvidenceOrchestrator.admit)
+    bind_vectors = _Overlaps(EvidenceOrchestrator.bind_vectors)
+    challenge = _Waits(EvidenceOrchestrator.challenge)
+    commit = _Waits(EvidenceOrchestrator.commit)
+    committed = _Waits(EvidenceOrchestrator.committed)
+    expel = _Waits(EvidenceOrchestrator.expel)
+    export_log = _Waits(EvidenceOrchestrator.export_log)
+    key_commitments = _Waits(EvidenceOrchestrator.key_commitments)
+    log_position = _Waits(EvidenceOrchestrator.log_position)
+    log_root_at = _Waits(EvidenceOrchestrator.log_root_at)
+    most_hosted = _Waits(EvidenceOrchestrator.most_hosted)
+    newest_published = _Waits(EvidenceOrchestrator.newest_published)
+    open_package = _Waits(EvidenceOrchestrator.open_package)
+    open_step = _Overlaps(EvidenceOrchestrator.open_step)
+    order_evaluation = _Waits(EvidenceOrchestrator.order_evaluation)
+    package_recipient = _Waits(EvidenceOrchestrator.package_recipient)
+    package_signer = _Waits(EvidenceOrchestrator.package_signer)
+    present = _Waits(EvidenceOrchestrator.present)
+    record_data = _Waits(EvidenceOrchestrator.record_data)
+    record_published = _Waits(EvidenceOrchestrator.record_published)
+    release = _Waits(EvidenceOrchestrator.release)
+    review = _Waits(EvidenceOrchestrator.review)
+    service_address = _Waits(EvidenceOrchestrator.service_address)
+    sign_package = _Waits(EvidenceOrchestrator.sign_package)
+    view = _Waits(EvidenceOrchestrator.view)
 
     def __init__(self, control: Control) -> None:
         super().__init__(control, "orchestrator")
@@ -271,19 +271,19 @@ class OrchestratorFace(_Face):
         """Begin a session of the run, or resume it after a restart."""
         # Kept before the question is asked: if the actor dies of it, its successor has to begin too.
         self.begun = terms, session
-        self._ask(ServingOrchestrator.begin, terms, session)
+        self._ask(EvidenceOrchestrator.begin, terms, session)
 
     def take_collateral(self, collateral: CollateralBundle) -> None:
         """Judge evidence by newer collateral from now on."""
         if self.begun is not None:
             terms, session = self.begun
             self.begun = replace(terms, collateral=collateral), session
-        self._ask(ServingOrchestrator.take_collateral, collateral)
+        self._ask(EvidenceOrchestrator.take_collateral, collateral)
 
     def finish(self, commits: tuple[StepCommit, ...], log_file: str, destroy: bool) -> None:
         """Commit, export the log and end the run; destroy a generated secret if asked."""
         try:
-            self._ask(ServingOrchestrator.finish, commits, log_file, destroy)
+            self._ask(EvidenceOrchestrator.finish, commits, log_file, destroy)
         except ConfigError as error:
             # Raised by a new incarnation: its predecessor destroyed the secret, the last act of finish, and then died.
             if error.code != "secret_destroyed":

@@ -15,7 +15,7 @@ from attestation.attester import CpuEvidence
 from attestation.orchestrator_state import state_file
 from attestation.policy import simulated_policy
 from attestation.revocations import count_revocations
-from attestation.serving_orchestrator import ServingOrchestrator
+from attestation.serving_orchestrator import EvidenceOrchestrator
 from attestation.simulator import SimulatedVendor, code_measurement
 from attestation.simulator_platform import SimulatedPlatform
 from coordinator.aggregator import MaskedAggregator
@@ -58,7 +58,7 @@ def local_session(
     ledger_url = ledger_url or f"sqlite:///{home / 'ledger.sqlite'}"
     vendor = SimulatedVendor.load_or_create(home / "simulator")
     source = LocalPlatform(vendor.platform())
-    orchestrator = ServingOrchestrator(str(home / "orchestrator"), clock, bind)
+    orchestrator = EvidenceOrchestrator(str(home / "orchestrator"), clock, bind)
     run_id, key = orchestrator.open_run(secret)
     backend = LocalBackend(
         make_worker=lambda member_id: TrainWorker(member_id, source, clock),
@@ -74,7 +74,7 @@ def local_session(
         actors[role].handle.close()
         if role == "ledger":
             return Actor(f"ledger-{next(incarnations)}", PrivacyLedger(ledger_url, witness=witness))
-        successor = ServingOrchestrator(str(home / "orchestrator"), clock, bind)
+        successor = EvidenceOrchestrator(str(home / "orchestrator"), clock, bind)
         successor.open_run(secret, run_id)
         return Actor(f"orchestrator-{next(incarnations)}", successor)
 

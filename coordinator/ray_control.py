@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import ray
 
 from attestation.hybrid_signature import SignerPublic
-from attestation.serving_orchestrator import ServingOrchestrator
+from attestation.serving_orchestrator import EvidenceOrchestrator
 from coordinator.actors import START_DEADLINE_S, actor, ask, ask_process, fetch, on_this_node
 from coordinator.backend import ActorLost
 from coordinator.control import START_AGAIN, Control, ControlRole
@@ -32,7 +32,7 @@ class RayControl:
         ledger_url: absolute URL, as `coordinator.ledger.PrivacyLedger` takes it.
         orchestrator_folder: absolute folder of the orchestrator's state.
         witness: witness of the ledger, as `coordinator.ledger.PrivacyLedger` takes it.
-        bind: address that the orchestrator serves at, as `ServingOrchestrator` takes it.
+        bind: address that the orchestrator serves at, as `EvidenceOrchestrator` takes it.
         accountant: the accountant that the run will most likely use; the ledger imports it ahead.
     """
 
@@ -104,7 +104,7 @@ class RayControl:
         ray.kill(actor.handle)
 
     def _launch(self, role: ControlRole) -> Actor:
-        cls: type = PrivacyLedger if role == "ledger" else ServingOrchestrator
+        cls: type = PrivacyLedger if role == "ledger" else EvidenceOrchestrator
         handle = actor(cls, scheduling_strategy=on_this_node()).remote(*self._arguments[role])
         self._serial += 1
         return Actor(f"{role}-{self._serial}", handle)
@@ -129,7 +129,7 @@ class RayControl:
         self._processes[each.member_id] = process if process and ActorProcess.find(process.pid) == process else None
 
     def _open(self, orchestrator: Actor, run_id: str | None) -> tuple[str, SignerPublic]:
-        opening = ask(orchestrator.handle, ServingOrchestrator.open_run, self._secret_file, run_id)
+        opening = ask(orchestrator.handle, EvidenceOrchestrator.open_run, self._secret_file, run_id)
         return fetch(opening, START_DEADLINE_S)
 
     def _explain(self, role: ControlRole) -> None:

@@ -23,10 +23,10 @@ from attestation.evidence_log import verify_exported_log
 from attestation.key_release import VirtualWorkerKeys, virtual_worker_keys
 from attestation.keys import IdentityKey, Purpose, Secret, derive
 from attestation.messages import Envelope, seal
-from attestation.orchestrator import EvidenceOrchestrator
 from attestation.policy import Policy, simulated_policy
 from attestation.roster import Member, Roster
 from attestation.run_secret import run_id_of
+from attestation.serving_orchestrator import EvidenceOrchestrator
 from attestation.simulator import SimulatedVendor, code_measurement
 from coordinator.aggregator import MaskedAggregator, ReduceReport, ReduceRequest
 from coordinator.assignment import Assignment, NewRun, Order, Session

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from pyarrow import fs
 
-from attestation.orchestrator import StepCommit
+from attestation.commit_book import StepCommit
 from attestation.package_keys import PackageSigner, RecipientPublic
 from attestation.package_manifest import PackageManifest
 from coordinator.checkpoints import RETRY_S, Checkpoints, newest
@@ -126,7 +126,7 @@ class Bench:
 
     @property
     def logged(self):
-        entries = self.orchestrator._log.entries()
+        entries = self.orchestrator._run.books.log.entries()
         return [(e.kind, e.content["step"]) for e in entries if e.kind in ("sealed", "published")]
 
     def stated(self, name):

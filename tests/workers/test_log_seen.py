@@ -31,16 +31,16 @@ def put_back(run, state):
     for suffix in ("-wal", "-shm"):
         file.with_name(file.name + suffix).unlink(missing_ok=True)
     shutil.copy(state, file)
-    terms = run.orchestrator._terms
+    terms = run.orchestrator._session._terms
     run.orchestrator = run.start_orchestrator()
-    run.orchestrator._is_new = False
+    run.orchestrator._run._is_new = False
     run.orchestrator.begin(terms, "first")
 
 
 def copied(run):
     """A copy of the orchestrator's state as it is now."""
     copy = run.home / "copy.sqlite"
-    run.orchestrator._state.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    run.orchestrator._run.books.state.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     shutil.copy(run.home / "orchestrator" / f"{run.run_id}.sqlite", copy)
     return copy
 
@@ -73,7 +73,7 @@ def test_a_log_that_was_put_back_is_refused_by_the_worker_that_saw_more_of_it(ru
 
 def test_a_refused_release_of_a_log_that_was_put_back_is_logged(run):
     assert code(release, run, "worker-0", 10_000) == "log_forked"
-    newest = next(run.orchestrator._log.newest("release_refused"))
+    newest = next(run.orchestrator._run.books.log.newest("release_refused"))
     assert newest.content == {"member_id": "worker-0", "kind": "virtual_worker", "code": "log_forked"}
 
 
