@@ -10,7 +10,7 @@ import pytest
 
 from attestation.evidence_log import verify_exported_log
 from coordinator.backend import ActorLost, LocalBackend
-from coordinator.control import Control, Restart
+from coordinator.control import Control, LedgerFace, Restart, _Overlaps
 from coordinator.ledger import PrivacyLedger
 from coordinator.ledger_entries import StepCharged
 from coordinator.remote import Actor
@@ -255,6 +255,11 @@ def test_keywords_reach_an_actor_in_the_order_of_its_parameters():
     digests = {"manifest_digest": b"manifest", "parameter_digest": b"parameters"}
     bench.control.ledger.charge("run", step=1, **digests).result()
     assert bench.started[0].handle.charged == ("run", 1, b"parameters", b"manifest", "gradient")
+
+
+def test_a_face_has_each_method_under_the_name_by_which_it_is_sent():
+    with pytest.raises((AssertionError, RuntimeError)):  # Python 3.11 raises the second of the first.
+        type("Misnamed", (LedgerFace,), {"spend": _Overlaps(PrivacyLedger.charge)})
 
 
 def test_what_an_actor_raises_is_its_answer():
