@@ -21,17 +21,17 @@ from attestation.run_terms import OBSERVER, RunTerms
 from attestation.static_hosting import RunHosting
 from metrics.errors import EvidenceError
 
+# Anybody with accepted evidence may observe, so their number bounds the memory that they take.
 MAX_OBSERVERS: Final = 256
+# Members that the run does not depend on; see `RunTerms.lasting`. Anybody with accepted evidence may become one.
 MAX_PASSING: Final = 4096
-"""Members at a time that nothing depends on; see `RunTerms.lasting`."""
-
-RENEWED_AFTER = 2 / 3
-"""Share of its life after which evidence is renewed; the rest is for members that are slow to answer."""
+# Share of its life after which evidence is renewed; the rest is for members that are slow to answer.
+RENEWED_AFTER: Final = 2 / 3
 
 
 @dataclass(frozen=True, slots=True)
 class OrchestratorView:
-    """What may be shown of the orchestrator at any time."""
+    """The members of a session, as metrics show them."""
 
     admitted: Mapping[str, str]
     evidence_class: str
@@ -40,11 +40,11 @@ class OrchestratorView:
 
 @dataclass(frozen=True, slots=True)
 class MemberReview:
-    """What has to be done about the members of a session.
+    """The members of a session that need attention.
 
     Attributes:
         revoked: (member id, message) of members that were revoked since they were admitted.
-        renew_in_s: seconds until the first of the others should present anew; not above zero if it should now.
+        renew_in_s: seconds until the first other member should present anew; zero or less if it should now.
     """
 
     revoked: tuple[tuple[str, str], ...]
@@ -52,13 +52,18 @@ class MemberReview:
 
     @property
     def ages(self) -> bool:
-        """Whether fresh evidence is needed now."""
+        """Return whether a member needs fresh evidence now."""
         return self.renew_in_s <= 0
 
 
 @dataclass(slots=True)
 class Admitted:
-    """A member: the result of its appraisal, what it presented, what is kept of it, and when it was appraised."""
+    """An admitted member.
+
+    Attributes:
+        row: the part that is on disk.
+        since: unix seconds of its appraisal.
+    """
 
     appraisal: Appraisal
     presentation: Presentation
@@ -160,7 +165,7 @@ class Admissions:
         return None if admitted is None else admitted.appraisal.evidence_digest
 
     def entry(self, member_id: str, virtual_workers: tuple[int, ...]) -> Member:
-        """The member as rosters and orders name it; EvidenceError ``evidence_expired`` without valid evidence."""
+        """Return the member's place in a roster or order; EvidenceError ``evidence_expired`` without valid evidence."""
         admitted = self.find(member_id)
         if admitted is None or admitted.appraisal.expires_at <= self._clock():
             raise EvidenceError("evidence_expired", f"{member_id} has no valid evidence", "Present fresh evidence.")
@@ -175,7 +180,7 @@ class Admissions:
         )
 
     def keep(self, row: MemberRow) -> None:
-        """Note what a member's evidence has served, in a transaction of the caller's."""
+        """Record how a member's evidence was used, in a transaction of the caller's."""
         self._state.mark_member(row)
         self._members[row.member_id].row = row
 
@@ -205,7 +210,7 @@ class Admissions:
             return MemberReview(revoked, min(ages, default=math.inf) - self._clock())
 
     def view(self) -> OrchestratorView:
-        """Facts for metrics: members that take part by role, evidence class, earliest expiry per role."""
+        """Return facts for metrics: the participants' roles, evidence class, and earliest expiry per role."""
         members = [admitted.appraisal for _, admitted in self._participants()]
         expiry: dict[str, int] = {}
         for appraisal in members:
@@ -234,16 +239,18 @@ class Admissions:
 
     def _enter(self, admitted: Admitted) -> None:
         if self._terms.lasting is not None:
-            self._members.pop(admitted.row.member_id, None)  # so that whoever came first is the first of them
+            # Moved to the end, so that the member that attested longest ago comes first and is forgotten first.
+            self._members.pop(admitted.row.member_id, None)
         self._members[admitted.row.member_id] = admitted
         self._enrolment.put(admitted.appraisal)
 
     def _participants(self) -> Iterator[tuple[str, Admitted]]:
-        """Everybody but observers, who renew their evidence themselves, or not."""
+        """Yield all members but observers, which renew their evidence on their own or leave."""
+        # A copy: `view` runs beside other calls, which may admit or forget members meanwhile.
         return ((i, each) for i, each in list(self._members.items()) if each.appraisal.role != OBSERVER)
 
     def _make_room(self, newcomer: Appraisal) -> None:
-        """Forget observers whose evidence expired; EvidenceError ``busy`` if there are too many for another one."""
+        """Forget observers whose evidence expired; EvidenceError ``busy`` if there is still no room for another."""
         if newcomer.role != OBSERVER:
             return
         known = {i: each.appraisal for i, each in self._members.items() if each.appraisal.role == OBSERVER}
@@ -254,11 +261,12 @@ class Admissions:
             raise EvidenceError("busy", f"there are {MAX_OBSERVERS} observers already.", "Ask again later.")
 
     def _forget_passing(self) -> None:
-        """Forget who does not last once its evidence expired, and the oldest where there are too many.
+        """Forget passing members whose evidence expired, and the oldest beyond ``MAX_PASSING``.
 
-        Guarantee: once a second at most, and then there are no more than ``MAX_PASSING`` of them, here and on disk.
+        Guarantee: after a sweep there are at most ``MAX_PASSING`` of them, in memory and on disk.
         """
         now = self._clock()
+        # One sweep a second: each costs a pass over all members, and a flood of admissions would ask for it each time.
         if self._terms.lasting is None or now == self._swept_at:
             return
         self._swept_at = now
@@ -271,7 +279,7 @@ class Admissions:
             self._log.append("expelled", {"member_id": member_id, "cause": f"{MAX_PASSING} attested after it"})
 
     def _is_over(self, row: MemberRow) -> bool:
-        """Whether the evidence in a row has expired; forgets who does not last, in a transaction of the caller's."""
+        """Return whether a row's evidence has expired; drops a passing member, in a transaction of the caller's."""
         if row.expires_at > self._clock():
             return False
         if not self._terms.lasts(row.member_id):
@@ -279,7 +287,7 @@ class Admissions:
         return True
 
     def _displace(self, newcomer: Appraisal) -> None:
-        """Forget who is in the way of ``newcomer``, where the terms say so; in a transaction of the caller's."""
+        """Forget the members that ``newcomer`` displaces under the terms, in a transaction of the caller's."""
         if self._terms.displaces:
             for member_id in self._enrolment.in_the_way(newcomer, self._terms.policy):
                 self._forget(member_id)
@@ -295,11 +303,11 @@ class Admissions:
         return self._revocations.find(admitted.appraisal.member_id, admitted.appraisal.platform_id)
 
     def _admitted_by(self, envelope: Envelope) -> Admitted | None:
-        """The member that this very presentation has admitted, unless a newer challenge asks it for another."""
+        """Return the member that this very presentation admitted; None once a newer challenge asks for another."""
         try:
             member = self._members.get(open_presentation(envelope).member_id)
         except EvidenceError:
-            return None  # The decision says why.
+            return None  # _decide finds the same error, and logs it.
         if member is None or member.row.presentation != envelope or member.row.superseded:
             return None
         return member

@@ -1,7 +1,7 @@
-"""What the evidence service does for a peer at the other end of a channel: plain calls, one at a time.
+"""The calls of the evidence service for a peer at the other end of a channel: plain calls, one at a time.
 
-It adds to the orchestrator's decisions the one that only a service can take: that the peer of this channel is the
-member that it speaks for (`attestation/channel.py`). It knows nothing of gRPC.
+The desk adds the one decision that only a service can take: that the peer of this channel is the member it speaks for
+(`attestation/channel.py`). It knows nothing of gRPC.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,12 +36,12 @@ _ROLES: frozenset[str] = frozenset({"worker", "aggregator", OBSERVER})
 
 
 class AttestationResult(Message):
-    """What an appraisal came to, for the member it is about.
+    """The result of an appraisal, for the member it is about.
 
     Attributes:
         evidence_class: ``simulated`` proves nothing about a machine.
         expires_at: unix seconds after which fresh evidence is needed.
-        steps: (step, verdict) in the order in which they were taken.
+        steps: (step, verdict) in the order of the appraisal.
         claims: under the names of RFC 9711, with one submodule per GPU; see `attestation.eat`.
     """
 
@@ -59,7 +59,7 @@ class AttestationResult(Message):
 
     @classmethod
     def of(cls, run_id: str, appraisal: Appraisal) -> "AttestationResult":
-        """The result that ``appraisal`` came to."""
+        """Return the result of ``appraisal``."""
         return cls(
             run_id=run_id,
             member_id=appraisal.member_id,
@@ -75,7 +75,7 @@ class AttestationResult(Message):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Whoever is at the other end of a channel.
+    """The peer at the other end of a channel.
 
     Attributes:
         address: host, without the port.
@@ -87,7 +87,7 @@ class Peer:
 
     @classmethod
     def of(cls, address: str, leaf_pem: bytes) -> "Peer":
-        """EvidenceError ``peer_not_bound`` if there is no certificate."""
+        """Read the peer's certificate; EvidenceError ``peer_not_bound`` if there is none."""
         return cls(address, read_leaf(leaf_pem))
 
 
@@ -122,15 +122,14 @@ class EvidenceDesk:
 
     Attributes:
         end: the service's end of its channels.
-        refusals: what is refused here is asked by strangers, or by members over channels of their own.
+        refusals: counts what strangers ask, and what members ask over channels of their own.
         transaction: makes everything inside it durable together when it ends.
-        hosted: the virtual workers that a member may have the keys of.
-        newest_roster: the roster to show; None if there is none yet.
+        hosted: returns the virtual workers whose keys a member may have.
+        newest_roster: returns the roster to show; None before the first.
         now: unix seconds.
         attests: roles that are attested over the service.
-        again_only: whether keys are given again, of the epoch that a member's evidence has served before, and never
-            for the first time.
-        open_log: whether who knows the manifest may read the log; otherwise, only members.
+        again_only: whether a member gets only keys again, of the epoch that its evidence has served before.
+        open_log: whether everybody who knows the manifest may read the log, and not only members.
     """
 
     run_id: str
@@ -148,10 +147,10 @@ class EvidenceDesk:
     open_log: bool = True
 
     def challenge(self, peer: Peer, member_id: str, role: str, identity_key: bytes) -> Challenge:
-        """A nonce that only ``identity_key`` can use, if it certified the peer's end of the channel.
+        """Issue a nonce that only ``identity_key`` can use, if it certified the peer's end of the channel.
 
-        While a member's evidence is valid, its name is challenged over its own channels alone. Names of observers, and
-        only theirs, begin with ``observer-``: none of them can stand in the way of another member.
+        While a member's evidence is valid, its name is challenged over its own channels alone. The names of observers,
+        and no others, begin with ``observer-``, so no observer can block another member's name.
 
         Raises:
             EvidenceError: ``peer_not_bound``, or ``release_denied`` for a role that is not attested here.
@@ -172,8 +171,8 @@ class EvidenceDesk:
     def attest(self, peer: Peer, envelope: Envelope, channel_signature: bytes) -> AttestationResult:
         """Appraise and admit, as `Admissions.admit`, over the peer's own channel.
 
-        Guarantee: evidence that comes over any channel but one that its identity key certified and signed is refused,
-        and its nonce stays unused, so whoever relays it cannot spend it.
+        Guarantee: evidence is refused unless it comes over a channel that its identity key certified and signed. Its
+        nonce stays unused then, so a relay cannot spend it.
 
         Raises:
             EvidenceError: ``peer_not_bound``, or as ``admit``.
@@ -198,7 +197,9 @@ class EvidenceDesk:
     def grant_keys(
         self, peer: Peer, member_id: str, epoch: int, virtual_workers: tuple[int, ...], seen: int = 0
     ) -> Grant:
-        """The keys of the virtual workers that the peer hosts, or of those it names; :meth:`proved` makes it an answer.
+        """Grant the keys of the virtual workers that the peer names, or of all that it hosts.
+
+        :meth:`proved` turns the grant into an answer.
 
         Args:
             seen: as in `ReleaseDesk.release`.
@@ -218,15 +219,15 @@ class EvidenceDesk:
             return self.decisions.grant(member_id, epoch, wanted, seen)
 
     def proved(self, grant: Grant) -> KeyRelease:
-        """What a member is sent of a grant; grants that are proved with nothing logged in between share one head."""
+        """Return the release of a grant; grants that are proved with nothing logged in between share one head."""
         return grant.proved(self.log)
 
     def roster(self, peer: Peer, member_id: str, data: Envelope | None) -> tuple[Envelope, tuple[Envelope, ...]]:
-        """The newest roster and the presentations of its members; ``data`` is recorded first.
+        """Record ``data``, and return the newest roster and the presentations of its members.
 
         Raises:
             EvidenceError: ``peer_not_bound``, ``release_denied``, or as `record_data`.
-            ProtocolError: ``no_roster`` while there is none, or for anybody but an observer none with the peer in it.
+            ProtocolError: ``no_roster`` before the first, or if the peer is neither in it nor an observer.
         """
         role = self._member(peer, member_id).appraisal.role
         if data is not None:
@@ -244,22 +245,22 @@ class EvidenceDesk:
         return envelope, tuple(each.row.presentation for each in admitted if each is not None)
 
     def log_lines(self, peer: Peer, member_id: str, start: int, limit: int) -> tuple[tuple[bytes, ...], bytes]:
-        """At most ``limit`` entries from position ``start``, and the signed head: lines as in an exported log.
+        """Return at most ``limit`` entries from position ``start``, and the signed head, as lines of an exported log.
 
         Raises:
-            EvidenceError: ``peer_not_bound`` or ``release_denied`` if the log is for members, and the peer is none.
+            EvidenceError: ``peer_not_bound`` or ``release_denied`` if the log is for members and the peer is none.
         """
         if not self.open_log:
             self._member(peer, member_id)
         return self.log.lines(start, min(limit, MAX_LOG_ENTRIES)), self.log.head_line()
 
     def inclusion(self, sequence: int, size: int) -> TreePath:
-        """That entry ``sequence`` is one of the first ``size``, 0 for all; ProtocolError ``log_range`` if it is not."""
+        """Prove that entry ``sequence`` is among the first ``size`` (0: all); ProtocolError ``log_range`` if not."""
         size = size or len(self.log)
         return _path(size, lambda: self.log.inclusion(sequence, size))
 
     def consistency(self, old_size: int, size: int) -> TreePath:
-        """That the first ``size`` entries, 0 for all, begin with the first ``old_size``; errors as `inclusion`."""
+        """Prove that the first ``size`` entries (0: all) begin with the first ``old_size``; errors as `inclusion`."""
         size = size or len(self.log)
         return _path(size, lambda: self.log.prove_extends(old_size, size))
 
@@ -274,7 +275,7 @@ class EvidenceDesk:
         return admitted
 
     def _wanted(self, member_id: str, virtual_workers: tuple[int, ...]) -> tuple[int, ...]:
-        """Those it names, or all that it hosts; EvidenceError ``release_denied`` unless it hosts them."""
+        """Return those it names, or all it hosts; EvidenceError ``release_denied`` unless it hosts them."""
         hosted = tuple(sorted(self.hosted(member_id)))
         wanted = tuple(sorted(set(virtual_workers))) or hosted
         if not wanted or not set(wanted) <= set(hosted):
@@ -282,14 +283,14 @@ class EvidenceDesk:
         return wanted
 
     def _is_taken(self, member_id: str, identity_key: bytes) -> bool:
-        """Whether a member with valid evidence and another identity key has this name."""
+        """Return whether a member with valid evidence and another identity key has this name."""
         admitted = self.admissions.find(member_id)
         if admitted is None or admitted.presentation.identity_key == identity_key:
             return False
         return admitted.appraisal.expires_at > self.now()
 
     def _opened(self, envelope: Envelope) -> Presentation:
-        """As `open_presentation`; what cannot be opened is refused in nobody's name."""
+        """Open a presentation; one that cannot be opened is refused in nobody's name."""
         try:
             return open_presentation(envelope)
         except EvidenceError as refusal:

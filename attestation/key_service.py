@@ -1,7 +1,7 @@
 """The data owner's key service: an evidence service that gives second halves of keys straight to workers.
 
-It is an orchestrator of its own, with its own secret, storage, signing key and evidence log, which decides on nothing
-but keys. Who hosts what, the run's orchestrator decides: without its half the other one is worth nothing, so any worker
+It is an orchestrator of its own, with its own secret, storage, signing key and evidence log, and decides on keys alone.
+The run's orchestrator decides which worker hosts what. Without its half the other half is worth nothing, so any worker
 whose evidence the policy accepts may have any half, as often as the quotas say.
 """
 

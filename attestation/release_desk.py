@@ -1,9 +1,9 @@
-"""The desk that hands out keys: who may have which, in the log before they leave.
+"""The desk that releases keys to entitled members, and logs each release before it leaves.
 
-Guarantee: a key leaves only for a member whose evidence is accepted and not expired, sealed to the key that the
-evidence binds, no more often than its quota, and after the log says so; the member gets the proof that it does. What is
-released in a session is released under the policy that the session began with. A release that is refused is in the log
-before the refusal is told, or counted: see `attestation.refusal_log`.
+Guarantee: a key leaves only for a member whose evidence is accepted and not expired. It is sealed to the key that the
+evidence binds, no more often than its quota, and after the log has the release; the member gets the proof of that.
+All releases of a session are under the policy that the session began with. A refused release is in the log before the
+refusal is told, or counted there: see `attestation.refusal_log`.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,8 +37,8 @@ def refusals_logged(
 ) -> Iterator[None]:
     """Log a refusal to release keys of ``kind`` to ``member_id`` that is raised inside, as ``release_refused``.
 
-    Guarantee: the entry is durable, or part of the caller's transaction, before the refusal leaves, unless it is beyond
-    the budget of ``refusals``, which counts it; what was written in a ``transaction`` inside is undone.
+    Guarantee: before the refusal leaves, the entry is durable or part of the caller's transaction. Beyond its budget,
+    ``refusals`` counts the refusal instead. A ``transaction`` that was open inside is undone.
     """
     try:
         yield
@@ -50,10 +50,10 @@ def refusals_logged(
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A release that is logged, and whose proof is still to come: a head that is signed later proves many at once.
+    """A release that is logged but not proved yet: one head that is signed later proves many at once.
 
     Attributes:
-        entry: of the log, which says so.
+        entry: the release in the log.
         slices, evaluation: see `KeyRelease`.
         seen: entries under the newest head that the member was shown.
     """
@@ -65,11 +65,9 @@ class Grant:
     seen: int = 0
 
     def proved(self, log: EvidenceLog) -> KeyRelease:
-        """The release, with the proof that ``log`` has it, and extends what the member has seen.
-
-        A member opens the keys of slices, then of evaluation slices, then these. All are under one head, and the first
-        of them extends what it has seen.
-        """
+        """Return the release, with the proof that ``log`` has it and extends what the member has seen."""
+        # The member opens slices first, then evaluation slices, then these keys. All are under one head, so only the
+        # first package that it opens has to prove that this head extends what the member has seen.
         extends = log.prove_extends(self.seen, len(log))
         slices = evaluation = None
         if self.slices is not None:
@@ -193,7 +191,7 @@ class ReleaseDesk:
     def _grant_slices(
         self, kind: KeyKind, member_id: str, epoch: int, virtual_workers: tuple[int, ...]
     ) -> Grant | None:
-        """The keys of the slices of the dataset of ``kind``; None if the run has none that is sealed."""
+        """Release the slice keys of the dataset of ``kind``; None if the run has no such sealed dataset."""
         keys = self._slices[kind]
         if keys is None:
             return None
@@ -214,7 +212,7 @@ class ReleaseDesk:
         commitments: tuple[bytes, ...],
         plaintext: bytes,
     ) -> Grant:
-        """Log the release of the keys in ``plaintext``, and seal them to a member that is entitled to them."""
+        """Log the release of the keys in ``plaintext``, and seal them to an entitled member."""
         member_id = admitted.row.member_id
         package = KeyPackage(
             kind=key_terms.policy.kind,
