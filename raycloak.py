@@ -25,8 +25,8 @@ from metrics.errors import (  # noqa: E402 - a shadowed package must be named be
 
 if TYPE_CHECKING:
     from attestation.commit_book import StepCommit
-    from attestation.orchestrator import EvidenceOrchestrator
     from attestation.policy import simulated_policy
+    from attestation.serving_orchestrator import EvidenceOrchestrator
     from attestation.simulator import SimulatedVendor, code_measurement
     from coordinator.actors import actor, start_platforms
     from coordinator.aggregator import MaskedAggregator, ReduceRequest
@@ -72,7 +72,7 @@ _HOMES = {
     "DatasetConfig": "coordinator.config_sections",
     "DatasetDescriptor": "workers.datasets",
     "EvaluationConfig": "coordinator.config_sections",
-    "EvidenceOrchestrator": "attestation.orchestrator",
+    "EvidenceOrchestrator": "attestation.serving_orchestrator",
     "FailureConfig": "coordinator.config_sections",
     "LedgerConfig": "coordinator.config_sections",
     "MaskedAggregator": "coordinator.aggregator",

@@ -1,39 +1,37 @@
-"""Admissions: who presented accepted evidence in this session, and still has it.
+"""Admissions: the members of a session, each with evidence that was accepted.
 
-Nonce, decision and log entry of an admission are one transaction, and a member is admitted once they are on disk.
+Nonce, decision and log entry of an admission are one transaction. A member is admitted once they are on disk.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from attestation.appraisal import Appraisal, appraise, open_presentation
 from attestation.eat import claims_set
 from attestation.enrolment import Enrolment
 from attestation.evidence import Challenge, CollateralBundle, Presentation, Role
-from attestation.evidence_log import EvidenceLog
 from attestation.messages import Envelope
-from attestation.nonce_book import NonceBook
-from attestation.orchestrator_state import MemberRow, OrchestratorState
-from attestation.refusal_log import RefusalLog
-from attestation.revocations import Revocations
+from attestation.orchestrator_state import MemberRow, SessionId
 from attestation.roster import Member
+from attestation.run_books import RunBooks
 from attestation.run_terms import OBSERVER, RunTerms
+from attestation.static_hosting import RunHosting
 from metrics.errors import EvidenceError
 
+# Anybody with accepted evidence may observe, so their number bounds the memory that they take.
 MAX_OBSERVERS: Final = 256
+# Members that the run does not depend on; see `RunTerms.lasting`. Anybody with accepted evidence may become one.
 MAX_PASSING: Final = 4096
-"""Members at a time that nothing depends on; see `RunTerms.lasting`."""
-
-RENEWED_AFTER = 2 / 3
-"""Share of its life after which evidence is renewed; the rest is for members that are slow to answer."""
+# Share of its life after which evidence is renewed; the rest is for members that are slow to answer.
+RENEWED_AFTER: Final = 2 / 3
 
 
 @dataclass(frozen=True, slots=True)
 class OrchestratorView:
-    """What may be shown of the orchestrator at any time."""
+    """The members of a session, as metrics show them."""
 
     admitted: Mapping[str, str]
     evidence_class: str
@@ -42,11 +40,11 @@ class OrchestratorView:
 
 @dataclass(frozen=True, slots=True)
 class MemberReview:
-    """What has to be done about the members of a session.
+    """The members of a session that need attention.
 
     Attributes:
         revoked: (member id, message) of members that were revoked since they were admitted.
-        renew_in_s: seconds until the first of the others should present anew; not above zero if it should now.
+        renew_in_s: seconds until the first other member should present anew; zero or less if it should now.
     """
 
     revoked: tuple[tuple[str, str], ...]
@@ -54,13 +52,18 @@ class MemberReview:
 
     @property
     def ages(self) -> bool:
-        """Whether fresh evidence is needed now."""
+        """Return whether a member needs fresh evidence now."""
         return self.renew_in_s <= 0
 
 
 @dataclass(slots=True)
 class Admitted:
-    """A member: the result of its appraisal, what it presented, what is kept of it, and when it was appraised."""
+    """An admitted member.
+
+    Attributes:
+        row: the part that is on disk.
+        since: unix seconds of its appraisal.
+    """
 
     appraisal: Appraisal
     presentation: Presentation
@@ -69,62 +72,53 @@ class Admitted:
 
 
 class Admissions:
-    """The members of one session.
+    """The admission face of a session: challenges, decisions, and the members that they leave.
+
+    A resumed session has its members back. A member whose evidence is no longer accepted presents anew.
 
     Args:
-        transaction: opens a transaction of the session that asks.
+        terms: of the run; they say how evidence is judged.
+        hosting: told of each expelled member.
         clock: unix seconds.
     """
 
     def __init__(
         self,
-        state: OrchestratorState,
-        log: EvidenceLog,
-        refusals: RefusalLog,
-        transaction: Callable[[], AbstractContextManager[None]],
+        books: RunBooks,
+        *,
         run_id: str,
+        session: SessionId,
+        terms: RunTerms,
+        hosting: RunHosting,
         clock: Callable[[], int],
     ) -> None:
-        self._transaction = transaction
-        self._state = state
-        self._log = log
-        self._refusals = refusals
-        self._nonces = NonceBook(state.db)
-        self._facts = state.facts
-        self._revocations = Revocations(state.db, log, state.transactions)
+        self._transaction = partial(books.transaction_of, session)
+        self._state = books.state
+        self._facts = books.state.facts
+        self._log = books.log
+        self._refusals = books.refusals
+        self._nonces = books.nonces
+        self._revocations = books.revocations
         self._run_id = run_id
+        self._terms = terms
+        self._hosting = hosting
         self._clock = clock
         self._members: dict[str, Admitted] = {}
         self._enrolment = Enrolment()
         self._swept_at = 0
-
-    def begin(self, terms: RunTerms) -> None:
-        """Take back who was admitted in this session; whose evidence is not accepted any more must present anew."""
-        self._terms, self._members, self._enrolment = terms, {}, Enrolment()
-        self._nonces.forget_expired(self._clock())
-        with self._state.transaction():
-            known = [row for row in self._state.members() if not self._is_over(row)]
-        for row in known:
-            try:
-                presentation = open_presentation(row.presentation)
-                self._facts.check_clock(self._clock())
-                appraisal = self._appraise(row.presentation, presentation)
-            except EvidenceError:
-                continue
-            # The evidence is no younger than it was: appraising it again must not prolong it.
-            appraisal = replace(appraisal, expires_at=min(row.expires_at, appraisal.expires_at))
-            self._enter(Admitted(appraisal, presentation, row, self._clock()))
+        self._nonces.forget_expired(clock())
+        self._restore()
 
     def take_collateral(self, collateral: CollateralBundle) -> None:
-        """See `attestation.orchestrator.EvidenceOrchestrator.take_collateral`."""
+        """Judge evidence by newer ``collateral`` from now on; members stay admitted until their evidence expires."""
         self._terms = replace(self._terms, collateral=collateral)
 
-    def end_session(self) -> None:
-        """Take back the challenges of a session that is over, in a transaction of the caller's."""
-        self._nonces.forget_unused()
-
     def challenge(self, member_id: str, role: Role, identity_key: bytes = b"") -> Challenge:
-        """See `attestation.orchestrator.EvidenceOrchestrator.challenge`."""
+        """Issue a fresh nonce for one presentation by ``member_id`` in ``role``.
+
+        Args:
+            identity_key: the only key that can use the nonce; empty for any key.
+        """
         with self._transaction():
             if member_id in self._members:
                 self.keep(replace(self._members[member_id].row, superseded=True))
@@ -138,7 +132,19 @@ class Admissions:
             )
 
     def admit(self, envelope: Envelope) -> Appraisal:
-        """See `attestation.orchestrator.EvidenceOrchestrator.admit`."""
+        """Appraise a presentation and admit its sender; logged either way (refusals: `attestation.refusal_log`).
+
+        Guarantee: returns only for evidence that the policy accepts, that answers an unused challenge of this
+        orchestrator issued to the same member, role and run, and that binds the presented keys. The first presentation
+        that proves possession of its key consumes the nonce, whatever the outcome. Nonce, decision and log entry are
+        one transaction.
+
+        The presentation that admitted a member gives the same appraisal again, until the member is challenged anew.
+
+        Raises:
+            EvidenceError: with the code of the first failing check.
+            ProtocolError: ``session_over`` once another session has begun.
+        """
         admitted: Admitted | EvidenceError | None = self._admitted_by(envelope)
         if admitted is None:
             with self._transaction():
@@ -149,12 +155,17 @@ class Admissions:
         return admitted.appraisal
 
     def find(self, member_id: str) -> Admitted | None:
-        """The member, if it is admitted and nobody has revoked it since; its evidence may have expired."""
+        """Return the member if it is admitted and not revoked since; its evidence may have expired."""
         admitted = self._members.get(member_id)
         return None if admitted is None or self._revoked(admitted) else admitted
 
+    def evidence_of(self, member_id: str) -> bytes | None:
+        """Return the digest of the member's evidence; None where :meth:`find` has no member."""
+        admitted = self.find(member_id)
+        return None if admitted is None else admitted.appraisal.evidence_digest
+
     def entry(self, member_id: str, virtual_workers: tuple[int, ...]) -> Member:
-        """The member as rosters and orders name it; EvidenceError ``evidence_expired`` without valid evidence."""
+        """Return the member's place in a roster or order; EvidenceError ``evidence_expired`` without valid evidence."""
         admitted = self.find(member_id)
         if admitted is None or admitted.appraisal.expires_at <= self._clock():
             raise EvidenceError("evidence_expired", f"{member_id} has no valid evidence", "Present fresh evidence.")
@@ -169,32 +180,37 @@ class Admissions:
         )
 
     def keep(self, row: MemberRow) -> None:
-        """Note what a member's evidence has served, in a transaction of the caller's."""
+        """Record how a member's evidence was used, in a transaction of the caller's."""
         self._state.mark_member(row)
         self._members[row.member_id].row = row
 
     def expel(self, member_id: str, cause: str) -> None:
-        """See `attestation.orchestrator.EvidenceOrchestrator.expel`."""
+        """Remove a member; it gets no more keys and no place in a roster."""
         if self._members.pop(member_id, None) is not None:
             self._enrolment.drop(member_id)
             with self._transaction():
                 self._state.drop_member(member_id)
                 self._log.append("expelled", {"member_id": member_id, "cause": cause})
+        self._hosting.expelled(member_id)
 
     def review(self) -> MemberReview:
-        """See `attestation.orchestrator.EvidenceOrchestrator.review`; in a transaction of the caller's."""
-        self._revocations.record()
-        refusals = {i: self._revoked(each) for i, each in self._participants()}
-        ages = [
-            each.since + RENEWED_AFTER * (each.appraisal.expires_at - each.since)
-            for i, each in self._participants()
-            if refusals[i] is None
-        ]
-        revoked = tuple((i, refusal.message) for i, refusal in refusals.items() if refusal is not None)
-        return MemberReview(revoked, min(ages, default=math.inf) - self._clock())
+        """Log new revocations, and report which members are revoked and when the others have to present anew.
+
+        Guarantee: a revoked member gets no keys and no roster entry, whether or not this is called.
+        """
+        with self._transaction():
+            self._revocations.record()
+            refusals = {i: self._revoked(each) for i, each in self._participants()}
+            ages = [
+                each.since + RENEWED_AFTER * (each.appraisal.expires_at - each.since)
+                for i, each in self._participants()
+                if refusals[i] is None
+            ]
+            revoked = tuple((i, refusal.message) for i, refusal in refusals.items() if refusal is not None)
+            return MemberReview(revoked, min(ages, default=math.inf) - self._clock())
 
     def view(self) -> OrchestratorView:
-        """Facts for metrics: members that take part by role, evidence class, earliest expiry per role."""
+        """Return facts for metrics: the participants' roles, evidence class, and earliest expiry per role."""
         members = [admitted.appraisal for _, admitted in self._participants()]
         expiry: dict[str, int] = {}
         for appraisal in members:
@@ -206,18 +222,35 @@ class Admissions:
             earliest_expiry=expiry,
         )
 
+    def _restore(self) -> None:
+        """Admit again the members of this session that are on disk."""
+        with self._state.transaction():
+            known = [row for row in self._state.members() if not self._is_over(row)]
+        for row in known:
+            try:
+                presentation = open_presentation(row.presentation)
+                self._facts.check_clock(self._clock())
+                appraisal = self._appraise(row.presentation, presentation)
+            except EvidenceError:
+                continue
+            # The evidence is no younger than it was: appraising it again must not prolong it.
+            appraisal = replace(appraisal, expires_at=min(row.expires_at, appraisal.expires_at))
+            self._enter(Admitted(appraisal, presentation, row, self._clock()))
+
     def _enter(self, admitted: Admitted) -> None:
         if self._terms.lasting is not None:
-            self._members.pop(admitted.row.member_id, None)  # so that whoever came first is the first of them
+            # Moved to the end, so that the member that attested longest ago comes first and is forgotten first.
+            self._members.pop(admitted.row.member_id, None)
         self._members[admitted.row.member_id] = admitted
         self._enrolment.put(admitted.appraisal)
 
     def _participants(self) -> Iterator[tuple[str, Admitted]]:
-        """Everybody but observers, who renew their evidence themselves, or not."""
+        """Yield all members but observers, which renew their evidence on their own or leave."""
+        # A copy: `view` runs beside other calls, which may admit or forget members meanwhile.
         return ((i, each) for i, each in list(self._members.items()) if each.appraisal.role != OBSERVER)
 
     def _make_room(self, newcomer: Appraisal) -> None:
-        """Forget observers whose evidence expired; EvidenceError ``busy`` if there are too many for another one."""
+        """Forget observers whose evidence expired; EvidenceError ``busy`` if there is still no room for another."""
         if newcomer.role != OBSERVER:
             return
         known = {i: each.appraisal for i, each in self._members.items() if each.appraisal.role == OBSERVER}
@@ -228,11 +261,12 @@ class Admissions:
             raise EvidenceError("busy", f"there are {MAX_OBSERVERS} observers already.", "Ask again later.")
 
     def _forget_passing(self) -> None:
-        """Forget who does not last once its evidence expired, and the oldest where there are too many.
+        """Forget passing members whose evidence expired, and the oldest beyond ``MAX_PASSING``.
 
-        Guarantee: once a second at most, and then there are no more than ``MAX_PASSING`` of them, here and on disk.
+        Guarantee: after a sweep there are at most ``MAX_PASSING`` of them, in memory and on disk.
         """
         now = self._clock()
+        # One sweep a second: each costs a pass over all members, and a flood of admissions would ask for it each time.
         if self._terms.lasting is None or now == self._swept_at:
             return
         self._swept_at = now
@@ -245,7 +279,7 @@ class Admissions:
             self._log.append("expelled", {"member_id": member_id, "cause": f"{MAX_PASSING} attested after it"})
 
     def _is_over(self, row: MemberRow) -> bool:
-        """Whether the evidence in a row has expired; forgets who does not last, in a transaction of the caller's."""
+        """Return whether a row's evidence has expired; drops a passing member, in a transaction of the caller's."""
         if row.expires_at > self._clock():
             return False
         if not self._terms.lasts(row.member_id):
@@ -253,7 +287,7 @@ class Admissions:
         return True
 
     def _displace(self, newcomer: Appraisal) -> None:
-        """Forget who is in the way of ``newcomer``, where the terms say so; in a transaction of the caller's."""
+        """Forget the members that ``newcomer`` displaces under the terms, in a transaction of the caller's."""
         if self._terms.displaces:
             for member_id in self._enrolment.in_the_way(newcomer, self._terms.policy):
                 self._forget(member_id)
@@ -269,11 +303,11 @@ class Admissions:
         return self._revocations.find(admitted.appraisal.member_id, admitted.appraisal.platform_id)
 
     def _admitted_by(self, envelope: Envelope) -> Admitted | None:
-        """The member that this very presentation has admitted, unless a newer challenge asks it for another."""
+        """Return the member that this very presentation admitted; None once a newer challenge asks for another."""
         try:
             member = self._members.get(open_presentation(envelope).member_id)
         except EvidenceError:
-            return None  # The decision says why.
+            return None  # _decide finds the same error, and logs it.
         if member is None or member.row.presentation != envelope or member.row.superseded:
             return None
         return member

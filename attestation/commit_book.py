@@ -1,4 +1,4 @@
-"""Which steps were committed, with which parameters: the state behind `one run has one result`.
+"""The book of committed steps and their parameters, behind the promise that one run has one result.
 
 The book lives in the state of its orchestrator, and logs every commit in the evidence log.
 """
@@ -15,11 +15,11 @@ from metrics.errors import ProtocolError
 
 @dataclass(frozen=True, slots=True)
 class StepCommit:
-    """A finished step: what it released, and where the ledger stood when it was charged.
+    """A finished step, with what it released and the ledger entry that charged it.
 
     Attributes:
-        parameter_digest: of the parameters it released; for a measurement, SHA-256 of its values.
-        query: of which mechanism it is a step.
+        parameter_digest: of the released parameters; for a measurement, SHA-256 of its values.
+        query: the mechanism that this is a step of.
         ledger_sequence, ledger_hash: position and hash of the charge's entry in the ledger's chain.
     """
 
@@ -39,16 +39,16 @@ class CommitBook:
         self._log = log
 
     def steps(self) -> tuple[StepCommit, ...]:
-        """Every step that any session has committed, in order."""
+        """Return every step that any session of the run has committed, in order."""
         return tuple(StepCommit(*row) for row in self._state.commits())
 
     def of(self, step: int) -> StepCommit | None:
-        """How training step ``step`` was committed, in whatever session; None if it was not."""
+        """Return the commit of training step ``step`` in any session; None if it was not committed."""
         known = self._state.commit_of("gradient", step)
         return StepCommit(*known[0]) if known else None
 
     def record(self, commits: tuple[StepCommit, ...], session: SessionId) -> None:
-        """Log steps that ``session`` finished, in a transaction of the caller's; what it has logged is skipped.
+        """Log steps that ``session`` finished, in a transaction of the caller's; skip those that it has logged.
 
         Guarantee: a step is committed with one parameter digest only, in whatever session of the run.
 

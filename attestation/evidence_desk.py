@@ -1,14 +1,14 @@
-"""What the evidence service does for a peer at the other end of a channel: plain calls, one at a time.
+"""The calls of the evidence service for a peer at the other end of a channel: plain calls, one at a time.
 
-It adds to the orchestrator's decisions the one that only a service can take: that the peer of this channel is the
-member that it speaks for (`attestation/channel.py`). It knows nothing of gRPC.
+The desk adds the one decision that only a service can take: that the peer of this channel is the member it speaks for
+(`attestation/channel.py`). It knows nothing of gRPC.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, NoReturn, Protocol
+from typing import ClassVar, NoReturn
 
 from cryptography import x509
 from pydantic import JsonValue
@@ -36,12 +36,12 @@ _ROLES: frozenset[str] = frozenset({"worker", "aggregator", OBSERVER})
 
 
 class AttestationResult(Message):
-    """What an appraisal came to, for the member it is about.
+    """The result of an appraisal, for the member it is about.
 
     Attributes:
         evidence_class: ``simulated`` proves nothing about a machine.
         expires_at: unix seconds after which fresh evidence is needed.
-        steps: (step, verdict) in the order in which they were taken.
+        steps: (step, verdict) in the order of the appraisal.
         claims: under the names of RFC 9711, with one submodule per GPU; see `attestation.eat`.
     """
 
@@ -59,7 +59,7 @@ class AttestationResult(Message):
 
     @classmethod
     def of(cls, run_id: str, appraisal: Appraisal) -> "AttestationResult":
-        """The result that ``appraisal`` came to."""
+        """Return the result of ``appraisal``."""
         return cls(
             run_id=run_id,
             member_id=appraisal.member_id,
@@ -75,7 +75,7 @@ class AttestationResult(Message):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Whoever is at the other end of a channel.
+    """The peer at the other end of a channel.
 
     Attributes:
         address: host, without the port.
@@ -87,17 +87,25 @@ class Peer:
 
     @classmethod
     def of(cls, address: str, leaf_pem: bytes) -> "Peer":
-        """EvidenceError ``peer_not_bound`` if there is no certificate."""
+        """Read the peer's certificate; EvidenceError ``peer_not_bound`` if there is none."""
         return cls(address, read_leaf(leaf_pem))
 
 
-class Orchestrator(Protocol):
-    """What the desk asks of `attestation.orchestrator.EvidenceOrchestrator`."""
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """The decisions of an orchestrator that its service passes on.
 
-    def challenge(self, member_id: str, role: Role, identity_key: bytes = b"") -> Challenge: ...
-    def admit(self, envelope: Envelope) -> Appraisal: ...
-    def grant(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...], seen: int = 0) -> Grant: ...
-    def record_data(self, envelope: Envelope) -> None: ...
+    Attributes:
+        challenge: as `Admissions.challenge`.
+        admit: as `Admissions.admit`.
+        grant: as `ReleaseDesk.grant`.
+        record_data: as `attestation.orchestrator.RunSession.record_data`.
+    """
+
+    challenge: Callable[[str, Role, bytes], Challenge]
+    admit: Callable[[Envelope], Appraisal]
+    grant: Callable[[str, int, tuple[int, ...], int], Grant]
+    record_data: Callable[[Envelope], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,20 +122,19 @@ class EvidenceDesk:
 
     Attributes:
         end: the service's end of its channels.
-        refusals: what is refused here is asked by strangers, or by members over channels of their own.
+        refusals: counts what strangers ask, and what members ask over channels of their own.
         transaction: makes everything inside it durable together when it ends.
-        hosted: the virtual workers that a member may have the keys of.
-        newest_roster: the roster to show; None if there is none yet.
+        hosted: returns the virtual workers whose keys a member may have.
+        newest_roster: returns the roster to show; None before the first.
         now: unix seconds.
         attests: roles that are attested over the service.
-        again_only: whether keys are given again, of the epoch that a member's evidence has served before, and never
-            for the first time.
-        open_log: whether who knows the manifest may read the log; otherwise, only members.
+        again_only: whether a member gets only keys again, of the epoch that its evidence has served before.
+        open_log: whether everybody who knows the manifest may read the log, and not only members.
     """
 
     run_id: str
     end: ChannelEnd
-    orchestrator: Orchestrator
+    decisions: Decisions
     admissions: Admissions
     log: EvidenceLog
     refusals: RefusalLog
@@ -140,10 +147,10 @@ class EvidenceDesk:
     open_log: bool = True
 
     def challenge(self, peer: Peer, member_id: str, role: str, identity_key: bytes) -> Challenge:
-        """A nonce that only ``identity_key`` can use, if it certified the peer's end of the channel.
+        """Issue a nonce that only ``identity_key`` can use, if it certified the peer's end of the channel.
 
-        While a member's evidence is valid, its name is challenged over its own channels alone. Names of observers, and
-        only theirs, begin with ``observer-``: none of them can stand in the way of another member.
+        While a member's evidence is valid, its name is challenged over its own channels alone. The names of observers,
+        and no others, begin with ``observer-``, so no observer can block another member's name.
 
         Raises:
             EvidenceError: ``peer_not_bound``, or ``release_denied`` for a role that is not attested here.
@@ -159,13 +166,13 @@ class EvidenceDesk:
             refuse(Refusal.PEER_NOT_BOUND, "the announced identity key did not certify this channel")
         if self._is_taken(member_id, identity_key):
             refuse(Refusal.PEER_NOT_BOUND, f"'{member_id}' is a member with another identity key")
-        return self.orchestrator.challenge(member_id, known, identity_key)
+        return self.decisions.challenge(member_id, known, identity_key)
 
     def attest(self, peer: Peer, envelope: Envelope, channel_signature: bytes) -> AttestationResult:
-        """Appraise and admit, as `attestation.orchestrator.EvidenceOrchestrator.admit`, over the peer's own channel.
+        """Appraise and admit, as `Admissions.admit`, over the peer's own channel.
 
-        Guarantee: evidence that comes over any channel but one that its identity key certified and signed is refused,
-        and its nonce stays unused, so whoever relays it cannot spend it.
+        Guarantee: evidence is refused unless it comes over a channel that its identity key certified and signed. Its
+        nonce stays unused then, so a relay cannot spend it.
 
         Raises:
             EvidenceError: ``peer_not_bound``, or as ``admit``.
@@ -185,19 +192,21 @@ class EvidenceDesk:
         known = self.admissions.find(presentation.member_id)
         is_member = known is not None and known.presentation.identity_key == presentation.identity_key
         with self.refusals.asked_by("member" if is_member else "stranger"):
-            return AttestationResult.of(self.run_id, self.orchestrator.admit(envelope))
+            return AttestationResult.of(self.run_id, self.decisions.admit(envelope))
 
     def grant_keys(
         self, peer: Peer, member_id: str, epoch: int, virtual_workers: tuple[int, ...], seen: int = 0
     ) -> Grant:
-        """The keys of the virtual workers that the peer hosts, or of those it names; :meth:`proved` makes it an answer.
+        """Grant the keys of the virtual workers that the peer names, or of all that it hosts.
+
+        :meth:`proved` turns the grant into an answer.
 
         Args:
-            seen: as in `attestation.orchestrator.EvidenceOrchestrator.release`.
+            seen: as in `ReleaseDesk.release`.
 
         Raises:
             EvidenceError: ``peer_not_bound``, or ``release_denied`` if it names one that it does not host, or as
-                `attestation.orchestrator.EvidenceOrchestrator.release`.
+                `ReleaseDesk.release`.
         """
         logged = partial(refusals_logged, self.refusals, self.transaction, member_id, KeyKind.VIRTUAL_WORKER)
         with self.refusals.asked_by("stranger"), logged():
@@ -207,18 +216,18 @@ class EvidenceDesk:
                 if self.again_only and member.row.epoch != epoch:
                     refuse(Refusal.RELEASE_DENIED, f"the run has not given '{member_id}' keys of epoch {epoch}")
                 wanted = self._wanted(member_id, virtual_workers)
-            return self.orchestrator.grant(member_id, epoch, wanted, seen)
+            return self.decisions.grant(member_id, epoch, wanted, seen)
 
     def proved(self, grant: Grant) -> KeyRelease:
-        """What a member is sent of a grant; grants that are proved with nothing logged in between share one head."""
+        """Return the release of a grant; grants that are proved with nothing logged in between share one head."""
         return grant.proved(self.log)
 
     def roster(self, peer: Peer, member_id: str, data: Envelope | None) -> tuple[Envelope, tuple[Envelope, ...]]:
-        """The newest roster and the presentations of its members; ``data`` is recorded first.
+        """Record ``data``, and return the newest roster and the presentations of its members.
 
         Raises:
             EvidenceError: ``peer_not_bound``, ``release_denied``, or as `record_data`.
-            ProtocolError: ``no_roster`` while there is none, or for anybody but an observer none with the peer in it.
+            ProtocolError: ``no_roster`` before the first, or if the peer is neither in it nor an observer.
         """
         role = self._member(peer, member_id).appraisal.role
         if data is not None:
@@ -227,7 +236,7 @@ class EvidenceDesk:
                 refuse(Refusal.PEER_NOT_BOUND, f"'{member_id}' sent data commitments of another member")
             if not set(committed.virtual_workers) <= set(self.hosted(member_id)):
                 refuse(Refusal.RELEASE_DENIED, f"'{member_id}' sent data commitments of slices that it does not host")
-            self.orchestrator.record_data(data)
+            self.decisions.record_data(data)
         envelope = self.newest_roster()
         members = parse(Roster, envelope.body).members if envelope else ()
         if envelope is None or (role != OBSERVER and member_id not in {member.member_id for member in members}):
@@ -236,22 +245,22 @@ class EvidenceDesk:
         return envelope, tuple(each.row.presentation for each in admitted if each is not None)
 
     def log_lines(self, peer: Peer, member_id: str, start: int, limit: int) -> tuple[tuple[bytes, ...], bytes]:
-        """At most ``limit`` entries from position ``start``, and the signed head: lines as in an exported log.
+        """Return at most ``limit`` entries from position ``start``, and the signed head, as lines of an exported log.
 
         Raises:
-            EvidenceError: ``peer_not_bound`` or ``release_denied`` if the log is for members, and the peer is none.
+            EvidenceError: ``peer_not_bound`` or ``release_denied`` if the log is for members and the peer is none.
         """
         if not self.open_log:
             self._member(peer, member_id)
         return self.log.lines(start, min(limit, MAX_LOG_ENTRIES)), self.log.head_line()
 
     def inclusion(self, sequence: int, size: int) -> TreePath:
-        """That entry ``sequence`` is one of the first ``size``, 0 for all; ProtocolError ``log_range`` if it is not."""
+        """Prove that entry ``sequence`` is among the first ``size`` (0: all); ProtocolError ``log_range`` if not."""
         size = size or len(self.log)
         return _path(size, lambda: self.log.inclusion(sequence, size))
 
     def consistency(self, old_size: int, size: int) -> TreePath:
-        """That the first ``size`` entries, 0 for all, begin with the first ``old_size``; errors as `inclusion`."""
+        """Prove that the first ``size`` entries (0: all) begin with the first ``old_size``; errors as `inclusion`."""
         size = size or len(self.log)
         return _path(size, lambda: self.log.prove_extends(old_size, size))
 
@@ -266,7 +275,7 @@ class EvidenceDesk:
         return admitted
 
     def _wanted(self, member_id: str, virtual_workers: tuple[int, ...]) -> tuple[int, ...]:
-        """Those it names, or all that it hosts; EvidenceError ``release_denied`` unless it hosts them."""
+        """Return those it names, or all it hosts; EvidenceError ``release_denied`` unless it hosts them."""
         hosted = tuple(sorted(self.hosted(member_id)))
         wanted = tuple(sorted(set(virtual_workers))) or hosted
         if not wanted or not set(wanted) <= set(hosted):
@@ -274,14 +283,14 @@ class EvidenceDesk:
         return wanted
 
     def _is_taken(self, member_id: str, identity_key: bytes) -> bool:
-        """Whether a member with valid evidence and another identity key has this name."""
+        """Return whether a member with valid evidence and another identity key has this name."""
         admitted = self.admissions.find(member_id)
         if admitted is None or admitted.presentation.identity_key == identity_key:
             return False
         return admitted.appraisal.expires_at > self.now()
 
     def _opened(self, envelope: Envelope) -> Presentation:
-        """As `open_presentation`; what cannot be opened is refused in nobody's name."""
+        """Open a presentation; one that cannot be opened is refused in nobody's name."""
         try:
             return open_presentation(envelope)
         except EvidenceError as refusal:

@@ -1,11 +1,11 @@
-"""What an orchestrator keeps of one run, so that its next incarnation goes on where it stopped.
+"""The durable state of one run, from which the next incarnation of its orchestrator resumes.
 
-It hides the SQLite file and its tables. One run has one file; beside these tables it holds the evidence log and the
-nonces, so that a decision, its record and what it used up are one transaction. What outlives the run is in the file of
+The module hides the SQLite file and its tables. One run has one file. The evidence log and the nonces are in it too, so
+that a decision, its record and the nonce it used up are one transaction. State that outlives the run is in the file of
 `attestation.fact_book`.
 
-Guarantee: what a transaction wrote survives a crash of process and machine (WAL with full sync) once it has ended, and
-none of it exists if it did not.
+Guarantee: once a transaction has ended, its writes survive a crash of process and machine (WAL with full sync). If it
+has not ended, none of them exist.
 Not guaranteed: that an older copy of the file is noticed; compare the log's head with one kept elsewhere.
 """
 
@@ -51,7 +51,7 @@ CommitRow = tuple[int, bytes, int, int, bytes, Query]
 
 @dataclass(frozen=True, slots=True)
 class SessionId:
-    """One execution of a run: the text its driver chose, and the digest of its manifest. Before it begins, empty."""
+    """One execution of a run: the text that its driver chose, and its manifest's digest. Empty before one begins."""
 
     name: str = ""
     manifest: bytes = b""
@@ -59,13 +59,13 @@ class SessionId:
 
 @dataclass(frozen=True, slots=True)
 class MemberRow:
-    """An admitted member: the presentation that admitted it, and what its evidence serves.
+    """An admitted member: the presentation that admitted it, and the use of its evidence.
 
     Attributes:
         expires_at: unix seconds, as the appraisal at its admission said.
         joined: ratchet index at its first admission.
-        epoch: the one its keys were released for, if any were.
-        superseded: whether it was challenged again since, so that fresh evidence is what it has to present.
+        epoch: the epoch whose keys it was given; None before any.
+        superseded: whether it was challenged again since, and so has to present fresh evidence.
     """
 
     member_id: str
@@ -77,22 +77,22 @@ class MemberRow:
 
 
 def state_file(directory: Path, run_id: str) -> Path:
-    """The file of a run in an orchestrator's folder."""
+    """Return the file of a run in an orchestrator's folder."""
     return directory / f"{run_id}.sqlite"
 
 
 class OrchestratorState:
     """The file of one run, mode 0600; created if absent.
 
-    Everything that writes must be called inside :meth:`transaction`.
+    Methods that write expect an open :meth:`transaction`.
 
     Attributes:
         transactions: of ``db``.
-        facts: what all runs of the folder have seen; a file of its own, and no part of a transaction here.
+        facts: shared by all runs of the folder; a file of its own, and no part of a transaction here.
     """
 
     def __init__(self, path: Path) -> None:
-        path.touch(mode=0o600)
+        path.touch(mode=0o600)  # before SQLite, which would create it readable by others
         self.db = sqlite3.connect(path, timeout=BUSY_DEADLINE_S, isolation_level=None, check_same_thread=False)
         enter_wal(self.db)
         self.db.execute("PRAGMA synchronous = FULL")
@@ -106,39 +106,40 @@ class OrchestratorState:
         self.db.close()
 
     def transaction(self) -> AbstractContextManager[None]:
-        """See `Transactions.transaction`."""
+        """Open a transaction, or a part of the one that is open, as `Transactions.transaction`."""
         return self.transactions.transaction()
 
     # --- the session
 
     def forget_session(self) -> None:
-        """Whatever comes next is another session."""
+        """Forget the session and its members; the next session is another one."""
         self.db.execute("DELETE FROM session")
         self.db.execute("DELETE FROM members")
         self.db.execute("DELETE FROM opened")
 
     def start_session(self, session: SessionId) -> None:
-        """Begin a session that nobody has joined yet; the members of the one before are forgotten."""
+        """Begin a session without members, in place of the one before."""
         self.forget_session()
         self.db.execute("INSERT INTO session VALUES (0, ?, ?, 0, NULL)", (session.name, session.manifest))
 
     def is_current(self, session: SessionId) -> bool:
-        """Whether this is the newest session that was started."""
+        """Return whether this is the newest session that was started."""
         return self._column(session, "1") is not None
 
     @property
     def ratchet(self) -> int:
-        """Number of steps that the newest session has committed, those of all queries together."""
+        """Return the number of steps that the newest session has committed, of all queries together."""
         row = self.db.execute("SELECT ratchet FROM session").fetchone()
         return row[0] if row else 0
 
     def destroys(self, session: SessionId) -> bool | None:
-        """Whether a finished session destroys its secret; None if it is not finished."""
+        """Return whether a finished session destroys its secret; None if it is not finished."""
         recorded = self._column(session, "destroys")
         return None if recorded is None else bool(recorded)
 
     def finish_session(self, session: SessionId, destroys: bool) -> None:
-        """Note that a session is finished; a run that fails early has not even started it."""
+        """Record that a session is finished."""
+        # A run that fails early is finished before it has started a session.
         if not self.is_current(session):
             self.start_session(session)
         self.db.execute("UPDATE session SET destroys = ?", (destroys,))
@@ -152,13 +153,13 @@ class OrchestratorState:
     # --- members
 
     def members(self) -> list[MemberRow]:
-        """All of the session, in no order."""
+        """Return all members of the session, in no order."""
         query = "SELECT member_id, body, signature, expires_at, joined, epoch, superseded FROM members"
         rows = self.db.execute(query).fetchall()
         return [MemberRow(name, Envelope(body, signature), *rest) for name, body, signature, *rest in rows]
 
     def keep_member(self, row: MemberRow) -> None:
-        """Add a member, or replace what was known of it."""
+        """Add a member, or replace its row."""
         self.db.execute(
             "INSERT OR REPLACE INTO members VALUES (?, ?, ?, ?, ?, ?, ?)",
             (
@@ -185,31 +186,31 @@ class OrchestratorState:
     # --- steps
 
     def next_attempt(self, query: Query, step: int) -> int:
-        """The first attempt of a step of ``query`` that was never issued, which it is from now on."""
+        """Issue the next attempt of a step of ``query``: the first that was never issued."""
         known = self.db.execute("SELECT attempt FROM attempts WHERE query = ? AND step = ?", (query, step)).fetchone()
         attempt = int(known[0]) + 1 if known else 0
         self.db.execute("INSERT OR REPLACE INTO attempts VALUES (?, ?, ?)", (query, step, attempt))
         return attempt
 
     def commits(self) -> list[CommitRow]:
-        """Every step ever committed, in order for each query."""
+        """Return every step ever committed, in order for each query."""
         columns = "step, parameter_digest, attempts, ledger_sequence, ledger_hash, query"
         return self.db.execute(f"SELECT {columns} FROM commits ORDER BY query, step").fetchall()
 
     def commit_of(self, query: Query, step: int) -> tuple[CommitRow, str] | None:
-        """A row of :meth:`commits`, and the newest session that committed the step."""
+        """Return a row of :meth:`commits`, and the newest session that committed the step."""
         row = self.db.execute("SELECT * FROM commits WHERE query = ? AND step = ?", (query, step)).fetchone()
         return (row[:6], row[6]) if row else None
 
     def keep_commit(self, row: CommitRow, session: SessionId) -> None:
-        """Note that ``session``, the newest, committed a step; ``row`` as in :meth:`commits`."""
+        """Record that ``session``, the newest, committed a step; ``row`` as in :meth:`commits`."""
         self.db.execute("INSERT OR REPLACE INTO commits VALUES (?, ?, ?, ?, ?, ?, ?)", (*row, session.name))
         self.db.execute("UPDATE session SET ratchet = ratchet + 1")
 
     # --- data
 
     def bound_data(self, v: int) -> bytes | None:
-        """The commitment to the slice of a virtual worker that the run began with, if it was opened."""
+        """Return the first commitment to the slice of a virtual worker; None if the slice was never opened."""
         row = self.db.execute("SELECT commitment FROM data WHERE v = ?", (v,)).fetchone()
         return bytes(row[0]) if row else None
 
@@ -218,15 +219,15 @@ class OrchestratorState:
         self.db.execute("INSERT INTO data VALUES (?, ?)", (v, commitment))
 
     def note_opened(self, member_id: str, v: int) -> None:
-        """Note that a member has committed to the slice of a virtual worker."""
+        """Record that a member has committed to the slice of a virtual worker."""
         self.db.execute("INSERT OR IGNORE INTO opened VALUES (?, ?)", (member_id, v))
 
     def opened(self, member_id: str) -> set[int]:
-        """Virtual workers whose slices a member has committed to."""
+        """Return the virtual workers whose slices a member has committed to."""
         return {v for (v,) in self.db.execute("SELECT v FROM opened WHERE member_id = ?", (member_id,))}
 
     def bound_vectors(self, query: Query, step: int) -> bytes | None:
-        """Digest of the vectors of a step, if they were ever computed."""
+        """Return the digest of the vectors of a step; None if they were never computed."""
         row = self.db.execute("SELECT digest FROM vectors WHERE query = ? AND step = ?", (query, step)).fetchone()
         return bytes(row[0]) if row else None
 

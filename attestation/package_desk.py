@@ -1,8 +1,8 @@
-"""The orchestrator's part in sealed packages: what it signs, what it remembers, and what it opens.
+"""The orchestrator's part in sealed packages: it signs, remembers and opens them.
 
-Guarantee: it signs a package only of its own run and manifest, of a step that its log says was committed with exactly
-those parameters after that entry of the ledger, and sealed after an entry that its log has; the log says so before the
-signature leaves.
+Guarantee: the desk signs a package only of its own run and manifest. Its log must say that the step was committed with
+exactly those parameters after that entry of the ledger, and must have the entry that the package was sealed after. The
+log names the package before the signature leaves.
 Not guaranteed: the rest of what a package states (epsilon, evidence class, metrics). That is the coordinator's word.
 """
 
@@ -15,10 +15,10 @@ from pathlib import Path
 from attestation.commit_book import CommitBook
 from attestation.evidence_log import EvidenceLog
 from attestation.hybrid_signature import SignerPublic
-from attestation.keys import Secret
+from attestation.key_release import HpkeKey
 from attestation.log_entries import Entry
 from attestation.messages import parse
-from attestation.package_keys import RUN_RECIPIENT, PackageSigner, RecipientPublic, run_recipient_key
+from attestation.package_keys import RUN_RECIPIENT, PackageSigner, RecipientPublic
 from attestation.package_manifest import PackageManifest
 from metrics.errors import EvidenceError
 
@@ -32,49 +32,52 @@ class PublishedPackage:
 
 
 class PackageDesk:
-    """Seals and opens the packages of one run.
+    """The packages face of a session: it signs, remembers and opens the sealed packages of the run.
 
     Args:
+        manifest_digest: of the manifest that the session began with.
+        recipient_key: opens the packages that are sealed to the run.
         transaction: opens a transaction of the log's database.
-        manifest_digest: that of the manifest the session began with.
-        signer_folder: where the site's signer lives; created when it is first needed.
+        draw_key: counts and logs that the key of a package leaves; EvidenceError ``release_denied`` beyond its quota.
+        signer_folder: holds the site's signer; created when the signer is first needed.
     """
 
     def __init__(
         self,
         *,
         run_id: str,
-        run_secret: Secret,
+        manifest_digest: bytes,
+        recipient_key: HpkeKey,
         log: EvidenceLog,
         commits: CommitBook,
         transaction: Callable[[], AbstractContextManager[None]],
-        manifest_digest: Callable[[], bytes],
+        draw_key: Callable[[bytes], None],
         signer_folder: Path,
     ) -> None:
         self._run_id = run_id
+        self._manifest_digest = manifest_digest
+        self._recipient_key = recipient_key
         self._log = log
         self._commits = commits
         self._transaction = transaction
-        self._manifest_digest = manifest_digest
+        self._draw_key = draw_key
         self._signer_folder = signer_folder
-        self._recipient = run_recipient_key(run_secret)
 
     @cached_property
     def _signer(self) -> PackageSigner:
+        # Not in the constructor: a run that seals nothing leaves no signer behind.
         return PackageSigner.load_or_create(self._signer_folder)
 
     def signer(self) -> SignerPublic:
-        """The public keys under which this run's packages verify."""
+        """Return the public keys under which this run's packages verify."""
         return self._signer.public
 
     def recipient(self) -> RecipientPublic:
-        """The run as a recipient of its own packages."""
-        return RecipientPublic(name=RUN_RECIPIENT, key=self._recipient.public)
+        """Return the run as a recipient of its own packages."""
+        return RecipientPublic(name=RUN_RECIPIENT, key=self._recipient_key.public)
 
     def sign(self, manifest_bytes: bytes) -> bytes:
-        """The bytes of ``manifest.sig`` for a package of this run; logged as ``sealed`` before they return.
-
-        Guarantee: see the module.
+        """Return the bytes of ``manifest.sig`` for a package of this run; logged as ``sealed`` before they return.
 
         Raises:
             EvidenceError: ``not_committed`` if the step is not committed yet, ``seal_refused`` if the package is
@@ -85,7 +88,7 @@ class PackageDesk:
         manifest = parse(PackageManifest, manifest_bytes)
         if manifest.run_id != self._run_id:
             raise EvidenceError("seal_refused", f"the package is of run {manifest.run_id}, not {self._run_id}")
-        if manifest.manifest_digest != self._manifest_digest():
+        if manifest.manifest_digest != self._manifest_digest:
             raise EvidenceError("seal_refused", "the package is of another manifest than the run's")
         self._check_committed(manifest)
         if self._log.root_at(manifest.log_length) != manifest.log_hash:
@@ -115,16 +118,21 @@ class PackageDesk:
         self._record("published", package)
 
     def newest_published(self) -> PublishedPackage | None:
-        """The published package of the highest step; of several, the last."""
+        """Return the published package of the highest step; of several, the last."""
         return max(map(_package, self._log.newest("published")), key=lambda package: package.step, default=None)
 
     def open(self, info: bytes, wrapped_key: bytes) -> bytes:
-        """The data key that was sealed to this run.
+        """Open the data key that was sealed to this run; logged before it returns.
+
+        Args:
+            info: what the key is bound to; it names the package.
 
         Raises:
-            EvidenceError: ``key_not_for_us``.
+            EvidenceError: ``key_not_for_us``, or ``release_denied`` if the key was opened as often as its quota says.
         """
-        return self._recipient.open(wrapped_key, info)
+        data_key = self._recipient_key.open(wrapped_key, info)
+        self._draw_key(info)
+        return data_key
 
     def _record(self, kind: str, package: PublishedPackage) -> None:
         """Log ``package``, unless the newest entry of ``kind`` is the same."""

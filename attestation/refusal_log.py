@@ -1,13 +1,12 @@
-"""Which refusals are entries of the evidence log, and which are only counted there.
+"""The refusals in the evidence log: each is an entry of its own, up to a budget, and is only counted beyond it.
 
-An entry stays for ever, and being refused costs nothing. So what is refused over the service has a budget: `BURST`
-refusals, and `PER_SECOND` more. Those beyond it are counted, and an entry ``refusals_omitted`` says how many of each
-code there were: before the next refusal that is logged, and when the log is exported or its owner closes.
+An entry stays for ever, and being refused costs nothing. So refusals over the service have a budget: `BURST` refusals,
+and `PER_SECOND` more. Refusals beyond it are counted. An entry ``refusals_omitted`` gives the count of each code before
+the next refusal that is logged, and when the log is exported or its owner closes.
 
-Strangers have one budget together, as nobody tells one from another. Members, whose identity key is admitted and
-certified their channel, have a second one that no stranger can use up: a flood of theirs is at least by somebody whom
-an ``admitted`` entry names. What the orchestrator's own driver asks is no part of this: a refusal of it is always an
-entry.
+Strangers share one budget, as they cannot be told apart. Members, whose identity key is admitted and certified their
+channel, share a second budget that no stranger can use up; an ``admitted`` entry names whoever floods it. Refusals of
+the orchestrator's own driver have no budget: each is an entry.
 """
 
 import sqlite3
@@ -25,15 +24,15 @@ from attestation.service_limits import RateLimit
 Asker = Literal["stranger", "member"]
 BURST: Final = 4096
 PER_SECOND: Final = 1.0
+# Letters of a name that are logged: over the service anybody may ask in a name of any length.
 _LOGGED_NAME: Final = 200
-"""Letters of a name that are logged: over the service anybody may ask in a name of any length."""
 
 
 class RefusalLog:
     """The refusals of one evidence log.
 
     Guarantee: over the service, strangers cause at most ``BURST`` + ``PER_SECOND`` * seconds entries about refusals,
-    and members as many, each with at most one ``refusals_omitted`` beside it. What is omitted is counted by code.
+    and members as many, each with at most one ``refusals_omitted`` beside it. Omitted refusals are counted by code.
     Not guaranteed: the count since the last such entry is in memory, and a crash loses it.
 
     Args:
@@ -55,7 +54,7 @@ class RefusalLog:
 
     @contextmanager
     def asked_by(self, asker: Asker) -> Iterator[None]:
-        """Whatever is refused inside was asked over the service, by ``asker``."""
+        """Charge refusals inside to the budget of ``asker``, who asks over the service."""
         former, self._asker = self._asker, asker
         try:
             yield
@@ -71,13 +70,13 @@ class RefusalLog:
         self._log.append(kind, {"member_id": member_id[:_LOGGED_NAME], "code": code, **more})
 
     def settle(self) -> None:
-        """Say in the log what was omitted since it was last said; durable, or part of the caller's transaction."""
+        """Log the count of omitted refusals; durable, or part of the caller's transaction."""
         if self._omitted:
             with self._transaction():
                 self._state_omitted()
 
     def close(self) -> None:
-        """As :meth:`settle`, where that can be written; where it cannot, it is lost as in a crash."""
+        """Log the count as :meth:`settle`, if it can be written; otherwise it is lost, as in a crash."""
         with suppress(sqlite3.Error):
             self.settle()
 

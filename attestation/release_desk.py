@@ -1,9 +1,9 @@
-"""The desk that hands out keys: who may have which, in the log before they leave.
+"""The desk that releases keys to entitled members, and logs each release before it leaves.
 
-Guarantee: a key leaves only for a member whose evidence is accepted and not expired, sealed to the key that the
-evidence binds, no more often than its quota, and after the log says so; the member gets the proof that it does. What is
-released in a session is released under the policy that the session began with. A release that is refused is in the log
-before the refusal is told, or counted: see `attestation.refusal_log`.
+Guarantee: a key leaves only for a member whose evidence is accepted and not expired. It is sealed to the key that the
+evidence binds, no more often than its quota, and after the log has the release; the member gets the proof of that.
+All releases of a session are under the policy that the session began with. A refused release is in the log before the
+refusal is told, or counted there: see `attestation.refusal_log`.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,16 +15,19 @@ from typing import NamedTuple
 from attestation.admissions import Admissions, Admitted
 from attestation.canonical import digest
 from attestation.evidence_log import EvidenceLog
-from attestation.key_policy import DrawBook, KeyKind, KeyPolicy
+from attestation.key_policy import KeyKind, KeyPolicy
 from attestation.key_release import KeyPackage, KeyRelease, RunKeys, released_body, seal_package
 from attestation.keys import IdentityKey
 from attestation.log_entries import Entry
 from attestation.log_watch import forked
 from attestation.messages import Envelope
+from attestation.orchestrator_state import SessionId
 from attestation.policy import Policy
 from attestation.refusal_log import RefusalLog
+from attestation.run_books import RunBooks
 from attestation.run_terms import RunTerms
 from attestation.sealed_data import SliceKeys
+from attestation.static_hosting import RunHosting
 from metrics.errors import EvidenceError
 
 
@@ -34,8 +37,8 @@ def refusals_logged(
 ) -> Iterator[None]:
     """Log a refusal to release keys of ``kind`` to ``member_id`` that is raised inside, as ``release_refused``.
 
-    Guarantee: the entry is durable, or part of the caller's transaction, before the refusal leaves, unless it is beyond
-    the budget of ``refusals``, which counts it; what was written in a ``transaction`` inside is undone.
+    Guarantee: before the refusal leaves, the entry is durable or part of the caller's transaction. Beyond its budget,
+    ``refusals`` counts the refusal instead. A ``transaction`` that was open inside is undone.
     """
     try:
         yield
@@ -47,10 +50,10 @@ def refusals_logged(
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A release that is logged, and whose proof is still to come: a head that is signed later proves many at once.
+    """A release that is logged but not proved yet: one head that is signed later proves many at once.
 
     Attributes:
-        entry: of the log, which says so.
+        entry: the release in the log.
         slices, evaluation: see `KeyRelease`.
         seen: entries under the newest head that the member was shown.
     """
@@ -62,11 +65,9 @@ class Grant:
     seen: int = 0
 
     def proved(self, log: EvidenceLog) -> KeyRelease:
-        """The release, with the proof that ``log`` has it, and extends what the member has seen.
-
-        A member opens the keys of slices, then of evaluation slices, then these. All are under one head, and the first
-        of them extends what it has seen.
-        """
+        """Return the release, with the proof that ``log`` has it and extends what the member has seen."""
+        # The member opens slices first, then evaluation slices, then these keys. All are under one head, so only the
+        # first package that it opens has to prove that this head extends what the member has seen.
         extends = log.prove_extends(self.seen, len(log))
         slices = evaluation = None
         if self.slices is not None:
@@ -90,51 +91,71 @@ def _key_terms(policy: Policy, kind: KeyKind) -> _KeyTerms:
 
 
 class ReleaseDesk:
-    """Releases the keys of one run.
+    """The keys face of a session: it releases the keys of the run to admitted workers.
 
     Args:
-        transaction: opens a transaction of the session that asks.
+        keys: of the run.
+        signer: the orchestrator's identity key, which signs each package.
+        terms: of the session; its releases stay under the policy that it began with.
+        hosting: told who has the keys of which virtual workers.
         clock: unix seconds.
+
+    Raises:
+        ConfigError: if sealed data that ``terms`` name cannot be opened.
     """
 
     def __init__(
         self,
+        books: RunBooks,
         *,
         keys: RunKeys,
         signer: IdentityKey,
+        session: SessionId,
+        terms: RunTerms,
         admissions: Admissions,
-        draws: DrawBook,
-        log: EvidenceLog,
-        refusals: RefusalLog,
-        transaction: Callable[[], AbstractContextManager[None]],
+        hosting: RunHosting,
         clock: Callable[[], int],
     ) -> None:
+        self._transaction = partial(books.transaction_of, session)
+        self._draws = books.draws
+        self._log = books.log
+        self._refusals = books.refusals
         self._keys = keys
         self._signer = signer
+        self._session = session.name
+        self._terms = terms
         self._admissions = admissions
-        self._draws = draws
-        self._log = log
-        self._refusals = refusals
-        self._transaction = transaction
+        self._hosting = hosting
         self._clock = clock
-
-    def begin(self, session: str, terms: RunTerms) -> None:
-        """Take up a session that has begun; what it releases stays under the policy that it began with."""
-        self._session, self._terms = session, terms
         self._slices = {
             KeyKind.DATASET: SliceKeys.open(terms.sealed, "training") if terms.sealed else None,
             KeyKind.EVALUATION: SliceKeys.open(terms.evaluation, "evaluation") if terms.evaluation else None,
         }
         # All members of an epoch are told the same, and hardly any two epochs are under way at once.
-        self._commitments = lru_cache(maxsize=4)(
-            partial(self._keys.commitments, terms.key_context, terms.virtual_workers)
-        )
+        self._commitments = lru_cache(maxsize=4)(partial(keys.commitments, terms.key_context, terms.virtual_workers))
         self._key_policy = cache(partial(_key_terms, terms.policy))
+        # From the log, not from the terms: a restarted driver may bring another policy to the same session.
         begun = next(self._log.newest("session")).content
         self._policy_of_session = bytes.fromhex(begun["policy_digest"])
 
-    def grant(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...], seen: int) -> Grant:
-        """See `attestation.orchestrator.EvidenceOrchestrator.grant`."""
+    def release(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...], seen: int = 0) -> KeyRelease:
+        """Seal the keys of ``virtual_workers`` in ``epoch`` to an admitted worker, logged before they leave.
+
+        Args:
+            seen: entries under the newest head of the log that the member was shown.
+
+        Returns:
+            The sealed keys, and the proof that the log has the release and extends what the member has seen.
+
+        Raises:
+            EvidenceError: ``release_denied`` if the member is not an admitted worker, its evidence has expired, served
+                another epoch or was appraised by another policy, or a key was drawn as often as its quota says;
+                ``log_forked`` if the member has seen more of the log than there is. The log has the refusal.
+        """
+        return self.grant(member_id, epoch, virtual_workers, seen).proved(self._log)
+
+    def grant(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...], seen: int = 0) -> Grant:
+        """Release keys as :meth:`release`, for a caller that proves several grants later under one signed head."""
         self._require_seen(member_id, seen)
         slices = self._grant_slices(KeyKind.DATASET, member_id, epoch, virtual_workers)
         evaluation = self._grant_slices(KeyKind.EVALUATION, member_id, epoch, virtual_workers)
@@ -144,7 +165,23 @@ class ReleaseDesk:
             keys = [self._keys.of(self._terms.key_context, v, epoch) for v in virtual_workers]
             plaintext = b"".join(key.stream.reveal() + key.data.reveal() for key in keys)
             grant = self._send(key_terms, admitted, epoch, virtual_workers, self._commitments(epoch), plaintext)
+        self._hosting.released(member_id, virtual_workers)
         return replace(grant, slices=slices, evaluation=evaluation, seen=seen)
+
+    def draw_checkpoint_key(self, info: bytes) -> None:
+        """Count and log that the data key of a sealed package of the run leaves.
+
+        Args:
+            info: what the key is bound to; it names the package.
+
+        Raises:
+            EvidenceError: ``release_denied`` if the key was drawn as often as its quota says.
+        """
+        name = digest(info).hex()
+        terms, terms_digest = self._key_policy(KeyKind.CHECKPOINT)
+        with refusals_logged(self._refusals, self._transaction, "", terms.kind), self._transaction():
+            self._draws.draw(terms, 0, (name,), self._session, "")
+            self._log.append("opened", {"kind": terms.kind.value, "package": name, "policy": terms_digest.hex()})
 
     def _require_seen(self, member_id: str, seen: int) -> None:
         with refusals_logged(self._refusals, self._transaction, member_id, KeyKind.VIRTUAL_WORKER):
@@ -154,7 +191,7 @@ class ReleaseDesk:
     def _grant_slices(
         self, kind: KeyKind, member_id: str, epoch: int, virtual_workers: tuple[int, ...]
     ) -> Grant | None:
-        """The keys of the slices of the dataset of ``kind``; None if the run has none that is sealed."""
+        """Release the slice keys of the dataset of ``kind``; None if the run has no such sealed dataset."""
         keys = self._slices[kind]
         if keys is None:
             return None
@@ -175,7 +212,7 @@ class ReleaseDesk:
         commitments: tuple[bytes, ...],
         plaintext: bytes,
     ) -> Grant:
-        """Log the release of the keys in ``plaintext``, and seal them to a member that is entitled to them."""
+        """Log the release of the keys in ``plaintext``, and seal them to an entitled member."""
         member_id = admitted.row.member_id
         package = KeyPackage(
             kind=key_terms.policy.kind,
@@ -196,22 +233,6 @@ class ReleaseDesk:
             self._admissions.keep(replace(admitted.row, epoch=epoch))
             entry = self._log.append("released", released_body(package))
         return Grant(seal_package(package, plaintext, admitted.presentation.hpke_key, self._signer), entry)
-
-    def open_checkpoint(self, info: bytes, opened: Callable[[], bytes]) -> bytes:
-        """The data key of a sealed package of the run, which ``opened`` gives, logged before it leaves.
-
-        Args:
-            info: what the key is bound to; it names the package.
-
-        Raises:
-            EvidenceError: ``release_denied`` if it was asked for as often as its quota says, or as ``opened``.
-        """
-        data_key, name = opened(), digest(info).hex()
-        terms, terms_digest = self._key_policy(KeyKind.CHECKPOINT)
-        with refusals_logged(self._refusals, self._transaction, "", terms.kind), self._transaction():
-            self._draws.draw(terms, 0, (name,), self._session, "")
-            self._log.append("opened", {"kind": terms.kind.value, "package": name, "policy": terms_digest.hex()})
-        return data_key
 
     def _entitled(self, member_id: str, epoch: int, terms: KeyPolicy) -> Admitted:
         admitted = self._admissions.find(member_id)

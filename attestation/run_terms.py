@@ -1,4 +1,4 @@
-"""What the orchestrator of a run, or of a standalone service, is told once: by what it judges, and for what."""
+"""The terms that the orchestrator of a run, or of a standalone service, is told once."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -8,22 +8,23 @@ from attestation.policy import Policy
 from attestation.sealed_data import SealedTerms
 
 MAX_EPOCHS: Final = 65_536
+# An observer may look; it gets no keys and no place in a roster.
 OBSERVER: Final = "observer"
-"""Role of whoever may look, and gets no keys and no place in a roster."""
+# Only observers have such names, so that none of them can take the name of another member.
 OBSERVER_PREFIX: Final = "observer-"
 
 
 @dataclass(frozen=True, slots=True)
 class RunTerms:
-    """What the orchestrator needs of a run's manifest.
+    """The terms of a run: the policy that evidence is judged by, and the manifest that it is for.
 
     Attributes:
         sealed, evaluation: the training examples and the evaluation split, where they are sealed.
-        displaces: whether a member takes the place of who is enrolled on its machine or its GPUs, instead of being
-            refused: where members come one after the other, as at a key service, who is still there has died.
-        epochs: how many epochs of keys the manifest or the contract commits to; no key of a later one is released.
-        lasting: names of the members that are kept when their evidence expires, as the run goes on with them; None for
-            all but observers. At a standalone service anybody whose evidence is accepted is admitted, under any name.
+        displaces: whether a newcomer takes the place of the members on its machine or its GPUs, instead of being
+            refused. At a key service members come one after the other, so a member that is still there has died.
+        epochs: number of epochs of keys that the manifest or the contract commits to; no later key is released.
+        lasting: names of the members that are kept when their evidence expires; None for all but observers. A
+            standalone service admits any name with accepted evidence, so it keeps only the members of its table.
     """
 
     manifest_digest: bytes
@@ -39,7 +40,7 @@ class RunTerms:
     epochs: int = MAX_EPOCHS
 
     def lasts(self, member_id: str) -> bool:
-        """Whether a member is kept when its evidence expires; of observers, whom their names tell, none is."""
+        """Return whether a member is kept when its evidence expires; an observer, known by its name, never is."""
         if member_id.startswith(OBSERVER_PREFIX):
             return False
         return self.lasting is None or member_id in self.lasting

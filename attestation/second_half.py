@@ -1,4 +1,4 @@
-"""A worker's way to its second halves: from the data owner's key service, over a channel of its own."""
+"""The worker's side of a key service: it fetches second halves of keys over a channel of its own."""
 
 from collections.abc import Mapping, Sequence
 
@@ -21,14 +21,14 @@ def fetch_halves(
     virtual_workers: Sequence[int],
     watch: LogWatch,
 ) -> Mapping[int, VirtualWorkerKeys]:
-    """The owner's halves of ``virtual_workers`` in ``epoch``, for fresh evidence of ``attester``.
+    """Fetch the owner's halves of ``virtual_workers`` in ``epoch``, for fresh evidence of ``attester``.
 
-    Guarantee: fails closed. What returns is exactly what ``contract`` commits to, signed and logged by its service.
+    Guarantee: fails closed. The halves are those that ``contract`` commits to, signed and logged by its service.
 
     Args:
         address: ``host:port`` of the service.
         attester: keys that are shown to no other service.
-        watch: what was seen of the service's log before.
+        watch: the part of the service's log that was seen before.
 
     Raises:
         EvidenceError: the service's refusal, ``release_denied`` if it does not answer, ``key_package_mismatch`` if

@@ -1,11 +1,11 @@
 """The gRPC evidence service: Challenge, Attest, ReleaseKeys, Roster and Log over mutual TLS on attested keys.
 
-An event loop in a thread of its own reads and writes; what it is asked goes to the orchestrator one call after the
-other, in one more thread (`attestation/service_queue.py`). Peers that are slow, silent or half open hold a coroutine
-or a socket, never one of those threads. Health (``grpc.health.v1``) and reflection are served beside it.
+An event loop in a thread of its own reads and writes. Its calls go to the orchestrator one after the other, in one more
+thread (`attestation/service_queue.py`). A peer that is slow, silent or half open holds a coroutine or a socket, never
+one of those threads. The server also answers health checks (``grpc.health.v1``) and reflection.
 
-Guarantee: fails closed. Whatever cannot be decided, recorded or answered in time is a refusal, and a service that could
-not write its record answers nothing else any more.
+Guarantee: fails closed. A call that cannot be decided, recorded or answered in time is refused. A service that could
+not write its record refuses everything from then on.
 """
 
 import asyncio
@@ -101,7 +101,7 @@ class _Servicer(EvidenceServicer):
         return await self._answer(context, answer)
 
     async def _answer(self, context: Context, call: Callable[[Peer], R | Afterwards[R]]) -> R:
-        """The answer to ``call``; a refusal becomes a status and its code in the trailing metadata."""
+        """Return the answer to ``call``; a refusal becomes a status, with its code in the trailing metadata."""
         refusal: RaycloakError
         try:
             peer = self._peer(context)
@@ -120,13 +120,13 @@ class _Servicer(EvidenceServicer):
         raise AssertionError("unreachable: abort raises")
 
     def _count(self, context: Context, address: str, size: int) -> None:
-        """Count an answer until it has left; EvidenceError ``busy`` if too many wait for their receivers."""
+        """Count an answer until it has left; EvidenceError ``busy`` if too much is unread."""
         if not self._unread.takes(address, size):
             raise EvidenceError("busy", "answers to this peer, or to all, are not read.", "Read them, or ask later.")
         context.add_done_callback(lambda _: self._unread.left(address, size))
 
     def _peer(self, context: Context) -> Peer:
-        """Whoever is at the other end, if it has calls left."""
+        """Return the peer at the other end; EvidenceError ``rate_limited`` if it has no calls left."""
         pem = next(iter(context.auth_context().get("x509_pem_cert", ())), b"")
         host = unquote(context.peer()).rpartition(":")[0]
         peer, identity = _identified(host, pem)
@@ -137,10 +137,10 @@ class _Servicer(EvidenceServicer):
 
 @lru_cache(maxsize=1024)  # each call of a channel asks it again
 def _identified(host: str, pem: bytes) -> tuple[Peer, bytes]:
-    """A peer, and by what its calls are counted.
+    """Return a peer, and the identity that its calls are counted under.
 
-    Each channel has a fresh certificate, so what counts is its issuer. Anybody can write another's name there, but only
-    at an address of his own.
+    Each channel has a fresh certificate, so its issuer counts. Anybody can write another's name there; the address is
+    part of the identity, so that this uses up nobody else's calls.
     """
     peer = Peer.of(host, pem)
     return peer, digest(host.encode() + b" " + peer.certificate.issuer.public_bytes())
@@ -148,7 +148,7 @@ def _identified(host: str, pem: bytes) -> tuple[Peer, bytes]:
 
 @lru_cache(maxsize=1024)
 def network_of(host: str) -> str:
-    """By what the calls of an address are counted: itself, or the /64 of an IPv6 address, which is one customer's."""
+    """Return what the calls of an address are counted under: itself, or the /64 of an IPv6 address, one customer's."""
     try:
         address = IPv6Address(host.removeprefix("ipv6:").strip("[]"))
     except ValueError:
@@ -183,7 +183,7 @@ class EvidenceServer:
         """Serve ``desk`` at ``bind`` (``host:port``; port 0 takes a free one) until :meth:`stop`.
 
         Args:
-            turn: held while the orchestrator is asked; whoever else asks it must hold it too.
+            turn: held while the orchestrator is asked; its other callers must hold it too.
 
         Raises:
             ConfigError: ``bind`` if the address cannot be listened on.
@@ -204,11 +204,11 @@ class EvidenceServer:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why the service answers nothing any more, if it does not."""
+        """Return the error that ended the record, after which every call is refused; None while the service works."""
         return self._queue.failure
 
     def at_stop(self, call: Callable[[], None]) -> None:
-        """Call ``call`` when the service is stopped, first."""
+        """Register a call that :meth:`stop` makes before it stops the service."""
         self._at_stop.append(call)
 
     def stop(self, grace_s: float = 1.0) -> None:

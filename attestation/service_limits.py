@@ -1,7 +1,7 @@
-"""What the evidence service allows one peer, and all of them together.
+"""The limits of the evidence service, for one peer and for all of them together.
 
 Guarantee: every wait that a peer can cause has an end, and everything that a stranger can fill has a size. The evidence
-log alone has none: admissions and releases are always logged, and refusals at a bounded rate
+log alone has no size: admissions and releases are always logged, and refusals at a bounded rate
 (`attestation.refusal_log`).
 """
 
@@ -15,9 +15,10 @@ from pydantic import Field
 from attestation.appraisal import MAX_PRESENTATION_BYTES
 from attestation.messages import Message
 
+# Bounds the memory of the rate limits: a stranger has as many addresses and identities as it likes.
 _MAX_BUCKETS: Final = 65_536
+# An answer up to this size is given whatever else is unread: all that a member needs is smaller.
 SMALL_BYTES: Final = 65_536
-"""Of an answer that is given whatever else is unread: what a member needs is smaller, and each call has one."""
 
 
 class ServiceLimits(Message):
@@ -25,16 +26,16 @@ class ServiceLimits(Message):
 
     Attributes:
         deadline_s: longest time a call may take, whatever deadline its caller gave.
-        handshake_s: from a connection's start to the end of its TLS handshake; then it is closed. A short one keeps
-            nobody out who connects again, and accepting him again costs more than the memory he held.
-        idle_s: a connection without a call is closed after it.
-        age_s: any connection is closed after it; its calls get another ``deadline_s``.
+        handshake_s: longest TLS handshake; then the connection is closed. A shorter limit keeps out nobody who
+            connects again, and accepting a connection again costs more than the memory that it held.
+        idle_s: after it, a connection without a call is closed.
+        age_s: after it, any connection is closed; its calls get another ``deadline_s``.
         connections: at once; more are turned away.
         calls_per_connection: at once.
-        pending_calls: that wait for the orchestrator; more are refused.
+        pending_calls: calls that wait for the orchestrator; more are refused.
         message_bytes: of one request.
-        unread_bytes, unread_address_bytes: of answers that are not sent yet, as their receivers do not read them; all
-            of them, and those to one network address. More are refused, but for small ones.
+        unread_bytes, unread_address_bytes: of answers that their receivers do not read, in all and to one network
+            address. More answers are refused, except small ones.
         identity_rate, address_rate: calls per second of one TLS identity, and of one network address; all of an IPv6
             /64 are one.
         identity_burst, address_burst: calls that may come at once beyond the rate.
@@ -58,7 +59,7 @@ class ServiceLimits(Message):
     address_burst: int = Field(default=4000, ge=1)
 
     def channel_options(self) -> tuple[tuple[str, int], ...]:
-        """The part that gRPC enforces, as options of its server."""
+        """Return the limits that gRPC enforces, as options of its server."""
         return (
             ("grpc.server_handshake_timeout_ms", _ms(self.handshake_s)),
             ("grpc.max_connection_idle_ms", _ms(self.idle_s)),
@@ -117,7 +118,7 @@ class RateLimit:
 
 
 class UnreadAnswers:
-    """Bytes of the answers that have not left, which a peer that does not read would have the service hold."""
+    """The bytes of answers that have not left: a peer that does not read makes the service hold them."""
 
     def __init__(self, limits: ServiceLimits) -> None:
         self._limits = limits
@@ -135,7 +136,7 @@ class UnreadAnswers:
         return True
 
     def left(self, address: str, size: int) -> None:
-        """The answer was sent, or its receiver has gone."""
+        """Uncount an answer that was sent, or whose receiver has gone."""
         self._all -= size
         self._of[address] -= size
         if not self._of[address]:

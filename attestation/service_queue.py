@@ -1,7 +1,7 @@
-"""Calls to the orchestrator, one after the other, and many in one transaction.
+"""The queue of calls to the orchestrator, which executes them one after the other, many in one transaction.
 
-Each call alone would wait for the disk to confirm its record. Calls that wait at the same time are executed in one
-transaction and answered when that is on disk, so they share the wait; and what they put off until then, such as proofs
+Each call alone would wait for the disk to confirm its record. Calls that wait at the same time share that wait: they
+are executed in one transaction, and answered when it is on disk. Work that they put off until then, such as a proof
 under a signed head of the log, rests on the records of all of them.
 """
 
@@ -18,12 +18,13 @@ from attestation.turns import Turn
 from metrics.errors import EvidenceError, RaycloakError
 
 T = TypeVar("T")
+# The run waits for its turn while a batch executes, so a batch has a bound.
 MAX_BATCH: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Afterwards(Generic[T]):
-    """What a call returns to answer with ``call()``, once its record and those of its batch are on disk."""
+    """An answer that is made by ``call()``, once the records of the whole batch are on disk."""
 
     call: Callable[[], T]
 
@@ -38,14 +39,14 @@ class _Call:
     error: BaseException | None = None
 
     def execute(self) -> None:
-        """Ask, unless it is too late; what is raised belongs to this call, and the others go on."""
+        """Ask, unless it is too late; an error belongs to this call alone, and the batch continues."""
         if time.monotonic() >= self.until:
             self.error = _late()
         else:
             self._note(self.call)
 
     def finish(self) -> None:
-        """Do what was put off until the record is on disk."""
+        """Make an answer that was put off until the record is on disk."""
         if isinstance(self.result, Afterwards):
             self._note(self.result.call)
 
@@ -56,12 +57,12 @@ class _Call:
             self.error = error
 
     def expire(self) -> None:
-        """Tell whoever waits that it is too late."""
+        """Tell the waiting caller that it is too late."""
         if not self.done.done():
             self.done.set_exception(_late())
 
     def settle(self) -> None:
-        """Hand the outcome to whoever waits, if anybody still does."""
+        """Hand the outcome to the caller, if it still waits."""
         if self.done.done():
             return
         if self.error is None:
@@ -73,12 +74,12 @@ class _Call:
 class ServiceQueue:
     """One thread that asks the orchestrator.
 
-    Guarantee: no answer leaves before the record of what it rests on is on disk. If a record cannot be written, the
-    calls it holds and every later one are refused: memory and disk may differ from then on.
+    Guarantee: no answer leaves before the records that it rests on are on disk. If a record cannot be written, its
+    batch and every later call are refused, as memory and disk may differ from then on.
 
     Args:
         transaction: of the orchestrator.
-        turn: held while it is asked.
+        turn: held while the orchestrator is asked.
         max_pending: calls that may wait; more are refused.
     """
 
@@ -97,11 +98,12 @@ class ServiceQueue:
         self._on_failure = told
 
     async def run(self, call: Callable[[], T | Afterwards[T]], deadline_s: float) -> T:
-        """What ``call`` returns, at once or `Afterwards`, or raises; an event loop must be running.
+        """Queue ``call`` and return its answer; an event loop must be running.
 
         Raises:
-            EvidenceError: ``busy`` if too many wait, ``deadline`` if it was not answered in time (it may still be
-                executed if it had begun), ``release_denied`` once a record could not be written.
+            EvidenceError: ``busy`` if too many calls wait, ``deadline`` without an answer in time (a call that has
+                begun may still complete), ``release_denied`` once a record could not be written.
+            BaseException: as ``call`` raises.
         """
         loop = asyncio.get_running_loop()
         item = _Call(call, time.monotonic() + deadline_s, loop, loop.create_future())

@@ -1,5 +1,4 @@
-"""What the workers of a run opened and computed: one run has one set of examples, and one vector per virtual worker
-and step.
+"""The book of the slices and vectors of a run: one set of examples, and one vector per virtual worker and step.
 
 The book lives in the state of its orchestrator.
 """
@@ -17,7 +16,7 @@ from metrics.errors import EvidenceError, ProtocolError
 
 
 class DataCommitments(Message):
-    """What a worker says of the slices it opened: keyed commitments, by virtual worker."""
+    """A worker's keyed commitments to the slices it opened, by virtual worker."""
 
     DOMAIN: ClassVar[str] = "raycloak/data-commitments/v1"
 
@@ -28,20 +27,20 @@ class DataCommitments(Message):
 
 
 class SliceBook:
-    """The slices and vectors of one run. What writes is called inside a transaction of the caller's."""
+    """The slices and vectors of one run. Methods that write expect a transaction of the caller's."""
 
     def __init__(self, state: OrchestratorState, log: EvidenceLog) -> None:
         self._state = state
         self._log = log
 
     def record(self, body: DataCommitments, virtual_workers: int) -> None:
-        """Note which slices a member has opened; the first commitment to each binds the run.
+        """Record the slices that a member has opened; the first commitment to each binds the run.
 
         Args:
-            virtual_workers: of the run; it has no more slices.
+            virtual_workers: of the run, which has one slice for each.
 
         Raises:
-            EvidenceError: ``data_changed``, with both commitments; nothing is noted then.
+            EvidenceError: ``data_changed``, with both commitments; nothing is recorded then.
             ProtocolError: ``malformed``.
         """
         if len(body.commitments) != len(body.virtual_workers):
@@ -55,7 +54,7 @@ class SliceBook:
     def require_opened(self, hosting: Mapping[str, tuple[int, ...]]) -> None:
         """Require that every host has committed to the slices it is to compute on.
 
-        Guarantee: no roster lets a member compute on examples that are not those the run began with.
+        Guarantee: no roster lets a member compute on other examples than those the run began with.
 
         Raises:
             EvidenceError: ``data_unknown``.
@@ -69,8 +68,8 @@ class SliceBook:
     def bind_vectors(self, query: Query, step: int, vectors: bytes) -> None:
         """Bind the run to the vectors of a step, by the digest of their keyed tags, before they are summed.
 
-        Guarantee: vectors of a step that differ from those of an earlier execution are refused before anybody could
-        decode them: the difference of the two sums would carry no noise.
+        Guarantee: vectors that differ from those of an earlier execution of the step are refused before anybody can
+        decode them. The difference of the two sums would carry no noise.
 
         Raises:
             ProtocolError: ``not_reproducible``, with both digests.
@@ -100,11 +99,11 @@ class SliceBook:
 
 
 def most_hosted(entries: Iterable[Entry]) -> int:
-    """Most virtual workers whose keys one member ever got, in any session that the log tells of."""
+    """Return the most virtual workers whose keys one member ever got, in any session in the log."""
     most, held = 0, dict[str, set[int]]()
     for entry in entries:
         if entry.kind == "session":
-            held = {}
+            held = {}  # the same name may be another worker's in the next session
         elif entry.kind == "released":
             body = entry.content
             own = held.setdefault(body["member_id"], set())

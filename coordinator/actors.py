@@ -1,19 +1,21 @@
 """The wiring on Ray: the one module that makes actors of the plain classes.
 
-What an actor adds to its class is in a module of its own beside it (`coordinator/ledger_actor.py` and others), and what
-is asked of any actor in `coordinator/own_process.py`. Those are what its process imports, and no more: a process starts
-sooner without torch, SQLAlchemy or the verifiers it has no use for. The backend that starts workers and aggregators is
-in `coordinator/ray_backend.py`.
+Each actor class has a module of its own (`coordinator/ledger_actor.py` and others); `coordinator/own_process.py` has
+the questions that any actor answers. An actor's process imports these and no more: it starts sooner without torch,
+SQLAlchemy or the verifiers that it has no use for. `coordinator/ray_backend.py` starts workers and aggregators.
 
-Rules of every actor: ``max_restarts=0`` (a restarted actor would keep an identity without fresh evidence), no secret
-in a constructor argument (those stay readable in Ray's control store), no GPU visible unless it was given one, and
-no call without a deadline.
+Rules of every actor:
+
+* ``max_restarts=0``, because a restarted actor would keep an identity without fresh evidence;
+* no secret in a constructor argument, because those stay readable in Ray's control store;
+* no GPU is visible unless the actor was given one;
+* no call without a deadline.
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import ray
 from ray.exceptions import (
@@ -28,7 +30,7 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from attestation.serving_orchestrator import ServingOrchestrator
+from attestation.serving_orchestrator import EvidenceOrchestrator
 from attestation.simulator import SimulatedVendor
 from coordinator.backend import ActorLost
 from coordinator.ledger import PrivacyLedger
@@ -38,19 +40,26 @@ from coordinator.orchestrator_actor import OrchestratorActor
 from coordinator.output import divert_logger
 from coordinator.own_process import nvml_missing, own_node
 from coordinator.platform_actor import NodePlatform
+from coordinator.remote import Reference
 from metrics.errors import RaycloakError, RunFailedError
 from metrics.gpu import GpuReading, GpuSampler
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 START_DEADLINE_S = 120.0
-_WIRED = {ServingOrchestrator: OrchestratorActor, PrivacyLedger: LedgerActor}
+"""Time for a process to start and import. On a busy machine that takes tens of seconds."""
+_WIRED = {EvidenceOrchestrator: OrchestratorActor, PrivacyLedger: LedgerActor}
 
 
 def actor(cls: type, **options: Any) -> Any:
-    """``ray.remote(cls)`` under the rules above. ``view`` of orchestrator and ledger runs beside other methods.
+    """Make an actor class of a plain class, under the rules above.
+
+    ``view`` of orchestrator and ledger runs beside their other methods.
 
     Args:
-        options: Ray's, such as ``num_cpus``; ``environment`` (variables set before the actor's process imports
-            anything); ``sees_gpus`` leaves the node's GPUs visible without reserving one.
+        options: options of Ray, such as ``num_cpus``. ``environment`` holds variables that are set before the actor's
+            process imports anything. ``sees_gpus`` leaves the node's GPUs visible without reserving one.
     """
     environment = options.pop("environment", {})
     if not options.get("num_gpus") and not options.pop("sees_gpus", False):
@@ -62,75 +71,90 @@ def actor(cls: type, **options: Any) -> Any:
 
 
 def on_this_node() -> NodeAffinitySchedulingStrategy:
-    """Placement on the driver's node, where RAYCLOAK_HOME is."""
+    """Return the placement on the driver's node, where RAYCLOAK_HOME is."""
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
-def ask_node(handle: Any) -> Any:
-    """Reference to the id of the node an actor runs on."""
-    return handle.__ray_call__.remote(own_node)
+def ask(handle: Any, method: Callable[Concatenate[Any, P], T], *args: P.args, **keywords: P.kwargs) -> Reference[T]:
+    """Call a method of the actor behind ``handle``, given as a function of its class so that mypy checks the call."""
+    answer: Reference[T] = getattr(handle, method.__name__).remote(*args, **keywords)
+    return answer
+
+
+def ask_process(
+    handle: Any, question: Callable[Concatenate[Any, P], T], *args: P.args, **keywords: P.kwargs
+) -> Reference[T]:
+    """Call a function in an actor's process, such as one of `coordinator.own_process`; it gets the actor first."""
+    answer: Reference[T] = handle.__ray_call__.remote(question, *args, **keywords)
+    return answer
+
+
+def ask_node(handle: Any) -> Reference[str]:
+    """Ask on which node an actor runs; returns a reference to the node's id."""
+    return ask_process(handle, own_node)
 
 
 def alive_nodes() -> list[str]:
-    """Ids of the nodes that can run actors."""
+    """Return the ids of the nodes that can run actors."""
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     return [node["NodeID"] for node in nodes if node["Alive"]]
 
 
 class Platforms:
-    """One simulated platform per node, also on nodes that join later."""
+    """The simulated platforms, one per node, also on nodes that join later."""
 
     def __init__(self, vendor: SimulatedVendor) -> None:
         self._vendor = vendor
-        self._installing: list[Any] = []
+        self._installing: list[Reference[None]] = []
         self.handles: dict[str, Any] = {}
         self.extend()
 
     def extend(self) -> None:
-        """Start the platforms that are missing."""
+        """Start a platform on each node that has none yet."""
         for node in alive_nodes():
             if node not in self.handles:
                 self.handles[node] = _on_node(node, NodePlatform).remote()
-                self._installing.append(self.handles[node].install.remote(self._vendor.platform().to_bytes()))
+                keys = self._vendor.platform().to_bytes()
+                self._installing.append(ask(self.handles[node], NodePlatform.install, keys))
 
     def wait(self) -> None:
-        """Return when those that were started have their keys; errors as :func:`fetch`."""
+        """Wait until every platform that was started has its keys; raises as :func:`fetch`."""
         installing, self._installing = self._installing, []
         fetch_all(installing, START_DEADLINE_S)
 
     def source(self) -> NodeEvidenceSource:
-        """The evidence source of an actor that is started now, on any node that is there."""
+        """Return an evidence source for an actor that is started now, on any present node."""
         self.extend()
         return NodeEvidenceSource(dict(self.handles))
 
     def gpus(self) -> None:
-        """A simulated node has no confidential GPU."""
+        """Return None: a simulated node has no confidential GPU."""
 
     def close(self) -> None:
-        """Kill them all."""
+        """Kill every platform."""
         kill_all(self.handles.values())
 
 
 def start_platforms(vendor: SimulatedVendor) -> dict[str, Any]:
-    """One simulated platform per node, by node id; they have their keys."""
+    """Start one simulated platform per node; returns them by node id, once they have their keys."""
     platforms = Platforms(vendor)
     platforms.wait()
     return platforms.handles
 
 
 class GpuSamplers:
-    """One GpuSampler per node with NVML, also on nodes that join later; each sees all GPUs of its node and uses none.
+    """The GPU samplers, one per node with NVML, also on nodes that join later.
+
+    Each sees all GPUs of its node and uses none.
 
     Args:
-        present: by node id, actors that are there anyway. They are asked whether their node has NVML, so that no
-            process starts, for a second of CPU, only to find none.
+        present: actors that run anyway, by node id. They are asked whether their node has NVML: a process started only
+            to find none would cost a second of CPU.
     """
 
     def __init__(self, present: Mapping[str, Any] | None = None) -> None:
         self._handles: dict[str, Any] = {}
-        self._asked = {
-            node: actor.__ray_call__.remote(nvml_missing, node[:12]) for node, actor in (present or {}).items()
-        }
+        self._asked = {node: ask_process(actor, nvml_missing, node[:12]) for node, actor in (present or {}).items()}
         self._seen = set(self._asked)
         self._extend()
 
@@ -144,9 +168,9 @@ class GpuSamplers:
         self._handles[node] = _on_node(node, GpuSampler, sees_gpus=True).remote(node[:12])
 
     def unavailable_reasons(self) -> list[str]:
-        """Why nodes that are there at the start have no readings; their samplers end, as they would never have any."""
+        """Return why nodes have no readings, and end their samplers, which would never have any."""
         asked, self._asked = self._asked, {}
-        asked |= {node: handle.unavailable_reason.remote() for node, handle in self._handles.items()}
+        asked |= {node: ask(handle, GpuSampler.unavailable_reason) for node, handle in self._handles.items()}
         answers = {node: fetch(reference, START_DEADLINE_S) for node, reference in asked.items()}
         reasons = {node: reason for node, reason in answers.items() if reason}
         kill_all(self._handles.pop(node) for node in reasons if node in self._handles)
@@ -155,19 +179,18 @@ class GpuSamplers:
         return list(reasons.values())
 
     def sample(self, deadline_s: float = 2.0) -> tuple[GpuReading, ...]:
-        """The readings of all nodes that answer in time."""
+        """Return the readings of all nodes that answer in time."""
         self._extend()
-        references = [handle.sample.remote() for handle in self._handles.values()]
-        ready, _ = ray.wait(references, num_returns=len(references), timeout=deadline_s)
+        references = [ask(handle, GpuSampler.sample) for handle in self._handles.values()]
         readings: list[GpuReading] = []
-        for reference in ready:
-            # A sampler goes with its node, and that is no reason for a page without the other nodes.
+        for reference in wait(references, deadline_s, fetch_local=True):
+            # A sampler is lost with its node; the page still has to show the other nodes.
             with suppress(ActorLost):
                 readings.extend(fetch(reference, deadline_s))
         return tuple(readings)
 
     def close(self) -> None:
-        """Kill them all."""
+        """Kill every sampler."""
         kill_all(self._handles.values())
 
 
@@ -176,21 +199,34 @@ def _on_node(node: str, cls: type, **options: Any) -> Any:
 
 
 def kill_all(handles: Iterable[Any]) -> None:
-    """End actors at once."""
+    """Kill actors at once, without letting their processes finish anything."""
     for handle in handles:
         ray.kill(handle)
 
 
-def fetch(reference: Any, deadline_s: float) -> Any:
-    """``ray.get`` with a deadline and our errors.
+def wait(references: Sequence[Reference[T]], deadline_s: float, *, fetch_local: bool = False) -> list[Reference[T]]:
+    """Return the references that are ready, successfully or not, when all are or the deadline has passed.
+
+    Args:
+        fetch_local: also wait until their values have arrived on this node.
+    """
+    asked: list[Any] = list(references)
+    ready: list[Any] = ray.wait(asked, num_returns=len(asked), timeout=deadline_s, fetch_local=fetch_local)[0]
+    return ready
+
+
+def fetch(reference: Reference[T], deadline_s: float) -> T:
+    """Return an answer, as ``ray.get`` with a deadline and raycloak's errors.
 
     Raises:
-        ActorLost: the actor died, cannot be reached, did not answer in time, or lacks an object that went with its
+        ActorLost: the actor died, cannot be reached, did not answer in time, or lacks an object that was lost with its
             node.
-        RaycloakError: what the actor raised; RunFailedError ``worker_error`` for anything else.
+        RaycloakError: what the actor raised.
+        RunFailedError: ``actor_error`` if the actor raised anything else.
     """
     try:
-        return ray.get(reference, timeout=deadline_s)
+        value: T = ray.get(cast("ray.ObjectRef[T]", reference), timeout=deadline_s)
+        return value
     except GetTimeoutError:
         raise ActorLost("deadline") from None
     except (OutOfMemoryError, MemoryError):
@@ -213,21 +249,21 @@ def fetch(reference: Any, deadline_s: float) -> Any:
         raise ActorLost("unreachable") from None
 
 
-def fetch_all(references: Sequence[Any], deadline_s: float) -> list[Any]:
-    """Every value, in order; errors as :func:`fetch`."""
+def fetch_all(references: Sequence[Reference[T]], deadline_s: float) -> list[T]:
+    """Return every value, in order; raises as :func:`fetch`."""
     return [fetch(reference, deadline_s) for reference in references]
 
 
 def cluster_gpus() -> float:
-    """GPUs of the cluster as Ray counts them."""
+    """Return the number of GPUs in the cluster, as Ray counts them."""
     resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
     return float(resources.get("GPU", 0.0))
 
 
 def connect(num_cpus: int) -> bool:
-    """Join the cluster of RAY_ADDRESS, or start a local one; True if this call started it.
+    """Join the cluster of RAY_ADDRESS, or start a local one; returns whether this call connected.
 
-    A local cluster gets a token of its own in the environment, so nothing is written to the user's home.
+    A local cluster gets a token of its own in the environment, so that nothing is written to the user's home.
     """
     if ray.is_initialized():
         return False
@@ -245,7 +281,12 @@ def connect(num_cpus: int) -> bool:
         include_dashboard=False,
         log_to_driver=False,
         configure_logging=False,
-        # Ray would start processes for tasks ahead, and every actor here has one of its own.
+        # Ray would start processes ahead for tasks. There are none: every actor has a process of its own.
         _system_config={"prestart_worker_first_driver": False},
     )
     return True
+
+
+def disconnect() -> None:
+    """Leave the cluster, which ends a local one; for the caller whose :func:`connect` returned True."""
+    ray.shutdown()

@@ -1,4 +1,4 @@
-"""`coordinator.aggregator.MaskedAggregator` as an actor, whose process can be started before anybody needs it."""
+"""MaskedAggregator as an actor, whose process can be started before it is needed."""
 
 from typing import Any
 
@@ -10,15 +10,18 @@ with quickly():
 
 
 class MaskedAggregatorActor(MaskedAggregator):
-    """MaskedAggregator that is nobody, and holds no key, until `take_part`."""
+    """A MaskedAggregator that is no member and holds no key until :meth:`take_part`."""
 
     def __init__(self, source: EvidenceSource) -> None:
         self._source = source
 
     def take_part(self, member_id: str) -> None:
-        """Become a member of this id."""
+        """Become the member ``member_id``."""
         super().__init__(member_id, self._source)
 
     def after(self, _: Any, method: str, *args: Any) -> Any:
-        """Call ``method``; Ray delivers this once what it comes after is there, without asking the driver again."""
+        """Call ``method`` after another call; Ray delivers this when the other's answer, the first argument, is there.
+
+        So the driver need not wait for the other answer before it asks.
+        """
         return getattr(self, method)(*args)

@@ -1,33 +1,34 @@
-"""One attempt of one step: ask every worker, bind their vectors, have them reduced.
+"""One attempt of one step: ask every worker, bind the vectors, have them reduced.
 
-A step of training and a measurement go the same way; they differ in what an aggregator does with the decoded sum.
+A training step and a measurement take the same path. They differ in what an aggregator does with the decoded sum.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from attestation.canonical import digest, length_prefixed
 from attestation.messages import Envelope, parse
 from attestation.roster import Query
-from coordinator.aggregator import MeasureReport, ReduceReport, ReduceRequest
+from coordinator.aggregator import MeasureReport, ReduceReport, ReduceRequest, State
 from coordinator.backend import ActorLost, Backend
 from coordinator.control import Control, Pending
 from coordinator.losses import Losses
 from coordinator.membership import Membership
-from coordinator.outcome import Model
+from coordinator.model import Model
+from coordinator.remote import Parameters, Reduction, Reference, StepAnswer
 from metrics.collectors import RunMetrics
 from metrics.errors import ProtocolError, RunFailedError, SenderError
 from workers.payload import Header, VectorRange
+from workers.ring import RingVector
 from workers.worker_messages import StepReply, StepRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What the workers are asked for: a step of one of the run's mechanisms.
+    """A step of one of the run's mechanisms.
 
     Attributes:
-        ranges: how its vector is cut; the first aggregators take one each.
+        ranges: the pieces its vector is cut into; the first aggregators take one each.
     """
 
     query: Query
@@ -36,50 +37,54 @@ class Task:
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """The task's name in messages."""
         return f"step {self.step}" if self.query == "gradient" else f"{self.query} {self.step}"
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Workers that were asked for one attempt.
+    """The answers that workers owe for one attempt.
 
     Attributes:
-        shown: the presentations that all of them have seen then.
-        calls: by member id, references to the reply and to the vector of each range.
+        shown: the presentations that every worker has seen once it has answered.
+        answers: by member id.
     """
 
     roster: Envelope
     shown: tuple[Envelope, ...]
-    calls: Mapping[str, tuple[Any, ...]]
+    answers: Mapping[str, StepAnswer]
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Complete answers of one attempt, in the order of the roster's workers."""
+    """The complete answers to one attempt, in the order of the roster's workers.
+
+    Attributes:
+        vectors: by range, one reference per worker.
+    """
 
     roster: Envelope
     headers: tuple[Envelope, ...]
-    vectors: tuple[tuple[Any, ...], ...]
+    vectors: tuple[tuple[Reference[RingVector], ...], ...]
     replies: tuple[StepReply, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """What the aggregators made of complete answers.
+    """The result of the aggregators' work on complete answers.
 
     Attributes:
         reports: one per range.
-        updated: references to parameters and state of each range; empty for a measurement.
+        updated: new parameters and state of each range; empty for a measurement.
     """
 
-    reports: tuple[Any, ...]
-    updated: tuple[tuple[Any, Any], ...]
+    reports: tuple[ReduceReport | MeasureReport, ...]
+    updated: tuple[tuple[Reference[Parameters], Reference[State]], ...]
 
     @property
     def updates(self) -> tuple[ReduceReport, ...]:
         """The reports of a training step."""
-        return self.reports
+        return tuple(report for report in self.reports if isinstance(report, ReduceReport))
 
     @property
     def measured(self) -> MeasureReport:
@@ -90,8 +95,8 @@ class Reduced:
 
 
 @dataclass(slots=True)
-class Attempts:
-    """The attempts of a session, one after the other."""
+class AttemptRunner:
+    """The attempts of a session, one after another."""
 
     backend: Backend
     control: Control
@@ -103,154 +108,163 @@ class Attempts:
     _losses: Losses = field(init=False)
 
     def __post_init__(self) -> None:
-        self._losses = Losses(self.backend, self.membership, self.deadline_s)
+        self._losses = Losses(self.backend, self.membership.members, self.deadline_s)
 
     def begin(self) -> None:
-        """The attempts that follow are of another step."""
+        """Forget the vector tags of the step before: the attempts that follow belong to another step."""
         self._tags = {}
         self._losses.begin()
 
-    def ask(self, task: Task, model: Model, receipt: Any, roster: Envelope) -> Asked:
+    def ask(self, task: Task, model: Model, receipt: Envelope | Reference[Envelope], roster: Envelope) -> Asked:
         """Ask every worker.
 
         Args:
-            receipt: it, or the reference to one that is asked for: then workers get their question as soon as the
-                ledger has answered, and none at all if it refuses.
+            receipt: the receipt, or a reference to it. With a reference, workers get their question as soon as the
+                ledger has answered, and none if it refuses.
         """
-        # Of those who are not in the roster, a worker would forget the evidence again.
-        absent = {actor.member_id for actor in self.membership.aggregators[len(task.ranges) :]}
-        shown = tuple(proof for member_id, proof in self.membership.presentations.items() if member_id not in absent)
-        calls = {}
-        for member_id in sorted(self.membership.workers):
+        members = self.membership.members
+        # An aggregator outside the roster is not shown: a worker would forget its evidence, and need it again later.
+        absent = {actor.member_id for actor in members.aggregators[len(task.ranges) :]}
+        shown = tuple(proof for member_id, proof in members.presentations.items() if member_id not in absent)
+        answers = {}
+        for member_id in sorted(members.workers):
             unseen = tuple(envelope for envelope in shown if envelope not in self._seen.get(member_id, ()))
-            asked = receipt, StepRequest(roster, unseen, task.ranges), *model.parameters
-            worker = self.membership.workers[member_id]
-            calls[member_id] = self.backend.call(worker, "step", *asked, returns=1 + len(task.ranges))
-        return Asked(roster, shown, calls)
+            request = StepRequest(roster, unseen, task.ranges)
+            answers[member_id] = members.workers[member_id].step(receipt, request, *model.parameters)
+        return Asked(roster, shown, answers)
 
     def announce(self, task: Task, model: Model, asked: Asked) -> None:
-        """Have aggregators verify the workers' headers as soon as all of them are there: those tell nothing.
+        """Have aggregators verify the workers' headers as soon as all are there, before any vector is bound.
 
-        One that never comes holds this up, and what follows it, until the worker that owes it is ended.
+        Headers reveal nothing about data, so they may arrive before the vectors are bound. A header that never comes
+        holds up an aggregator's next calls too, until the worker that owes it is stopped.
         """
         request = ReduceRequest(asked.roster, (), model.digest, task.ranges)
-        replies = [call[0] for call in asked.calls.values()]
-        for actor, _ in zip(self.membership.aggregators, task.ranges, strict=False):
-            self.backend.call(actor, "expect", request, *replies)
+        replies = [answer.reply for answer in asked.answers.values()]
+        for aggregator, _ in zip(self.membership.members.aggregators, task.ranges, strict=False):
+            aggregator.expect(request, *replies)
 
     def collect(self, task: Task, model: Model, asked: Asked) -> Answers | None:
-        """Wait for every worker's answer; those that fail are lost, and None is returned."""
-        calls = asked.calls
-        ready = set(self.backend.wait([each for call in calls.values() for each in call], self.deadline_s))
+        """Wait for every worker's answer; if any fails, take the failed workers off the run and return None."""
+        answers = asked.answers
+        ready = set(self.backend.wait([part for answer in answers.values() for part in answer.parts], self.deadline_s))
         replies: dict[str, StepReply] = {}
         failures: dict[str, str] = {}
-        for member_id, call in calls.items():
+        for member_id, answer in answers.items():
             try:
-                if not ready.issuperset(call):
+                if not ready.issuperset(answer.parts):
                     raise ActorLost("deadline")
-                replies[member_id] = self.backend.fetch(call[0], self.deadline_s)
+                replies[member_id] = self.backend.fetch(answer.reply, self.deadline_s)
                 if replies[member_id].code != "ok":
                     failures[member_id] = replies[member_id].code
             except ActorLost as lost:
                 failures[member_id] = lost.cause
-        # Also of an attempt that fails: a late answer may complete it, and both must then decode to one value.
+        # Tags are kept of a failed attempt too: a late answer may still complete it, and a later attempt must then
+        # decode to the same value.
         for member_id, reply in replies.items():
             if member_id not in failures and not self._tags_agree(task, member_id, reply):
                 failures[member_id] = "header_mismatch"
         headers = tuple(reply.header for reply in replies.values() if reply.header is not None)
         if failures:
             self._losses.require_model(model, failures.values(), task.name, task.step)
-            self._losses.take(failures, task.name, task.step, everybody=len(failures) == len(calls))
+            self._losses.take(failures, task.name, task.step, everybody=len(failures) == len(answers))
             return None
         for reply in replies.values():
             if reply.leaving:
-                self.membership.ask_to_leave(reply.member_id, "left")
-        self._seen = dict.fromkeys(calls, asked.shown)
-        vectors = tuple(tuple(call[1 + part.index] for call in calls.values()) for part in task.ranges)
+                self.membership.members.ask_to_leave(reply.member_id, "left")
+        self._seen = dict.fromkeys(answers, asked.shown)
+        vectors = tuple(tuple(answer.vectors[part.index] for answer in answers.values()) for part in task.ranges)
         return Answers(asked.roster, headers, vectors, tuple(replies.values()))
 
     def reduce(self, task: Task, model: Model, answers: Answers) -> Reduced | None:
         """Have the vectors bound for good, and then every range reduced.
 
-        Guarantee: no aggregator is given a vector before the orchestrator has all of the step bound on disk.
+        Guarantee: no aggregator is given a vector before the orchestrator has bound all vectors of the step on disk.
 
-        None is returned if an aggregator was lost and replaced, or a worker's vector failed its checks.
+        Returns:
+            None if an aggregator was lost and replaced, or if a worker's vector failed its checks.
         """
-        calls = self._ask_to_reduce(task, model, answers)
-        ready = self.backend.wait([reference for call in calls for reference in call], self.deadline_s)
-        reports: list[Any] = []
+        reductions = self._ask_to_reduce(task, model, answers)
+        ready = set(self.backend.wait([part for each in reductions for part in each.parts], self.deadline_s))
+        reports: list[ReduceReport | MeasureReport] = []
         lost: dict[int, str] = {}
         accused: dict[str, str] = {}
-        for index, call in enumerate(calls):
+        for index, reduction in enumerate(reductions):
             try:
-                if not set(call) <= set(ready):
+                if not ready.issuperset(reduction.parts):
                     raise ActorLost("deadline")
-                reports.append(self.backend.fetch(call[0], self.deadline_s))
+                reports.append(self.backend.fetch(reduction.report, self.deadline_s))
             except ActorLost as error:
                 lost[index] = error.cause
             except SenderError as error:
-                if error.member_id not in self.membership.workers:
+                if error.member_id not in self.membership.members.workers:
                     raise
                 accused[error.member_id] = error.code
             except RunFailedError as error:
                 raise RunFailedError(error.code, f"{task.name}: {error.message}", error.remedy, task.step) from None
         self._losses.require_model(model, lost.values(), task.name, task.step)
         for index, cause in lost.items():
-            # What was lost then is a vector, with its sender's node; the next attempt finds out.
+            # A lost object is a vector that went with its sender's node. The aggregator is well, and the next attempt
+            # finds out that the sender is not.
             if cause != "object_lost":
-                self.membership.replace_aggregator(index, cause)
+                self.membership.admission.replace_aggregator(index, cause)
         self._losses.take(accused, task.name, task.step, everybody=False)
         if lost or accused:
             return None
         self.metrics.aggregate_released()
-        return Reduced(tuple(reports), tuple((call[1], call[2]) for call in calls if len(call) > 1))
+        return Reduced(tuple(reports), tuple(each.updated for each in reductions if each.updated is not None))
 
-    def _ask_to_reduce(self, task: Task, model: Model, answers: Answers) -> list[tuple[Any, ...]]:
-        """Ask every aggregator; the backend hands the questions over when the vectors are bound.
+    def _ask_to_reduce(self, task: Task, model: Model, answers: Answers) -> list[Reduction]:
+        """Ask every aggregator; the backend delivers the questions when the vectors are bound.
 
-        Such a question does not keep an aggregator for ever: an orchestrator that does not answer in time is ended, and
-        with its answer the question fails. Then it is asked anew.
+        A question cannot keep an aggregator waiting for ever. An orchestrator that does not answer in time is stopped,
+        its answer fails, and so does the question that waits for it. The aggregators are then asked again.
         """
         binding = self._bind_vectors(task)
         awaited = binding.reference
         request = ReduceRequest(answers.roster, answers.headers, model.digest, task.ranges)
-        calls = self._reductions(task, model, request, answers.vectors, awaited)
+        reductions = self._reductions(task, model, request, answers.vectors, awaited)
         try:
             binding.result()
         except ProtocolError as refusal:
             raise RunFailedError(refusal.code, refusal.message, refusal.remedy, task.step) from None
-        return calls if binding.reference is awaited else self._reductions(task, model, request, answers.vectors)
+        return reductions if binding.reference is awaited else self._reductions(task, model, request, answers.vectors)
 
-    def _bind_vectors(self, task: Task) -> Pending:
-        """Have the vectors of the step known for good before they are summed, so that no other execution differs."""
+    def _bind_vectors(self, task: Task) -> Pending[None]:
+        """Have the vectors of the step recorded before they are summed, so that no execution can sum other ones."""
         tags = [self._tags[v] for v in sorted(self._tags)]
         vectors = digest(length_prefixed("raycloak/vector-tags/v1", *tags))
-        return self.control.submit("orchestrator", "bind_vectors", task.step, vectors, task.query)
+        return self.control.orchestrator.bind_vectors(task.step, vectors, task.query)
 
     def _reductions(
-        self, task: Task, model: Model, request: ReduceRequest, vectors: Sequence[Sequence[Any]], after: Any = None
-    ) -> list[tuple[Any, ...]]:
-        calls = []
-        for actor, masked, part in zip(self.membership.aggregators, vectors, task.ranges, strict=False):
+        self,
+        task: Task,
+        model: Model,
+        request: ReduceRequest,
+        vectors: Sequence[Sequence[Reference[RingVector]]],
+        after: Reference[None] | None = None,
+    ) -> list[Reduction]:
+        reductions = []
+        for aggregator, masked, part in zip(self.membership.members.aggregators, vectors, task.ranges, strict=False):
             if task.query == "gradient":
                 own = model.parameters[part.index], model.states[part.index]
-                calls.append(self.backend.call(actor, "reduce", request, *own, *masked, returns=3, after=after))
+                reductions.append(aggregator.reduce(request, *own, masked, after))
             else:
-                calls.append(self.backend.call(actor, "measure", request, *masked, after=after))
-        return calls
+                reductions.append(aggregator.measure(request, masked, after))
+        return reductions
 
     def _tags_agree(self, task: Task, member_id: str, reply: StepReply) -> bool:
-        """Whether a header names what its sender hosts; aggregators verify the rest of it.
+        """Return whether a header names what its sender hosts; aggregators verify the rest of it.
 
         Raises:
-            RunFailedError: ``not_reproducible`` if a virtual worker that was computed again has another tag than
-                before: two attempts would decode to two values, and the masks would protect nothing.
+            RunFailedError: ``not_reproducible`` if the vector of a virtual worker was computed again and has another
+                tag. Two attempts would then decode to two values, whose difference carries no noise.
         """
         try:
             header = parse(Header, reply.header.body) if reply.header else None
         except ProtocolError:
             header = None
-        hosted = self.membership.hosting[member_id]
+        hosted = self.membership.hosts.hosting[member_id]
         if header is None or header.virtual_workers != hosted or len(header.vector_tags) != len(hosted):
             return False
         for v, tag in zip(hosted, header.vector_tags, strict=True):

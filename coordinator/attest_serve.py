@@ -12,10 +12,9 @@ from attestation.collateral_files import load_collateral
 from attestation.collateral_keeper import CollateralKeeper
 from attestation.collateral_refresh import CollateralRefresh
 from attestation.evidence import CollateralBundle
-from attestation.hybrid_signature import SignerPublic
 from attestation.key_service import key_service_desk
 from attestation.messages import parse
-from attestation.orchestrator import EvidenceOrchestrator
+from attestation.orchestrator import OpenRun, RunSession, open_run
 from attestation.policy import Policy, load_policy, simulated_policy
 from attestation.run_secret import load_secret, run_id_of
 from attestation.run_terms import RunTerms
@@ -143,7 +142,7 @@ def load_service(path: Path) -> ServiceConfig:
     return validated(ServiceConfig, read_yaml(path, "config"), "docs/evidence-service.md")
 
 
-def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, EvidenceOrchestrator, ServiceFacts]:
+def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, RunSession, ServiceFacts]:
     """Open the orchestrator below ``RAYCLOAK_HOME/service`` and serve it; restarted, it goes on where it was.
 
     Args:
@@ -156,25 +155,24 @@ def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, Ev
     secret = base / config.run_secret
     run_id = run_id_of(load_secret(secret))
     folder = state.service_folder()
-    orchestrator = EvidenceOrchestrator(str(folder / "orchestrator"), time.time)
     known = (folder / "orchestrator" / f"{run_id}.sqlite").is_file()
-    _, key = orchestrator.open_run(str(secret), run_id if known else None)
+    run = open_run(str(folder / "orchestrator"), time.time, str(secret), run_id if known else None)
     try:
-        terms = _with_sealed(_terms(config, base, orchestrator, (run_id, key), policy, collateral), config, base)
+        terms = _with_sealed(_terms(config, base, run, policy, collateral), config, base)
         hosting = _hosting(config, terms.run.virtual_workers)
         lasting = frozenset() if hosting is None else frozenset((*hosting.workers, *hosting.aggregators))
-        orchestrator.begin(replace(terms.run, lasting=lasting), SESSION)
+        session = run.begin(replace(terms.run, lasting=lasting), SESSION)
         if hosting is None:
-            desk = key_service_desk(orchestrator, terms.run.virtual_workers)
+            desk = key_service_desk(session, terms.run.virtual_workers)
         else:
-            desk = orchestrator.evidence_desk(hosting)
+            desk = session.evidence_desk(hosting)
         turn = Turn()
         server = EvidenceServer.start(desk, terms.run.manifest_digest, config.bind, config.limits, turn)
     except BaseException:
-        orchestrator.close()
+        run.close()
         raise
     if keeper is not None:
-        refresh = CollateralRefresh(keeper, orchestrator.take_collateral, turn)
+        refresh = CollateralRefresh(keeper, session.admission.take_collateral, turn)
         server.at_stop(refresh.stop)
         refresh.start()
     facts = ServiceFacts(
@@ -182,10 +180,10 @@ def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, Ev
         address=f"{config.bind.rpartition(':')[0]}:{server.port}",
         run_id=run_id,
         manifest_digest=terms.run.manifest_digest,
-        orchestrator_key=key.ed25519,
+        orchestrator_key=run.public.ed25519,
         contract=_write(terms.contract, folder / f"{run_id}.contract.json"),
     )
-    return server, orchestrator, facts
+    return server, session, facts
 
 
 def _hosting(config: ServiceConfig, virtual_workers: int) -> StaticHosting | None:
@@ -216,12 +214,11 @@ def _policy(config: ServiceConfig, base: Path) -> tuple[Policy, CollateralBundle
 def _terms(
     config: ServiceConfig,
     base: Path,
-    orchestrator: EvidenceOrchestrator,
-    identity: tuple[str, SignerPublic],
+    run: OpenRun,
     policy: Policy,
     collateral: CollateralBundle,
 ) -> _Terms:
-    run_id, key = identity
+    run_id, key = run.run_id, run.public
     if config.manifest is not None:
         manifest = _manifest(base / config.manifest)
         stated = (manifest.run_id, manifest.orchestrator_key, manifest.policy_digest)
@@ -245,11 +242,11 @@ def _terms(
         policy_digest=policy.digest(),
         virtual_workers=count,
         known_answer=answer,
-        key_commitments=orchestrator.key_commitments(context, count, config.contract.epochs),
+        key_commitments=run.key_commitments(context, count, config.contract.epochs),
     )
     terms = contract.digest(), context, count, answer, policy, collateral
-    run = RunTerms(*terms, displaces=config.hosting == "any", epochs=config.contract.epochs)
-    return _Terms(run, contract)
+    of_run = RunTerms(*terms, displaces=config.hosting == "any", epochs=config.contract.epochs)
+    return _Terms(of_run, contract)
 
 
 def _with_sealed(terms: _Terms, config: ServiceConfig, base: Path) -> _Terms:

@@ -39,13 +39,13 @@ def _serve(output: Output, path: Path) -> int:
         config = load_service(path)
         if (warning := exposure(path.parent / config.run_secret)) is not None:
             output.note(warning)
-        server, orchestrator, facts = start_service(config, path.parent)
+        server, session, facts = start_service(config, path.parent)
         rows = [(name.replace("_", " "), value_text(value)) for name, value in asdict(facts).items()]
         output.result(asdict(facts), fields_table(f"Evidence service ({facts.evidence} evidence)", rows))
         while not ended.wait(_LOOK_S) and server.failure is None:
             pass
         server.stop()
-        orchestrator.close()
+        session.run.close()
     finally:
         for each, handler in former.items():
             signal.signal(each, handler)

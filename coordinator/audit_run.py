@@ -21,20 +21,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator import state
+from coordinator.assignment import NewRun, Order, Session
 from coordinator.audit_canaries import MODULE, CanaryTask, canary_signs
 from coordinator.audit_guesses import Observed, strongest_bound
 from coordinator.calibration import epsilon_of
 from coordinator.config import RunConfig, parse_config
 from coordinator.config_sections import DatasetConfig
-from coordinator.coordinator import Assignment, Coordinator, Session
+from coordinator.coordinator import Coordinator
 from coordinator.local import local_session
 from coordinator.outcome import Finished
 from coordinator.output import attach_log
 from coordinator.payer import account_cap
 from coordinator.plan import plan_mechanism
 from coordinator.plan_command import descriptor
-from coordinator.progress import StepReport
-from coordinator.reporting import Reporting
+from coordinator.reporting import Reporting, StepReport
 from coordinator.run_folder import RunFolder, run_lock
 from coordinator.views import run_facts
 from metrics.collectors import RunMetrics
@@ -236,18 +236,11 @@ def _train(
             progress(report)
 
         try:
-            coordinator = Coordinator(
-                config,
-                session,
-                setup,
-                None,
-                _reporting(config, events, after_step),
-                run_folder,
-                Assignment(),
-            )
+            reporting = _reporting(config, events, after_step)
+            coordinator = Coordinator(Order(config, session, setup, None, reporting, run_folder, NewRun()))
             finished = coordinator.run()
         except BaseException:
-            run_folder.mark("void")  # An audit is never gone on with: its canaries are forgotten.
+            run_folder.mark("void")  # An audit cannot be resumed: its canaries are forgotten.
             raise
         run_folder.mark("done")
         return finished, np.stack(models), run_folder.path

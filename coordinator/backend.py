@@ -1,22 +1,27 @@
-"""How the coordinator reaches actors: start, call, wait, fetch. Two implementations of one small interface.
+"""The interface between the coordinator and its actors: start, wait, fetch, stop. An actor's methods are its own.
 
-:class:`LocalBackend` runs the plain classes in this process, for tests and for breakpoints in a debugger;
-`coordinator/actors.py` has the one on Ray. The coordinator knows neither.
+:class:`LocalBackend` runs the plain classes in this process, for tests and for breakpoints in a debugger.
+`coordinator/ray_backend.py` has the implementation on Ray. The coordinator knows neither.
 """
 
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
+
+from coordinator.remote import Actor, Aggregator, AggregatorActor, Reference, Worker, WorkerActor
+
+T = TypeVar("T")
 
 
 class ActorLost(Exception):
     """An actor cannot answer any more.
 
     Args:
-        cause: ``died``, ``unreachable``, ``deadline`` or ``object_lost`` (it may be well, but what it needs is gone).
+        cause: ``died``, ``unreachable``, ``deadline``, ``out_of_memory``, ``unplaceable`` or ``object_lost``. With the
+            last, the actor may be well, but an object that it was to be given is gone.
     """
 
     def __init__(self, cause: str) -> None:
@@ -24,48 +29,32 @@ class ActorLost(Exception):
         self.cause = cause
 
 
-@dataclass(frozen=True, slots=True)
-class Actor:
-    """A started actor: its member id and whatever the backend reaches it by."""
-
-    member_id: str
-    handle: Any
-
-
 class Backend(Protocol):
-    """What the coordinator needs of an actor system. No call blocks without a deadline."""
+    """The part of an actor system that the coordinator needs. No call blocks without a deadline."""
 
-    def start_worker(self, member_id: str) -> Actor:
-        """Start a TrainWorker on a node of its own choice."""
+    def start_worker(self, member_id: str) -> WorkerActor:
+        """Start a worker; the backend chooses its node."""
         ...
 
-    def start_aggregator(self, member_id: str) -> Actor:
-        """Start a MaskedAggregator."""
+    def start_aggregator(self, member_id: str) -> AggregatorActor:
+        """Start an aggregator."""
         ...
 
-    def call(
-        self, actor: Actor, method: str, *args: Any, returns: int = 1, after: Any | None = None
-    ) -> tuple[Any, ...]:
-        """Call ``method``; returns one reference per return value at once.
+    def wait(self, references: Sequence[Reference[object]], deadline_s: float) -> Collection[Reference[object]]:
+        """Return the references that are ready, successfully or not, when all are or the deadline has passed."""
+        ...
 
-        The actor gets the call once every reference in ``args`` and ``after`` is ready. If one of them failed the
-        call fails as it did, and the method is not entered.
+    def fetch(self, reference: Reference[T], deadline_s: float) -> T:
+        """Return the value.
 
-        Args:
-            after: of another call that must have succeeded first; only aggregators are called so.
+        Raises:
+            ActorLost: the actor cannot answer, or not within the deadline.
+            RaycloakError: what the actor raised.
         """
         ...
 
-    def wait(self, references: Sequence[Any], deadline_s: float) -> Collection[Any]:
-        """The references that are ready, successfully or not, when all are or the deadline has passed."""
-        ...
-
-    def fetch(self, reference: Any, deadline_s: float) -> Any:
-        """The value; raises :class:`ActorLost`, or the RaycloakError that the actor raised."""
-        ...
-
-    def put(self, value: Any) -> Any:
-        """A reference to a public value."""
+    def put(self, value: T) -> Reference[T]:
+        """Return a reference to a public value."""
         ...
 
     def stop(self, actor: Actor) -> None:
@@ -73,20 +62,20 @@ class Backend(Protocol):
         ...
 
     def node(self, actor: Actor) -> str:
-        """Id of the node the actor runs on."""
+        """Return the id of the node that the actor runs on."""
         ...
 
     def room(self) -> int:
-        """How many more workers could be started now without waiting for resources."""
+        """Return how many more workers could be started now without waiting for resources."""
         ...
 
     def departing(self) -> Collection[str]:
-        """Member ids of those whose node is being drained; they should leave at the next step boundary."""
+        """Return the member ids of workers on a draining node; they should leave at the next step boundary."""
         ...
 
 
 @dataclass(eq=False, slots=True)
-class _Settled:
+class _Settled(Reference[Any]):
     """The outcome of a local call."""
 
     value: Any = None
@@ -94,43 +83,54 @@ class _Settled:
 
 
 class LocalBackend:
-    """Runs everything in this process, synchronously; arrays are passed read-only, as Ray passes them."""
+    """A backend that runs every call at once in this process.
 
-    def __init__(self, make_worker: Callable[[str], Any], make_aggregator: Callable[[str], Any]) -> None:
+    Arrays are passed read-only, as Ray passes them: code that writes into an argument fails here too.
+    """
+
+    def __init__(self, make_worker: Callable[[str], Worker], make_aggregator: Callable[[str], Aggregator]) -> None:
         self._make_worker = make_worker
         self._make_aggregator = make_aggregator
         self._stopped: set[str] = set()
 
-    def start_worker(self, member_id: str) -> Actor:
-        return Actor(member_id, self._make_worker(member_id))
+    def start_worker(self, member_id: str) -> WorkerActor:
+        return WorkerActor(member_id, self._make_worker(member_id), self.call)
 
-    def start_aggregator(self, member_id: str) -> Actor:
-        return Actor(member_id, self._make_aggregator(member_id))
+    def start_aggregator(self, member_id: str) -> AggregatorActor:
+        return AggregatorActor(member_id, self._make_aggregator(member_id), self.call)
 
     def call(
-        self, actor: Actor, method: str, *args: Any, returns: int = 1, after: Any | None = None
-    ) -> tuple[Any, ...]:
+        self,
+        actor: Actor,
+        method: Callable[..., Any],
+        *args: Any,
+        returns: int = 1,
+        after: Reference[object] | None = None,
+    ) -> tuple[Reference[Any], ...]:
+        """Run a method; its outcome is kept for :meth:`fetch`. See `coordinator.remote.Caller`."""
         values = [arg.value if isinstance(arg, _Settled) else arg for arg in args]
         failed = (each.error for each in (*args, after) if isinstance(each, _Settled) and each.error)
         refusal = ActorLost("died") if actor.member_id in self._stopped else next(failed, None)
         if refusal is not None:
             return tuple(_Settled(error=refusal) for _ in range(returns))
         try:
-            result = getattr(actor.handle, method)(*values)
-        except Exception as error:  # noqa: BLE001 - it is raised again where the reference is fetched
+            result = getattr(actor.handle, method.__name__)(*values)
+        except Exception as error:  # noqa: BLE001 - raised again where the reference is fetched
             return tuple(_Settled(error=error) for _ in range(returns))
         results = (result,) if returns == 1 else result
         return tuple(_Settled(value=_read_only(value)) for value in results)
 
-    def wait(self, references: Sequence[Any], deadline_s: float) -> Collection[Any]:
+    def wait(self, references: Sequence[Reference[object]], deadline_s: float) -> Collection[Reference[object]]:
         return list(references)
 
-    def fetch(self, reference: Any, deadline_s: float) -> Any:
-        if reference.error is not None:
-            raise reference.error
-        return reference.value
+    def fetch(self, reference: Reference[T], deadline_s: float) -> T:
+        settled = cast("_Settled", reference)
+        if settled.error is not None:
+            raise settled.error
+        value: T = settled.value
+        return value
 
-    def put(self, value: Any) -> Any:
+    def put(self, value: T) -> Reference[T]:
         return _Settled(value=_read_only(value))
 
     def stop(self, actor: Actor) -> None:

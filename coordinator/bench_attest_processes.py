@@ -19,7 +19,7 @@ from typing import Any, Final, Self, TypeAlias
 from attestation.canonical import digest
 from attestation.channel import client_end
 from attestation.keys import IdentityKey
-from attestation.orchestrator import EvidenceOrchestrator
+from attestation.orchestrator import open_run
 from attestation.policy import KeyQuotas, simulated_policy
 from attestation.run_terms import RunTerms
 from attestation.service import EvidenceServer
@@ -104,21 +104,20 @@ def serve(pipe: Connection, folder: str) -> None:
     gc.freeze()  # as `raycloak attest serve` does with what it has loaded
     raise_open_files(1024)
     vendor = SimulatedVendor.load_or_create(Path(folder) / "simulator")
-    orchestrator = EvidenceOrchestrator(str(Path(folder) / "orchestrator"), time.time)
-    _, owner = orchestrator.open_run(None)
+    run = open_run(str(Path(folder) / "orchestrator"), time.time, None)
     # Everybody asks for the same keys.
     endless = {"key_quotas": KeyQuotas(per_run=2**30)}
     policy = simulated_policy(vendor, code_measurement()).model_copy(update=endless)
     collateral = vendor.collateral(int(time.time()))
     terms = RunTerms(MANIFEST, digest(b"context"), VIRTUAL_WORKERS, ANSWER, policy, collateral)
-    orchestrator.begin(terms, "bench")
+    session = run.begin(terms, "bench")
     # Every worker comes from this one address.
     limits = ServiceLimits(address_rate=1e6, address_burst=10**6)
-    server = EvidenceServer.start(orchestrator.evidence_desk(_Everybody({})), MANIFEST, "127.0.0.1:0", limits)
-    pipe.send((f"127.0.0.1:{server.port}", owner.ed25519))
+    server = EvidenceServer.start(session.evidence_desk(_Everybody({})), MANIFEST, "127.0.0.1:0", limits)
+    pipe.send((f"127.0.0.1:{server.port}", run.public.ed25519))
     _answer(pipe, dict)
     server.stop()
-    orchestrator.close()
+    run.close()
 
 
 class _Everybody(StaticHosting):

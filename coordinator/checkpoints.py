@@ -12,15 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from attestation.hybrid_signature import SignerPublic
 from attestation.keys import Secret
-from attestation.package_desk import PublishedPackage
 from attestation.package_keys import RecipientPublic, TrustStore
 from attestation.package_manifest import PackageManifest, PackageRefusal, refuse
 from coordinator.background import Background
@@ -119,10 +116,10 @@ class Checkpoints:
         self._metrics = metrics
         self._clock = clock
         self._monotonic = monotonic
-        self._recipients = (control.orchestrator("package_recipient"), *recipients)
-        published: PublishedPackage | None = control.orchestrator("newest_published")
+        self._recipients = (control.orchestrator.package_recipient(), *recipients)
+        published = control.orchestrator.newest_published()
         self._previous = published.digest if published else b""
-        self._retention = Retention(config, storage, control.orchestrator("package_signer"), terms.manifest.digest())
+        self._retention = Retention(config, storage, control.orchestrator.package_signer(), terms.manifest.digest())
         self._background = Background()
         self._waiting: Snapshot | None = None
         self._drafted: _Drafted | None = None
@@ -211,7 +208,7 @@ class Checkpoints:
     def _sign(self, drafted: _Drafted) -> bool:
         body = drafted.manifest.encode()
         try:
-            signature: bytes = self._control.orchestrator("sign_package", body)
+            signature = self._control.orchestrator.sign_package(body)
         except EvidenceError as refusal:
             if refusal.code == "not_committed":
                 return False
@@ -227,7 +224,7 @@ class Checkpoints:
 
     def _record(self, manifest: PackageManifest) -> None:
         self._previous = manifest.digest()
-        self._control.orchestrator("record_published", manifest.step, self._previous)
+        self._control.orchestrator.record_published(manifest.step, self._previous)
         self._metrics.checkpoint_written()
         if self._in_trouble:
             self._in_trouble = False
@@ -269,13 +266,13 @@ def newest(
         EvidenceError: with a code of `attestation.package_manifest.PackageRefusal`.
         ConfigError: ``storage`` if it cannot be read.
     """
-    published: PublishedPackage | None = control.orchestrator("newest_published")
-    signer: SignerPublic = control.orchestrator("package_signer")
+    published = control.orchestrator.newest_published()
+    signer = control.orchestrator.package_signer()
     expected = Expected(
         run=manifest.digest(),
         newest=published if at_most is None else None,
-        ledger_hash=partial(control.ledger, "hash_at"),
-        log_root=partial(control.orchestrator, "log_root_at"),
+        ledger_hash=control.ledger.hash_at,
+        log_root=control.orchestrator.log_root_at,
     )
     try:
         names = [name for name in storage.names() if at_most is None or package_order(name)[0] <= at_most]
@@ -291,9 +288,9 @@ def newest(
 
 
 def _restore(package: VerifiedPackage, control: Control) -> Restored:
-    recipient: RecipientPublic = control.orchestrator("package_recipient")
+    recipient = control.orchestrator.package_recipient()
     wrapped = package.wrapped_key(recipient.key_id)
-    data_key = Secret(control.orchestrator("open_package", package.manifest.info(), wrapped))
+    data_key = Secret(control.orchestrator.open_package(package.manifest.info(), wrapped))
     tensors = load_arrays(package.chunks(PARAMETERS, data_key))
     check_parameters(tensors.__getitem__, package)
     state = load_arrays(package.chunks(OPTIMIZER, data_key))

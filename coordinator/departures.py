@@ -1,16 +1,15 @@
-"""Departures: who is no longer part of a run, why, and how many failures the run survives."""
+"""Departures: the members that a run has lost, why, and how many failures it survives."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from coordinator.control import START_AGAIN
 from metrics.errors import RefusedError, RunFailedError
 
-START_AGAIN = "Mend the cause, then start it again; a run that had begun goes on with --resume."
-
-# What befalls a worker, rather than what it answers: another one in its place may well succeed.
+# These befall a worker, unlike a refusal that it answers with: another worker in its place may well succeed.
 ACCIDENTS = frozenset({"died", "unreachable", "deadline"})
 
-# Leaving between two steps, for which nobody is to blame.
+# Reasons to leave between two steps that are no failure, so they never use up max_failures.
 ASKED = {
     "left": "it was asked to end",
     "preempted": "its node is being drained",
@@ -34,7 +33,7 @@ class Departure:
 
     @property
     def asked_for(self) -> bool:
-        """Whether it left between two steps as it was asked to, and so does not count as a failure."""
+        """Return whether it left between two steps as it was asked to, and so does not count as a failure."""
         return self.code in ASKED
 
 
@@ -43,7 +42,7 @@ class Departures:
     """All departures of a run, in order.
 
     Attributes:
-        max_failures: losses the run survives; newcomers that fail count as attempts, and end no run.
+        max_failures: losses the run survives; a newcomer that fails ends no run, but counts in :attr:`allow_newcomers`.
         told: told of each departure as it happens.
     """
 
@@ -64,7 +63,7 @@ class Departures:
 
     @property
     def allow_newcomers(self) -> bool:
-        """Whether another worker may be started, after losses and failed newcomers."""
+        """Return whether another worker may be started, after losses and failed newcomers."""
         return self._losses + self._failed_joins <= self.max_failures
 
     def check(self) -> None:
@@ -75,16 +74,16 @@ class Departures:
             )
 
     def refused_alike(self, last: int) -> bool:
-        """Whether the newest ``last`` departures share one cause that would meet any replacement as well."""
+        """Return whether the newest ``last`` departures share one cause that would meet any replacement as well."""
         codes = {departure.code for departure in self.all[-last:]}
         return len(codes) == 1 and not codes & ACCIDENTS
 
     def too_few(self, left: int, needed: int) -> RefusedError:
-        """The error of a run with ``left`` workers that needs ``needed``."""
+        """Return the error of a run with ``left`` workers that needs ``needed``."""
         return RefusedError(
             "too_few_workers", f"{left} workers are left, the run needs {needed}: {self.reasons()}.", START_AGAIN
         )
 
     def reasons(self) -> str:
-        """Every departure with its reason."""
+        """Return every departure with its reason, in one line."""
         return "; ".join(f"{d.member_id}: {d.code} ({d.message})" for d in self.all) or "none was started"

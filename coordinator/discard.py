@@ -1,9 +1,9 @@
-"""`raycloak discard`: gives an unfinished run up, so that nobody can go on with it or replay it."""
+"""`raycloak discard`: ends an unfinished run for good, so that it can neither be resumed nor replayed."""
 
 import time
 from pathlib import Path
 
-from attestation.orchestrator import EvidenceOrchestrator
+from attestation.orchestrator import open_run
 from coordinator import state
 from coordinator.run_folder import RunFolder, run_lock
 from metrics.errors import ConfigError
@@ -24,14 +24,13 @@ def discard(run_dir: Path) -> RunFolder:
         record = folder.record
         if record.status in ("done", "void"):
             raise ConfigError(
-                "run_done", f"the run in {run_dir} is over; there is nothing to give up.", "Nothing needs to be done."
+                "run_done", f"the run in {run_dir} is over; there is nothing to discard.", "Nothing needs to be done."
             )
-        orchestrator = EvidenceOrchestrator(str(state.home() / "orchestrator"), time.time)
-        orchestrator.open_run(record.secret_file, record.run_id)
+        run = open_run(str(state.home() / "orchestrator"), time.time, record.secret_file, record.run_id)
         try:
-            orchestrator.finish((), str(folder.path / "evidence.jsonl"), destroy=True)
+            run.finish((), str(folder.path / "evidence.jsonl"), destroy=True)
         finally:
-            orchestrator.close()
+            run.close()
         (folder.path / "examples.npz").unlink(missing_ok=True)
         folder.mark("void")
     return folder

@@ -1,49 +1,27 @@
-"""Measuring released parameters on data whose results are declared public, by the driver where it may see the data.
+"""The evaluation of released parameters by the driver, on data that it may see and whose results are public.
 
-`coordinator/sealed_evaluation.py` measures on data that it may not see.
+`coordinator/sealed_evaluation.py` evaluates on data that the driver may not see.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.config import RunConfig
+from coordinator.model import Model, ModelReader
+from coordinator.outcome import Evaluation
 from coordinator.plan_command import descriptor
 from coordinator.sealed_terms import require_public
 from workers.datasets import Dataset, DatasetDescriptor
-from workers.evaluating import Metric, Scorer, metric_of
+from workers.evaluating import Scorer, metric_of
 from workers.models import ModelSource, build_model, loss_function
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """A result that may be shown to everybody.
-
-    Attributes:
-        metric: ``accuracy``: share of labels that are the largest output, in [0, 1]; or ``loss``: mean over examples.
-        value: of the metric.
-        num_examples: how many it was measured on.
-    """
-
-    metric: Metric
-    value: float
-    num_examples: int
-
-    @property
-    def accuracy(self) -> float | None:
-        """The value if it is an accuracy."""
-        return self.value if self.metric == "accuracy" else None
-
-    @property
-    def loss(self) -> float | None:
-        """The value if it is a loss."""
-        return self.value if self.metric == "loss" else None
-
-
 def open_public(descriptor: DatasetDescriptor, base: Path | str) -> Dataset:
-    """Open a dataset that everybody may see, and results on it.
+    """Open a dataset that is public, as are results on it.
 
     Raises:
         ConfigError: ``evaluation_not_public``; DatasetError as `DatasetDescriptor.open`.
@@ -74,15 +52,33 @@ class Evaluator:
         self._dataset = dataset
 
     def measure(self, parameters: NDArray[np.float32]) -> Evaluation:
-        """Accuracy under ``cross_entropy``, else the mean loss, of float32 [d] parameters in canonical order."""
+        """Return accuracy under ``cross_entropy``, else the mean loss, of float32 [d] parameters in canonical order."""
         count = len(self._dataset)
         self._scorer.load(parameters)
         total = self._scorer.total(self._dataset, np.arange(count, dtype=np.int64))
         return Evaluation(self._metric, total / count, count)
 
 
+@dataclass(frozen=True, slots=True)
+class DriverEvaluator:
+    """Has released models measured by the driver; see `coordinator.training.ModelEvaluator`."""
+
+    evaluator: Evaluator
+    reader: ModelReader
+    asks_workers: ClassVar[bool] = False
+
+    @property
+    def every(self) -> int:
+        """Steps between two evaluations."""
+        return self.evaluator.every
+
+    def measure(self, model: Model, finished_steps: int) -> Evaluation:
+        """Measure ``model``, however many steps gave it; RunFailedError ``state_lost`` as `ModelReader`."""
+        return self.evaluator.measure(self.reader.parameters(model))
+
+
 def public_evaluator(config: RunConfig, model: ModelSource, base: Path | str) -> Evaluator | None:
-    """Measures on the split of ``config``; None if there is none, or it is sealed and the workers measure on it.
+    """Return the evaluator of ``config``'s split; None without one, or if it is sealed and the workers measure on it.
 
     Raises:
         ConfigError: as :func:`open_public` and :class:`Evaluator`.

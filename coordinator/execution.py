@@ -1,7 +1,7 @@
 """Execution: one session of a run on the Ray cluster that is there or on a local one.
 
-It hides how actors, platforms, metrics and logs of a session are started and how they end, so that a first execution,
-one that goes on with a run, and a replay differ in their assignment only.
+It hides how actors, platforms, metrics and logs of a session are started and how they end. A new run, a resumed run and
+a replay differ in their assignment only.
 """
 
 import os
@@ -13,31 +13,34 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from attestation.hybrid_signature import SignerPublic
 from attestation.run_secret import exposure
 from coordinator.actors import (
     GpuSamplers,
     alive_nodes,
+    ask,
     cluster_gpus,
     connect,
+    disconnect,
     fetch,
 )
 from coordinator.archive import Archive
-from coordinator.backend import Actor, ActorLost
+from coordinator.assignment import Assignment, NewRun, Order, ReplayedRun, ResumedRun
+from coordinator.backend import ActorLost
 from coordinator.config import RunConfig
 from coordinator.control import Control, Restart
-from coordinator.coordinator import Assignment, Coordinator
+from coordinator.coordinator import Coordinator
 from coordinator.departures import Departure
 from coordinator.evaluation import public_evaluator
 from coordinator.launch import Launched, launch
+from coordinator.ledger import PrivacyLedger
+from coordinator.ledger_view import LedgerView
 from coordinator.outcome import Ending, Finished
 from coordinator.output import attach_log
 from coordinator.placement import Placement
 from coordinator.plan_command import descriptor
-from coordinator.progress import StepReport
-from coordinator.reporting import Reporting
+from coordinator.remote import Actor
+from coordinator.reporting import Reporting, StepReport
 from coordinator.run_folder import RunFolder, run_lock
 from coordinator.run_service import announce
 from coordinator.sealed_terms import evaluation_folder
@@ -55,7 +58,7 @@ from workers.worker_messages import WorkerSetup
 
 
 class Execution:
-    """What is needed to execute a run, and the executing of it.
+    """Executes one run, resumed as often as it is lost.
 
     Args:
         model: given by the configuration or by the caller.
@@ -64,7 +67,7 @@ class Execution:
         progress: called after every finished step.
         notice: told, in one line each, what a watcher needs to know.
         stop: asked between two steps.
-        handle_signals: whether SIGINT and SIGTERM make ``stop`` while the run goes on; main thread only.
+        handle_signals: whether SIGINT and SIGTERM make ``stop`` while a run executes; main thread only.
     """
 
     def __init__(
@@ -87,8 +90,11 @@ class Execution:
         self._notice = notice
         self._stop = stop or StopRequest()
         self._handle_signals = handle_signals
+        # Kept over every execution of the run: an outcome warns of what happened in any of them.
         self.warnings: list[str] = []
+        # None until a run is opened: a resume after a failure needs to know which one it was.
         self.folder: RunFolder | None = None
+        # The address of the evidence service; None until members are admitted, and where nothing is served.
         self._served: str | None = None
 
     def begin(self, secret_file: str | None) -> "Outcome":
@@ -99,22 +105,29 @@ class Execution:
             run_id, key = launched.control.open_run(secret_file)
             stack.enter_context(run_lock(run_id))
             folder = RunFolder.create(self._config, run_id, self._base, secret_file)
-            return self._conduct(stack, launched, key, folder, Assignment(self._archive(folder), stop=self._stop))
+            return self._conduct(stack, launched, key, folder, NewRun(self._archive(folder), self._stop))
 
     def resume(self, folder: RunFolder) -> "Outcome":
-        """Go on with an unfinished run, from its newest package."""
-        assignment = Assignment(self._archive(folder), folder.manifest(), stop=self._stop)
-        return self._again(folder, assignment)
+        """Resume an unfinished run, from its newest package."""
+        archive, recorded = self._archive(folder), folder.manifest()
+        if recorded is None:  # It ended before it had a manifest, and so before anything was charged.
+            return self._again(folder, NewRun(archive, self._stop))
+        return self._again(folder, ResumedRun(recorded, archive, self._stop))
 
-    def repeat(self, folder: RunFolder, assignment: Assignment) -> Finished:
-        """Repeat steps of a run, from a package of it; its directory stays as it is, but for ``replay.log``."""
-        return self._again(folder, replace(assignment, archive=self._archive(folder))).finished
+    def replay(self, folder: RunFolder, recorded: Manifest, first: int, last: int) -> Finished:
+        """Compute finished steps of a run again; its directory stays as it is, but for ``replay.log``.
+
+        Args:
+            recorded: the run's manifest.
+            first, last: the range of steps; it begins earlier if the newest package before ``first`` does.
+        """
+        return self._again(folder, ReplayedRun(recorded, self._archive(folder), first, last, self._stop)).finished
 
     def _again(self, folder: RunFolder, assignment: Assignment) -> "Outcome":
         self._warn_of(folder.record.secret_file)
         with ExitStack() as stack:
             stack.enter_context(run_lock(folder.record.run_id))
-            launched = self._launch(stack, self._config.attestation.bind if assignment.releases else None)
+            launched = self._launch(stack, self._config.attestation.bind if assignment.charges else None)
             _, key = launched.control.open_run(folder.record.secret_file, folder.record.run_id)
             return self._conduct(stack, launched, key, folder, assignment)
 
@@ -128,7 +141,7 @@ class Execution:
     def _launch(self, stack: ExitStack, bind: str | None) -> Launched:
         """Join or start Ray, take the signals over from it, and start every process of a session."""
         if connect(num_cpus=self._config.num_workers + 1):
-            stack.callback(ray.shutdown)
+            stack.callback(disconnect)
         if self._handle_signals:
             stack.enter_context(stop_on_signals(self._stop, self._notice))
         return launch(stack, self._config, Path(self._base), self._placement(), bind)
@@ -141,50 +154,50 @@ class Execution:
         folder: RunFolder,
         assignment: Assignment,
     ) -> "Outcome":
-        """Run the coordinator; what ends it early is raised with the result so far."""
+        """Run the coordinator; an error that ends it early carries the result so far."""
         self.folder, started = folder, launched.began
-        attach_log(folder.path / ("run.log" if assignment.releases else "replay.log"))
+        attach_log(folder.path / ("run.log" if assignment.charges else "replay.log"))
         failure = self._config.failure
         control = launched.control.control(failure.control_deadline_s, failure.max_failures)
         coordinator: Coordinator | None = None
         try:
             session = launched.session(folder.record.run_id, orchestrator_key, control)
-            reporting = self._reporting(stack, launched.samplers, folder, control, assignment.releases)
-            setup = self._setup(stack, folder, assignment.releases)
-            evaluator = public_evaluator(self._config, self._model, self._base) if assignment.releases else None
-            coordinator = Coordinator(self._config, session, setup, evaluator, reporting, folder, assignment)
-            if assignment.releases:
+            reporting = self._reporting(stack, launched.samplers, folder, control, assignment)
+            setup = self._setup(stack, folder, assignment)
+            evaluator = public_evaluator(self._config, self._model, self._base) if assignment.charges else None
+            coordinator = Coordinator(Order(self._config, session, setup, evaluator, reporting, folder, assignment))
+            if assignment.charges:
                 folder.mark("running")
             finished = coordinator.run()
         except Exception as error:
-            if assignment.releases and coordinator is not None:
+            if assignment.charges and coordinator is not None:
                 self._fail(coordinator, folder, error, started)
             elif assignment.recorded is None:
-                self._give_up(control, folder)
+                self._void(control, folder)
             raise
-        except BaseException:  # Whoever interrupts wants it to end at once; a resume finds what was sealed before.
-            if assignment.releases:
+        except BaseException:  # An interrupt must end it at once; a resume finds what was sealed before.
+            if assignment.charges:
                 folder.mark("failed")
             raise
         assert finished.ending is not None, "it has ended"
-        if assignment.releases:
+        if assignment.charges:
             folder.mark("stopped" if finished.ending is Ending.STOPPED else "done")
         return self._outcome(finished, folder, finished.ending.value, started)
 
-    def _give_up(self, control: Control, folder: RunFolder) -> None:
+    def _void(self, control: Control, folder: RunFolder) -> None:
         """End a new run that failed before it had a coordinator."""
         folder.mark("void")
         log = str(folder.path / "evidence.jsonl")
         try:
-            control.orchestrator("finish", (), log, self._config.secret_retention == "run")
+            control.orchestrator.finish((), log, self._config.secret_retention == "run")
         except (ActorLost, RaycloakError) as trouble:
             self._notice(f"a generated secret was not destroyed: {trouble}")
 
     def _fail(self, coordinator: Coordinator, folder: RunFolder, error: Exception, started: float) -> None:
-        """Save what a failed run has come to, and tell the error what that is.
+        """Save the result of a failed run so far, and attach it to the error.
 
-        A run that was never charged has nothing to resume, so a generated secret goes at once. One that was gone on
-        with stays what it was before, whatever kept it from going on.
+        A run that was never charged has nothing to resume, so a generated secret goes at once. A resumed run stays
+        resumable, whatever kept it from training.
         """
         begun = coordinator.begun
         try:
@@ -212,7 +225,7 @@ class Execution:
             self.warnings.append("use_gpu is set, but the cluster has no GPU: the workers computed on the CPU.")
         return placement
 
-    def _setup(self, stack: ExitStack, folder: RunFolder, evaluates: bool) -> WorkerSetup:
+    def _setup(self, stack: ExitStack, folder: RunFolder, assignment: Assignment) -> WorkerSetup:
         gpu = self._config.use_gpu and cluster_gpus() > 0
         return WorkerSetup(
             model=self._model,
@@ -222,7 +235,7 @@ class Execution:
             seed=self._config.seed,
             device="cuda" if gpu else "cpu",
             allow_nondeterministic=self._config.allow_nondeterministic,
-            evaluation=evaluation_folder(self._config) if evaluates else None,
+            evaluation=evaluation_folder(self._config) if assignment.charges else None,
         )
 
     def _descriptor(self, stack: ExitStack, folder: RunFolder) -> DatasetDescriptor:
@@ -240,18 +253,19 @@ class Execution:
         return export_in_memory(self._in_memory, path)
 
     def _reporting(
-        self, stack: ExitStack, samplers: GpuSamplers, folder: RunFolder, control: Control, releases: bool
+        self, stack: ExitStack, samplers: GpuSamplers, folder: RunFolder, control: Control, assignment: Assignment
     ) -> Reporting:
         exporter = Exporter()
-        exporter.add(LedgerCollector(lambda: metrics_view(_ask(control.actors["ledger"], "view", deadline_s=5.0))))
+        exporter.add(LedgerCollector(lambda: metrics_view(_view(control.actors["ledger"]))))
         exporter.add(GpuCollector(samplers.sample))
         server = MetricsServer(exporter.registry, self._config.metrics.bind)
         stack.callback(server.close)
         self._notice(f"metrics: {server.url}")
         for reason in samplers.unavailable_reasons():
             self._notice(reason)
-        # What a replay does is not part of the run's record.
-        events = stack.enter_context(EventWriter(folder.path / "metrics.jsonl" if releases else Path(os.devnull)))
+        # Steps that a replay repeats are no part of the run's record.
+        path = folder.path / "metrics.jsonl" if assignment.charges else Path(os.devnull)
+        events = stack.enter_context(EventWriter(path))
         return Reporting(
             metrics=partial(self._admitted, exporter, control, folder),
             events=events,
@@ -286,7 +300,7 @@ class Execution:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What an execution leaves.
+    """The result of an execution, where it lies, and how it ended.
 
     Attributes:
         ending, evidence_service: see `coordinator.verdict.Verdict`.
@@ -300,11 +314,12 @@ class Outcome:
     evidence_service: str | None = None
 
     def result(self) -> dict[str, Any]:
-        """``run_dir`` and ``metrics``, the fields of the verdict."""
+        """Return ``run_dir`` and ``metrics``, the fields of the verdict."""
         path, warnings = self.folder.path, (*self.finished.plan.warnings, *self.warnings)
         verdict = verdict_of(self.finished, path, self.wall_seconds, self.ending, warnings)
         return {"run_dir": str(path), "metrics": replace(verdict, evidence_service=self.evidence_service).metrics()}
 
 
-def _ask(target: Actor, method: str, deadline_s: float) -> Any:
-    return fetch(getattr(target.handle, method).remote(), deadline_s)
+def _view(ledger: Actor) -> LedgerView:
+    """Ask the ledger without its `Control`: a thread of the metrics server asks, and must not replace an actor."""
+    return fetch(ask(ledger.handle, PrivacyLedger.view), deadline_s=5.0)

@@ -1,4 +1,4 @@
-"""Which worker hosts which virtual workers: spread evenly, moved as little as possible. Pure functions."""
+"""The placement of virtual workers on workers: spread evenly, moved as little as possible. Pure functions."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,7 +17,7 @@ def rehost(current: Hosting, workers: Sequence[str], virtual_workers: int) -> di
     """
     assert workers, "a run has at least one worker"
     small, larger = divmod(virtual_workers, len(workers))
-    # Those who already host most keep the larger shares, so the fewest virtual workers move.
+    # The workers that already host most keep the larger shares, so the fewest virtual workers move.
     by_load = sorted(workers, key=lambda worker: (-len(current.get(worker, ())), worker))
     share = {worker: small + (index < larger) for index, worker in enumerate(by_load)}
     kept = {worker: sorted(current.get(worker, ()))[: share[worker]] for worker in workers}
@@ -30,7 +30,7 @@ def rehost(current: Hosting, workers: Sequence[str], virtual_workers: int) -> di
 
 
 def moved(before: Hosting, after: Hosting) -> dict[str, tuple[int, ...]]:
-    """Virtual workers that each worker of ``after`` hosts and did not host in ``before``."""
+    """Return the virtual workers that each worker of ``after`` hosts and did not host in ``before``."""
     return {
         worker: tuple(v for v in hosted if v not in before.get(worker, ()))
         for worker, hosted in after.items()

@@ -1,7 +1,7 @@
 """Launch: every process of a session on Ray, started at once.
 
-A process that starts mostly imports, for seconds of processor time. So none of them waits until another one is there;
-what one needs of another is waited for where it is used.
+A process that starts mostly imports, for seconds of processor time. So no process waits for another to be there: a
+value that one needs of another is waited for where it is used.
 """
 
 import time
@@ -19,9 +19,9 @@ from attestation.revocations import count_revocations
 from attestation.simulator import SimulatedVendor, code_measurement
 from coordinator import state
 from coordinator.actors import GpuSamplers, Platforms
+from coordinator.assignment import Session
 from coordinator.config import RunConfig
 from coordinator.control import Control
-from coordinator.coordinator import Session
 from coordinator.crew import Crew, start_crew
 from coordinator.hardware import Guests, collateral_of, configured_policy
 from coordinator.payer import accountant_for
@@ -50,7 +50,7 @@ class Launched:
     began: float
 
     def session(self, run_id: str, orchestrator_key: SignerPublic, control: Control) -> Session:
-        """What a coordinator needs of them, once evidence can be had."""
+        """Wait until evidence can be had, and return the session that a coordinator needs."""
         self.sources.wait()
         return Session(
             run_id=run_id,

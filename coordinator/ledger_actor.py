@@ -1,4 +1,4 @@
-"""`coordinator.ledger.PrivacyLedger` as an actor."""
+"""PrivacyLedger as an actor."""
 
 import ray
 
@@ -10,7 +10,7 @@ with quickly():
 
 
 class LedgerActor(PrivacyLedger):
-    """PrivacyLedger whose view answers while a charge is under way."""
+    """A PrivacyLedger whose view answers while a charge is under way."""
 
     @ray.method(concurrency_group="control")
     def view(self) -> LedgerView:  # type: ignore[override]  # Ray changes the type

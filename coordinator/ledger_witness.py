@@ -27,7 +27,7 @@ from metrics.errors import BudgetError, ConfigError, ProtocolError
 TIMEOUT_S = 5.0
 """For one answer of a URL, and for another process to let go of a folder's file."""
 
-_ATTEMPTS = 20
+_TRIES = 20
 _TAIL_BYTES = 8192
 
 
@@ -283,7 +283,7 @@ class Witnessed:
             BudgetError: as :meth:`check`.
         """
         with self._lock:
-            for _ in range(_ATTEMPTS):
+            for _ in range(_TRIES):
                 held = self._known()
                 if head.sequence <= (held.head.sequence if held.head else 0):
                     return
@@ -293,7 +293,7 @@ class Witnessed:
                 if token is not None:
                     self._held = Held(read_head_line(line, self._key.public), token) if token else None
                     return
-        raise _unavailable("the witness", f"its newest head changed {_ATTEMPTS} times while one was to be kept")
+        raise _unavailable("the witness", f"its newest head changed {_TRIES} times while one was to be kept")
 
     def close(self) -> None:
         """Let go of the witness."""

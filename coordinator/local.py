@@ -1,7 +1,7 @@
 """A session of plain objects in this process: no Ray, one thread, every breakpoint works.
 
-The protocol is the whole one: evidence (SIMULATED), rosters, receipts, masks. What it does not give is isolation, so
-it is for tests and debugging, not for private data.
+It runs the whole protocol: evidence (SIMULATED), rosters, receipts, masks. It gives no isolation, so it is for tests
+and debugging, not for private data.
 """
 
 import itertools
@@ -15,26 +15,27 @@ from attestation.attester import CpuEvidence
 from attestation.orchestrator_state import state_file
 from attestation.policy import simulated_policy
 from attestation.revocations import count_revocations
-from attestation.serving_orchestrator import ServingOrchestrator
+from attestation.serving_orchestrator import EvidenceOrchestrator
 from attestation.simulator import SimulatedVendor, code_measurement
 from attestation.simulator_platform import SimulatedPlatform
 from coordinator.aggregator import MaskedAggregator
-from coordinator.backend import Actor, LocalBackend
+from coordinator.assignment import Session
+from coordinator.backend import LocalBackend
 from coordinator.config_sections import FailureConfig
 from coordinator.control import Control, ControlRole
-from coordinator.coordinator import Session
 from coordinator.ledger import PrivacyLedger
+from coordinator.remote import Actor
 from workers.train_worker import TrainWorker
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPlatform:
-    """Evidence source of every actor of this process."""
+    """The evidence source of every actor of this process."""
 
     platform: SimulatedPlatform
 
     def collect(self, report_data: bytes) -> CpuEvidence:
-        """See `attestation.attester.EvidenceSource`."""
+        """Return simulated evidence for ``report_data``."""
         return CpuEvidence(self.platform.quote(report_data, code_measurement()))
 
 
@@ -57,7 +58,7 @@ def local_session(
     ledger_url = ledger_url or f"sqlite:///{home / 'ledger.sqlite'}"
     vendor = SimulatedVendor.load_or_create(home / "simulator")
     source = LocalPlatform(vendor.platform())
-    orchestrator = ServingOrchestrator(str(home / "orchestrator"), clock, bind)
+    orchestrator = EvidenceOrchestrator(str(home / "orchestrator"), clock, bind)
     run_id, key = orchestrator.open_run(secret)
     backend = LocalBackend(
         make_worker=lambda member_id: TrainWorker(member_id, source, clock),
@@ -73,7 +74,7 @@ def local_session(
         actors[role].handle.close()
         if role == "ledger":
             return Actor(f"ledger-{next(incarnations)}", PrivacyLedger(ledger_url, witness=witness))
-        successor = ServingOrchestrator(str(home / "orchestrator"), clock, bind)
+        successor = EvidenceOrchestrator(str(home / "orchestrator"), clock, bind)
         successor.open_run(secret, run_id)
         return Actor(f"orchestrator-{next(incarnations)}", successor)
 

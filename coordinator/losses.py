@@ -1,31 +1,31 @@
-"""Losses: what becomes of members that fail at what they were asked to compute."""
+"""Losses: members that fail at a task leave, and the run ends if all fail alike."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from coordinator.backend import ActorLost, Backend
-from coordinator.membership import Membership
-from coordinator.outcome import Model
+from coordinator.members import Members
+from coordinator.model import Model
 from metrics.errors import RunFailedError
 
 
 @dataclass(slots=True)
 class Losses:
-    """Those of a session, one task after the other."""
+    """The losses of a session, one task after the other."""
 
     backend: Backend
-    membership: Membership
+    members: Members
     deadline_s: float
     _all_lost: bool = False
 
     def begin(self) -> None:
-        """What follows is another task."""
+        """Begin another task."""
         self._all_lost = False
 
     def take(self, failures: Mapping[str, str], task: str, step: int, *, everybody: bool) -> None:
-        """Take those who failed off the run; if all fail alike, others in their place would too, and it ends.
+        """Take the workers that failed off the run; if all fail alike, others in their place would too, and it ends.
 
-        All may die at once when a node does, so that is taken for an accident the first time.
+        All may die at once when a node does, so a first such loss counts as an accident.
 
         Args:
             failures: code by member id.
@@ -40,10 +40,10 @@ class Losses:
             raise RunFailedError(code, f"every worker failed in {task}: {code}", _REMEDIES.get(code, ""), step)
         self._all_lost = alike
         for member_id, cause in failures.items():
-            self.membership.lose(member_id, cause, f"{member_id} failed in {task}")
+            self.members.lose(member_id, cause, f"{member_id} failed in {task}")
 
     def require_model(self, model: Model, causes: Collection[str], task: str, step: int) -> None:
-        """If something that was passed is gone, make sure that it is not the model itself.
+        """Check, when an object that was passed is gone, that it was not the model itself.
 
         Raises:
             RunFailedError: ``state_lost``.
@@ -57,7 +57,7 @@ class Losses:
             raise RunFailedError(
                 "state_lost",
                 f"the node that held the model went away in {task} ({lost.cause})",
-                "Go on from the newest sealed package: raycloak run CONFIG --resume",
+                "Resume from the newest sealed package: raycloak run CONFIG --resume",
                 step,
             ) from None
 

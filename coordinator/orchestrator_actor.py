@@ -1,4 +1,4 @@
-"""`attestation.serving_orchestrator.ServingOrchestrator` as an actor."""
+"""EvidenceOrchestrator as an actor."""
 
 from collections.abc import Callable
 
@@ -9,11 +9,11 @@ from coordinator.quick_imports import quickly
 
 with quickly():
     from attestation.admissions import OrchestratorView
-    from attestation.serving_orchestrator import ServingOrchestrator
+    from attestation.serving_orchestrator import EvidenceOrchestrator
 
 
-class OrchestratorActor(ServingOrchestrator):
-    """ServingOrchestrator whose view answers while another method runs."""
+class OrchestratorActor(EvidenceOrchestrator):
+    """An EvidenceOrchestrator whose view answers while another method runs."""
 
     def __init__(self, state_directory: str, clock: Callable[[], float], bind: str | None = None) -> None:
         forbid_core_dump()

@@ -1,22 +1,21 @@
-"""What steps and executions leave behind: plain records that are passed on."""
+"""The records of steps, evaluations and executions; plain data that is passed on."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import numpy as np
 
 from attestation.commit_book import StepCommit
 from attestation.roster import Query
-from coordinator.evaluation import Evaluation
 from coordinator.plan import Plan
+from workers.evaluating import Metric
 from workers.manifest import Manifest
 from workers.measurement import Released
 
 
 class Ending(Enum):
-    """Why the steps of an execution ended."""
+    """The reason why the steps of an execution ended."""
 
     COMPLETE = "complete"
     CAP = "cap_exceeded"
@@ -24,17 +23,28 @@ class Ending(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """The released model between two steps.
+class Evaluation:
+    """A result on an evaluation split, which is public.
 
     Attributes:
-        parameters, states: one reference per range: float32 parameters, optimizer state.
-        digest: parameter digest of all ranges together.
+        metric: ``accuracy``: share of labels that are the largest output, in [0, 1]; or ``loss``: mean over examples.
+        value: of the metric.
+        num_examples: how many it was measured on.
     """
 
-    parameters: tuple[Any, ...]
-    states: tuple[Any, ...]
-    digest: bytes
+    metric: Metric
+    value: float
+    num_examples: int
+
+    @property
+    def accuracy(self) -> float | None:
+        """The value if it is an accuracy."""
+        return self.value if self.metric == "accuracy" else None
+
+    @property
+    def loss(self) -> float | None:
+        """The value if it is a loss."""
+        return self.value if self.metric == "loss" else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +73,11 @@ class StepOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What an execution of a run has come to.
+    """The result of an execution so far.
 
     Attributes:
         parameters: float32[d] in canonical order.
-        steps: finished steps of the run, those of earlier executions included.
+        steps: finished steps of the run, in earlier executions too.
         most_hosted: most virtual workers whose keys any single worker ever held.
         charged_epsilon: of the account after the last charge.
         released, measured: by the measurements of the run, earlier executions included: what they say, and how often
@@ -98,5 +108,5 @@ class Finished:
 
     @property
     def masked_bytes(self) -> int:
-        """Payload bytes of all masked vectors that reached the aggregators."""
+        """The payload bytes of all masked vectors that reached the aggregators."""
         return sum(outcome.masked_bytes for outcome in (*self.outcomes, *self.measurement_outcomes))

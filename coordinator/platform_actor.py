@@ -1,4 +1,4 @@
-"""The simulated TEE platform of one node, an actor whose process imports nothing else of raycloak's."""
+"""The simulated TEE platform of one node, as an actor whose process imports nothing else of raycloak."""
 
 from coordinator.quick_imports import quickly
 
@@ -9,7 +9,10 @@ with quickly():
 
 
 class NodePlatform:
-    """The simulated TEE platform of one node; its keys arrive by a method call, never as a constructor argument."""
+    """The simulated TEE platform of one node.
+
+    Its keys arrive by a method call: constructor arguments stay readable in Ray's control store.
+    """
 
     _platform: SimulatedPlatform | None = None
 
@@ -18,10 +21,10 @@ class NodePlatform:
         self._platform = SimulatedPlatform.from_bytes(keys)
 
     def quote(self, report_data: bytes) -> bytes:
-        """A quote over ``report_data`` that measures the raycloak code of this node.
+        """Return a quote over ``report_data`` that measures the raycloak code of this node.
 
         Raises:
-            EvidenceError: ``platform_not_ready`` before the keys arrived.
+            EvidenceError: ``platform_not_ready`` before the keys have arrived.
         """
         if self._platform is None:
             raise EvidenceError("platform_not_ready", "the node's simulated platform has no keys yet")

@@ -1,42 +1,15 @@
 """Live progress of a run: one report a step, shown as a bar on a terminal and as plain lines elsewhere."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from coordinator.reporting import StepReport
+
 LINES_PER_RUN = 10
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What is public about a committed step.
-
-    Attributes:
-        step: number of committed steps, 1 to ``steps``.
-        steps: planned steps.
-        epsilon: spent so far against outsiders and the aggregator; None if the run is not private.
-        epsilon_cap: what the account may spend; None if the run is not private.
-        evaluation_accuracy: share in [0, 1] on the public split, if it was measured after this step.
-        evaluation_loss: mean on the public split, in its place where a loss is measured.
-        workers: workers that took part.
-        parameter_digest: hexadecimal digest of the parameters after the step.
-        seconds: wall time of the step.
-        exact: whether every operation has a deterministic kernel.
-    """
-
-    step: int
-    steps: int
-    epsilon: float | None
-    epsilon_cap: float | None
-    evaluation_accuracy: float | None
-    workers: int
-    parameter_digest: str
-    seconds: float
-    evaluation_loss: float | None = None
-    exact: bool = True
 
 
 def status_line(report: StepReport) -> str:

@@ -1,28 +1,37 @@
-"""`coordinator.backend.Backend` on Ray: starts and reaches workers and aggregators."""
+"""The backend on Ray: starts workers and aggregators, sends them calls and fetches their answers."""
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import ray
 
 from attestation.attester import EvidenceSource, GpuSource
-from coordinator.actors import actor, ask_node, fetch, kill_all
+from coordinator.actors import actor, ask, ask_node, fetch, kill_all, wait
 from coordinator.aggregator_actor import MaskedAggregatorActor
-from coordinator.backend import Actor, ActorLost
+from coordinator.backend import ActorLost
 from coordinator.placement import Placement
+from coordinator.remote import Actor, Aggregator, AggregatorActor, Reference, Worker, WorkerActor
 from coordinator.worker_actor import TrainWorkerActor
 from workers.numerics import worker_environment
 
+T = TypeVar("T")
+
+# Annotated, so that mypy compares the real classes with the methods that callers see.
+_WORKER: type[Worker] = TrainWorkerActor
+_AGGREGATOR: type[Aggregator] = MaskedAggregatorActor
+
 NODE_DEADLINE_S = 30.0
+"""Time to say on which node an actor runs. It is asked first of all, so only a start on a busy machine delays it."""
 SPARE_DEADLINE_S = 1.0
+"""Time for a spare process to answer. It has nothing else to do, and a dead one must not hold up a recovery."""
 SPARE_AFTER_S = 15.0
-"""How long a run trains before it keeps a spare: a process takes seconds of CPU to start."""
+"""Training time before a spare is kept. Starting a process takes seconds of CPU, too much for a short run."""
 
 
 class EvidenceSources(Protocol):
-    """Gives actors their evidence source: `coordinator.actors.Platforms` or `coordinator.hardware.Guests`."""
+    """The platforms that evidence comes from: `coordinator.actors.Platforms` or `coordinator.hardware.Guests`."""
 
     def source(self) -> EvidenceSource: ...
 
@@ -35,23 +44,22 @@ class EvidenceSources(Protocol):
 class _Started:
     """An actor and a reference to its node.
 
-    The node is the first thing it is asked, so the answer is there when it is needed, however busy the actor is then.
+    An actor is asked for its node before anything else, so the answer does not wait for a busy actor later.
     """
 
     handle: Any
-    node: Any
+    node: Reference[str]
 
     @classmethod
     def of(cls, handle: Any) -> "_Started":
         return cls(handle, ask_node(handle))
 
     def is_up(self) -> bool:
-        """Whether it has started, or was lost."""
-        ready, _ = ray.wait([self.node], timeout=0, fetch_local=False)
-        return bool(ready)
+        """Return whether the actor has started, or was lost."""
+        return bool(wait([self.node], 0))
 
     def is_on(self, nodes: Collection[str]) -> bool:
-        """Whether it is on one of ``nodes``; one that has not started, or is lost, is on none."""
+        """Return whether the actor runs on one of ``nodes``. One that has not started, or was lost, runs on none."""
         try:
             return bool(nodes) and self.is_up() and fetch(self.node, NODE_DEADLINE_S) in nodes
         except ActorLost:
@@ -59,14 +67,14 @@ class _Started:
 
 
 class RayBackend:
-    """`coordinator.backend.Backend` on Ray.
+    """The workers and aggregators of one run on Ray.
 
-    A spare process of an aggregator is kept while the run trains, since importing torch takes longer than all the
-    rest of a recovery. It is no member and has no keys.
+    A spare aggregator process is kept while the run trains, because importing torch takes longer than the rest of a
+    recovery. The spare is no member and has no keys.
 
     Args:
-        platforms: where evidence comes from.
-        placement: where workers go.
+        platforms: sources of evidence.
+        placement: chooses the workers' nodes.
         cpu_capability: instruction set of workers and aggregators.
     """
 
@@ -77,33 +85,35 @@ class RayBackend:
         self._members: dict[str, _Started] = {}
         self._spare: _Started | None = None
         self._first_reduce: float | None = None
-        self._aggregator = actor(MaskedAggregatorActor, scheduling_strategy="SPREAD", environment=self._environment)
+        self._aggregator = actor(_AGGREGATOR, scheduling_strategy="SPREAD", environment=self._environment)
 
-    def start_worker(self, member_id: str) -> Actor:
+    def start_worker(self, member_id: str) -> WorkerActor:
         bundle = self._placement.bundle
         options = {"num_cpus": bundle.pop("CPU", 0.0), "num_gpus": bundle.pop("GPU", 0.0), "resources": bundle}
         worker = actor(
-            TrainWorkerActor,
+            _WORKER,
             **options,
             scheduling_strategy=self._placement.take(member_id),
             environment=self._environment,
         )
         evidence = (self._platforms.source(), time.time, self._platforms.gpus())
-        return self._member(member_id, _Started.of(worker.remote(member_id, *evidence)))
+        started = self._members[member_id] = _Started.of(worker.remote(member_id, *evidence))
+        return WorkerActor(member_id, started.handle, self.call)
 
-    def start_aggregator(self, member_id: str) -> Actor:
+    def start_aggregator(self, member_id: str) -> AggregatorActor:
         spare, self._spare = self._spare or self._new_aggregator(), None
         if not self._answers(spare):
             ray.kill(spare.handle)
             spare = self._new_aggregator()
-        spare.handle.take_part.remote(member_id)
-        return self._member(member_id, spare)
+        ask(spare.handle, MaskedAggregatorActor.take_part, member_id)
+        self._members[member_id] = spare
+        return AggregatorActor(member_id, spare.handle, self.call)
 
     def _new_aggregator(self) -> _Started:
         return _Started.of(self._aggregator.remote(self._platforms.source()))
 
     def _answers(self, started: _Started) -> bool:
-        """Whether a process is there, or still on its way."""
+        """Return whether a process answers, or is still starting."""
         if not started.is_up():
             return True
         try:
@@ -118,33 +128,38 @@ class RayBackend:
         if self._spare is None and now - self._first_reduce >= SPARE_AFTER_S:
             self._spare = self._new_aggregator()
 
-    def _member(self, member_id: str, started: _Started) -> Actor:
-        self._members[member_id] = started
-        return Actor(member_id, started.handle)
-
     def close(self) -> None:
-        """Kill every actor that was started: keys and clear updates go at once, and no process lingers in its exit."""
+        """Kill every actor, so that keys and clear updates are gone at once and no process lingers in its exit."""
         kill_all(started.handle for started in (*self._members.values(), self._spare) if started is not None)
         self._placement.close()
 
     def call(
-        self, actor: Actor, method: str, *args: Any, returns: int = 1, after: Any | None = None
-    ) -> tuple[Any, ...]:
-        name, given = (method, args) if after is None else ("after", (after, method, *args))
-        result = getattr(actor.handle, name).options(num_returns=returns).remote(*given)
-        if method == "reduce":
+        self,
+        actor: Actor,
+        method: Callable[..., Any],
+        *args: Any,
+        returns: int = 1,
+        after: Reference[object] | None = None,
+    ) -> tuple[Reference[Any], ...]:
+        """Send a call; see `coordinator.remote.Caller`."""
+        asked, given = method, args
+        if after is not None:
+            # Ray delivers a call when its arguments are ready, so `after` has to be one of them.
+            asked, given = MaskedAggregatorActor.after, (after, method.__name__, *args)
+        result = getattr(actor.handle, asked.__name__).options(num_returns=returns).remote(*given)
+        if method is Aggregator.reduce:
             self._keep_spare()
         return (result,) if returns == 1 else tuple(result)
 
-    def wait(self, references: Sequence[Any], deadline_s: float) -> Collection[Any]:
-        ready, _ = ray.wait(list(references), num_returns=len(references), timeout=deadline_s, fetch_local=False)
-        return ready
+    def wait(self, references: Sequence[Reference[object]], deadline_s: float) -> Collection[Reference[object]]:
+        return wait(references, deadline_s)
 
-    def fetch(self, reference: Any, deadline_s: float) -> Any:
+    def fetch(self, reference: Reference[T], deadline_s: float) -> T:
         return fetch(reference, deadline_s)
 
-    def put(self, value: Any) -> Any:
-        return ray.put(value)
+    def put(self, value: T) -> Reference[T]:
+        reference: Any = ray.put(value)
+        return cast("Reference[T]", reference)
 
     def stop(self, actor: Actor) -> None:
         ray.kill(actor.handle)

@@ -1,36 +1,39 @@
 """Ledger and orchestrator of one run on Ray: two actors on the driver's node, which are replaced when they are lost.
 
-They run on the driver's node because their state is there. So the driver can end one by a signal to its process, which
-also ends a stopped one at once; Ray alone takes seconds for that, while its files stay locked.
+They run on the driver's node because their state is on its disk. The driver can therefore end an actor by a signal to
+its process. The signal also ends a suspended process at once; Ray alone takes seconds, and its files stay locked for
+so long.
 """
 
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import ray
 
 from attestation.hybrid_signature import SignerPublic
-from attestation.serving_orchestrator import ServingOrchestrator
-from coordinator.actors import START_DEADLINE_S, actor, fetch, on_this_node
-from coordinator.backend import Actor, ActorLost
-from coordinator.control import Control, ControlRole
-from coordinator.departures import START_AGAIN
+from attestation.serving_orchestrator import EvidenceOrchestrator
+from coordinator.actors import START_DEADLINE_S, actor, ask, ask_process, fetch, on_this_node
+from coordinator.backend import ActorLost
+from coordinator.control import START_AGAIN, Control, ControlRole
 from coordinator.ledger import PrivacyLedger
 from coordinator.own_process import ActorProcess, own_process
+from coordinator.remote import Actor, Reference
 from metrics.errors import RunFailedError
 from workers.mechanism import AccountantName
 
+T = TypeVar("T")
+
 
 class RayControl:
-    """Starts, asks and replaces the two actors; `coordinator.control.Control` decides when.
+    """The backend of ledger and orchestrator. It starts and ends them when `coordinator.control.Control` says so.
 
     Args:
-        ledger_url: absolute, as `coordinator.ledger.PrivacyLedger` takes it.
+        ledger_url: absolute URL, as `coordinator.ledger.PrivacyLedger` takes it.
         orchestrator_folder: absolute folder of the orchestrator's state.
-        witness: of the ledger, as `coordinator.ledger.PrivacyLedger` takes it.
-        bind: where the orchestrator serves, as `ServingOrchestrator` takes it.
-        accountant: that the run will most likely ask for; the ledger imports it ahead.
+        witness: witness of the ledger, as `coordinator.ledger.PrivacyLedger` takes it.
+        bind: address that the orchestrator serves at, as `EvidenceOrchestrator` takes it.
+        accountant: the accountant that the run will most likely use; the ledger imports it ahead.
     """
 
     def __init__(
@@ -51,10 +54,10 @@ class RayControl:
         self.actors: dict[ControlRole, Actor] = {role: self._launch(role) for role in self._arguments}
 
     def open_run(self, secret_file: str | None, run_id: str | None = None) -> tuple[str, SignerPublic]:
-        """Open the run, once; returns what `EvidenceOrchestrator.open_run` returns.
+        """Open the run; returns what `EvidenceOrchestrator.open_run` returns. To be called once.
 
         Raises:
-            RaycloakError: what keeps one of the two from opening its files.
+            RaycloakError: what keeps either actor from opening its files.
         """
         for role, each in self.actors.items():
             try:
@@ -66,12 +69,12 @@ class RayControl:
                 ) from None
         self._secret_file = secret_file
         self.run_id, key = self._open(self.actors["orchestrator"], run_id)
-        # Not waited for: it overlaps with the workers' start.
-        self.actors["ledger"].handle.load_accountant.remote(self._accountant)
+        # Not waited for: the import takes seconds of CPU, and overlaps with the workers' start.
+        ask(self.actors["ledger"].handle, PrivacyLedger.load_accountant, self._accountant)
         return self.run_id, key
 
     def control(self, deadline_s: float, max_restarts: int) -> Control:
-        """The control of the run."""
+        """Return the control of the run."""
         return Control(self, self.actors, self._restart, deadline_s, max_restarts)
 
     def close(self) -> None:
@@ -79,35 +82,35 @@ class RayControl:
         for each in self.actors.values():
             self.stop(each)
 
-    # --- what `Control` needs of a backend
+    # --- `coordinator.control.ControlBackend`
 
-    def call(self, actor: Actor, method: str, *args: Any) -> tuple[Any, ...]:
-        """See `coordinator.backend.Backend`."""
-        return (getattr(actor.handle, method).remote(*args),)
+    def call(self, actor: Actor, method: Callable[..., Any], *args: Any) -> tuple[Reference[Any], ...]:
+        """Send a call; see `coordinator.remote.Caller`."""
+        return (ask(actor.handle, method, *args),)
 
-    def fetch(self, reference: Any, deadline_s: float) -> Any:
-        """See `coordinator.backend.Backend`."""
+    def fetch(self, reference: Reference[T], deadline_s: float) -> T:
+        """Wait for an answer; see `coordinator.actors.fetch`."""
         return fetch(reference, deadline_s)
 
     def node(self, actor: Actor) -> str:
-        """See `coordinator.backend.Backend`: both run on the driver's."""
+        """Return the id of the driver's node, where both run."""
         return str(ray.get_runtime_context().get_node_id())
 
     def stop(self, actor: Actor) -> None:
-        """End the actor and its process at once."""
+        """End an actor and its process at once."""
         process = self._processes.pop(actor.member_id, None)
         if process is not None:
             process.kill()
         ray.kill(actor.handle)
 
     def _launch(self, role: ControlRole) -> Actor:
-        cls: type = PrivacyLedger if role == "ledger" else ServingOrchestrator
+        cls: type = PrivacyLedger if role == "ledger" else EvidenceOrchestrator
         handle = actor(cls, scheduling_strategy=on_this_node()).remote(*self._arguments[role])
         self._serial += 1
         return Actor(f"{role}-{self._serial}", handle)
 
     def _restart(self, role: ControlRole) -> Actor:
-        """Another incarnation on the same files; raises ActorLost if it dies at once."""
+        """Start another incarnation on the same files; raises ActorLost if it dies at once."""
         each = self._launch(role)
         try:
             self._identify(each)
@@ -120,18 +123,16 @@ class RayControl:
         return each
 
     def _identify(self, each: Actor) -> None:
-        """Wait until the actor is there, and note its process."""
-        process = fetch(each.handle.__ray_call__.remote(own_process), START_DEADLINE_S)
-        # None if this process cannot see it, as in another container of the node: then Ray alone ends it.
+        """Wait until an actor is up, and note its process."""
+        process = fetch(ask_process(each.handle, own_process), START_DEADLINE_S)
+        # Where this process cannot see the other, as in another container of the node, only Ray can end the actor.
         self._processes[each.member_id] = process if process and ActorProcess.find(process.pid) == process else None
 
     def _open(self, orchestrator: Actor, run_id: str | None) -> tuple[str, SignerPublic]:
-        opened: tuple[str, SignerPublic] = fetch(
-            orchestrator.handle.open_run.remote(self._secret_file, run_id), START_DEADLINE_S
-        )
-        return opened
+        opening = ask(orchestrator.handle, EvidenceOrchestrator.open_run, self._secret_file, run_id)
+        return fetch(opening, START_DEADLINE_S)
 
     def _explain(self, role: ControlRole) -> None:
-        """Raise what keeps the ledger from opening: Ray tells a constructor's error as text only."""
+        """Raise what keeps the ledger from opening. Ray reports a constructor's error as text only, so open it here."""
         if role == "ledger":
             PrivacyLedger(*self._arguments[role]).close()

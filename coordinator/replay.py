@@ -1,6 +1,6 @@
 """`raycloak replay`: computes finished steps of a run again and compares the digests.
 
-How somebody who does not trust a result checks it: the run's own policy admits the workers, the orchestrator alone
+A user who does not trust a result checks it so: the run's own policy admits the workers, the orchestrator alone
 reads the run secret, and the ledger hands out the receipts it has. Nothing is charged, since nothing new is released.
 """
 
@@ -11,7 +11,6 @@ from pathlib import Path
 
 from coordinator import state
 from coordinator.config import RunConfig, parse_config
-from coordinator.coordinator import Assignment
 from coordinator.execution import Execution
 from coordinator.ledger import PrivacyLedger
 from coordinator.run_folder import RunFolder
@@ -23,7 +22,7 @@ _STEPS = re.compile(r"(\d+):(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Outcome of a replay in which every digest was the logged one.
+    """The outcome of a replay in which every digest was the logged one.
 
     Attributes:
         first, last: the steps that were computed, ``last`` not included; they begin where a package ends.
@@ -45,7 +44,7 @@ class Replay:
 
 
 def parse_steps(text: str) -> tuple[int, int]:
-    """``10:20`` as (10, 20); ConfigError ``steps`` for anything else."""
+    """Read ``10:20`` as (10, 20); ConfigError ``steps`` for anything else."""
     match = _STEPS.fullmatch(text)
     if match is None or int(match[1]) >= int(match[2]):
         raise ConfigError("steps", f"'{text}' is not a range of steps.", "Write FIRST:END, for example 10:20.")
@@ -77,7 +76,7 @@ def replay(run_dir: Path, steps: tuple[int, int], workers: int, notice: Callable
         raise ConfigError("config", "the run was given its model or data in Python.", "Name both in the configuration.")
     before = _charged_steps(config, folder)
     execution = Execution(config, ModelSource.of(config.model), folder.record.base, notice=notice)
-    finished = execution.repeat(folder, Assignment(None, manifest, steps[0], steps[1], releases=False))
+    finished = execution.replay(folder, manifest, *steps)
     after = _charged_steps(config, folder)
     assert after == before, "a replay charges nothing"
     outcomes = finished.outcomes
@@ -95,7 +94,7 @@ def replay(run_dir: Path, steps: tuple[int, int], workers: int, notice: Callable
 
 
 def _with_workers(config: RunConfig, workers: int) -> RunConfig:
-    """The run's configuration for another number of workers; the batch size stays what it was."""
+    """Return the run's configuration for another number of workers, with the same batch size."""
     raw = config.model_dump(mode="json")
     raw |= {"num_workers": workers, "max_workers": None, "batch_size_per_worker": None}
     raw |= {"expected_batch_size": config.batch_size, "metrics": {}}
@@ -108,7 +107,7 @@ def _with_workers(config: RunConfig, workers: int) -> RunConfig:
 
 
 def _charged_steps(config: RunConfig, folder: RunFolder) -> int:
-    """Steps of the run that the ledger has charged."""
+    """Count the steps of the run that the ledger has charged."""
     ledger = PrivacyLedger(config.ledger.url or state.ledger_url(), create=False)
     try:
         runs = (run for account in ledger.view().accounts for run in account.runs)

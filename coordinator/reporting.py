@@ -1,13 +1,12 @@
-"""Where a run tells about itself while it goes on: events, series, and what its caller wants to hear."""
+"""The reports of a run under way: events, metric series, and callbacks of its caller."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
 
 from attestation.admissions import OrchestratorView
 from coordinator.control import Restart
 from coordinator.departures import Departure
 from coordinator.plan import Plan
-from coordinator.progress import StepReport
 from metrics.collectors import RunMetrics
 from metrics.events import EventWriter
 from metrics.registry import exactness_mark, privacy_mark
@@ -15,8 +14,37 @@ from workers.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)
+class StepReport:
+    """The public facts of a committed step.
+
+    Attributes:
+        step: number of committed steps, 1 to ``steps``.
+        steps: planned steps.
+        epsilon: spent so far against outsiders and the aggregator; None if the run is not private.
+        epsilon_cap: what the account may spend; None if the run is not private.
+        evaluation_accuracy: share in [0, 1] on the public split, if it was measured after this step.
+        evaluation_loss: mean on the public split, in its place where a loss is measured.
+        workers: workers that took part.
+        parameter_digest: hexadecimal digest of the parameters after the step.
+        seconds: wall time of the step.
+        exact: whether every operation has a deterministic kernel.
+    """
+
+    step: int
+    steps: int
+    epsilon: float | None
+    epsilon_cap: float | None
+    evaluation_accuracy: float | None
+    workers: int
+    parameter_digest: str
+    seconds: float
+    evaluation_loss: float | None = None
+    exact: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Reporting:
-    """What the caller of a coordinator wants to hear.
+    """The callbacks and event log of a coordinator's caller.
 
     Attributes:
         metrics: makes the run's series once its public facts are known.
@@ -38,24 +66,28 @@ class Reporting:
 
 @dataclass(slots=True)
 class Reporter:
-    """Tells everybody what happens to members and to the two durable actors.
+    """Tells events, metrics and the caller what happens to members and to the two durable actors.
 
     Attributes:
-        workers: how many take part now.
+        workers: those that take part now; it changes as they come and go.
         metrics: the run's series; None until it has admitted its first members.
     """
 
     to: Reporting
-    workers: Callable[[], int]
+    workers: Sized
     metrics: RunMetrics | None = None
 
     def planned(self, plan: Plan) -> None:
-        """There is a plan: say what a reader of it should know, while nothing is charged yet."""
+        """Pass on the plan's warnings, while nothing is charged yet."""
         for warning in plan.warnings:
             self.to.warned(warning)
 
-    def admitted(self, manifest: Manifest, view: OrchestratorView) -> RunMetrics:
-        """The first members are admitted: make the series, and say under what terms the steps run."""
+    def admitted(self, manifest: Manifest, view: OrchestratorView, refused: Iterable[Departure]) -> RunMetrics:
+        """Make the series once the first members are admitted, and log the terms of the steps.
+
+        Args:
+            refused: members that were refused or lost before there were series to count them in.
+        """
         mechanism = manifest.computation.mechanism
         self.metrics = self.to.metrics(manifest, view.evidence_class)
         self.to.events.write(
@@ -70,20 +102,22 @@ class Reporter:
             virtual_workers=mechanism.virtual_workers,
             parameters=mechanism.dimension,
             noise_multiplier=mechanism.noise_multiplier if mechanism.private else None,
-            workers=self.workers(),
+            workers=len(self.workers),
         )
         self.presented(view)
+        for departure in refused:
+            self.metrics.worker_refused(departure.code)
         return self.metrics
 
     def presented(self, view: OrchestratorView) -> None:
-        """Members have presented evidence, at first or anew."""
+        """Report that members have presented evidence, at first or anew."""
         assert self.metrics is not None, "series exist once members are admitted"
-        self.metrics.workers_admitted(self.workers())
+        self.metrics.workers_admitted(len(self.workers))
         for role, expires_at in view.earliest_expiry.items():
             self.metrics.evidence_accepted(role, view.evidence_class, expires_at)
 
     def departed(self, departure: Departure) -> None:
-        """A member was refused, was lost, or left."""
+        """Report that a member was refused, was lost, or left."""
         self.to.departure(departure)
         self.to.events.write("departure", code=departure.code)
         metrics = self.metrics
@@ -95,18 +129,18 @@ class Reporter:
             metrics.worker_left(departure.code)
         else:
             metrics.worker_failed(departure.code)
-        metrics.workers_admitted(self.workers())
+        metrics.workers_admitted(len(self.workers))
 
     def joined(self, member_id: str) -> None:
-        """A worker joined between two steps."""
+        """Report that a worker joined between two steps."""
         self.to.joined(member_id)
-        self.to.events.write("join", workers=self.workers())
+        self.to.events.write("join", workers=len(self.workers))
         assert self.metrics is not None, "series exist once members are admitted"
         self.metrics.worker_joined()
-        self.metrics.workers_admitted(self.workers())
+        self.metrics.workers_admitted(len(self.workers))
 
     def restarted(self, restart: Restart) -> None:
-        """The ledger or the orchestrator was started again."""
+        """Report that the ledger or the orchestrator was started again."""
         self.to.restart(restart)
         self.to.events.write("restart", role=restart.role, cause=restart.cause, seconds=round(restart.seconds, 6))
         if self.metrics is not None:

@@ -1,4 +1,4 @@
-"""Whether an execution may go on with a run: same configuration, same manifest, no ledger that was put back."""
+"""The conditions of a resume: same configuration, same manifest, no ledger that was put back."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -22,12 +22,12 @@ OPERATIONAL = frozenset(
         "key_service",
     }
 )
-"""Fields of a configuration that may be another when a run goes on: where and how, never what. So may the ledger's
-witness, since the ledger itself stays the same. The manifest has what of a key service must stay."""
+"""Fields of a configuration that may differ when a run is resumed: where and how it computes, never what. So may the
+ledger's witness, since the ledger itself stays the same. The manifest has the part of a key service that must stay."""
 
 
 def require_same_config(before: RunConfig, now: RunConfig) -> None:
-    """Refuse to go on with another configuration. The ledger's password may be another, and is not shown.
+    """Refuse to resume with another configuration. The ledger's password may differ, and is not shown.
 
     Raises:
         RefusedError: ``resume_differs``; names every field that differs, with both values.
@@ -38,7 +38,7 @@ def require_same_config(before: RunConfig, now: RunConfig) -> None:
 
 
 def require_same_manifest(before: Manifest, now: Manifest) -> None:
-    """Refuse to go on with other code, data, libraries, ledger or policy.
+    """Refuse to resume with other code, data, libraries, ledger or policy.
 
     Guarantee: returns only if the two manifests have the same digest.
 
@@ -75,7 +75,7 @@ def require_ledger(commits: Iterable[StepCommit], hash_at: Callable[[int], bytes
 
 
 def differences(before: Any, now: Any, path: str = "") -> list[str]:
-    """Every leaf in which two trees of plain data differ, as ``path: before, now``."""
+    """List every leaf in which two trees of plain data differ, as ``path: before, now``."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         keys = sorted({*before, *now})
         return [

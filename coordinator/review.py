@@ -1,4 +1,4 @@
-"""Review: when the members' evidence has to be looked at again between two steps, because it ages or was revoked."""
+"""The review of the members' evidence between two steps: it may have aged, or been revoked."""
 
 import math
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from attestation.admissions import MemberReview
 from coordinator.control import Control
-from coordinator.joining import Timer
+from coordinator.timing import Timer
 
 
 @dataclass(slots=True)
@@ -14,7 +14,7 @@ class Review:
     """Asks the orchestrator only when there may be something new: a step costs no call for it.
 
     Attributes:
-        revocations: how many there are so far; see `attestation.revocations.count_revocations`.
+        revocations: counts them; see `attestation.revocations.count_revocations`.
     """
 
     control: Control
@@ -24,11 +24,15 @@ class Review:
     _seen: int = 0
 
     def look(self, *, now: bool = False) -> MemberReview:
-        """What the orchestrator says; nothing new if it need not be asked, unless it has to be asked ``now``."""
+        """Return the orchestrator's review; an empty one if nothing can be new.
+
+        Args:
+            now: ask the orchestrator in any case.
+        """
         revocations = self.revocations()
         if not now and revocations == self._seen and self.timer.now() < self._due:
             return MemberReview((), math.inf)
-        review: MemberReview = self.control.orchestrator("review")
+        review = self.control.orchestrator.review()
         # Counted before it was asked: what was revoked in between is asked about again.
         self._seen = revocations
         # Evidence that is about to be renewed will be new at the next look, which tells when it ages.

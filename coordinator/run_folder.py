@@ -1,4 +1,4 @@
-"""The run directory: what a later execution of the same run needs to find in it, and the lock that keeps two apart.
+"""The run directory, from which a later execution resumes or replays a run, and the lock that keeps two apart.
 
 It holds ``run.json`` (identity and status), ``config.yaml``, ``manifest.json``, ``metrics.jsonl``, ``packages/``, logs.
 A process that is killed leaves the status ``running`` behind; only the lock tells whether that is still true.
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from coordinator.outcome import Finished  # which imports torch, and that takes seconds
 
 Status = Literal["running", "stopped", "failed", "void", "done"]
-"""``void`` runs ended before anything was charged, or were given up; they and ``done`` ones are not gone on with."""
+"""A ``void`` run ended before anything was charged, or was discarded. Neither it nor a ``done`` one can be resumed."""
 
 
 class RunRecord(Message):
-    """Identity and status of a run directory.
+    """The identity and status of a run directory.
 
     Attributes:
         base: folder that relative paths and ``module:function`` names of the configuration start from.
@@ -53,7 +53,7 @@ class RunRecord(Message):
 
 
 class ReleasedValues(Message):
-    """All that the measurements of a run have released, in the order of release."""
+    """The values that the measurements of a run have released, in the order of release."""
 
     DOMAIN: ClassVar[str] = "raycloak/released-values/v1"
 
@@ -69,7 +69,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: RunConfig, run_id: str, base: str, secret_file: str | None) -> "RunFolder":
-        """A new directory of a run that begins now; the ledger's password is not written into it."""
+        """Make the directory of a run that begins now; the ledger's password is not written into it."""
         path = state.create_run_folder(config.name, run_id)
         (path / "config.yaml").write_text(yaml.safe_dump(recorded(config).model_dump(mode="json"), sort_keys=False))
         record = RunRecord(
@@ -86,7 +86,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
-        """An existing directory; ConfigError ``not_a_run`` if it is none."""
+        """Open an existing directory; ConfigError ``not_a_run`` if it is none."""
         try:
             return cls(path, parse(RunRecord, (path / "run.json").read_bytes().strip()))
         except (OSError, ProtocolError):
@@ -102,7 +102,7 @@ class RunFolder:
         write_whole(self.path / "run.json", self.record.encode() + b"\n")
 
     def config(self) -> RunConfig:
-        """The configuration the run began with, without the password of its ledger's URL."""
+        """Read the configuration that the run began with, without the password of its ledger's URL."""
         try:
             raw = yaml.safe_load((self.path / "config.yaml").read_text())
         except (OSError, yaml.YAMLError):
@@ -112,7 +112,7 @@ class RunFolder:
         return parse_config(raw)
 
     def manifest(self) -> Manifest | None:
-        """The run's manifest; None if it ended before one was made."""
+        """Read the run's manifest; None if it ended before one was made."""
         path = self.path / "manifest.json"
         if not path.exists():
             return None
@@ -126,7 +126,7 @@ class RunFolder:
         write_whole(self.path / "manifest.json", manifest.encode() + b"\n")
 
     def released(self) -> tuple[Released, ...]:
-        """What the run's measurements have released, in earlier executions too."""
+        """Read what the run's measurements have released, in earlier executions too."""
         path = self.path / "measurements.json"
         try:
             return parse(ReleasedValues, path.read_bytes().strip()).releases if path.exists() else ()
@@ -156,7 +156,7 @@ class RunFolder:
 
 
 def unfinished_run(name: str) -> RunFolder:
-    """The newest run of that name that is not done.
+    """Return the newest run of that name that can be resumed.
 
     Raises:
         ConfigError: ``nothing_to_resume``.

@@ -32,7 +32,7 @@ class RunService(Message):
 
 def announce(control: Control, manifest: Manifest, evidence_class: str, folder: Path) -> RunService | None:
     """Write ``service.json`` if the orchestrator of a run that has begun serves; returns what it says."""
-    address: str | None = control.orchestrator("service_address")
+    address = control.orchestrator.service_address()
     if address is None:
         return None
     service = RunService(

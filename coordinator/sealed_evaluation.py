@@ -1,26 +1,26 @@
-"""Evaluating on a sealed split: the workers measure what they host, the driver adds up, and sees no example.
+"""Evaluation on a sealed split: the workers measure the slices they host; the driver adds up, and sees no example.
 
     order    orchestrator.order_evaluation(finished steps, parameter digest, hosting)      logged before it returns
     answers  every worker.evaluate(order, parameters)                                      signed, one score a slice
     failed -> move their virtual workers with their keys, a new order: everybody measures again
     value    scores added in the order of the slices, divided by the number of examples
 
-A result does not depend on who hosts what: a slice's score has the same bits on every worker, and addition has one
+A result does not depend on the hosting: a slice's score has the same bits on every worker, and addition has one
 order.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Self
+from typing import ClassVar, Self
 
 from attestation.evaluation_order import EvaluationOrder
 from attestation.messages import Envelope, parse
 from attestation.sealed_data import SealedTerms
 from coordinator.backend import ActorLost
 from coordinator.config import RunConfig
-from coordinator.evaluation import Evaluation
 from coordinator.losses import Losses
-from coordinator.outcome import Model
+from coordinator.model import Model
+from coordinator.outcome import Evaluation
 from coordinator.sealed_terms import evaluation_form
 from coordinator.step import StepRunner
 from metrics.errors import EvidenceError, ProtocolError
@@ -32,27 +32,28 @@ Scores = Mapping[int, float]
 
 @dataclass(slots=True)
 class SealedEvaluator:
-    """Has released models measured by the workers of a session.
+    """Has released models measured by the workers of a session; see `coordinator.training.ModelEvaluator`.
 
     Attributes:
         runner: whose model it is.
         metric: what the scores are of.
         num_examples: of the split, as its header says.
-        every: steps between two evaluations; kept for the caller.
+        every: steps between two evaluations; see `coordinator.training.ModelEvaluator`.
     """
 
     runner: StepRunner
     metric: Metric
     num_examples: int
     every: int
+    asks_workers: ClassVar[bool] = True
     _losses: Losses = field(init=False)
 
     def __post_init__(self) -> None:
-        self._losses = Losses(self.runner.backend, self.runner.membership, self.runner.deadline_s)
+        self._losses = Losses(self.runner.backend, self.runner.membership.members, self.runner.deadline_s)
 
     @classmethod
     def of(cls, config: RunConfig, terms: SealedTerms | None, runner: StepRunner) -> Self | None:
-        """That of a run; None if it evaluates on nothing sealed."""
+        """Return the evaluator of a run; None if it evaluates on nothing sealed."""
         if terms is None or config.evaluation is None:
             return None
         count = evaluation_form(terms).num_examples
@@ -75,29 +76,25 @@ class SealedEvaluator:
                 return Evaluation(self.metric, added(scores) / self.num_examples, self.num_examples)
 
     def _order(self, model: Model, finished_steps: int, epoch: int) -> Envelope:
-        """The order, or another one if the evidence of a member has expired or was revoked since it was looked at."""
+        """Return the order; a second one if a member's evidence expired or was revoked since the last review."""
         control, membership = self.runner.control, self.runner.membership
         try:
-            order: Envelope = control.orchestrator(
-                "order_evaluation", finished_steps, model.digest, dict(membership.hosting)
-            )
+            order = control.orchestrator.order_evaluation(finished_steps, model.digest, dict(membership.hosts.hosting))
         except EvidenceError as refusal:
             if refusal.code != "evidence_expired":
                 raise
-            if membership.review(now=True):
-                membership.renew()
+            if membership.admission.review(now=True):
+                membership.admission.renew()
             self.runner.place(epoch)
-            order = control.orchestrator("order_evaluation", finished_steps, model.digest, dict(membership.hosting))
+            order = control.orchestrator.order_evaluation(finished_steps, model.digest, dict(membership.hosts.hosting))
         return order
 
     def _scores(self, envelope: Envelope, model: Model, finished_steps: int) -> Scores | None:
-        """The score of every slice; None if a worker failed, which is lost then."""
+        """Return the score of every slice; None if a worker failed, which is lost then."""
         backend, membership, deadline_s = self.runner.backend, self.runner.membership, self.runner.deadline_s
         order = parse(EvaluationOrder, envelope.body)
         asked = {
-            member.member_id: backend.call(
-                membership.workers[member.member_id], "evaluate", envelope, *model.parameters
-            )[0]
+            member.member_id: membership.members.workers[member.member_id].evaluate(envelope, *model.parameters)
             for member in order.members
         }
         ready = backend.wait(list(asked.values()), deadline_s)
@@ -120,7 +117,7 @@ class SealedEvaluator:
         return None
 
     def _verified(self, order: EvaluationOrder, member_id: str, reply: EvaluationReply) -> Scores:
-        """The scores in a worker's answer; ProtocolError with its own code if it says that it failed."""
+        """Return the scores in a worker's answer; ProtocolError with its own code if it says that it failed."""
         if reply.answer is None or reply.code != "ok":
             code = "answer_mismatch" if reply.code == "ok" else reply.code
             raise ProtocolError(code, f"{member_id} could not measure")
@@ -130,7 +127,7 @@ class SealedEvaluator:
 
 
 def added(scores: Scores) -> float:
-    """The sum, added in the order of the slices, whoever answered first: float64 addition depends on the order."""
+    """Return the sum in the order of the slices, not of the answers: float64 addition depends on the order."""
     total = 0.0
     for v in sorted(scores):
         total += scores[v]

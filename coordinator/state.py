@@ -79,8 +79,8 @@ def create_run_folder(name: str, run_id: str) -> Path:
     Guarantee: the folder is new and empty, also when several processes ask at once.
     """
     base = runs_folder() / f"{name}-{run_id}"
-    for attempt in itertools.count(1):
-        path = base if attempt == 1 else base.with_name(f"{base.name}-{attempt}")
+    for number in itertools.count(1):
+        path = base if number == 1 else base.with_name(f"{base.name}-{number}")
         try:
             path.mkdir(mode=0o700)
         except FileExistsError:

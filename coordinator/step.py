@@ -1,17 +1,17 @@
 """One step: charge, roster, compute, wait, reduce.
 
-    receipt = ledger.charge(step)                                                          durable before it returns
-    roster  = orchestrator.open_step(step, hosting, finished steps)                        asked for one step ahead
-    headers, vectors = every worker.step(receipt, roster, parameters)                      masked before they leave
-    failed -> move their virtual workers, next attempt: survivors mask their kept vectors again
-    orchestrator.bind_vectors(step, digest of the headers' tags)                           durable before it returns
-    report, parameters, state = every aggregator.reduce(roster, headers, vectors)          only refs that are ready
+    receipt = ledger.charge(step)                                                     durable before it returns
+    roster  = orchestrator.open_step(step, hosting, finished steps)                   asked for one step ahead
+    headers, vectors = every worker.step(receipt, roster, parameters)                 masked before they leave
+    a worker failed -> move its virtual workers, next attempt                         survivors mask kept vectors again
+    orchestrator.bind_vectors(step, digest of the headers' tags)                      durable before it returns
+    report, parameters, state = every aggregator.reduce(roster, headers, vectors)     only references that are ready
     the coordinator takes all new references at once
 
-Workers are asked while the ledger charges, and aggregators while the orchestrator binds: each gets its question with
-the answer that it has to wait for, and none if there is no such answer.
+Workers are asked while the ledger charges, and aggregators while the orchestrator binds. The backend delivers each
+question when the answer that it depends on is there, and not at all if that answer is a refusal.
 
-Nothing that an aggregator does is state: a step that fails anywhere is repeated from the same references.
+An aggregator keeps no state between steps, so a step that fails anywhere is repeated from the same references.
 """
 
 import time
@@ -23,12 +23,13 @@ from attestation.canonical import digest, length_prefixed
 from attestation.commit_book import StepCommit
 from attestation.messages import Envelope, parse
 from attestation.roster import Query, Roster
-from coordinator.attempt import Answers, Asked, Attempts, Reduced, Task
+from coordinator.attempt import Answers, Asked, AttemptRunner, Reduced, Task
 from coordinator.backend import Backend
 from coordinator.control import Control, Pending
 from coordinator.hosting import moved
 from coordinator.membership import Membership
-from coordinator.outcome import Model, StepOutcome
+from coordinator.model import Model
+from coordinator.outcome import StepOutcome
 from coordinator.ranges import ParameterRange
 from metrics.collectors import RunMetrics
 from metrics.errors import BudgetError, EvidenceError
@@ -41,15 +42,15 @@ from workers.receipt import Receipt
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A roster that was asked for, and the steps that its answer commits."""
+    """A roster that was asked for, and the finished steps that the answer commits."""
 
-    pending: Pending
+    pending: Pending[Envelope]
     commits: tuple[StepCommit, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """A step that every aggregator reduced, what paid for it, and how long it took; see `StepOutcome`."""
+    """A step that every aggregator has reduced, the receipt that paid for it, and its times; see `StepOutcome`."""
 
     task: Task
     answers: Answers
@@ -64,12 +65,12 @@ class _Done:
 
 @dataclass(slots=True)
 class StepRunner:
-    """Runs the steps and measurements of one session, one after the other.
+    """Runs the steps and measurements of one session, one after another.
 
     Attributes:
+        charged_epsilon: epsilon of the account, as the newest receipt states it.
+        charging: whether a charge was ever asked for; a charge whose answer was lost counts as spent.
         uncommitted: finished steps that no answer of the orchestrator has confirmed as committed yet.
-        charged_epsilon: of the account, as the newest receipt states it.
-        charging: whether a charge was ever asked for; one whose answer was lost counts as spent.
     """
 
     backend: Backend
@@ -83,20 +84,20 @@ class StepRunner:
     charged_epsilon: float | None = None
     charging: bool = False
     uncommitted: tuple[StepCommit, ...] = ()
-    _attempts: Attempts = field(init=False)
+    _attempting: AttemptRunner = field(init=False)
     _manifest_digest: bytes = field(init=False)
     _prepared: tuple[Any, _Asked] | None = None
     _last_paid: int = 0
 
     def __post_init__(self) -> None:
         self._manifest_digest = self.manifest.digest()
-        self._attempts = Attempts(self.backend, self.control, self.membership, self.metrics, self.deadline_s)
+        self._attempting = AttemptRunner(self.backend, self.control, self.membership, self.metrics, self.deadline_s)
 
     def run(self, step: int, model: Model) -> tuple[Model, StepOutcome]:
-        """Take ``model`` one step further. It is in ``uncommitted`` until a later roster commits it.
+        """Take ``model`` one step further. The step stays in ``uncommitted`` until a later roster commits it.
 
         Raises:
-            BudgetError: ``cap_exceeded`` before anything was computed; ``ledger_rolled_back`` before it was decoded.
+            BudgetError: ``cap_exceeded`` before anything is computed; ``ledger_rolled_back`` before a sum is decoded.
             RunFailedError: what failed, in which step.
         """
         done = self._execute(Task("gradient", step, self._vector_ranges()), model)
@@ -107,7 +108,8 @@ class StepRunner:
         return model, self._outcome(done, parameters)
 
     def measure(self, measurement: Measurement, number: int, model: Model) -> tuple[Released, StepOutcome]:
-        """Make release ``number`` of a measurement of ``model``, which stays as it is; otherwise as :meth:`run`."""
+        """Make release ``number`` of a measurement of ``model``, which does not change; otherwise as :meth:`run`."""
+        # The measurement's roster commits a step and so moves the ratchet on; workers refuse an older one after it.
         self._prepared = None
         whole = VectorRange(0, 0, measurement.mechanism.dimension)
         done = self._execute(Task(measurement.query, number, (whole,)), model)
@@ -117,10 +119,10 @@ class StepRunner:
         return released(measurement, number, planned, average), self._outcome(done, values)
 
     def _execute(self, task: Task, model: Model) -> _Done:
-        """Charge a step, and attempt it until every aggregator has reduced it."""
+        """Charge a step once, and attempt it until every aggregator has reduced it."""
         started = time.perf_counter()
         self.charging = True
-        self._attempts.begin()
+        self._attempting.begin()
         epoch = self.manifest.computation.epoch_of(task.query, task.step)
         self.place(epoch)
         receipt, asked = self._pay(task, model)
@@ -135,7 +137,7 @@ class StepRunner:
             self.place(epoch)
             roster = self._receive(task, self._ask_roster(task))
             attempts, begun = attempts + 1, time.perf_counter()
-            asked = self._attempts.ask(task, model, receipt, roster)
+            asked = self._attempting.ask(task, model, receipt, roster)
         answers, reduced, computed = finished
         now = time.perf_counter()
         return _Done(
@@ -151,20 +153,20 @@ class StepRunner:
         )
 
     def _pay(self, task: Task, model: Model) -> tuple[Envelope, Asked]:
-        """Have the step charged; the receipt, and the workers that get it with the question of the first attempt."""
-        paying = (self.manifest.run_id, task.step, model.digest, self._manifest_digest, task.query)
-        charge = self.control.submit("ledger", "charge", *paying)
+        """Have the step charged and, at the same time, ask workers for the first attempt; returns the receipt too."""
+        run_id, manifest = self.manifest.run_id, self._manifest_digest
+        charge = self.control.ledger.charge(run_id, task.step, model.digest, manifest, task.query)
         roster = self._first_roster(task)
         awaited = charge.reference
-        asked = self._attempts.ask(task, model, awaited, roster)
-        receipt: Envelope = charge.result()
+        asked = self._attempting.ask(task, model, awaited, roster)
+        receipt = charge.result()
         if charge.reference is not awaited:
-            # The ledger was lost before it answered, and the question that waited for it with it.
-            asked = self._attempts.ask(task, model, receipt, roster)
+            # The ledger was lost before it answered, and the workers' questions that waited for it have failed.
+            asked = self._attempting.ask(task, model, receipt, roster)
         return receipt, asked
 
     def _require_later(self, task: Task, paid: Receipt) -> None:
-        """Refuse a ledger that was put back while the run charged it: what is paid later stands later in its chain."""
+        """Refuse a ledger that was rolled back during the run: a later charge must stand later in its chain."""
         if paid.sequence <= self._last_paid:
             raise BudgetError(
                 "ledger_rolled_back",
@@ -175,7 +177,7 @@ class StepRunner:
         self._last_paid = paid.sequence
 
     def _outcome(self, done: _Done, released: bytes) -> StepOutcome:
-        """The record of a finished step, whose commit waits for the next roster from now on."""
+        """Return the record of a finished step, and leave its commit to the next roster."""
         task, paid = done.task, done.paid
         commit = StepCommit(task.step, released, done.attempts, paid.sequence, paid.head, task.query)
         self.uncommitted += (commit,)
@@ -192,43 +194,45 @@ class StepRunner:
         )
 
     def commit(self) -> None:
-        """Commit the finished steps that no roster has committed yet."""
+        """Commit the finished steps that no roster has committed yet, and wait for that."""
         commits, self.uncommitted = self.uncommitted, ()
         if commits:
-            self.control.orchestrator("commit", commits)
+            self.control.orchestrator.commit(commits)
 
     def _attempt(self, task: Task, model: Model, asked: Asked, begun: float) -> tuple[Answers, Reduced, float] | None:
-        """One attempt, with the time its answers were complete; None if another is needed."""
+        """Make one attempt; returns also when its answers were complete, or None if another attempt is needed."""
         self.metrics.attempt_started()
-        self._attempts.announce(task, model, asked)
-        answers = self._attempts.collect(task, model, asked)
+        self._attempting.announce(task, model, asked)
+        answers = self._attempting.collect(task, model, asked)
         computed = time.perf_counter()
         self.metrics.phase_finished("compute", computed - begun)
         if answers is None:
             return None
-        reduced = self._attempts.reduce(task, model, answers)
+        reduced = self._attempting.reduce(task, model, answers)
         self.metrics.phase_finished("reduce", time.perf_counter() - computed)
         return (answers, reduced, computed) if reduced else None
 
     def place(self, epoch: int) -> None:
-        """Host the virtual workers of those who left on those who stay, and some on those who joined."""
-        before = self.membership.hosting
-        self.membership.place(epoch)
-        changes = moved(before, self.membership.hosting) if before else {}
+        """Move the virtual workers of members that left to members that stay, and some to newcomers."""
+        before = self.membership.hosts.hosting
+        self.membership.hosts.place(epoch)
+        changes = moved(before, self.membership.hosts.hosting) if before else {}
         self.metrics.virtual_workers_moved(sum(len(taken) for taken in changes.values()))
 
     def _first_roster(self, task: Task) -> Envelope:
-        """The roster that was asked for beside the step before, or a new one if the members have changed since."""
+        """Return the roster that was prepared during the step before, or a new one if members have changed since."""
         prepared, self._prepared = self._prepared, None
         if prepared is not None and prepared[0] == self._standing(task):
             return self._receive(task, prepared[1])
-        # One that rests on former members may be refused by now; what it was to commit is handed in again.
+        # The prepared roster is not even looked at: it rests on former members, so it may have been refused. The steps
+        # that it was to commit are still in `uncommitted`, and go with the new question.
         return self._receive(task, self._ask_roster(task))
 
     def _prepare_next(self, task: Task) -> None:
         """Ask for the next step's roster while the workers compute this one.
 
-        An epoch begins with fresh evidence instead, and what is measured first needs a roster of its own.
+        The first step of an epoch is left out, because evidence is renewed before it. So is a step that a measurement
+        precedes, because the measurement needs a roster of its own first.
         """
         computation = self.manifest.computation
         following, planned = task.step + 1, computation.mechanism.steps
@@ -240,23 +244,24 @@ class StepRunner:
             self._prepared = self._standing(after), self._ask_roster(after)
 
     def _ask_roster(self, task: Task) -> _Asked:
-        """Ask for the roster of the next attempt of a step, which commits finished steps on the way.
+        """Ask for the roster of the next attempt of a step; the same question commits the finished steps.
 
-        They stay uncommitted until it is there: asked twice, they are committed once.
+        They stay in `uncommitted` until the answer is there. Asked twice, the orchestrator commits them once.
         """
-        hosting, aggregators, commits = dict(self.membership.hosting), self._aggregator_ids(task), self.uncommitted
-        asked = (task.step, hosting, aggregators, commits, task.query)
-        return _Asked(self.control.submit("orchestrator", "open_step", *asked), commits)
+        hosting, commits = dict(self.membership.hosts.hosting), self.uncommitted
+        aggregators = self._aggregator_ids(task)
+        roster = self.control.orchestrator.open_step(task.step, hosting, aggregators, commits, task.query)
+        return _Asked(roster, commits)
 
     def _receive(self, task: Task, asked: _Asked) -> Envelope:
-        """The roster, or another one if the evidence of a member has expired or was revoked since it was looked at."""
+        """Return the roster, or another one if a member's evidence has expired or was revoked since the last review."""
         try:
-            roster: Envelope = asked.pending.result()
+            roster = asked.pending.result()
         except EvidenceError as refusal:
             if refusal.code != "evidence_expired":
                 raise
-            if self.membership.review(now=True):
-                self.membership.renew()
+            if self.membership.admission.review(now=True):
+                self.membership.admission.renew()
             self.place(self.manifest.computation.epoch_of(task.query, task.step))
             asked = self._ask_roster(task)
             roster = asked.pending.result()
@@ -264,18 +269,18 @@ class StepRunner:
         return roster
 
     def _standing(self, task: Task) -> Any:
-        """What a roster of a step rests on."""
-        evidence = tuple(self.membership.presentations.items())
-        return task.query, task.step, dict(self.membership.hosting), self._aggregator_ids(task), evidence
+        """Return everything that a roster of a step depends on, for comparison."""
+        evidence = tuple(self.membership.members.presentations.items())
+        return task.query, task.step, dict(self.membership.hosts.hosting), self._aggregator_ids(task), evidence
 
     def _aggregator_ids(self, task: Task) -> tuple[str, ...]:
-        return tuple(actor.member_id for actor in self.membership.aggregators[: len(task.ranges)])
+        return tuple(actor.member_id for actor in self.membership.members.aggregators[: len(task.ranges)])
 
     def _vector_ranges(self) -> tuple[VectorRange, ...]:
         return tuple(VectorRange(owned.index, owned.start, owned.size) for owned in self.ranges)
 
     def _masked_bytes(self, query: Query, vectors: int) -> int:
-        """Bytes of that many vectors, or 0 where workers add no masks: see `TrainWorker`."""
+        """Return the bytes of that many vectors, or 0 where workers add no masks; see `TrainWorker`."""
         mechanism = self.manifest.computation.mechanism_of(query)
         masked = self.secure_aggregation or (mechanism.private and vectors > 1)
         return vectors * mechanism.dimension * mechanism.ring_bits // 8 if masked else 0

@@ -1,4 +1,4 @@
-"""Asking a run to stop: the first signal ends it after the step, the second at once."""
+"""Requests to stop a run: the first signal ends it after the step, the second at once."""
 
 import signal
 import threading
@@ -8,24 +8,24 @@ from types import FrameType
 
 
 class StopRequest:
-    """A wish that any thread or signal handler may utter and the coordinator reads between two steps."""
+    """A request that any thread or signal handler may make; the coordinator reads it between two steps."""
 
     def __init__(self) -> None:
         self._asked = threading.Event()
 
     @property
     def made(self) -> bool:
-        """Whether somebody asked."""
+        """Return whether a stop was requested."""
         return self._asked.is_set()
 
     def make(self) -> None:
-        """Ask; asking again changes nothing."""
+        """Request it; another request changes nothing."""
         self._asked.set()
 
 
 @contextmanager
 def stop_on_signals(request: StopRequest, notice: Callable[[str], None]) -> Iterator[None]:
-    """While it is open, SIGINT and SIGTERM make ``request``; another one raises KeyboardInterrupt.
+    """Have SIGINT and SIGTERM make ``request`` while it is open; another one raises KeyboardInterrupt.
 
     Ray replaces the handler of SIGTERM when it starts, so this must be opened after that, in the main thread.
     """

@@ -11,7 +11,7 @@ from coordinator.execution import Execution, Outcome
 from coordinator.outcome import Finished
 from coordinator.plan import check_public
 from coordinator.preflight import preflight
-from coordinator.progress import StepReport
+from coordinator.reporting import StepReport
 from coordinator.resume import require_same_config
 from coordinator.run_folder import unfinished_run
 from coordinator.stopping import StopRequest
@@ -32,10 +32,10 @@ class Trainer:
             absent.
         run_secret: file of 64 hexadecimal digits; the same secret repeats the same run.
         progress: called after every committed step.
-        resume: go on with the newest unfinished run of the configuration's name instead of starting one.
+        resume: resume the newest unfinished run of the configuration's name instead of starting one.
         handle_signals: whether SIGINT and SIGTERM end the run after the step it is in, and at once when they come
             again; for the main thread.
-        notice: told, in one line each, what a watcher needs to know: the address of the metrics, who left, who joined.
+        notice: told, in one line each, what a watcher needs to know: the metrics' address, members that left or joined.
     """
 
     def __init__(
@@ -85,16 +85,16 @@ class Trainer:
         self.finished: Finished | None = None
 
     def train(self) -> dict[str, Any]:
-        """Run to the planned steps, to the cap, or until somebody asks to stop.
+        """Run to the planned steps, to the cap, or until it is asked to stop.
 
         Returns:
             ``run_dir`` and ``metrics``, the fields of `coordinator.verdict.Verdict`.
 
         Raises:
             RaycloakError: ConfigError for bad input, RefusedError if a promise would be broken, RunFailedError if
-                the run could not go on. Its ``result`` is what the run had come to. What was charged stays charged.
+                the run could not continue. Its ``result`` is the result so far. What was charged stays charged.
         """
-        outcome = self._recovered(self._go_on if self._resume else lambda: self._execution.begin(self._secret))
+        outcome = self._recovered(self._resumed if self._resume else lambda: self._execution.begin(self._secret))
         self.finished = outcome.finished
         return outcome.result()
 
@@ -103,20 +103,20 @@ class Trainer:
         self._stop.make()
 
     def _recovered(self, execute: Callable[[], Outcome]) -> Outcome:
-        """What ``execute`` comes to; where the node with the model is lost, what going on from a package comes to."""
+        """Return the outcome of ``execute``; resume from the newest package if the node with the model is lost."""
         for _ in range(self._config.failure.max_failures):
             try:
                 return execute()
             except RunFailedError as error:
                 if error.code != "state_lost":
                     raise
-                self._notice(f"{error.message}; going on from the newest sealed package")
+                self._notice(f"{error.message}; resuming from the newest sealed package")
                 assert self._execution.folder is not None, "it has begun"
                 execute = partial(self._execution.resume, self._execution.folder)
         return execute()
 
-    def _go_on(self) -> Outcome:
-        """Go on with the newest unfinished run, with the secret file of this call if one was given."""
+    def _resumed(self) -> Outcome:
+        """Resume the newest unfinished run, with the secret file of this call if one was given."""
         folder = unfinished_run(self._config.name)
         require_same_config(folder.config(), self._config)
         if self._secret is not None:
@@ -126,7 +126,7 @@ class Trainer:
         except ConfigError as error:
             if error.code != "secret_destroyed" or not (folder.path / "parameters.safetensors").exists():
                 raise
-            # It ended between the last thing that a run does and saying so.
+            # The process ended after the run was complete, and before it was marked so.
             folder.mark("done")
             raise ConfigError(
                 "nothing_to_resume",

@@ -1,29 +1,26 @@
-"""Training: the steps of one execution of a run, from the model it starts with to the one it ends with.
+"""Training: the steps of one execution of a run, from its first model to its last.
 
 It decides when evidence is renewed, what is reported, measured and sealed after a step, and when to end. A step that
-an earlier execution committed must give the digest that the evidence log has, before the next one is charged.
+an earlier execution committed must give the logged digest before the next step is charged.
 """
 
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 
 from attestation.commit_book import StepCommit
 from attestation.roster import Query
-from coordinator.backend import ActorLost
 from coordinator.checkpoints import Checkpoints
 from coordinator.config import RunConfig
-from coordinator.evaluation import Evaluation, Evaluator
 from coordinator.ledger_entries import Head
 from coordinator.membership import Membership
-from coordinator.outcome import Ending, Model, StepOutcome
+from coordinator.model import Model, ModelReader
+from coordinator.outcome import Ending, Evaluation, StepOutcome
 from coordinator.plan import Plan
-from coordinator.progress import StepReport
-from coordinator.reporting import Reporting
-from coordinator.sealed_evaluation import SealedEvaluator
+from coordinator.reporting import Reporting, StepReport
 from coordinator.step import StepRunner
 from coordinator.stopping import StopRequest
 from coordinator.tssp_writer import Snapshot
@@ -34,17 +31,35 @@ from workers.measurement import Released
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What an execution covers.
+    """The steps that an execution covers.
 
     Attributes:
         last_step: number of finished steps to end at.
         committed: steps that earlier executions committed, by query, which must come out the same.
-        releases: whether steps may be charged that were not; a replay only repeats.
+        charges: whether steps may be charged that were not; a replay only repeats.
     """
 
     last_step: int
     committed: Mapping[tuple[Query, int], StepCommit]
-    releases: bool
+    charges: bool
+
+
+class ModelEvaluator(Protocol):
+    """Measures released models on data whose results are public."""
+
+    @property
+    def every(self) -> int:
+        """Steps between two evaluations."""
+        ...
+
+    @property
+    def asks_workers(self) -> bool:
+        """Return whether workers measure; they are asked nothing any more once a run has failed."""
+        ...
+
+    def measure(self, model: Model, finished_steps: int) -> Evaluation:
+        """Measure the model that ``finished_steps`` steps gave."""
+        ...
 
 
 @dataclass(slots=True)
@@ -63,7 +78,8 @@ class Training:
     membership: Membership
     reporting: Reporting
     metrics: RunMetrics
-    evaluator: Evaluator | SealedEvaluator | None
+    evaluator: ModelEvaluator | None
+    reader: ModelReader
     stop: StopRequest
     checkpoints: Checkpoints | None
     model: Model
@@ -76,7 +92,7 @@ class Training:
     _sealed_steps: int = -1
 
     def run(self) -> Ending:
-        """Go on until the course ends, the cap is reached or somebody asks to stop.
+        """Train until the course ends, the cap is reached or a stop is requested.
 
         Raises:
             RaycloakError: what ended the run; ``model`` is that of the last finished step.
@@ -85,7 +101,7 @@ class Training:
         while self.finished_steps < self.course.last_step:
             if self.stop.made:
                 return Ending.STOPPED
-            ages = self.membership.review()
+            ages = self.membership.admission.review()
             if ages or (self.finished_steps != first and self.finished_steps % self.config.epoch_steps == 0):
                 self.renew()
             if self._refused(self._next):
@@ -94,7 +110,7 @@ class Training:
         return Ending.CAP if is_over and self._refused(self._measure) else Ending.COMPLETE
 
     def _refused(self, act: Callable[[], None]) -> bool:
-        """Do the next thing; True if the cap left no room for it."""
+        """Call ``act``; returns whether the cap left no room for it."""
         try:
             act()
         except RunFailedError as failure:
@@ -109,24 +125,21 @@ class Training:
         return False
 
     def _next(self) -> None:
-        self.membership.settle()
+        self.membership.growth.settle()
         self._measure()
         self._step()
 
     def parameters(self) -> np.ndarray:
-        """The model's parameters, float32[d]; RunFailedError ``state_lost`` if the node that had them is gone."""
-        return np.concatenate([self._fetch(part) for part in self.model.parameters])
+        """Return the parameters, float32[d]; RunFailedError ``state_lost`` if the node that had them is gone."""
+        return self.reader.parameters(self.model)
 
     def evaluate(self) -> Evaluation | None:
-        """The model on the evaluation split, measured once; None without such a split."""
+        """Return the model's result on the evaluation split, measured once; None without such a split."""
         if self.evaluator is None:
             return None
         if self._evaluated is None or self._evaluated[0] != self.model.digest:
             started = time.perf_counter()
-            if isinstance(self.evaluator, SealedEvaluator):
-                evaluation = self.evaluator.measure(self.model, self.finished_steps)
-            else:
-                evaluation = self.evaluator.measure(self.parameters())
+            evaluation = self.evaluator.measure(self.model, self.finished_steps)
             self._evaluated = self.model.digest, evaluation
             if evaluation.accuracy is not None:
                 self.metrics.accuracy_measured(evaluation.accuracy)
@@ -136,14 +149,14 @@ class Training:
         return self._evaluated[1]
 
     def evaluated(self) -> Evaluation | None:
-        """As :meth:`evaluate`, but for a run that has failed: its workers are asked nothing any more."""
-        if not isinstance(self.evaluator, SealedEvaluator):
-            return self.evaluate()
-        return self._known_evaluation
+        """Return what :meth:`evaluate` gives without asking workers, which a failed run no longer asks."""
+        if self.evaluator is not None and self.evaluator.asks_workers:
+            return self._known_evaluation
+        return self.evaluate()
 
     @property
     def _known_evaluation(self) -> Evaluation | None:
-        """Of exactly this model, if it was measured."""
+        """The result of exactly this model, if it was measured."""
         return self._evaluated[1] if self._evaluated and self._evaluated[0] == self.model.digest else None
 
     def seal(self) -> None:
@@ -157,11 +170,11 @@ class Training:
         self.metrics.phase_finished("checkpoint", time.perf_counter() - started)
 
     def _measure(self) -> None:
-        """Release what is to be measured between two steps. What was released before comes out the same, for free."""
+        """Make the releases that are due between two steps. One that was made before comes out the same, for free."""
         planned = self.plan.mechanism.steps
         for measurement in self.plan.measurements:
             number = measurement.due(self.finished_steps, planned)
-            if number is None or not (self.course.releases or self._was_charged(measurement.query, number)):
+            if number is None or not (self.course.charges or self._was_charged(measurement.query, number)):
                 continue
             released, outcome = self.runner.measure(measurement, number, self.model)
             self._require_same(outcome.commit)
@@ -171,7 +184,7 @@ class Training:
 
     def _step(self) -> None:
         step = self.finished_steps
-        if not self.course.releases:
+        if not self.course.charges:
             self._require_charged(step)
         model, outcome = self.runner.run(step, self.model)
         self._require_same(outcome.commit)
@@ -185,8 +198,8 @@ class Training:
             self.checkpoints.poll()
 
     def _was_charged(self, query: Query, step: int) -> bool:
-        """Whether a step was charged for these parameters and committed."""
-        status = self.runner.control.ledger("status", self.runner.manifest.run_id, step, query)
+        """Return whether a step was charged for these parameters and committed."""
+        status = self.runner.control.ledger.status(self.runner.manifest.run_id, step, query)
         is_charged = status.charged and status.parameter_digest == self.model.digest
         return is_charged and (query, step) in self.course.committed
 
@@ -200,7 +213,7 @@ class Training:
             )
 
     def _require_same(self, commit: StepCommit) -> None:
-        """Take back what differs from what an earlier execution committed: it is no step of this run."""
+        """Refuse a step that differs from what an earlier execution committed, before it is committed itself."""
         known = self.course.committed.get((commit.query, commit.step))
         if known is not None and known.parameter_digest != commit.parameter_digest:
             self.runner.uncommitted = tuple(each for each in self.runner.uncommitted if each != commit)
@@ -214,29 +227,18 @@ class Training:
 
     def _snapshot(self) -> Snapshot:
         outcome = self.outcomes[-1]
-        states = [self._fetch(state) for state in self.model.states]
+        state = self.reader.state(self.model)
         return Snapshot(
             finished_steps=self.finished_steps,
             parameters=(self.parameters(),),
-            # Keys start with the tensor's name, so the states of all ranges fit into one.
-            states=({key: value for state in states for key, value in state.items()},),
+            states=(state,),
             parameter_digest=self.model.digest,
             epsilon=outcome.charged_epsilon if self.plan.mechanism.private else None,
             roster_digest=outcome.roster_digest,
             ledger_head=Head(outcome.commit.ledger_sequence, outcome.commit.ledger_hash),
-            log_head=self.runner.control.orchestrator("log_position"),
+            log_head=self.runner.control.orchestrator.log_position(),
             evaluation=self._known_evaluation,
         )
-
-    def _fetch(self, reference: Any) -> Any:
-        try:
-            return self.runner.backend.fetch(reference, self.config.failure.step_deadline_s)
-        except ActorLost as lost:
-            raise RunFailedError(
-                "state_lost",
-                f"the released model was lost with its node ({lost.cause})",
-                "Go on from the newest sealed package: raycloak run CONFIG --resume",
-            ) from None
 
     def _report_measured(self, released: Released, outcome: StepOutcome) -> None:
         self.metrics.masked_bytes_received(outcome.masked_bytes)
@@ -255,7 +257,7 @@ class Training:
             )
 
     def _report(self, outcome: StepOutcome) -> None:
-        """Metrics, event and progress of a finished step."""
+        """Tell metrics, events and progress of a finished step."""
         metrics, private = self.metrics, self.plan.mechanism.private
         done = self.finished_steps
         due = self.evaluator is not None and (done % self.evaluator.every == 0 or done == self.config.steps)
@@ -270,7 +272,7 @@ class Training:
             epsilon=outcome.charged_epsilon if private else None,
             evaluation_accuracy=accuracy,
             evaluation_loss=loss,
-            workers=len(self.membership.workers),
+            workers=len(self.membership.members.workers),
             attempts=outcome.commit.attempts,
             seconds=round(outcome.seconds, 6),
             charge_seconds=round(outcome.charge_seconds, 6),
@@ -285,7 +287,7 @@ class Training:
                 epsilon=outcome.charged_epsilon if private else None,
                 epsilon_cap=self.plan.epsilon_cap if private else None,
                 evaluation_accuracy=accuracy,
-                workers=len(self.membership.workers),
+                workers=len(self.membership.members.workers),
                 parameter_digest=self.model.digest.hex(),
                 seconds=outcome.seconds,
                 evaluation_loss=loss,

@@ -13,8 +13,8 @@ from attestation.log_entries import LogHead
 from attestation.package_keys import RecipientPublic
 from attestation.package_manifest import PackageManifest, Payload, Recipient, package_context
 from attestation.sealed_stream import CHUNK_BYTES, write_payload
-from coordinator.evaluation import Evaluation
 from coordinator.ledger_entries import Head
+from coordinator.outcome import Evaluation
 from coordinator.ranges import split_ranges
 from coordinator.tssp_arrays import State, joined_states, safetensors_pieces
 from coordinator.tssp_storage import Draft

@@ -1,10 +1,9 @@
-"""`workers.train_worker.TrainWorker` as an actor: one whose process is asked to end finishes its step and says so."""
+"""TrainWorker as an actor: when its process is asked to end, it finishes its step and says that it leaves."""
 
 import signal
 from collections.abc import Callable
 from dataclasses import replace
 from types import FrameType
-from typing import Any
 
 import numpy as np
 
@@ -14,12 +13,13 @@ from coordinator.quick_imports import quickly
 with quickly():
     from attestation.attester import EvidenceSource, GpuSource
     from attestation.messages import Envelope
+    from workers.ring import RingVector
     from workers.train_worker import TrainWorker
-    from workers.worker_messages import StepRequest
+    from workers.worker_messages import StepReply, StepRequest
 
 
 class TrainWorkerActor(TrainWorker):
-    """TrainWorker that leaves when its process is asked to end.
+    """A TrainWorker that leaves when its process is asked to end.
 
     Guarantee: after SIGTERM the task under way finishes, and the next `StepReply` says ``leaving``. A second SIGTERM
     ends the process at once.
@@ -31,12 +31,15 @@ class TrainWorkerActor(TrainWorker):
         forbid_core_dump()
         super().__init__(member_id, source, clock, gpus)
         self._leaving = False
+        # The former handler, which ends the process, is put back at the first signal.
         self._before = signal.signal(signal.SIGTERM, self._asked_to_end)
 
     def _asked_to_end(self, _: int, __: FrameType | None) -> None:
         self._leaving = True
         signal.signal(signal.SIGTERM, self._before)
 
-    def step(self, receipt: Envelope, request: StepRequest, *parameters: np.ndarray) -> tuple[Any, ...]:
+    def step(
+        self, receipt: Envelope, request: StepRequest, *parameters: np.ndarray
+    ) -> tuple[StepReply, *tuple[RingVector, ...]]:
         reply, *vectors = super().step(receipt, request, *parameters)
         return (replace(reply, leaving=self._leaving), *vectors)

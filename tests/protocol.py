@@ -23,29 +23,30 @@ from attestation.evidence_log import verify_exported_log
 from attestation.key_release import VirtualWorkerKeys, virtual_worker_keys
 from attestation.keys import IdentityKey, Purpose, Secret, derive
 from attestation.messages import Envelope, seal
-from attestation.orchestrator import EvidenceOrchestrator
 from attestation.policy import Policy, simulated_policy
 from attestation.roster import Member, Roster
 from attestation.run_secret import run_id_of
+from attestation.serving_orchestrator import EvidenceOrchestrator
 from attestation.simulator import SimulatedVendor, code_measurement
 from coordinator.aggregator import MaskedAggregator, ReduceReport, ReduceRequest
-from coordinator.backend import Actor, ActorLost, LocalBackend
+from coordinator.assignment import Assignment, NewRun, Order, Session
+from coordinator.backend import ActorLost, LocalBackend
 from coordinator.config import RunConfig, parse_config
-from coordinator.coordinator import Assignment, Coordinator, Session
+from coordinator.coordinator import Coordinator
 from coordinator.departures import Departure
 from coordinator.evaluation import public_evaluator
-from coordinator.joining import Timer
 from coordinator.ledger import PrivacyLedger
 from coordinator.local import LocalPlatform, local_session
 from coordinator.manifest import build_computation, build_manifest, epochs, run_terms
 from coordinator.outcome import Finished
 from coordinator.plan import make_plan, plan_mechanism
 from coordinator.plan_command import descriptor
-from coordinator.progress import StepReport
 from coordinator.ranges import split_ranges
-from coordinator.reporting import Reporting
+from coordinator.remote import Actor, Worker
+from coordinator.reporting import Reporting, StepReport
 from coordinator.run_folder import RunFolder, RunRecord
 from coordinator.sealed_terms import evaluation_folder, sealed_terms
+from coordinator.timing import Timer
 from metrics.collectors import RunFacts, RunMetrics
 from metrics.events import EventWriter
 from tests.models import small_model, wide_model
@@ -423,16 +424,16 @@ class Stage(LocalBackend):
         self._underway: list[tuple[tuple[Any, ...], Callable[[], tuple[Any, ...]]]] = []
 
     def call(
-        self, actor: Actor, method: str, *args: Any, returns: int = 1, after: Any | None = None
+        self, actor: Actor, method: Callable[..., Any], *args: Any, returns: int = 1, after: Any | None = None
     ) -> tuple[Any, ...]:
         if (failure := self._failure_of((*args, after))) is not None:
             return self._failed(returns, failure)
-        place = actor.member_id, method
+        place = actor.member_id, method.__name__
         values = tuple(getattr(arg, "value", arg) for arg in args)
         call = Call(*place, self._counts[place], values)
         self._counts[place] += 1
         fate = self.disturb(call)
-        if method == "step" and self.arrival is not None:
+        if method is Worker.step and self.arrival is not None:
             references = tuple(self.put(None) for _ in range(returns))
             self._underway.append((references, lambda: self._play(fate, actor, method, args, returns, after)))
         else:
@@ -457,7 +458,7 @@ class Stage(LocalBackend):
         return references
 
     def _play(
-        self, fate: Fate, actor: Actor, method: str, args: tuple[Any, ...], returns: int, after: Any
+        self, fate: Fate, actor: Actor, method: Callable[..., Any], args: tuple[Any, ...], returns: int, after: Any
     ) -> tuple[Any, ...]:
         if fate == "hangs":
             references = tuple(self.put(None) for _ in range(returns))
@@ -542,6 +543,11 @@ class WholeRun:
             stack.callback(lambda: [actor.handle.close() for actor in self.session.control.actors.values()])
             self.finished = self.coordinator.run()
         return self.finished
+
+    def change(self, **fields: Any) -> None:
+        """Give the coordinator a session with other fields, before it is trained."""
+        order = self.coordinator.order
+        self.coordinator.order = replace(order, session=replace(order.session, **fields))
 
     @property
     def digests(self) -> list[str]:
@@ -633,16 +639,16 @@ def whole_run(
         restart=lambda restart: run.restarts.append((restart.role, restart.cause)),
     )
     setup = worker_setup(settings, home, data)
-    coordinator = Coordinator(
+    order = Order(
         settings,
         session,
         setup,
         public_evaluator(settings, setup.model, setup.base),
         reporting,
         RunFolder(folder, record),
-        assignment or Assignment(),
-        Timer(now=stage.time, sleep=stage.time.sleep),
+        assignment or NewRun(),
     )
+    coordinator = Coordinator(order, Timer(now=stage.time, sleep=stage.time.sleep))
     run = WholeRun(home, settings, session, stage, folder, coordinator, events)
     return run
 

@@ -9,7 +9,6 @@ What it answers to a wrong or failing step is one code; no text of an exception 
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -150,7 +149,9 @@ class TrainWorker:
         )
         return seal(body, self._attester.identity)
 
-    def step(self, receipt: Envelope, request: StepRequest, *parameters: np.ndarray) -> tuple[Any, ...]:
+    def step(
+        self, receipt: Envelope, request: StepRequest, *parameters: np.ndarray
+    ) -> tuple[StepReply, *tuple[RingVector, ...]]:
         """Compute, mask and sign this worker's contribution to one attempt.
 
         The roster's query says which of the run's mechanisms it is a step of.

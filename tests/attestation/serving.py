@@ -11,7 +11,7 @@ from attestation.attester import Attester
 from attestation.canonical import digest
 from attestation.client import EvidenceClient
 from attestation.messages import Envelope
-from attestation.orchestrator import EvidenceOrchestrator
+from attestation.orchestrator import open_run
 from attestation.policy import simulated_policy
 from attestation.run_terms import RunTerms
 from attestation.service import EvidenceServer
@@ -33,13 +33,17 @@ class Site:
     limits: ServiceLimits = field(default_factory=ServiceLimits)
 
     def __post_init__(self) -> None:
-        self.orchestrator = EvidenceOrchestrator(str(self.home), lambda: NOW)
-        self.run_id, self.log_owner = self.orchestrator.open_run(None)
+        self.run = open_run(str(self.home), lambda: NOW, None)
+        self.run_id, self.log_owner = self.run.run_id, self.run.public
         self.key = self.log_owner.ed25519
         policy = simulated_policy(self.session.vendor, MEASUREMENT)
-        terms = RunTerms(MANIFEST, digest(b"computation"), 4, ANSWER, policy, self.session.collateral)
-        self.orchestrator.begin(terms, "execution-1")
-        self.desk = self.orchestrator.evidence_desk(StaticHosting.of(HOSTING, (), 4))
+        self.terms = RunTerms(MANIFEST, digest(b"computation"), 4, ANSWER, policy, self.session.collateral)
+        self.begin("execution-1")
+
+    def begin(self, session: str) -> None:
+        """Begin a session, which the next server answers for."""
+        self.begun = self.run.begin(self.terms, session)
+        self.desk = self.begun.evidence_desk(StaticHosting.of(HOSTING, (), 4))
 
     @contextmanager
     def served(self) -> Iterator["Site"]:
@@ -48,7 +52,7 @@ class Site:
             yield self
         finally:
             self.server.stop(0.2)
-            self.orchestrator.close()
+            self.run.close()
 
     @property
     def address(self) -> str:

@@ -34,7 +34,7 @@ def test_an_entry_is_proven_under_the_newest_head_and_in_any_smaller_tree(site, 
         entry, under = proof.check(site.log_owner, site.run_id)
         assert (entry.sequence, size, under) == (sequence, whole.length, whole)
     for length in range(1, whole.length + 1):
-        root = site.orchestrator.log_root_at(length)
+        root = site.run.books.log.root_at(length)
         for sequence in range(length):
             proof, size = client.prove_entry(sequence, length)
             assert size == length
@@ -46,7 +46,7 @@ def test_an_entry_is_proven_under_the_newest_head_and_in_any_smaller_tree(site, 
 
 def test_growth_is_proven_between_any_two_sizes(site, client):
     whole = head(site, client)
-    roots = {length: site.orchestrator.log_root_at(length) for length in range(1, whole.length + 1)}
+    roots = {length: site.run.books.log.root_at(length) for length in range(1, whole.length + 1)}
     for old in roots:
         for new in range(old, whole.length + 1):
             path, _ = client.prove_growth(old, new)

@@ -16,11 +16,11 @@ from attestation.hybrid_signature import HybridSigner
 from attestation.key_release import ReleaseTerms, hpke_seal, key_commitment, open_keys
 from attestation.keys import IdentityKey, Purpose, Secret, derive
 from attestation.messages import Envelope, open_envelope, seal
-from attestation.orchestrator import EvidenceOrchestrator
 from attestation.policy import KeyQuotas, Policy, simulated_policy
 from attestation.roster import Roster
 from attestation.run_secret import run_id_of
 from attestation.run_terms import RunTerms
+from attestation.serving_orchestrator import EvidenceOrchestrator
 from attestation.slices import DataCommitments
 from metrics.errors import EvidenceError, RefusedError
 from tests.attestation.conftest import MANIFEST, MEASUREMENT, NOW, Session
@@ -105,7 +105,7 @@ class Desk:
         return open_envelope(Roster, envelope, self.key.ed25519)
 
     def log(self) -> list[tuple[str, dict]]:
-        return [(entry.kind, entry.content) for entry in self.orchestrator._log.entries()]
+        return [(entry.kind, entry.content) for entry in self.orchestrator._run.books.log.entries()]
 
 
 @pytest.fixture
@@ -343,7 +343,7 @@ def test_draws_that_an_older_version_counted_count_too(desk):
     desk.admit("worker-0", "worker-1")
     desk.orchestrator.release("worker-0", 0, (0,))
     desk.orchestrator.release("worker-0", 0, (0,))
-    desk.orchestrator._state.db.execute("DROP TABLE draw_totals")
+    desk.orchestrator._run.books.state.db.execute("DROP TABLE draw_totals")
     desk.restart()
     assert refusal(desk.orchestrator.release, "worker-1", 0, (0,)) == "release_denied"
 

@@ -80,7 +80,7 @@ def on_its_own_machine(desk: StrictDesk, *names: str) -> None:
 
 def kept(desk: StrictDesk) -> set[str]:
     """Members on disk."""
-    return {row.member_id for row in desk.orchestrator._state.members()}
+    return {row.member_id for row in desk.orchestrator._run.books.state.members()}
 
 
 def test_a_service_forgets_whose_evidence_expired_and_whom_nothing_depends_on(strict: StrictDesk) -> None:

@@ -8,7 +8,8 @@ import pytest
 from attestation.evidence import Presentation
 from attestation.evidence_log import verify_exported_log
 from attestation.messages import open_envelope, seal
-from attestation.orchestrator import EvidenceOrchestrator
+from attestation.orchestrator import open_run
+from attestation.serving_orchestrator import EvidenceOrchestrator
 from metrics.errors import ConfigError, ProtocolError
 from tests.attestation.conftest import NOW
 from tests.attestation.test_orchestrator import Desk, commit, refusal
@@ -21,7 +22,7 @@ def desk(session, tmp_path) -> Desk:
 
 def reopening(desk: Desk, secret: str | None, run_id: str) -> str:
     with pytest.raises(ConfigError) as error:
-        EvidenceOrchestrator(str(desk.home), lambda: NOW).open_run(secret, run_id)
+        open_run(str(desk.home), lambda: NOW, secret, run_id)
     return error.value.code
 
 
@@ -76,9 +77,7 @@ def test_a_run_that_is_opened_as_new_and_left_disturbs_no_execution_under_way(se
     desk = Desk(session, tmp_path / "shared")
     desk.admit("worker-0", "worker-1")
     desk.roster(1, commit(0, b"p" * 32, 1))
-    another = EvidenceOrchestrator(str(desk.home), lambda: NOW)
-    another.open_run(str(desk.home / "secret"))
-    another.close()
+    open_run(str(desk.home), lambda: NOW, str(desk.home / "secret")).close()
     assert desk.roster(1).ratchet == 1, "workers refuse a roster that goes back"
     desk.restart()
     assert set(desk.orchestrator.view().admitted) == {"worker-0", "worker-1"}
@@ -94,14 +93,14 @@ def test_an_execution_that_another_one_took_over_from_decides_nothing_any_more(d
     desk.admit("worker-0", "worker-1")
     late = desk.present("worker-2")
     log, hosting = desk.log(), {"worker-0": (0, 2), "worker-1": (1, 3)}
-    members = desk.orchestrator._state.members()
+    members = desk.orchestrator._run.books.state.members()
     assert refusal(former.challenge, "worker-2", "worker") == "session_over"
     assert refusal(former.admit, late) == "session_over"
     assert refusal(former.open_step, 0, hosting, (), ()) == "session_over"
     assert refusal(former.release, "worker-0", 0, (0,)) == "session_over"
     assert refusal(former.commit, (commit(0, b"p" * 32, 1),)) == "session_over"
     assert refusal(former.expel, "worker-0", "died") == "session_over"
-    assert desk.orchestrator._state.members() == members
+    assert desk.orchestrator._run.books.state.members() == members
     assert desk.log() == log
     assert (desk.roster().attempt, desk.roster().ratchet) == (0, 0)
     former.close()

@@ -10,7 +10,7 @@ from attestation.keys import Secret
 from attestation.log_entries import LogHead
 from attestation.orchestrator_state import OrchestratorState, SessionId
 from attestation.package_desk import PackageDesk, PublishedPackage
-from attestation.package_keys import TrustStore
+from attestation.package_keys import TrustStore, run_recipient_key
 from attestation.package_manifest import PackageManifest
 from metrics.errors import EvidenceError, ProtocolError
 
@@ -25,13 +25,15 @@ class Desk:
         self.log = EvidenceLog(self.state.db, RUN, HybridSigner.generate())
         self.commits = CommitBook(self.state, self.log)
         self.signer_folder = home / "signer"
+        self.drawn = []
         self.desk = PackageDesk(
             run_id=RUN,
-            run_secret=SECRET,
+            manifest_digest=b"m" * 32,
+            recipient_key=run_recipient_key(SECRET),
             log=self.log,
             commits=self.commits,
             transaction=self.state.transaction,
-            manifest_digest=lambda: b"m" * 32,
+            draw_key=self.drawn.append,
             signer_folder=self.signer_folder,
         )
         self.commit(2)
@@ -127,6 +129,7 @@ def test_it_opens_what_was_sealed_to_the_run(desk):
     recipient = desk.desk.recipient()
     assert recipient.name == "run"
     assert desk.desk.open(b"info", hpke_seal(b"key", recipient.key, b"info")) == b"key"
+    assert desk.drawn == [b"info"]
     assert code_of(lambda: desk.desk.open(b"other", hpke_seal(b"key", recipient.key, b"info"))) == "key_not_for_us"
 
 

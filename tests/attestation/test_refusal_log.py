@@ -112,7 +112,7 @@ def site(session, tmp_path, monkeypatch):
     monkeypatch.setattr(refusal_log, "BURST", BURST)
     site = Site(session, tmp_path / "orchestrator")
     yield site
-    site.orchestrator.close()
+    site.run.close()
 
 
 def peer_of(key: IdentityKey) -> Peer:
@@ -129,10 +129,10 @@ def test_a_stranger_cannot_grow_the_log_for_ever_by_any_call(site, tmp_path):
     """Before refusals had a budget, each of these 36 calls was an entry."""
     stranger = peer_of(IdentityKey.generate())
     attester = site.attester("worker-9")
-    relayed = attester.present(site.orchestrator.challenge("worker-9", "worker"), MANIFEST, ANSWER)
+    relayed = attester.present(site.begun.admission.challenge("worker-9", "worker"), MANIFEST, ANSWER)
     own = peer_of(attester.identity)
-    site.orchestrator.admit(relayed)
-    site.orchestrator.expel("worker-9", "so that its nonce is used up")
+    site.begun.admission.admit(relayed)
+    site.begun.admission.expel("worker-9", "so that its nonce is used up")
     ends = {"server_certificate": site.desk.end.certificate, "client_certificate": certificate_digest(own.certificate)}
     binding = ChannelBinding(presentation=digest(relayed.body), **ends)
     signature = attester.identity.sign(binding.signed_bytes())
@@ -144,7 +144,7 @@ def test_a_stranger_cannot_grow_the_log_for_ever_by_any_call(site, tmp_path):
     assert len(site.desk.log) == before + BURST
 
     file = tmp_path / "log.jsonl"
-    site.orchestrator.export_log(str(file))
+    site.run.export_log(str(file))
     assert verify_exported_log(file, site.log_owner) == before + BURST + 1
     *_, newest = site.desk.log.entries()
     assert newest.kind == "refusals_omitted"
@@ -154,7 +154,7 @@ def test_a_stranger_cannot_grow_the_log_for_ever_by_any_call(site, tmp_path):
 def test_evidence_that_cannot_be_opened_is_refused_in_the_log_too(site):
     """Over the service as well; before, only what the run itself was shown."""
     stranger, attester = peer_of(IdentityKey.generate()), site.attester()
-    genuine = attester.present(site.orchestrator.challenge("worker-0", "worker"), MANIFEST, ANSWER)
+    genuine = attester.present(site.begun.admission.challenge("worker-0", "worker"), MANIFEST, ANSWER)
     for envelope in (Envelope(b"{}", bytes(64)), Envelope(genuine.body, bytes(64))):
         code = code_of(site.desk.attest, stranger, envelope, bytes(64))
         *_, newest = site.desk.log.entries()
@@ -166,7 +166,7 @@ def test_after_a_flood_members_are_admitted_served_and_their_refusals_logged(sit
     for _ in range(3 * BURST):
         code_of(site.desk.grant_keys, stranger, "worker-0", 0, ())
     attester = site.attester()
-    site.orchestrator.admit(attester.present(site.orchestrator.challenge("worker-0", "worker"), MANIFEST, ANSWER))
+    site.begun.admission.admit(attester.present(site.begun.admission.challenge("worker-0", "worker"), MANIFEST, ANSWER))
     member = peer_of(attester.identity)
     site.desk.grant_keys(member, "worker-0", 0, ())
     assert code_of(site.desk.grant_keys, member, "worker-0", 0, (1,)) == "release_denied"

@@ -103,7 +103,7 @@ def test_health_and_reflection_answer_a_peer_of_the_run(site):
 def test_a_server_with_another_key_than_the_manifests_orchestrator_gets_nothing(site):
     with site.client(site.attester(), orchestrator_key=IdentityKey.generate().public) as client:
         assert refusal(client.challenge) == "release_denied"
-    assert [entry.kind for entry in site.orchestrator._log.entries()] == ["session"]
+    assert [entry.kind for entry in site.run.books.log.entries()] == ["session"]
 
 
 def test_a_peer_that_does_not_know_the_manifest_is_turned_away_in_the_handshake(site):
@@ -191,8 +191,12 @@ def test_a_presentation_of_an_earlier_session_is_refused_in_the_next(site):
     with site.client(attester) as client:
         presentation = answer(client, attester)
         client.attest(presentation)
-        site.orchestrator.begin(site.orchestrator._terms, "execution-2")
+    site.server.stop(0.2)
+    site.begin("execution-2")
+    site.server = type(site.server).start(site.desk, MANIFEST, "127.0.0.1:0", site.limits)
+    with site.client(attester) as client:
         assert refusal(client.release_keys, 0) == "release_denied"
+        client.challenge("worker")
         assert refusal(client.attest, presentation) == "nonce_replayed"
 
 
@@ -209,7 +213,7 @@ def test_keys_and_rosters_go_to_their_member_over_its_own_channel_alone(site):
         assert refusal(other.release_keys, 0, (9,)) == "release_denied"
     with site.client(site.attester("worker-2")) as stranger:
         assert refusal(stranger.release_keys, 0) == "release_denied"
-    refused = [entry.content for entry in site.orchestrator._log.entries() if entry.kind == "release_refused"]
+    refused = [entry.content for entry in site.run.books.log.entries() if entry.kind == "release_refused"]
     assert [(body["member_id"], body["code"]) for body in refused] == [
         ("worker-0", "peer_not_bound"),
         ("worker-1", "release_denied"),
@@ -226,7 +230,7 @@ def test_a_member_says_what_its_own_slices_are_and_no_others(site):
         for slices in ((1,), (0, 1), (9,), (2**70,)):
             body = DataCommitments(virtual_workers=slices, commitments=(b"!" * 32,) * len(slices), **fields)
             assert refusal(client.roster, seal(body, attester.identity)) == "release_denied"
-    assert "data" not in [entry.kind for entry in site.orchestrator._log.entries()]
+    assert "data" not in [entry.kind for entry in site.run.books.log.entries()]
 
 
 def test_a_service_that_runs_for_long_never_has_rosters_enough(session, tmp_path, monkeypatch):
@@ -237,16 +241,16 @@ def test_a_service_that_runs_for_long_never_has_rosters_enough(session, tmp_path
     for round_ in range(5):
         for name in HOSTING:
             attester = site.attester(name)
-            challenge = site.orchestrator.challenge(name, "worker")
-            site.orchestrator.admit(attester.present(challenge, MANIFEST, ANSWER))
+            challenge = site.begun.admission.challenge(name, "worker")
+            site.begun.admission.admit(attester.present(challenge, MANIFEST, ANSWER))
             if round_ == 0:
-                site.orchestrator.record_data(commitments(site, name, attester))
+                site.begun.record_data(commitments(site, name, attester))
         roster = open_envelope(Roster, desk.newest_roster(), site.key)
         places.append((roster.step, roster.attempt))
         if round_ == 3:  # as after a restart
-            desk = site.orchestrator.evidence_desk(StaticHosting.of(HOSTING, (), 4))
+            desk = site.begun.evidence_desk(StaticHosting.of(HOSTING, (), 4))
     assert places == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
-    site.orchestrator.close()
+    site.run.close()
 
 
 def test_of_two_presentations_of_one_nonce_at_once_exactly_one_is_admitted(site):
@@ -361,16 +365,16 @@ def test_a_service_that_is_down_gives_nothing(site):
 def test_a_service_that_cannot_write_its_record_answers_nothing_any_more(site):
     client, _ = site.admitted()
     with client:
-        site.orchestrator._state.db.execute("PRAGMA query_only = 1")
+        site.run.books.state.db.execute("PRAGMA query_only = 1")
         assert refusal(client.release_keys, 0) == "release_denied"
-        site.orchestrator._state.db.execute("PRAGMA query_only = 0")
+        site.run.books.state.db.execute("PRAGMA query_only = 0")
         assert refusal(client.log) == "release_denied"
         eventually(lambda: not client.is_serving())
         assert site.server.failure is not None
 
 
 def test_the_text_of_an_unexpected_error_stays_inside(site, monkeypatch):
-    monkeypatch.setattr(type(site.orchestrator), "challenge", lambda *_: 1 / 0)
+    monkeypatch.setattr(site.begun.admission, "_transaction", lambda: 1 / 0)
     with site.client(site.attester()) as client, pytest.raises(grpc.RpcError) as error:
         client._stub.Challenge(
             wire.ChallengeRequest(member_id="worker-0", role="worker", identity_key=client._attester.identity.public),

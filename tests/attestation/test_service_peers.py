@@ -51,7 +51,7 @@ def test_the_calls_of_one_ipv6_network_are_limited_together(session, tmp_path):
     hosts = [f"ipv6:[2001:db8::{i:x}]" for i in range(4)] + ["ipv6:[2001:db8:0:1::1]"]
     codes = [code_of(servicer._peer, _Context(f"{host}:443", end.chain_pem)) for host in hosts]
     assert codes == ["", "", "", "rate_limited", ""]
-    site.orchestrator.close()
+    site.run.close()
 
 
 def test_what_is_remembered_of_a_peer_has_a_size_whatever_its_certificate_says(session, tmp_path):
@@ -67,7 +67,7 @@ def test_what_is_remembered_of_a_peer_has_a_size_whatever_its_certificate_says(s
         context = _Context("ipv4:192.0.2.7:443", leaf.public_bytes(Encoding.PEM))
         assert code_of(servicer._peer, context) == code
     assert [len(identity) for identity in servicer._by_identity._buckets] == [32]
-    site.orchestrator.close()
+    site.run.close()
 
 
 class _Context:

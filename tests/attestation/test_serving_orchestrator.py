@@ -12,11 +12,10 @@ from attestation.canonical import digest
 from attestation.client import EvidenceClient
 from attestation.log_entries import ExportedEntry, SignedHead
 from attestation.messages import parse, seal
-from attestation.orchestrator import EvidenceOrchestrator
 from attestation.policy import simulated_policy
 from attestation.roster import open_roster
 from attestation.run_terms import OBSERVER, RunTerms
-from attestation.serving_orchestrator import BESIDE, ServingOrchestrator
+from attestation.serving_orchestrator import EvidenceOrchestrator
 from attestation.slices import DataCommitments
 from metrics.errors import ConfigError, EvidenceError, RefusedError, RunFailedError
 from tests.attestation.conftest import MANIFEST, MEASUREMENT, NOW
@@ -38,7 +37,7 @@ class Run:
         self.start(bind)
 
     def start(self, bind="127.0.0.1:0", session="execution-1"):
-        self.orchestrator = ServingOrchestrator(str(self.home), lambda: self.now, bind)
+        self.orchestrator = EvidenceOrchestrator(str(self.home), lambda: self.now, bind)
         run_id = None if not (self.home / "5e.id").exists() else (self.home / "5e.id").read_text()
         self.run_id, self.owner = self.orchestrator.open_run(str(self.home / "run.secret"), run_id)
         (self.home / "5e.id").write_text(self.run_id)
@@ -81,7 +80,7 @@ class Run:
 
     @property
     def kinds(self):
-        return [entry.kind for entry in self.orchestrator._log.entries()]
+        return [entry.kind for entry in self.orchestrator._run.books.log.entries()]
 
 
 @pytest.fixture
@@ -235,7 +234,7 @@ def test_observers_are_bounded_and_make_room_when_their_evidence_expires(run, mo
     run.now += run.terms.policy.evidence_lifetime_s
     with run.observing("observer-2") as client:
         client.log()
-    assert [row.member_id for row in run.orchestrator._state.members()] == ["observer-2"]
+    assert [row.member_id for row in run.orchestrator._run.books.state.members()] == ["observer-2"]
 
 
 def test_calls_of_the_run_and_of_its_observers_never_meet_inside(run):
@@ -264,8 +263,15 @@ def test_calls_of_the_run_and_of_its_observers_never_meet_inside(run):
 
 
 def test_every_public_method_takes_its_turn_but_those_that_are_asked_beside_others(run):
-    public = {name for name in vars(EvidenceOrchestrator) if not name.startswith("_")}
-    assert public - set(vars(ServingOrchestrator)) == BESIDE
+    public = {name: each for name, each in vars(EvidenceOrchestrator).items() if not name.startswith("_")}
+    written_here = {name for name, each in public.items() if each.__module__ == EvidenceOrchestrator.__module__}
+    assert written_here == {"open_run", "begin", "finish", "close", "service_address", "view", "present"}
+    with ThreadPoolExecutor(1) as pool:
+        with run.orchestrator._turn:
+            asked = pool.submit(run.orchestrator.log_position)
+            eventually(lambda: len(run.orchestrator._turn._waiting) == 1)
+            run.orchestrator.view()
+        assert asked.result(30).length == 1
     assert run.orchestrator._server._queue._turn is run.orchestrator._turn
 
 

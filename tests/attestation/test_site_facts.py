@@ -4,7 +4,7 @@ from pathlib import Path
 
 from attestation.attester import Attester
 from attestation.fact_book import CLOCK_TOLERANCE_S
-from attestation.orchestrator import EvidenceOrchestrator
+from attestation.orchestrator import open_run
 from attestation.policy import simulated_policy
 from attestation.run_terms import RunTerms
 from attestation.simulator import CollateralVariant
@@ -16,18 +16,17 @@ from tests.attestation.test_orchestrator import ANSWER, COMPUTATION, COUNT
 
 def admit(session: Session, home: Path, number: int, now: int = NOW) -> str | None:
     """One worker presents itself to a new run of its own, whose verifiers hold collateral of that evaluation number."""
-    orchestrator = EvidenceOrchestrator(str(home), lambda: now)
-    orchestrator.open_run(None)
+    run = open_run(str(home), lambda: now, None)
     collateral = session.vendor.collateral(now, CollateralVariant(evaluation_number=number))
     policy = simulated_policy(session.vendor, MEASUREMENT)
-    orchestrator.begin(RunTerms(MANIFEST, COMPUTATION, COUNT, ANSWER, policy, collateral), "execution")
+    admission = run.begin(RunTerms(MANIFEST, COMPUTATION, COUNT, ANSWER, policy, collateral), "execution").admission
     attester = Attester("worker-0", Source(session.platform))
     try:
-        orchestrator.admit(attester.present(orchestrator.challenge("worker-0", "worker"), MANIFEST, ANSWER))
+        admission.admit(attester.present(admission.challenge("worker-0", "worker"), MANIFEST, ANSWER))
     except EvidenceError as error:
         return error.code
     finally:
-        orchestrator.close()
+        run.close()
     return None
 
 

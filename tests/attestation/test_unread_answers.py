@@ -77,9 +77,9 @@ def site(session, tmp_path, monkeypatch):
     made = UnreadAnswers.__init__
     monkeypatch.setattr(UnreadAnswers, "__init__", lambda self, limits: (counted.append(self), made(self, limits))[1])
     site = Site(session, tmp_path / "orchestrator", LIMITS)
-    with site.orchestrator._state.transaction():
+    with site.run.books.state.transaction():
         for _ in range(ENTRIES):
-            site.orchestrator._log.append("long", {"text": "y" * LETTERS})
+            site.run.books.log.append("long", {"text": "y" * LETTERS})
     with site.served():
         site.unread = counted[0]
         yield site

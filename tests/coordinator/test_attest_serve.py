@@ -78,14 +78,14 @@ def test_a_member_gets_the_keys_of_the_slices_it_hosts(folder):
     (folder / "data.key").touch(mode=0o600)
     (folder / "data.key").write_text((b"d" * 32).hex())
     sealed = {"sealed": {"path": "sealed", "key_file": "data.key"}}
-    server, orchestrator, facts = started(folder, **sealed, evaluation={"path": "split", "key_file": "data.key"})
+    server, session, facts = started(folder, **sealed, evaluation={"path": "split", "key_file": "data.key"})
     contract = parse(ServiceContract, facts.contract.read_bytes().strip())
     client, attester = member(contract, facts.address)
     with client:
         client.attest(attester.present(client.challenge(), contract.digest(), ANSWER))
         release = client.release_keys(0)
     server.stop()
-    orchestrator.close()
+    session.run.close()
     terms, hpke = release_terms(contract, attester), attester.hpke
     for opened, given, kind in (
         (SealedDataset(folder / "sealed"), release.slices, KeyKind.DATASET),
@@ -100,7 +100,7 @@ def test_a_member_gets_the_keys_of_the_slices_it_hosts(folder):
 
 
 def test_a_member_with_the_contract_gets_the_keys_it_commits_to_also_after_a_restart(folder):
-    server, orchestrator, facts = started(folder)
+    server, session, facts = started(folder)
     assert facts.evidence == "SIMULATED"
     contract = parse(ServiceContract, facts.contract.read_bytes().strip())
     assert contract.digest() == facts.manifest_digest
@@ -109,10 +109,10 @@ def test_a_member_with_the_contract_gets_the_keys_it_commits_to_also_after_a_res
         client.attest(attester.present(client.challenge(), contract.digest(), ANSWER))
         keys = keys_of(contract, client, attester)
     server.stop()
-    orchestrator.close()
+    session.run.close()
     assert (keys[0], sorted(keys[1])) == (0, [0, 2])
 
-    server, orchestrator, again = started(folder)
+    server, session, again = started(folder)
     assert parse(ServiceContract, again.contract.read_bytes().strip()) == contract
     client = EvidenceClient(
         again.address, manifest_digest=contract.digest(), orchestrator_key=contract.orchestrator_key, attester=attester
@@ -120,7 +120,7 @@ def test_a_member_with_the_contract_gets_the_keys_it_commits_to_also_after_a_res
     with client:
         assert keys_of(contract, client, attester) == keys  # still admitted
     server.stop()
-    orchestrator.close()
+    session.run.close()
 
 
 def test_a_hardware_policy_refuses_simulated_workers(folder):
@@ -132,7 +132,7 @@ def test_a_hardware_policy_refuses_simulated_workers(folder):
     (folder / "policy.yaml").write_text(yaml.safe_dump({**known, **hardware}))
     (folder / "tdx.json").write_bytes(vendor.tdx_collateral(1_800_000_000).encode())
     (folder / "collateral.yaml").write_text("tdx: [tdx.json]\n")
-    server, orchestrator, facts = started(folder, policy="policy.yaml", collateral="collateral.yaml")
+    server, session, facts = started(folder, policy="policy.yaml", collateral="collateral.yaml")
     assert facts.evidence == "hardware"
     contract = parse(ServiceContract, facts.contract.read_bytes().strip())
     client, attester = member(contract, facts.address)
@@ -140,7 +140,7 @@ def test_a_hardware_policy_refuses_simulated_workers(folder):
         client.attest(attester.present(client.challenge(), contract.digest(), ANSWER))
     assert error.value.code == "simulator_not_allowed"
     server.stop()
-    orchestrator.close()
+    session.run.close()
 
 
 @pytest.mark.parametrize(
@@ -196,17 +196,17 @@ def test_collateral_comes_from_the_service_that_the_policy_names(folder):
         with pytest.raises(EvidenceError, match="collateral_stale"):
             started(folder, policy="policy.yaml")
         site.answers.clear()
-        server, orchestrator, facts = started(folder, policy="policy.yaml")
+        server, session, facts = started(folder, policy="policy.yaml")
         contract = parse(ServiceContract, facts.contract.read_bytes().strip())
         client, attester = member(contract, facts.address)
         with client:
             result = client.attest(attester.present(client.challenge(), contract.digest(), ANSWER))
         assert result.evidence_class == "simulated"
         server.stop()
-        orchestrator.close()
-    server, orchestrator, _ = started(folder, policy="policy.yaml")  # without a network
+        session.run.close()
+    server, session, _ = started(folder, policy="policy.yaml")  # without a network
     server.stop()
-    orchestrator.close()
+    session.run.close()
     (folder / "plain.yaml").write_text(yaml.safe_dump({**policy, "collateral_service": None}))
     with pytest.raises(ConfigError, match="names no service"):
         started(folder, policy="plain.yaml")

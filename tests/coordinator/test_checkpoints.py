@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from pyarrow import fs
 
-from attestation.orchestrator import StepCommit
+from attestation.commit_book import StepCommit
 from attestation.package_keys import PackageSigner, RecipientPublic
 from attestation.package_manifest import PackageManifest
 from coordinator.checkpoints import RETRY_S, Checkpoints, newest
 from coordinator.config_sections import CheckpointConfig
-from coordinator.evaluation import Evaluation
 from coordinator.ledger import PrivacyLedger
 from coordinator.local import local_session
 from coordinator.manifest import run_terms
+from coordinator.outcome import Evaluation
 from coordinator.tssp_storage import MANIFEST, PackageStorage
 from coordinator.tssp_writer import PackageTerms
 from metrics.errors import ConfigError, EvidenceError, RunFailedError
@@ -71,7 +71,7 @@ class Bench:
         self.ledger = self.control.actors["ledger"].handle
         self.ledger.open_account("a", 10.0, 1e-5)
         self.manifest = run_manifest(tensors, run_id=self.session.run_id)
-        self.control.orchestrator("begin", run_terms(self.manifest, self.session.policy, self.session.collateral), "s")
+        self.control.orchestrator.begin(run_terms(self.manifest, self.session.policy, self.session.collateral), "s")
         self.storage = storage or PackageStorage.open(str(home / "packages"))
         self.notices, self.metrics, self.clock = [], Counted(), Clock()
         self.keeper = self.start()
@@ -126,7 +126,7 @@ class Bench:
 
     @property
     def logged(self):
-        entries = self.orchestrator._log.entries()
+        entries = self.orchestrator._run.books.log.entries()
         return [(e.kind, e.content["step"]) for e in entries if e.kind in ("sealed", "published")]
 
     def stated(self, name):

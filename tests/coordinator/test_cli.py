@@ -13,7 +13,7 @@ from coordinator import cli
 from coordinator.demo import demo_config, digits_model
 from coordinator.ledger import PrivacyLedger
 from coordinator.output import attach_log
-from coordinator.progress import StepReport
+from coordinator.reporting import StepReport
 from metrics.errors import BudgetError, ConfigError, RefusedError, RunFailedError
 from raycloak_layout import PackageShadowedError
 from workers.resolve import resolve

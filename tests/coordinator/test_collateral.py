@@ -15,15 +15,16 @@ def aging_run(tmp_path, newer, disturb=None):
     clock = Clock()
     run = whole_run(tmp_path, clock=clock, disturb=disturb)
     vendor_collateral = newer(clock)
-    run.coordinator.session = replace(run.session, collateral_now=vendor_collateral)
-    told = run.coordinator._reporting.progress
+    run.change(collateral_now=vendor_collateral)
+    told = run.coordinator.order.reporting.progress
 
     def progress(report):
         told(report)
         if report.step == 1:
             clock.sleep(COLLATERAL_LIFETIME_S + 60)
 
-    run.coordinator._reporting = replace(run.coordinator._reporting, progress=progress)
+    order = run.coordinator.order
+    run.coordinator.order = replace(order, reporting=replace(order.reporting, progress=progress))
     return run
 
 
@@ -50,7 +51,7 @@ def test_newer_collateral_keeps_a_run_going_with_the_same_bytes(lost, undisturbe
     (taken,) = run.stage.calls("take_collateral")
     admissions = [call.arguments[1].collateral for call in run.stage.calls("present") if len(call.arguments) == 2]
     assert admissions[-1] == taken.arguments[0] != admissions[0]
-    assert run.coordinator._membership._joining.admission.collateral == taken.arguments[0]
+    assert run.coordinator._conclusion.admitted.membership.admission.terms.collateral == taken.arguments[0]
 
 
 def test_without_newer_collateral_nobody_computes_any_more(tmp_path):

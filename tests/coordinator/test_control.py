@@ -3,15 +3,18 @@
 import itertools
 import json
 from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass
 
 import pytest
 
 from attestation.evidence_log import verify_exported_log
-from coordinator.backend import Actor, ActorLost, LocalBackend
-from coordinator.control import Control, Restart
+from coordinator.backend import ActorLost, LocalBackend
+from coordinator.control import Control, LedgerFace, Restart, _Overlaps
 from coordinator.ledger import PrivacyLedger
 from coordinator.ledger_entries import StepCharged
-from metrics.errors import BudgetError, RunFailedError
+from coordinator.remote import Actor
+from metrics.errors import BudgetError, ConfigError, RunFailedError
 from tests.protocol import Call, Fate, WholeRun, on, trained, whole_run
 
 STEPS = 3
@@ -131,19 +134,39 @@ def test_one_that_is_lost_too_often_ends_the_run_by_name(tmp_path, method, role)
 # --- the questions
 
 
+@dataclass(frozen=True)
+class Terms:
+    """Terms of a run, as far as control looks at them."""
+
+    collateral: str
+
+
 class Counting:
-    """Answers with its own number; one that is ``ill`` dies of every question, one that refuses is well."""
+    """Answers with its own number, whatever of the two it stands for."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
-    def ask(self) -> int:
+    def view(self) -> int:
         return self.number
 
-    def begin(self, *terms: str) -> None:
+    def bind_vectors(self, step: int, vectors: bytes, query: str) -> int:
+        return self.number
+
+    def charge(self, *step: object) -> int:
+        self.charged = step
+        return self.number
+
+    def begin(self, *terms: object) -> None:
         self.terms = terms
 
-    def refuse(self) -> None:
+    def take_collateral(self, collateral: str) -> None:
+        assert self.terms[0].collateral != collateral
+
+    def finish(self, *ending: object) -> None:
+        pass
+
+    def hash_at(self, sequence: int) -> None:
         raise BudgetError("cap_exceeded", "spent")
 
 
@@ -154,13 +177,13 @@ class Bench:
         self.backend = LocalBackend(Counting, Counting)
         self.started: list[Actor] = []
         self.told: list[Restart] = []
-        self.fails: list[str] = []
+        self.fails: list[Exception] = []
         actors = {"ledger": self.start("ledger"), "orchestrator": self.start("orchestrator")}
         self.control = Control(self.backend, actors, self.start, 1.0, max_restarts, self.told.append)
 
     def start(self, role: str) -> Actor:
-        if self.started and len(self.started) >= 2 and self.fails:
-            raise ActorLost(self.fails.pop())
+        if len(self.started) >= 2 and self.fails:
+            raise self.fails.pop()
         self.started.append(Actor(f"{role}-{len(self.started)}", Counting(len(self.started))))
         return self.started[-1]
 
@@ -171,8 +194,8 @@ class Bench:
 def test_all_questions_to_a_lost_incarnation_are_asked_again_of_one_successor():
     bench = Bench()
     bench.lose("orchestrator")
-    pending = [bench.control.submit("orchestrator", "ask") for _ in range(3)]
-    other = bench.control.submit("ledger", "ask")
+    pending = [bench.control.orchestrator.bind_vectors(step, b"") for step in range(3)]
+    other = bench.control.ledger.charge("run", 0, b"", b"")
     assert [each.result() for each in pending] == [2, 2, 2]
     assert other.result() == 0
     assert [(told.role, told.cause) for told in bench.told] == [("orchestrator", "died")]
@@ -181,8 +204,8 @@ def test_all_questions_to_a_lost_incarnation_are_asked_again_of_one_successor():
 def test_the_lost_incarnation_is_stopped_for_good_before_another_starts():
     bench = Bench()
     lost = bench.control.actors["ledger"]
-    bench.control.replace(lost, "ledger", "ask", "deadline")
-    bench.control.replace(lost, "ledger", "ask", "deadline")
+    bench.control.replace(lost, "ledger", "view", "deadline")
+    bench.control.replace(lost, "ledger", "view", "deadline")
     assert lost.member_id in bench.backend._stopped
     assert len(bench.told) == 1
 
@@ -190,30 +213,68 @@ def test_the_lost_incarnation_is_stopped_for_good_before_another_starts():
 def test_a_new_orchestrator_begins_what_the_former_one_had_begun():
     bench = Bench()
     bench.lose("orchestrator")
-    assert bench.control.orchestrator("ask") == 2
+    assert bench.control.orchestrator.view() == 2
     assert not hasattr(bench.started[2].handle, "terms"), "nothing had been begun"
-    bench.control.orchestrator("begin", "terms", "session")
+    bench.control.orchestrator.begin(terms := Terms("first"), "session")
     bench.lose("orchestrator")
-    assert bench.control.orchestrator("ask") == 3
-    assert bench.started[3].handle.terms == ("terms", "session")
+    assert bench.control.orchestrator.view() == 3
+    assert bench.started[3].handle.terms == (terms, "session")
     bench.lose("ledger")
-    bench.control.ledger("ask")
+    bench.control.ledger.view()
     assert not hasattr(bench.started[4].handle, "terms")
+
+
+def test_a_new_orchestrator_begins_with_the_newest_collateral():
+    bench = Bench()
+    bench.control.orchestrator.begin(Terms("first"), "session")
+    bench.control.orchestrator.take_collateral("second")
+    bench.lose("orchestrator")
+    bench.control.orchestrator.view()
+    assert bench.started[2].handle.terms == (Terms("second"), "session")
+
+
+@pytest.mark.parametrize(("code", "is_done"), [("secret_destroyed", True), ("run_secret", False)])
+def test_a_run_is_finished_where_a_new_orchestrator_finds_the_secret_gone(code, is_done):
+    bench = Bench()
+    bench.lose("orchestrator")
+    bench.fails = [ConfigError(code, "the secret cannot be read")]
+    with nullcontext() if is_done else pytest.raises(ConfigError, match=code):
+        bench.control.orchestrator.finish((), "evidence.jsonl", True)
+
+
+def test_only_finish_takes_a_secret_that_is_gone_for_an_answer():
+    bench = Bench()
+    bench.lose("orchestrator")
+    bench.fails = [ConfigError("secret_destroyed", "the secret is gone")]
+    with pytest.raises(ConfigError, match="secret_destroyed"):
+        bench.control.orchestrator.view()
+
+
+def test_keywords_reach_an_actor_in_the_order_of_its_parameters():
+    bench = Bench()
+    digests = {"manifest_digest": b"manifest", "parameter_digest": b"parameters"}
+    bench.control.ledger.charge("run", step=1, **digests).result()
+    assert bench.started[0].handle.charged == ("run", 1, b"parameters", b"manifest", "gradient")
+
+
+def test_a_face_has_each_method_under_the_name_by_which_it_is_sent():
+    with pytest.raises((AssertionError, RuntimeError)):  # Python 3.11 raises the second of the first.
+        type("Misnamed", (LedgerFace,), {"spend": _Overlaps(PrivacyLedger.charge)})
 
 
 def test_what_an_actor_raises_is_its_answer():
     bench = Bench()
     with pytest.raises(BudgetError, match="cap_exceeded"):
-        bench.control.ledger("refuse")
+        bench.control.ledger.hash_at(0)
     assert bench.told == []
 
 
 def test_a_successor_that_dies_as_it_starts_counts_as_a_restart_too():
     bench = Bench(max_restarts=3)
-    bench.fails = ["out_of_memory", "unreachable"]
+    bench.fails = [ActorLost("out_of_memory"), ActorLost("unreachable")]
     bench.lose("ledger")
-    assert bench.control.ledger("ask") == 2
+    assert bench.control.ledger.view() == 2
     assert [told.cause for told in bench.told] == ["out_of_memory"], "the newest cause"
     bench.lose("ledger")
-    with pytest.raises(RunFailedError, match=r"ledger did not answer ask .died., after 3 restarts"):
-        bench.control.ledger("ask")
+    with pytest.raises(RunFailedError, match=r"ledger did not answer view .died., after 3 restarts"):
+        bench.control.ledger.view()

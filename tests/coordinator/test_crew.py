@@ -11,7 +11,7 @@ def test_a_crew_that_was_started_ahead_is_the_runs_and_a_replacement_has_a_name_
     backend.start_worker = lambda name: started.append(name) or start(name)
     crew = start_crew(backend, run.config)
     assert started == list(crew.workers) == ["worker-0", "worker-1", "worker-2"]
-    run.coordinator._membership.crew = crew
+    run.change(crew=crew)
     run.train()
     assert started == ["worker-0", "worker-1", "worker-2", "worker-3"]
     assert run.digests == undisturbed

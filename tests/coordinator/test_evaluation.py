@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator.evaluation import Evaluation, Evaluator, open_public
+from coordinator.evaluation import Evaluator, open_public
+from coordinator.outcome import Evaluation
 from metrics.errors import ConfigError
 from workers.datasets import ArrayDataset, DatasetDescriptor
 from workers.models import ModelSource

@@ -14,8 +14,8 @@ from safetensors.numpy import load_file
 
 from attestation.evidence_log import verify_exported_log
 from coordinator.archive import Archive
+from coordinator.assignment import NewRun, ReplayedRun, ResumedRun
 from coordinator.config_sections import CheckpointConfig
-from coordinator.coordinator import Assignment
 from coordinator.discard import discard
 from coordinator.execution import Execution
 from coordinator.ledger import PrivacyLedger
@@ -47,7 +47,7 @@ def archive(home: Path, run_id: str = RUN_ID, every: int = 2) -> Archive:
 def begun(home: Path, disturb: Callable, **fields) -> WholeRun:
     """A run of STEPS steps that seals packages and ends as ``disturb`` has it."""
     home.mkdir(parents=True, exist_ok=True)
-    assignment = fields.pop("assignment", Assignment(archive(home)))
+    assignment = fields.pop("assignment", NewRun(archive(home)))
     run = whole_run(home, assignment=assignment, steps=STEPS, **fields)
     run.stage.disturb = partial(disturb, run) if disturb.__name__ == "kill" else disturb
     with pytest.raises((Killed, RunFailedError)) as ended:
@@ -61,8 +61,8 @@ def manifest_of(run: WholeRun) -> Manifest:
 
 
 def resumed(home: Path, first: WholeRun, **fields) -> WholeRun:
-    assignment = Assignment(archive(home), manifest_of(first))
-    return whole_run(home, assignment=replace(assignment, **fields.pop("course", {})), steps=STEPS, **fields)
+    assignment = ResumedRun(manifest_of(first), archive(home))
+    return whole_run(home, assignment=assignment, steps=STEPS, **fields)
 
 
 def killed_at(method: str, index: int, member: str | None = None) -> Callable:
@@ -80,7 +80,7 @@ def killed_when_sealed(method: str, index: int) -> Callable:
 
     def kill(run: WholeRun, call) -> None:
         if (call.method, call.index) == (method, index):
-            run.coordinator._steps.checkpoints.close(60)
+            run.coordinator._conclusion.training.checkpoints.close(60)
             raise Killed
 
     return kill
@@ -128,7 +128,7 @@ def test_a_run_may_be_killed_again_and_again(tmp_path, undisturbed):
         run.stage.disturb = killed_at("charge", index)
         with pytest.raises(Killed):
             run.train()
-        run.folder.joinpath("manifest.json").write_bytes(run.coordinator._assignment.recorded.encode())
+        run.folder.joinpath("manifest.json").write_bytes(run.coordinator.order.assignment.recorded.encode())
     run = resumed(tmp_path, run)
     run.train()
     assert run.digests[-1] == undisturbed[-1]
@@ -149,7 +149,7 @@ def test_a_stop_ends_after_the_step_with_a_package_and_a_log_and_can_be_resumed(
     run = whole_run(
         tmp_path,
         steps=STEPS,
-        assignment=Assignment(archive(tmp_path, every=0), stop=stop),
+        assignment=NewRun(archive(tmp_path, every=0), stop),
         disturb=lambda call: stop.make() if (call.method, call.index) == ("reduce", 2) else None,
     )
     finished = run.train()
@@ -166,7 +166,7 @@ def test_a_run_that_fails_seals_what_it_has(tmp_path, undisturbed):
         tmp_path,
         steps=STEPS,
         overrides=["failure.join_timeout_s=0"],
-        assignment=Assignment(archive(tmp_path, every=0)),
+        assignment=NewRun(archive(tmp_path, every=0)),
         disturb=lambda call: "dies" if (call.method, call.index) == ("step", 3) else None,
     )
     with run.events:
@@ -228,7 +228,7 @@ def test_a_run_that_cannot_go_on_now_may_be_resumed_later(tmp_path):
 
 def test_a_model_that_does_not_come_out_the_same_is_neither_kept_nor_sealed(tmp_path, undisturbed):
     """The vectors are the same, the update is not; what came before it, and why it ended, is saved all the same."""
-    first = begun(tmp_path, killed_at("charge", 3), assignment=Assignment())
+    first = begun(tmp_path, killed_at("charge", 3), assignment=NewRun())
 
     def another(report, parameters, state):
         return replace(report, tensor_digests=(bytes(32), *report.tensor_digests[1:])), parameters, state
@@ -251,7 +251,7 @@ def test_a_model_that_does_not_come_out_the_same_is_neither_kept_nor_sealed(tmp_
 @pytest.mark.parametrize("index", [2, 3], ids=["committed before", "only computed before"])
 def test_vectors_that_do_not_come_out_the_same_are_never_summed(tmp_path, monkeypatch, index):
     """Step 2 was finished, or its vectors were computed and the driver died over them."""
-    first = begun(tmp_path, killed_at("reduce", index), assignment=Assignment())
+    first = begun(tmp_path, killed_at("reduce", index), assignment=NewRun())
     genuine = VirtualWorkerComputer.vector
 
     def other_bits(self, v, keys, step, model, parameters):
@@ -291,7 +291,7 @@ def test_an_older_package_put_back_is_refused(tmp_path):
 
 
 def test_the_model_is_on_disk_before_the_secret_may_go(tmp_path, undisturbed):
-    run = begun(tmp_path, killed_at("finish", 0), assignment=Assignment())
+    run = begun(tmp_path, killed_at("finish", 0), assignment=NewRun())
     computation = manifest_of(run).computation
     saved = load_file(run.folder / "parameters.safetensors")
     digests = [tensor_digests(saved[each.name].reshape(-1), (each,))[0] for each in computation.tensors]
@@ -302,7 +302,8 @@ def test_the_model_is_on_disk_before_the_secret_may_go(tmp_path, undisturbed):
 
 
 def replayed(home: Path, run: WholeRun, first: int, last: int, **fields) -> WholeRun:
-    return resumed(home, run, course={"start_at_most": first, "last_step": last, "releases": False}, **fields)
+    assignment = ReplayedRun(manifest_of(run), archive(home), first, last)
+    return whole_run(home, assignment=assignment, steps=STEPS, **fields)
 
 
 @pytest.fixture
@@ -312,12 +313,12 @@ def finished(tmp_path) -> WholeRun:
     def wait(call) -> None:
         """Until the package of 4 steps is out, so that the next one does not take its place."""
         end = time.monotonic() + 60
-        checkpoints = run.coordinator._steps.checkpoints if run.coordinator._steps else None
+        checkpoints = run.coordinator._conclusion.training.checkpoints if run.coordinator._conclusion else None
         while (call.method, call.index) == ("charge", 4) and (checkpoints._job or checkpoints._waiting):
             assert time.monotonic() < end
             checkpoints.poll()
 
-    run = whole_run(tmp_path, steps=STEPS, assignment=Assignment(archive(tmp_path)), disturb=wait)
+    run = whole_run(tmp_path, steps=STEPS, assignment=NewRun(archive(tmp_path)), disturb=wait)
     run.train()
     return run
 
@@ -368,10 +369,10 @@ def test_a_digest_that_differs_ends_a_replay_before_the_next_receipt(tmp_path, f
     assert len(again.stage.calls("charge")) == 1
 
 
-# --- giving up
+# --- discarding
 
 
-def test_a_discarded_run_has_no_secret_and_is_not_gone_on_with(raycloak_home):
+def test_a_discarded_run_has_no_secret_and_cannot_be_resumed(raycloak_home):
     raycloak_home.mkdir()
     run = whole_run(raycloak_home, secret=None, steps=STEPS, disturb=killed_at("charge", 2))
     with pytest.raises(Killed):

@@ -372,16 +372,16 @@ def test_any_schedule_of_joins_leaves_and_deaths_gives_the_same_bytes(tmp_path, 
     """Workers and aggregators die or hang in any phase, leave and join; one worker of each attempt is spared."""
     dice = random.Random(seed)
     run = whole_run(tmp_path, num_workers=4, max_workers=6, overrides=["failure.max_failures=1000"], **LONG)
-    membership = run.coordinator._membership
+    members = run.coordinator._members
 
     def disturb(call: Call) -> Fate:
         if call.method == "charge":
             run.stage.time.sleep(dice.uniform(0, 5))
             run.stage.vacancies = dice.randrange(3)
-            run.stage.drained = {name for name in membership.workers if dice.random() < 0.05}
+            run.stage.drained = {name for name in members.workers if dice.random() < 0.05}
         if call.method == "reduce" and dice.random() < 0.05:
             return dice.choice(["dies", "dies after", "hangs"])
-        if not call.member_id.startswith("worker") or call.member_id == min(membership.workers, default=""):
+        if not call.member_id.startswith("worker") or call.member_id == min(members.workers, default=""):
             return None
         if call.method == "step":
             if dice.random() < 0.15:

@@ -14,7 +14,7 @@ from attestation.key_release import RunKeys, VirtualWorkerKeys
 from attestation.keys import Purpose, Secret, derive
 from attestation.log_watch import LogWatch
 from attestation.messages import parse
-from attestation.orchestrator import EvidenceOrchestrator
+from attestation.orchestrator import RunSession
 from attestation.policy import Policy, simulated_policy
 from attestation.second_half import fetch_halves
 from attestation.service_contract import ServiceContract, contract_context
@@ -40,7 +40,7 @@ class Owner:
 
     address: str
     file: Path
-    orchestrator: EvidenceOrchestrator
+    session: RunSession
 
     @property
     def contract(self) -> ServiceContract:
@@ -59,7 +59,7 @@ class Owner:
     @property
     def log(self) -> list[tuple[str, str]]:
         """Kind and member of each decision."""
-        entries = self.orchestrator.evidence_desk().log.entries()
+        entries = self.session.run.books.log.entries()
         return [(entry.kind, entry.content.get("member_id", "")) for entry in entries]
 
 
@@ -68,13 +68,13 @@ def key_service(folder: Path, secret: str = OWN, **contract: int) -> Iterator[Ow
     (folder / "own.hex").write_text(secret)
     raw = {"bind": "127.0.0.1:0", "run_secret": "own.hex", "hosting": "any"}
     terms = {"virtual_workers": VIRTUAL_WORKERS, **contract}
-    server, orchestrator, facts = start_service(validated(ServiceConfig, {**raw, "contract": terms}), folder)
+    server, session, facts = start_service(validated(ServiceConfig, {**raw, "contract": terms}), folder)
     assert facts.contract is not None
     try:
-        yield Owner(facts.address, facts.contract, orchestrator)
+        yield Owner(facts.address, facts.contract, session)
     finally:
         server.stop(0.2)
-        orchestrator.close()
+        session.run.close()
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def test_a_half_that_was_not_committed_to_is_refused(side, owner):
     def disturb(call):
         of_run = run.session.control.actors["orchestrator"].handle
         if call.method == "release":
-            _swap_secret(owner.orchestrator if side == "owner" else of_run)
+            _swap_secret(owner.session if side == "owner" else of_run._session)
 
     run = whole_run(state.home(), key_service=owner.section(), disturb=disturb)
     with pytest.raises(RefusedError):
@@ -197,8 +197,8 @@ def test_a_half_that_was_not_committed_to_is_refused(side, owner):
     assert not run.stage.calls("step")
 
 
-def _swap_secret(orchestrator: EvidenceOrchestrator) -> None:
-    desk = orchestrator._releases
+def _swap_secret(session: RunSession) -> None:
+    desk = session.keys
     desk._keys = replace(desk._keys, secret=Secret(b"?" * 32))
 
 
@@ -252,12 +252,12 @@ def test_a_worker_that_died_before_it_had_its_halves_holds_nobody_up(tmp_path, m
             lost, newcomer = Attester(dead, source).beside(), Attester(name, source).beside()
             with EvidenceClient(owner.address, attester=lost, **at) as client:
                 client.attest(lost.present(client.challenge(), terms, contract.known_answer))
-            assert set(owner.orchestrator.view().admitted) == {lost.member_id}
+            assert set(owner.session.admission.view().admitted) == {lost.member_id}
             assert fetch(owner, newcomer, policy, 1)[1].stream.reveal() == owner.half(1).reveal()
             told = [("expelled", lost.member_id)]
             told += [(kind, newcomer.member_id) for kind in ("admitted", "released", "expelled")]
             assert owner.log[-4:] == told
-            assert owner.orchestrator.view().admitted == {}
+            assert owner.session.admission.view().admitted == {}
 
 
 def test_a_member_that_never_came_for_its_keys_is_forgotten_when_its_evidence_expires(owner):
@@ -266,12 +266,12 @@ def test_a_member_that_never_came_for_its_keys_is_forgotten_when_its_evidence_ex
     contract, terms = owner.contract, owner.contract.digest()
     at = {"manifest_digest": terms, "orchestrator_key": contract.orchestrator_key}
     for name, later in (("worker-0", 0), ("worker-1", policy.evidence_lifetime_s)):
-        owner.orchestrator._clock = lambda later=later: time.time() + later
+        owner.session.run._clock = lambda later=later: time.time() + later
         lost = Attester(name, source).beside()
         with EvidenceClient(owner.address, attester=lost, **at) as client:
             client.attest(lost.present(client.challenge(), terms, contract.known_answer))
-        assert set(owner.orchestrator.view().admitted) == {lost.member_id}
-        assert [row.member_id for row in owner.orchestrator._state.members()] == [lost.member_id]
+        assert set(owner.session.admission.view().admitted) == {lost.member_id}
+        assert [row.member_id for row in owner.session.run.books.state.members()] == [lost.member_id]
 
 
 def test_a_file_that_is_no_contract_is_refused_by_name(tmp_path):

@@ -97,20 +97,20 @@ def test_the_time_is_the_callers(tmp_path):
 def test_values_pass_through_references_and_arrays_are_read_only(backend):
     actor = backend.start_worker("worker-0")
     array = np.arange(3)
-    (reference,) = backend.call(actor, "one", backend.put(array))
+    (reference,) = backend.call(actor, Echo.one, backend.put(array))
     value = backend.fetch(reference, 1)
     assert np.array_equal(value, array)
     with pytest.raises(ValueError, match="read-only"):
         value[0] = 1
     array[0] = 7
-    first, second = backend.call(actor, "two", 1, reference, returns=2)
+    first, second = backend.call(actor, Echo.two, 1, reference, returns=2)
     assert (backend.fetch(first, 1), backend.fetch(second, 1)[1]) == (1, 1)
     assert list(backend.wait([first, second], 1)) == [first, second]
 
 
 def test_an_actors_error_is_raised_where_its_answer_is_fetched(backend):
     actor = backend.start_aggregator("aggregator-0")
-    references = backend.call(actor, "fail", returns=2)
+    references = backend.call(actor, Echo.fail, returns=2)
     for reference in references:
         with pytest.raises(ProtocolError, match="not so"):
             backend.fetch(reference, 1)
@@ -118,12 +118,12 @@ def test_an_actors_error_is_raised_where_its_answer_is_fetched(backend):
 
 def test_a_call_waits_for_what_it_is_given_and_fails_with_it(backend):
     actor = backend.start_aggregator("aggregator-0")
-    (failed,), (good,) = backend.call(actor, "fail"), backend.call(actor, "one", 1)
-    assert backend.fetch(backend.call(actor, "one", 2, after=good)[0], 1) == 2
+    (failed,), (good,) = backend.call(actor, Echo.fail), backend.call(actor, Echo.one, 1)
+    assert backend.fetch(backend.call(actor, Echo.one, 2, after=good)[0], 1) == 2
     for references in (
-        backend.call(actor, "one", failed),
-        backend.call(actor, "one", 1, after=failed),
-        backend.call(actor, "two", 1, backend.put(np.arange(3)), returns=2, after=failed),
+        backend.call(actor, Echo.one, failed),
+        backend.call(actor, Echo.one, 1, after=failed),
+        backend.call(actor, Echo.two, 1, backend.put(np.arange(3)), returns=2, after=failed),
     ):
         for reference in references:
             with pytest.raises(ProtocolError, match="not so"):
@@ -133,11 +133,11 @@ def test_a_call_waits_for_what_it_is_given_and_fails_with_it(backend):
 def test_a_stopped_actor_is_lost_and_another_of_its_kind_is_not(backend):
     actor, other = backend.start_worker("worker-0"), backend.start_worker("worker-1")
     backend.stop(actor)
-    (reference,) = backend.call(actor, "one", 1)
+    (reference,) = backend.call(actor, Echo.one, 1)
     with pytest.raises(ActorLost) as lost:
         backend.fetch(reference, 1)
     assert lost.value.cause == "died"
-    assert backend.fetch(backend.call(other, "one", 1)[0], 1) == 1
+    assert backend.fetch(backend.call(other, Echo.one, 1)[0], 1) == 1
     assert backend.node(actor) == backend.node(other)
 
 

@@ -13,9 +13,9 @@ import torch
 from attestation.messages import seal
 from attestation.roster import Roster
 from coordinator.aggregator import ReduceRequest
+from coordinator.assignment import NewRun, ReplayedRun, ResumedRun
 from coordinator.calibration import composed_epsilon
 from coordinator.config import load_config
-from coordinator.coordinator import Assignment
 from coordinator.ledger import PrivacyLedger
 from coordinator.ledger_entries import RunRegistered, StepCharged
 from coordinator.measurements import releases_within
@@ -60,7 +60,7 @@ def charges(run: WholeRun) -> list[tuple[str, int]]:
 
 
 def values(run: WholeRun) -> list[Released]:
-    return sorted(run.coordinator._folder.released(), key=lambda each: (each.query, each.number))
+    return sorted(run.coordinator.order.folder.released(), key=lambda each: (each.query, each.number))
 
 
 def truth(parameters: np.ndarray) -> dict[str, float]:
@@ -194,12 +194,12 @@ def test_a_loss_during_a_measurement_changes_no_value_and_charges_nothing_twice(
     ("method", "index"), [("charge", 0), ("step", 0), ("measure", 0), ("charge", 3), ("measure", 1), ("measure", 2)]
 )
 def test_a_killed_driver_resumes_with_the_same_values_and_no_second_charge(tmp_path, measured, method, index):
-    first = whole_run(tmp_path, assignment=Assignment(archive(tmp_path)), disturb=killed_at(method, index), **MEASURED)
+    first = whole_run(tmp_path, assignment=NewRun(archive(tmp_path)), disturb=killed_at(method, index), **MEASURED)
     with pytest.raises(Killed):
         first.train()
-    again = Assignment(archive(tmp_path), manifest_of(first))
+    again = ResumedRun(manifest_of(first), archive(tmp_path))
     second = whole_run(tmp_path, assignment=again, **MEASURED)
-    second.coordinator._folder.path = first.folder
+    second.coordinator.order.folder.path = first.folder
     second.train()
     assert values(second) == values(measured)
     assert second.digests[-1] == measured.digests[-1]
@@ -207,7 +207,7 @@ def test_a_killed_driver_resumes_with_the_same_values_and_no_second_charge(tmp_p
 
 
 def test_a_release_that_does_not_reproduce_stops_the_run_before_it_is_decoded(tmp_path, measured: WholeRun):
-    first = whole_run(tmp_path, assignment=Assignment(archive(tmp_path)), disturb=killed_at("measure", 1), **MEASURED)
+    first = whole_run(tmp_path, assignment=NewRun(archive(tmp_path)), disturb=killed_at("measure", 1), **MEASURED)
     with pytest.raises(Killed):
         first.train()
 
@@ -221,7 +221,7 @@ def test_a_release_that_does_not_reproduce_stops_the_run_before_it_is_decoded(tm
 
         worker._compute = compute
 
-    again = Assignment(archive(tmp_path), manifest_of(first))
+    again = ResumedRun(manifest_of(first), archive(tmp_path))
     second = whole_run(tmp_path, assignment=again, tamper=tamper, **MEASURED)
     with pytest.raises(RunFailedError, match="not_reproducible"):
         second.train()
@@ -229,11 +229,11 @@ def test_a_release_that_does_not_reproduce_stops_the_run_before_it_is_decoded(tm
 
 
 def test_a_replay_repeats_measurements_and_charges_nothing(tmp_path):
-    first = trained(tmp_path, assignment=Assignment(archive(tmp_path)), secret="cd" * 32, **MEASURED)
+    first = trained(tmp_path, assignment=NewRun(archive(tmp_path)), secret="cd" * 32, **MEASURED)
     before = charges(first)
     replayed = whole_run(
         tmp_path,
-        assignment=Assignment(archive(tmp_path), manifest_of(first), start_at_most=0, releases=False),
+        assignment=ReplayedRun(manifest_of(first), archive(tmp_path), 0, first.config.steps),
         secret="cd" * 32,
         **MEASURED,
     )

@@ -276,7 +276,7 @@ def test_a_run_whose_policy_asks_for_hardware_refuses_simulated_workers(tmp_path
     run = whole_run(tmp_path)
     known = run.session.policy
     accepted = {"accepted_classes": (EvidenceClass.INTEL_TDX,), "anchors": (*known.anchors, INTEL_TDX_ANCHOR)}
-    run.coordinator.session = replace(run.session, policy=known.model_copy(update=accepted))
+    run.change(policy=known.model_copy(update=accepted))
     with pytest.raises(RefusedError) as refusal:
         run.train()
     assert (refusal.value.code, refusal.value.exit_code) == ("too_few_workers", 3)

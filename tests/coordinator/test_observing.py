@@ -33,7 +33,7 @@ def observed_run(observe, tmp_path, lost=False):
 
     def disturb(call):
         if (call.method, call.member_id) == ("step", "worker-0") and call.index in (0, 2):
-            address = run.session.control.orchestrator("service_address")
+            address = run.session.control.orchestrator.service_address()
             seen.append((address, *observe(run.folder, "--address", address, "--log", tmp_path / "seen.jsonl")))
         is_second = (call.member_id, call.method, call.index) == ("orchestrator", "open_step", 1)
         return "dies" if lost and is_second else None
@@ -79,7 +79,7 @@ def test_the_folder_of_a_run_says_where_it_serves(observe, tmp_path):
 
     def disturb(call):
         if call.method == "reduce" and not answers:
-            control, manifest = run.session.control, run.coordinator._folder.manifest()
+            control, manifest = run.session.control, run.coordinator.order.folder.manifest()
             answers.append(announce(control, manifest, "simulated", run.folder))
             answers.append(observe(run.folder))
 
@@ -90,7 +90,8 @@ def test_the_folder_of_a_run_says_where_it_serves(observe, tmp_path):
     assert (service.evidence, served_at(run.folder)) == ("SIMULATED", service.address)
     assert (code, seen["run_id"]) == (0, run.session.run_id)
     silent = trained(state.home(), steps=1)
-    assert announce(silent.session.control, silent.coordinator._folder.manifest(), "simulated", silent.folder) is None
+    manifest = silent.coordinator.order.folder.manifest()
+    assert announce(silent.session.control, manifest, "simulated", silent.folder) is None
     assert not (Path(silent.folder) / FILE).exists()
 
 

@@ -14,7 +14,8 @@ from rich.text import Text
 from coordinator.commands import _guard
 from coordinator.outlets import Outlet
 from coordinator.output import Output, command_output
-from coordinator.progress import ProgressDisplay, StepReport
+from coordinator.progress import ProgressDisplay
+from coordinator.reporting import StepReport
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = {"path": "/a", "long": "x" * 100_000}

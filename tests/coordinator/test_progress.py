@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from coordinator.progress import ProgressDisplay, StepReport, status_line
+from coordinator.progress import ProgressDisplay, status_line
+from coordinator.reporting import StepReport
 
 REPORT = StepReport(
     step=1,

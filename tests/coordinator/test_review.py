@@ -1,7 +1,6 @@
 """Evidence that ages is renewed between two steps, and who is revoked is out by the next; the bytes stay the same."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +30,7 @@ def aging(
         return disturb(call) if disturb else None
 
     run = whole_run(home, disturb=disturbed, clock=clock, **fields)
-    session = run.coordinator.session
-    policy = session.policy.model_copy(update={"evidence_lifetime_s": LIFE_S})
-    run.coordinator.session = replace(session, policy=policy)
+    run.change(policy=run.session.policy.model_copy(update={"evidence_lifetime_s": LIFE_S}))
     return run
 
 

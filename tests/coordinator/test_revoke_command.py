@@ -17,7 +17,7 @@ def run(tmp_path, monkeypatch) -> WholeRun:
     """A run that looks as if it were under way."""
     monkeypatch.setenv(state.HOME_VARIABLE, str(tmp_path))
     run = trained(tmp_path, steps=1)
-    RunFolder(run.folder, run.coordinator._folder.record).mark("running")
+    RunFolder(run.folder, run.coordinator.order.folder.record).mark("running")
     return run
 
 
@@ -51,6 +51,6 @@ def test_what_cannot_be_revoked_is_refused_and_changes_nothing(run, revoke):
     assert refused() == refused("--member", "worker-1", "--platform", "ab") == (2, "revoke_one")
     assert refused("--member", "worker-7") == (2, "member_unknown")
     assert refused("--platform", "machine") == (2, "platform_id")
-    run.coordinator._folder.mark("done")
+    run.coordinator.order.folder.mark("done")
     assert refused("--member", "worker-1") == (2, "run_done")
     assert run.session.revocations() == 0

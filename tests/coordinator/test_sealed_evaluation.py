@@ -15,8 +15,8 @@ from attestation.revocations import revoke
 from attestation.run_secret import run_id_of
 from attestation.simulator import SimulatedVendor, code_measurement
 from coordinator.archive import Archive
+from coordinator.assignment import NewRun, ReplayedRun, ResumedRun
 from coordinator.config_sections import CheckpointConfig
-from coordinator.coordinator import Assignment
 from coordinator.plan_command import plan_of
 from coordinator.sealed_evaluation import added
 from coordinator.stopping import StopRequest
@@ -200,15 +200,15 @@ def test_a_run_goes_on_from_packages_that_state_results_on_a_sealed_split(tmp_pa
         return None
 
     archive = Archive(settings, run_id_of(Secret(bytes.fromhex(SECRET))), tmp_path, lambda line: None)
-    first = whole_run(tmp_path, evaluation=section, disturb=ask_to_stop, assignment=Assignment(archive, stop=stop))
+    first = whole_run(tmp_path, evaluation=section, disturb=ask_to_stop, assignment=NewRun(archive, stop))
     first.train()
     stated = [json.loads(path.read_bytes()) for path in tmp_path.rglob("*.tssp/manifest.json")]
     assert [(each["step"], each["evaluation_accuracy"]) for each in stated] == [(2, results(undisturbed)[1])]
     recorded = Manifest.model_validate_json((first.folder / "manifest.json").read_bytes())
-    again = whole_run(tmp_path, evaluation=section, assignment=Assignment(archive, recorded))
+    again = whole_run(tmp_path, evaluation=section, assignment=ResumedRun(recorded, archive))
     again.train()
     assert results(again) == results(undisturbed)[-2:]
-    repeat = Assignment(archive, recorded, start_at_most=0, releases=False)
+    repeat = ReplayedRun(recorded, archive, 0, first.config.steps)
     replayed = whole_run(tmp_path, evaluation=section, assignment=repeat)
     replayed.train()
     assert replayed.digests == undisturbed.digests

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from attestation.messages import Envelope
-from coordinator import membership
+from coordinator import handout
 from coordinator.backend import ActorLost
 from coordinator.hosting import moved
 from metrics.errors import BudgetError, ProtocolError, RefusedError, RunFailedError, SenderError
@@ -159,13 +159,13 @@ def test_losses_in_every_attempt_of_a_step_still_give_the_same_bytes(tmp_path, u
 
 def test_another_hosting_order_changes_nothing(tmp_path, undisturbed, monkeypatch):
     """Virtual workers handed out the other way round, to workers in the other order."""
-    genuine = membership.rehost
+    genuine = handout.rehost
 
     def reversed_hosting(current, workers, count):
         placed = genuine({}, workers, count)
         return {worker: tuple(sorted(count - 1 - v for v in hosted)) for worker, hosted in reversed(placed.items())}
 
-    monkeypatch.setattr(membership, "rehost", reversed_hosting)
+    monkeypatch.setattr(handout, "rehost", reversed_hosting)
     run = trained(tmp_path)
     assert 7 in hosting_of(run.stage.rosters[0])["worker-0"]
     assert run.digests == undisturbed

@@ -11,7 +11,7 @@ from attestation.key_release import HpkeKey
 from attestation.package_desk import PublishedPackage
 from attestation.package_keys import PackageSigner, TrustStore
 from coordinator import tssp_reader
-from coordinator.evaluation import Evaluation
+from coordinator.outcome import Evaluation
 from coordinator.tssp_arrays import load_arrays
 from coordinator.tssp_reader import Expected, open_to_file
 from coordinator.tssp_storage import MANIFEST, RUN_MANIFEST, SIGNATURE

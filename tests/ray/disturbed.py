@@ -21,6 +21,7 @@ from coordinator.config import parse_config
 from coordinator.demo import demo_config
 from coordinator.ray_backend import RayBackend
 from coordinator.raylets import DRAIN_PREEMPTION
+from coordinator.remote import Worker
 from coordinator.trainer import Trainer
 from tests.protocol import RENYI, trained
 
@@ -50,7 +51,7 @@ class Watched(RayBackend):
 
     def call(self, actor, method, *args, **options):
         references = super().call(actor, method, *args, **options)
-        if method == "step" and actor.member_id == self.doomed:
+        if method is Worker.step and actor.member_id == self.doomed:
             self.doomed, self.killed_at = None, time.monotonic()
             os.kill(RAYLETS[self.node(actor)], signal.SIGKILL)
         return references

@@ -1,4 +1,4 @@
-"""A run on Ray that is stopped by a signal, gone on with, and replayed."""
+"""A run on Ray that is stopped by a signal, resumed, and replayed."""
 
 import json
 import os

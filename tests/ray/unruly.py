@@ -15,7 +15,7 @@ from attestation.admissions import RENEWED_AFTER
 from attestation.policy import DEFAULT_LIFETIME_S
 from attestation.simulator import SimulatedVendor
 from coordinator.actors import NodeEvidenceSource, kill_all, start_platforms
-from coordinator.joining import Timer
+from coordinator.timing import Timer
 from metrics.errors import RunFailedError
 from tests.ray.watching import Watching
 

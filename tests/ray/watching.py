@@ -16,6 +16,7 @@ from coordinator import state
 from coordinator.local import LocalPlatform
 from coordinator.observing import Observer
 from coordinator.ray_backend import RayBackend
+from coordinator.remote import Aggregator, Worker
 from coordinator.run_service import manifest_in, served_at
 from coordinator.trainer import Trainer
 
@@ -34,13 +35,13 @@ class Watching(RayBackend):
     killed_time = 0.0
 
     def call(self, actor, method, *args, **options):
-        if method == "step":
+        if method is Worker.step:
             if self.doomed == (actor.member_id, self.asked.count(actor.member_id)):
                 os.kill(ray.get(actor.handle.__ray_call__.remote(lambda self: os.getpid()), timeout=30), signal.SIGKILL)
                 Watching.killed_time = time.monotonic()
             self.asked.append(actor.member_id)
         references = super().call(actor, method, *args, **options)
-        if method == "reduce":
+        if method is Aggregator.reduce:
             self.seen.append(args[3:])
         return references
 

@@ -60,7 +60,7 @@ class EvaluatedRun(HandRun):
         return self.workers[name].evaluate(order, *self.parameters)
 
     def log(self) -> list[tuple[str, dict[str, Any]]]:
-        return [(entry.kind, entry.content) for entry in self.orchestrator._log.entries()]
+        return [(entry.kind, entry.content) for entry in self.orchestrator._run.books.log.entries()]
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +192,7 @@ def test_evaluation_keys_have_a_quota_and_log_entries_of_their_own(tmp_path):
     run = EvaluatedRun(tmp_path, quotas=KeyQuotas(per_member=1, per_run=10), workers=2)
     released = [body["kind"] for kind, body in run.log() if kind == "released"]
     assert released == ["evaluation", "virtual_worker"] * 2
-    run.orchestrator._draws._connection.execute("DELETE FROM draws WHERE kind = 'virtual_worker'")
+    run.orchestrator._run.books.draws._connection.execute("DELETE FROM draws WHERE kind = 'virtual_worker'")
     before = run.log()
     assert code_of(run.orchestrator.release, "worker-0", 0, run.hosting["worker-0"]) == "release_denied"
     refused = {"member_id": "worker-0", "kind": "evaluation", "code": "release_denied"}

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+from coordinator.handout import Handout
 from metrics.errors import EvidenceError, RefusedError
 from tests.protocol import HandRun, trained, whole_run
 
@@ -30,16 +31,16 @@ def put_back(run, state):
     for suffix in ("-wal", "-shm"):
         file.with_name(file.name + suffix).unlink(missing_ok=True)
     shutil.copy(state, file)
-    terms = run.orchestrator._terms
+    terms = run.orchestrator._session._terms
     run.orchestrator = run.start_orchestrator()
-    run.orchestrator._is_new = False
+    run.orchestrator._run._is_new = False
     run.orchestrator.begin(terms, "first")
 
 
 def copied(run):
     """A copy of the orchestrator's state as it is now."""
     copy = run.home / "copy.sqlite"
-    run.orchestrator._state.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    run.orchestrator._run.books.state.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     shutil.copy(run.home / "orchestrator" / f"{run.run_id}.sqlite", copy)
     return copy
 
@@ -72,7 +73,7 @@ def test_a_log_that_was_put_back_is_refused_by_the_worker_that_saw_more_of_it(ru
 
 def test_a_refused_release_of_a_log_that_was_put_back_is_logged(run):
     assert code(release, run, "worker-0", 10_000) == "log_forked"
-    newest = next(run.orchestrator._log.newest("release_refused"))
+    newest = next(run.orchestrator._run.books.log.newest("release_refused"))
     assert newest.content == {"member_id": "worker-0", "kind": "virtual_worker", "code": "log_forked"}
 
 
@@ -87,15 +88,16 @@ def test_a_coordinator_tells_the_orchestrator_what_each_worker_has_seen(tmp_path
     assert all(len(lengths) == 3 for lengths in seen.values())
 
 
-class Forgetful(dict):
-    def __setitem__(self, key, value):
-        pass
-
-
-def test_a_worker_that_is_kept_from_the_proof_leaves_and_takes_no_key(tmp_path):
+def test_a_worker_that_is_kept_from_the_proof_leaves_and_takes_no_key(tmp_path, monkeypatch):
     """Whoever is between worker and orchestrator cannot make the worker forget what it saw."""
     run = whole_run(tmp_path, epoch_steps=1)
-    run.coordinator._membership._handout._seen = Forgetful()
+    genuine = Handout.release
+
+    def forgetful(self, member_id, virtual_workers):
+        self._seen = {}
+        return genuine(self, member_id, virtual_workers)
+
+    monkeypatch.setattr(Handout, "release", forgetful)
     with pytest.raises(RefusedError, match="too_few_workers"):
         run.train()
     assert len(run.reports) == 1

@@ -95,7 +95,7 @@ def test_a_worker_refuses_collateral_older_than_it_has_seen(strict: StrictRun) -
 
 
 def test_the_log_names_the_class_of_every_gpu(strict: StrictRun) -> None:
-    entries: list[Entry] = [each for each in strict.orchestrator._log.entries() if each.kind == "admitted"]
+    entries: list[Entry] = [each for each in strict.orchestrator._run.books.log.entries() if each.kind == "admitted"]
     of = {entry.content["member_id"]: entry.content["claims"]["submods"] for entry in entries}
     assert of["aggregator-0"] == {}
     for name in ("worker-0", "worker-1", "worker-2"):
