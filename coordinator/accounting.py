@@ -4,7 +4,7 @@ RDP is Opacus' of the Poisson-subsampled Gaussian, at the fixed orders of ``ORDE
 x (RDP vector of one step), so epsilon costs one vector addition per step.
 
 Delta is split once for all: the accountant is given ``(1 - SLACK_SHARE) * delta``, and the rest is a reserve that
-pays for the distance between the ideal mechanism and the one that runs (:class:`DeltaTerms`). The split does not
+pays for the distance between the ideal mechanism and the one that runs (:class:`DeltaSlack`). The split does not
 depend on what is spent, so a second run on an account never raises the first one's epsilon by its slack.
 """
 
@@ -103,7 +103,7 @@ def composed_rdp(releases: Iterable[Release], orders: tuple[float, ...] = ORDERS
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaTerms:
+class DeltaSlack:
     """What the ideal mechanism's delta does not cover, each already multiplied by its factor.
 
     If the real outputs are within statistical distance t of an (epsilon, delta) mechanism's for both neighbours, they
@@ -128,17 +128,17 @@ class DeltaTerms:
         return self.sampler + self.batch_overflow + self.rounding + self.ring_wrap
 
 
-def delta_slack(mechanism: Mechanism, epsilon: float) -> DeltaTerms:
+def delta_slack(mechanism: Mechanism, epsilon: float) -> DeltaSlack:
     """The slack of all planned steps of ``mechanism`` for a claim of ``epsilon``; zero where nothing is private.
 
     Call it at the account's cap: the terms grow with epsilon, so what holds there holds at every smaller spend.
     """
     if not mechanism.private:
-        return DeltaTerms(0.0, 0.0, 0.0, 0.0)
+        return DeltaSlack(0.0, 0.0, 0.0, 0.0)
     factor = 1 + math.exp(epsilon) if epsilon < 700 else math.inf
     coordinates = float(mechanism.dimension) * mechanism.steps
     draws = coordinates * mechanism.virtual_workers
-    return DeltaTerms(
+    return DeltaSlack(
         sampler=draws * factor * SAMPLER_DISTANCE,
         batch_overflow=factor * mechanism.overflow_probability if mechanism.overflow_probability else 0.0,
         rounding=draws * factor * ROUNDING_DISTANCE,
@@ -146,10 +146,10 @@ def delta_slack(mechanism: Mechanism, epsilon: float) -> DeltaTerms:
     )
 
 
-def total_slack(mechanisms: Iterable[Mechanism], epsilon: float) -> DeltaTerms:
+def total_slack(mechanisms: Iterable[Mechanism], epsilon: float) -> DeltaSlack:
     """The slack of all mechanisms of a run together; see :func:`delta_slack`."""
     terms = [delta_slack(mechanism, epsilon) for mechanism in mechanisms]
-    return DeltaTerms(
+    return DeltaSlack(
         sampler=sum(each.sampler for each in terms),
         batch_overflow=sum(each.batch_overflow for each in terms),
         rounding=sum(each.rounding for each in terms),

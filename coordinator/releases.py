@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from workers.mechanism import Mechanism
+
 
 @dataclass(frozen=True, slots=True)
 class Release:
@@ -31,6 +33,18 @@ class Release:
 
 
 Releases = tuple[Release, ...]
+
+
+def releases_of(counts: Iterable[tuple[Mechanism, int]]) -> Releases:
+    """Return the releases of mechanisms that were each released so often, without those that are not private."""
+    return tuple(
+        Release(each.sample_rate, each.noise_multiplier, count) for each, count in counts if each.private and count
+    )
+
+
+def scaled(releases: Releases, factor: float) -> Releases:
+    """Return the same releases with their noise times ``factor``."""
+    return tuple(Release(each.sample_rate, each.noise_multiplier * factor, each.count) for each in releases)
 
 
 def merged(releases: Iterable[Release]) -> Releases:

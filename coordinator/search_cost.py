@@ -10,8 +10,9 @@ from typing import Any
 
 from coordinator.accounting import SLACK_SHARE
 from coordinator.calibration import composed_epsilon, solve_noise_multiplier
+from coordinator.measurements import Schedule
 from coordinator.plan import Plan
-from coordinator.releases import Release, Releases
+from coordinator.releases import Release, Releases, releases_of
 from metrics.errors import ConfigError
 
 
@@ -85,8 +86,8 @@ def search_of(plan: Plan, trials: int) -> SearchCost:
     """
     if not plan.mechanism.private:
         raise ConfigError("not_private", "a search on public data costs no privacy.", "Leave --trials out.")
-    mechanisms = (plan.mechanism, *(each.mechanism for each in plan.measurements))
-    training, *others = (Release(each.sample_rate, each.noise_multiplier, each.steps) for each in mechanisms)
+    mechanisms = Schedule(plan.mechanism, plan.measurements).mechanisms
+    training, *others = releases_of((each, each.steps) for each in mechanisms)
     return search_cost(training, tuple(others), trials, plan.epsilon_cap, plan.delta, plan.delta_terms.total)
 
 
