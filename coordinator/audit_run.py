@@ -36,7 +36,7 @@ from coordinator.plan_command import descriptor
 from coordinator.progress import StepReport
 from coordinator.reporting import Reporting
 from coordinator.run_folder import RunFolder, run_lock
-from coordinator.views import run_facts
+from coordinator.verdict import run_facts
 from metrics.collectors import RunMetrics
 from metrics.errors import ConfigError
 from metrics.events import EventWriter

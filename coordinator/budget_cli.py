@@ -37,7 +37,7 @@ def show_command(
 
 
 def _show(output: Output, name: str | None, url: str | None) -> int:
-    from coordinator.tables import accounts_view
+    from coordinator.cli_tables import accounts_view
 
     with ledger_at(url, create=False) as ledger:
         view = ledger.view()
@@ -101,7 +101,7 @@ def _open(
 
 def _account(output: Output, ledger: "PrivacyLedger", *names: str) -> int:
     """Show accounts as they are now; one of them as the JSON itself."""
-    from coordinator.tables import accounts_view
+    from coordinator.cli_tables import accounts_view
 
     accounts = [account for account in ledger.view().accounts if account.name in names]
     shown = [asdict(account) for account in accounts]

@@ -24,7 +24,7 @@ def history_command(
 
 
 def _history(output: Output, account: str | None, url: str | None) -> int:
-    from coordinator.tables import history_view
+    from coordinator.cli_tables import history_view
 
     with ledger_at(url, create=False) as ledger:
         known = ledger.verify().accounts
@@ -91,8 +91,8 @@ def _verify(
     witness: str | None,
 ) -> int:
     from coordinator import state
+    from coordinator.cli_tables import verified_view
     from coordinator.ledger_pins import check_pins, log_pins, package_pins, require_key, witness_pins
-    from coordinator.tables import verified_view
 
     for place in (packages, runs):
         if place is not None and not place.is_dir():

@@ -98,7 +98,8 @@ def _train(output: Output, config: RunConfig, config_dir: Path | None, run_secre
     with quickly():
         from coordinator.progress import ProgressDisplay
         from coordinator.trainer import Trainer
-        from coordinator.verdict import Verdict, verdict_table, verdict_text
+        from coordinator.verdict import Verdict
+        from coordinator.verdict_table import verdict_table, verdict_text
 
     with ProgressDisplay(output.progress, config.name) as display:
         trainer = Trainer(
@@ -135,8 +136,8 @@ def replay_command(
 
 
 def _replay(output: Output, run_dir: Path, steps: str, workers: int) -> int:
+    from coordinator.cli_tables import replay_table
     from coordinator.replay import parse_steps, replay
-    from coordinator.tables import replay_table
 
     outcome = replay(run_dir, parse_steps(steps), workers, output.announce)
     output.result(asdict(outcome), replay_table(outcome))
@@ -180,10 +181,10 @@ def plan(
 
 
 def _plan(output: Output, config: RunConfig, config_dir: Path, trials: int | None) -> int:
+    from coordinator.cli_tables import evidence_text, plan_table, search_rows
     from coordinator.hardware import configured_policy
     from coordinator.plan_command import plan_of
-    from coordinator.search_cost import search_of, search_rows
-    from coordinator.tables import evidence_text, plan_table
+    from coordinator.search_cost import search_of
 
     policy = configured_policy(config.policy, config.collateral, config_dir)
     classes = sorted(policy.accepted_classes) if policy is not None else ["simulated"]

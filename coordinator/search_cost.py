@@ -116,19 +116,3 @@ def _noise(training: Release, others: Releases, trials: int, cap: float, delta: 
         return solve_noise_multiplier(cap, delta, training.sample_rate, steps, "rdp", _times(others, trials))
     except ConfigError:
         return None
-
-
-def search_rows(cost: SearchCost) -> list[tuple[str, str]]:
-    """Label and sentence of each line that ``plan --trials`` adds to the plan's table."""
-    from coordinator.tables import epsilon_text
-
-    enough = (
-        f"{cost.noise_multiplier:.4g} would let all fit the cap {cost.epsilon_cap:g}"
-        if cost.noise_multiplier is not None
-        else f"no noise multiplier lets all fit the cap {cost.epsilon_cap:g}"
-    )
-    return [
-        ("search", f"{cost.trials} trials cost ε {epsilon_text(cost.epsilon)} together, one {cost.epsilon_one:.3f}"),
-        ("trials that fit", f"{cost.trials_within_cap} of {cost.trials}, on one shared account (rdp accountant)"),
-        ("search noise", enough),
-    ]

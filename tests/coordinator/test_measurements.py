@@ -14,6 +14,7 @@ from attestation.messages import seal
 from attestation.roster import Roster
 from coordinator.aggregator import ReduceRequest
 from coordinator.calibration import composed_epsilon
+from coordinator.cli_tables import plan_rows, released_text
 from coordinator.config import load_config
 from coordinator.coordinator import Assignment
 from coordinator.ledger import PrivacyLedger
@@ -22,9 +23,8 @@ from coordinator.measurements import Schedule
 from coordinator.plan import make_plan
 from coordinator.plan_command import plan_of
 from coordinator.releases import Release
-from coordinator.tables import plan_rows, released_text
-from coordinator.verdict import Verdict, verdict_text
-from coordinator.views import verdict_of
+from coordinator.verdict import Verdict, verdict_of
+from coordinator.verdict_table import verdict_text
 from metrics.errors import ConfigError, ProtocolError, RunFailedError
 from tests.coordinator.test_going_on import Killed, archive, killed_at, manifest_of
 from tests.models import small_model

@@ -15,12 +15,12 @@ from attestation.revocations import revoke
 from attestation.run_secret import run_id_of
 from attestation.simulator import SimulatedVendor, code_measurement
 from coordinator.archive import Archive
+from coordinator.cli_tables import plan_rows
 from coordinator.config_sections import CheckpointConfig
 from coordinator.coordinator import Assignment
 from coordinator.plan_command import plan_of
 from coordinator.sealed_evaluation import added
 from coordinator.stopping import StopRequest
-from coordinator.tables import plan_rows
 from metrics.errors import ConfigError, DatasetError, RunFailedError
 from tests.protocol import SECRET, VIRTUAL_WORKERS, Call, Fate, WholeRun, config, examples, on, whole_run
 from workers.datasets import ArrayDataset
