@@ -24,8 +24,14 @@ QUOTE_POINTS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """Of an account: what may be spent, at which delta (the accountant's share), and the Renyi orders it keeps."""
+class AccountLimits:
+    """What may be spent from an account.
+
+    Attributes:
+        epsilon_cap: most that all its charges may come to.
+        delta: the accountant's share of the account's.
+        orders: Renyi orders that the account was opened with, and keeps.
+    """
 
     epsilon_cap: float
     delta: float
@@ -99,15 +105,15 @@ class Accountant(Protocol):
         """Epsilon of each of several growing compositions at ``delta``, the accountant's share."""
         ...
 
-    def quote(self, plan: Sequence[Release], terms: Terms) -> Quote:
+    def quote(self, plan: Sequence[Release], limits: AccountLimits) -> Quote:
         """What a registration records of a run that plans these releases, one element a mechanism."""
         ...
 
-    def spent(self, spends: Sequence[Spend], terms: Terms) -> float:
+    def spent(self, spends: Sequence[Spend], limits: AccountLimits) -> float:
         """Epsilon of all that was charged to an account; infinite for what no run of it planned."""
         ...
 
-    def ratio(self, spends: Sequence[Spend], terms: Terms) -> float:
+    def ratio(self, spends: Sequence[Spend], limits: AccountLimits) -> float:
         """Share of the account that is spent, linear in the steps of a run; infinity if it admits nothing."""
         ...
 
@@ -130,18 +136,18 @@ class RenyiAccountant:
         """See :class:`Accountant`."""
         return tuple(accounting.epsilon(accounting.composed_rdp(point), delta) for point in points)
 
-    def quote(self, plan: Sequence[Release], terms: Terms) -> Quote:
+    def quote(self, plan: Sequence[Release], limits: AccountLimits) -> Quote:
         """Nothing: a filter needs no plan."""
         return Quote()
 
-    def spent(self, spends: Sequence[Spend], terms: Terms) -> float:
+    def spent(self, spends: Sequence[Spend], limits: AccountLimits) -> float:
         """See :class:`Accountant`."""
-        return accounting.epsilon(_total(spends, terms), terms.delta, terms.orders)
+        return accounting.epsilon(_total(spends, limits), limits.delta, limits.orders)
 
-    def ratio(self, spends: Sequence[Spend], terms: Terms) -> float:
+    def ratio(self, spends: Sequence[Spend], limits: AccountLimits) -> float:
         """See :class:`Accountant`."""
-        caps = accounting.order_caps(terms.epsilon_cap, terms.delta, terms.orders)
-        return spent_ratio(_total(spends, terms).tolist(), caps)
+        caps = accounting.order_caps(limits.epsilon_cap, limits.delta, limits.orders)
+        return spent_ratio(_total(spends, limits).tolist(), caps)
 
 
 class PrivacyLossAccountant:
@@ -163,33 +169,33 @@ class PrivacyLossAccountant:
         """See :class:`Accountant`."""
         return privacy_loss.curve(tuple(points), delta)
 
-    def quote(self, plan: Sequence[Release], terms: Terms) -> Quote:
+    def quote(self, plan: Sequence[Release], limits: AccountLimits) -> Quote:
         """Sixteen parts of what the cap allows of the plan, and sixteen of the rest, should the cap be raised."""
-        allowed, whole = largest_part(self, plan, terms.epsilon_cap, terms.delta), most_frequent(plan)
+        allowed, whole = largest_part(self, plan, limits.epsilon_cap, limits.delta), most_frequent(plan)
         within = [part_of(plan, share) for share in _sixteenths(0, allowed)]
         beyond = [part_of(plan, share) for share in _sixteenths(allowed, whole)]
         counts = tuple(tuple(release.count for release in point) for point in (*within, *beyond))
-        epsilon = (*self.curve(within, terms.delta), *self.curve(beyond, terms.delta))
+        epsilon = (*self.curve(within, limits.delta), *self.curve(beyond, limits.delta))
         return Quote(counts, tuple(accumulate(epsilon, max)))
 
-    def spent(self, spends: Sequence[Spend], terms: Terms) -> float:
+    def spent(self, spends: Sequence[Spend], limits: AccountLimits) -> float:
         """The recorded epsilon of the next point of the plan, or Renyi's value where that is smaller.
 
         Where both are above the cap, the charges themselves are composed, so that none is refused that fits: points
         have every mechanism in proportion, and a run may be ahead with one of them.
         """
         made = [spend for spend in spends if spend.releases]
-        renyi = RENYI.spent(spends, terms)
+        renyi = RENYI.spent(spends, limits)
         if len(made) != 1:
             return renyi
         looked_up = min(renyi, made[0].quote.at(made[0].counts))
-        if looked_up <= terms.epsilon_cap:
+        if looked_up <= limits.epsilon_cap:
             return looked_up
-        return min(looked_up, privacy_loss.epsilon(made[0].releases, terms.delta))
+        return min(looked_up, privacy_loss.epsilon(made[0].releases, limits.delta))
 
-    def ratio(self, spends: Sequence[Spend], terms: Terms) -> float:
+    def ratio(self, spends: Sequence[Spend], limits: AccountLimits) -> float:
         """See :class:`Accountant`."""
-        return max((_share(spend, terms.epsilon_cap) for spend in spends), default=0.0)
+        return max((_share(spend, limits.epsilon_cap) for spend in spends), default=0.0)
 
 
 RENYI = RenyiAccountant()
@@ -228,8 +234,8 @@ def largest_part(accountant: Accountant, plan: Sequence[Release], cap: float, de
     return low
 
 
-def _total(spends: Sequence[Spend], terms: Terms) -> NDArray[np.float64]:
-    return sum((spend.rdp for spend in spends), np.zeros(len(terms.orders)))
+def _total(spends: Sequence[Spend], limits: AccountLimits) -> NDArray[np.float64]:
+    return sum((spend.rdp for spend in spends), np.zeros(len(limits.orders)))
 
 
 def _sixteenths(start: int, end: int) -> list[int]:
