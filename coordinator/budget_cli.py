@@ -57,7 +57,7 @@ def open_command(
         AccountantName, typer.Option(help="What holds the cap: rdp for many runs, pld for one with a fixed plan.")
     ] = "rdp",
     authority: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Public key of whoever may let the cap be raised.")
+        Path | None, typer.Option(metavar="FILE", help="Public key of the authority that may raise the cap.")
     ] = None,
     dataset: Annotated[
         Path | None, typer.Option(metavar="CONFIG", help="Bind the account to the dataset of this configuration.")
@@ -100,7 +100,7 @@ def _open(
 
 
 def _account(output: Output, ledger: "PrivacyLedger", *names: str) -> int:
-    """Show accounts as they are now; one of them as the JSON itself."""
+    """Show accounts as they are now; a single one is the JSON itself."""
     from coordinator.cli_tables import accounts_view
 
     accounts = [account for account in ledger.view().accounts if account.name in names]
@@ -111,7 +111,7 @@ def _account(output: Output, ledger: "PrivacyLedger", *names: str) -> int:
 
 @budget.command("fingerprint")
 def fingerprint_command(config: ConfigFile, as_json: AsJson = False, debug: Debug = False) -> None:
-    """Compute the keyed fingerprint of CONFIG's dataset; for whoever may read the data and its key."""
+    """Compute the keyed fingerprint of CONFIG's dataset; needs the data and its key."""
     execute(as_json, debug, lambda output: _fingerprint(output, config))
 
 
@@ -226,7 +226,7 @@ def _authorize(
 def _change(
     account: str, epsilon_cap: float, expires_at: int, url: str | None, export: Path | None
 ) -> tuple["CapAuthorisation", bytes]:
-    """What is to be signed, and with which key: as the ledger, or an export of it that was checked, has them now."""
+    """Return what is to be signed and with which key, from the ledger or from a checked export."""
     from coordinator.ledger_authority import CapAuthorisation
 
     if export is None:
@@ -315,7 +315,7 @@ def close_command(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Let nothing more be charged to an account, for good."""
+    """Close an account for good: nothing more is charged to it."""
     execute(as_json, debug, lambda output: _close(output, account, ledger, witness))
 
 

@@ -1,4 +1,4 @@
-"""The commands ``raycloak budget`` about the record: its history, its export, and whether it can be believed."""
+"""The commands ``raycloak budget`` about the record: history, export and verification."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -129,7 +129,7 @@ def _verify(
 
 @contextmanager
 def _record(url: str | None, export: Path | None) -> Iterator[tuple[bytes, "Replay", Callable[[int], bytes | None]]]:
-    """Key, content and hashes of a ledger that was checked, or of an exported one."""
+    """Return key, content and hashes of a ledger that was checked, or of an exported one."""
     if export is None:
         with ledger_at(url, create=False) as ledger:
             yield ledger.public_key, ledger.verify(), ledger.hash_at

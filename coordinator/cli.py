@@ -60,7 +60,7 @@ RunSecret = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="File of 64 hex digits, mode 0600; the same secret repeats the same run."),
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with the newest unfinished run of CONFIG's name.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Resume the newest unfinished run of CONFIG's name.")]
 
 
 @app.command()
@@ -150,7 +150,7 @@ def discard_command(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Give an unfinished run up: destroy its generated secret. What was charged stays charged."""
+    """Discard an unfinished run: destroy its generated secret. What was charged stays charged."""
     _execute(as_json, debug, lambda output: _discard(output, run_dir))
 
 
@@ -171,7 +171,7 @@ def plan(
     config: ConfigFile,
     overrides: Overrides = None,
     trials: Annotated[
-        int | None, typer.Option(metavar="K", help="Say also what a search of K such runs costs.", min=1)
+        int | None, typer.Option(metavar="K", help="Also say what a search of K such runs costs.", min=1)
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -198,7 +198,7 @@ def _plan(output: Output, config: RunConfig, config_dir: Path, trials: int | Non
 
 @app.command()
 def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
-    """Look for what stands in the way of a run on this machine. Exit code 4 if a check fails."""
+    """Check that this machine can run raycloak. Exit code 4 if a check fails."""
     _execute(as_json, debug, _doctor)
 
 
@@ -215,7 +215,7 @@ app.command("audit")(audit_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Entry point of the console script; exits with the command's code."""
+    """Run the console script; exits with the command's code."""
     open_missing_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     code = _invoke(given)

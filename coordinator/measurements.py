@@ -1,4 +1,4 @@
-"""What a run measures beside its gradients: mechanisms, how often each is released, and what all of it costs."""
+"""The measurements of a run beside its gradients: their mechanisms, their schedule, and what each costs."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ NORM = 1.0
 
 @dataclass(frozen=True, slots=True)
 class MechanismCost:
-    """One mechanism of a plan.
+    """The cost of one mechanism of a plan.
 
     Attributes:
         releases: how often it is planned to be released.
@@ -35,7 +35,7 @@ class MechanismCost:
 
 
 def planned_measurements(config: RunConfig) -> Releases:
-    """All releases of the configured measurements, in the order of :func:`plan_measurements`.
+    """Return all releases of the configured measurements, in the order of :func:`plan_measurements`.
 
     Raises:
         ConfigError: ``noise_too_small``.
@@ -44,9 +44,10 @@ def planned_measurements(config: RunConfig) -> Releases:
 
 
 def plan_measurements(config: RunConfig, training: Mechanism) -> tuple[Measurement, ...]:
-    """The frozen measurements of a run, in the order in which they are made; a function of public numbers only.
+    """Return the frozen measurements of a run in the order in which they are made.
 
-    They share examples, virtual workers, honest share and accountant with the mechanism of training.
+    Guarantee: a function of public numbers only. Measurements share examples, virtual workers, honest share and
+    accountant with the mechanism of training.
 
     Raises:
         ConfigError: ``noise_too_small``, or a measurement does not fit the ring; with numbers.

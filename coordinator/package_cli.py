@@ -117,7 +117,7 @@ def _verified(path: str, trust: Path) -> Iterator["VerifiedPackage"]:
 
 
 def _facts(found: "VerifiedPackage") -> dict[str, Any]:
-    """What the package states, without keys and payload tables."""
+    """Return what the package states, without keys and payload tables."""
     stated = found.manifest.model_dump(mode="json", exclude={"format", "payloads", "recipients"})
     return {
         "verified": True,

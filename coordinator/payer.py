@@ -1,4 +1,4 @@
-"""Who pays for a run: its own account or a named one, with which accountant, and how far its cap reaches."""
+"""The account that pays for a run: its own or a named one, its cap and its accountant."""
 
 from dataclasses import dataclass
 
@@ -10,14 +10,14 @@ from workers.mechanism import AccountantName
 
 @dataclass(frozen=True, slots=True)
 class NamedAccount:
-    """What a plan needs of the account that the configuration names."""
+    """The facts of a named account that a plan needs."""
 
     epsilon_cap: float
     accountant: AccountantName
 
 
 def account_cap(config: RunConfig) -> float:
-    """Epsilon cap of the run's own account; 0 where privacy is switched off."""
+    """Return the epsilon cap of the run's own account; 0 where privacy is switched off."""
     dp = config.dp_config
     if not dp.enabled:
         return 0.0
@@ -27,9 +27,9 @@ def account_cap(config: RunConfig) -> float:
 
 
 def named_account(view: LedgerView, config: RunConfig, run_id: str = "") -> NamedAccount:
-    """The account that the configuration names, with the cap that it had when ``run_id`` was registered, if it was.
+    """Return the account that the configuration names, with its cap as ``run_id`` was registered, if it was.
 
-    A run is planned once: a cap that changes later ends it sooner or lets others go on, but changes nothing of it.
+    A run is planned once. A cap that changes later may end it sooner, but does not change its plan.
 
     Raises:
         BudgetError: ``account_unknown``, ``account_closed`` for a new run, or ``account_mismatch`` if its delta or its
@@ -67,7 +67,7 @@ def cap_for(config: RunConfig, account: NamedAccount | None) -> float:
 
 
 def accountant_for(config: RunConfig, account: NamedAccount | None) -> AccountantName:
-    """The named account's; for the run's own account what is configured, and by default the tight one."""
+    """Return the named account's accountant; for the run's own account the configured one, by default the tight one."""
     if account is not None:
         return account.accountant
     if config.dp_config.accountant != "auto":

@@ -66,17 +66,17 @@ _STATE_TENSORS = {"sgd": 1, "adam": 2, "adamw": 2, "adafactor": 1}
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What `raycloak plan` shows.
+    """A planned run: its mechanism, what it costs and what it needs.
 
     Attributes:
         mechanism, measurements: what will run.
-        releases: all of them within the cap, as the accountants count them.
-        mechanism_costs: each mechanism, the gradient's first, with what it would cost alone.
+        releases: all releases within the cap, as the accountants count them.
+        mechanism_costs: what each mechanism would cost alone, the gradient's first.
         epsilon_cap, delta: of the account.
         steps_within_cap: steps the cap allows, at most the planned ones, if nothing else is charged to the account.
         epsilon: what the ledger will have charged after those steps, measurements included; it holds even if the
             noise of ``colluding_workers`` is known.
-        epsilon_outsiders: for whoever knows no worker's noise, the aggregator included.
+        epsilon_outsiders: for outsiders and the aggregator, who know no worker's noise.
         epsilon_one_worker: for the aggregator together with any one worker of ``num_workers``; None if that leaves
             no guarantee.
         delta_terms: what delta covers besides the accountant, all runs of the account together at most 1 % of it.
@@ -117,7 +117,7 @@ class Plan:
     accountants_not_computed: dict[str, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """One flat object for ``raycloak plan --json``: the mechanism's fields, gamma, and the plan's."""
+        """Return one flat object for ``raycloak plan --json``: the mechanism's fields, gamma, and the plan's."""
         own = asdict(self)
         del own["mechanism"]
         own["measurements"] = [measurement.model_dump(mode="json") for measurement in self.measurements]

@@ -1,4 +1,4 @@
-"""Live progress of a run: one report a step, shown as a bar on a terminal and as plain lines elsewhere."""
+"""The live progress of a run: one report per step, shown as a bar on a terminal and as plain lines elsewhere."""
 
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -12,7 +12,7 @@ LINES_PER_RUN = 10
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What is public about a committed step.
+    """The public facts of a committed step.
 
     Attributes:
         step: number of committed steps, 1 to ``steps``.
@@ -40,7 +40,7 @@ class StepReport:
 
 
 def status_line(report: StepReport) -> str:
-    """Budget, accuracy and workers in one line."""
+    """Return budget, accuracy and workers in one line."""
     parts = ["NOT PRIVATE" if report.epsilon is None else f"ε {report.epsilon:.3f}"]
     if report.epsilon is not None and report.epsilon_cap is not None:
         parts[0] += f" of {report.epsilon_cap:g}"

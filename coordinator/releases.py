@@ -1,4 +1,4 @@
-"""What accountants add up: Poisson-subsampled Gaussian releases, each repeated a number of times.
+"""Releases, which accountants add up: Poisson-subsampled Gaussians, each repeated a number of times.
 
 Adjacency is zero-out throughout (one example contributes nothing, ids and keys stay; `REPLACE_SPECIAL` in
 dp-accounting). For this mechanism its privacy loss, in both directions, is that of adding or removing one example:
@@ -14,7 +14,7 @@ from workers.mechanism import Mechanism
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """``count`` independent outputs of one subsampled Gaussian.
+    """A number of independent outputs of one subsampled Gaussian.
 
     Attributes:
         sample_rate: q in (0, 1]; 1 is the plain Gaussian.
@@ -48,7 +48,7 @@ def scaled(releases: Releases, factor: float) -> Releases:
 
 
 def merged(releases: Iterable[Release]) -> Releases:
-    """The same composition in its one shortest form, so that equal ones compare equal.
+    """Return the same composition in its one shortest form, so that equal ones compare equal.
 
     Equal mechanisms add up their counts. All plain Gaussians together are one Gaussian, of noise multiplier
     ``(sum of count / z^2)^(-1/2)``: exact, and the reason that full batches cost no numerical composition.

@@ -1,8 +1,7 @@
-"""What a hyper-parameter search costs: every trial is a run of its own on one shared account, and pays in full.
+"""The cost of a hyper-parameter search: every trial is a run of its own on one shared account, and pays in full.
 
-Trials are chosen after earlier ones were seen, so they are composed by the Renyi filter of a shared account, whatever
-accountant holds a single run. Nothing is taken off for trials whose results are thrown away: whoever chose among them
-has seen them.
+Trials are chosen after earlier ones were seen. So the Renyi filter of a shared account composes them, whatever
+accountant holds a single run. Trials whose results are thrown away cost the same: the one who chose has seen them.
 """
 
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from metrics.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class SearchCost:
-    """What ``trials`` runs of one plan cost together, on a shared account.
+    """The cost of ``trials`` runs of one plan together, on a shared account.
 
     Attributes:
         epsilon: of all trials, at the account's delta.
@@ -38,7 +37,7 @@ class SearchCost:
     slack_share: float
 
     def as_json(self) -> dict[str, Any]:
-        """Fields of the JSON of ``plan --trials``."""
+        """Return the fields of the JSON of ``plan --trials``."""
         return {
             "trials": self.trials,
             "accountant": "rdp",
@@ -53,7 +52,7 @@ class SearchCost:
 def search_cost(
     training: Release, others: Releases, trials: int, epsilon_cap: float, delta: float, slack: float
 ) -> SearchCost:
-    """What ``trials`` runs cost that each release ``training`` and ``others``.
+    """Return the cost of ``trials`` runs that each release ``training`` and ``others``.
 
     Args:
         training: the steps of one trial. others: what else it releases.
@@ -79,7 +78,7 @@ def search_cost(
 
 
 def search_of(plan: Plan, trials: int) -> SearchCost:
-    """What ``trials`` runs of a plan cost, at its account's cap and delta.
+    """Return the cost of ``trials`` runs of a plan, at its account's cap and delta.
 
     Raises:
         ConfigError: ``trials``, or ``not_private`` for a plan that charges nothing.

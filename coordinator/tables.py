@@ -1,4 +1,4 @@
-"""Tables for a person, and figures as words: knows nothing of what a command shows."""
+"""Tables of two columns, and figures as text. Knows nothing of what a command shows."""
 
 import math
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from rich.text import Text
 
 
 def fields_table(title: str, rows: Iterable[tuple[str, str]]) -> Table:
-    """Two columns, a label and its value; values are folded, never cut."""
+    """Return two columns, a label and its value; values are folded, never cut."""
     table = Table(title=title, show_header=False, title_justify="left", title_style="bold")
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
@@ -19,21 +19,21 @@ def fields_table(title: str, rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def value_text(value: Any) -> str:
-    """A figure with four significant digits, anything else as it is."""
+    """Return a figure with four significant digits, anything else as it is."""
     if isinstance(value, float):
         return f"{value:.4g}"
     return "" if value is None else str(value)
 
 
 def epsilon_text(value: float | None) -> str:
-    """``value`` with three decimals, rounded up so that no claim is better than the truth."""
+    """Return ``value`` with three decimals, rounded up so that no claim is better than the truth."""
     if value is None or not math.isfinite(value):
         return "unbounded"
     return f"{math.ceil(value * 1000 - 1e-6) / 1000:.3f}"
 
 
 def size_text(count: int) -> str:
-    """A number of bytes in a decimal unit."""
+    """Return a number of bytes in a decimal unit."""
     for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= scale:
             return f"{count / scale:.1f} {unit}"

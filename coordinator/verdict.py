@@ -28,7 +28,7 @@ SIMULATED = "simulated"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Outcome of a finished run; its fields are the keys of the run's JSON.
+    """The outcome of a finished run; its fields are the keys of the run's JSON.
 
     Attributes:
         run_dir: the run directory.
@@ -58,7 +58,7 @@ class Verdict:
         evaluation_data: ``sealed`` or ``clear``, how the evaluation split was kept; None without one.
         key_service: address of the data owner's key service that gave the second half of every virtual-worker key.
         colocated: whether orchestrator and aggregator shared a node.
-        evidence_service: ``host:port`` where the run's evidence was served while it went on; None if it was not.
+        evidence_service: ``host:port`` where the evidence was served during the run; None if it was not.
         warnings: sentences about limits of this run.
     """
 
@@ -95,17 +95,17 @@ class Verdict:
 
     @property
     def simulated(self) -> bool:
-        """Whether no hardware vouches for the workers."""
+        """True if no hardware vouches for the workers."""
         return self.evidence_class.lower() == SIMULATED
 
     def metrics(self) -> dict[str, Any]:
-        """The JSON of the run without ``run_dir``, which `Trainer.train` returns beside it."""
+        """Return the JSON of the run without ``run_dir``, which `Trainer.train` returns beside it."""
         own = {key: value for key, value in asdict(self).items() if key != "run_dir"}
         return own | {"measurements": [released.model_dump(mode="json") for released in self.measurements]}
 
     @classmethod
     def of(cls, result: Mapping[str, Any]) -> Self:
-        """The verdict in what `Trainer.train` returned: ``run_dir`` and ``metrics``; other metrics are left out."""
+        """Return the verdict in a result of `Trainer.train`; metrics that are not its own are left out."""
         known = {field.name for field in fields(cls)}
         metrics = {key: value for key, value in result["metrics"].items() if key in known}
         released = tuple(Released.model_validate(each) for each in metrics.pop("measurements", ()))
