@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from attestation.evidence_log import ExportedLog
     from attestation.hybrid_signature import SignerPublic
 
-attest_log = typer.Typer(help="The evidence log: check one, prove one entry of it.")
+attest_log = typer.Typer(help="The evidence log: check it, or prove one entry of it.")
 
 LOG_FILE = "evidence.jsonl"
 
@@ -122,7 +122,7 @@ def check_command(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Check a proof without the log it is from. Exit code 3 if it does not hold."""
+    """Check a proof without its log. Exit code 3 if it does not hold."""
     execute(as_json, debug, lambda output: _check(output, proof, key))
 
 

@@ -111,7 +111,7 @@ def _tdx(output: Output) -> int:
     raise ConfigError(
         "measure_tool",
         "mr_td depends on the firmware and on how it is laid out in memory, which raycloak does not know.",
-        "Take it from the tool of whoever builds the image (dstack-mr, tdx-measure), from your cloud's endorsement, or "
+        "Take it from the image builder's tool (dstack-mr, tdx-measure), from your cloud's endorsement, or "
         "from a quote of a guest that you launched and trust.",
     )
 

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from coordinator.ledger import PrivacyLedger
 
 Account = Annotated[str, typer.Argument(help="Name of the account.", show_default=False)]
-SomeAccount = Annotated[str | None, typer.Argument(help="Name of an account; all without it.")]
-LedgerUrl = Annotated[str | None, typer.Option(help="URL of the ledger; the one in RAYCLOAK_HOME without it.")]
+SomeAccount = Annotated[str | None, typer.Argument(help="Name of an account; default: all.")]
+LedgerUrl = Annotated[str | None, typer.Option(help="URL of the ledger; default: the one in RAYCLOAK_HOME.")]
 Witness = Annotated[
     str | None, typer.Option(metavar="PLACE", help="The ledger's witness: absolute folder, or http(s) URL.")
 ]

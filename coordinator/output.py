@@ -71,7 +71,7 @@ class Diversion(io.TextIOBase):
         for from_ray in (False, True):
             texts = [text for ray, text in self._kept if ray == from_ray]
             log = self.log.with_name(RAY_LOG) if from_ray else self.log
-            # A disk that is full is no error of whoever prints, and hides none that is being reported.
+            # A full disk is no fault of the code that prints, and must not hide an error that is being reported.
             with suppress(OSError):
                 if texts:
                     with log.open("ab", buffering=0) as sink:
@@ -111,7 +111,7 @@ def divert_logger(name: str) -> None:
 
 
 class Output:
-    """The voice of one command."""
+    """The output of one command: its result, its notes and its errors."""
 
     def __init__(self, stdout: TextIO, stderr: TextIO, diversion: Diversion, as_json: bool, debug: bool) -> None:
         self._stdout = Outlet(stdout)
@@ -143,7 +143,7 @@ class Output:
         self._stdout.flush()
         failure = self._stdout.failure
         if failure is not None and not isinstance(failure, BrokenPipeError):
-            message = f"what the command came to could not be written: {failure.strerror}."
+            message = f"the command's result could not be written: {failure.strerror}."
             raise RaycloakError("output_lost", message, "Make room; the verdict of a run is in its run.log as well.")
 
     def preview(self, view: RenderableType) -> None:
