@@ -29,7 +29,7 @@ class Section(BaseModel):
     def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         kind = cls.model_fields[info.field_name].annotation if info.field_name else None
         if isinstance(value, bool) and kind is not bool:
-            raise ValueError(f"{str(value).lower()} is no value for it")
+            raise ValueError(f"{str(value).lower()} is not a valid value here")
         return value
 
 
@@ -102,7 +102,7 @@ class DatasetConfig(Section):
         if (self.kind == "sealed") != (self.key_file is not None):
             raise ValueError("key_file belongs to kind sealed, and is needed there")
         if self.kind == "sealed" and (self.fingerprint_key is not None or self.scale != 1.0):
-            raise ValueError("a sealed dataset has no fingerprint_key or scale; seal what they give")
+            raise ValueError("a sealed dataset has no fingerprint_key or scale; apply them before sealing")
         if (self.kind == "module") != (self.function is not None):
             raise ValueError("function belongs to kind module, and is needed there")
         return self

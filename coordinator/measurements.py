@@ -131,17 +131,14 @@ def _noise(section: Section) -> float:
 def _measurement(config: RunConfig, section: Section, training: Mechanism) -> Measurement:
     query: Query
     if isinstance(section, ClassCountsConfig):
-        query, dimension, divisor, every, loss_bound = "class_counts", section.classes, 1.0, 0, 0.0
+        query, dimension, divisor = "class_counts", section.classes, 1.0
+        every, loss_bound = 0, 0.0
     else:
-        dimension = 2 if config.loss == "cross_entropy" else 1
-        query, divisor, every, loss_bound = (
-            "evaluation",
-            float(training.num_examples),
-            section.every,
-            section.loss_bound,
-        )
+        query, dimension, divisor = "evaluation", 2 if config.loss == "cross_entropy" else 1, training.num_examples
+        every, loss_bound = section.every, section.loss_bound
     workers, noise = training.virtual_workers, _noise(section)
     slice_size = -(-training.num_examples // workers)
+    # Every example contributes, so the batch holds a whole slice and none is ever cut.
     rows, batches = physical_shape(slice_size, 1.0, workers, 0.0, config.micro_batch_size)
     ring = fit_ring(
         max_grad_norm=NORM,
@@ -158,7 +155,7 @@ def _measurement(config: RunConfig, section: Section, training: Mechanism) -> Me
             "steps": _count(config, section),
             "max_grad_norm": NORM,
             "noise_multiplier": noise,
-            "expected_batch_size": divisor,
+            "expected_batch_size": float(divisor),
             "dimension": dimension,
             "ring_bits": ring.bits,
             "gamma_log2": ring.gamma_log2,

@@ -24,7 +24,10 @@ from coordinator.outlets import Outlet
 from metrics.errors import RaycloakError, RunFailedError
 
 PLAIN_WIDTH = 120
+"""Columns where the output is no terminal: enough for a digest beside its label."""
+
 RAY_LOG = "ray.log"
+
 RAY_THREADS = "ray_"
 """Prefix of the names of threads in which Ray prints what its processes say."""
 

@@ -241,7 +241,7 @@ def _check_sizes(config: RunConfig, num_examples: int, dimension: int) -> None:
         )
     if dimension <= 0:
         raise ModelError(
-            "no_parameters", "the model has no trainable parameters.", "Let some of them have requires_grad."
+            "no_parameters", "the model has no trainable parameters.", "Set requires_grad on some of them."
         )
 
 

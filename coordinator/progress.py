@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 LINES_PER_RUN = 10
+"""Lines of progress where the output is no terminal, so that logs stay short."""
 
 
 @dataclass(frozen=True, slots=True)
