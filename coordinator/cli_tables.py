@@ -56,14 +56,12 @@ def _mechanism_rows(plan: "Plan") -> list[tuple[str, str]]:
     """Return each mechanism with what it would cost alone; nothing where there is only training."""
     if len(plan.mechanism_costs) < 2:
         return []
-    return [
-        (
-            each.query.replace("_", " "),
-            f"{each.releases} times at noise multiplier {each.noise_multiplier:.4g}: "
-            f"ε {epsilon_text(each.epsilon_alone)} alone",
-        )
-        for each in plan.mechanism_costs
-    ]
+    rows = []
+    for each in plan.mechanism_costs:
+        times = "once" if each.releases == 1 else f"{each.releases} times"
+        cost = f"ε {epsilon_text(each.epsilon_alone)} alone"
+        rows.append((each.query.replace("_", " "), f"{times} at noise multiplier {each.noise_multiplier:.4g}: {cost}"))
+    return rows
 
 
 def _some(curve: tuple[tuple[int, float], ...], points: int = 8) -> list[tuple[int, float]]:
