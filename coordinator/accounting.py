@@ -1,10 +1,10 @@
-"""Renyi accounting, and what else delta must cover.
+"""Renyi accounting, and the slack that delta must cover besides.
 
 RDP is Opacus' of the Poisson-subsampled Gaussian, at the fixed orders of ``ORDERS``. A run's spend is (steps charged)
 x (RDP vector of one step), so epsilon costs one vector addition per step.
 
 Delta is split once for all: the accountant is given ``(1 - SLACK_SHARE) * delta``, and the rest is a reserve that
-pays for the distance between the ideal mechanism and the one that runs (:class:`DeltaTerms`). The split does not
+pays for the distance between the ideal mechanism and the one that runs (:class:`DeltaSlack`). The split does not
 depend on what is spent, so a second run on an account never raises the first one's epsilon by its slack.
 """
 
@@ -40,16 +40,17 @@ UNBOUNDED_RDP = 1e200
 """Stands for 'no guarantee at this order'; finite, so that it can be written down and added up."""
 
 SMALLEST_NOISE_MULTIPLIER = 2.0**-6
+"""Less noise hides nothing: it is refused, not accounted."""
 
 
 def accountant_version() -> str:
-    """Name and version of the library that computes RDP."""
+    """Return name and version of the library that computes RDP."""
     return f"opacus {version('opacus')}"
 
 
 @lru_cache(maxsize=256)
 def step_rdp(sample_rate: float, noise_multiplier: float, orders: tuple[float, ...] = ORDERS) -> tuple[float, ...]:
-    """RDP of one step of the Poisson-subsampled Gaussian, at each of ``orders``.
+    """Return the RDP of one step of the Poisson-subsampled Gaussian, at each of ``orders``.
 
     Takes about 0.1 s for a new pair of arguments (and 0.3 s more in the process's first call), nothing for a repeat.
 
@@ -67,7 +68,7 @@ def step_rdp(sample_rate: float, noise_multiplier: float, orders: tuple[float, .
 
 
 def epsilon(rdp: Sequence[float] | NDArray[np.float64], delta: float, orders: tuple[float, ...] = ORDERS) -> float:
-    """Smallest epsilon that the RDP vector gives at ``delta``; 0 for the zero vector, that is, if nothing was released.
+    """Return the smallest epsilon that the RDP vector gives at ``delta``; 0 if nothing was released.
 
     ``delta`` is the accountant's share, see :func:`accountant_delta`. Takes microseconds.
     """
@@ -79,23 +80,23 @@ def epsilon(rdp: Sequence[float] | NDArray[np.float64], delta: float, orders: tu
 
 @lru_cache(maxsize=256)
 def _conversion(delta: float, orders: tuple[float, ...]) -> NDArray[np.float64]:
-    """What Theorem 21 of Balle et al. (arXiv 1905.09982) adds to RDP at each order."""
+    """Return what Theorem 21 of Balle et al. (arXiv 1905.09982) adds to RDP at each order."""
     alpha: NDArray[np.float64] = np.asarray(orders, dtype=np.float64)
     return np.asarray(np.log1p(-1 / alpha) - (math.log(delta) + np.log(alpha)) / (alpha - 1))
 
 
 def order_caps(epsilon_cap: float, delta: float, orders: tuple[float, ...] = ORDERS) -> list[float]:
-    """RDP that may be spent in all at each order before epsilon passes the cap at ``delta``, the accountant's share."""
+    """Return the total RDP at each order at which epsilon reaches the cap at ``delta``, the accountant's share."""
     return [float(cap) for cap in epsilon_cap - _conversion(delta, orders)]
 
 
 def accountant_delta(delta: float) -> float:
-    """The share of an account's ``delta`` that the accountant may use."""
+    """Return the share of an account's ``delta`` that the accountant may use."""
     return delta * (1 - SLACK_SHARE)
 
 
 def composed_rdp(releases: Iterable[Release], orders: tuple[float, ...] = ORDERS) -> NDArray[np.float64]:
-    """RDP of all ``releases`` together."""
+    """Return the RDP of all ``releases`` together."""
     total = np.zeros(len(orders))
     for release in releases:
         total += release.count * np.asarray(step_rdp(release.sample_rate, release.noise_multiplier, orders))
@@ -103,8 +104,8 @@ def composed_rdp(releases: Iterable[Release], orders: tuple[float, ...] = ORDERS
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaTerms:
-    """What the ideal mechanism's delta does not cover, each already multiplied by its factor.
+class DeltaSlack:
+    """The parts of delta that the ideal mechanism does not cover, each already multiplied by its factor.
 
     If the real outputs are within statistical distance t of an (epsilon, delta) mechanism's for both neighbours, they
     are (epsilon, delta + (1 + e^epsilon) t) private; t adds up over coordinates, steps and virtual workers.
@@ -124,21 +125,21 @@ class DeltaTerms:
 
     @property
     def total(self) -> float:
-        """Sum of all terms."""
+        """The sum of all parts."""
         return self.sampler + self.batch_overflow + self.rounding + self.ring_wrap
 
 
-def delta_slack(mechanism: Mechanism, epsilon: float) -> DeltaTerms:
-    """The slack of all planned steps of ``mechanism`` for a claim of ``epsilon``; zero where nothing is private.
+def delta_slack(mechanism: Mechanism, epsilon: float) -> DeltaSlack:
+    """Return the slack of all planned steps of ``mechanism`` for a claim of ``epsilon``; zero if it is not private.
 
     Call it at the account's cap: the terms grow with epsilon, so what holds there holds at every smaller spend.
     """
     if not mechanism.private:
-        return DeltaTerms(0.0, 0.0, 0.0, 0.0)
+        return DeltaSlack(0.0, 0.0, 0.0, 0.0)
     factor = 1 + math.exp(epsilon) if epsilon < 700 else math.inf
     coordinates = float(mechanism.dimension) * mechanism.steps
     draws = coordinates * mechanism.virtual_workers
-    return DeltaTerms(
+    return DeltaSlack(
         sampler=draws * factor * SAMPLER_DISTANCE,
         batch_overflow=factor * mechanism.overflow_probability if mechanism.overflow_probability else 0.0,
         rounding=draws * factor * ROUNDING_DISTANCE,
@@ -146,10 +147,10 @@ def delta_slack(mechanism: Mechanism, epsilon: float) -> DeltaTerms:
     )
 
 
-def total_slack(mechanisms: Iterable[Mechanism], epsilon: float) -> DeltaTerms:
-    """The slack of all mechanisms of a run together; see :func:`delta_slack`."""
+def total_slack(mechanisms: Iterable[Mechanism], epsilon: float) -> DeltaSlack:
+    """Return the slack of all mechanisms of a run together; see :func:`delta_slack`."""
     terms = [delta_slack(mechanism, epsilon) for mechanism in mechanisms]
-    return DeltaTerms(
+    return DeltaSlack(
         sampler=sum(each.sampler for each in terms),
         batch_overflow=sum(each.batch_overflow for each in terms),
         rounding=sum(each.rounding for each in terms),
@@ -158,7 +159,7 @@ def total_slack(mechanisms: Iterable[Mechanism], epsilon: float) -> DeltaTerms:
 
 
 def effective_noise_multiplier(mechanism: Mechanism, missing_virtual_workers: float) -> float:
-    """Noise over sensitivity for an adversary who knows the noise of some virtual workers; 0 if nothing is left.
+    """Return noise over sensitivity for an adversary who knows the noise of some virtual workers; 0 if none is left.
 
     The ``V - k`` unknown shares have variance ``(V - k) sigma^2`` in squared ring units, of which the rounding
     argument takes ``ROUNDING_VARIANCE``.

@@ -1,4 +1,4 @@
-"""The commands ``raycloak attest log``: checking the evidence log of a run, by whoever has the keys of its owner."""
+"""The commands ``raycloak attest log``: check a run's evidence log with the public keys of its owner."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from attestation.evidence_log import ExportedLog
     from attestation.hybrid_signature import SignerPublic
 
-attest_log = typer.Typer(help="The evidence log: check one, prove one entry of it.")
+attest_log = typer.Typer(help="The evidence log: check it, or prove one entry of it.")
 
 LOG_FILE = "evidence.jsonl"
 
@@ -73,7 +73,7 @@ def _verify(output: Output, path: Path, key: Path | None, older: Path | None) ->
 
 
 def _classes(admitted: dict[str, Any]) -> list[str]:
-    """Classes of the evidence that admitted a member: its guest's, and its GPUs' where the entry states claims."""
+    """Return the evidence classes of a member: its guest's, and its GPUs' where the entry states claims."""
     gpus = admitted.get("claims", {}).get("submods", {})
     return [admitted["evidence_class"], *(gpu["evidence_class"] for gpu in gpus.values())]
 
@@ -122,7 +122,7 @@ def check_command(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Check a proof without the log it is from. Exit code 3 if it does not hold."""
+    """Check a proof without its log. Exit code 3 if it does not hold."""
     execute(as_json, debug, lambda output: _check(output, proof, key))
 
 
@@ -154,7 +154,7 @@ def _manifest_of(path: Path) -> Path:
 
 
 def _owner(path: Path) -> "SignerPublic":
-    """The log's owner: a file of its two public keys, or the manifest that names them."""
+    """Return the log's owner from a file of its two public keys, or from the manifest that names them."""
     from attestation.hybrid_signature import SignerPublic
     from attestation.messages import parse
     from metrics.errors import ProtocolError

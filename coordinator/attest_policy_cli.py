@@ -1,4 +1,4 @@
-"""``raycloak attest policy`` and ``raycloak attest measure``: what a policy says, and the values that go into it."""
+"""``raycloak attest policy`` and ``raycloak attest measure``: a policy in words, and the values that go into it."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,7 +23,7 @@ ImageFile = Annotated[Path | None, typer.Option(metavar="FILE")]
 
 @policy.callback()
 def _policy_group() -> None:
-    """Group of commands, also while it has only one."""
+    """Keep this a group of commands while it has only one."""
 
 
 @policy.command("check")
@@ -66,7 +66,7 @@ def _table(digest: str, sentences: "tuple[Sentence, ...]") -> "Table":
 
 @measure.command("simulated")
 def simulated_command(as_json: AsJson = False, debug: Debug = False) -> None:
-    """The value that SIMULATED platforms report: a hash of raycloak's own code on this machine."""
+    """Print the value that SIMULATED platforms report: a hash of raycloak's own code on this machine."""
     execute(as_json, debug, _simulated)
 
 
@@ -88,7 +88,7 @@ def sev_snp_command(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """The launch measurement of an SEV-SNP guest, from the files it is launched with."""
+    """Compute the launch measurement of an SEV-SNP guest, from the files it is launched with."""
     from attestation.launch_measurement import SnpLaunch
 
     launch = SnpLaunch(ovmf, vcpus, vcpu_type, kernel, initrd, append, guest_features)
@@ -111,7 +111,7 @@ def _tdx(output: Output) -> int:
     raise ConfigError(
         "measure_tool",
         "mr_td depends on the firmware and on how it is laid out in memory, which raycloak does not know.",
-        "Take it from the tool of whoever builds the image (dstack-mr, tdx-measure), from your cloud's endorsement, or "
+        "Take it from the image builder's tool (dstack-mr, tdx-measure), from your cloud's endorsement, or "
         "from a quote of a guest that you launched and trust.",
     )
 

@@ -132,7 +132,9 @@ class ServiceFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class _Terms:
+class _Served:
+    """What the service gives keys of: a run by its manifest, or a contract of its own."""
+
     run: RunTerms
     contract: ServiceContract | None
 
@@ -158,16 +160,16 @@ def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, Ru
     known = (folder / "orchestrator" / f"{run_id}.sqlite").is_file()
     run = open_run(str(folder / "orchestrator"), time.time, str(secret), run_id if known else None)
     try:
-        terms = _with_sealed(_terms(config, base, run, policy, collateral), config, base)
-        hosting = _hosting(config, terms.run.virtual_workers)
+        served = _with_sealed(_served(config, base, run, policy, collateral), config, base)
+        hosting = _hosting(config, served.run.virtual_workers)
         lasting = frozenset() if hosting is None else frozenset((*hosting.workers, *hosting.aggregators))
-        session = run.begin(replace(terms.run, lasting=lasting), SESSION)
+        session = run.begin(replace(served.run, lasting=lasting), SESSION)
         if hosting is None:
-            desk = key_service_desk(session, terms.run.virtual_workers)
+            desk = key_service_desk(session, served.run.virtual_workers)
         else:
             desk = session.evidence_desk(hosting)
         turn = Turn()
-        server = EvidenceServer.start(desk, terms.run.manifest_digest, config.bind, config.limits, turn)
+        server = EvidenceServer.start(desk, served.run.manifest_digest, config.bind, config.limits, turn)
     except BaseException:
         run.close()
         raise
@@ -179,9 +181,9 @@ def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, Ru
         evidence="SIMULATED" if policy.accepts_simulated else "hardware",
         address=f"{config.bind.rpartition(':')[0]}:{server.port}",
         run_id=run_id,
-        manifest_digest=terms.run.manifest_digest,
+        manifest_digest=served.run.manifest_digest,
         orchestrator_key=run.public.ed25519,
-        contract=_write(terms.contract, folder / f"{run_id}.contract.json"),
+        contract=_write(served.contract, folder / f"{run_id}.contract.json"),
     )
     return server, session, facts
 
@@ -211,13 +213,13 @@ def _policy(config: ServiceConfig, base: Path) -> tuple[Policy, CollateralBundle
     return policy, given, None
 
 
-def _terms(
+def _served(
     config: ServiceConfig,
     base: Path,
     run: OpenRun,
     policy: Policy,
     collateral: CollateralBundle,
-) -> _Terms:
+) -> _Served:
     run_id, key = run.run_id, run.public
     if config.manifest is not None:
         manifest = _manifest(base / config.manifest)
@@ -231,7 +233,7 @@ def _terms(
         answer, count = manifest.known_answer, manifest.computation.mechanism.virtual_workers
         context = key_context(manifest.computation, answer)
         epochs = len(manifest.key_commitments)
-        return _Terms(RunTerms(manifest.digest(), context, count, answer, policy, collateral, epochs=epochs), None)
+        return _Served(RunTerms(manifest.digest(), context, count, answer, policy, collateral, epochs=epochs), None)
     assert config.contract is not None  # the configuration has one of the two
     answer, count = bytes.fromhex(config.contract.known_answer), config.contract.virtual_workers
     context = contract_context(count, answer)
@@ -246,17 +248,17 @@ def _terms(
     )
     terms = contract.digest(), context, count, answer, policy, collateral
     of_run = RunTerms(*terms, displaces=config.hosting == "any", epochs=config.contract.epochs)
-    return _Terms(of_run, contract)
+    return _Served(of_run, contract)
 
 
-def _with_sealed(terms: _Terms, config: ServiceConfig, base: Path) -> _Terms:
+def _with_sealed(served: _Served, config: ServiceConfig, base: Path) -> _Served:
     def load(sealed: SealedConfig | None, use: Use) -> SealedTerms | None:
         if sealed is None:
             return None
-        return load_terms(base / sealed.path, base / sealed.key_file, terms.run.virtual_workers, use)
+        return load_terms(base / sealed.path, base / sealed.key_file, served.run.virtual_workers, use)
 
     sealed, evaluation = load(config.sealed, "training"), load(config.evaluation, "evaluation")
-    return replace(terms, run=replace(terms.run, sealed=sealed, evaluation=evaluation))
+    return replace(served, run=replace(served.run, sealed=sealed, evaluation=evaluation))
 
 
 def _manifest(path: Path) -> Manifest:

@@ -22,7 +22,7 @@ def serve_command(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Attest members over gRPC and give them their keys, until SIGTERM or Ctrl-C; says first where it listens."""
+    """Attest members over gRPC and give them their keys until SIGTERM or Ctrl-C; first prints where it listens."""
     execute(as_json, debug, lambda output: _serve(output, config))
 
 

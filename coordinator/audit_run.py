@@ -36,7 +36,7 @@ from coordinator.plan import plan_mechanism
 from coordinator.plan_command import descriptor
 from coordinator.reporting import Reporting, StepReport
 from coordinator.run_folder import RunFolder, run_lock
-from coordinator.views import run_facts
+from coordinator.verdict import run_facts
 from metrics.collectors import RunMetrics
 from metrics.errors import ConfigError
 from metrics.events import EventWriter

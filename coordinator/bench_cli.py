@@ -29,7 +29,7 @@ def mask_command(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Clamp, encode, mask and tag one worker's vector on one core, beside the bare ChaCha20 keystreams."""
+    """Clamp, encode, mask and tag one worker's vector on one core, compared with bare ChaCha20 keystreams."""
     execute(as_json, debug, lambda output: _bench_mask(output, params, workers, _ring_bits(bits)))
 
 
@@ -75,8 +75,8 @@ def _bench_step(output: Output, config: RunConfig, config_dir: Path) -> int:
 def chaos_command(
     config: ConfigFile,
     kills: Annotated[int, typer.Option(help="Signals to send to processes of the run.")] = 20,
-    seed: Annotated[int, typer.Option(help="Seed of what is hit, how and when.")] = 0,
-    nodes_lost: Annotated[int, typer.Option(help="Nodes of the cluster to kill besides.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the damage: what is hit, how and when.")] = 0,
+    nodes_lost: Annotated[int, typer.Option(help="Nodes of the cluster to kill as well.")] = 0,
     strict: Annotated[bool, typer.Option("--strict", help="Exit code 4 also for a missed expectation.")] = False,
     overrides: Overrides = None,
     as_json: AsJson = False,
@@ -104,7 +104,7 @@ def _bench_chaos(output: Output, path: Path, overrides: tuple[str, ...], damage:
 def attest_command(
     connections: Annotated[int, typer.Option(help="Workers to attest, each over a connection of its own.")] = 2000,
     concurrency: Annotated[int, typer.Option(help="Workers at a time.")] = 16,
-    held: Annotated[int, typer.Option(help="Idle, half-open and slow connections held beside.")] = 0,
+    held: Annotated[int, typer.Option(help="Idle, half-open and slow connections to hold meanwhile.")] = 0,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:

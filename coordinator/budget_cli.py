@@ -37,7 +37,7 @@ def show_command(
 
 
 def _show(output: Output, name: str | None, url: str | None) -> int:
-    from coordinator.tables import accounts_view
+    from coordinator.cli_tables import accounts_view
 
     with ledger_at(url, create=False) as ledger:
         view = ledger.view()
@@ -51,19 +51,20 @@ def _show(output: Output, name: str | None, url: str | None) -> int:
 @budget.command("open")
 def open_command(
     account: Account,
-    epsilon_cap: Annotated[float, typer.Option(help="What all runs together may spend.", show_default=False)],
+    epsilon_cap: Annotated[float, typer.Option(help="Epsilon that all runs together may spend.", show_default=False)],
     delta: Annotated[float, typer.Option(help="Delta of the cap.")] = 1e-5,
     accountant: Annotated[
-        AccountantName, typer.Option(help="What holds the cap: rdp for many runs, pld for one with a fixed plan.")
+        AccountantName, typer.Option(help="Accountant: rdp for many runs, pld for one with a fixed plan.")
     ] = "rdp",
     authority: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Public key of whoever may let the cap be raised.")
+        Path | None, typer.Option(metavar="FILE", help="Public key of the authority that may raise the cap.")
     ] = None,
     dataset: Annotated[
         Path | None, typer.Option(metavar="CONFIG", help="Bind the account to the dataset of this configuration.")
     ] = None,
     fingerprint: Annotated[
-        str | None, typer.Option(metavar="HEX", help="The same, by what `budget fingerprint` printed.")
+        str | None,
+        typer.Option(metavar="HEX", help="Bind it by what `budget fingerprint` printed."),
     ] = None,
     ledger: LedgerUrl = None,
     witness: Witness = None,
@@ -100,8 +101,8 @@ def _open(
 
 
 def _account(output: Output, ledger: "PrivacyLedger", *names: str) -> int:
-    """Show accounts as they are now; one of them as the JSON itself."""
-    from coordinator.tables import accounts_view
+    """Show accounts as they are now; a single one is the JSON itself."""
+    from coordinator.cli_tables import accounts_view
 
     accounts = [account for account in ledger.view().accounts if account.name in names]
     shown = [asdict(account) for account in accounts]
@@ -111,7 +112,7 @@ def _account(output: Output, ledger: "PrivacyLedger", *names: str) -> int:
 
 @budget.command("fingerprint")
 def fingerprint_command(config: ConfigFile, as_json: AsJson = False, debug: Debug = False) -> None:
-    """Compute the keyed fingerprint of CONFIG's dataset; for whoever may read the data and its key."""
+    """Compute the keyed fingerprint of CONFIG's dataset; needs the data and its key."""
     execute(as_json, debug, lambda output: _fingerprint(output, config))
 
 
@@ -165,15 +166,15 @@ def authorize_command(
     epsilon_cap: Annotated[float, typer.Option(help="The higher cap.", show_default=False)],
     key: Annotated[Path, typer.Option(metavar="FILE", help="Private key of the authority.", show_default=False)],
     out: Annotated[Path, typer.Option(metavar="FILE", help="New file with the authorisation.", show_default=False)],
-    days: Annotated[float, typer.Option(help="For how long it can be used.")] = 7.0,
+    days: Annotated[float, typer.Option(help="Days within which it can be used.")] = 7.0,
     ledger: LedgerUrl = None,
     export: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="An exported ledger, which is checked, instead of one.")
+        Path | None, typer.Option(metavar="FILE", help="An exported ledger to check and use instead.")
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Sign that the cap of an account may be raised, once and from what it is now; needs no access to the ledger."""
+    """Sign one raise of an account's cap from its present value. With --export, no ledger is needed."""
     execute(as_json, debug, lambda output: _authorize(output, account, epsilon_cap, key, out, days, ledger, export))
 
 
@@ -226,7 +227,7 @@ def _authorize(
 def _change(
     account: str, epsilon_cap: float, expires_at: int, url: str | None, export: Path | None
 ) -> tuple["CapAuthorisation", bytes]:
-    """What is to be signed, and with which key: as the ledger, or an export of it that was checked, has them now."""
+    """Return what is to be signed and with which key, from the ledger or from a checked export."""
     from coordinator.ledger_authority import CapAuthorisation
 
     if export is None:
@@ -291,7 +292,7 @@ def _cap(
 def transfer_command(
     source: Annotated[str, typer.Argument(help="The account that gives.", show_default=False)],
     target: Annotated[str, typer.Argument(help="The account that gets.", show_default=False)],
-    epsilon: Annotated[float, typer.Option(help="How much of the cap.", show_default=False)],
+    epsilon: Annotated[float, typer.Option(help="Part of the cap to move.", show_default=False)],
     ledger: LedgerUrl = None,
     witness: Witness = None,
     as_json: AsJson = False,
@@ -315,7 +316,7 @@ def close_command(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Let nothing more be charged to an account, for good."""
+    """Close an account for good: nothing more is charged to it."""
     execute(as_json, debug, lambda output: _close(output, account, ledger, witness))
 
 

@@ -1,4 +1,4 @@
-"""Options that the commands ``raycloak budget`` share, and the ledger that they lead to."""
+"""The options that the commands ``raycloak budget`` share, and the ledger that they name."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from coordinator.ledger import PrivacyLedger
 
 Account = Annotated[str, typer.Argument(help="Name of the account.", show_default=False)]
-SomeAccount = Annotated[str | None, typer.Argument(help="Name of an account; all without it.")]
-LedgerUrl = Annotated[str | None, typer.Option(help="URL of the ledger; the one in RAYCLOAK_HOME without it.")]
+SomeAccount = Annotated[str | None, typer.Argument(help="Name of an account; default: all.")]
+LedgerUrl = Annotated[str | None, typer.Option(help="URL of the ledger; default: the one in RAYCLOAK_HOME.")]
 Witness = Annotated[
     str | None, typer.Option(metavar="PLACE", help="The ledger's witness: absolute folder, or http(s) URL.")
 ]
@@ -21,7 +21,7 @@ Witness = Annotated[
 
 @contextmanager
 def ledger_at(url: str | None, create: bool, witness: str | None = None) -> Iterator["PrivacyLedger"]:
-    """The ledger at ``url``, or that of the state folder, for as long as the block lasts."""
+    """Open the ledger at ``url``, or that of the state folder, for as long as the block lasts."""
     from coordinator.ledger import PrivacyLedger
     from coordinator.state import ledger_url
 
@@ -34,7 +34,7 @@ def ledger_at(url: str | None, create: bool, witness: str | None = None) -> Iter
 
 @contextmanager
 def existing_ledger(url: str | None, witness: str | None) -> Iterator["PrivacyLedger"]:
-    """As :func:`ledger_at`, to write to; a ledger that is not there is not made."""
+    """Open a ledger as :func:`ledger_at` does, to write to it; a missing one is refused."""
     with ledger_at(url, create=False):
         pass
     with ledger_at(url, create=True, witness=witness) as ledger:
@@ -42,7 +42,7 @@ def existing_ledger(url: str | None, witness: str | None) -> Iterator["PrivacyLe
 
 
 def hexadecimal(text: str | None) -> bytes | None:
-    """Bytes from hexadecimal text; ConfigError ``usage`` if it is none."""
+    """Return the bytes of hexadecimal text; ConfigError ``usage`` if it is none."""
     try:
         return None if text is None else bytes.fromhex(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The commands ``raycloak budget`` about the record: its history, its export, and whether it can be believed."""
+"""The commands ``raycloak budget`` about the record: history, export and verification."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ def history_command(
 
 
 def _history(output: Output, account: str | None, url: str | None) -> int:
-    from coordinator.tables import history_view
+    from coordinator.cli_tables import history_view
 
     with ledger_at(url, create=False) as ledger:
         known = ledger.verify().accounts
@@ -45,7 +45,7 @@ def export_command(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Check the ledger, then write its whole chain to FILE, which `verify --export` checks without the ledger."""
+    """Check the ledger, then write its whole chain to FILE; `verify --export` needs FILE alone."""
     execute(as_json, debug, lambda output: _export(output, file, ledger))
 
 
@@ -62,19 +62,19 @@ def _export(output: Output, file: Path, url: str | None) -> int:
 
 def verify_command(
     ledger: LedgerUrl = None,
-    export: Annotated[Path | None, typer.Option(metavar="FILE", help="An exported ledger, instead of one.")] = None,
+    export: Annotated[Path | None, typer.Option(metavar="FILE", help="An exported ledger to check instead.")] = None,
     public_key: Annotated[str | None, typer.Option(metavar="HEX", help="The key that the ledger must have.")] = None,
     packages: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Sealed packages by run; those of RAYCLOAK_HOME without it.")
+        Path | None, typer.Option(metavar="DIR", help="Sealed packages by run; default: those in RAYCLOAK_HOME.")
     ] = None,
     runs: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Run directories; those of RAYCLOAK_HOME without it.")
+        Path | None, typer.Option(metavar="DIR", help="Run directories; default: those in RAYCLOAK_HOME.")
     ] = None,
     witness: Witness = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Check every entry of the ledger, and that it has all that packages, evidence logs and its witness saw it have.
+    """Check every entry of the ledger, and compare it with its heads in packages, evidence logs and its witness.
 
     Writes nothing. Exit code 3 if an entry was changed, dropped, moved or rolled back; it is named.
     """
@@ -91,13 +91,13 @@ def _verify(
     witness: str | None,
 ) -> int:
     from coordinator import state
+    from coordinator.cli_tables import verified_view
     from coordinator.ledger_pins import check_pins, log_pins, package_pins, require_key, witness_pins
-    from coordinator.tables import verified_view
 
     for place in (packages, runs):
         if place is not None and not place.is_dir():
-            # Heads that are looked for where there are none would say nothing about a rollback.
-            raise ConfigError("usage", f"there is no folder {place}.", "Name where the packages or runs are.")
+            # A mistyped folder holds no heads: nothing would be compared, and no rollback found.
+            raise ConfigError("usage", f"there is no folder {place}.", "Name the folder of the packages or runs.")
     with _record(url, export) as (key, replay, hash_at):
         require_key(hexadecimal(public_key), key)
         home = state.home()
@@ -129,7 +129,7 @@ def _verify(
 
 @contextmanager
 def _record(url: str | None, export: Path | None) -> Iterator[tuple[bytes, "Replay", Callable[[int], bytes | None]]]:
-    """Key, content and hashes of a ledger that was checked, or of an exported one."""
+    """Return key, content and hashes of a ledger that was checked, or of an exported one."""
     if export is None:
         with ledger_at(url, create=False) as ledger:
             yield ledger.public_key, ledger.verify(), ledger.hash_at

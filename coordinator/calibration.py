@@ -1,4 +1,4 @@
-"""What a mechanism costs under an accountant, and the noise that a target needs."""
+"""The cost of mechanisms under an accountant, and the noise that a target needs."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,24 +19,27 @@ from metrics.errors import ConfigError
 from workers.mechanism import AccountantName, Mechanism
 
 LARGEST_NOISE_MULTIPLIER = 2.0**14
+"""Where the search ends: a target that needs more noise leaves nothing to learn."""
 
+# Share of the target to aim at, and share at which the search stops: the pld accountant jumps by up to 0.2 %, so a
+# search for 1 itself would overshoot it. Four trials are usual; the limit only ends a search that cannot settle.
 _AIM, _CLOSE, _MOST_TRIALS = 0.9988, 0.997, 16
 
 
 def epsilon_of(
     sample_rate: float, noise_multiplier: float, steps: int, delta: float, accountant: AccountantName = "rdp"
 ) -> float:
-    """Epsilon of ``steps`` steps at an account's ``delta``, of which the slack reserve is taken off first."""
+    """Return epsilon of ``steps`` steps at an account's ``delta``, after the slack reserve is taken off."""
     return composed_epsilon((Release(sample_rate, noise_multiplier, steps),), delta, accountant)
 
 
 def composed_epsilon(releases: Releases, delta: float, accountant: AccountantName = "rdp") -> float:
-    """Epsilon of ``releases`` at an account's ``delta``, of which the slack reserve is taken off first."""
+    """Return epsilon of ``releases`` at an account's ``delta``, after the slack reserve is taken off."""
     return composed_curve([releases], delta, accountant)[0]
 
 
 def composed_curve(points: Sequence[Releases], delta: float, accountant: AccountantName = "rdp") -> tuple[float, ...]:
-    """The same of several growing compositions, of which the last is the most exact."""
+    """Return the same for several growing compositions; the last is the most exact."""
     return accountant_of(accountant).curve(points, accountant_delta(delta))
 
 
@@ -47,7 +50,7 @@ def epsilon_against(
     steps: int,
     beside: Sequence[tuple[Mechanism, int]] = (),
 ) -> float:
-    """Epsilon of ``steps`` steps for an adversary who knows the noise of ``missing_virtual_workers``.
+    """Return epsilon of ``steps`` steps for an adversary who knows the noise of ``missing_virtual_workers``.
 
     Infinite if no unknown noise is left, or if the slack at that epsilon does not fit its share of ``delta``.
 
@@ -74,7 +77,7 @@ def solve_noise_multiplier(
     accountant: AccountantName = "rdp",
     others: Releases = (),
 ) -> float:
-    """The smallest noise multiplier, to five digits and rounded up, that keeps ``steps`` steps within the target.
+    """Return the smallest noise multiplier that keeps ``steps`` steps within the target, to five digits, rounded up.
 
     Guarantee: with ``others``, ``steps`` releases at the result cost at most the target, and at least 99.7 % of it
     (99.9 % under ``rdp``), unless the result is the floor ``SMALLEST_NOISE_MULTIPLIER``.
@@ -95,7 +98,7 @@ def solve_noise_multiplier(
         rdp = accounting.composed_rdp((*others, Release(sample_rate, noise, steps)), orders)
         return accounting.epsilon(rdp, accountant_delta(delta), orders) / target_epsilon
 
-    # Where the result comes from a tighter accountant, the search has to begin near it and no more.
+    # A tighter accountant refines the result, so its search only has to begin near it: few orders will do.
     orders = ORDERS if accountant == "rdp" else WHOLE_ORDERS
     enough = _smallest(renyi_share) or LARGEST_NOISE_MULTIPLIER
     if share(enough) > 1:
@@ -109,7 +112,10 @@ def solve_noise_multiplier(
 
 
 def _smallest(share: Callable[[float], float]) -> float | None:
-    """The smallest noise, rounded up, at which ``share``, continuous and decreasing, is at most 1; None if none is."""
+    """Return the smallest noise, rounded up, whose ``share`` is at most 1; None if there is none.
+
+    Assumes that ``share`` is continuous and decreasing.
+    """
     from scipy.optimize import brentq
 
     low, high = SMALLEST_NOISE_MULTIPLIER, 1.0
@@ -128,7 +134,7 @@ def _smallest(share: Callable[[float], float]) -> float | None:
 
 
 def _tightened(share: Callable[[float], float], enough: float) -> float:
-    """A smaller noise than ``enough`` with a share just below 1, by interpolation of logarithms.
+    """Return a smaller noise than ``enough`` with a share just below 1, by interpolating logarithms.
 
     Takes about four values of ``share``, which may be costly and jump by up to 0.2 %.
     """
@@ -152,6 +158,6 @@ def _tightened(share: Callable[[float], float], enough: float) -> float:
 
 
 def _round_up(value: float) -> float:
-    """``value`` rounded up to five decimal digits behind the leading one."""
+    """Return ``value`` rounded up to five decimal digits after the leading one."""
     decimals = 5 - math.floor(math.log10(value))
     return math.ceil(value * 10.0**decimals) / 10.0**decimals

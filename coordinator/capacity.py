@@ -10,7 +10,7 @@ ROW_MULTIPLE = 8
 
 
 def overflow_bound(slice_size: int, sample_rate: float, draws: int, capacity: int) -> float:
-    """Upper bound on the chance that any of ``draws`` Binomial(slice_size, q) draws exceeds ``capacity``.
+    """Return an upper bound on the chance that any of ``draws`` Binomial(slice_size, q) draws exceeds ``capacity``.
 
     Guarantee: the Chernoff bound ``draws * exp(-n KL((capacity + 1) / n || q))``, and 0 where none can exceed it.
     """
@@ -19,7 +19,7 @@ def overflow_bound(slice_size: int, sample_rate: float, draws: int, capacity: in
 
 
 def _tail_exponent(n: int, q: float, capacity: int) -> float:
-    """-log of the Chernoff bound on P[Binomial(n, q) > capacity]."""
+    """Return minus the logarithm of the Chernoff bound on P[Binomial(n, q) > capacity]."""
     if capacity >= n:
         return math.inf
     share = (capacity + 1) / n
@@ -30,7 +30,7 @@ def _tail_exponent(n: int, q: float, capacity: int) -> float:
 
 
 def physical_shape(slice_size: int, sample_rate: float, draws: int, budget: float, largest: int) -> tuple[int, int]:
-    """Rows m and count M of the micro-batches: the fewest of at most ``largest`` rows that keep to the budget.
+    """Return rows m and count M of the micro-batches: the fewest of at most ``largest`` rows within the budget.
 
     Guarantee: ``overflow_bound(slice_size, sample_rate, draws, m * M) <= budget`` and ``m <= largest``.
     """

@@ -60,7 +60,7 @@ RunSecret = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="File of 64 hex digits, mode 0600; the same secret repeats the same run."),
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with the newest unfinished run of CONFIG's name.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Resume the newest unfinished run of CONFIG's name.")]
 
 
 @app.command()
@@ -98,7 +98,8 @@ def _train(output: Output, config: RunConfig, config_dir: Path | None, run_secre
     with quickly():
         from coordinator.progress import ProgressDisplay
         from coordinator.trainer import Trainer
-        from coordinator.verdict import Verdict, verdict_table, verdict_text
+        from coordinator.verdict import Verdict
+        from coordinator.verdict_table import verdict_table, verdict_text
 
     with ProgressDisplay(output.progress, config.name) as display:
         trainer = Trainer(
@@ -135,8 +136,8 @@ def replay_command(
 
 
 def _replay(output: Output, run_dir: Path, steps: str, workers: int) -> int:
+    from coordinator.cli_tables import replay_table
     from coordinator.replay import parse_steps, replay
-    from coordinator.tables import replay_table
 
     outcome = replay(run_dir, parse_steps(steps), workers, output.announce)
     output.result(asdict(outcome), replay_table(outcome))
@@ -149,7 +150,7 @@ def discard_command(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Give an unfinished run up: destroy its generated secret. What was charged stays charged."""
+    """Discard an unfinished run: destroy its generated secret. What was charged stays charged."""
     _execute(as_json, debug, lambda output: _discard(output, run_dir))
 
 
@@ -170,7 +171,7 @@ def plan(
     config: ConfigFile,
     overrides: Overrides = None,
     trials: Annotated[
-        int | None, typer.Option(metavar="K", help="Say also what a search of K such runs costs.", min=1)
+        int | None, typer.Option(metavar="K", help="Also say what a search of K such runs costs.", min=1)
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -180,10 +181,10 @@ def plan(
 
 
 def _plan(output: Output, config: RunConfig, config_dir: Path, trials: int | None) -> int:
+    from coordinator.cli_tables import evidence_text, plan_table, search_rows
     from coordinator.hardware import configured_policy
     from coordinator.plan_command import plan_of
-    from coordinator.search_cost import search_of, search_rows
-    from coordinator.tables import evidence_text, plan_table
+    from coordinator.search_cost import search_of
 
     policy = configured_policy(config.policy, config.collateral, config_dir)
     classes = sorted(policy.accepted_classes) if policy is not None else ["simulated"]
@@ -197,7 +198,7 @@ def _plan(output: Output, config: RunConfig, config_dir: Path, trials: int | Non
 
 @app.command()
 def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
-    """Look for what stands in the way of a run on this machine. Exit code 4 if a check fails."""
+    """Check that this machine can run raycloak. Exit code 4 if a check fails."""
     _execute(as_json, debug, _doctor)
 
 
@@ -214,7 +215,7 @@ app.command("audit")(audit_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Entry point of the console script; exits with the command's code."""
+    """Run the console script; exits with the command's code."""
     open_missing_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     code = _invoke(given)

@@ -1,4 +1,4 @@
-"""How every command of ``raycloak`` runs: the options all of them have, and what becomes of an error."""
+"""The frame of every ``raycloak`` command: shared options, owned streams, and errors as exit codes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 
 def execute(as_json: bool, debug: bool, body: Callable[[Output], int]) -> NoReturn:
-    """Run ``body`` with the standard streams in our hands; every outcome becomes an exit code."""
+    """Run ``body`` with the standard streams owned by the command; every outcome becomes an exit code."""
     with command_output(as_json, debug) as output:
         code = _guard(output, body)
     raise typer.Exit(code)
@@ -37,7 +37,7 @@ def _guard(output: Output, body: Callable[[Output], int]) -> int:
     except KeyboardInterrupt as error:
         output.error(
             RaycloakError(
-                "interrupted", "stopped by the user.", "What was charged stays charged; a run goes on with --resume."
+                "interrupted", "stopped by the user.", "What was charged stays charged; resume a run with --resume."
             ),
             error,
         )

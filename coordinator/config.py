@@ -1,7 +1,7 @@
 """RunConfig: the one typed configuration, the same from Python and YAML.
 
-Unknown fields are refused. What is contradictory on its face is refused here and in `coordinator/config_sections.py`;
-what needs the data or the model (capacity, budget, layers) is refused by `coordinator/plan.py`.
+Unknown fields are refused. Contradictions between fields are refused here and in `coordinator/config_sections.py`.
+Checks that need the data or the model (capacity, budget, layers) are in `coordinator/plan.py`.
 """
 
 from pathlib import Path
@@ -36,8 +36,9 @@ class RunConfig(Section):
 
     Attributes:
         name: prefix of the run directory.
-        num_workers, min_workers, max_workers: TrainWorkers to start and to hold on to, the fewest the run goes on
-            with, and the most it grows to where the cluster has room; ``num_workers`` by default.
+        num_workers: TrainWorkers to start, and to keep.
+        min_workers: fewest that the run continues with.
+        max_workers: most that it grows to where the cluster has room; ``num_workers`` by default.
         virtual_workers: V, fixed for the run; the result does not depend on how workers host them.
         batch_size_per_worker, expected_batch_size: the public batch size, one of the two.
         micro_batch_size: physical rows per forward pass.
@@ -131,14 +132,14 @@ class RunConfig(Section):
 
     @property
     def fewest_workers(self) -> int:
-        """``min_workers``, or its default: 2 with secure aggregation, else 1."""
+        """The ``min_workers``, or its default: 2 with secure aggregation, else 1."""
         if self.min_workers is not None:
             return self.min_workers
         return 2 if self.secure_aggregation else 1
 
     @property
     def most_workers(self) -> int:
-        """``max_workers``, or its default: ``num_workers``."""
+        """The ``max_workers``, or its default: ``num_workers``."""
         return self.max_workers if self.max_workers is not None else self.num_workers
 
     @property
@@ -151,7 +152,7 @@ class RunConfig(Section):
 
 
 def parse_config(raw: Any, overrides: list[str] | None = None) -> RunConfig:
-    """A RunConfig from plain data, after ``dotted.key=value`` overrides (values are YAML).
+    """Return a RunConfig from plain data, after ``dotted.key=value`` overrides (values are YAML).
 
     Raises:
         ConfigError: ``config``, with every wrong field named on one line.
@@ -164,7 +165,7 @@ def parse_config(raw: Any, overrides: list[str] | None = None) -> RunConfig:
 
 
 def validated(section: type[S], raw: Any, described_in: str = "docs/configuration.md") -> S:
-    """A section from plain data; errors as :func:`parse_config`."""
+    """Return a section from plain data; errors as :func:`parse_config`."""
     try:
         return section.model_validate(raw)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""The sections of a configuration: their fields, defaults and bounds, and what is contradictory within one of them."""
+"""The sections of a configuration: fields, defaults, bounds, and contradictions within one section."""
 
 import re
 from typing import Annotated, Any, Literal, Self
@@ -20,7 +20,7 @@ Address = Annotated[str, AfterValidator(_address)]
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown fields refused, frozen, no infinities, and no yes or no for a number."""
+    """The base of all sections: frozen, no unknown fields, no infinities, no booleans for numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -29,7 +29,7 @@ class Section(BaseModel):
     def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         kind = cls.model_fields[info.field_name].annotation if info.field_name else None
         if isinstance(value, bool) and kind is not bool:
-            raise ValueError(f"{str(value).lower()} is no value for it")
+            raise ValueError(f"{str(value).lower()} is not a valid value here")
         return value
 
 
@@ -67,7 +67,7 @@ class DPConfig(Section):
 
 
 class DatasetConfig(Section):
-    """Where the examples are.
+    """The place of the examples, and how they are read.
 
     Attributes:
         kind: ``digits`` (scikit-learn's 1,797 images), ``npz``, ``parquet``, ``module`` (``module:function``) or
@@ -102,7 +102,7 @@ class DatasetConfig(Section):
         if (self.kind == "sealed") != (self.key_file is not None):
             raise ValueError("key_file belongs to kind sealed, and is needed there")
         if self.kind == "sealed" and (self.fingerprint_key is not None or self.scale != 1.0):
-            raise ValueError("a sealed dataset has no fingerprint_key or scale; seal what they give")
+            raise ValueError("a sealed dataset has no fingerprint_key or scale; apply them before sealing")
         if (self.kind == "module") != (self.function is not None):
             raise ValueError("function belongs to kind module, and is needed there")
         return self
@@ -111,7 +111,7 @@ class DatasetConfig(Section):
 class EvaluationConfig(Section):
     """A split on which accuracy, or the loss, is measured every ``every`` steps and at the end.
 
-    Results are exact and shown to everybody, so ``dataset.public`` must declare them public, also where the examples
+    Results are exact and shown to everybody. So ``dataset.public`` must declare them public, even where the examples
     themselves are sealed.
     """
 
@@ -120,12 +120,12 @@ class EvaluationConfig(Section):
 
     @property
     def kept(self) -> Kept:
-        """How the examples are kept."""
+        """The way the examples are kept."""
         return "sealed" if self.dataset.kind == "sealed" else "clear"
 
 
 class ClassCountsConfig(Section):
-    """How many private examples each class has, released once, before the first step.
+    """The count of private examples of each class, released once, before the first step.
 
     Attributes:
         classes: K; labels outside [0, K) are not counted.
@@ -137,7 +137,7 @@ class ClassCountsConfig(Section):
 
 
 class PrivateEvaluationConfig(Section):
-    """Mean loss, and accuracy under ``cross_entropy``, of the model on the private training examples.
+    """The model's mean loss, and accuracy under ``cross_entropy``, on the private training examples.
 
     Attributes:
         every: steps between two releases; the last is made at the end.
@@ -151,14 +151,14 @@ class PrivateEvaluationConfig(Section):
 
 
 class MeasurementsConfig(Section):
-    """What is released about the private examples beside the gradients, each with noise and a cost of its own."""
+    """The measurements on private examples beside the gradients, each with noise and a cost of its own."""
 
     class_counts: ClassCountsConfig | None = None
     evaluation: PrivateEvaluationConfig | None = None
 
 
 class OptimizerConfig(Section):
-    """Update rule of the aggregator, applied to the released average."""
+    """The aggregator's update rule, applied to the released average."""
 
     name: Literal["sgd", "adam", "adamw", "adafactor"] = "sgd"
     learning_rate: float = Field(default=0.5, gt=0, le=3e38)
@@ -178,7 +178,7 @@ class OptimizerConfig(Section):
 
 
 class RingConfig(Section):
-    """Integer ring of the updates.
+    """The integer ring of the updates.
 
     Attributes:
         bits: width; ``auto`` takes 32 where rounding costs less than 1 % of the sensitivity.
@@ -190,7 +190,7 @@ class RingConfig(Section):
 
 
 class LedgerConfig(Section):
-    """Which ledger and account pay.
+    """The ledger and the account that pay.
 
     Attributes:
         url: of the ledger; the file in the state folder if absent. A password in it is written and shown nowhere.
@@ -216,7 +216,7 @@ class KeyServiceConfig(Section):
 
 
 class AttestationConfig(Section):
-    """How a run's evidence is shown to others while it goes on.
+    """The service that shows a run's evidence to others while it runs.
 
     Attributes:
         bind: ``host:port`` where the orchestrator serves the evidence service, on the driver's node; port 0 takes a
@@ -227,7 +227,7 @@ class AttestationConfig(Section):
 
 
 class FailureConfig(Section):
-    """Deadlines in seconds, and how many failures a run survives.
+    """The deadlines in seconds, and how many failures a run survives.
 
     Attributes:
         admission_deadline_s: for a member to open its data and to present its evidence.
@@ -245,7 +245,7 @@ class FailureConfig(Section):
 
 
 class PlacementConfig(Section):
-    """Where the workers run, in the terms of Ray's placement groups.
+    """The nodes that workers run on, in the terms of Ray's placement groups.
 
     Attributes:
         strategy: how the initial workers spread over nodes; a joiner gets a group of its own.
@@ -263,7 +263,7 @@ class PlacementConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Sealed packages of the released model; see `docs/tssp.md`.
+    """The sealed packages of the released model; see `docs/tssp.md`.
 
     Attributes:
         checkpoint_frequency: steps between two packages; 0 seals one only when the run ends or is stopped.
@@ -289,6 +289,6 @@ class CheckpointConfig(Section):
 
 
 class MetricsConfig(Section):
-    """Address of the `/metrics` endpoint, ``host:port``; port 0 takes a free one."""
+    """The address of the `/metrics` endpoint, ``host:port``; port 0 takes a free one."""
 
     bind: Address = "127.0.0.1:0"

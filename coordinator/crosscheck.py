@@ -44,7 +44,7 @@ _ALMOST_ONE = 1 - 2.0**-40
 
 @dataclass(frozen=True, slots=True)
 class CrossCheck:
-    """What each accountant says of the same releases at the same delta.
+    """The answers of four accountants for the same releases at the same delta.
 
     Attributes:
         epsilon: by accountant; ``opacus_prv`` is its estimate.
@@ -59,7 +59,7 @@ class CrossCheck:
     not_computed: dict[str, str] = field(default_factory=dict)
 
     def disagreement(self) -> str | None:
-        """A sentence that names the two that contradict each other; None if none do."""
+        """Return a sentence that names two accountants that contradict each other; None if none do."""
         opacus, google = self.integer_orders
         if not math.isclose(opacus, google, rel_tol=RDP_TOLERANCE, abs_tol=1e-9):
             return f"RDP at integer orders gives {opacus:.6g} in opacus and {google:.6g} in dp-accounting"
@@ -74,7 +74,7 @@ class CrossCheck:
         return None
 
     def require_agreement(self) -> None:
-        """Refuse what contradicts itself; RefusedError ``accountants_disagree``."""
+        """Refuse a plan on which accountants contradict each other; RefusedError ``accountants_disagree``."""
         problem = self.disagreement()
         if problem is not None:
             raise RefusedError(
@@ -92,7 +92,7 @@ def load_accountants(config: RunConfig) -> None:
 
 
 def checked(plan: Plan) -> Plan:
-    """``plan`` with what each accountant says of it; as it is where nothing is private.
+    """Return ``plan`` with what each accountant says of it; unchanged where nothing is private.
 
     Raises:
         RefusedError: ``accountants_disagree``.
@@ -106,7 +106,7 @@ def checked(plan: Plan) -> Plan:
 
 @lru_cache(maxsize=64)
 def cross_check(releases: Releases, delta: float) -> CrossCheck:
-    """Epsilon of ``releases`` at ``delta``, the accountant's share, by all four. Takes 1 s to 5 s for new arguments."""
+    """Return epsilon of ``releases`` by all four, at ``delta``, the accountant's share. Takes up to 5 s when new."""
     missing = {}
     found = {
         "opacus_rdp": _opacus_rdp(releases, delta, accounting.ORDERS),
@@ -150,7 +150,7 @@ def _dp_accounting_rdp(releases: Releases, delta: float, orders: tuple[float, ..
 
 
 def _opacus_prv(releases: Releases, delta: float, expected: float) -> tuple[float, float, float] | str:
-    """PRV's lower bound, estimate and upper bound, or why there is none."""
+    """Return PRV's lower bound, estimate and upper bound, or why there is none."""
     prv, delta_error = _prv_library(), delta / 1000
     with _quiet():
         length, error, points = _prv_grid(releases, delta_error, expected)
@@ -181,7 +181,7 @@ def _prv_library() -> Any:
 
 
 def _prv_grid(releases: Releases, delta_error: float, expected: float) -> tuple[float, float, float]:
-    """The largest loss on PRV's grid, an error to ask for, and how many points the grid then has.
+    """Return the largest loss on PRV's grid, an error to ask for, and how many points the grid then has.
 
     The loss is that of remark 5.6 of Gopi et al. (arXiv 2106.02848), as Opacus' ``compute_safe_domain_size`` has it,
     but from divergences that are there already: computing them takes a second, and Opacus does it four times.
@@ -198,7 +198,7 @@ def _prv_grid(releases: Releases, delta_error: float, expected: float) -> tuple[
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the libraries' remarks on orders they skip or would like: the values are compared, not trusted."""
+    """Silence the libraries' remarks on orders: their values are compared here, not trusted."""
     logger: Any = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)

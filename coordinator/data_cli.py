@@ -14,7 +14,7 @@ data = typer.Typer(help="Data: encrypt a dataset so that only attested workers o
 
 @data.callback()
 def _group() -> None:
-    """Group of commands, also while it has only one."""
+    """Keep this a group of commands while it has only one."""
 
 
 @data.command("seal")

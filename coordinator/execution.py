@@ -45,7 +45,7 @@ from coordinator.run_folder import RunFolder, run_lock
 from coordinator.run_service import announce
 from coordinator.sealed_terms import evaluation_folder
 from coordinator.stopping import StopRequest, stop_on_signals
-from coordinator.views import metrics_view, run_facts, verdict_of
+from coordinator.verdict import metrics_view, run_facts, verdict_of
 from metrics.collectors import GpuCollector, LedgerCollector, RunMetrics
 from metrics.errors import DatasetError, RaycloakError
 from metrics.events import EventWriter

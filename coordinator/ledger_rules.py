@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attestation.roster import Query
-from coordinator.accountants import Quote, Spend, Terms, accountant_of
+from coordinator.accountants import AccountLimits, Quote, Spend, accountant_of
 from coordinator.accounting import (
     SLACK_SHARE,
     SMALLEST_NOISE_MULTIPLIER,
@@ -101,12 +101,12 @@ def registration(
 def quoted(terms: AccountOpened, mechanisms: Sequence[Mechanism]) -> Quote:
     """What the account's accountant says beforehand of a run of these mechanisms."""
     plan = [Release(each.sample_rate, each.noise_multiplier, each.steps) for each in mechanisms if each.private]
-    return accountant_of(terms.accountant).quote(plan, accountant_terms(terms)) if plan else Quote()
+    return accountant_of(terms.accountant).quote(plan, account_limits(terms)) if plan else Quote()
 
 
-def accountant_terms(terms: AccountOpened) -> Terms:
-    """What of an account's terms its accountant needs."""
-    return Terms(terms.epsilon_cap, accountant_delta(terms.delta), terms.orders)
+def account_limits(terms: AccountOpened) -> AccountLimits:
+    """Return what of an account's terms its accountant needs."""
+    return AccountLimits(terms.epsilon_cap, accountant_delta(terms.delta), terms.orders)
 
 
 def check_dataset(terms: AccountOpened, dataset_fingerprint: bytes) -> None:
@@ -233,7 +233,7 @@ def check_cap(terms: AccountOpened, spent: Sequence[Spend]) -> float:
 
 def epsilon_at(terms: AccountOpened, spent: Sequence[Spend]) -> float:
     """Epsilon of what all runs of an account spent, under its terms."""
-    return accountant_of(terms.accountant).spent(spent, accountant_terms(terms))
+    return accountant_of(terms.accountant).spent(spent, account_limits(terms))
 
 
 def run_mismatch(run_id: str) -> BudgetError:

@@ -8,7 +8,7 @@ from coordinator.accountants import Spend, accountant_of
 from coordinator.ledger_accounts import Account
 from coordinator.ledger_entries import Head, RunRegistered
 from coordinator.ledger_leases import Lease
-from coordinator.ledger_rules import accountant_terms, epsilon_at, slack_at
+from coordinator.ledger_rules import account_limits, epsilon_at, slack_at
 from workers.mechanism import AccountantName
 
 
@@ -90,7 +90,7 @@ def account_view(
         delta=terms.delta,
         accountant=terms.accountant,
         spent_epsilon=epsilon_at(terms, spent),
-        spent_ratio=accountant_of(terms.accountant).ratio(spent, accountant_terms(terms)),
+        spent_ratio=accountant_of(terms.accountant).ratio(spent, account_limits(terms)),
         delta_slack=sum(slack_at(event, terms.epsilon_cap) for event, *_ in runs),
         runs=tuple(_run_view(*each) for each in runs),
         closed=account.closed,

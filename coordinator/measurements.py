@@ -1,19 +1,17 @@
-"""What a run measures beside its gradients: mechanisms, how often each is released, and what all of it costs."""
+"""The measurements of a run beside its gradients: their mechanisms, their schedule, and what each costs."""
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attestation.roster import Query
 from coordinator.accounting import SMALLEST_NOISE_MULTIPLIER
-from coordinator.calibration import composed_epsilon, epsilon_of
+from coordinator.calibration import composed_epsilon
 from coordinator.capacity import physical_shape
 from coordinator.config import RunConfig
 from coordinator.config_sections import ClassCountsConfig, PrivateEvaluationConfig
-from coordinator.releases import Release, Releases
+from coordinator.releases import Release, Releases, releases_of
 from metrics.errors import ConfigError
 from workers.measurement import Measurement
-from workers.mechanism import AccountantName, Mechanism
+from workers.mechanism import Mechanism
 from workers.ring import fit_ring
 
 NORM = 1.0
@@ -22,7 +20,7 @@ NORM = 1.0
 
 @dataclass(frozen=True, slots=True)
 class MechanismCost:
-    """One mechanism of a plan.
+    """The cost of one mechanism of a plan.
 
     Attributes:
         releases: how often it is planned to be released.
@@ -37,7 +35,7 @@ class MechanismCost:
 
 
 def planned_measurements(config: RunConfig) -> Releases:
-    """All releases of the configured measurements, in the order of :func:`plan_measurements`.
+    """Return all releases of the configured measurements, in the order of :func:`plan_measurements`.
 
     Raises:
         ConfigError: ``noise_too_small``.
@@ -46,9 +44,10 @@ def planned_measurements(config: RunConfig) -> Releases:
 
 
 def plan_measurements(config: RunConfig, training: Mechanism) -> tuple[Measurement, ...]:
-    """The frozen measurements of a run, in the order in which they are made; a function of public numbers only.
+    """Return the frozen measurements of a run in the order in which they are made.
 
-    They share examples, virtual workers, honest share and accountant with the mechanism of training.
+    Guarantee: a function of public numbers only. Measurements share examples, virtual workers, honest share and
+    accountant with the mechanism of training.
 
     Raises:
         ConfigError: ``noise_too_small``, or a measurement does not fit the ring; with numbers.
@@ -56,38 +55,52 @@ def plan_measurements(config: RunConfig, training: Mechanism) -> tuple[Measureme
     return tuple(_measurement(config, section, training) for section in _sections(config))
 
 
-def releases_within(mechanism: Mechanism, measurements: Sequence[Measurement], steps: int, last: int) -> Releases:
-    """All private releases of a run of ``steps`` training steps that measures after at most ``last`` of them."""
-    if not mechanism.private:
-        return ()
-    training = (Release(mechanism.sample_rate, mechanism.noise_multiplier, steps),) if steps else ()
-    return training + tuple(
-        Release(each.mechanism.sample_rate, each.mechanism.noise_multiplier, count)
-        for each in measurements
-        if (count := made(each, mechanism.steps, last))
-    )
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """All that a run is planned to release: a gradient in every step, and measurements between the steps.
+
+    A moment of a run is given by two numbers of steps: how many steps are charged, and after how many of them the
+    newest charged measurement was made. A step is charged before what is measured after it, so they may differ by one.
+    """
+
+    mechanism: Mechanism
+    measurements: tuple[Measurement, ...]
+
+    @property
+    def mechanisms(self) -> tuple[Mechanism, ...]:
+        """Every mechanism, the gradient's first."""
+        return (self.mechanism, *(each.mechanism for each in self.measurements))
+
+    def measured(self, after: int) -> list[tuple[Mechanism, int]]:
+        """Return each measurement's mechanism, and how often it was released once ``after`` steps were finished."""
+        return [(each.mechanism, _made(each, self.mechanism.steps, after)) for each in self.measurements]
+
+    def releases(self, steps: int, measured: int) -> Releases:
+        """Return all private releases of ``steps`` steps and of what is measured after at most ``measured`` steps."""
+        return releases_of([(self.mechanism, steps), *self.measured(measured)])
+
+    def epsilon(self, steps: int, measured: int, delta: float) -> float:
+        """Return the epsilon of :meth:`releases` at an account's ``delta``."""
+        return composed_epsilon(self.releases(steps, measured), delta, self.mechanism.accountant)
 
 
-def made(measurement: Measurement, planned_steps: int, finished_steps: int) -> int:
-    """How many releases of a measurement are made until ``finished_steps`` are finished, that moment included."""
+def _made(measurement: Measurement, planned_steps: int, finished_steps: int) -> int:
+    """Return how many releases of a measurement are made by the time ``finished_steps`` steps are finished."""
     count = measurement.mechanism.steps
     return sum(measurement.after(number, planned_steps) <= finished_steps for number in range(count))
 
 
-def mechanism_costs(
-    mechanism: Mechanism, measurements: Sequence[Measurement], delta: float
-) -> tuple[MechanismCost, ...]:
-    """Each mechanism with what it would cost alone; nothing where nothing is private."""
-    mechanisms = (mechanism, *(measurement.mechanism for measurement in measurements))
+def mechanism_costs(run: Schedule, delta: float) -> tuple[MechanismCost, ...]:
+    """Return each mechanism with what it would cost alone; nothing where nothing is private."""
     return tuple(
         MechanismCost(
             query=each.query,
             releases=each.steps,
             sample_rate=each.sample_rate,
             noise_multiplier=each.noise_multiplier,
-            epsilon_alone=epsilon_of(each.sample_rate, each.noise_multiplier, each.steps, delta, mechanism.accountant),
+            epsilon_alone=composed_epsilon(releases_of([(each, each.steps)]), delta, run.mechanism.accountant),
         )
-        for each in mechanisms
+        for each in run.mechanisms
         if each.private
     )
 
@@ -118,17 +131,14 @@ def _noise(section: Section) -> float:
 def _measurement(config: RunConfig, section: Section, training: Mechanism) -> Measurement:
     query: Query
     if isinstance(section, ClassCountsConfig):
-        query, dimension, divisor, every, loss_bound = "class_counts", section.classes, 1.0, 0, 0.0
+        query, dimension, divisor = "class_counts", section.classes, 1.0
+        every, loss_bound = 0, 0.0
     else:
-        dimension = 2 if config.loss == "cross_entropy" else 1
-        query, divisor, every, loss_bound = (
-            "evaluation",
-            float(training.num_examples),
-            section.every,
-            section.loss_bound,
-        )
+        query, dimension, divisor = "evaluation", 2 if config.loss == "cross_entropy" else 1, training.num_examples
+        every, loss_bound = section.every, section.loss_bound
     workers, noise = training.virtual_workers, _noise(section)
     slice_size = -(-training.num_examples // workers)
+    # Every example contributes, so the batch holds a whole slice and none is ever cut.
     rows, batches = physical_shape(slice_size, 1.0, workers, 0.0, config.micro_batch_size)
     ring = fit_ring(
         max_grad_norm=NORM,
@@ -145,7 +155,7 @@ def _measurement(config: RunConfig, section: Section, training: Mechanism) -> Me
             "steps": _count(config, section),
             "max_grad_norm": NORM,
             "noise_multiplier": noise,
-            "expected_batch_size": divisor,
+            "expected_batch_size": float(divisor),
             "dimension": dimension,
             "ring_bits": ring.bits,
             "gamma_log2": ring.gamma_log2,
@@ -157,20 +167,3 @@ def _measurement(config: RunConfig, section: Section, training: Mechanism) -> Me
         }
     )
     return Measurement(mechanism=own, every=every, loss_bound=loss_bound)
-
-
-def scaled(releases: Releases, factor: float) -> Releases:
-    """The same releases with a share of their noise."""
-    return tuple(Release(each.sample_rate, each.noise_multiplier * factor, each.count) for each in releases)
-
-
-def check_affordable(others: Releases, target_epsilon: float, delta: float, accountant: AccountantName) -> None:
-    """Refuse measurements that leave nothing for training; ConfigError ``measurements_too_costly``."""
-    spent = composed_epsilon(others, delta, accountant) if others else 0.0
-    if not math.isfinite(spent) or spent >= target_epsilon:
-        raise ConfigError(
-            "measurements_too_costly",
-            f"the measurements alone cost epsilon {spent:.4g} at delta {delta:g}; the target for all is "
-            f"{target_epsilon:g}.",
-            "Raise their noise_multiplier, or measure less often.",
-        )

@@ -1,4 +1,4 @@
-"""Standard streams as a command is given them: one may be closed from the start, or be lost while the command works."""
+"""The standard streams of a command: one may be closed from the start, or be lost while the command works."""
 
 import io
 import os
@@ -7,10 +7,10 @@ from typing import TextIO
 
 
 class Outlet(io.TextIOBase):
-    """A stream that may be lost: what cannot be written is dropped, so that nobody who stops reading ends a run.
+    """A stream that drops what it cannot write, so that a reader who leaves does not end a run.
 
     Attributes:
-        failure: what the first write that failed was told; None while all is well.
+        failure: error of the first write that failed; None while all is well.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -18,15 +18,15 @@ class Outlet(io.TextIOBase):
         self.failure: OSError | None = None
 
     def writable(self) -> bool:
-        """Always true."""
+        """Return true."""
         return True
 
     def isatty(self) -> bool:
-        """Whether a person reads it."""
+        """Return whether a person reads it."""
         return self._stream.isatty()
 
     def fileno(self) -> int:
-        """The descriptor of the stream."""
+        """Return the descriptor of the stream."""
         return self._stream.fileno()
 
     def write(self, text: str) -> int:
@@ -39,7 +39,7 @@ class Outlet(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Hand on what was written, or drop it."""
+        """Pass on what was written, or drop it."""
         if self.failure is None:
             try:
                 self._stream.flush()
@@ -48,9 +48,9 @@ class Outlet(io.TextIOBase):
 
 
 def open_missing_streams() -> None:
-    """Let standard streams that the process was started without lead nowhere.
+    """Connect standard streams that are missing to the null device.
 
-    Without it no file of the process is safe: the next one that it opens would take the number of a standard stream.
+    Otherwise the next file that the process opens would take the number of a standard stream.
     """
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:

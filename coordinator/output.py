@@ -1,8 +1,8 @@
-"""What a command says, and where it says it.
+"""The output of a command: its result, its errors, and the log of everything else.
 
 Guarantee: with ``--json`` the real standard output carries exactly one JSON object and nothing else, whatever Ray, a
 native library or the user's model prints. The command keeps file descriptor 1 for itself: `sys.stdout` and
-`sys.stderr` become the run's log, and whatever writes to descriptor 1 directly reaches standard error.
+`sys.stderr` become the run's log. Code that writes to descriptor 1 directly reaches standard error.
 """
 
 import io
@@ -24,13 +24,16 @@ from coordinator.outlets import Outlet
 from metrics.errors import RaycloakError, RunFailedError
 
 PLAIN_WIDTH = 120
+"""Columns where the output is no terminal: enough for a digest beside its label."""
+
 RAY_LOG = "ray.log"
+
 RAY_THREADS = "ray_"
-"""How the names of the threads begin in which Ray prints what it hears of its processes."""
+"""Prefix of the names of threads in which Ray prints what its processes say."""
 
 
 class Diversion(io.TextIOBase):
-    """Takes what others print; keeps it until :meth:`attach` names the log it belongs to.
+    """A stream that takes what others print, and keeps it until :meth:`attach` names its log.
 
     What Ray says of its processes goes to `RAY_LOG` beside it: what Ray's threads print, and what its loggers say.
     A log is opened for each write: loggers that hold on to a diversion may outlive the command.
@@ -42,7 +45,7 @@ class Diversion(io.TextIOBase):
         self.log: Path | None = None
 
     def writable(self) -> bool:
-        """Always true."""
+        """Return true."""
         return True
 
     def write(self, text: str) -> int:
@@ -60,7 +63,7 @@ class Diversion(io.TextIOBase):
             self._drain()
 
     def attach(self, log: Path | None) -> None:
-        """Append what was kept to ``log`` and go on there; None keeps from now on what is printed."""
+        """Append what was kept to ``log`` and continue there; None keeps what is printed from now on."""
         with self._lock:
             self.log = log
             self._drain()
@@ -71,7 +74,7 @@ class Diversion(io.TextIOBase):
         for from_ray in (False, True):
             texts = [text for ray, text in self._kept if ray == from_ray]
             log = self.log.with_name(RAY_LOG) if from_ray else self.log
-            # A disk that is full is no error of whoever prints, and hides none that is being reported.
+            # A full disk is no fault of the code that prints, and must not hide an error that is being reported.
             with suppress(OSError):
                 if texts:
                     with log.open("ab", buffering=0) as sink:
@@ -80,7 +83,7 @@ class Diversion(io.TextIOBase):
 
 
 def attach_log(log: Path | None) -> None:
-    """Send what the process prints from here on, and what it printed since the command began, to ``log``.
+    """Send what the process prints, and has printed since the command began, to ``log``.
 
     None lets go of the log, before its folder is removed.
     Does nothing where no command owns the standard output, as in a notebook or a script.
@@ -90,7 +93,7 @@ def attach_log(log: Path | None) -> None:
 
 
 class _RayHandler(logging.Handler):
-    """Hands what a logger says to the diversion that is `sys.stderr` at that time, or to the real standard error."""
+    """A handler that passes records to the diversion if that is `sys.stderr` now, else to the real standard error."""
 
     _formatter = logging.Formatter("%(asctime)s\t%(levelname)s %(filename)s:%(lineno)s -- %(message)s")
 
@@ -102,7 +105,7 @@ class _RayHandler(logging.Handler):
 
 
 def divert_logger(name: str) -> None:
-    """Send what the logger ``name`` says to `RAY_LOG`. Does nothing where no command owns the standard output."""
+    """Send the records of logger ``name`` to `RAY_LOG`; do nothing where no command owns the standard output."""
     if not isinstance(sys.stderr, Diversion):
         return
     logger = logging.getLogger(name)
@@ -111,7 +114,7 @@ def divert_logger(name: str) -> None:
 
 
 class Output:
-    """The voice of one command."""
+    """The output of one command: its result, its notes and its errors."""
 
     def __init__(self, stdout: TextIO, stderr: TextIO, diversion: Diversion, as_json: bool, debug: bool) -> None:
         self._stdout = Outlet(stdout)
@@ -123,7 +126,7 @@ class Output:
         """Progress goes to standard output if it is a terminal and free of JSON, else to standard error."""
 
     def announce(self, text: str) -> None:
-        """One line that a person should see while a run is going; it goes to the log as well."""
+        """Show one line while a run is going, and write it to the log as well."""
         # Through the console of the progress bar, which makes room for the line.
         self.progress.print(text, markup=False, soft_wrap=True)
         self._diversion.write(f"{text}\n")
@@ -143,24 +146,24 @@ class Output:
         self._stdout.flush()
         failure = self._stdout.failure
         if failure is not None and not isinstance(failure, BrokenPipeError):
-            message = f"what the command came to could not be written: {failure.strerror}."
+            message = f"the command's result could not be written: {failure.strerror}."
             raise RaycloakError("output_lost", message, "Make room; the verdict of a run is in its run.log as well.")
 
     def preview(self, view: RenderableType) -> None:
-        """Show a person what a command has come to before it fails; JSON has it beside the error."""
+        """Show a person the result so far before the command fails; JSON has it beside the error."""
         if not self._as_json:
             _console(self._stdout).print(view)
 
     def note(self, text: str) -> None:
-        """One line for the person at the terminal, on standard error."""
+        """Print one line for the person at the terminal, on standard error."""
         print(" ".join(text.split()), file=self._stderr, flush=True)
 
     def attach_log(self, log: Path) -> None:
-        """Name the log of the run, if the run did not do so itself."""
+        """Name the run's log, if the run did not do so itself."""
         self._diversion.attach(log)
 
     def error(self, error: RaycloakError, cause: BaseException | None = None) -> None:
-        """One line on standard error, and with ``--json`` an object with the key ``error`` on standard output.
+        """Print one line on standard error, and with ``--json`` an object with the key ``error`` on standard output.
 
         The object carries the result so far of a run that had begun. The traceback, of ``cause`` if given, goes to the
         log, and with ``--debug`` to standard error.
@@ -203,7 +206,7 @@ def command_output(as_json: bool, debug: bool) -> Iterator[Output]:
 
 
 def leave_stdout() -> None:
-    """Send what exit handlers may still print to standard error; the command has said all it had to say."""
+    """Send what exit handlers may still print to standard error: the result is complete."""
     sys.stdout.flush()
     os.dup2(2, 1)
 
@@ -219,7 +222,7 @@ def _own_descriptor() -> Iterator[TextIO]:
         try:
             yield stdout
         finally:
-            with suppress(OSError):  # what could not be written is known by now
+            with suppress(OSError):  # the failed write was noticed before
                 stdout.close()
             raw.close()
     finally:

@@ -1,4 +1,4 @@
-"""The commands ``raycloak package``: keys and trust of sealed packages, and reading one without the run it is from."""
+"""The commands ``raycloak package``: keys and trust of sealed packages, and reading one without its run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from metrics.errors import ConfigError
 if TYPE_CHECKING:
     from coordinator.tssp_reader import VerifiedPackage
 
-package = typer.Typer(help="Sealed packages: who may open them, whom to trust, what is in one.")
+package = typer.Typer(help="Sealed packages: recipients, trusted signers, verification.")
 
 PackagePath = Annotated[
     str, typer.Argument(metavar="PATH", help="Folder or s3:// URL of one package.", show_default=False)
@@ -47,11 +47,11 @@ def _keygen(output: Output, file: Path) -> int:
 def trust_command(
     store: Annotated[Path, typer.Argument(metavar="STORE", help="Trust store; created if missing.")],
     signer: Annotated[Path, typer.Option(metavar="FILE", help="Public file of the signer.", show_default=False)],
-    name: Annotated[str, typer.Option(help="What the reader calls this signer.", show_default=False)],
+    name: Annotated[str, typer.Option(help="Name of this signer in the store.", show_default=False)],
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Add a signer to a trust store. Get the signer's file by a way that an attacker cannot take."""
+    """Add a signer to a trust store. Get the signer's file over a channel that you trust."""
     execute(as_json, debug, lambda output: _trust(output, store, signer, name))
 
 
@@ -117,7 +117,7 @@ def _verified(path: str, trust: Path) -> Iterator["VerifiedPackage"]:
 
 
 def _facts(found: "VerifiedPackage") -> dict[str, Any]:
-    """What the package states, without keys and payload tables."""
+    """Return what the package states, without keys and payload tables."""
     stated = found.manifest.model_dump(mode="json", exclude={"format", "payloads", "recipients"})
     return {
         "verified": True,

@@ -1,28 +1,23 @@
-"""Who pays for a run: its own account or a named one, with which accountant, and how far its cap reaches."""
+"""The account that pays for a run: its own or a named one, its cap and its accountant."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from coordinator.calibration import composed_curve
 from coordinator.config import RunConfig
 from coordinator.ledger_view import LedgerView
-from coordinator.releases import Releases
 from metrics.errors import BudgetError
 from workers.mechanism import AccountantName
-
-CURVE_POINTS = 40
 
 
 @dataclass(frozen=True, slots=True)
 class NamedAccount:
-    """What a plan needs of the account that the configuration names."""
+    """The facts of a named account that a plan needs."""
 
     epsilon_cap: float
     accountant: AccountantName
 
 
 def account_cap(config: RunConfig) -> float:
-    """Epsilon cap of the run's own account; 0 where privacy is switched off."""
+    """Return the epsilon cap of the run's own account; 0 where privacy is switched off."""
     dp = config.dp_config
     if not dp.enabled:
         return 0.0
@@ -32,9 +27,9 @@ def account_cap(config: RunConfig) -> float:
 
 
 def named_account(view: LedgerView, config: RunConfig, run_id: str = "") -> NamedAccount:
-    """The account that the configuration names, with the cap that it had when ``run_id`` was registered, if it was.
+    """Return the account that the configuration names, with its cap as ``run_id`` was registered, if it was.
 
-    A run is planned once: a cap that changes later ends it sooner or lets others go on, but changes nothing of it.
+    A run is planned once. A cap that changes later may end it sooner, but does not change its plan.
 
     Raises:
         BudgetError: ``account_unknown``, ``account_closed`` for a new run, or ``account_mismatch`` if its delta or its
@@ -66,31 +61,15 @@ def named_account(view: LedgerView, config: RunConfig, run_id: str = "") -> Name
     return NamedAccount(account.epsilon_cap if planned is None else planned, account.accountant)
 
 
+def cap_for(config: RunConfig, account: NamedAccount | None) -> float:
+    """Return the epsilon cap of the account that pays: the named one, else the run's own."""
+    return account_cap(config) if account is None else account.epsilon_cap
+
+
 def accountant_for(config: RunConfig, account: NamedAccount | None) -> AccountantName:
-    """The named account's; for the run's own account what is configured, and by default the tight one."""
+    """Return the named account's accountant; for the run's own account the configured one, by default the tight one."""
     if account is not None:
         return account.accountant
     if config.dp_config.accountant != "auto":
         return config.dp_config.accountant
     return "pld" if config.dp_config.enabled else "rdp"
-
-
-def steps_within(planned: int, spent: Callable[[int], float], cap: float) -> int:
-    """Largest number of planned steps whose epsilon, which grows with them, does not exceed the cap."""
-    low, high = 0, planned
-    middle = planned
-    while low < high:
-        if spent(middle) <= cap:
-            low = middle
-        else:
-            high = middle - 1
-        middle = (low + high + 1) // 2
-    return low
-
-
-def epsilon_curve(
-    steps: int, releases: Callable[[int], Releases], delta: float, accountant: AccountantName
-) -> tuple[tuple[int, float], ...]:
-    """(steps, epsilon) at up to ``CURVE_POINTS`` points, of what was released until then; the last at ``steps``."""
-    points = sorted({max(1, round(steps * point / CURVE_POINTS)) for point in range(1, CURVE_POINTS + 1)})
-    return tuple(zip(points, composed_curve([releases(point) for point in points], delta, accountant), strict=True))

@@ -1,4 +1,12 @@
-"""What a run will spend, and whether it can run at all: from configuration to mechanism, before anything is charged.
+"""The plan of a run: its mechanism, what it will spend, and whether it can run at all. Nothing is charged for it.
+
+A plan is made in one pass. Each stage uses only what the stages before it found, and refuses what it cannot serve:
+
+    data facts -> sampling -> noise -> batch shape -> ring       the mechanism, `plan_mechanism`
+        -> measurements -> slack of delta -> reach of the cap    what the account pays, `make_plan`
+        -> other adversaries -> bytes -> warnings                what a reader should know
+
+The batch shape comes after the noise: the chance of a cut batch must fit the epsilon that will be stated.
 
 A plan depends only on public numbers: the configuration, the number of examples and the number of parameters.
 """
@@ -11,30 +19,27 @@ from coordinator.accountants import accountant_of
 from coordinator.accounting import (
     SLACK_SHARE,
     SMALLEST_NOISE_MULTIPLIER,
-    DeltaTerms,
+    DeltaSlack,
     accountant_delta,
     total_slack,
 )
-from coordinator.calibration import composed_epsilon, epsilon_against, solve_noise_multiplier
+from coordinator.calibration import composed_curve, composed_epsilon, epsilon_against, solve_noise_multiplier
 from coordinator.capacity import overflow_bound, physical_shape
 from coordinator.config import RunConfig
 from coordinator.config_sections import Kept
 from coordinator.measurements import (
     MechanismCost,
-    check_affordable,
-    made,
+    Schedule,
     mechanism_costs,
     plan_measurements,
     planned_measurements,
-    releases_within,
-    scaled,
 )
-from coordinator.payer import NamedAccount, account_cap, accountant_for, epsilon_curve, steps_within
-from coordinator.releases import Release, Releases
+from coordinator.payer import NamedAccount, accountant_for, cap_for
+from coordinator.releases import Release, Releases, scaled
 from metrics.errors import ConfigError, DatasetError, ModelError, RefusedError
 from workers.measurement import Measurement
 from workers.mechanism import AccountantName, Mechanism
-from workers.ring import fit_ring
+from workers.ring import RingFit, fit_ring
 
 OVERFLOW_SHARE = 1e-5
 """Share of delta one run may use for cut batches; the reserve of an account then lasts for a thousand runs."""
@@ -46,22 +51,32 @@ PUBLIC_GRADIENT_BOUND = 2.0**16
 """Bound of one coordinate of one example's gradient on public data, where nothing is clipped."""
 
 STATED_EPSILON_MARGIN = 20.0
+"""How far the epsilon against one worker may lie above the cap for the overflow budget to cover it as well.
+
+The budget shrinks with e^epsilon, and batches grow with it: a larger epsilon says too little to pad them for."""
+
+LARGEST_STATED_EPSILON = 500.0
+"""Keeps e^epsilon, which divides the overflow budget, within a float64."""
+
+CURVE_POINTS = 40
+"""Most points of a plan's epsilon curve."""
+
 _STATE_TENSORS = {"sgd": 1, "adam": 2, "adamw": 2, "adafactor": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What `raycloak plan` shows.
+    """A planned run: its mechanism, what it costs and what it needs.
 
     Attributes:
         mechanism, measurements: what will run.
-        releases: all of them within the cap, as the accountants count them.
-        mechanism_costs: each mechanism, the gradient's first, with what it would cost alone.
+        releases: all releases within the cap, as the accountants count them.
+        mechanism_costs: what each mechanism would cost alone, the gradient's first.
         epsilon_cap, delta: of the account.
         steps_within_cap: steps the cap allows, at most the planned ones, if nothing else is charged to the account.
         epsilon: what the ledger will have charged after those steps, measurements included; it holds even if the
             noise of ``colluding_workers`` is known.
-        epsilon_outsiders: for whoever knows no worker's noise, the aggregator included.
+        epsilon_outsiders: for outsiders and the aggregator, who know no worker's noise.
         epsilon_one_worker: for the aggregator together with any one worker of ``num_workers``; None if that leaves
             no guarantee.
         delta_terms: what delta covers besides the accountant, all runs of the account together at most 1 % of it.
@@ -88,7 +103,7 @@ class Plan:
     epsilon: float
     epsilon_outsiders: float
     epsilon_one_worker: float | None
-    delta_terms: DeltaTerms
+    delta_terms: DeltaSlack
     epsilon_curve: tuple[tuple[int, float], ...]
     sensitivity_inflation: float
     bytes_per_step: int
@@ -102,7 +117,7 @@ class Plan:
     accountants_not_computed: dict[str, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """One flat object for ``raycloak plan --json``: the mechanism's fields, gamma, and the plan's."""
+        """Return one flat object for ``raycloak plan --json``: the mechanism's fields, gamma, and the plan's."""
         own = asdict(self)
         del own["mechanism"]
         own["measurements"] = [measurement.model_dump(mode="json") for measurement in self.measurements]
@@ -115,10 +130,48 @@ class Plan:
         }
 
 
+def make_plan(config: RunConfig, num_examples: int, dimension: int, account: NamedAccount | None = None) -> Plan:
+    """Return the mechanism of a run and all that follows from it; arguments as :func:`plan_mechanism`.
+
+    Raises:
+        ConfigError, DatasetError, ModelError, RefusedError: as :func:`plan_mechanism`; also ``delta_slack`` and
+            ``cap_too_small``.
+    """
+    mechanism = plan_mechanism(config, num_examples, dimension, account)
+    run = Schedule(mechanism, plan_measurements(config, mechanism))
+    cap, delta = cap_for(config, account), config.dp_config.target_delta
+    slack = _slack(run, cap, delta)
+    steps, measured = _reach(run, cap, delta)
+    beside = run.measured(measured)
+    one_worker = epsilon_against(mechanism, hosted_at_most(config, config.num_workers), delta, steps, beside)
+    return Plan(
+        mechanism=mechanism,
+        measurements=run.measurements,
+        releases=run.releases(steps, measured),
+        mechanism_costs=mechanism_costs(run, delta),
+        epsilon_cap=cap,
+        delta=delta,
+        steps_within_cap=steps,
+        epsilon=run.epsilon(steps, measured, delta),
+        epsilon_outsiders=epsilon_against(mechanism, 0, delta, steps, beside),
+        epsilon_one_worker=one_worker if math.isfinite(one_worker) else None,
+        delta_terms=slack,
+        epsilon_curve=_epsilon_curve(run, steps, measured, delta),
+        sensitivity_inflation=mechanism.sensitivity / mechanism.max_grad_norm - 1,
+        bytes_per_step=_masked_bytes(config, mechanism),
+        object_store_bytes=_object_store_bytes(config, mechanism),
+        exact=not config.allow_nondeterministic,
+        data_sealed=config.dataset is not None and config.dataset.kind == "sealed",
+        evaluation_data=config.evaluation.kept if config.evaluation else None,
+        key_service=config.key_service.address if config.key_service else None,
+        warnings=_warnings(config, mechanism, steps),
+    )
+
+
 def plan_mechanism(
     config: RunConfig, num_examples: int, dimension: int, account: NamedAccount | None = None
 ) -> Mechanism:
-    """The frozen mechanism of a run.
+    """Return the frozen mechanism of a run.
 
     Guarantee: a function of public numbers only, and of none that may differ between two executions of one run: the
     number of workers enters only through ``batch_size_per_worker``.
@@ -134,34 +187,26 @@ def plan_mechanism(
     check_public(config)
     _check_sizes(config, num_examples, dimension)
     sample_rate = _sample_rate(config, num_examples)
-    honest = _honest_share(config)
-    accountant = accountant_for(config, account)
-    noise = _noise_multiplier(config, sample_rate, accountant)
+    honest_share = _honest_share(config)
+    private, accountant = config.dp_config.enabled, accountant_for(config, account)
+    noise, overflow_budget = 0.0, PUBLIC_OVERFLOW
+    if private:
+        releases = _noised_releases(config, sample_rate, accountant)
+        noise = releases[0].noise_multiplier
+        overflow_budget = _overflow_budget(config, releases, honest_share, cap_for(config, account))
     slice_size = -(-num_examples // config.virtual_workers)
     draws = config.steps * config.virtual_workers
-    budget = _overflow_budget(config, sample_rate, noise, honest, account)
-    rows, batches = physical_shape(slice_size, sample_rate, draws, budget, config.micro_batch_size)
-    capacity = rows * batches
-    private = config.dp_config.enabled
-    norm = config.dp_config.max_grad_norm
-    ring = fit_ring(
-        max_grad_norm=norm,
-        clamp=config.ring.clamp or capacity * (norm if private else PUBLIC_GRADIENT_BOUND),
-        dimension=dimension,
-        virtual_workers=config.virtual_workers,
-        noise_multiplier=noise,
-        honest_share=honest,
-        bits=64 if config.ring.bits == "auto" and not private else config.ring.bits,
-    )
+    rows, batches = physical_shape(slice_size, sample_rate, draws, overflow_budget, config.micro_batch_size)
+    ring = _ring(config, dimension, rows * batches, noise, honest_share)
     return Mechanism(
         private=private,
         num_examples=num_examples,
         virtual_workers=config.virtual_workers,
         sample_rate=sample_rate,
         steps=config.steps,
-        max_grad_norm=norm,
+        max_grad_norm=config.dp_config.max_grad_norm,
         noise_multiplier=noise,
-        honest_share=honest,
+        honest_share=honest_share,
         expected_batch_size=config.batch_size,
         dimension=dimension,
         ring_bits=ring.bits,
@@ -170,92 +215,13 @@ def plan_mechanism(
         sigma=ring.sigma,
         micro_batch_size=rows,
         micro_batches=batches,
-        overflow_probability=overflow_bound(slice_size, sample_rate, draws, capacity),
+        overflow_probability=overflow_bound(slice_size, sample_rate, draws, rows * batches),
         accountant=accountant,
     )
 
 
-def make_plan(config: RunConfig, num_examples: int, dimension: int, account: NamedAccount | None = None) -> Plan:
-    """The mechanism and all that follows from it; arguments and errors as :func:`plan_mechanism`.
-
-    Raises:
-        ConfigError: also ``delta_slack`` and ``cap_too_small``.
-    """
-    mechanism = plan_mechanism(config, num_examples, dimension, account)
-    cap = account_cap(config) if account is None else account.epsilon_cap
-    delta = config.dp_config.target_delta
-    measurements = plan_measurements(config, mechanism)
-    terms = total_slack((mechanism, *(each.mechanism for each in measurements)), cap)
-    if terms.total > SLACK_SHARE * delta:
-        raise ConfigError("delta_slack", _slack_message(terms, cap, delta), "Lower the cap, the steps or the size.")
-
-    def releases(finished: int, last: int) -> Releases:
-        return releases_within(mechanism, measurements, finished, last)
-
-    def spent(finished: int, last: int) -> float:
-        return composed_epsilon(releases(finished, last), delta, mechanism.accountant)
-
-    steps = steps_within(mechanism.steps, lambda step: spent(step, step - 1), cap)
-    if steps == 0:
-        raise ConfigError(
-            "cap_too_small",
-            f"one step, with what is measured before it, costs epsilon {spent(1, 0):.4g} at delta {delta:g}, more than "
-            f"the cap {cap:g}.",
-            "Raise the cap or the noise multiplier, or lower the batch size.",
-        )
-    last = steps if spent(steps, steps) <= cap else steps - 1
-    counts = [(each.mechanism, made(each, mechanism.steps, last)) for each in measurements]
-    one_worker = epsilon_against(mechanism, hosted_at_most(config, config.num_workers), delta, steps, counts)
-    return Plan(
-        mechanism=mechanism,
-        measurements=measurements,
-        releases=releases(steps, last),
-        mechanism_costs=mechanism_costs(mechanism, measurements, delta),
-        epsilon_cap=cap,
-        delta=delta,
-        steps_within_cap=steps,
-        epsilon=spent(steps, last),
-        epsilon_outsiders=epsilon_against(mechanism, 0, delta, steps, counts),
-        epsilon_one_worker=one_worker if math.isfinite(one_worker) else None,
-        delta_terms=terms,
-        epsilon_curve=epsilon_curve(steps, lambda step: releases(step, min(step, last)), delta, mechanism.accountant),
-        sensitivity_inflation=mechanism.sensitivity / mechanism.max_grad_norm - 1,
-        bytes_per_step=_masked_bytes(config, mechanism),
-        object_store_bytes=_object_store_bytes(config, mechanism),
-        exact=not config.allow_nondeterministic,
-        data_sealed=config.dataset is not None and config.dataset.kind == "sealed",
-        evaluation_data=config.evaluation.kept if config.evaluation else None,
-        key_service=config.key_service.address if config.key_service else None,
-        warnings=_warnings(config, mechanism, steps),
-    )
-
-
-def hosted_at_most(config: RunConfig, workers: int) -> int:
-    """Most virtual workers that one of ``workers`` workers hosts when they are spread evenly."""
-    return -(-config.virtual_workers // workers)
-
-
-def _overflow_budget(
-    config: RunConfig, sample_rate: float, noise: float, honest: float, account: NamedAccount | None
-) -> float:
-    """eta: small enough for the cap and for the epsilon that will be stated against one worker."""
-    dp = config.dp_config
-    if not dp.enabled:
-        return PUBLIC_OVERFLOW
-    cap = account_cap(config) if account is None else account.epsilon_cap
-    # The worst case of two workers, whatever the configuration has: the mechanism must not depend on their number.
-    unknown = config.virtual_workers - hosted_at_most(config, 2)
-    releases = (Release(sample_rate, noise, config.steps), *planned_measurements(config))
-    remaining = scaled(releases, math.sqrt(unknown / (config.virtual_workers * honest))) if unknown else ()
-    stated = cap
-    if min((each.noise_multiplier for each in remaining), default=0.0) >= SMALLEST_NOISE_MULTIPLIER:
-        stated = max(cap, composed_epsilon(remaining, dp.target_delta))
-    stated = min(stated, cap + STATED_EPSILON_MARGIN, 500.0)
-    return OVERFLOW_SHARE * dp.target_delta / (1 + math.exp(stated))
-
-
 def check_public(config: RunConfig) -> None:
-    """Without noise only what is declared public may be trained on; RefusedError ``not_public`` otherwise."""
+    """Refuse to train without noise on data that is not declared public; RefusedError ``not_public``."""
     if not config.dp_config.enabled and (config.dataset is None or not config.dataset.public):
         raise RefusedError(
             "not_public",
@@ -275,7 +241,7 @@ def _check_sizes(config: RunConfig, num_examples: int, dimension: int) -> None:
         )
     if dimension <= 0:
         raise ModelError(
-            "no_parameters", "the model has no trainable parameters.", "Let some of them have requires_grad."
+            "no_parameters", "the model has no trainable parameters.", "Set requires_grad on some of them."
         )
 
 
@@ -287,6 +253,11 @@ def _sample_rate(config: RunConfig, num_examples: int) -> float:
             "Lower expected_batch_size or batch_size_per_worker.",
         )
     return config.batch_size / num_examples
+
+
+def hosted_at_most(config: RunConfig, workers: int) -> int:
+    """Return the most virtual workers that one of ``workers`` workers hosts when they are spread evenly."""
+    return -(-config.virtual_workers // workers)
 
 
 def _honest_share(config: RunConfig) -> float:
@@ -302,22 +273,111 @@ def _honest_share(config: RunConfig) -> float:
     return 1 - known / config.virtual_workers
 
 
-def _noise_multiplier(config: RunConfig, sample_rate: float, accountant: AccountantName) -> float:
+def _noised_releases(config: RunConfig, sample_rate: float, accountant: AccountantName) -> Releases:
+    """Return all planned releases, the gradient's first, with the noise that is configured or solved for."""
     dp = config.dp_config
-    if not dp.enabled:
-        return 0.0
-    if dp.target_epsilon is not None:
-        others = planned_measurements(config)
-        check_affordable(others, dp.target_epsilon, dp.target_delta, accountant)
-        return solve_noise_multiplier(dp.target_epsilon, dp.target_delta, sample_rate, config.steps, accountant, others)
-    assert dp.noise_multiplier is not None
-    if dp.noise_multiplier < SMALLEST_NOISE_MULTIPLIER:
+    if dp.noise_multiplier is not None:
+        noise = _enough_noise(dp.noise_multiplier)
+        return (Release(sample_rate, noise, config.steps), *planned_measurements(config))
+    assert dp.target_epsilon is not None
+    others = planned_measurements(config)
+    _check_affordable(others, dp.target_epsilon, dp.target_delta, accountant)
+    noise = solve_noise_multiplier(dp.target_epsilon, dp.target_delta, sample_rate, config.steps, accountant, others)
+    return (Release(sample_rate, noise, config.steps), *others)
+
+
+def _enough_noise(noise_multiplier: float) -> float:
+    if noise_multiplier < SMALLEST_NOISE_MULTIPLIER:
         raise ConfigError(
             "noise_too_small",
-            f"a noise multiplier of {dp.noise_multiplier:g} is below {SMALLEST_NOISE_MULTIPLIER:g} and hides nothing.",
+            f"a noise multiplier of {noise_multiplier:g} is below {SMALLEST_NOISE_MULTIPLIER:g} and hides nothing.",
             "Raise it, or give target_epsilon instead.",
         )
-    return dp.noise_multiplier
+    return noise_multiplier
+
+
+def _check_affordable(others: Releases, target_epsilon: float, delta: float, accountant: AccountantName) -> None:
+    spent = composed_epsilon(others, delta, accountant) if others else 0.0
+    if not math.isfinite(spent) or spent >= target_epsilon:
+        raise ConfigError(
+            "measurements_too_costly",
+            f"the measurements alone cost epsilon {spent:.4g} at delta {delta:g}; the target for all is "
+            f"{target_epsilon:g}.",
+            "Raise their noise_multiplier, or measure less often.",
+        )
+
+
+def _overflow_budget(config: RunConfig, releases: Releases, honest_share: float, cap: float) -> float:
+    """Return the chance of a cut batch that delta can pay for, at the cap and at the epsilon against one worker."""
+    delta = config.dp_config.target_delta
+    # The worst case of two workers, whatever the configuration has: the mechanism must not depend on their number.
+    unknown = config.virtual_workers - hosted_at_most(config, 2)
+    remaining = scaled(releases, math.sqrt(unknown / (config.virtual_workers * honest_share))) if unknown else ()
+    stated = cap
+    if min((each.noise_multiplier for each in remaining), default=0.0) >= SMALLEST_NOISE_MULTIPLIER:
+        stated = max(cap, composed_epsilon(remaining, delta))
+    stated = min(stated, cap + STATED_EPSILON_MARGIN, LARGEST_STATED_EPSILON)
+    return OVERFLOW_SHARE * delta / (1 + math.exp(stated))
+
+
+def _ring(config: RunConfig, dimension: int, capacity: int, noise_multiplier: float, honest_share: float) -> RingFit:
+    """Return the ring; by default its clamp never binds for ``capacity`` examples of one virtual worker."""
+    private, norm = config.dp_config.enabled, config.dp_config.max_grad_norm
+    return fit_ring(
+        max_grad_norm=norm,
+        clamp=config.ring.clamp or capacity * (norm if private else PUBLIC_GRADIENT_BOUND),
+        dimension=dimension,
+        virtual_workers=config.virtual_workers,
+        noise_multiplier=noise_multiplier,
+        honest_share=honest_share,
+        bits=64 if config.ring.bits == "auto" and not private else config.ring.bits,
+    )
+
+
+def _slack(run: Schedule, cap: float, delta: float) -> DeltaSlack:
+    """Return what delta covers besides the accountant at the cap; ConfigError ``delta_slack`` if that is too much."""
+    slack = total_slack(run.mechanisms, cap)
+    if slack.total > SLACK_SHARE * delta:
+        numbers = ", ".join(f"{name} {value:.2g}" for name, value in asdict(slack).items())
+        raise ConfigError(
+            "delta_slack",
+            f"at the cap {cap:g}, slack takes {slack.total:.2g} of delta {delta:g}, over {SLACK_SHARE:.0%} "
+            f"({numbers}).",
+            "Lower the cap, the steps or the size.",
+        )
+    return slack
+
+
+def _reach(run: Schedule, cap: float, delta: float) -> tuple[int, int]:
+    """Return how far the cap reaches: how many steps fit, and the last step whose measurements still fit.
+
+    Raises:
+        ConfigError: ``cap_too_small`` if not even one step fits.
+    """
+    low, high = 0, run.mechanism.steps
+    middle = high  # Most plans fit whole, and one epsilon may take a second.
+    while low < high:
+        # A step is charged before the measurements that are due after it.
+        if run.epsilon(middle, middle - 1, delta) <= cap:
+            low = middle
+        else:
+            high = middle - 1
+        middle = (low + high + 1) // 2
+    if low == 0:
+        raise ConfigError(
+            "cap_too_small",
+            f"one step, with what is measured before it, costs epsilon {run.epsilon(1, 0, delta):.4g} at delta "
+            f"{delta:g}, more than the cap {cap:g}.",
+            "Raise the cap or the noise multiplier, or lower the batch size.",
+        )
+    return low, low if run.epsilon(low, low, delta) <= cap else low - 1
+
+
+def _epsilon_curve(run: Schedule, steps: int, measured: int, delta: float) -> tuple[tuple[int, float], ...]:
+    """Return (steps, epsilon) at up to ``CURVE_POINTS`` points, measurements included; the last at ``steps``."""
+    points = sorted({max(1, round(steps * point / CURVE_POINTS)) for point in range(1, CURVE_POINTS + 1)})
+    releases = [run.releases(step, min(step, measured)) for step in points]
+    return tuple(zip(points, composed_curve(releases, delta, run.mechanism.accountant), strict=True))
 
 
 def _masked_bytes(config: RunConfig, mechanism: Mechanism) -> int:
@@ -327,11 +387,6 @@ def _masked_bytes(config: RunConfig, mechanism: Mechanism) -> int:
 def _object_store_bytes(config: RunConfig, mechanism: Mechanism) -> int:
     tensors = 1 + _STATE_TENSORS[config.optimizer.name]
     return 2 * (tensors * 4 * mechanism.dimension + _masked_bytes(config, mechanism))
-
-
-def _slack_message(terms: DeltaTerms, cap: float, delta: float) -> str:
-    numbers = ", ".join(f"{name} {value:.2g}" for name, value in asdict(terms).items())
-    return f"at the cap {cap:g}, slack takes {terms.total:.2g} of delta {delta:g}, over {SLACK_SHARE:.0%} ({numbers})."
 
 
 def _warnings(config: RunConfig, mechanism: Mechanism, steps: int) -> tuple[str, ...]:

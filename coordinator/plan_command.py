@@ -1,4 +1,4 @@
-"""`raycloak plan`: the plan of a configuration, from its data's size and its model's, without touching a budget."""
+"""`raycloak plan`: the plan of a configuration, from the sizes of its data and model. It touches no budget."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from workers.models import ModelSource, build_model, loss_function, parameter_co
 
 
 def plan_of(config: RunConfig, config_dir: Path) -> Plan:
-    """The plan of ``config``, whose relative paths start at ``config_dir``.
+    """Return the plan of ``config``, whose relative paths start at ``config_dir``.
 
     Guarantee: reads the data's public outline, the model and the ledger's accounts; charges and writes nothing.
 
@@ -49,13 +49,13 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
 
 
 def descriptor(dataset: DatasetConfig) -> DatasetDescriptor:
-    """The descriptor that workers open, from the configuration's section."""
+    """Return the descriptor that workers open, from the configuration's section."""
     columns = [dataset.features] if isinstance(dataset.features, str) else dataset.features
     return DatasetDescriptor(**{**dataset.model_dump(exclude={"key_file"}), "features": tuple(columns)})
 
 
 def _account(config: RunConfig) -> NamedAccount | None:
-    """The named account; None if the run opens its own."""
+    """Return the named account; None if the run opens its own."""
     if config.ledger.account is None:
         return None
     ledger = PrivacyLedger(config.ledger.url or state.ledger_url(), create=False)

@@ -1,4 +1,4 @@
-"""Preflight: what a configuration names beside data and model, looked at before anything starts or is charged."""
+"""Preflight: early checks of all that a configuration names beside data and model."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from coordinator.sealed_terms import require_public
 
 
 def preflight(config: RunConfig, base: Path) -> None:
-    """Refuse what could not be used later.
+    """Refuse a configuration that names something unusable, before anything starts or is charged.
 
     Guarantee: connects to nothing and writes nothing.
 

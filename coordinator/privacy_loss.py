@@ -1,4 +1,4 @@
-"""Tight epsilon of a plan that is fixed in advance: composed privacy loss distributions, computed by dp-accounting.
+"""The tight epsilon of a plan that is fixed in advance, by dp-accounting's privacy loss distributions.
 
 A privacy loss distribution is put on a grid by connecting the dots (Doroshenko et al., arXiv 2207.04380): the result
 dominates the real one, so epsilon is an upper bound on any grid, and halving the interval quarters what it is too
@@ -24,7 +24,7 @@ STATED_ERROR = 0.01
 """Epsilon is at most this share above the tight value (and never below it); measured: 0.3 %."""
 
 LARGEST_GRID = 2**18
-"""Most grid points of one release's distribution. Building them takes 10 microseconds each."""
+"""Most grid points of one release's distribution. Building one takes 10 microseconds."""
 
 FLOAT_ERROR = 2.0**-45
 """Delta lost to rounding by a release.
@@ -38,12 +38,12 @@ _COARSEST = 0.125
 
 
 def library_version() -> str:
-    """Name and version of the library that composes."""
+    """Return name and version of the library that composes."""
     return f"dp-accounting {version('dp-accounting')}"
 
 
 def epsilon(releases: Releases, delta: float) -> float:
-    """Epsilon of all ``releases`` together at ``delta``, the accountant's share; 0 if there are none.
+    """Return epsilon of all ``releases`` together at ``delta``, the accountant's share; 0 if there are none.
 
     Guarantee: never below the tight value. Precondition: the releases were fixed before the first of them, and each
     is at least as noisy as it says. Takes 0.1 s to 2 s for new arguments and nothing for a repeat; the first call of
@@ -56,10 +56,10 @@ def epsilon(releases: Releases, delta: float) -> float:
 
 
 def curve(points: tuple[Releases, ...], delta: float) -> tuple[float, ...]:
-    """Epsilon of each of several growing compositions: settled for the last one, on a coarse grid for those before.
+    """Return epsilon of each of several growing compositions: settled for the last, on a coarse grid for the others.
 
-    Guarantee: never below the tight values, and never decreasing. The last is as good as :func:`epsilon`; those
-    before are at most 5 % too large, for a quarter of the time.
+    Guarantee: never below the tight values, and never decreasing. The last is as good as :func:`epsilon`; the
+    others are at most 5 % too large, for a quarter of the time.
     """
     if not points:
         return ()
@@ -70,7 +70,7 @@ def curve(points: tuple[Releases, ...], delta: float) -> tuple[float, ...]:
 
 @lru_cache(maxsize=256)
 def _settled(releases: Releases, delta: float) -> tuple[float, float]:
-    """A grid interval that is fine enough, and the epsilon found."""
+    """Return a grid interval that is fine enough, and the epsilon found."""
     interval = _first_interval(releases)
     best = _on_grid(releases, delta, interval)
     if _is_gaussian(releases):
@@ -107,7 +107,7 @@ def _on_grid(releases: Releases, delta: float, interval: float) -> float:
 
 @lru_cache(maxsize=8)
 def _one(sample_rate: float, noise_multiplier: float, interval: float) -> Any:
-    """dp-accounting's distribution of one release."""
+    """Return dp-accounting's distribution of one release."""
     from dp_accounting.pld import privacy_loss_distribution
 
     return privacy_loss_distribution.from_gaussian_mechanism(
@@ -124,7 +124,7 @@ def _is_gaussian(releases: Releases) -> bool:
 
 
 def _first_interval(releases: Releases) -> float:
-    """A power of two near the least standard deviation of one release's loss, as far as the grid stays small."""
+    """Return a power of two near the least deviation of one release's loss, as far as the grid stays small."""
     spread = min(_spread(release) for release in releases)
     finest = max(_range(release) for release in releases) / (LARGEST_GRID / 16)
     return _power_of_two(min(max(spread, finest), _COARSEST))
@@ -135,18 +135,18 @@ def _grid_points(releases: Releases, interval: float) -> float:
 
 
 def _power_of_two(value: float) -> float:
-    """The largest power of two that is at most ``value``."""
+    """Return the largest power of two that is at most ``value``."""
     return 2.0 ** math.floor(math.log2(value))
 
 
 def _spread(release: Release) -> float:
-    """About the standard deviation of the privacy loss, for a small sampling rate q (e^(1/z^2) - 1)^(1/2)."""
+    """Estimate the standard deviation of the privacy loss; for a small sampling rate, q (e^(1/z^2) - 1)^(1/2)."""
     inverse = 1 / release.noise_multiplier
     return min(inverse, release.sample_rate * math.sqrt(math.expm1(min(inverse**2, 40.0))))
 
 
 def _range(release: Release) -> float:
-    """About the largest privacy loss of an output within ten standard deviations."""
+    """Estimate the largest privacy loss of an output within ten standard deviations."""
     exponent = (10 + 0.5 / release.noise_multiplier) / release.noise_multiplier
     if exponent > 40:
         return exponent

@@ -1,4 +1,4 @@
-"""Live progress of a run: one report a step, shown as a bar on a terminal and as plain lines elsewhere."""
+"""The live progress of a run: one report per step, shown as a bar on a terminal and as plain lines elsewhere."""
 
 from dataclasses import replace
 from types import TracebackType
@@ -10,10 +10,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from coordinator.reporting import StepReport
 
 LINES_PER_RUN = 10
+"""Lines of progress where the output is no terminal, so that logs stay short."""
 
 
 def status_line(report: StepReport) -> str:
-    """Budget, accuracy and workers in one line."""
+    """Return budget, accuracy and workers in one line."""
     parts = ["NOT PRIVATE" if report.epsilon is None else f"ε {report.epsilon:.3f}"]
     if report.epsilon is not None and report.epsilon_cap is not None:
         parts[0] += f" of {report.epsilon_cap:g}"

@@ -1,4 +1,4 @@
-"""What accountants add up: Poisson-subsampled Gaussian releases, each repeated a number of times.
+"""Releases, which accountants add up: Poisson-subsampled Gaussians, each repeated a number of times.
 
 Adjacency is zero-out throughout (one example contributes nothing, ids and keys stay; `REPLACE_SPECIAL` in
 dp-accounting). For this mechanism its privacy loss, in both directions, is that of adding or removing one example:
@@ -9,10 +9,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from workers.mechanism import Mechanism
+
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """``count`` independent outputs of one subsampled Gaussian.
+    """A number of independent outputs of one subsampled Gaussian.
 
     Attributes:
         sample_rate: q in (0, 1]; 1 is the plain Gaussian.
@@ -33,8 +35,20 @@ class Release:
 Releases = tuple[Release, ...]
 
 
+def releases_of(counts: Iterable[tuple[Mechanism, int]]) -> Releases:
+    """Return the releases of mechanisms that were each released so often, without those that are not private."""
+    return tuple(
+        Release(each.sample_rate, each.noise_multiplier, count) for each, count in counts if each.private and count
+    )
+
+
+def scaled(releases: Releases, factor: float) -> Releases:
+    """Return the same releases with their noise times ``factor``."""
+    return tuple(Release(each.sample_rate, each.noise_multiplier * factor, each.count) for each in releases)
+
+
 def merged(releases: Iterable[Release]) -> Releases:
-    """The same composition in its one shortest form, so that equal ones compare equal.
+    """Return the same composition in its one shortest form, so that equal ones compare equal.
 
     Equal mechanisms add up their counts. All plain Gaussians together are one Gaussian, of noise multiplier
     ``(sum of count / z^2)^(-1/2)``: exact, and the reason that full batches cost no numerical composition.

@@ -1,4 +1,4 @@
-"""Sealing: encrypting the examples that a configuration names, for its policy and its virtual workers."""
+"""Sealing: the examples of a configuration are encrypted for its policy and its virtual workers."""
 
 import secrets
 from pathlib import Path
@@ -19,13 +19,13 @@ from workers.sealed_dataset import seal
 def seal_for(
     config: RunConfig, base: Path, key_file: Path, out: Path, use: Use = "training"
 ) -> tuple[SealedHeader, Policy]:
-    """Encrypt the dataset that ``config`` names for ``use``, for the policy and the virtual workers that it names.
+    """Encrypt the dataset that ``config`` names for ``use``, for its policy and its virtual workers.
 
     Args:
         key_file: the data owner's key; made, mode 0600, if there is none.
 
     Raises:
-        ConfigError, DatasetError: what keeps it from being sealed.
+        ConfigError, DatasetError: the dataset cannot be sealed.
     """
     part = part_of(config, use)
     if part is None or part.kind == "sealed":
@@ -37,7 +37,7 @@ def seal_for(
     else:
         policy = load_policy(base / config.policy)
     dataset = descriptor(part).open(base)
-    if out.exists():  # Before a key is made that would open nothing.
+    if out.exists():  # Checked before a key is made that would open nothing.
         raise DatasetError("dataset_unreadable", f"cannot write {out}: it is there already.", "Name a new folder.")
     is_new = _make_key(key_file)
     try:
@@ -49,7 +49,7 @@ def seal_for(
 
 
 def _make_key(path: Path) -> bool:
-    """Make the data owner's key unless there is one; whether it was made."""
+    """Make the data owner's key unless there is one; return whether it was made."""
     require_name(path, "dataset_key")
     try:
         return publish(path, secrets.token_bytes(32).hex().encode() + b"\n")

@@ -1,8 +1,7 @@
-"""What a hyper-parameter search costs: every trial is a run of its own on one shared account, and pays in full.
+"""The cost of a hyper-parameter search: every trial is a run of its own on one shared account, and pays in full.
 
-Trials are chosen after earlier ones were seen, so they are composed by the Renyi filter of a shared account, whatever
-accountant holds a single run. Nothing is taken off for trials whose results are thrown away: whoever chose among them
-has seen them.
+Trials are chosen after earlier ones were seen. So the Renyi filter of a shared account composes them, whatever
+accountant holds a single run. Trials whose results are thrown away cost the same: the one who chose has seen them.
 """
 
 from dataclasses import dataclass, replace
@@ -10,14 +9,15 @@ from typing import Any
 
 from coordinator.accounting import SLACK_SHARE
 from coordinator.calibration import composed_epsilon, solve_noise_multiplier
+from coordinator.measurements import Schedule
 from coordinator.plan import Plan
-from coordinator.releases import Release, Releases
+from coordinator.releases import Release, Releases, releases_of
 from metrics.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class SearchCost:
-    """What ``trials`` runs of one plan cost together, on a shared account.
+    """The cost of ``trials`` runs of one plan together, on a shared account.
 
     Attributes:
         epsilon: of all trials, at the account's delta.
@@ -37,7 +37,7 @@ class SearchCost:
     slack_share: float
 
     def as_json(self) -> dict[str, Any]:
-        """Fields of the JSON of ``plan --trials``."""
+        """Return the fields of the JSON of ``plan --trials``."""
         return {
             "trials": self.trials,
             "accountant": "rdp",
@@ -52,7 +52,7 @@ class SearchCost:
 def search_cost(
     training: Release, others: Releases, trials: int, epsilon_cap: float, delta: float, slack: float
 ) -> SearchCost:
-    """What ``trials`` runs cost that each release ``training`` and ``others``.
+    """Return the cost of ``trials`` runs that each release ``training`` and ``others``.
 
     Args:
         training: the steps of one trial. others: what else it releases.
@@ -78,15 +78,15 @@ def search_cost(
 
 
 def search_of(plan: Plan, trials: int) -> SearchCost:
-    """What ``trials`` runs of a plan cost, at its account's cap and delta.
+    """Return the cost of ``trials`` runs of a plan, at its account's cap and delta.
 
     Raises:
         ConfigError: ``trials``, or ``not_private`` for a plan that charges nothing.
     """
     if not plan.mechanism.private:
         raise ConfigError("not_private", "a search on public data costs no privacy.", "Leave --trials out.")
-    mechanisms = (plan.mechanism, *(each.mechanism for each in plan.measurements))
-    training, *others = (Release(each.sample_rate, each.noise_multiplier, each.steps) for each in mechanisms)
+    mechanisms = Schedule(plan.mechanism, plan.measurements).mechanisms
+    training, *others = releases_of((each, each.steps) for each in mechanisms)
     return search_cost(training, tuple(others), trials, plan.epsilon_cap, plan.delta, plan.delta_terms.total)
 
 
@@ -115,19 +115,3 @@ def _noise(training: Release, others: Releases, trials: int, cap: float, delta: 
         return solve_noise_multiplier(cap, delta, training.sample_rate, steps, "rdp", _times(others, trials))
     except ConfigError:
         return None
-
-
-def search_rows(cost: SearchCost) -> list[tuple[str, str]]:
-    """Label and sentence of each line that ``plan --trials`` adds to the plan's table."""
-    from coordinator.tables import epsilon_text
-
-    enough = (
-        f"{cost.noise_multiplier:.4g} would let all fit the cap {cost.epsilon_cap:g}"
-        if cost.noise_multiplier is not None
-        else f"no noise multiplier lets all fit the cap {cost.epsilon_cap:g}"
-    )
-    return [
-        ("search", f"{cost.trials} trials cost ε {epsilon_text(cost.epsilon)} together, one {cost.epsilon_one:.3f}"),
-        ("trials that fit", f"{cost.trials_within_cap} of {cost.trials}, on one shared account (rdp accountant)"),
-        ("search noise", enough),
-    ]

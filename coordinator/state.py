@@ -1,4 +1,4 @@
-"""Where a run's state lives: ``RAYCLOAK_HOME``, and the paths below it.
+"""The state folder: ``RAYCLOAK_HOME``, and the paths below it.
 
 The home is absolute because the working directory of a Ray job is temporary: a ledger there would start the budget
 at zero. Layout: ``ledger.sqlite``, ``simulator/``, ``signer/``, ``orchestrator/<run_id>.sqlite``,
@@ -17,7 +17,7 @@ HOME_VARIABLE = "RAYCLOAK_HOME"
 
 
 def home() -> Path:
-    """The state folder, created with mode 0700 if it is missing.
+    """Return the state folder, created with mode 0700 if it is missing.
 
     Raises:
         ConfigError: ``relative_home`` if ``RAYCLOAK_HOME`` is not absolute, ``home_unusable`` if it cannot be made.
@@ -34,42 +34,42 @@ def home() -> Path:
 
 
 def ledger_url() -> str:
-    """URL of the embedded ledger."""
+    """Return the URL of the embedded ledger."""
     return f"sqlite:///{home() / 'ledger.sqlite'}"
 
 
 def simulator_folder() -> Path:
-    """Folder of the simulated platform's root and keys, mode 0700."""
+    """Return the folder of the simulated platform's root and keys, mode 0700."""
     return _folder(home() / "simulator")
 
 
 def service_folder() -> Path:
-    """Folder of the standalone evidence service: its orchestrator's state and contracts, mode 0700."""
+    """Return the folder of the standalone evidence service: its orchestrator's state and contracts, mode 0700."""
     return _folder(home() / "service")
 
 
 def collateral_folder() -> Path:
-    """Folder of what was fetched from the collateral services of policies, mode 0700."""
+    """Return the folder of collateral that was fetched from policies' collateral services, mode 0700."""
     return _folder(home() / "collateral")
 
 
 def run_lock(run_id: str) -> Path:
-    """File whose lock is held by the one process that executes the run."""
+    """Return the file whose lock the one process that executes the run holds."""
     return _folder(home() / "orchestrator") / f"{run_id}.lock"
 
 
 def orchestrator_file(run_id: str) -> Path:
-    """File of what the orchestrator of a run keeps."""
+    """Return the file of a run's orchestrator."""
     return state_file(_folder(home() / "orchestrator"), run_id)
 
 
 def packages_folder(run_id: str) -> Path:
-    """Folder of the sealed packages of a run, the same for all its run directories, mode 0700."""
+    """Return the folder of a run's sealed packages, the same for all its run directories, mode 0700."""
     return _folder(_folder(home() / "packages") / run_id)
 
 
 def runs_folder() -> Path:
-    """Folder of all run directories, mode 0700."""
+    """Return the folder of all run directories, mode 0700."""
     return _folder(home() / "runs")
 
 

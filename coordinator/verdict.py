@@ -1,38 +1,34 @@
-"""The verdict: what a finished run may claim, and what it may not.
+"""What a run shows of itself: series while it goes on, and a verdict at its end.
 
-Every limit of a claim stands in the same table as the claim: which adversary an epsilon holds against, whose word the
-evidence is, and whether a rollback of the ledger would be noticed.
+The verdict is what a finished run may claim, and what it may not. The same facts that limit a claim are its fields.
 """
 
-import io
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
-from rich.console import Console
-from rich.table import Table
-
+from coordinator.accounting import accountant_delta
+from coordinator.calibration import epsilon_against
 from coordinator.config_sections import Kept
-from coordinator.tables import (
-    accountant_rows,
-    epsilon_text,
-    evaluation_text,
-    fields_table,
-    keys_rows,
-    released_text,
-    sealed_text,
-    size_text,
-)
+from coordinator.crosscheck import CrossCheck, cross_check
+from coordinator.ledger_view import LedgerView
+from coordinator.outcome import Finished
+from coordinator.releases import releases_of
+from metrics import collectors
+from raycloak_layout import VERSION
+from workers.manifest import Manifest
 from workers.measurement import Released
-from workers.mechanism import AccountantName
+from workers.mechanism import AccountantName, Mechanism
 
 SIMULATED = "simulated"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Outcome of a finished run; its fields are the keys of the run's JSON.
+    """The outcome of a finished run; its fields are the keys of the run's JSON.
 
     Attributes:
         run_dir: the run directory.
@@ -62,7 +58,7 @@ class Verdict:
         evaluation_data: ``sealed`` or ``clear``, how the evaluation split was kept; None without one.
         key_service: address of the data owner's key service that gave the second half of every virtual-worker key.
         colocated: whether orchestrator and aggregator shared a node.
-        evidence_service: ``host:port`` where the run's evidence was served while it went on; None if it was not.
+        evidence_service: ``host:port`` where the evidence was served during the run; None if it was not.
         warnings: sentences about limits of this run.
     """
 
@@ -99,135 +95,105 @@ class Verdict:
 
     @property
     def simulated(self) -> bool:
-        """Whether no hardware vouches for the workers."""
+        """True if no hardware vouches for the workers."""
         return self.evidence_class.lower() == SIMULATED
 
     def metrics(self) -> dict[str, Any]:
-        """The JSON of the run without ``run_dir``, which `Trainer.train` returns beside it."""
+        """Return the JSON of the run without ``run_dir``, which `Trainer.train` returns beside it."""
         own = {key: value for key, value in asdict(self).items() if key != "run_dir"}
         return own | {"measurements": [released.model_dump(mode="json") for released in self.measurements]}
 
     @classmethod
     def of(cls, result: Mapping[str, Any]) -> Self:
-        """The verdict in what `Trainer.train` returned: ``run_dir`` and ``metrics``; other metrics are left out."""
+        """Return the verdict in a result of `Trainer.train`; metrics that are not its own are left out."""
         known = {field.name for field in fields(cls)}
         metrics = {key: value for key, value in result["metrics"].items() if key in known}
         released = tuple(Released.model_validate(each) for each in metrics.pop("measurements", ()))
         return cls(run_dir=Path(result["run_dir"]), measurements=released, **metrics)
 
 
-def verdict_table(verdict: Verdict) -> Table:
-    """The verdict for a person."""
-    return fields_table(_title(verdict), verdict_rows(verdict))
+def verdict_of(
+    finished: Finished, folder: Path, wall_seconds: float, ending: str, warnings: tuple[str, ...]
+) -> Verdict:
+    """Return what a finished run may claim."""
+    mechanism, delta = finished.plan.mechanism, finished.plan.delta
+    private = mechanism.private
+    beside = [(each.mechanism, finished.measured[each.query]) for each in finished.plan.measurements]
+    outsiders = epsilon_against(mechanism, 0, delta, finished.steps, beside) if private else None
+    one_worker = epsilon_against(mechanism, finished.most_hosted, delta, finished.steps, beside) if private else None
+    check = _cross_check([(mechanism, finished.steps), *beside], delta)
+    problem = check.disagreement() if check else None
+    if problem:
+        warnings += (f"THE ACCOUNTANTS DISAGREE: {problem}.",)
+    return Verdict(
+        run_dir=folder,
+        steps=finished.steps,
+        planned_steps=mechanism.steps,
+        ending=ending,
+        private=private,
+        privacy_epsilon=outsiders,
+        privacy_epsilon_one_worker=one_worker if one_worker is not None and math.isfinite(one_worker) else None,
+        privacy_epsilon_charged=finished.charged_epsilon if private else None,
+        privacy_delta=delta if private else None,
+        epsilon_cap=finished.plan.epsilon_cap if private else None,
+        accountant=mechanism.accountant if private else None,
+        epsilon_by_accountant=check.epsilon if check else {},
+        accountants_not_computed=check.not_computed if check else {},
+        exact=finished.manifest.computation.exact,
+        evaluation_accuracy=finished.evaluation.accuracy if finished.evaluation else None,
+        evaluation_loss=finished.evaluation.loss if finished.evaluation else None,
+        measurements=finished.released,
+        evidence_class=finished.evidence_class,
+        parameter_digest=finished.parameter_digest.hex(),
+        num_workers=finished.workers,
+        virtual_workers=mechanism.virtual_workers,
+        masked_bytes=finished.masked_bytes,
+        wall_seconds=wall_seconds,
+        rollback_witness=finished.rollback_witness,
+        data_sealed=finished.plan.data_sealed,
+        evaluation_data=finished.plan.evaluation_data,
+        key_service=finished.plan.key_service,
+        colocated=finished.colocated,
+        warnings=warnings,
+    )
 
 
-def verdict_text(verdict: Verdict, width: int = 120) -> str:
-    """The same table as plain text of at most ``width`` columns, for the run's log."""
-    text = io.StringIO()
-    Console(file=text, width=width, color_system=None, highlight=False).print(verdict_table(verdict))
-    return text.getvalue()
+def _cross_check(counts: Sequence[tuple[Mechanism, int]], delta: float) -> CrossCheck | None:
+    """Return what four accountants say of what a run released, at its planned noise; None if that is nothing."""
+    releases = releases_of(counts)
+    return cross_check(releases, accountant_delta(delta)) if releases else None
 
 
-def verdict_rows(verdict: Verdict) -> list[tuple[str, str]]:
-    """Label and sentence of each line, in order."""
-    return [
-        *(_budget_rows(verdict) if verdict.private else [("privacy", "NOT PRIVATE: differential privacy was off")]),
-        ("steps", _steps(verdict)),
-        _evaluation_row(verdict),
-        *_measurement_rows(verdict),
-        ("evidence", _evidence(verdict)),
-        ("workers", f"{verdict.num_workers}, hosting {verdict.virtual_workers} virtual workers"),
-        ("masked", _masked(verdict)),
-        ("data", sealed_text(verdict.data_sealed)),
-        *([("evaluation data", evaluation_text(verdict.evaluation_data))] if verdict.evaluation_data else []),
-        *keys_rows(verdict.key_service),
-        ("rollback", _rollback(verdict)),
-        *([("colocated", _COLOCATED)] if verdict.colocated else []),
-        *([] if verdict.exact else [("exact", _NOT_EXACT)]),
-        ("parameters", verdict.parameter_digest),
-        ("run directory", str(verdict.run_dir)),
-        *(("warning", warning) for warning in verdict.warnings),
-    ]
+def metrics_view(view: LedgerView) -> collectors.LedgerView:
+    """Return what a scrape shows of the ledger."""
+    accounts = tuple(
+        collectors.AccountView(
+            name=account.name,
+            epsilon_cap=account.epsilon_cap,
+            delta=account.delta,
+            epsilon_spent=account.spent_epsilon,
+            budget_spent_ratio=account.spent_ratio,
+            steps_charged=sum(run.charged_steps for run in account.runs),
+        )
+        for account in view.accounts
+    )
+    return collectors.LedgerView(accounts, view.head.sequence, view.fencing)
 
 
-def _steps(verdict: Verdict) -> str:
-    text = f"{verdict.steps} of {verdict.planned_steps} in {verdict.wall_seconds:.1f} s"
-    match verdict.ending:
-        case "complete":
-            return text
-        case "cap_exceeded":
-            return f"{text}: the cap is reached"
-        case "stopped":
-            return f"{text}: stopped; go on with --resume"
-        case code:
-            return f"{text}: ended by {code}"
-
-
-_NOT_EXACT = (
-    "NOT EXACT: operations without a deterministic kernel were allowed; a repeat may give other bytes, and a vector "
-    "that a failure makes a worker compute again may differ in last bits that no noise covers"
-)
-_COLOCATED = "orchestrator and aggregator on one node: who reads both processes' memory sees through the noise"
-
-
-def _title(verdict: Verdict) -> str:
-    marks = [] if verdict.private else ["NOT PRIVATE"]
-    marks += [] if verdict.exact else ["NOT EXACT"]
-    marks += ["SIMULATED evidence"] if verdict.simulated else []
-    return f"Verdict ({', '.join(marks)})" if marks else "Verdict"
-
-
-def _budget_rows(verdict: Verdict) -> list[tuple[str, str]]:
-    return [
-        ("ε spent", f"{epsilon_text(verdict.privacy_epsilon)} of {epsilon_text(verdict.epsilon_cap)}, {_OUTSIDERS}"),
-        ("ε with one worker", f"{epsilon_text(verdict.privacy_epsilon_one_worker)}, {_ONE_WORKER}"),
-        ("ε charged", _charged(verdict)),
-        *accountant_rows(verdict.epsilon_by_accountant, verdict.accountants_not_computed),
-        ("δ", "unknown" if verdict.privacy_delta is None else f"{verdict.privacy_delta:g}"),
-    ]
-
-
-def _charged(verdict: Verdict) -> str:
-    held = f"; it is held with {verdict.accountant}" if verdict.accountant else ""
-    return f"{epsilon_text(verdict.privacy_epsilon_charged)} to the account, by all its runs{held}"
-
-
-_OUTSIDERS = "against outsiders and the aggregator"
-_ONE_WORKER = "against the aggregator together with any one worker"
-
-
-def _evaluation_row(verdict: Verdict) -> tuple[str, str]:
-    split = "sealed evaluation split" if verdict.evaluation_data == "sealed" else "public split"
-    if verdict.evaluation_loss is not None:
-        return "loss", f"{verdict.evaluation_loss:.6g}, mean over the {split}"
-    if verdict.evaluation_accuracy is None:
-        return "accuracy", f"not measured: {_unmeasured(verdict)}"
-    return "accuracy", f"{verdict.evaluation_accuracy:.1%} on the {split}"
-
-
-def _unmeasured(verdict: Verdict) -> str:
-    return "the run failed before" if verdict.evaluation_data else "no public split is declared"
-
-
-def _measurement_rows(verdict: Verdict) -> list[tuple[str, str]]:
-    """The newest release of each measurement; all of them are in the JSON."""
-    newest = {released.query: released for released in verdict.measurements}
-    return [(f"private {query.replace('_', ' ')}", released_text(released)) for query, released in newest.items()]
-
-
-def _evidence(verdict: Verdict) -> str:
-    if verdict.simulated:
-        return "SIMULATED: no hardware vouches for what the workers ran"
-    return verdict.evidence_class
-
-
-def _masked(verdict: Verdict) -> str:
-    if verdict.masked_bytes == 0:
-        return "nothing: secure aggregation was off"
-    return f"{size_text(verdict.masked_bytes)} reached the aggregator, all of it masked"
-
-
-def _rollback(verdict: Verdict) -> str:
-    if verdict.rollback_witness:
-        return "a witness on other storage would notice an older ledger"
-    return "not covered: without a witness, an older ledger file put back goes unnoticed"
+def run_facts(manifest: Manifest, evidence_class: str, workers_required: int) -> collectors.RunFacts:
+    """Return what is known of a run once its members are admitted."""
+    mechanism = manifest.computation.mechanism
+    return collectors.RunFacts(
+        run=manifest.run_id,
+        account=manifest.account,
+        evidence_class=evidence_class,
+        steps_planned=mechanism.steps,
+        virtual_workers=mechanism.virtual_workers,
+        workers_required=workers_required,
+        parameters=mechanism.dimension,
+        noise_multiplier=mechanism.noise_multiplier if mechanism.private else None,
+        exact=manifest.computation.exact,
+        version=VERSION,
+        ray_version=version("ray"),
+        torch_version=manifest.computation.numerics.torch,
+    )

@@ -180,7 +180,7 @@ def test_a_run_that_was_stopped_says_so_and_exits_with_4(raycloak, trainer, conf
     monkeypatch.setitem(RESULT, "ending", "stopped")
     code, out, _ = raycloak("run", str(config_file), "--resume")
     assert code == 4
-    assert "stopped; go on with --resume" in out
+    assert "stopped, resume with --resume" in out
     assert trainer.made.resume
 
 
@@ -274,7 +274,7 @@ def test_plan_shows_what_will_be_spent_and_touches_no_budget(raycloak, config_fi
     assert code == 0
     assert "noise multiplier" in out
     assert "ε by step" in out
-    assert "SIMULATED, which proves nothing about a machine" in out
+    assert "SIMULATED (proves nothing about a machine)" in out
 
 
 def test_plan_refuses_evidence_that_could_not_be_judged_and_says_whose_is_admitted(raycloak, config_file, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.ledger import PrivacyLedger
 from coordinator.ledger_pins import check_pins, log_pins
-from coordinator.views import verdict_of
+from coordinator.verdict import verdict_of
 from metrics.errors import BudgetError, ProtocolError
 from tests.coordinator.witness_server import witness_server
 from tests.protocol import HandRun, config, examples, trained, whole_run, worker_setup

@@ -21,11 +21,11 @@ from attestation.service_contract import ServiceContract, contract_context
 from attestation.simulator import SimulatedVendor, code_measurement
 from coordinator import state
 from coordinator.attest_serve import ServiceConfig, start_service
+from coordinator.cli_tables import keys_rows, plan_rows
 from coordinator.config import validated
 from coordinator.local import LocalPlatform
-from coordinator.tables import keys_rows, plan_rows
-from coordinator.verdict import verdict_rows
-from coordinator.views import verdict_of
+from coordinator.verdict import verdict_of
+from coordinator.verdict_table import verdict_rows
 from metrics.errors import ConfigError, EvidenceError, RefusedError
 from tests.protocol import SECRET, VIRTUAL_WORKERS, trained, whole_run
 from workers.manifest import key_context
@@ -126,7 +126,7 @@ def test_a_run_needs_both_halves_and_repeats_with_them(owner, undisturbed):
     assert sum(kind == "released" for kind, _ in log) == 3
     assert run.finished is not None
     verdict = verdict_of(run.finished, run.folder, 1.0, "complete", ())
-    assert ("keys", f"two halves, key service {owner.address}") in verdict_rows(verdict)
+    assert ("keys", f"half of each from {owner.address}") in verdict_rows(verdict)
     assert set(keys_rows(owner.address)) <= set(plan_rows(run.finished.plan))
     assert run.digests != undisturbed, "the same run secret alone gave the same weights"
     assert trained(state.home(), key_service=owner.section()).digests == run.digests

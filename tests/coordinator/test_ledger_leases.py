@@ -15,8 +15,8 @@ import pytest
 from rich.console import Console
 
 from attestation.messages import Envelope
+from coordinator.cli_tables import accounts_view
 from coordinator.ledger import PrivacyLedger
-from coordinator.tables import accounts_view
 from metrics.errors import ProtocolError
 from tests.coordinator.ledger_cases import CAP, DELTA, MANIFEST, PARAMETERS, expected_epsilon, mechanism
 from workers.receipt import Receipt, check_receipt

@@ -15,16 +15,16 @@ from attestation.roster import Roster
 from coordinator.aggregator import ReduceRequest
 from coordinator.assignment import NewRun, ReplayedRun, ResumedRun
 from coordinator.calibration import composed_epsilon
+from coordinator.cli_tables import plan_rows, released_text
 from coordinator.config import load_config
 from coordinator.ledger import PrivacyLedger
 from coordinator.ledger_entries import RunRegistered, StepCharged
-from coordinator.measurements import releases_within
+from coordinator.measurements import Schedule
 from coordinator.plan import make_plan
 from coordinator.plan_command import plan_of
 from coordinator.releases import Release
-from coordinator.tables import plan_rows, released_text
-from coordinator.verdict import Verdict, verdict_text
-from coordinator.views import verdict_of
+from coordinator.verdict import Verdict, verdict_of
+from coordinator.verdict_table import verdict_text
 from metrics.errors import ConfigError, ProtocolError, RunFailedError
 from tests.coordinator.test_going_on import Killed, archive, killed_at, manifest_of
 from tests.models import small_model
@@ -304,7 +304,7 @@ def test_the_target_covers_training_and_every_measurement():
     target = {"dp_config": {"target_epsilon": 30.0}}
     planned, bare = plan(**target), plan(**target, measurements={})
     assert planned.mechanism.noise_multiplier > bare.mechanism.noise_multiplier
-    everything = releases_within(planned.mechanism, planned.measurements, 3, 3)
+    everything = Schedule(planned.mechanism, planned.measurements).releases(3, 3)
     assert 0.997 * 30 <= composed_epsilon(everything, 1e-5, "pld") <= 30
     assert planned.epsilon == composed_epsilon(everything, 1e-5, "pld")
     assert planned.steps_within_cap == 3

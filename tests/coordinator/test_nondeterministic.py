@@ -5,8 +5,8 @@ import json
 import pytest
 
 from coordinator.plan_command import plan_of
-from coordinator.verdict import verdict_rows, verdict_text
-from coordinator.views import verdict_of
+from coordinator.verdict import verdict_of
+from coordinator.verdict_table import verdict_rows, verdict_text
 from metrics.errors import ModelError, RunFailedError
 from tests.protocol import WholeRun, config, examples, trained, whole_run, worker_setup
 from workers import workload

@@ -61,7 +61,7 @@ def test_a_result_that_found_no_room_is_one_line_and_exit_code_4(as_json, stdout
     with command_output(as_json, debug=False) as output:
         assert _guard(output, _show) == 4
     captured = capfd.readouterr()
-    assert captured.err.startswith("error: output_lost: what the command came to could not be written: No space left")
+    assert captured.err.startswith("error: output_lost: the command's result could not be written: No space left")
     assert captured.err.count("\n") == 1
 
 

@@ -10,13 +10,13 @@ from scipy.stats import binom
 from coordinator.accounting import SLACK_SHARE, effective_noise_multiplier
 from coordinator.calibration import epsilon_of
 from coordinator.capacity import overflow_bound, physical_shape
+from coordinator.cli_tables import plan_rows
 from coordinator.config import RunConfig, parse_config
 from coordinator.crosscheck import checked
 from coordinator.ledger_entries import Head
 from coordinator.ledger_view import AccountView, LedgerView
 from coordinator.payer import NamedAccount, named_account
 from coordinator.plan import make_plan, plan_mechanism
-from coordinator.tables import plan_rows
 from metrics.errors import BudgetError, ConfigError, DatasetError, ModelError, RefusedError
 
 DIGITS = {"kind": "digits"}

@@ -6,7 +6,7 @@ import pytest
 from scipy.stats import norm
 
 from coordinator import privacy_loss
-from coordinator.accountants import Quote, Spend, Terms, accountant_of, largest_part
+from coordinator.accountants import AccountLimits, Quote, Spend, accountant_of, largest_part
 from coordinator.accounting import ORDERS, accountant_delta, composed_rdp
 from coordinator.calibration import epsilon_of, solve_noise_multiplier
 from coordinator.privacy_loss import STATED_ERROR
@@ -129,8 +129,8 @@ def test_a_target_that_needs_no_noise_gets_the_floor():
 # --- quotes
 
 
-def terms(cap: float) -> Terms:
-    return Terms(cap, DELTA, ORDERS)
+def terms(cap: float) -> AccountLimits:
+    return AccountLimits(cap, DELTA, ORDERS)
 
 
 def spend(counts: tuple[int, ...], plan: tuple[Release, ...], quote: Quote) -> Spend:

@@ -10,8 +10,8 @@ from torch import nn
 from coordinator.plan_command import plan_of
 from coordinator.progress import status_line
 from coordinator.trainer import Trainer
-from coordinator.verdict import verdict_rows, verdict_text
-from coordinator.views import verdict_of
+from coordinator.verdict import verdict_of
+from coordinator.verdict_table import verdict_rows, verdict_text
 from metrics.errors import RefusedError
 from tests.protocol import Arrays, WholeRun, config, mechanism, trained, whole_run, worker_setup
 from workers.train_worker import TrainWorker

@@ -16,11 +16,11 @@ from attestation.run_secret import run_id_of
 from attestation.simulator import SimulatedVendor, code_measurement
 from coordinator.archive import Archive
 from coordinator.assignment import NewRun, ReplayedRun, ResumedRun
+from coordinator.cli_tables import plan_rows
 from coordinator.config_sections import CheckpointConfig
 from coordinator.plan_command import plan_of
 from coordinator.sealed_evaluation import added
 from coordinator.stopping import StopRequest
-from coordinator.tables import plan_rows
 from metrics.errors import ConfigError, DatasetError, RunFailedError
 from tests.protocol import SECRET, VIRTUAL_WORKERS, Call, Fate, WholeRun, config, examples, on, whole_run
 from workers.datasets import ArrayDataset

@@ -4,9 +4,10 @@ import pytest
 
 from coordinator.accountants import accountant_of
 from coordinator.accounting import accountant_delta
+from coordinator.cli_tables import search_rows
 from coordinator.ledger import PrivacyLedger
 from coordinator.releases import Release
-from coordinator.search_cost import search_cost, search_rows
+from coordinator.search_cost import search_cost
 from metrics.errors import BudgetError, ConfigError
 from tests.coordinator.ledger_cases import DELTA, MANIFEST, PARAMETERS, mechanism
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from coordinator.tables import epsilon_text, size_text
-from coordinator.verdict import Verdict, verdict_rows, verdict_text
+from coordinator.verdict import Verdict
+from coordinator.verdict_table import verdict_rows, verdict_text
 
 VERDICT = Verdict(
     run_dir=Path("/home/someone/.local/share/raycloak/runs/digits-0123456789abcdef"),
@@ -38,14 +39,14 @@ def test_every_claim_stands_with_its_limit():
     text = verdict_text(VERDICT)
     assert "Verdict (SIMULATED evidence)" in text
     assert row(VERDICT, "ε spent") == "8.000 of 8.000, against outsiders and the aggregator"
-    assert row(VERDICT, "ε with one worker").startswith("10.975, against the aggregator together with any one worker")
-    assert row(VERDICT, "ε charged").startswith("8.000 to the account")
+    assert row(VERDICT, "ε with one worker") == "10.975, if it helps the aggregator"
+    assert row(VERDICT, "ε charged") == "8.000 by all runs of the account"
     assert row(VERDICT, "δ") == "1e-05"
     assert row(VERDICT, "accuracy") == "94.4% on the public split"
     assert row(VERDICT, "evidence").startswith("SIMULATED")
     assert row(VERDICT, "workers") == "3, hosting 8 virtual workers"
     assert row(VERDICT, "masked").startswith("11.5 MB reached the aggregator")
-    assert row(VERDICT, "rollback").startswith("not covered")
+    assert row(VERDICT, "ledger rollback").startswith("not covered")
     assert row(VERDICT, "parameters") == "ab" * 32
     assert "200 in 21.5 s" in text
 
@@ -56,10 +57,10 @@ def test_a_sealed_split_and_a_key_service_are_named_with_what_they_do_not_do():
     assert "keys" not in text
     assert row(replace(VERDICT, evaluation_data="clear"), "evaluation data") == "public, in the clear"
     sealed = replace(VERDICT, evaluation_data="sealed", key_service="keys.example.org:7443")
-    assert row(sealed, "evaluation data").endswith("results are exact and not private")
+    assert row(sealed, "evaluation data").endswith("its results are public")
     assert row(sealed, "accuracy") == "94.4% on the sealed evaluation split"
-    assert row(sealed, "keys") == "two halves, key service keys.example.org:7443"
-    assert row(replace(sealed, evaluation_accuracy=None), "accuracy") == "not measured: the run failed before"
+    assert row(sealed, "keys") == "half of each from keys.example.org:7443"
+    assert row(replace(sealed, evaluation_accuracy=None), "accuracy") == "not measured: the run failed first"
     assert row(replace(sealed, evaluation_accuracy=None, evaluation_loss=0.5), "loss").endswith(
         "sealed evaluation split"
     )
@@ -130,7 +131,7 @@ def test_what_weakens_the_claim_is_shown_only_where_it_holds():
     assert row(weak, "warning") == "delta is large."
     assert row(weak, "masked") == "nothing: secure aggregation was off"
     assert row(weak, "accuracy").startswith("not measured")
-    assert row(replace(VERDICT, rollback_witness=True), "rollback").startswith("a witness")
+    assert row(replace(VERDICT, rollback_witness=True), "ledger rollback").startswith("a witness")
 
 
 def test_a_verdict_is_read_back_from_the_trainers_result():
@@ -167,7 +168,7 @@ def test_sizes_have_decimal_units(count, text):
     [
         ("complete", "120 of 200 in 21.5 s"),
         ("cap_exceeded", "120 of 200 in 21.5 s: the cap is reached"),
-        ("stopped", "120 of 200 in 21.5 s: stopped; go on with --resume"),
+        ("stopped", "120 of 200 in 21.5 s: stopped, resume with --resume"),
         ("too_few_workers", "120 of 200 in 21.5 s: ended by too_few_workers"),
     ],
 )

@@ -15,7 +15,7 @@ from attestation.policy import simulated_policy
 from attestation.revocations import revoke
 from attestation.sealed_data import SealedHeader, SealedTerms, SliceKeys, Use, slice_file, slice_key
 from attestation.simulator import SimulatedVendor, code_measurement
-from coordinator.tables import evaluation_text, plan_rows, sealed_text
+from coordinator.cli_tables import evaluation_text, plan_rows, sealed_text
 from metrics.errors import ConfigError, DatasetError, EvidenceError, RaycloakError
 from tests.protocol import NOW, VIRTUAL_WORKERS, examples, whole_run
 from workers.datasets import ArrayDataset, DatasetDescriptor, dataset_form, slice_ids
