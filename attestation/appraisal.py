@@ -61,7 +61,7 @@ class Appraisal:
         evidence_class: class of the root that verified the quote.
         evidence_digest: SHA-256 of the signed body, for logs and rosters; never an identity or replay key, since
             quotes are malleable.
-        evidence_classes: that class and those of the GPUs.
+        evidence_classes: that class, and the classes of the GPUs.
         platform_id: names the machine, 16 bytes for TDX and up to 64 for SEV-SNP.
         gpus: the worker's GPUs, in the order in which it presented them.
         facts: numbers of the collateral; the verifier keeps the highest of each as its next floor.
@@ -94,9 +94,9 @@ class Appraisal:
 
 @lru_cache(maxsize=16)  # one admission opens it several times
 def open_presentation(envelope: Envelope) -> Presentation:
-    """The presentation in ``envelope``, if the key that it presents has signed it.
+    """Return the presentation in ``envelope``, provided that the key it presents has signed it.
 
-    Guarantee: who sent it held the private half of ``identity_key``.
+    Guarantee: the sender held the private half of ``identity_key``.
 
     Raises:
         EvidenceError: ``evidence_malformed``, ``peer_not_bound`` or ``key_not_bound``.
@@ -129,9 +129,9 @@ def appraise(
 ) -> Appraisal:
     """Judge a member's evidence at unix second ``now``.
 
-    Guarantee: returns only if a root of a class that ``policy`` accepts vouches for accepted code, and that code bound
-    exactly this run, member, role, manifest, these keys and these GPUs into its quote, which are as many as the policy
-    asks for.
+    Guarantee: returns only if a root of a class that ``policy`` accepts vouches for accepted code. That code bound
+    exactly this run, member, role, manifest, these keys and these GPUs into its quote. There are exactly as many GPUs
+    as the policy asks for.
 
     Args:
         run_id, member_id, role, manifest_digest: the session the evidence must be for.
@@ -191,13 +191,13 @@ def _check_keys(presentation: Presentation) -> None:
 
 
 def _is_strong_ed25519(public: bytes) -> bool:
-    """False for the points of low order: anybody can make signatures that verify under them."""
+    """Refuse the points of low order: anybody can make signatures that verify under them."""
     y = int.from_bytes(public, "little") & (2**255 - 1)
     return y not in _LOW_ORDER_Y
 
 
 def _is_strong_x25519(public: bytes) -> bool:
-    """False for the points of low order: with them every agreed secret is zero."""
+    """Refuse the points of low order: with them every agreed secret is zero."""
     return int.from_bytes(public, "little") & (2**255 - 1) not in _LOW_ORDER_U
 
 

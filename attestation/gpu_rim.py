@@ -1,9 +1,9 @@
 """Reads NVIDIA's reference integrity manifests (RIM): SWID tags in XML, signed under the vendor's RIM root.
 
-Document types, entities and encodings other than UTF-8 are refused before anything is parsed; the parser opens no file
+Document types, entities and encodings other than UTF-8 are refused before anything is parsed. The parser opens no file
 and no connection. Values are read only from what the signature covers.
 
-Guarantee: for any bytes, :func:`read_rim` returns a manifest or raises EvidenceError ``evidence_malformed``, and
+Guarantee: for any bytes, :func:`read_rim` returns a manifest or raises EvidenceError ``evidence_malformed``.
 :func:`verify_rim` returns values only if a certificate under the RIM root signed exactly them.
 """
 
@@ -36,7 +36,7 @@ _MAX_INDEX: Final = 255
 
 @dataclass(frozen=True, slots=True)
 class Rim:
-    """A manifest of which nothing is verified yet.
+    """A parsed manifest, not verified yet.
 
     Attributes:
         certificates: signer first; empty if they cannot be read.
@@ -47,23 +47,23 @@ class Rim:
 
     @property
     def stated_version(self) -> str:
-        """The version that it says it is for: a hint for choosing among several, no more."""
+        """The version that it claims to be for: a hint for choosing among several, no more."""
         return _version_and_product(self.root)[0]
 
     @property
     def stated_product(self) -> str:
-        """The chip that it says it is for, likewise."""
+        """The chip that it claims to be for, also just a hint."""
         return _version_and_product(self.root)[1]
 
 
 @dataclass(frozen=True, slots=True)
 class GoldenValues:
-    """What a verified manifest says.
+    """The content of a verified manifest.
 
     Attributes:
-        version: of the driver or VBIOS that it describes.
+        version: the version of the driver or VBIOS that it describes.
         product: the chip, such as ``GH100``.
-        values: by index, counted from 0, the values that a measurement may have; active ones only.
+        values: the accepted values of each measurement, by index from 0; active ones only.
     """
 
     version: str
@@ -93,7 +93,7 @@ def read_rim(data: bytes, what: str) -> Rim:
 
 
 def _check_text(data: bytes, what: str) -> None:
-    """What follows looks for text, so the text must be what the parser will see."""
+    """Refuse unsafe text before parsing. It must be UTF-8, so that the text searched is the text the parser reads."""
     try:
         text = data.decode("utf-8-sig").lstrip()
     except UnicodeDecodeError:
@@ -116,7 +116,7 @@ def _read_certificates(root: Any) -> tuple[x509.Certificate, ...]:
 
 
 def check_rim_windows(rim: Rim, now: datetime, what: str) -> datetime | None:
-    """When the first of the manifest's certificates ends; None if it has none that can be read.
+    """Return when the first of the manifest's certificates ends; None if no certificate can be read.
 
     Raises:
         EvidenceError: ``collateral_stale`` if ``now`` is outside the validity of one of them.
@@ -125,7 +125,7 @@ def check_rim_windows(rim: Rim, now: datetime, what: str) -> datetime | None:
 
 
 def verify_rim(rim: Rim, roots: Collection[bytes], now: datetime, what: str) -> GoldenValues:
-    """The values that a certificate under one of ``roots`` signed.
+    """Return the values that a certificate under one of ``roots`` signed.
 
     Args:
         roots: `attestation.certificates.key_id` of each accepted RIM root.

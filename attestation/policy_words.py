@@ -1,4 +1,4 @@
-"""Says in words what a policy accepts, and where it is laxer than the defaults of a hardware run or admits nothing."""
+"""Says in words what a policy accepts, and where it is laxer than a hardware run's defaults or admits nothing."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ _STRICT_TDX, _STRICT_SNP, _STRICT_GPU = TdxRules(), SnpRules(), GpuRules()
 
 @dataclass(frozen=True, slots=True)
 class Sentence:
-    """One thing that a policy says.
+    """A statement about one rule of a policy.
 
     Attributes:
-        topic: what it is about. warning: whether its author should have meant it.
+        topic: the rule's subject. warning: whether its author should check that it is meant.
     """
 
     topic: str
@@ -34,7 +34,7 @@ class Sentence:
 
 
 def explain(policy: Policy) -> tuple[Sentence, ...]:
-    """Every rule of ``policy`` that can make a difference, in the order in which evidence is judged."""
+    """Explain every rule of ``policy`` that can make a difference, in the order in which evidence is judged."""
     families = {anchor.family for anchor in policy.anchors if anchor.evidence_class in policy.accepted_classes}
     sentences = [*_classes(policy), *_roots(policy, policy.anchors)]
     if "tdx" in families:

@@ -1,4 +1,4 @@
-"""Files with private keys: they appear as a whole, and only their owner can read them."""
+"""Writes and reads files with private keys. They appear as a whole, and only their owner can read them."""
 
 import os
 import secrets
@@ -12,7 +12,7 @@ from metrics.file_errors import file_error
 
 
 def require_name(path: Path, code: str) -> None:
-    """ConfigError ``code`` unless ``path`` has the name of a file at its end."""
+    """Raise ConfigError ``code`` unless ``path`` ends in a file's name."""
     if not path.name:
         raise ConfigError(code, f"'{path}' is no name for a file.", "Name a new file.")
 
@@ -22,11 +22,10 @@ def publish_pair(path: Path, private: bytes, public: bytes, code: str) -> Path:
 
     Returns the path of the public half.
 
-    Guarantee: both are there in the end, or neither was put.
+    Guarantee: in the end both files exist, or neither was put.
 
     Raises:
-        ConfigError: ``code`` with ``_exists`` appended if one of the files is there; ``code`` if they cannot be
-            written.
+        ConfigError: ``code`` with ``_exists`` appended if one of the files exists; ``code`` if they cannot be written.
     """
     public_path = path.with_name(f"{path.name}.pub")
     try:
@@ -52,9 +51,9 @@ def _undone(path: Path) -> Iterator[None]:
 
 
 def publish(path: Path, data: bytes, mode: int = 0o600) -> bool:
-    """Put ``data`` at ``path`` as a whole and durably, unless a file is there; returns whether it was put.
+    """Put ``data`` at ``path`` as a whole and durably, unless a file exists; return whether it was put.
 
-    Guarantee: of concurrent callers exactly one puts its data, and no reader ever sees a part of it.
+    Guarantee: exactly one of concurrent callers puts its data, and no reader ever sees a part of it.
     """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -72,7 +71,7 @@ def publish(path: Path, data: bytes, mode: int = 0o600) -> bool:
 
 
 def read_private(path: Path, code: str) -> bytes:
-    """The content of a file that nobody but its owner can read.
+    """Read a file that nobody but its owner can read.
 
     Raises:
         ConfigError: ``code`` if the file's mode lets others read it.
