@@ -98,7 +98,7 @@ class MaskedAggregator:
     """
 
     def __init__(self, member_id: str, source: EvidenceSource) -> None:
-        # The update rule's kernels must be those of the run's numerics class.
+        # The update rule's kernels must match the run's numerics class.
         pin_numerics()
         self._attester = Attester(member_id, source)
         self._latest: _Verified | None = None

@@ -162,7 +162,7 @@ class LedgerStore:
 
     @property
     def fencing(self) -> int:
-        """This instance's fencing number, above those of all earlier instances; 0 if it was opened to read."""
+        """This instance's fencing number, above the number of every earlier instance; 0 if it was opened to read."""
         return self._fencing
 
     @property

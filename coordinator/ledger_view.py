@@ -14,7 +14,7 @@ from workers.mechanism import AccountantName
 
 @dataclass(frozen=True, slots=True)
 class StepStatus:
-    """Whether a step is charged, and for which parameters. It resolves a lost reply."""
+    """The state of a step: whether it is charged, and for which parameters. It resolves a lost reply."""
 
     charged: bool
     parameter_digest: bytes | None = None
