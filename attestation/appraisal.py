@@ -109,6 +109,7 @@ def open_presentation(envelope: Envelope) -> Presentation:
         refuse(Refusal.EVIDENCE_MALFORMED, f"{error.message}.")
     if not _is_strong_ed25519(presentation.identity_key):
         refuse(Refusal.KEY_NOT_BOUND, f"the identity_key of '{presentation.member_id}' is not a usable public key")
+    # The caller uses up the nonce next, which only the holder of the presented key may do.
     signed = length_prefixed(Presentation.DOMAIN, envelope.body)
     if not signature_is_valid(presentation.identity_key, signed, envelope.signature):
         refuse(Refusal.PEER_NOT_BOUND, f"'{presentation.member_id}' did not prove that it holds its identity key")
@@ -142,6 +143,7 @@ def appraise(
         EvidenceError: with one code of `attestation.evidence.Refusal`.
     """
     presentation = open_presentation(envelope)
+    # Each stage sets one code, and the first that fails decides: the order is that of docs/attestation.md.
     claims = verify_guest(presentation, policy, collateral, now, floors)
     _check_measurement(claims, presentation, policy)
     _check_session(presentation, run_id, member_id, role, manifest_digest)

@@ -102,6 +102,7 @@ class Attester:
             quote=b"",
             gpu_evidence=self._gpus.collect(nonce) if self._gpus else (),
         )
+        # Only now, because the quote's report data covers the GPUs' reports.
         found = self._source.collect(expected_report_data(presentation))
         fields = {name: getattr(found, name) for name in ("quote", "quote_family", "certificates")}
         envelope = seal(presentation.model_copy(update=fields), self.identity)

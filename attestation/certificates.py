@@ -30,7 +30,8 @@ PublicKey = EllipticCurvePublicKey | RSAPublicKey
 
 _PEM_BEGIN = b"-----BEGIN CERTIFICATE-----"
 _PEM_BLOCKS = re.compile(rb"\s*(?:" + _PEM_BEGIN + rb"[A-Za-z0-9+/=\s]*-----END CERTIFICATE-----\s*)*")
-_MAX_CHAIN = 5
+_MAX_CHAIN = 5  # NVIDIA's device chain has five certificates
+# AMD's keys have 4,096 bits. Much larger ones, of 16,384 bits for example, verify slowly.
 _MIN_RSA_BITS, _MAX_RSA_BITS = 3072, 8192
 MAX_PRESENTED_BYTES = 1 << 16
 """Bounds one presented certificate, or a file of them. Vendors' own have a few thousand bytes."""
@@ -173,6 +174,7 @@ def check_links(chain: Sequence[x509.Certificate], what: str) -> None:
     """
     if not 2 <= len(chain) <= _MAX_CHAIN:
         refuse(Refusal.CHAIN_BROKEN, f"the {what} chain has {len(chain)} certificates")
+    # The last certificate is paired with itself, so that it must be self-signed.
     for below, (certificate, issuer) in enumerate(pairwise((*chain, chain[-1]))):
         if not is_issued_by(certificate, issuer) or not _may_issue(issuer, min(below, len(chain) - 2)):
             refuse(Refusal.CHAIN_BROKEN, f"the {what} chain breaks at '{common_name(certificate)}'")

@@ -28,7 +28,7 @@ from attestation.refusals import SERVICE_NAME, refusal_in
 from attestation.wire_messages import from_wire, release_from_wire, to_wire
 from metrics.errors import EvidenceError, ProtocolError
 
-DEADLINE_S: Final = 10.0
+DEADLINE_S: Final = 10.0  # as long as the service gives a call, whatever its caller says
 MAX_MESSAGE_BYTES: Final = 16 * 2**20
 
 
@@ -63,6 +63,7 @@ class EvidenceClient:
         self._end = end or client_end(attester.identity, manifest_digest)
         self._server_certificate = b""
         options = (
+            # The certificate names the service, wherever it listens.
             ("grpc.ssl_target_name_override", SERVER_NAME),
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.enable_retries", 0),

@@ -91,6 +91,7 @@ def _tdx(client: _Client, service: CollateralService, fmspc: str, roots: set[byt
         qe_identity=identity,
         qe_identity_signature=qe_signature,
     )
+    # Checked before it is kept: a mirror's wrong answer must not replace good collateral.
     try:
         _check_signed(found, roots)
     except EvidenceError as error:
@@ -172,4 +173,4 @@ def _after(text: str, at: int, mark: str) -> int:
 
 def _refuse(what: str, url: str, why: str) -> NoReturn:
     host = url.partition("://")[2].partition("/")[0]
-    refuse(Refusal.COLLATERAL_STALE, f"the {what} cannot be had from {host}: {why}")
+    refuse(Refusal.COLLATERAL_STALE, f"the {what} cannot be fetched from {host}: {why}")

@@ -101,9 +101,11 @@ class CollateralKeeper:
 
     def _fetch(self) -> None:
         now = int(self._clock())
+        # Set before the attempt, so that a service that fails is not asked at every look.
         self._not_before = now + PAUSE_S
         try:
             bundle = fetch_collateral(self._service, self._anchors, self._get)
+            # A mirror may serve older collateral, or collateral that has ended. It must not replace what is still good.
             self._require_no_older(bundle)
             self._require_current(bundle)
         except EvidenceError as refusal:
@@ -114,6 +116,7 @@ class CollateralKeeper:
         try:
             write_whole(self._file, self._kept.encode() + b"\n")
         except OSError as error:
+            # A full disk must not end the thread that renews collateral.
             self.problem = f"{self._file} cannot be written ({error.strerror}), so a restart has to fetch it again"
 
     def _require_no_older(self, bundle: CollateralBundle) -> None:

@@ -52,6 +52,7 @@ class CollateralRefresh:
             return
         if self._keeper.problem:
             logging.getLogger(__name__).warning("collateral: %s", self._keeper.problem)
+        # The turn is taken only now, so that no network request holds up the orchestrator.
         with self._turn:
             self._take(collateral)
 

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from attestation.messages import Message
 
-INTEL_ROOT_CRL = "/sgx/certification/v4/rootcacrl"
+INTEL_ROOT_CRL = "/sgx/certification/v4/rootcacrl"  # PCCS's path; Intel's own service has it elsewhere
 
 
 def _safe(url: str) -> str:

@@ -30,6 +30,7 @@ class Enrolment:
             if owner != member.member_id:
                 refuse(Refusal.PEER_NOT_BOUND, f"a GPU of '{member.member_id}' is enrolled by '{owner}' already")
         workers = self._workers.get(member.platform_id, set())
+        # A member that presents anew does not stand in its own way.
         others = len(workers) - (member.member_id in workers)
         most = policy.workers_per_platform
         if member.role == "worker" and most is not None and others >= most:

@@ -64,6 +64,7 @@ def place_order(order: EvaluationOrder, virtual_workers: int, commits: CommitBoo
         "parameter_digest": order.parameter_digest.hex(),
         "digest": order.digest().hex(),
     }
+    # Logged before it is handed out: the log has an order before anybody gets it.
     log.append("evaluation_ordered", body)
 
 

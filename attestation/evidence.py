@@ -238,7 +238,7 @@ class Collateral(Message):
             known = {name: fields[name] for name in cls.model_fields}
             return cls.model_validate_json(json.dumps(known))
         except (LookupError, TypeError, ValueError):
-            refuse(Refusal.COLLATERAL_STALE, "the collateral is not in the form that is expected")
+            refuse(Refusal.COLLATERAL_STALE, "the collateral is not in the expected form")
 
 
 class CollateralBundle(Message):

@@ -110,6 +110,7 @@ class EvidenceLog:
         values = (self._run_id, length, kind, encoded, entry.hash)
         self._connection.execute("INSERT INTO log_entries VALUES (?, ?, ?, ?, ?)", values)
         subtrees = merkle.completed(length, entry.hash, self._subtree)
+        # The entries' own hashes are level 0, so only higher levels need rows.
         rows = [(self._run_id, level, length >> level, subtree) for level, subtree in enumerate(subtrees) if level]
         if rows:
             self._connection.executemany("INSERT INTO log_subtrees VALUES (?, ?, ?, ?)", rows)
@@ -188,6 +189,7 @@ class EvidenceLog:
             file.write(head + b"\n")
 
     def _signed(self, head: LogHead) -> SignedHead:
+        # ML-DSA-65 takes a millisecond, so one signature serves until something is appended.
         if self._newest is None or self._newest[0] != head:
             self._newest = head, head.sign(self._signer)
         return self._newest[1]
@@ -227,7 +229,7 @@ class EvidenceLog:
         with closing(self._connection.execute(query, (self._run_id,))) as cursor:
             stored = {(level, place): bytes(subtree) for level, place, subtree in cursor}
         if stored != expected:
-            broken(f"the stored tree is not that of its {len(tree)} entries")
+            broken(f"the stored tree does not match its {len(tree)} entries")
 
     def _one(self, query: str, *values: str | int) -> Any:
         """Return the first column of the first row; None if there is no row."""

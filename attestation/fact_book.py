@@ -38,6 +38,7 @@ class FactBook:
         path.touch(mode=0o600)
         self._db = sqlite3.connect(path, timeout=BUSY_DEADLINE_S, isolation_level=None, check_same_thread=False)
         enter_wal(self._db)
+        # `keep` promises that its numbers are on disk when it returns.
         self._db.execute("PRAGMA synchronous = FULL")
         self._db.execute(_SCHEMA)
         self._known: dict[str, int] = {}
@@ -61,6 +62,7 @@ class FactBook:
                 cursor.execute("BEGIN IMMEDIATE")
                 cursor.executemany(_RAISE, rising)
                 cursor.execute("COMMIT")
+            # Own commits leave data_version unchanged, so make the next call read the rows.
             self._version = None
 
     def check_clock(self, now: int) -> None:

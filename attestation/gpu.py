@@ -144,16 +144,19 @@ def verify_gpu(
     _check_chain(certificates)
     answers = find_answers(ocsp, certificates)
     of_signers = manifests.signer_answers(ocsp)
+    # The order of these checks decides the code of a refusal.
     _check_signatures(parsed, certificates[0], (*answers, *of_signers))
     check_responders((*answers, *of_signers))
     check_good((*answers, *of_signers))
     ends = [check_certificate_windows(certificates, instant, "device"), *manifests.windows(instant)]
+    # Present answers are always judged, even where the rules require none.
     if ocsp or rules.require_ocsp:
         ends.append(check_coverage(answers, certificates, instant))
     if of_signers:
         ends.append(check_current(of_signers, instant))
     if parsed.nonce != nonce:
-        refuse(Refusal.NONCE_FOREIGN, "the GPU's report is over another nonce than the one that was issued")
+        refuse(Refusal.NONCE_FOREIGN, "the GPU's report is over a nonce other than the issued one")
+    # Devices and reference values have roots of two families, so that a device's key cannot vouch for its own values.
     rim_roots = [
         each.root_key_id
         for each in anchors
@@ -169,7 +172,7 @@ def _named(rims: GpuReferences) -> tuple[tuple[bytes | None, str], ...]:
 
 def _read_chain(chain: Sequence[bytes]) -> tuple[x509.Certificate, ...]:
     if any(is_pem(data) and not has_only_blocks(data.rstrip(b"\0")) for data in chain):
-        refuse(Refusal.EVIDENCE_MALFORMED, "there is other text than certificates in the GPU's chain")
+        refuse(Refusal.EVIDENCE_MALFORMED, "the GPU's chain contains text other than certificates")
     try:
         certificates = tuple(each for data in chain[: CHAIN_LENGTH + 1] for each in read_presented(data))
     except ValueError:

@@ -35,7 +35,7 @@ def visible_devices(environment: Mapping[str, str]) -> tuple[int, ...] | None:
     if not all(name.isascii() and name.isdigit() for name in names):
         raise EvidenceError(
             "gpu_unavailable",
-            f"CUDA_VISIBLE_DEVICES is '{given}', from which no indices of GPUs follow.",
+            f"CUDA_VISIBLE_DEVICES is '{given}', which names no indices of GPUs.",
             "Name GPUs by their indices; parts of a GPU give no evidence.",
         )
     return tuple(int(name) for name in names)

@@ -59,6 +59,7 @@ def find_answers(ders: Sequence[bytes], chain: Sequence[x509.Certificate]) -> tu
     """
     answers = [answer for der in ders for answer in _read(der, chain)]
     counts: dict[int, Answer] = {}
+    # Ascending precedence: the answer that counts about a certificate is stored last.
     for answer in sorted(answers, key=_precedence):
         counts[chain.index(answer.certificate)] = answer
     return tuple(counts[position] for position in sorted(counts))
@@ -79,7 +80,7 @@ def check_responders(answers: Sequence[Answer]) -> None:
     """
     for answer in answers:
         if answer.responder is None or not _may_answer(answer.responder, answer.issuer):
-            _refuse(Refusal.SIGNER_ROLE, answer, "is signed by somebody who may not answer for its issuer")
+            _refuse(Refusal.SIGNER_ROLE, answer, "is signed by a responder that may not answer for its issuer")
 
 
 def check_good(answers: Sequence[Answer]) -> None:
@@ -107,6 +108,7 @@ def check_coverage(answers: Sequence[Answer], chain: Sequence[x509.Certificate],
     return check_current(answers, now)
 
 
+# Of several answers of one time the worst counts.
 _SEVERITY: Final = {
     ocsp.OCSPCertStatus.GOOD: 0,
     ocsp.OCSPCertStatus.UNKNOWN: 1,

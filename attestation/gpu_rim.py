@@ -31,7 +31,7 @@ _SIGNATURE: Final = "{http://www.w3.org/2000/09/xmldsig#}Signature"
 _CERTIFICATE: Final = "{http://www.w3.org/2000/09/xmldsig#}X509Certificate"
 _DECLARED_ENCODING: Final = re.compile(r"""^<\?xml[^>]*?encoding\s*=\s*["']([^"']*)["']""")
 _MAX_CERTIFICATES: Final = 5
-_MAX_INDEX: Final = 255
+_MAX_INDEX: Final = 255  # a report gives an index one byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,7 @@ def read_rim(data: bytes, what: str) -> Rim:
     if len(data) > MAX_RIM_BYTES:
         refuse(Refusal.EVIDENCE_MALFORMED, f"the {what} manifest of {len(data)} bytes is larger than {MAX_RIM_BYTES}")
     _check_text(data, what)
+    # A second defence behind `_check_text`: the parser expands no entity and fetches nothing.
     parser = etree.XMLParser(
         resolve_entities=False, no_network=True, load_dtd=False, dtd_validation=False, huge_tree=False
     )
@@ -135,8 +136,9 @@ def verify_rim(rim: Rim, roots: Collection[bytes], now: datetime, what: str) -> 
     """
     _check_chain(rim, roots, what)
     signatures = list(rim.root.iter(_SIGNATURE))
+    # A signature deeper in the tree would cover only a part of the manifest.
     if len(signatures) != 1 or signatures[0].getparent() is not rim.root:
-        refuse(Refusal.GPU_STATE, f"the {what} manifest has not one signature over all of it")
+        refuse(Refusal.GPU_STATE, f"the {what} manifest does not have exactly one signature over all of it")
     config = SignatureConfiguration(
         location="./",
         signature_methods=frozenset({SignatureMethod.ECDSA_SHA384}),
@@ -147,9 +149,10 @@ def verify_rim(rim: Rim, roots: Collection[bytes], now: datetime, what: str) -> 
         verified = XMLVerifier().verify(rim.root, x509_cert=rim.certificates[0], expect_config=config)
     except (SignXMLException, etree.LxmlError, ValueError, TypeError, AttributeError, LookupError):
         refuse(Refusal.GPU_STATE, f"the signature over the {what} manifest does not hold")
+    # Read on in what the signature covers, never in the document around it.
     signed = None if isinstance(verified, list) else verified.signed_xml
     if signed is None or signed.tag != SWID + "SoftwareIdentity":
-        refuse(Refusal.GPU_STATE, f"what is signed in the {what} manifest is not a software identity")
+        refuse(Refusal.GPU_STATE, f"the signed part of the {what} manifest is not a software identity")
     return _golden_values(signed, what)
 
 

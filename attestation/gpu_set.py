@@ -74,6 +74,7 @@ def verify_gpus(
         )
         for each in presented
     )
+    # A genuine GPU that is presented twice passes every check before this one.
     if len({each.platform_id for each in claims}) != count:
         refuse(Refusal.GPU_NOT_BOUND, "one GPU is presented twice")
     return claims

@@ -80,7 +80,7 @@ def check_references(report: GpuReport, family: str, driver: GoldenValues | None
     values = {**driver_values, **vbios_values}
     differing = [index for index, accepted in values.items() if report.measurements.get(index + 1) not in accepted]
     if differing:
-        refuse(Refusal.GPU_STATE, f"measurements {differing} of the GPU are not those of its manifests")
+        refuse(Refusal.GPU_STATE, f"measurements {differing} of the GPU differ from its manifests")
     return len(values)
 
 

@@ -40,6 +40,7 @@ def https_get(url: str, deadline_s: float = DEADLINE_S, max_bytes: int = MAX_BYT
     """Fetch ``url``; :class:`FetchError` without an answer in time and within ``max_bytes``."""
     ends = time.monotonic() + deadline_s
     context = ssl.create_default_context()
+    # No redirects: only the named host itself may answer.
     opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=context), _NoRedirects())
     try:
         with opener.open(url, timeout=deadline_s) as response:
@@ -48,6 +49,7 @@ def https_get(url: str, deadline_s: float = DEADLINE_S, max_bytes: int = MAX_BYT
                 body += chunk
                 if len(body) > max_bytes:
                     raise FetchError(f"it answers with more than {max_bytes} bytes")
+                # The timeout bounds each read alone. A body that trickles is bounded here.
                 if time.monotonic() > ends:
                     raise FetchError(f"it did not answer within {deadline_s:g} s")
             headers: HTTPMessage = response.headers

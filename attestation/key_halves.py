@@ -54,6 +54,7 @@ def check_contract(
         f"has {len(contract.key_commitments)} of the {epochs} key epochs of the run": (
             len(contract.key_commitments) < epochs
         ),
+        # If both halves came from one secret, its holder would know both.
         "comes from the run secret itself": contract.run_id == run_id or contract.orchestrator_key == orchestrator_key,
     }
     for what, differs in differing.items():

@@ -93,6 +93,7 @@ class DrawBook:
         wanted, kind = tuple(key_ids), terms.kind.value
         for first in range(0, len(wanted), _AT_ONCE):
             keys = wanted[first : first + _AT_ONCE]
+            # Counted before the quotas are compared: the caller's rollback takes the counts back.
             own = self._count("draws", [(kind, epoch, key_id, session, member_id) for key_id in keys])
             total = self._count("draw_totals", [(kind, epoch, key_id) for key_id in keys])
             for key_id in keys:

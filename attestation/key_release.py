@@ -244,7 +244,7 @@ class ReleaseTerms:
 def _keys_in(package: KeyPackage, plaintext: bytes, each: int) -> list[Secret]:
     """Split the plaintext into the ``each`` keys of every virtual worker of ``package``, in order."""
     if len(plaintext) != each * _KEY_BYTES * len(package.virtual_workers):
-        raise EvidenceError("key_package_mismatch", "the key package holds another number of keys than it names")
+        raise EvidenceError("key_package_mismatch", "the key package holds a different number of keys than it names")
     return [Secret(plaintext[i : i + _KEY_BYTES]) for i in range(0, len(plaintext), _KEY_BYTES)]
 
 

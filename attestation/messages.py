@@ -54,6 +54,7 @@ def parse(cls: type[M], body: bytes) -> M:
         message = cls.model_validate_json(body)
     except ValidationError as error:
         raise ProtocolError("malformed", f"not a {cls.__name__}: {error.error_count()} invalid fields") from None
+    # A second encoding of one message would have another digest and signature.
     if message.encode() != body:
         raise ProtocolError("malformed", f"a {cls.__name__} that is not in canonical form")
     return message

@@ -32,7 +32,7 @@ def present_orchestrator(
         member_id=ORCHESTRATOR,
         role=ORCHESTRATOR,
         manifest_digest=manifest_digest,
-        expires_at=0,
+        expires_at=0,  # no book keeps this challenge
     )
     return Attester(ORCHESTRATOR, source, identity=identity).present(challenge, manifest_digest, b"")
 

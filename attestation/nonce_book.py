@@ -71,6 +71,7 @@ class NonceBook:
             identity_key: the key the member announced. If given, only a presentation of that key consumes the nonce,
                 so no observer of the nonce can spend it.
         """
+        # Anybody may ask for challenges, at 2,000 per second, so unanswered ones cannot wait for a restart.
         if now >= self._sweep_at:
             self._write("DELETE FROM nonces WHERE expires_at <= ? AND NOT consumed", (now,))
             self._write(_DROP_OLD, (now, MAX_USED))
@@ -106,6 +107,7 @@ class NonceBook:
         try:
             self._take(presentation, now)
         finally:
+            # Also after a refusal, so that the nonce stays used.
             self._connection.commit()
 
     def forget_expired(self, now: int) -> None:
@@ -133,8 +135,10 @@ class NonceBook:
         *issued, identity_key, expires_at, consumed = row
         if consumed:
             refuse(Refusal.NONCE_REPLAYED, f"the nonce of '{presentation.member_id}' was used before")
+        # Before the nonce is used up: an observer of the nonce must not be able to spend it.
         if identity_key and identity_key != presentation.identity_key:
             refuse(Refusal.PEER_NOT_BOUND, f"the nonce of '{presentation.member_id}' was issued to another key")
+        # Before the session is compared: a presentation for another session uses up the nonce too.
         self._connection.execute("UPDATE nonces SET consumed = 1 WHERE nonce = ?", (presentation.nonce,))
         session = [presentation.run_id, presentation.member_id, presentation.role, presentation.manifest_digest]
         if issued != session:

@@ -59,6 +59,7 @@ class PackageSigner(HybridSigner):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not path.exists():
                 publish(path, _new_signer().encode())
+            # Read back even by the writer: of concurrent callers only one has put its seeds.
             stored = parse(_StoredSigner, read_private(path, "signer"))
             signer = cls(Secret(stored.ed25519), Secret(stored.ml_dsa_65))
             publish(folder / SIGNER_PUBLIC_FILE, signer.public.encode(), mode=0o644)

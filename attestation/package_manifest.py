@@ -15,7 +15,7 @@ from metrics.errors import EvidenceError
 
 FORMAT: Final = 1
 TAG_BYTES = 16
-NONCE_PREFIX_BYTES = 7
+NONCE_PREFIX_BYTES = 7  # with four bytes of position and one end mark, the 12-byte nonce of AES-GCM
 
 
 class PackageRefusal(StrEnum):

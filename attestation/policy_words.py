@@ -174,7 +174,7 @@ def _collateral(policy: Policy) -> Iterator[Sentence]:
         text = f"Verifiers fetch TDX collateral of the families {families} from {service.intel}, before it ends."
         yield Sentence("collateral", text)
         where = f"That of Intel's root comes from {service.root_crl}."
-        yield Sentence("collateral", f"PCK revocation lists are those of the {service.pck_ca} CA. {where}")
+        yield Sentence("collateral", f"PCK revocation lists come from the {service.pck_ca} CA. {where}")
     if service.amd is not None:
         yield Sentence("collateral", f"They fetch AMD's lists {', '.join(service.snp_lists)} from {service.amd}.")
     if "http://" in f"{service.intel} {service.amd} {service.intel_root_crl}":

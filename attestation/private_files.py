@@ -30,6 +30,7 @@ def publish_pair(path: Path, private: bytes, public: bytes, code: str) -> Path:
     public_path = path.with_name(f"{path.name}.pub")
     try:
         if not public_path.exists() and publish(path, private):
+            # A disk that fills up now must not leave a private key alone, under a name that is then taken.
             with _undone(path):
                 if publish(public_path, public, mode=0o644):
                     return public_path
@@ -38,7 +39,7 @@ def publish_pair(path: Path, private: bytes, public: bytes, code: str) -> Path:
         pass
     except OSError as error:
         raise file_error(code, "write", path, error) from None
-    raise ConfigError(f"{code}_exists", f"{path} or {public_path} is there already.", "Choose another name.")
+    raise ConfigError(f"{code}_exists", f"{path} or {public_path} already exists.", "Choose another name.")
 
 
 @contextmanager
@@ -62,6 +63,7 @@ def publish(path: Path, data: bytes, mode: int = 0o600) -> bool:
             file.write(data)
             file.flush()
             os.fsync(descriptor)
+        # Unlike a rename, a link fails if the name is taken. So exactly one of concurrent callers wins.
         path.hardlink_to(draft)
     except FileExistsError:
         return False

@@ -159,7 +159,7 @@ def _read_certification(data: bytes, raw: bytes, signed: bytes, body: bytes) -> 
     reader.expect(4, len(data) - reader.position - 4, "inner certification length")
     pem = reader.rest() if kind == _CERTIFIED_BY_PEM_CHAIN else b""
     if not has_only_blocks(pem.rstrip(b"\0")):
-        refuse(Refusal.EVIDENCE_MALFORMED, "there is other text than certificates in the quote's certification data")
+        refuse(Refusal.EVIDENCE_MALFORMED, "the quote's certification data contains text other than certificates")
     return TdxQuote(
         raw=raw,
         signed=signed,

@@ -11,7 +11,7 @@ from metrics.errors import EvidenceError, ProtocolError, RaycloakError
 
 SERVICE_NAME: Final = "raycloak.evidence.v1.Evidence"
 REFUSAL_KEY: Final = "raycloak-refusal-bin"
-_MAX_REFUSAL_BYTES = 4096
+_MAX_REFUSAL_BYTES = 4096  # room for a code, and for message and remedy of 1,024 characters each
 
 _STATUS = {
     "busy": grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -48,6 +48,7 @@ def revoke(state_file: Path, kind: RevokedKind, name: str, *, reason: str, now: 
     if kind == "platform":
         name = _platform(name)
     with closing(_open(state_file, "rw")) as db:
+        # The command promises that the revocation is on disk when it returns.
         db.execute("PRAGMA synchronous = FULL")
         db.execute("BEGIN IMMEDIATE")
         db.execute(_SCHEMA)
@@ -144,7 +145,7 @@ def _platform(name: str) -> str:
 def _require_member(db: sqlite3.Connection, member_id: str) -> None:
     members = sorted(name for (name,) in db.execute("SELECT member_id FROM members"))
     if member_id not in members:
-        known = f"it has {', '.join(members)}" if members else "nobody is"
+        known = f"it has {', '.join(members)}" if members else "it has none"
         raise ConfigError(
             "member_unknown",
             f"'{member_id}' is not a member of the run now; {known}.",

@@ -41,8 +41,8 @@ def exposure(path: Path) -> str | None:
     if not mode & 0o077:
         return None
     return (
-        f"warning: {path} has mode {mode:04o}. Whoever reads this run secret can take the noise and the masks off the "
-        f"run. Run chmod 600 {path}"
+        f"warning: {path} has mode {mode:04o}. Anybody who reads this run secret can remove the noise and the masks "
+        f"of the run. Run chmod 600 {path}"
     )
 
 

@@ -147,11 +147,12 @@ class SliceKeys:
         """
         terms.header.require_use(use)
         keys = cls(terms.header, load_dataset_key(Path(terms.key_file)))
+        # One slice's commitment identifies the dataset key, because every slice key derives from it.
         if key_commitment(keys.of(0)) != terms.header.key_commitments[0]:
             raise ConfigError(
                 "dataset_key",
                 f"{terms.key_file} is not the key that the dataset was sealed with.",
-                "Name that one as key_file.",
+                "Name that key as key_file.",
             )
         return keys
 

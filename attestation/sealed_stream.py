@@ -84,8 +84,9 @@ def read_payload(source: Source, data_key: Secret, context: bytes, payload: Payl
         except InvalidTag:
             refuse(PackageRefusal.FILE_CHANGED, f"chunk {index} of {payload.name} is not the one written there.")
         left -= size
+    # Every chunk was authentic, but bytes behind the last one were never sealed.
     if source.read(1):
-        refuse(PackageRefusal.FILE_CHANGED, f"{payload.name} goes on after its last chunk.")
+        refuse(PackageRefusal.FILE_CHANGED, f"{payload.name} continues after its last chunk.")
 
 
 def _chunks(pieces: Iterable[Piece], chunk_bytes: int) -> Iterator[tuple[bytearray, bool]]:

@@ -231,6 +231,7 @@ def code_measurement(root: Path | None = None) -> bytes:
         return _measured(root)
 
 
+# Two threads that ask first would each read all files.
 _MEASURING: Final = threading.Lock()
 
 

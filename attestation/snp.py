@@ -123,6 +123,7 @@ def verify_snp(
     if not signed_by(endorsement.chain[0], parsed.signature, parsed.signed):
         refuse(Refusal.EVIDENCE_TAMPERED, "the signature over the report does not hold")
     lists, unreadable = _own_crls(crls, endorsement.chain)
+    # Every edition counts for revocation. Only the newest edition of each list must be current.
     for crl in lists:
         check_not_revoked(crl, endorsement.chain)
     if unreadable:
@@ -131,6 +132,7 @@ def verify_snp(
     expires_at = _check_windows(endorsement, lists, rules, now)
     facts = _crl_facts(endorsement, lists)
     check_not_older(facts, floors)
+    # A rollback of lists is judged before the firmware, as the order of stages demands.
     _check_firmware(parsed, endorsement, rules)
     _check_guest(parsed, rules)
     return _claims(parsed, endorsement, facts, expires_at)
@@ -153,6 +155,7 @@ def _endorsement(
         refuse(Refusal.ROOT_UNKNOWN, f"'{common_name(chain[-1])}' is not a root that the policy trusts")
     require_class(anchor.evidence_class, accepted)
     role = issuer_role(chain[1])
+    # Under AMD's roots only the pinned CAs count. A simulator's are not pinned.
     pinned = anchor.evidence_class is EvidenceClass.SIMULATED or key_id(chain[1]) in map(key_id, amd_intermediates())
     if len(chain) != 3 or role is None or not pinned:
         refuse(Refusal.CHAIN_BROKEN, f"'{common_name(chain[1])}' is not a CA of endorsement keys")

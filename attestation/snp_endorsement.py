@@ -78,6 +78,7 @@ def certified_hardware_id(certificate: x509.Certificate, layout: Layout) -> byte
     The value is the bare bytes, or an octet string of them. The length decides: a bare id may look like the header.
     """
     value, size = _extension(certificate, HARDWARE_ID_OID), layout.hardware_id_bytes
+    # One chip in 65,536 has an id that starts like the header of an octet string.
     if value is not None and len(value) == size + 2 and value[:2] == bytes((_OCTETS, size)):
         return value[2:]
     return value

@@ -130,6 +130,7 @@ def parse_report(data: bytes) -> SnpReport:
     kind = KEY_KINDS.get(data[0x48] >> 2 & 0b111)
     if kind is None:
         refuse(Refusal.EVIDENCE_MALFORMED, "the report is signed by neither a chip's nor a provider's endorsement key")
+    # No signature covers these bytes, so anything but zero would give one report two encodings.
     unused = (data[start + SIGNATURE_VALUE_BYTES : start + SIGNATURE_FIELD_BYTES] for start in (SIGNED_BYTES, _S_AT))
     if any(map(any, unused)) or any(data[_TAIL_AT:]):
         refuse(Refusal.EVIDENCE_MALFORMED, "bytes other than zero stand where the report has only padding")

@@ -99,9 +99,11 @@ def verify_tdx(
     platform, nameless = _platform_of(parsed)
     documents = documents_for(platform, collateral)
     if documents is None:
+        # Missing collateral must not hide a bad signature.
         _check_quote(parsed, {})
         refuse(Refusal.COLLATERAL_STALE, "there is no readable collateral for a TDX quote")
     chains = linked_chains(parsed.chain, documents.raw, anchor.root_key_id)
+    # The chains come first, as in the order of stages.
     if platform is None:
         raise nameless
     check_family(documents, platform)
@@ -115,6 +117,7 @@ def verify_tdx(
     rating = rate(parsed, platform, documents.tcb_info, documents.qe_identity, rules)
     _check_guest(parsed, rules)
     _check_configuration(platform, rules)
+    # After every stage of ours, so that the first failing stage decides the code.
     check_again(parsed, documents.raw, anchor, now, rules, number)
     return _claims(parsed, platform, rating, anchor, (expires_at, number), facts)
 

@@ -205,6 +205,7 @@ def load_crls(collateral: Collateral, chains: TdxChains) -> TdxCrls:
         try:
             found.append(load_crl(der, issuer, what))
         except EvidenceError as error:
+            # A bad signature is refused now. A missing list is refused later, by the stage of validity.
             if error.code != Refusal.COLLATERAL_STALE:
                 raise
             found.append(None)

@@ -41,9 +41,11 @@ class Transactions:
             yield
             self._db.execute(end)
         except BaseException:
+            # A failed COMMIT ends here too.
             self.undone += 1
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK TO part" if is_part else "ROLLBACK")
                 if is_part:
+                    # ROLLBACK TO keeps the savepoint open.
                     self._db.execute("RELEASE part")
             raise

@@ -125,6 +125,7 @@ class TsmReports:
         """
         if len(report_data) != REPORT_DATA_BYTES:
             raise ValueError(f"report data has {REPORT_DATA_BYTES} bytes")
+        # A folder per request, so that processes do not write into each other's.
         entry = self._reports / f"raycloak-{os.getpid()}-{secrets.token_hex(8)}"
         self._make(entry)
         try:
@@ -179,6 +180,7 @@ class TsmReports:
         family = _FAMILIES.get(provider)
         if family is None:
             raise EvidenceError("tee_report", f"'{provider}' is no platform whose evidence is understood.")
+        # The kernel counts every write. Another count at the end means that another process wrote as well.
         expected = self._generation(entry)
         if self._privilege_level is not None:
             self._tree.write(entry / "privlevel", str(self._privilege_level).encode())

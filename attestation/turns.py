@@ -46,6 +46,7 @@ class Turn:
         if not self._waiting:
             self._owner = None
             return
+        # The owner is set before the event, so that no other thread can take the lock in between.
         self._owner, given = self._waiting.popleft()
         self._depth = 1
         given.set()
@@ -53,6 +54,7 @@ class Turn:
     def _give_up(self, own: int, given: threading.Event) -> None:
         """Leave the queue after an interrupt, or pass on the lock if it was given meanwhile."""
         with self._lock:
+            # The lock may have been given between the interrupt and this call.
             if given.is_set():
                 self._pass_on()
             else:

@@ -23,6 +23,7 @@ def whole_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
+        # After the sync, so that the name never leads to content that is not on disk.
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)

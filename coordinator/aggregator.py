@@ -181,6 +181,7 @@ class MaskedAggregator:
     def _average(self, verified: _Verified, vectors: Sequence[RingVector]) -> NDArray[np.float64]:
         """Verify the vectors, decode their sum and divide it by the public divisor."""
         mechanism = self._manifest.computation.mechanism_of(verified.roster.query)
+        # All vectors are checked before a single word is added.
         self._check_vectors(verified, vectors)
         average = decode(ring_sum(vectors, mechanism.ring_bits), mechanism.gamma_log2)
         return np.divide(average, mechanism.expected_batch_size, out=average)

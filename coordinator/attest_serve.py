@@ -109,7 +109,7 @@ class ServiceConfig(Section):
             raise ValueError("a key service (hosting: any) has a contract, and no aggregators")
         if self.hosting == "any" and (self.sealed or self.evaluation):
             raise ValueError(
-                "slice keys (sealed, evaluation) are given to whom hosting names; any would give each to everybody"
+                "slice keys (sealed, evaluation) go to workers that hosting names; with any, each would get all"
             )
         return self
 
@@ -168,6 +168,7 @@ def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, Ev
             desk = key_service_desk(orchestrator, terms.run.virtual_workers)
         else:
             desk = orchestrator.evidence_desk(hosting)
+        # The server's calls and the refresh of collateral take turns at the orchestrator.
         turn = Turn()
         server = EvidenceServer.start(desk, terms.run.manifest_digest, config.bind, config.limits, turn)
     except BaseException:

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-_RESOLUTION = 2.0**-20
+_RESOLUTION = 2.0**-20  # six digits
 
 
 def p_value(epsilon: float, delta: float, *, canaries: int, guesses: int, correct: int) -> float:

@@ -232,6 +232,7 @@ def _train(
         def after_step(report: StepReport) -> None:
             released = coordinator.finished()
             assert released is not None, "a step is done"
+            # The canaries' parameters are the last ones. Only they are kept of every model.
             models.append(released.parameters[-canaries:].copy())
             progress(report)
 

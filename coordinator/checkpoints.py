@@ -128,6 +128,7 @@ class Checkpoints:
         self._drafted: _Drafted | None = None
         self._not_before = monotonic()
         self._in_trouble = False
+        # First remove what a writer that died left unfinished. Nobody else writes here.
         self._job: _Job | None = self._start(storage.sweep, lambda _: None, self._not_tidied)
 
     def due(self, finished_steps: int) -> bool:
@@ -187,6 +188,7 @@ class Checkpoints:
         if not job.future.done():
             return False
         self._job = None
+        # The job is cleared first, because `then` and `failed` may start the next one.
         error = job.future.exception()
         if error is None:
             job.then(job.future.result())
@@ -213,10 +215,12 @@ class Checkpoints:
         try:
             signature: bytes = self._control.orchestrator("sign_package", body)
         except EvidenceError as refusal:
+            # Asked again at the next step boundary.
             if refusal.code == "not_committed":
                 return False
             raise
         self._drafted = None
+        # The signature comes last: on S3 it makes the package appear.
         files = {RUN_MANIFEST: self._terms.manifest.encode(), MANIFEST: body, SIGNATURE: signature}
         self._job = self._start(
             lambda: _publish(drafted.draft, files),
@@ -242,7 +246,7 @@ class Checkpoints:
             self._in_trouble = True
             self._notice(
                 f"the checkpoint of step {snapshot.finished_steps} could not be published ({one_line(error)}); "
-                "the run goes on, earlier ones stay, and it is tried again."
+                "the run continues, earlier ones stay, and it will be tried again."
             )
 
     def _not_tidied(self, error: BaseException) -> None:
@@ -273,6 +277,7 @@ def newest(
     signer: SignerPublic = control.orchestrator("package_signer")
     expected = Expected(
         run=manifest.digest(),
+        # A replay goes back on purpose, so that newer packages are no rollback.
         newest=published if at_most is None else None,
         ledger_hash=partial(control.ledger, "hash_at"),
         log_root=partial(control.orchestrator, "log_root_at"),

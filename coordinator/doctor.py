@@ -112,7 +112,7 @@ def check_auth_mode(environ: Mapping[str, str]) -> Check:
     if mode is None:
         finding = "RAY_AUTH_MODE is not set; a local Ray turns tokens on, one started by ray start may not"
         return Check("ray auth", "warn", finding, "export RAY_AUTH_MODE=token")
-    finding = f"RAY_AUTH_MODE={mode}: whoever reaches a port of Ray can run code in every worker"
+    finding = f"RAY_AUTH_MODE={mode}: anybody who reaches a port of Ray can run code in every worker"
     return Check("ray auth", "fail", finding, "export RAY_AUTH_MODE=token")
 
 

@@ -162,12 +162,14 @@ class PrivacyLedger(LedgerReader):
                 return
             standing = self._book.standing(rows, account)
             standing.account.require_open()
+            # The account may have changed between the two transactions.
             if standing.account.terms != terms:
                 terms = standing.account.terms
                 event = registration(run_id, terms, mechanisms, manifest_digest, dataset_fingerprint)
             check_reserve(terms, [*standing.registered, event])
             if any(mechanism.private for mechanism in mechanisms):
                 check_shareable(terms, [*standing.registered, event])
+                # A run that could not afford one release of each mechanism is refused before it starts.
                 one_of_each = PricedRun.of(event).spend({mechanism.query: 1 for mechanism in mechanisms})
                 check_cap(terms, [*standing.spent, one_of_each])
             counts = {mechanism.query: 0 for mechanism in mechanisms}
@@ -198,6 +200,7 @@ class PrivacyLedger(LedgerReader):
                     "run_unknown", f"run {run_id} is not registered in this ledger.", "Register it first."
                 )
             run = self._book.run(rows, row)
+            # Ownership is read in the transaction that charges, so it cannot be out of date.
             self._check_fencing(row)
             if manifest_digest != run.registered.manifest_digest:
                 raise run_mismatch(run_id)
@@ -216,12 +219,13 @@ class PrivacyLedger(LedgerReader):
         if priced is None or not 0 <= step < planned:
             raise BudgetError(
                 "step_not_planned",
-                f"run {row.run_id} planned {planned} releases of its {query}; number {step} is none of them.",
+                f"run {row.run_id} planned {planned} releases of its {query}; number {step} is not one of them.",
             )
         account = self._book.known(rows, row.account)
         account.require_open()
         terms = account.terms
         spent = self._book.spent(rows, rows.runs(row.account), (row.run_id, query))
+        # A public release costs nothing, so no cap can refuse it.
         charged = check_cap(terms, spent) if priced.mechanism.private else epsilon_at(terms, spent)
         event = StepCharged(
             recorded_at=now(),
@@ -241,6 +245,7 @@ class PrivacyLedger(LedgerReader):
     def _receipt(self, entry: LedgerEntry, run: RunRegistered, parameter_digest: bytes) -> Envelope:
         event = entry.event
         assert isinstance(event, StepCharged)
+        # The same keyed noise on another gradient would be a difference without noise.
         if event.parameter_digest != parameter_digest:
             raise BudgetError(
                 "step_already_charged",

@@ -176,7 +176,7 @@ def check_cap_change(standing: Standing, event: CapChanged, ledger_key: bytes) -
             old_cap=event.old_cap,
             new_cap=event.epsilon_cap,
             follows=account.changed.hash,
-            expires_at=0,
+            expires_at=0,  # not compared
         )
         check_authorisation(event.authorisation, expected, account.opened.authority, event.recorded_at)
     _check_fits(standing, event.epsilon_cap)
@@ -198,6 +198,7 @@ def transfer(source: Standing, target: Standing, amount: float) -> CapTransferre
         )
     lower, higher = giver.epsilon_cap - amount, taker.epsilon_cap + amount
     total = Fraction(giver.epsilon_cap) + Fraction(taker.epsilon_cap)
+    # Floats round. Exact fractions keep the sum of both caps from growing by a last bit.
     while Fraction(lower) + Fraction(higher) > total:
         higher = math.nextafter(higher, 0.0)
     event = CapTransferred(
@@ -226,6 +227,7 @@ def check_transfer(source: Standing, target: Standing, event: CapTransferred) ->
         for name in ("fingerprint", "delta", "accountant", "orders", "authority")
         if getattr(giver, name) != getattr(taker, name)
     ]
+    # Accounts that are bound to no data may be about anybody.
     if differing or not giver.fingerprint or giver.accountant != "rdp":
         raise BudgetError(
             "transfer_mismatch",

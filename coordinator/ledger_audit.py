@@ -134,7 +134,7 @@ class Replay:
         registered, charges = run.registered, run.charges.get(event.query)
         mechanism = next((each for each in registered.mechanisms if each.query == event.query), None)
         if mechanism is None or charges is None:
-            raise broken(entry.sequence, "its mechanism is none of its run's")
+            raise broken(entry.sequence, "its run has no such mechanism")
         _require(event.step not in charges, entry, f"it charges step {event.step} a second time")
         _require(0 <= event.step < mechanism.steps, entry, "its step was not planned")
         named = (event.manifest_digest, event.mechanism_digest)

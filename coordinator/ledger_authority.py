@@ -172,6 +172,7 @@ def check_authorisation(signed: SignedCap | None, expected: CapAuthorisation, au
             f"{given.new_cap:g}, not '{account}' {expected.new_cap:g}.",
             "Ask for what was signed, or have this signed: raycloak budget authorize.",
         )
+    # This entry is what makes an authorisation good for one use: any change of the account voids it.
     if (given.follows, given.old_cap) != (expected.follows, expected.old_cap):
         raise BudgetError(
             "authorisation_void",

@@ -25,9 +25,9 @@ from metrics.errors import BudgetError
 
 LOCK_DEADLINE_S = 30.0
 _BUSY_MS = 30_000  # for other reasons why the file may be busy: recovery, and the last connection's checkpoint
-_RETRY_S = 0.001
-_FULL = 2
-_NO_RIGHT = "42501"
+_RETRY_S = 0.001  # processes that race for the lock wait half as long as with SQLite's own pauses
+_FULL = 2  # SQLite's number for full synchronisation
+_NO_RIGHT = "42501"  # PostgreSQL's insufficient_privilege
 _OTHER_TABLES = ("42703", "42P01")
 """PostgreSQL's codes for a missing column and a missing table."""
 
@@ -60,9 +60,11 @@ def _configure(connection: Any, writes: bool) -> None:
     Guarantee: every connection is in WAL mode with full synchronisation, and starts transactions only as told. The
     database of another program is left as it is.
     """
+    # Left alone, Python's driver would begin transactions by itself.
     connection.isolation_level = None
     cursor = connection.cursor()
     tables = {name for (name,) in cursor.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    # The database of another program keeps its journal mode.
     if writes and (not tables or "entries" in tables):
         mode = enter_wal(connection)
         if mode != "wal":
@@ -72,6 +74,7 @@ def _configure(connection: Any, writes: bool) -> None:
                 "Keep the ledger on a local disk.",
             )
     cursor.execute("PRAGMA synchronous = FULL")
+    # Read back, because only then is it known that the setting took effect.
     if cursor.execute("PRAGMA synchronous").fetchone()[0] < _FULL:
         raise BudgetError(
             "ledger_not_durable",
@@ -198,5 +201,5 @@ def _unavailable(fact: str) -> BudgetError:
     return BudgetError(
         "ledger_unavailable",
         f"the ledger's storage failed: {fact}.",
-        "See that the storage is up and not full, then go on; a charge that was made is found again.",
+        "Check that the storage is up and not full, then continue; a charge that was made is found again.",
     )

@@ -69,7 +69,7 @@ def write_export(path: Path, entries: Iterable[LedgerEntry], key: IdentityKey, s
         ConfigError: ``export_exists`` if the path exists, ``export_file`` if it cannot be written.
     """
     if path.exists():
-        raise ConfigError("export_exists", f"{path} is there already.", "Choose another name, or remove it.")
+        raise ConfigError("export_exists", f"{path} already exists.", "Choose another name, or remove it.")
     head = Head()
     try:
         with whole_file(path, 0o600) as file:
@@ -109,6 +109,7 @@ def check_export(path: Path) -> CheckedExport:
 def _entries(lines: Iterator[bytes], hashes: list[bytes], ending: list[bytes]) -> Iterator[LedgerEntry]:
     """Yield the entries. ``hashes`` collects their hashes, and ``ending`` the first other line and all after it."""
     for line in lines:
+        # Keys are sorted, so the line of the head begins so and no entry's does.
         if line.startswith(b'{"head":'):
             ending += [line, *lines]
             return

@@ -78,6 +78,7 @@ def refuse_network_file_system(path: Path, mounts: str) -> None:
     Raises:
         ConfigError: ``network_file_system``.
     """
+    # A link may lead from a local disk to a network file system.
     kind = file_system(Path(os.path.realpath(path)), mounts)
     if kind in _NETWORK or kind.startswith("fuse."):
         raise ConfigError(

@@ -28,12 +28,13 @@ def check_links(rows: Rows, public_key: bytes) -> None:
         newest = entry
         if entry.kind == StepCharged.DOMAIN:
             charges[_charged(entry)] += 1
+    # The newest signature covers every entry before it, link by link.
     if newest is not None:
         check_chain([newest], public_key, Head(newest.sequence - 1, newest.previous))
     for row in rows.runs():
         for query, count in row.charged.items():
             if charges.pop((row.run_id, query), 0) != count:
-                raise broken(row.sequence, f"the table of charges does not count those of run {row.run_id}")
+                raise broken(row.sequence, f"the table of charges disagrees with the chain about run {row.run_id}")
     if charges:
         lacking = " of run ".join(reversed(next(iter(charges))))
         raise broken(head.sequence, f"the table of charges lacks the {lacking}")

@@ -9,7 +9,7 @@ from sqlalchemy.exc import NoSuchModuleError
 
 from metrics.errors import BudgetError, ConfigError
 
-_LOCK = 0x7261_7963_6C6F_616B
+_LOCK = 0x7261_7963_6C6F_616B  # "raycloak" in ASCII
 _CONNECTION = {
     "application_name": "raycloak",
     "connect_timeout": "10",

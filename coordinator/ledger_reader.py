@@ -26,6 +26,7 @@ class LedgerReader:
             if witness is not None:
                 self._witnessed = Witnessed(open_witness(witness, self.public_key), self._store.key, self.hash_at, now)
                 self._witnessed.check()
+                # Taken once, so that a ledger that is lost later cannot take a run's result with it.
                 self._rollback_witness = is_apart(witness, self._store.file)
         except BaseException:
             self.close()

@@ -92,7 +92,7 @@ def registration(
         quote_counts=quote.counts,
         quote_epsilon=quote.epsilon,
         epsilon_cap=terms.epsilon_cap,
-        delta_slack=0.0,
+        delta_slack=0.0,  # set below, because it follows from the event
         accountant_version=accountant_of(terms.accountant).version(),
     )
     return event.model_copy(update={"delta_slack": slack_at(event, terms.epsilon_cap)})
@@ -116,8 +116,8 @@ def check_dataset(terms: AccountOpened, dataset_fingerprint: bytes) -> None:
     found = f"is {dataset_fingerprint.hex()}" if dataset_fingerprint else "was not computed"
     raise BudgetError(
         "dataset_mismatch",
-        f"account '{terms.account}' is bound to the dataset with fingerprint {terms.fingerprint.hex()}; that of the "
-        f"run's {found}.",
+        f"account '{terms.account}' is bound to the dataset with fingerprint {terms.fingerprint.hex()}; the "
+        f"fingerprint of the run's data {found}.",
         "Name the account of this data, and with dataset.fingerprint_key the key the account was opened with.",
     )
 
@@ -159,7 +159,7 @@ def check_claims(run_id: str, mechanism: Mechanism) -> None:
         raise BudgetError(
             "mechanism_inconsistent",
             f"mechanism {mechanism.query} of run {run_id} claims that a batch is cut with probability "
-            f"{mechanism.overflow_probability:.3g} at most; of its sizes follows {cut:.3g}.",
+            f"{mechanism.overflow_probability:.3g} at most; its sizes imply {cut:.3g}.",
         )
 
 

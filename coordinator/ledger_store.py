@@ -149,6 +149,7 @@ class LedgerStore:
         self._writes = create
         self._fencing = 0
         try:
+            # One transaction: of processes that open a new store at once, one creates it and the others find it whole.
             with self.write() if create else self.read() as rows:
                 if create:
                     rows.create_if_empty()
@@ -181,6 +182,7 @@ class LedgerStore:
         if not self._writes:
             raise BudgetError("ledger_read_only", "this ledger instance was opened to read; it cannot charge.")
         with storage_errors(), self._engine.begin() as connection:
+            # The first statement, so that everything read next is what the previous writer committed.
             take_write_lock(connection)
             yield Rows(connection)
 

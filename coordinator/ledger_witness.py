@@ -3,8 +3,8 @@
 It keeps signed heads, each of which follows the one before. A head may only replace the newest one, which the ledger
 has checked against its own chain. So two ledgers that diverged cannot both continue under one witness.
 
-It is a folder (one file of JSON lines per ledger, appended to and synced), or an http(s) URL that answers GET and
-conditional PUT (RFC 9110: ETag, If-Match, If-None-Match).
+It is a folder with one file of JSON lines per ledger, appended to and synced. Or it is an http(s) URL that answers GET
+and conditional PUT (RFC 9110: ETag, If-Match, If-None-Match).
 """
 
 import fcntl
@@ -28,7 +28,7 @@ TIMEOUT_S = 5.0
 """Bounds the wait for one answer of a URL, and for another process to release a folder's file."""
 
 _ATTEMPTS = 20
-_TAIL_BYTES = 8192
+_TAIL_BYTES = 8192  # several times a line with a head
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +127,11 @@ class FolderWitness:
         """Append a head with one write and one fsync, unless the file's size is no longer ``token``."""
         with self._failures(), self._locked() as descriptor:
             size = os.fstat(descriptor).st_size
+            # Another instance has put a head since. The caller has to look again.
             if str(size) != token:
                 return None
             torn = size - self._whole_bytes(size)
+            # A crash left half a line, which must not become the beginning of the next.
             if torn:
                 os.ftruncate(descriptor, size - torn)
             written = os.write(descriptor, line + b"\n")
@@ -153,6 +155,7 @@ class FolderWitness:
         is_new = not self._path.exists()
         descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
+            # The file's name must be as durable as the heads in it.
             if is_new:
                 _sync_folder(self._path.parent)
             _lock(descriptor)
@@ -164,7 +167,7 @@ class FolderWitness:
         try:
             return read_head_line(line, self._key)
         except ProtocolError:
-            raise _unavailable(str(self._path), "a line of it is no head that this ledger signed") from None
+            raise _unavailable(str(self._path), "a line in it is not a head that this ledger signed") from None
 
     def _require_folder(self) -> None:
         if not self._path.parent.is_dir():
@@ -197,7 +200,7 @@ class UrlWitness:
         try:
             return Held(read_head_line(body, self._key), etag)
         except ProtocolError:
-            raise self._unavailable("what it keeps is no head that this ledger signed") from None
+            raise self._unavailable("its content is not a head that this ledger signed") from None
 
     def heads(self) -> tuple[LedgerHead, ...]:
         """Return the newest head alone, because a URL shows no others."""
@@ -290,12 +293,13 @@ class Witnessed:
                 if head.sequence <= (held.head.sequence if held.head else 0):
                     return
                 line = head_line(head, self._key, self._clock())
+                # Until the answer is known, the witness may hold either head.
                 self._held = None
                 token = self._witness.put(line, held.token)
                 if token is not None:
                     self._held = Held(read_head_line(line, self._key.public), token) if token else None
                     return
-        raise _unavailable("the witness", f"its newest head changed {_ATTEMPTS} times while one was to be kept")
+        raise _unavailable("the witness", f"its newest head changed {_ATTEMPTS} times while keeping a head")
 
     def close(self) -> None:
         """Release the witness."""

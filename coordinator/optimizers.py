@@ -25,7 +25,7 @@ from workers.manifest import OptimizerSpec, TensorSpec
 from workers.parameters import dimension
 
 State = dict[str, NDArray[np.float32]]
-_ADAFACTOR_PARAMETER_SCALE = 1e-3
+_ADAFACTOR_PARAMETER_SCALE = 1e-3  # the larger of the rule's two eps, at torch's default
 
 
 def _without_compiler(rule: Any) -> Any:
@@ -118,6 +118,7 @@ class Optimizer:
         size = dimension(self._tensors)
         assert parameters.shape == averaged_gradient.shape == (size,), "vectors have the range's size"
         leaves = self._cut(parameters)
+        # A value beyond float32 becomes infinite here, and is refused below.
         with np.errstate(over="ignore"):
             gradients = self._cut(averaged_gradient)
         rule = self._rule(leaves, learning_rate(self._spec, step, self._total_steps))
@@ -126,6 +127,7 @@ class Optimizer:
             leaf.grad = gradient
         for key, value in state.items():
             name, _, field = key.rpartition("/")
+            # Copied, because torch updates the state in place and no argument may change.
             rule.state[leaf_of[name]][field] = torch.from_numpy(value.copy())
         rule.step()
         updated = np.concatenate([leaf.numpy().reshape(-1) for leaf in leaves])
@@ -151,6 +153,7 @@ class Optimizer:
     def _rule(self, leaves: list[torch.Tensor], rate: float) -> Any:
         spec = self._spec
         decay, betas = spec.weight_decay, (spec.beta1, spec.beta2)
+        # One tensor at a time, so that the bytes do not depend on the cut into ranges.
         kernels = {"foreach": False, "fused": False}
         match spec.name:
             case "sgd":

@@ -29,6 +29,7 @@ class ActorProcess:
 
     def kill(self) -> None:
         """End it at once, even if it is stopped."""
+        # The id may belong to another process by now.
         if ActorProcess.find(self.pid) == self:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)

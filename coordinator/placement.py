@@ -54,6 +54,7 @@ class Draining:
         try:
             return frozenset(ray._private.state.state.get_draining_nodes())
         except AttributeError as error:
+            # Never ask again: this version of Ray has no such table.
             self._asked_at = float("inf")
             LOGGER.warning("Ray %s has no table of draining nodes, drains are not seen: %s", ray.__version__, error)
             return frozenset()
@@ -158,6 +159,7 @@ class Placement:
             )
         bundle = dict(given)
         if config.accelerator_type is not None:
+            # The amount that Ray itself takes for a type of accelerator.
             bundle[f"accelerator_type:{config.accelerator_type}"] = 0.001
         request = Request({}, dict(config.labels), self._num_workers, self._strategy)
         nodes = cluster_nodes()

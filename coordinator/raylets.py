@@ -23,7 +23,7 @@ from coordinator.process_table import process_table
 from coordinator.ray_health import HEALTH_CHECKS
 
 STORE_BYTES = 128 * 2**20
-DRAIN_PREEMPTION = 2
+DRAIN_PREEMPTION = 2  # Ray's number for a node that is preempted
 END_DEADLINE_S = 30.0
 
 

@@ -13,7 +13,7 @@ from safetensors.numpy import load
 
 from attestation.sealed_stream import Piece
 
-_ALIGNMENT = 8
+_ALIGNMENT = 8  # the library pads its header to so many bytes
 _DTYPES = {
     "bool": "BOOL",
     "uint8": "U8",

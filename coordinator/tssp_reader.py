@@ -29,7 +29,7 @@ from metrics.errors import ProtocolError
 from workers.manifest import Manifest
 from workers.parameters import parameter_digest, tensor_digests
 
-_MOST_CLEAR_BYTES = 2**26
+_MOST_CLEAR_BYTES = 2**26  # of a file that is read before any signature over it is verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class VerifiedPackage:
             if recipient.key_id == key_id:
                 return recipient.wrapped_key
         names = ", ".join(recipient.name for recipient in self.manifest.recipients)
-        refuse(PackageRefusal.NOT_A_RECIPIENT, f"it was not sealed to this key, but to those of: {names}.")
+        refuse(PackageRefusal.NOT_A_RECIPIENT, f"it was not sealed to this key, but to the keys of: {names}.")
 
     def _payload(self, name: str) -> Payload:
         for payload in self.manifest.payloads:
@@ -111,7 +111,7 @@ def verify_package(
     """Check a package as a whole, without any key that opens it.
 
     Guarantee: returns only if both signatures verify under one entry of ``trust`` and the package agrees with
-    ``expected``. Its files are then exactly those of the manifest, byte for byte. Nothing is decrypted.
+    ``expected``. Its files are then exactly the manifest's, byte for byte. Nothing is decrypted.
 
     Raises:
         EvidenceError: with a code of `attestation.package_manifest.PackageRefusal`.
@@ -151,7 +151,7 @@ def _signed_manifest(
 
 def _check_expected(manifest: PackageManifest, expected: Expected) -> None:
     if expected.run is not None and manifest.manifest_digest != expected.run:
-        refuse(PackageRefusal.OTHER_RUN, f"it is of run {manifest.run_id}, or of another manifest of it.")
+        refuse(PackageRefusal.OTHER_RUN, f"it belongs to run {manifest.run_id}, or to another manifest of it.")
     newest = expected.newest
     if newest and (
         manifest.step < newest.step or (manifest.step == newest.step and manifest.digest() != newest.digest)

@@ -94,10 +94,12 @@ class PackageStorage:
         """Remove a package. It disappears as a whole."""
         folder = f"{self._root}/{name}"
         if self._is_local:
+            # Renamed first, so that the package disappears as a whole.
             hidden = f"{self._root}/{_DRAFT}{secrets.token_hex(8)}"
             Path(folder).rename(hidden)
             folder = hidden
         else:
+            # Without its signature it is no package any more.
             self._filesystem.delete_file(f"{folder}/{SIGNATURE}")
         self._filesystem.delete_dir(folder)
 
@@ -176,11 +178,13 @@ class LocalDraft(Draft):
         _sync(Path(self._folder, file))
 
     def _appear(self) -> str:
+        # The draft is whole on disk before it gets its name, and the name is on disk before it counts.
         _sync(Path(self._folder))
         for name in _free_names(self._step):
             try:
                 Path(self._folder).rename(self._root / name)
             except OSError:
+                # Another package has this name, or the rename failed for good.
                 if not (self._root / name).exists():
                     raise
                 continue
