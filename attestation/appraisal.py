@@ -151,6 +151,7 @@ def appraise(
     if claims.report_data != expected_report_data(presentation):
         refuse(Refusal.KEY_NOT_BOUND, f"the quote of '{member_id}' does not vouch for this session and these keys")
     gpus = verify_own_gpus(presentation, policy, collateral, now)
+    # A masked chip id names only the guest, so a list of machines refuses such a report.
     if policy.platforms is not None and claims.platform_id not in policy.platforms:
         refuse(Refusal.PEER_NOT_BOUND, f"the platform {claims.platform_id.hex()} is not on the policy's list")
     return _result(envelope, presentation, claims, gpus, policy, now)

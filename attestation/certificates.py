@@ -262,6 +262,7 @@ def check_not_revoked(crl: x509.CertificateRevocationList, certificates: Sequenc
 def check_crl_window(crl: x509.CertificateRevocationList, now: datetime, what: str) -> datetime:
     """Return when the next list is due; EvidenceError ``collateral_stale`` outside [this update, next update)."""
     due = crl.next_update_utc
+    # A list is no longer valid in the second of its next update.
     if due is None or not crl.last_update_utc <= now < due:
         refuse(Refusal.COLLATERAL_STALE, f"the {what} revocation list is not current")
     return due

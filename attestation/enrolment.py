@@ -41,6 +41,7 @@ class Enrolment:
         """Return who must leave for :meth:`check` to pass: owners of its GPUs, and the oldest on its machine."""
         owners = {self._owners.get(gpu.platform_id, member.member_id) for gpu in member.gpus}
         workers, most = self._workers.get(member.platform_id, set()), policy.workers_per_platform
+        # In the order of enrolment, so that the oldest leave first.
         beside = [i for i in self._members if i in workers and i not in owners | {member.member_id}]
         if member.role == "worker" and most is not None:
             owners |= set(beside[: max(0, len(beside) + 1 - most)])

@@ -17,10 +17,10 @@ from attestation.messages import Message
 from metrics.errors import EvidenceError
 
 NONCE_BYTES = 32
-MLKEM_BYTES = 1184
+MLKEM_BYTES = 1184  # an ML-KEM-768 public key (FIPS 203)
 HPKE_KEY_BYTES = MLKEM_BYTES + 32
-REPORT_DATA_BYTES = 64
-MEASUREMENT_BYTES = 48
+REPORT_DATA_BYTES = 64  # in TDX quotes and SEV-SNP reports alike
+MEASUREMENT_BYTES = 48  # SHA-384, in both formats
 
 Role = Literal["worker", "aggregator", "orchestrator", "observer"]
 QuoteFamily = Literal["tdx", "sev_snp"]

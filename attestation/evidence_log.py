@@ -96,6 +96,7 @@ class EvidenceLog:
         self._newest: tuple[LogHead, SignedHead] | None = None
         self._committed: dict[tuple[int, int], bytes] = {}
         self._recent = RecentLog(transactions)
+        # The table of format 1, the hash chain.
         if self._one("SELECT 1 FROM sqlite_master WHERE name = 'evidence_log'"):
             raise _old_format("the state of this run")
         for statement in _SCHEMA:
@@ -136,6 +137,7 @@ class EvidenceLog:
 
     def lines(self, start: int, limit: int) -> tuple[bytes, ...]:
         """Return at most ``limit`` entries from position ``start``, each as a line of an exported log."""
+        # A caller's number may be larger than SQLite's integers.
         found = self._entries("AND sequence >= ? ORDER BY sequence LIMIT ?", min(start, 2**62), limit)
         return tuple(ExportedEntry.of(entry).encode() for entry in found)
 

@@ -15,14 +15,14 @@ from attestation.byte_reader import ByteReader
 from attestation.evidence import Refusal, refuse
 
 MAX_REPORT_BYTES: Final = 1 << 16
-REQUEST_BYTES: Final = 37
+REQUEST_BYTES: Final = 37  # four bytes of header, the nonce and the slot of the certificate chain
 NONCE_BYTES: Final = 32
-SIGNATURE_BYTES: Final = 96
+SIGNATURE_BYTES: Final = 96  # r and s on P-384
 _VERSIONS: Final = (0x11, 0x12)  # SPDM 1.1 and 1.2
 _GET_MEASUREMENTS, _MEASUREMENTS = 0xE0, 0x60
 _WANTS_SIGNATURE, _ALL_MEASUREMENTS = 0x01, 0xFF
 _DMTF: Final = 1
-_DMTF_HEAD_BYTES: Final = 3
+_DMTF_HEAD_BYTES: Final = 3  # kind and size, before the value
 _BLOCK_HEAD: Final = Struct("<BBHBH")
 
 

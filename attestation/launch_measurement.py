@@ -38,6 +38,7 @@ def snp_measurement(launch: SnpLaunch) -> bytes:
             cannot be measured, for example because a file is missing.
     """
     try:
+        # Imported here, because only the extra 'measure' installs it.
         from sevsnpmeasure import guest
         from sevsnpmeasure.sev_mode import SevMode
         from sevsnpmeasure.vcpu_types import CPU_SIGS

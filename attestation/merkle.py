@@ -20,6 +20,7 @@ EMPTY_ROOT = digest(b"")
 
 def leaf_hash(data: bytes) -> bytes:
     """Hash a leaf, RFC 9162 section 2.1.1."""
+    # The first byte keeps a node from passing for a leaf.
     return digest(b"\x00" + data)
 
 

@@ -82,7 +82,7 @@ class Payload(Message):
     plain_bytes: int = Field(ge=0)
     cipher_bytes: int = Field(ge=0)
     chunk_bytes: int = Field(gt=0, le=2**24)
-    chunks: int = Field(gt=0, lt=2**32)
+    chunks: int = Field(gt=0, lt=2**32)  # a nonce gives the position four bytes
     sha256: bytes
     nonce_prefix: bytes = Field(min_length=NONCE_PREFIX_BYTES, max_length=NONCE_PREFIX_BYTES)
 

@@ -80,6 +80,7 @@ def read_private(path: Path, code: str) -> bytes:
         OSError: as `Path.read_bytes`.
     """
     mode = stat.S_IMODE(path.stat().st_mode)
+    # A key that others could have read is not used silently.
     if mode & 0o077:
         raise ConfigError(code, f"{path} holds keys and has mode {mode:04o}.", f"Run chmod 600 {path}, or remove it.")
     return path.read_bytes()

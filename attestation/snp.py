@@ -38,6 +38,7 @@ from attestation.snp_rules import Generation, SnpRules
 
 MAX_CERTIFICATES: Final = 8
 
+# Bits of a guest's policy, and of the word about the machine (AMD's document 56860).
 _SMT = 1 << 16
 _MIGRATE_MA = 1 << 18
 _DEBUG = 1 << 19
@@ -179,6 +180,7 @@ def _presented(certificates: Sequence[bytes]) -> tuple[x509.Certificate, ...]:
         try:
             presented += read_presented(each)
         except ValueError:
+            # The others are hints: AMD's CAs are pinned.
             if position == 0:
                 refuse(Refusal.CHAIN_BROKEN, "the certificate of the endorsement key cannot be read")
         if max(len(presented), position + 1) > MAX_CERTIFICATES:
@@ -196,6 +198,7 @@ def _check_machine(report: SnpReport, endorsement: _Endorsement) -> None:
             refuse(Refusal.PLATFORM_MISMATCH, "the host masks the chip id, so the report names no machine")
         if hardware_id is None or len(hardware_id) != endorsement.layout.hardware_id_bytes:
             refuse(Refusal.PLATFORM_MISMATCH, "the endorsement certificate does not name its chip")
+    # A Turin chip's id has 8 bytes, and the report's field 64.
     if hardware_id is not None and report.chip_id != hardware_id.ljust(len(report.chip_id), b"\0"):
         refuse(Refusal.PLATFORM_MISMATCH, "the endorsement key is of another chip than the report")
     certified = certified_tcb(endorsement.chain[0], endorsement.layout)

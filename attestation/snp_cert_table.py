@@ -14,7 +14,7 @@ from attestation.certificates import read_presented
 from attestation.snp_report import KeyKind, SnpReport
 from metrics.errors import EvidenceError
 
-_ENTRY_BYTES = 24
+_ENTRY_BYTES = 24  # GUID, offset and length
 _MAX_TABLE_BYTES = 1 << 20
 _MAX_ENTRIES = 64  # a megabyte of entries would take over a tenth of a second to read
 _KEYS: Final[dict[KeyKind, UUID]] = {

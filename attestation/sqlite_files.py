@@ -23,6 +23,7 @@ def enter_wal(db: sqlite3.Connection) -> str:
         try:
             return str(db.execute("PRAGMA journal_mode = WAL").fetchone()[0])
         except sqlite3.OperationalError as error:
+            # Only a lock is worth waiting for. The low byte is the same for all kinds of BUSY.
             if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
                 raise
         time.sleep(_RETRY_S)

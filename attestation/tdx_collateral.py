@@ -294,6 +294,7 @@ def _read(text: str) -> dict[str, Any]:
 def _document_window(document: dict[str, Any], now: datetime) -> datetime:
     try:
         start, end = (datetime.fromisoformat(document[name]) for name in ("issueDate", "nextUpdate"))
+        # A document is no longer valid in the second of its next update. dcap-qvl still takes it then.
         current = start <= now < end
     except (KeyError, TypeError, ValueError):
         refuse(Refusal.COLLATERAL_STALE, "TCB info or QE identity has no readable validity")

@@ -39,6 +39,7 @@ DEADLINE_S: Final = 30.0
 PAUSE_S: Final = 0.05
 
 _FAMILIES: Final[dict[str, QuoteFamily]] = {"tdx_guest": "tdx", "sev_guest": "sev_snp"}
+# A busy or interrupted platform may answer later. No other error goes away.
 _RETRIED = (errno.EBUSY, errno.EWOULDBLOCK, errno.EINTR, errno.ETIMEDOUT)
 _CHUNK = 1 << 16
 

@@ -157,11 +157,13 @@ def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, Ev
     run_id = run_id_of(load_secret(secret))
     folder = state.service_folder()
     orchestrator = EvidenceOrchestrator(str(folder / "orchestrator"), time.time)
+    # A service that is started again with the same secret resumes its run.
     known = (folder / "orchestrator" / f"{run_id}.sqlite").is_file()
     _, key = orchestrator.open_run(str(secret), run_id if known else None)
     try:
         terms = _with_sealed(_terms(config, base, orchestrator, (run_id, key), policy, collateral), config, base)
         hosting = _hosting(config, terms.run.virtual_workers)
+        # Members that the table names are kept. Others are forgotten when their evidence expires.
         lasting = frozenset() if hosting is None else frozenset((*hosting.workers, *hosting.aggregators))
         orchestrator.begin(replace(terms.run, lasting=lasting), SESSION)
         if hosting is None:
@@ -249,6 +251,7 @@ def _terms(
         key_commitments=orchestrator.key_commitments(context, count, config.contract.epochs),
     )
     terms = contract.digest(), context, count, answer, policy, collateral
+    # At a key service, a worker that died before its release makes room on its machine.
     run = RunTerms(*terms, displaces=config.hosting == "any", epochs=config.contract.epochs)
     return _Terms(run, contract)
 

@@ -183,6 +183,7 @@ def check_tables(rows: Rows, replay: Replay) -> None:
         row = found.pop(run_id, None)
         counts = {query: len(charges) for query, charges in run.charges.items()}
         expected = (run.registered.account, run.sequence, counts)
+        # An instance that owns a run, and has not charged it yet, has a higher number than the last charge.
         if row is None or (row.account, row.sequence, dict(row.charged)) != expected or row.fencing < run.fencing:
             raise broken(run.sequence, f"the row of run {run_id} does not follow from the chain")
     charges = {

@@ -54,6 +54,7 @@ class Book:
 
     def account_of(self, rows: Rows, row: AccountRow) -> Account:
         """Return the account of a row, from the entry that opened it and the one that changed it last."""
+        # Keyed by the last change, so that an account is read again once it has changed.
         key = row.name, row.changed
         if key not in self._accounts:
             if row.changed == row.sequence:

@@ -51,6 +51,7 @@ def postgres_engine(url: sa.URL) -> sa.Engine:
     url = url.set(drivername="postgresql+psycopg", query={**_CONNECTION, **url.query})
     try:
         # A higher level would take the snapshot before the lock. It would be stale once the lock is held.
+        # A pooled connection that the server has closed meanwhile is replaced before it is used.
         return sa.create_engine(url, isolation_level="READ COMMITTED", pool_pre_ping=True)
     except (ModuleNotFoundError, NoSuchModuleError):
         raise ConfigError(

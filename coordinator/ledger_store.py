@@ -207,6 +207,7 @@ class Rows:
         """Create the tables and the signing key in a database that has no tables."""
         if not sa.inspect(self._connection).get_table_names():
             _tables.create_all(self._connection, checkfirst=False)
+            # The key is in the store, which is why its file must be readable by its owner alone.
             seed = Ed25519PrivateKey.generate().private_bytes_raw().hex()
             values = {"application": APPLICATION, "signing_key": seed, "fencing": "0"}
             self._connection.execute(

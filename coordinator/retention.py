@@ -34,6 +34,7 @@ class Retention:
 
     def _own(self, name: str) -> PackageManifest | None:
         """Return a package's manifest if it is this run's; None for any other, which is not ours to judge or delete."""
+        # A published package never changes, so each is read once.
         if name not in self._known:
             try:
                 manifest = signed_manifest(self._storage, name, self._trust)
