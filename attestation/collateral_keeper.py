@@ -29,7 +29,7 @@ PAUSE_S: Final = 60
 
 
 class FetchedCollateral(Message):
-    """Fetched collateral, and when it was fetched, in unix seconds."""
+    """A fetched bundle of collateral, and when it was fetched, in unix seconds."""
 
     DOMAIN: ClassVar[str] = "raycloak/fetched-collateral/v1"
 

@@ -14,7 +14,7 @@ LOOK_S: Final = 5.0
 
 
 class CollateralRefresh:
-    """Hands newer collateral to an orchestrator as soon as it is fetched.
+    """A thread that hands newer collateral to an orchestrator as soon as it is fetched.
 
     Guarantee: the orchestrator's turn is not held during a network request.
 

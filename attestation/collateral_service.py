@@ -36,7 +36,7 @@ SnpList = Annotated[str, Field(pattern=r"^(vcek|vlek)/(Milan|Genoa|Turin)$")]
 
 
 class CollateralService(Message):
-    """Addresses of services that speak the vendors' own interfaces.
+    """The addresses of services that speak the vendors' own interfaces.
 
     Attributes:
         intel: serves TDX collateral, such as a PCCS; version 4 of Intel's interface.

@@ -165,7 +165,7 @@ class GpuEvidence(Message):
 
 
 class Presentation(Message):
-    """Evidence for a member's keys; it travels in an envelope signed by ``identity_key``.
+    """The evidence for a member's keys. It travels in an envelope signed by ``identity_key``.
 
     Attributes:
         hpke_key: ML-KEM-768 raw (1,184 bytes) followed by X25519 raw (32 bytes).

@@ -45,7 +45,7 @@ _FIRMWARE_LEAF: Final = "FMC LF"
 
 @dataclass(frozen=True, slots=True)
 class GpuReferences:
-    """Signed reference values for one GPU, XML; None where there are none."""
+    """The signed reference values for one GPU, XML; None where there are none."""
 
     driver: bytes | None = None
     vbios: bytes | None = None

@@ -19,7 +19,7 @@ KEY_ID_BYTES = 16
 
 
 class SignerPublic(Message):
-    """Both public keys of a signer, raw: Ed25519 (32 bytes) and ML-DSA-65 (1,952 bytes)."""
+    """The public keys of a signer, raw: Ed25519 (32 bytes) and ML-DSA-65 (1,952 bytes)."""
 
     DOMAIN: ClassVar[str] = "raycloak/package/signer/v1"
 
@@ -33,7 +33,7 @@ class SignerPublic(Message):
 
 
 class HybridSignature(Message):
-    """Both signatures over ``LP(domain, bytes)``, and the key id of their signer."""
+    """The two signatures over ``LP(domain, bytes)``, and the key id of their signer."""
 
     DOMAIN: ClassVar[str] = "raycloak/package/signature/v1"
 

@@ -29,7 +29,7 @@ class KeyKind(StrEnum):
 
 
 class KeyPolicy(Message):
-    """Terms of release of one kind of key.
+    """The terms of release of one kind of key.
 
     Attributes:
         role: the role that a receiver must be admitted in; None where the run itself is the receiver.

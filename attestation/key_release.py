@@ -75,7 +75,7 @@ def hpke_seal(plaintext: bytes, recipient: bytes, info: bytes) -> bytes:
 
 
 class KeyPackage(Message):
-    """Virtual-worker keys of one epoch for one member.
+    """A package of virtual-worker keys of one epoch, for one member.
 
     Attributes:
         session: the execution of the run in which it is released.
@@ -171,7 +171,7 @@ def virtual_worker_keys(run_secret: Secret, run_id: str, key_context: bytes, v: 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RunKeys:
-    """All keys of a run. Only the holder of its secret can derive them."""
+    """The keys of a run. Only the holder of its secret can derive them."""
 
     secret: Secret
     run_id: str

@@ -49,7 +49,7 @@ class Purpose(StrEnum):
 
 
 class _Unexportable:
-    """Base of secret-bearing types: no repr of the content, no pickle, no copy."""
+    """The base of secret-bearing types: no repr of the content, no pickle, no copy."""
 
     __slots__ = ()
 
@@ -61,7 +61,7 @@ class _Unexportable:
 
 
 class Secret(_Unexportable):
-    """Symmetric key material."""
+    """A piece of symmetric key material."""
 
     __slots__ = ("_raw",)
 
@@ -80,7 +80,7 @@ def derive(secret: Secret, purpose: Purpose, *fields: bytes | str | int, length:
 
 
 class IdentityKey(_Unexportable):
-    """Ed25519 signing key of an actor."""
+    """The Ed25519 signing key of an actor."""
 
     __slots__ = ("_key", "public")
 
@@ -122,7 +122,7 @@ def mlkem_public(raw: bytes) -> MLKEM768PublicKey:
 
 
 class AgreementKey(_Unexportable):
-    """X25519 key from which pair secrets are agreed."""
+    """The X25519 key from which pair secrets are agreed."""
 
     __slots__ = ("_key", "public")
 

@@ -78,7 +78,7 @@ def open_envelope(cls: type[M], envelope: Envelope, public: bytes) -> M:
 
 
 class _NotPlainError(Exception):
-    """Raised for a value whose text only pydantic knows."""
+    """An error for a value whose text only pydantic knows."""
 
 
 def _text(value: Any) -> str:

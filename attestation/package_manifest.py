@@ -111,7 +111,7 @@ class Recipient(Message):
 
 
 class PackageManifest(Message):
-    """All statements of a package.
+    """The statements of a package.
 
     Attributes:
         format: version of the format.

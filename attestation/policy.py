@@ -25,7 +25,7 @@ DEFAULT_LIFETIME_S = 24 * 3600
 
 
 class KeyQuotas(Message):
-    """Limits on how often one key may be drawn.
+    """The limits on how often one key may be drawn.
 
     A member draws a key again whenever it hosts that virtual worker again, and whenever an answer was lost.
 

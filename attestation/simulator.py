@@ -87,7 +87,7 @@ CURRENT: Final = CollateralVariant()
 
 
 class SimulatedVendor:
-    """Root, platform CA and TCB signer of one simulated vendor."""
+    """The root, platform CA and TCB signer of one simulated vendor."""
 
     def __init__(self, root: Credential, platform_ca: Credential, tcb_signer: Credential) -> None:
         self._root = root

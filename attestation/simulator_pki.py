@@ -37,7 +37,7 @@ VALID_UNTIL = datetime(2049, 12, 31, tzinfo=UTC)
 
 
 class StoredCredential(Message):
-    """Serialized form of a :class:`Credential`; the key does not appear in its repr."""
+    """The serialized form of a :class:`Credential`. The key does not appear in its repr."""
 
     DOMAIN: ClassVar[str] = "raycloak/simulator/credential/v1"
 

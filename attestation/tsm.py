@@ -45,7 +45,7 @@ _CHUNK = 1 << 16
 
 
 class _Raced(Exception):
-    """Raised if another process wrote to the entry while it was read."""
+    """An error: another process wrote to the entry while it was read."""
 
 
 def tee_nodes(root: Path = Path("/")) -> dict[str, str]:

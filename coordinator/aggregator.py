@@ -90,7 +90,7 @@ class _Verified:
 
 
 class MaskedAggregator:
-    """Sums the vectors of one parameter range and updates it.
+    """The owner of one parameter range, which sums its vectors and updates it.
 
     Args:
         member_id: name of this incarnation.

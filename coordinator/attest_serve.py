@@ -53,7 +53,7 @@ class ContractConfig(Section):
 
 
 class SealedConfig(Section):
-    """Sealed examples, whose slice keys are given with the virtual-worker keys.
+    """The sealed examples whose slice keys are given with the virtual-worker keys.
 
     Attributes:
         path: folder that ``raycloak data seal`` wrote.

@@ -35,7 +35,7 @@ class Left:
 
 @dataclass(slots=True)
 class EventTail:
-    """Reads the lines that were appended to a file since the last look.
+    """A reader of the lines that were appended to a file since the last look.
 
     An unfinished last line is read again later, because an execution that resumes the run may cut it off.
     """

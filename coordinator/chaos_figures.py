@@ -71,7 +71,7 @@ class Recovery:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Seconds over several recoveries. ``p90_s`` is the smallest that nine of ten do not exceed."""
+    """The seconds over several recoveries. ``p90_s`` is the smallest that nine of ten do not exceed."""
 
     count: int
     median_s: float

@@ -83,7 +83,7 @@ class _Job:
 
 
 class Checkpoints:
-    """Seals the packages of one run while it trains.
+    """The sealer of one run's packages while it trains.
 
     Guarantee: only :meth:`close` waits for the storage. The newest offered snapshot is never dropped for an older one.
     A published package stays until a newer one is published and recorded. Neither the newest nor the best is ever

@@ -22,7 +22,7 @@ class NodeView:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``bundles`` equal bundles, on nodes that carry ``labels``, spread by one of Ray's four strategies."""
+    """A wish for ``bundles`` equal bundles, on nodes that carry ``labels``, by one of Ray's four strategies."""
 
     bundle: Mapping[str, float]
     labels: Mapping[str, str]

@@ -23,7 +23,7 @@ class StepStatus:
 
 @dataclass(frozen=True, slots=True)
 class QueryView:
-    """Planned and charged releases of one mechanism of a run."""
+    """The planned and charged releases of one mechanism of a run."""
 
     query: Query
     planned: int

@@ -253,7 +253,7 @@ class UrlWitness:
 
 
 class Witnessed:
-    """Keeps a ledger's heads with its witness. All methods may be called from several threads.
+    """A ledger's connection to its witness. All methods may be called from several threads.
 
     Args:
         hash_at: hash of the ledger's entry at a position, None beyond its end. It must see committed entries.

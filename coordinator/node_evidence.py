@@ -12,7 +12,7 @@ QUOTE_DEADLINE_S = 30.0
 
 
 class NodeEvidenceSource:
-    """Asks the platform of the node that the caller runs on for quotes.
+    """The evidence source that asks the simulated platform of the caller's node.
 
     Args:
         platforms: NodePlatform actors by node id.

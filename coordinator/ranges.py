@@ -10,7 +10,7 @@ from workers.manifest import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class ParameterRange:
-    """Coordinates ``start`` to ``stop`` (exclusive) of the flat parameter vector.
+    """The coordinates ``start`` to ``stop`` (exclusive) of the flat parameter vector.
 
     Attributes:
         index: position of the range, 0 .. S-1.

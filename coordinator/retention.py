@@ -12,7 +12,7 @@ from metrics.errors import EvidenceError
 
 
 class Retention:
-    """Deletes the packages of one run that need not be kept. Packages of other runs are left alone."""
+    """The rule by which one run's packages are kept or deleted. Packages of other runs are left alone."""
 
     def __init__(self, config: CheckpointConfig, storage: PackageStorage, signer: SignerPublic, run: bytes) -> None:
         self._config = config
