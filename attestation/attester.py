@@ -44,7 +44,7 @@ class Attester:
 
     Args:
         gpus: the actor's confidential GPUs; None if it has none.
-        identity: given where another decides the key, as for the orchestrator, whose key is the run's.
+        identity: given if another decides the key. The orchestrator's, for example, is the run's.
     """
 
     def __init__(

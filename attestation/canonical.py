@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 DIGEST_BYTES = 32
+# A value must have exactly one text, because texts are hashed and signed.
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
@@ -48,6 +49,7 @@ def read_json(content: bytes | str) -> Any:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
+    # Readers of JSON disagree about which of two equal keys counts.
     if len(fields) != len(pairs):
         raise ValueError("a JSON object names a key twice")
     return fields

@@ -22,12 +22,14 @@ NO_FLOORS: Final[Floors] = MappingProxyType({})
 
 def evaluation_fact(root_key_id: bytes, document: str, number: int) -> Fact:
     """Return the fact for the ``tcbEvaluationDataNumber`` of one document under one root."""
+    # The name is a key of the site's book. Another wording would begin a new floor.
     return f"evaluation number of the {document} under {root_key_id.hex()[:16]}", number
 
 
 def crl_fact(issuer_key_id: bytes, scope: str, number: int) -> Fact:
     """Return the fact for an issuer's revocation list; ``scope`` tells the lists of one issuer apart."""
     of = f" for {scope}" if scope else ""
+    # A key of the site's book as well.
     return f"revocation list of {issuer_key_id.hex()[:16]}{of}", number
 
 

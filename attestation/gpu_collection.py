@@ -119,6 +119,7 @@ def _leaf_first(pem: bytes, index: int) -> tuple[bytes, ...]:
         raise EvidenceError(
             "gpu_unavailable", f"GPU {index} has no chain of {CHAIN_LENGTH} certificates.", _DRIVER_REMEDY
         )
+    # The verifier expects the leaf first.
     if certificates[0].subject == certificates[0].issuer:
         certificates.reverse()
     return tuple(each.public_bytes(Encoding.DER) for each in certificates)

@@ -149,7 +149,7 @@ def verify_rim(rim: Rim, roots: Collection[bytes], now: datetime, what: str) -> 
         verified = XMLVerifier().verify(rim.root, x509_cert=rim.certificates[0], expect_config=config)
     except (SignXMLException, etree.LxmlError, ValueError, TypeError, AttributeError, LookupError):
         refuse(Refusal.GPU_STATE, f"the signature over the {what} manifest does not hold")
-    # Read on in what the signature covers, never in the document around it.
+    # Continue with what the signature covers, never with the document around it.
     signed = None if isinstance(verified, list) else verified.signed_xml
     if signed is None or signed.tag != SWID + "SoftwareIdentity":
         refuse(Refusal.GPU_STATE, f"the signed part of the {what} manifest is not a software identity")

@@ -17,7 +17,7 @@ from attestation.gpu_rim import GoldenValues
 from attestation.gpu_rules import GpuRules
 
 _FWID_BYTES: Final = 48
-_FWID_OIDS: Final = (ObjectIdentifier("2.23.133.5.4.1"), ObjectIdentifier("2.23.133.5.4.1.1"))
+_FWID_OIDS: Final = (ObjectIdentifier("2.23.133.5.4.1"), ObjectIdentifier("2.23.133.5.4.1.1"))  # Hopper, Blackwell
 _SHA384_DIGEST: Final = bytes.fromhex("06096086480165030402020430")
 """DER of SHA-384's object identifier, then tag and length of the 48-byte digest that follows it."""
 
@@ -78,6 +78,7 @@ def check_references(report: GpuReport, family: str, driver: GoldenValues | None
     if both := driver_values.keys() & vbios_values.keys():
         refuse(Refusal.GPU_STATE, f"driver and VBIOS manifest both claim measurement {min(both)}")
     values = {**driver_values, **vbios_values}
+    # Reference values count from 0, and a report from 1.
     differing = [index for index, accepted in values.items() if report.measurements.get(index + 1) not in accepted]
     if differing:
         refuse(Refusal.GPU_STATE, f"measurements {differing} of the GPU differ from its manifests")

@@ -106,6 +106,7 @@ class ExportedEntry(Message):
 
     @property
     def entry(self) -> Entry:
+        # The body was canonical when it was hashed, so its bytes come back.
         return Entry(self.sequence, self.kind, canonical_json(self.body), self.hash)
 
 

@@ -34,6 +34,7 @@ class LogWatch:
         old = self._head
         if old is not None:
             self._require_extends(old, head, extends)
+        # Only now: a refused head must not replace the known one.
         self._head = head
 
     def _require_extends(self, old: LogHead, head: LogHead, extends: Sequence[bytes]) -> None:

@@ -61,6 +61,7 @@ class Policy(Message):
     anchors: Annotated[tuple[Anchor, ...], Field(min_length=1)]
     evidence_lifetime_s: Annotated[int, Field(gt=0, le=366 * 24 * 3600)] = DEFAULT_LIFETIME_S
     platforms: tuple[PlatformId, ...] | None = None
+    # One machine could otherwise pretend to be several workers.
     workers_per_platform: Annotated[int, Field(gt=0, lt=2**16)] | None = 1
     gpus_per_worker: Annotated[int, Field(ge=0, lt=2**8)] = 0
     key_quotas: KeyQuotas = KeyQuotas()
@@ -79,6 +80,7 @@ class Policy(Message):
     @model_validator(mode="after")
     def _measurements_are_compared(self) -> Self:
         for name, rules in (("tdx", self.tdx), ("sev_snp", self.sev_snp)):
+            # None compares nothing. That is for verifying single pieces of evidence, never for a run.
             if rules.measurements is None:
                 raise ValueError(f"{name}.measurements must be a list; an empty one admits nothing")
         return self

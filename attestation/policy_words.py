@@ -17,6 +17,7 @@ _CLASS_WORDS: Final = {
     EvidenceClass.AMD_SEV_SNP: "AMD SEV-SNP",
     EvidenceClass.NVIDIA_GPU: "NVIDIA GPU",
 }
+# A rule that is laxer than these defaults gets a warning.
 _STRICT_TDX, _STRICT_SNP, _STRICT_GPU = TdxRules(), SnpRules(), GpuRules()
 
 

@@ -73,7 +73,7 @@ def publish(path: Path, data: bytes, mode: int = 0o600) -> bool:
 
 
 def read_private(path: Path, code: str) -> bytes:
-    """Read a file that nobody but its owner can read.
+    """Read a file that only its owner can read.
 
     Raises:
         ConfigError: ``code`` if the file's mode lets others read it.

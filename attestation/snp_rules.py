@@ -16,6 +16,7 @@ Measurement = Annotated[bytes, Field(min_length=MEASUREMENT_BYTES, max_length=ME
 
 
 def _floors() -> dict[Generation, int]:
+    # AMD's fixes for CVE-2024-56161.
     return {"Milan": 24, "Genoa": 23}
 
 

@@ -137,6 +137,7 @@ def bench_attest(connections: int, concurrency: int, held: int) -> AttestBench:
         source = _Source(SimulatedVendor.load_or_create(Path(folder) / "simulator").platform())
         warm_up = [_Worker.new(f"warm-up-{i}", source) for i in range(8)]
         empty = [_Worker.new(f"empty-{i}", source) for i in range(min(connections, MOST_EMPTY))]
+        # A worker has its keys before it connects, so that the clock starts at the connection.
         workers = [_Worker.new(f"worker-{i}", source) for i in range(connections)]
         with Child(serve, folder) as service:
             address, key = service.first()
@@ -150,6 +151,7 @@ def bench_attest(connections: int, concurrency: int, held: int) -> AttestBench:
 def _measure(
     target: _Service, workers: tuple[list[_Worker], list[_Worker]], concurrency: int, service: Child, holder: Child
 ) -> AttestBench:
+    # First, how far the machine itself goes: connections that ask the orchestrator nothing.
     empty = _timed(target.reach, workers[0], concurrency, service)
     held_before = holder.ask()
     full = _timed(target.attest, workers[1], concurrency, service)

@@ -51,6 +51,7 @@ def bench_noise(draws: int, sigma: float, bits: Literal[32, 64]) -> NoiseBench:
     if draws < 1:
         raise ConfigError("bench_draws", f"{draws} draws cannot be measured.", "Ask for at least one.")
     decomposition = decompose(sigma)
+    # Building the table is measured too.
     base_table.cache_clear()
     table_seconds = _seconds(lambda: base_table(decomposition.base_variance))
     sampler = NoiseSampler(sigma, bits)

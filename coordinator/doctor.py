@@ -187,6 +187,7 @@ def check_port(port: int) -> Check:
     """Check that a server could take ``port`` on loopback."""
     name = f"port {port}"
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # A port that a server has just left is free, although the kernel still holds it.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))

@@ -72,6 +72,7 @@ class Request:
 def even_share(nodes: Sequence[NodeView], resource: str, request: Request) -> float:
     """Return the largest share of ``resource``, at most 1, at which all bundles of ``request`` fit; 0 if none."""
     capacities = {node.total.get(resource, 0.0) for node in nodes}
+    # Rounded down, so that k shares never exceed a node's capacity.
     shares = {1.0} | {int(1000 * c / k) / 1000 for c in capacities for k in range(1, request.bundles + 1)}
     for share in sorted((share for share in shares if 0 < share <= 1), reverse=True):
         asked = replace(request, bundle={resource: share})

@@ -115,6 +115,7 @@ def check_pins(pins: Iterable[Pin], hash_at: Callable[[int], bytes | None]) -> N
         BudgetError: ``ledger_rolled_back``, with the source, the entry and both values.
     """
     for pin in pins:
+        # Oldest first, so that the refusal names the first entry that is gone.
         for head in sorted(pin.heads, key=lambda head: head.sequence):
             found = hash_at(head.sequence)
             if found != head.hash:

@@ -12,6 +12,7 @@ from types import MappingProxyType
 HEALTH_CHECKS: Mapping[str, str] = MappingProxyType(
     {
         "RAY_health_check_initial_delay_ms": "1000",
+        # Three missed checks, a second apart: a dead node is noticed in about 3 s.
         "RAY_health_check_period_ms": "1000",
         "RAY_health_check_timeout_ms": "1000",
         "RAY_health_check_failure_threshold": "3",

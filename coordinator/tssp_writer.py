@@ -85,6 +85,7 @@ def write_draft(
     Raises:
         STORAGE_ERRORS of `coordinator.tssp_storage`.
     """
+    # Every package has a key of its own, which each recipient gets wrapped.
     data_key = Secret(secrets.token_bytes(32))
     run_id, manifest_digest = terms.manifest.run_id, terms.manifest.digest()
     context = package_context(run_id, manifest_digest, snapshot.finished_steps, snapshot.parameter_digest)
@@ -100,6 +101,7 @@ def write_draft(
             payloads.append(write_payload(sink, data_key, context, name, pieces, chunk_bytes))
     manifest = _unwrapped(snapshot, terms, recipients, payloads, previous, created_at)
     assert manifest.context() == context, "the payloads are bound to the package they are in"
+    # The wrapped keys are not part of it, because they are made with it.
     info = manifest.info()
     wrapped = tuple(
         entry.model_copy(update={"wrapped_key": hpke_seal(data_key.reveal(), recipient.key, info)})
