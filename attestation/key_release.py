@@ -165,6 +165,7 @@ def virtual_worker_keys(run_secret: Secret, run_id: str, key_context: bytes, v: 
     """Derive the keys of virtual worker ``v`` in ``epoch``."""
     return VirtualWorkerKeys(
         stream=derive(run_secret, Purpose.VIRTUAL_WORKER, run_id, key_context, v, epoch),
+        # Without context and epoch, because the key must be the same in every epoch.
         data=derive(run_secret, Purpose.DATA_COMMITMENT, run_id, v),
     )
 
@@ -231,6 +232,7 @@ class ReleaseTerms:
         expected = (self.run_id, self.member_id, self.manifest_digest)
         if (package.run_id, package.member_id, package.manifest_digest) != expected:
             raise EvidenceError("key_package_mismatch", "the key package is for another run, member or manifest")
+        # A package of one kind must not pass for another, nor one under weaker terms.
         if (package.kind, package.policy_digest) != (kind, KeyPolicy.of(kind, self.policy).digest()):
             raise EvidenceError("key_package_mismatch", "the key package is of another kind, or under another policy")
         entry, head = parse(EntryProof, release.proof).check(self.orchestrator, self.run_id)
@@ -238,6 +240,7 @@ class ReleaseTerms:
             self.watch.accept(head, release.extends)
         if (entry.kind, entry.content) != ("released", released_body(package)):
             raise EvidenceError("release_not_logged", f"entry {entry.sequence} of the log is not this release")
+        # Opened last: a worker takes no key that left without being logged.
         return package, hpke_key.open(package.ciphertext, package.info())
 
 

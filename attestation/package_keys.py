@@ -154,6 +154,7 @@ class TrustStore(Message):
         trusted = [known for known in self.signers if known.signer.key_id == signature.key_id]
         if not trusted:
             refuse(PackageRefusal.UNKNOWN_SIGNER, f"no trusted signer has the key id {signature.key_id.hex()}.")
+        # Both signatures are checked under one and the same entry.
         invalid = signature.invalid_parts(data, trusted[0].signer)
         if len(invalid) == 1:
             refuse(PackageRefusal.HALF_SIGNED, f"the {invalid[0]} signature does not verify; both must.")
@@ -248,6 +249,7 @@ def load_recipients(paths: Sequence[Path]) -> tuple[RecipientPublic, ...]:
 def _load_recipient(path: Path) -> RecipientPublic:
     public = _load(RecipientPublic, path, "recipient")
     try:
+        # Sealing to the key shows whether it is one.
         hpke_seal(b"", public.key, b"")
     except ValueError:
         raise ConfigError(

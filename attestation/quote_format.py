@@ -158,6 +158,7 @@ def _read_certification(data: bytes, raw: bytes, signed: bytes, body: bytes) -> 
         refuse(Refusal.EVIDENCE_MALFORMED, f"the quote's inner certification type {kind} is not known")
     reader.expect(4, len(data) - reader.position - 4, "inner certification length")
     pem = reader.rest() if kind == _CERTIFIED_BY_PEM_CHAIN else b""
+    # No signature covers this part, so anything else could be put into it.
     if not has_only_blocks(pem.rstrip(b"\0")):
         refuse(Refusal.EVIDENCE_MALFORMED, "the quote's certification data contains text other than certificates")
     return TdxQuote(

@@ -53,6 +53,7 @@ def revoke(state_file: Path, kind: RevokedKind, name: str, *, reason: str, now: 
         db.execute("BEGIN IMMEDIATE")
         db.execute(_SCHEMA)
         if kind == "member":
+            # In the transaction of the row, so that the member is one when it is revoked.
             _require_member(db, name)
         row = (kind, name, reason, now)
         session = "(SELECT coalesce(max(name), '') FROM session)"

@@ -134,6 +134,7 @@ class MaskedAggregator:
             request: without headers. They are in ``replies``, one per worker, in the roster's order.
         """
         headers = tuple(reply.header for reply in replies if reply.header is not None)
+        # A flaw is raised when the vectors arrive.
         with suppress(ProtocolError):
             self._verified(replace(request, headers=headers))
 
@@ -212,6 +213,7 @@ class MaskedAggregator:
             roster = self._open_roster(request.roster)
             self._check_query(roster, updates)
             self._latest = self._verify(request, roster)
+        # Again, because a request may be expected before it is known what it is for.
         self._check_query(self._latest.roster, updates)
         return self._latest
 

@@ -174,6 +174,7 @@ class CanaryTask(Section):
         Raises:
             ModelError: ``canary_gradient``.
         """
+        # The caller's random state stays as it is.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             gradients = PerExampleGradients(self.make_model(), self.loss)

@@ -192,6 +192,7 @@ def check_chain(entries: Iterable[LedgerEntry], public_key: bytes, start: Head |
     """
     head = start or Head()
     for entry in entries:
+        # First the content: a signature covers only the hash.
         after = check_link(entry, head)
         if not signature_is_valid(public_key, _signed(entry.hash), entry.signature):
             raise broken(entry.sequence, "it is not signed by the ledger's key")

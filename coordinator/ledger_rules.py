@@ -126,6 +126,7 @@ def _cost(run_id: str, mechanism: Mechanism, terms: AccountOpened) -> tuple[floa
     """Return the RDP of one release, after checking that the mechanism is what it claims to be."""
     if not mechanism.private:
         return (0.0,) * len(terms.orders)
+    # First, because the price follows from what the mechanism claims.
     check_claims(run_id, mechanism)
     check_accountant(run_id, mechanism, terms)
     return step_rdp(mechanism.sample_rate, mechanism.noise_multiplier, terms.orders)

@@ -118,6 +118,7 @@ def verify_package(
         STORAGE_ERRORS of `coordinator.tssp_storage`.
     """
     files = storage.files(name)
+    # Nothing else in a package is believed before its signatures hold.
     signer, manifest = _signed_manifest(storage, name, files, trust)
     _check_expected(manifest, expected)
     known = {MANIFEST, SIGNATURE, RUN_MANIFEST, *(payload.name for payload in manifest.payloads)}
@@ -184,6 +185,7 @@ def _run_manifest(body: bytes, manifest: PackageManifest) -> Manifest:
 
 def _check_payload(storage: PackageStorage, name: str, payload: Payload, files: Mapping[str, int]) -> None:
     _check_present(payload.name, files)
+    # The size first, which spares reading a file that cannot be right.
     if files[payload.name] != payload.cipher_bytes:
         refuse(
             PackageRefusal.FILE_CHANGED,
@@ -240,6 +242,7 @@ def open_to_file(package: VerifiedPackage, data_key: Secret, out: Path) -> None:
         with os.fdopen(descriptor, "wb") as file:
             for chunk in package.chunks(PARAMETERS, data_key):
                 file.write(chunk)
+        # Read back from the file, so that what is checked is what the reader gets.
         with safe_open(draft, framework="numpy") as tensors:
             check_parameters(tensors.get_tensor, package)
         draft.replace(out)
