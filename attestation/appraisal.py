@@ -1,7 +1,7 @@
 """Appraises a presentation: pure functions from evidence, collateral, policy and time to a result or a refusal.
 
-The orchestrator calls :func:`open_presentation`, consumes the nonce (`attestation.nonce_book`) and then appraises;
-workers appraise every peer in the same way, without the nonces. No network, no clock, no state in here.
+The orchestrator calls :func:`open_presentation`, consumes the nonce (`attestation.nonce_book`) and then appraises.
+Workers appraise every peer in the same way, without the nonces. There is no network, clock or state in here.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """The append-only record of every decision about evidence, rosters and keys: a Merkle log after RFC 9162.
 
-Refusals that strangers cause without end are counted in it instead: see `attestation.refusal_log`.
+Refusals beyond a budget are not logged but counted in it: see `attestation.refusal_log`.
 
 Guarantee: each entry's leaf covers run, position, kind and the full body, and a head covers all leaves in order.
 The holder of a signed head can tell whether any earlier entry was changed, removed, inserted or moved. A proof of a few

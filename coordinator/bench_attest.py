@@ -35,7 +35,7 @@ class AttestBench:
     """The result of the measurement.
 
     Attributes:
-        attestations, refused: numbers finished, and refused for any reason. concurrency: number at any time.
+        attestations: number finished. refused: number refused for any reason. concurrency: number at a time.
         held_idle, held_half_open, held_slow: other connections that were open when the measurement ended: bare TCP,
             with the start of a TLS record, and with a call whose request never comes.
         reopened: held connections that the service had closed during the measurement.
@@ -43,8 +43,8 @@ class AttestBench:
         p50_ms, p99_ms, max_ms: time from the start of a connection to the keys.
         service_cpu_ms, worker_cpu_ms, held_cpu_ms: processor time per attestation of the three processes.
         service_mib: resident memory of the service at its peak.
-        transport_service_cpu_ms, transport_worker_cpu_ms: processor time of a connection with three empty calls, as
-            many at a time, just before. It is the share of TLS, HTTP/2 and gRPC in an attestation.
+        transport_service_cpu_ms, transport_worker_cpu_ms: processor time of a connection with three empty calls,
+            measured just before with as many at a time. It is the share of TLS, HTTP/2 and gRPC in an attestation.
         transport_per_second: number of such connections, an upper limit for attestations.
     """
 
