@@ -1,7 +1,7 @@
 """Appraises a presentation: pure functions from evidence, collateral, policy and time to a result or a refusal.
 
-The orchestrator calls :func:`open_presentation`, consumes the nonce (`attestation.nonce_book`) and then appraises;
-workers appraise every peer in the same way, without the nonces. No network, no clock, no state in here.
+The orchestrator calls :func:`open_presentation`, consumes the nonce (`attestation.nonce_book`) and then appraises.
+Workers appraise every peer in the same way, without the nonces. There is no network, clock or state in here.
 """
 
 from collections.abc import Callable
@@ -61,7 +61,7 @@ class Appraisal:
         evidence_class: class of the root that verified the quote.
         evidence_digest: SHA-256 of the signed body, for logs and rosters; never an identity or replay key, since
             quotes are malleable.
-        evidence_classes: that class and those of the GPUs.
+        evidence_classes: that class, and the classes of the GPUs.
         platform_id: names the machine, 16 bytes for TDX and up to 64 for SEV-SNP.
         gpus: the worker's GPUs, in the order in which it presented them.
         facts: numbers of the collateral; the verifier keeps the highest of each as its next floor.
@@ -94,9 +94,9 @@ class Appraisal:
 
 @lru_cache(maxsize=16)  # one admission opens it several times
 def open_presentation(envelope: Envelope) -> Presentation:
-    """The presentation in ``envelope``, if the key that it presents has signed it.
+    """Return the presentation in ``envelope``, provided that the key it presents has signed it.
 
-    Guarantee: who sent it held the private half of ``identity_key``.
+    Guarantee: the sender held the private half of ``identity_key``.
 
     Raises:
         EvidenceError: ``evidence_malformed``, ``peer_not_bound`` or ``key_not_bound``.
@@ -109,6 +109,7 @@ def open_presentation(envelope: Envelope) -> Presentation:
         refuse(Refusal.EVIDENCE_MALFORMED, f"{error.message}.")
     if not _is_strong_ed25519(presentation.identity_key):
         refuse(Refusal.KEY_NOT_BOUND, f"the identity_key of '{presentation.member_id}' is not a usable public key")
+    # The caller uses up the nonce next, which only the holder of the presented key may do.
     signed = length_prefixed(Presentation.DOMAIN, envelope.body)
     if not signature_is_valid(presentation.identity_key, signed, envelope.signature):
         refuse(Refusal.PEER_NOT_BOUND, f"'{presentation.member_id}' did not prove that it holds its identity key")
@@ -129,9 +130,9 @@ def appraise(
 ) -> Appraisal:
     """Judge a member's evidence at unix second ``now``.
 
-    Guarantee: returns only if a root of a class that ``policy`` accepts vouches for accepted code, and that code bound
-    exactly this run, member, role, manifest, these keys and these GPUs into its quote, which are as many as the policy
-    asks for.
+    Guarantee: returns only if a root of a class that ``policy`` accepts vouches for accepted code. That code bound
+    exactly this run, member, role, manifest, these keys and these GPUs into its quote. There are exactly as many GPUs
+    as the policy asks for.
 
     Args:
         run_id, member_id, role, manifest_digest: the session the evidence must be for.
@@ -142,6 +143,7 @@ def appraise(
         EvidenceError: with one code of `attestation.evidence.Refusal`.
     """
     presentation = open_presentation(envelope)
+    # Each stage sets one code, and the first that fails decides: the order is that of docs/attestation.md.
     claims = verify_guest(presentation, policy, collateral, now, floors)
     _check_measurement(claims, presentation, policy)
     _check_session(presentation, run_id, member_id, role, manifest_digest)
@@ -149,6 +151,7 @@ def appraise(
     if claims.report_data != expected_report_data(presentation):
         refuse(Refusal.KEY_NOT_BOUND, f"the quote of '{member_id}' does not vouch for this session and these keys")
     gpus = verify_own_gpus(presentation, policy, collateral, now)
+    # A masked chip id names only the guest, so a list of machines refuses such a report.
     if policy.platforms is not None and claims.platform_id not in policy.platforms:
         refuse(Refusal.PEER_NOT_BOUND, f"the platform {claims.platform_id.hex()} is not on the policy's list")
     return _result(envelope, presentation, claims, gpus, policy, now)
@@ -191,13 +194,13 @@ def _check_keys(presentation: Presentation) -> None:
 
 
 def _is_strong_ed25519(public: bytes) -> bool:
-    """False for the points of low order: anybody can make signatures that verify under them."""
+    """Refuse the points of low order: anybody can make signatures that verify under them."""
     y = int.from_bytes(public, "little") & (2**255 - 1)
     return y not in _LOW_ORDER_Y
 
 
 def _is_strong_x25519(public: bytes) -> bool:
-    """False for the points of low order: with them every agreed secret is zero."""
+    """Refuse the points of low order: with them every agreed secret is zero."""
     return int.from_bytes(public, "little") & (2**255 - 1) not in _LOW_ORDER_U
 
 

@@ -16,7 +16,7 @@ from metrics.errors import ProtocolError
 
 @dataclass(frozen=True, slots=True)
 class CpuEvidence:
-    """What a platform says about the guest on it; the fields are those of `Presentation`."""
+    """A platform's statement about the guest on it. Its fields are also fields of `Presentation`."""
 
     quote: bytes
     quote_family: QuoteFamily = "tdx"
@@ -27,24 +27,24 @@ class EvidenceSource(Protocol):
     """The platform under an actor: a TEE's report interface, or the simulated platform of its node."""
 
     def collect(self, report_data: bytes) -> CpuEvidence:
-        """Evidence over 64 bytes of report data."""
+        """Return evidence over 64 bytes of report data."""
         ...
 
 
 class GpuSource(Protocol):
-    """The GPUs of an actor."""
+    """A source of evidence about an actor's GPUs."""
 
     def collect(self, nonce: bytes) -> tuple[bytes, ...]:
-        """One encoded `GpuEvidence` per GPU over a 32-byte nonce, always in the same order."""
+        """Return one encoded `GpuEvidence` per GPU over a 32-byte nonce, always in the same order."""
         ...
 
 
 class Attester:
-    """Fresh keys of one actor incarnation; a restarted actor has new ones and must present itself again.
+    """The keys and evidence of one actor incarnation. A restarted actor has new keys and presents itself again.
 
     Args:
         gpus: the actor's confidential GPUs; None if it has none.
-        identity: where it is another's to choose, as the orchestrator's, whose key is the run's.
+        identity: given if another decides the key. The orchestrator's, for example, is the run's.
     """
 
     def __init__(
@@ -63,24 +63,25 @@ class Attester:
         self.evidence_digest = b""
 
     def beside(self) -> "Attester":
-        """One on the same platform and GPUs for another verifier, with keys of its own and a name that nobody else has.
+        """Return an attester on the same platform and GPUs for another verifier, with its own keys and a unique name.
 
-        The verifier may still know a member of this actor's name, which has died: names begin anew with each execution.
+        The name is unique because member names repeat in each execution. The verifier may still know a dead member of
+        the same name.
         """
         identity = IdentityKey.generate()
         return Attester(f"{self.member_id}.{identity.public.hex()[:8]}", self._source, self._gpus, identity)
 
     def require_own(self, entry: Member) -> None:
-        """ProtocolError ``roster_own_entry`` unless ``entry`` states this worker's own keys and evidence."""
+        """Raise ProtocolError ``roster_own_entry`` unless ``entry`` states this worker's own keys and evidence."""
         stated = (entry.role, entry.identity_key, entry.mask_key, entry.evidence_digest)
         if stated != ("worker", self.identity.public, self.agreement.public, self.evidence_digest):
             raise ProtocolError("roster_own_entry", "the roster states other keys or evidence for this worker")
 
     def present(self, challenge: Challenge, manifest_digest: bytes, known_answer: bytes) -> Envelope:
-        """Answer a challenge with evidence that binds this actor's keys; signed, which proves possession.
+        """Answer a challenge with signed evidence that binds this actor's keys. The signature proves possession.
 
-        GPUs report first, over a nonce that follows from the challenge and this actor's key, so that the quote binds
-        what they said.
+        GPUs report first, over a nonce that follows from the challenge and this actor's key. The quote can then bind
+        their reports.
 
         Raises:
             ProtocolError: ``challenge_mismatch`` if the challenge is for another member or manifest.
@@ -101,6 +102,7 @@ class Attester:
             quote=b"",
             gpu_evidence=self._gpus.collect(nonce) if self._gpus else (),
         )
+        # Only now, because the quote's report data covers the GPUs' reports.
         found = self._source.collect(expected_report_data(presentation))
         fields = {name: getattr(found, name) for name in ("quote", "quote_family", "certificates")}
         envelope = seal(presentation.model_copy(update=fields), self.identity)

@@ -1,13 +1,13 @@
-"""Takes fields off the front of evidence that is still to be trusted."""
+"""Takes fields off the front of evidence that is not trusted yet."""
 
 from attestation.evidence import Refusal, refuse
 
 
 class ByteReader:
-    """A position in a byte string; ``evidence_malformed`` where it is too short.
+    """A position in a byte string. Raises ``evidence_malformed`` where the string is too short.
 
     Args:
-        what: the bytes, as messages name them.
+        what: names the bytes in error messages.
 
     Attributes:
         position: of the next byte.
@@ -20,11 +20,11 @@ class ByteReader:
 
     @property
     def at_end(self) -> bool:
-        """Whether everything is taken."""
+        """Whether every byte has been taken."""
         return self.position == len(self._data)
 
     def take(self, size: int) -> bytes:
-        """The next ``size`` bytes."""
+        """Take the next ``size`` bytes."""
         end = self.position + size
         if end > len(self._data):
             refuse(Refusal.EVIDENCE_MALFORMED, f"the {self._what} ends before byte {end}")
@@ -33,7 +33,7 @@ class ByteReader:
         return part
 
     def integer(self, size: int) -> int:
-        """The next ``size`` bytes as a little-endian number."""
+        """Take the next ``size`` bytes as a little-endian number."""
         return int.from_bytes(self.take(size), "little")
 
     def expect(self, size: int, value: int, name: str) -> None:
@@ -43,5 +43,5 @@ class ByteReader:
             refuse(Refusal.EVIDENCE_MALFORMED, f"the {self._what}'s {name} is {found} instead of {value}")
 
     def rest(self) -> bytes:
-        """What is not taken yet."""
+        """Return the bytes that are not taken yet, without taking them."""
         return self._data[self.position :]

@@ -8,16 +8,17 @@ import json
 from typing import Any
 
 DIGEST_BYTES = 32
+# A value must have exactly one text, because texts are hashed and signed.
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
 def digest(data: bytes | memoryview) -> bytes:
-    """SHA-256 of ``data``, 32 bytes."""
+    """Return SHA-256 of ``data``, 32 bytes."""
     return hashlib.sha256(data).digest()
 
 
 def length_prefixed(label: str, *fields: bytes | str | int) -> bytes:
-    """LP of the design: a domain label and fields, each as big-endian u32 length and bytes.
+    """Encode a domain label and fields, each as big-endian u32 length and bytes; the design's LP.
 
     Text is UTF-8; an integer is its big-endian u64 (it must be in [0, 2^64)).
     """
@@ -34,12 +35,12 @@ def length_prefixed(label: str, *fields: bytes | str | int) -> bytes:
 
 
 def canonical_json(value: Any) -> bytes:
-    """JSON with sorted keys, no white space, ASCII only; NaN and infinities are refused with ValueError."""
+    """Encode JSON with sorted keys, no white space, ASCII only; ValueError for NaN and infinities."""
     return _ENCODER.encode(value).encode()
 
 
 def read_json(content: bytes | str) -> Any:
-    """A JSON document in which no object names a key twice; ValueError otherwise."""
+    """Parse a JSON document; ValueError if an object names a key twice, or nesting is too deep."""
     try:
         return json.loads(content, object_pairs_hook=_unique)
     except RecursionError:
@@ -48,6 +49,7 @@ def read_json(content: bytes | str) -> Any:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
+    # Readers of JSON disagree about which of two equal keys counts.
     if len(fields) != len(pairs):
         raise ValueError("a JSON object names a key twice")
     return fields

@@ -30,10 +30,11 @@ PublicKey = EllipticCurvePublicKey | RSAPublicKey
 
 _PEM_BEGIN = b"-----BEGIN CERTIFICATE-----"
 _PEM_BLOCKS = re.compile(rb"\s*(?:" + _PEM_BEGIN + rb"[A-Za-z0-9+/=\s]*-----END CERTIFICATE-----\s*)*")
-_MAX_CHAIN = 5
+_MAX_CHAIN = 5  # NVIDIA's device chain has five certificates
+# AMD's keys have 4,096 bits. Much larger ones, of 16,384 bits for example, verify slowly.
 _MIN_RSA_BITS, _MAX_RSA_BITS = 3072, 8192
 MAX_PRESENTED_BYTES = 1 << 16
-"""Of one certificate or file of certificates that somebody presents; those of vendors have a few thousand."""
+"""Bounds one presented certificate, or a file of them. Vendors' own have a few thousand bytes."""
 _UNREADABLE = (
     ValueError,
     TypeError,
@@ -45,14 +46,14 @@ _UNREADABLE = (
 )
 
 
-# A verifier meets the same roots, intermediates, lists and documents at every appraisal. What is asked of them here
-# depends on the arguments alone, so an answer is good for the next time; an exception is never kept.
+# A verifier meets the same roots, intermediates, lists and documents at every appraisal. The functions below depend on
+# their arguments alone, so an answer stays true. An exception is never kept.
 remembered = lru_cache(maxsize=512)
 
 
 @remembered
 def key_id(certificate: x509.Certificate) -> bytes:
-    """SHA-384 of the certificate's uncompressed point, or of the SubjectPublicKeyInfo of an RSA key; 48 bytes."""
+    """Return SHA-384 of the certificate's uncompressed point, or of an RSA key's SubjectPublicKeyInfo; 48 bytes."""
     key = public_key(certificate)
     if isinstance(key, EllipticCurvePublicKey):
         return hashlib.sha384(key.public_bytes(Encoding.X962, PublicFormat.UncompressedPoint)).digest()
@@ -60,7 +61,7 @@ def key_id(certificate: x509.Certificate) -> bytes:
 
 
 def public_key(certificate: x509.Certificate) -> PublicKey:
-    """The certificate's key; ValueError if it is none of the kinds that vendors use."""
+    """Return the certificate's key; ValueError if it is none of the kinds that vendors use."""
     key = certificate.public_key()
     if isinstance(key, EllipticCurvePublicKey) and isinstance(key.curve, SECP256R1 | SECP384R1):
         return key
@@ -70,31 +71,31 @@ def public_key(certificate: x509.Certificate) -> PublicKey:
 
 
 def common_name(certificate: x509.Certificate) -> str:
-    """Common name of the subject; empty unless there is exactly one."""
+    """Return the common name of the subject; empty unless there is exactly one."""
     names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     return str(names[0].value) if len(names) == 1 else ""
 
 
 def serial_number(certificate: x509.Certificate) -> int:
-    """The serial number, which is 0 in AMD's endorsement certificates."""
+    """Return the serial number, which is 0 in AMD's endorsement certificates."""
     with _tolerating_serial_zero():
         return certificate.serial_number
 
 
 def is_pem(data: bytes) -> bool:
-    """Whether there is a certificate in PEM in ``data``; it may be in DER otherwise."""
+    """Return whether ``data`` holds a PEM certificate; it may be DER otherwise."""
     return _PEM_BEGIN in data
 
 
 def has_only_blocks(pem: bytes) -> bool:
-    """Whether nothing but certificates in PEM and white space is in ``pem``; readers of PEM pass over other text."""
+    """Return whether ``pem`` holds only PEM certificates and white space. PEM readers skip any other text."""
     return _PEM_BLOCKS.fullmatch(pem) is not None
 
 
 def read_presented(data: bytes) -> tuple[x509.Certificate, ...]:
-    """The certificates in ``data``, which is PEM or one certificate in DER; otherwise as :func:`read_certificates`.
+    """Read the certificates in ``data``, which is PEM or one certificate in DER, as :func:`read_certificates` does.
 
-    Guarantee: what is too large is refused before it is read, and so before anything of it is remembered.
+    Guarantee: anything too large is refused before it is read, so nothing of it is remembered.
     """
     if len(data) > MAX_PRESENTED_BYTES:
         raise ValueError(f"more than {MAX_PRESENTED_BYTES} bytes of certificates")
@@ -105,10 +106,10 @@ def read_presented(data: bytes) -> tuple[x509.Certificate, ...]:
 
 @remembered
 def read_certificates(pem: bytes) -> tuple[x509.Certificate, ...]:
-    """The certificates in ``pem``, each with a known kind of key and readable in every part that is used later.
+    """Read the certificates in ``pem``: each has a known kind of key, and every part used later is readable.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: for any other content.
     """
     try:
         with _tolerating_serial_zero():
@@ -122,7 +123,7 @@ def read_certificates(pem: bytes) -> tuple[x509.Certificate, ...]:
 
 @remembered
 def read_root(der: bytes) -> x509.Certificate:
-    """One certificate, as :func:`read_certificates`."""
+    """Read one certificate in DER, checked as in :func:`read_certificates`."""
     try:
         with _tolerating_serial_zero():
             certificate = x509.load_der_x509_certificate(der)
@@ -133,7 +134,7 @@ def read_root(der: bytes) -> x509.Certificate:
 
 
 def load_chain(pem: str, what: str) -> tuple[x509.Certificate, ...]:
-    """The certificates in ``pem``; EvidenceError ``chain_broken`` if they cannot be read."""
+    """Read the certificates in ``pem``; EvidenceError ``chain_broken`` if they cannot be read."""
     try:
         return read_certificates(pem.encode())
     except ValueError:
@@ -141,10 +142,10 @@ def load_chain(pem: str, what: str) -> tuple[x509.Certificate, ...]:
 
 
 def order_chain(leaf: x509.Certificate, pool: Iterable[x509.Certificate]) -> tuple[x509.Certificate, ...]:
-    """``leaf``, its issuer and so on up to a self-signed certificate, each the first in ``pool`` that fits.
+    """Return ``leaf``, its issuer and so on up to a self-signed certificate, each the first in ``pool`` that fits.
 
-    Nothing is judged here: the result ends where nobody in ``pool`` is the issuer, and :func:`check_links` says
-    whether it is a chain.
+    Nothing is judged here. The result ends where ``pool`` has no issuer, and :func:`check_links` says whether it is a
+    chain.
     """
     known, chain = tuple(pool), [leaf]
     while len(chain) <= _MAX_CHAIN and chain[-1].subject != chain[-1].issuer:
@@ -157,7 +158,7 @@ def order_chain(leaf: x509.Certificate, pool: Iterable[x509.Certificate]) -> tup
 
 @remembered
 def is_issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
-    """Whether ``issuer`` has the issuer's name and its key signed ``certificate``."""
+    """Return whether ``issuer`` has the issuer's name and its key signed ``certificate``."""
     try:
         certificate.verify_directly_issued_by(issuer)
     except (InvalidSignature, *_UNREADABLE):
@@ -166,26 +167,27 @@ def is_issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> boo
 
 
 def check_links(chain: Sequence[x509.Certificate], what: str) -> None:
-    """Each certificate is issued by the next, which may do so; the last one is self-signed.
+    """Require that each certificate is issued by the next, which may issue, and that the last is self-signed.
 
     Raises:
         EvidenceError: ``chain_broken``.
     """
     if not 2 <= len(chain) <= _MAX_CHAIN:
         refuse(Refusal.CHAIN_BROKEN, f"the {what} chain has {len(chain)} certificates")
+    # The last certificate is paired with itself, so that it must be self-signed.
     for below, (certificate, issuer) in enumerate(pairwise((*chain, chain[-1]))):
         if not is_issued_by(certificate, issuer) or not _may_issue(issuer, min(below, len(chain) - 2)):
             refuse(Refusal.CHAIN_BROKEN, f"the {what} chain breaks at '{common_name(certificate)}'")
 
 
 def check_root(chain: Sequence[x509.Certificate], root_key_id: bytes, what: str) -> None:
-    """The last certificate has the pinned key; EvidenceError ``chain_broken`` otherwise."""
+    """Require that the last certificate has the pinned key; EvidenceError ``chain_broken`` otherwise."""
     if key_id(chain[-1]) != root_key_id:
         refuse(Refusal.CHAIN_BROKEN, f"the {what} chain does not end in the root that vouches for the quote")
 
 
 def check_certificate_windows(chain: Sequence[x509.Certificate], now: datetime, what: str) -> datetime:
-    """The first instant at which one of the certificates is past its validity.
+    """Return the first instant at which one of the certificates expires.
 
     Raises:
         EvidenceError: ``collateral_stale`` if ``now`` is outside the validity of one of them.
@@ -198,10 +200,10 @@ def check_certificate_windows(chain: Sequence[x509.Certificate], now: datetime, 
 
 @remembered
 def load_crl(der: bytes, issuer: x509.Certificate, what: str) -> x509.CertificateRevocationList:
-    """A revocation list that ``issuer`` signed.
+    """Read a revocation list and require that ``issuer`` signed it.
 
     Raises:
-        EvidenceError: ``collateral_stale`` if it is missing or not a list; ``evidence_tampered`` if the signature
+        EvidenceError: ``collateral_stale`` if it is missing or not a list. ``evidence_tampered`` if the signature
             does not hold.
     """
     try:
@@ -215,7 +217,7 @@ def load_crl(der: bytes, issuer: x509.Certificate, what: str) -> x509.Certificat
 
 
 def crl_der(data: bytes) -> bytes:
-    """A revocation list in DER, from PEM or DER; ``data`` as it is where it is neither, which nobody will accept."""
+    """Convert a revocation list from PEM or DER to DER. Other ``data`` is returned as it is; no reader accepts it."""
     try:
         return x509.load_pem_x509_crl(data).public_bytes(Encoding.DER)
     except _UNREADABLE:
@@ -223,7 +225,7 @@ def crl_der(data: bytes) -> bytes:
 
 
 def crl_issuer(der: bytes) -> x509.Name | None:
-    """Whose list ``der`` says that it is; None if it cannot be read. Nothing is verified."""
+    """Return the issuer that the list names, unverified; None if the list cannot be read."""
     try:
         return x509.load_der_x509_crl(der).issuer
     except _UNREADABLE:
@@ -231,7 +233,7 @@ def crl_issuer(der: bytes) -> x509.Name | None:
 
 
 def crl_number(crl: x509.CertificateRevocationList) -> int | None:
-    """The list's number, which grows from issue to issue (RFC 5280, 5.2.3); None if it has none."""
+    """Return the list's number, which grows from issue to issue (RFC 5280, 5.2.3); None if it has none."""
     try:
         return crl.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
     except (x509.ExtensionNotFound, *_UNREADABLE):
@@ -239,7 +241,10 @@ def crl_number(crl: x509.CertificateRevocationList) -> int | None:
 
 
 def crl_scope(crl: x509.CertificateRevocationList) -> str:
-    """Where an issuer with several lists says that it publishes this one (RFC 5280, 5.2.5); empty if it does not."""
+    """Return the address at which the issuer publishes this list (RFC 5280, 5.2.5); empty if the list names none.
+
+    It tells several lists of one issuer apart.
+    """
     try:
         names = crl.extensions.get_extension_for_class(x509.IssuingDistributionPoint).value.full_name or ()
     except (x509.ExtensionNotFound, *_UNREADABLE):
@@ -248,15 +253,16 @@ def crl_scope(crl: x509.CertificateRevocationList) -> str:
 
 
 def check_not_revoked(crl: x509.CertificateRevocationList, certificates: Sequence[x509.Certificate]) -> None:
-    """None of ``certificates`` is on the list; EvidenceError ``revoked`` otherwise."""
+    """Require that none of ``certificates`` is on the list; EvidenceError ``revoked`` otherwise."""
     for certificate in certificates:
         if crl.get_revoked_certificate_by_serial_number(serial_number(certificate)) is not None:
             refuse(Refusal.REVOKED, f"'{common_name(certificate)}' is revoked by its issuer")
 
 
 def check_crl_window(crl: x509.CertificateRevocationList, now: datetime, what: str) -> datetime:
-    """When the next list is due; EvidenceError ``collateral_stale`` outside [this update, next update)."""
+    """Return when the next list is due; EvidenceError ``collateral_stale`` outside [this update, next update)."""
     due = crl.next_update_utc
+    # A list is no longer valid in the second of its next update.
     if due is None or not crl.last_update_utc <= now < due:
         refuse(Refusal.COLLATERAL_STALE, f"the {what} revocation list is not current")
     return due
@@ -264,13 +270,13 @@ def check_crl_window(crl: x509.CertificateRevocationList, now: datetime, what: s
 
 @remembered
 def signed_by(certificate: x509.Certificate, signature: bytes, message: bytes) -> bool:
-    """Whether raw r and s are the ECDSA signature of the certificate's key; see :func:`ecdsa_is_valid`."""
+    """Return whether raw r and s are the ECDSA signature of the certificate's key; see :func:`ecdsa_is_valid`."""
     key = public_key(certificate)
     return isinstance(key, EllipticCurvePublicKey) and ecdsa_is_valid(key, signature, message)
 
 
 def ecdsa_is_valid(key: EllipticCurvePublicKey, signature: bytes, message: bytes) -> bool:
-    """Whether raw, big-endian r and s are ``key``'s signature of ``message``.
+    """Return whether raw, big-endian r and s are ``key``'s signature of ``message``.
 
     64 bytes and SHA-256 for a P-256 key, 96 bytes and SHA-384 for a P-384 key. A high s is as good as a low one:
     about half of the signatures that hardware makes have it.
@@ -288,7 +294,7 @@ def ecdsa_is_valid(key: EllipticCurvePublicKey, signature: bytes, message: bytes
 
 
 def point(raw: bytes) -> EllipticCurvePublicKey | None:
-    """The P-256 key with coordinates x and y (64 bytes), None if that is no point of the curve."""
+    """Return the P-256 key with coordinates x and y (64 bytes); None if they are no point of the curve."""
     try:
         return EllipticCurvePublicKey.from_encoded_point(SECP256R1(), b"\x04" + raw)
     except ValueError:
@@ -297,9 +303,9 @@ def point(raw: bytes) -> EllipticCurvePublicKey | None:
 
 @contextmanager
 def _tolerating_serial_zero() -> Iterator[None]:
-    """The library warns of a serial number that is not positive; AMD's endorsement certificates have number 0.
+    """Silence the library's warning about serial number 0, which AMD's endorsement certificates have.
 
-    It warns of a country of other than two letters too, which no vendor's name has: such a name is unreadable.
+    It also warns of a country code that is not two letters. No vendor's name has one, so that counts as unreadable.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Parsed a serial number", CryptographyDeprecationWarning)
@@ -308,7 +314,7 @@ def _tolerating_serial_zero() -> Iterator[None]:
 
 
 def _read_through(certificate: x509.Certificate) -> None:
-    """The library reads most parts only when they are asked for; ask now, so that no later access can fail."""
+    """Read every part now: the library parses most of them lazily, and no later access may fail."""
     public_key(certificate)
     # A signature is whole bytes. Libraries ignore unused bits, which would give one certificate two encodings.
     if not certificate.public_bytes(Encoding.DER).endswith(b"\0" + certificate.signature):
@@ -320,7 +326,7 @@ def _read_through(certificate: x509.Certificate) -> None:
 
 @remembered
 def _may_issue(issuer: x509.Certificate, intermediates: int) -> bool:
-    """Whether ``issuer`` is a CA that may stand above that many intermediate certificates (RFC 5280, 6.1.4)."""
+    """Return whether ``issuer`` is a CA that may stand above so many intermediate certificates (RFC 5280, 6.1.4)."""
     try:
         constraints = issuer.extensions.get_extension_for_class(x509.BasicConstraints).value
     except x509.ExtensionNotFound:

@@ -1,22 +1,22 @@
 """Mutual TLS on attested keys: how an Ed25519 identity key vouches for one end of a gRPC channel.
 
 gRPC's TLS library signs no handshake with Ed25519, so the identity key cannot be the key of a leaf certificate. It can
-be an issuer: each side makes a P-256 key for TLS, and its identity key certifies it. A worker takes as its only root
-the orchestrator's key of the manifest, so the handshake fails unless that very key certified the other end.
+be an issuer: each side makes a P-256 key for TLS, and its identity key certifies it. A worker trusts one root, the
+orchestrator's key from the manifest. So the handshake fails unless that very key certified the other end.
 
 The orchestrator cannot know a worker's key beforehand, and gRPC asks for no certificate that it would not verify. A
-worker's chain therefore ends in an introduction root whose private key follows from the manifest's digest: anyone who
-knows the manifest can make one. It vouches for nobody; it makes TLS ask for the certificate, prove that its holder is
-at the other end, and turn away whoever does not know the run. Who the peer is, the service decides by the leaf: the
-identity key that a presentation carries must have certified it (:func:`is_channel_of`).
+worker's chain therefore ends in an introduction root, whose private key follows from the manifest's digest. Anyone who
+knows the manifest can make one, so it vouches for nobody. It makes TLS ask for the certificate and prove that its
+holder is at the other end. Peers that do not know the run are turned away. The service identifies the peer
+by the leaf: the identity key of the presentation must have certified it (:func:`is_channel_of`).
 
 Guarantee: a channel on which the service accepts a presentation ends at a process that holds a TLS key certified by
-the presented identity key, and that identity key signed the digests of the certificates at both ends
-(:class:`ChannelBinding`). Presentations that are relayed over a channel of somebody else's are refused: that channel
-has another client certificate, its owner cannot make one of the worker's key, and a signature for another channel
-names other certificates. This is the "live channel" proof that answers relay attacks on attested TLS, such as
-CVE-2026-33697; certificates take the place of the exporter value of RFC 9266, which gRPC does not hand out, and do
-as well because each channel has a fresh client key.
+the presented identity key. That identity key signed the digests of the certificates at both ends
+(:class:`ChannelBinding`). A presentation relayed over another party's channel is refused. That channel has another
+client certificate, the relay cannot make one of the worker's key, and a signature for another channel names other
+certificates.
+This "live channel" proof answers relay attacks on attested TLS, such as CVE-2026-33697. Certificates take the place of
+RFC 9266's exporter value, which gRPC does not hand out. They do as well, because each channel has a fresh client key.
 Not guaranteed: that the TLS key is inside the TEE. The key that counts for secrets is the attested HPKE key.
 """
 
@@ -47,13 +47,13 @@ from attestation.messages import Message
 
 SERVER_NAME: Final = "orchestrator.raycloak"
 MAX_LEAF_BYTES: Final = 4096
-"""Of a leaf in PEM. A genuine one has some 700; those of many peers are remembered for a while."""
-# The keys live as long as a process or a channel; a clock that is off must not end them (RFC 5280, 4.1.2.5).
+"""Bounds a leaf in PEM. A genuine one has some 700 bytes, and the leaves of many peers are remembered for a while."""
+# The keys live as long as a process or a channel. A clock that is off must not end them (RFC 5280, 4.1.2.5).
 _FROM, _UNTIL = datetime(2000, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
 
 
 class ChannelBinding(Message):
-    """What an identity key signs to say that its presentation belongs to one channel.
+    """A statement, signed by an identity key, that its presentation belongs to one channel.
 
     Attributes:
         presentation: SHA-256 of the presentation's body.
@@ -67,7 +67,7 @@ class ChannelBinding(Message):
     client_certificate: Bytes32
 
     def signed_bytes(self) -> bytes:
-        """``LP(domain, body)``."""
+        """Return ``LP(domain, body)``."""
         return length_prefixed(self.DOMAIN, self.encode())
 
 
@@ -77,8 +77,8 @@ class ChannelEnd:
 
     Attributes:
         certificate: SHA-256 of the DER leaf.
-        chain_pem: the leaf and what leads to the root that the other side takes.
-        key_pem: PKCS #8; it belongs to this process and is never stored.
+        chain_pem: the leaf, followed by the certificates up to the root that the other side trusts.
+        key_pem: PKCS #8. It belongs to this process and is never stored.
     """
 
     certificate: bytes
@@ -87,7 +87,7 @@ class ChannelEnd:
 
 
 def server_end(identity: IdentityKey) -> ChannelEnd:
-    """The service's end, with a new TLS key."""
+    """Make the service's end, with a new TLS key."""
     key = generate_private_key(SECP256R1())
     builder = _builder(_leaf_name(identity.public), _identity_name(identity.public), ca=False)
     builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(SERVER_NAME)]), critical=False)
@@ -96,7 +96,7 @@ def server_end(identity: IdentityKey) -> ChannelEnd:
 
 
 def client_end(identity: IdentityKey, manifest_digest: bytes) -> ChannelEnd:
-    """A worker's end of one channel, with a new TLS key."""
+    """Make a worker's end of one channel, with a new TLS key."""
     key = generate_private_key(SECP256R1())
     builder = _builder(_leaf_name(identity.public), _identity_name(identity.public), ca=False)
     leaf = identity.certify(_leaf(builder, key, ExtendedKeyUsageOID.CLIENT_AUTH))
@@ -107,7 +107,7 @@ def client_end(identity: IdentityKey, manifest_digest: bytes) -> ChannelEnd:
 
 
 def server_credentials(end: ChannelEnd, manifest_digest: bytes) -> grpc.ServerCredentials:
-    """Credentials of a server that talks only to peers who know the manifest and hold a certified TLS key."""
+    """Make credentials of a server that talks only to peers who know the manifest and hold a certified TLS key."""
     introduction = _introduction_key(manifest_digest)
     name = _introduction_name(manifest_digest)
     root = _builder(name, name, ca=True).public_key(introduction.public_key()).sign(introduction, SHA256())
@@ -116,22 +116,22 @@ def server_credentials(end: ChannelEnd, manifest_digest: bytes) -> grpc.ServerCr
 
 
 def client_credentials(end: ChannelEnd, orchestrator_key: bytes) -> grpc.ChannelCredentials:
-    """Credentials of a client that talks only to a server whose TLS key ``orchestrator_key`` certified."""
+    """Make credentials of a client that talks only to a server whose TLS key ``orchestrator_key`` certified."""
     return grpc.ssl_channel_credentials(server_anchor(orchestrator_key), end.key_pem, end.chain_pem)
 
 
 @lru_cache(maxsize=16)
 def server_anchor(orchestrator_key: bytes) -> bytes:
-    """PEM of the root that a client takes: it stands for ``orchestrator_key`` and nobody else."""
+    """Return the PEM root that a client trusts: it stands for ``orchestrator_key`` and no other key."""
     name = _identity_name(orchestrator_key)
     root = _builder(name, name, ca=True).public_key(Ed25519PublicKey.from_public_bytes(orchestrator_key))
-    # A root is taken for its key; nobody checks who signed it, and the orchestrator's private key is elsewhere.
+    # A root is trusted for its key. No reader checks its signature, and the orchestrator's private key is elsewhere.
     return IdentityKey.generate().certify(root).public_bytes(Encoding.PEM)
 
 
-@lru_cache(maxsize=1024)  # each call of a peer asks it again
+@lru_cache(maxsize=1024)  # each call of a peer asks again
 def is_channel_of(certificate: x509.Certificate, identity_key: bytes) -> bool:
-    """Whether the raw Ed25519 key ``identity_key`` certified the leaf ``certificate``."""
+    """Return whether the raw Ed25519 key ``identity_key`` certified the leaf ``certificate``."""
     if certificate.signature_algorithm_oid != SignatureAlgorithmOID.ED25519:
         return False
     try:
@@ -143,7 +143,7 @@ def is_channel_of(certificate: x509.Certificate, identity_key: bytes) -> bool:
 
 
 def read_leaf(pem: bytes) -> x509.Certificate:
-    """The certificate of a peer as gRPC reports it; EvidenceError ``peer_not_bound`` if it has none, or a large one."""
+    """Parse a peer's certificate as gRPC reports it; EvidenceError ``peer_not_bound`` if it is missing or too large."""
     if len(pem) > MAX_LEAF_BYTES:
         refuse(Refusal.PEER_NOT_BOUND, f"the peer showed a certificate of {len(pem)} bytes")
     try:
@@ -153,13 +153,13 @@ def read_leaf(pem: bytes) -> x509.Certificate:
 
 
 def certificate_digest(certificate: x509.Certificate) -> bytes:
-    """SHA-256 of the DER."""
+    """Return SHA-256 of the certificate in DER."""
     return digest(certificate.public_bytes(Encoding.DER))
 
 
 @lru_cache(maxsize=16)
 def _introduction_key(manifest_digest: bytes) -> EllipticCurvePrivateKey:
-    """No secret: it follows from what every participant knows."""
+    """Derive the introduction root's key. It is no secret: it follows from data that every participant knows."""
     seed = hashlib.sha512(length_prefixed("raycloak/introduction-root/v1", manifest_digest)).digest()
     # 512 bits reduced by a 256-bit order are uniform to within 2^-256; below the order, and never zero.
     return derive_private_key(int.from_bytes(seed, "big") % (SECP256R1.group_order - 1) + 1, SECP256R1())

@@ -1,8 +1,8 @@
 """A member's side of the evidence service, for workers outside the Ray cluster.
 
-Guarantee: everything goes to, and comes from, a service whose TLS key the orchestrator named in the manifest certified;
-anybody else is refused in the handshake, before a byte of evidence leaves. What the answers carry is not trusted for
-that: the caller checks signatures and commitments as it would in a cluster (`attestation.key_release.open_keys`,
+Guarantee: the client talks only to a service whose TLS key is certified by the orchestrator that the manifest names.
+Any other server is refused in the handshake, before a byte of evidence leaves. The content of answers is not trusted
+for that. The caller checks signatures and commitments as it would in a cluster (`attestation.key_release.open_keys`,
 `attestation.roster.open_roster`).
 """
 
@@ -28,7 +28,7 @@ from attestation.refusals import SERVICE_NAME, refusal_in
 from attestation.wire_messages import from_wire, release_from_wire, to_wire
 from metrics.errors import EvidenceError, ProtocolError
 
-DEADLINE_S: Final = 10.0
+DEADLINE_S: Final = 10.0  # as long as the service gives a call, whatever its caller says
 MAX_MESSAGE_BYTES: Final = 16 * 2**20
 
 
@@ -39,11 +39,11 @@ class EvidenceClient:
         address: ``host:port``.
         manifest_digest, orchestrator_key: of the run, obtained with its manifest and not from the service.
         attester: the member's keys.
-        deadline_s: of each call, the handshake included.
-        end: `client_end` of the attester's key, where it was made before the channel; no two channels have the same.
+        deadline_s: bounds each call, the handshake included.
+        end: a `client_end` of the attester's key, made before the channel. Each channel needs its own.
 
-    Every call raises the service's refusal, and EvidenceError ``release_denied`` if there is no answer, or none from
-    the orchestrator of the manifest.
+    Every call raises the service's refusal. Without an answer, or without one from the manifest's orchestrator, it
+    raises EvidenceError ``release_denied``.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class EvidenceClient:
         self._end = end or client_end(attester.identity, manifest_digest)
         self._server_certificate = b""
         options = (
+            # The certificate names the service, wherever it listens.
             ("grpc.ssl_target_name_override", SERVER_NAME),
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.enable_retries", 0),
@@ -83,7 +84,7 @@ class EvidenceClient:
         self.channel.close()
 
     def challenge(self, role: Role = "worker") -> Challenge:
-        """A fresh challenge for this member; ProtocolError ``challenge_mismatch`` if it is for another."""
+        """Ask for a fresh challenge for this member; ProtocolError ``challenge_mismatch`` if it is for another."""
         request = wire.ChallengeRequest(
             member_id=self._attester.member_id, role=role, identity_key=self._attester.identity.public
         )
@@ -96,7 +97,7 @@ class EvidenceClient:
         return challenge
 
     def attest(self, presentation: Envelope) -> AttestationResult:
-        """Hand in the answer to the challenge that this client got, bound to this channel."""
+        """Hand in the answer to this client's challenge, bound to this channel."""
         binding = ChannelBinding(
             presentation=digest(presentation.body),
             server_certificate=self._server_certificate,
@@ -107,7 +108,7 @@ class EvidenceClient:
         return parse(AttestationResult, self._call(self._stub.Attest, request).result)
 
     def release_keys(self, epoch: int, virtual_workers: Sequence[int] = (), seen: int = 0) -> KeyRelease:
-        """The keys of the virtual workers this member hosts, or of some of them, and the proof that the log has it.
+        """Ask for the keys of the hosted virtual workers, or of some, with the proof that the log has the release.
 
         Args:
             seen: entries under the newest head that this member has; see `attestation.log_watch.LogWatch`.
@@ -118,10 +119,10 @@ class EvidenceClient:
         return release_from_wire(self._call(self._stub.ReleaseKeys, request))
 
     def roster(self, data_commitments: Envelope | None = None) -> tuple[Envelope, tuple[Envelope, ...]]:
-        """The newest roster with this member in it, and the presentations of all its members.
+        """Fetch the newest roster with this member in it, and the presentations of all its members.
 
         Args:
-            data_commitments: what this member says of its slices; needed once, before it can be in a roster.
+            data_commitments: this member's statement about its slices; needed once, before a roster can list it.
 
         Raises:
             ProtocolError: ``no_roster`` while there is none.
@@ -133,15 +134,15 @@ class EvidenceClient:
         return from_wire(reply.roster), tuple(from_wire(each) for each in reply.presentations)
 
     def log(self, start: int = 0, limit: int = 1000) -> tuple[tuple[bytes, ...], bytes]:
-        """Entries of the evidence log from position ``start``, and its signed head: lines as in an exported log."""
+        """Fetch log entries from position ``start``, and the log's signed head, as lines of an exported log."""
         reply = self._log(start=start, limit=limit)
         return tuple(reply.entries), reply.head
 
     def prove_entry(self, sequence: int, size: int = 0) -> tuple[EntryProof, int]:
-        """An entry of the log, and the proof that it is one of the first ``size``, 0 for all.
+        """Fetch a log entry, and the proof that it is one of the first ``size`` entries, 0 for all.
 
-        Returns: the proof, whose head is the newest, and the size of the tree that its path is for. Where that is not
-            the head's own, `attestation.merkle.proves_inclusion` checks it against the root of a head of that size.
+        Returns: the proof, whose head is the newest, and the size of the tree that its path is for. If that is not
+            the head's own size, `attestation.merkle.proves_inclusion` checks it against a root of that size.
 
         Raises:
             ProtocolError: ``log_range`` if there is no such entry.
@@ -153,7 +154,7 @@ class EvidenceClient:
         return EntryProof(entry=entry, path=tuple(reply.inclusion.hashes), head=head), reply.inclusion.size
 
     def prove_growth(self, old_size: int, size: int = 0) -> tuple[tuple[bytes, ...], SignedHead]:
-        """The proof that the first ``size`` entries, 0 for all, begin with the first ``old_size``; and the newest head.
+        """Prove that the first ``size`` entries, 0 for all, begin with the first ``old_size``; with the newest head.
 
         Raises:
             ProtocolError: ``log_range`` if the log has fewer entries.
@@ -165,7 +166,7 @@ class EvidenceClient:
         return self._call(self._stub.Log, wire.LogRequest(member_id=self._attester.member_id, **fields))
 
     def is_serving(self) -> bool:
-        """Whether the service says that it is well."""
+        """Return whether the service reports that it is serving."""
         check = health_pb2_grpc.HealthStub(self.channel).Check
         answer = self._call(check, health_pb2.HealthCheckRequest(service=SERVICE_NAME))
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

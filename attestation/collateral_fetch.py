@@ -1,7 +1,7 @@
-"""Fetches collateral from the services that a policy names, and keeps nothing that its vendor did not sign.
+"""Fetches collateral from the services that a policy names, and keeps only what its vendor signed.
 
-Intel's interface (PCS, version 4; a PCCS speaks it too) gives documents whose exact bytes are signed, with the chains
-of their signers in headers. AMD's gives revocation lists.
+Intel's interface (PCS version 4, which a PCCS speaks too) serves documents whose exact bytes are signed. The signers'
+chains are in headers. AMD's interface serves revocation lists.
 """
 
 import json
@@ -25,13 +25,13 @@ _QE_CHAIN: Final = ("sgx-enclave-identity-issuer-chain",)
 
 
 def fetch_collateral(service: CollateralService, anchors: Sequence[Anchor], get: Get) -> CollateralBundle:
-    """What the services publish now about the families that ``service`` names.
+    """Fetch what the services publish now about the families that ``service`` names.
 
-    Guarantee: documents and lists about TDX are signed under a root of ``anchors``. What they say, and whether it is
-    current, each appraisal judges.
+    Guarantee: documents and lists about TDX are signed under a root of ``anchors``. Each appraisal judges their
+    content, and whether they are current.
 
     Raises:
-        EvidenceError: ``collateral_stale``, which names what could not be had, and why.
+        EvidenceError: ``collateral_stale``, with the missing part and the reason.
     """
     roots = {anchor.root_key_id for anchor in anchors if anchor.family == "tdx"}
     client = _Client(get)
@@ -63,7 +63,7 @@ class _Client:
         return _der(answer.body), answer
 
     def document(self, url: str, name: str, chain: Sequence[str]) -> tuple[str, bytes, str]:
-        """The exact text of a signed document, its signature, and the chain of its signer."""
+        """Return the exact text of a signed document, its signature, and the chain of its signer."""
         answer = self.ask(url, name)
         try:
             members = _members(answer.body.decode())
@@ -91,6 +91,7 @@ def _tdx(client: _Client, service: CollateralService, fmspc: str, roots: set[byt
         qe_identity=identity,
         qe_identity_signature=qe_signature,
     )
+    # Checked before it is kept: a mirror's wrong answer must not replace good collateral.
     try:
         _check_signed(found, roots)
     except EvidenceError as error:
@@ -101,7 +102,7 @@ def _tdx(client: _Client, service: CollateralService, fmspc: str, roots: set[byt
 
 
 def _check_signed(found: Collateral, roots: set[bytes]) -> None:
-    """Every part is signed under one of ``roots``."""
+    """Require that every part is signed under one of ``roots``."""
     chains = [
         load_chain(pem, what)
         for pem, what in (
@@ -133,7 +134,7 @@ def _chain(answer: Answer, names: Sequence[str], what: str, url: str) -> str:
 
 
 def _der(body: bytes) -> bytes:
-    """A list as PCS gives it, in DER or PEM, or as PCCS does, in hexadecimal digits."""
+    """Decode a revocation list: PCS serves DER or PEM, PCCS hexadecimal digits."""
     try:
         return bytes.fromhex(body.decode("ascii").strip())
     except ValueError:
@@ -141,7 +142,7 @@ def _der(body: bytes) -> bytes:
 
 
 def _members(text: str) -> Mapping[str, str]:
-    """The text of each member of a JSON object, exactly as it stands there: that is what is signed."""
+    """Return the text of each member of a JSON object exactly as written, because that text is what is signed."""
     decoder, members = json.JSONDecoder(), dict[str, str]()
     at = text.index("{") + 1
     while True:
@@ -172,4 +173,4 @@ def _after(text: str, at: int, mark: str) -> int:
 
 def _refuse(what: str, url: str, why: str) -> NoReturn:
     host = url.partition("://")[2].partition("/")[0]
-    refuse(Refusal.COLLATERAL_STALE, f"the {what} cannot be had from {host}: {why}")
+    refuse(Refusal.COLLATERAL_STALE, f"the {what} cannot be fetched from {host}: {why}")

@@ -1,4 +1,4 @@
-"""Reads the collateral of a run on real hardware: what its verifiers obtained from the vendors, as files.
+"""Reads the collateral of a run on real hardware from files that its verifiers obtained from the vendors.
 
 One YAML file names them, by paths relative to itself. Nothing is fetched from the network.
 """
@@ -30,7 +30,7 @@ class _Files(BaseModel):
 
 
 def load_collateral(path: Path) -> CollateralBundle:
-    """What the files that ``path`` names hold.
+    """Load the files that ``path`` names.
 
     TDX collateral is JSON in dcap-qvl's form; revocation lists are PEM or DER; reference values are XML; OCSP answers
     are DER, bare or in base64.

@@ -1,5 +1,7 @@
-"""Keeps the collateral of a policy's service current: fetched before it ends, and on disk, so that a restart needs no
-network until it has ended."""
+"""Keeps the collateral of a policy's service current.
+
+It is fetched before it ends, and kept on disk, so that a restart needs no network until it has ended.
+"""
 
 import json
 import time
@@ -21,13 +23,13 @@ from attestation.whole_file import write_whole
 from metrics.errors import EvidenceError, ProtocolError
 
 FETCHED_AFTER: Final = 2 / 3
-"""Share of what is left of its life when it was fetched, after which collateral is fetched again."""
+"""Fetch again after this share of the life that the collateral had left when it was fetched."""
 PAUSE_S: Final = 60
-"""Between two attempts where one failed, or brought nothing that lasts longer."""
+"""Wait this long after an attempt that failed, or brought nothing that lasts longer."""
 
 
 class FetchedCollateral(Message):
-    """What was fetched, and when; unix seconds."""
+    """A fetched bundle of collateral, and when it was fetched, in unix seconds."""
 
     DOMAIN: ClassVar[str] = "raycloak/fetched-collateral/v1"
 
@@ -40,14 +42,14 @@ class CollateralKeeper:
 
     Args:
         policy: names the service, and the roots under which it must be signed.
-        folder: for the file that it is kept in; created with mode 0700.
-        given: collateral from files, which is passed on as well; what is fetched takes the place of its TDX part and
-            is added to its revocation lists.
+        folder: holds the file that it is kept in; created with mode 0700.
+        given: collateral from files, which is passed on as well. Fetched collateral replaces its TDX part and is
+            added to its revocation lists.
         clock: seconds since the epoch.
-        get: asks the network; a parameter so that tests own it.
+        get: asks the network; a parameter so that tests can replace it.
 
     Attributes:
-        problem: why the last attempt brought nothing, or what it brought could not be kept on disk; empty otherwise.
+        problem: why the last attempt failed, or its result could not be kept on disk; empty otherwise.
     """
 
     def __init__(
@@ -80,12 +82,12 @@ class CollateralKeeper:
         return kept is None or now >= kept.fetched_at + FETCHED_AFTER * (ends_at(kept.bundle) - kept.fetched_at)
 
     def current(self) -> CollateralBundle:
-        """What evidence is judged with now; fetched first if it is time to.
+        """Return the collateral to judge evidence with now; fetch it first if that is due.
 
-        Guarantee: what was fetched and has not ended stays in use while the service cannot be reached.
+        Guarantee: fetched collateral that has not ended stays in use while the service cannot be reached.
 
         Raises:
-            EvidenceError: ``collateral_stale`` if there is none that has not ended.
+            EvidenceError: ``collateral_stale`` if none is left that has not ended.
         """
         if self.due:
             self._fetch()
@@ -99,9 +101,11 @@ class CollateralKeeper:
 
     def _fetch(self) -> None:
         now = int(self._clock())
+        # Set before the attempt, so that a service that fails is not asked at every look.
         self._not_before = now + PAUSE_S
         try:
             bundle = fetch_collateral(self._service, self._anchors, self._get)
+            # A mirror may serve older collateral, or collateral that has ended. It must not replace what is still good.
             self._require_no_older(bundle)
             self._require_current(bundle)
         except EvidenceError as refusal:
@@ -112,6 +116,7 @@ class CollateralKeeper:
         try:
             write_whole(self._file, self._kept.encode() + b"\n")
         except OSError as error:
+            # A full disk must not end the thread that renews collateral.
             self.problem = f"{self._file} cannot be written ({error.strerror}), so a restart has to fetch it again"
 
     def _require_no_older(self, bundle: CollateralBundle) -> None:
@@ -121,7 +126,7 @@ class CollateralKeeper:
                 refuse(Refusal.COLLATERAL_ROLLBACK, f"the service gives collateral of evaluation number {numbers}")
 
     def _require_current(self, bundle: CollateralBundle) -> None:
-        """A mirror may go on with what it has when its own source is gone; what is kept here may last longer."""
+        """Refuse collateral that has ended: a mirror may serve such, and the kept collateral may last longer."""
         if (ends := ends_at(bundle)) <= self._clock():
             said = f"that ended at {_text(ends)}" if ends else "of which a part cannot be read"
             refuse(Refusal.COLLATERAL_STALE, f"the service gives collateral {said}")
@@ -134,7 +139,7 @@ class CollateralKeeper:
 
 
 def ends_at(bundle: CollateralBundle) -> int:
-    """The unix second at which the first of the documents and lists in ``bundle`` has ended; 0 if one does not say."""
+    """Return the unix second at which the first document or list in ``bundle`` ends; 0 if one does not say."""
     try:
         return int(min(_ends(bundle)).timestamp())
     except (LookupError, TypeError, ValueError):
@@ -157,7 +162,7 @@ def _number(collateral: Collateral) -> int:
     try:
         return int(json.loads(collateral.tcb_info)["tcbEvaluationDataNumber"])
     except (LookupError, TypeError, ValueError):
-        return 0  # of a file that was kept, which each appraisal judges anyhow
+        return 0  # of a kept file, which each appraisal judges anyhow
 
 
 def _text(at: int) -> str:

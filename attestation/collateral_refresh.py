@@ -1,4 +1,4 @@
-"""Keeps a service that runs for long in current collateral."""
+"""Keeps a long-running service supplied with current collateral."""
 
 import logging
 import threading
@@ -14,14 +14,13 @@ LOOK_S: Final = 5.0
 
 
 class CollateralRefresh:
-    """Hands newer collateral to an orchestrator as soon as it is fetched.
+    """A thread that hands newer collateral to an orchestrator as soon as it is fetched.
 
-    Guarantee: the orchestrator's turn is not held while the network is asked.
+    Guarantee: the orchestrator's turn is not held during a network request.
 
     Args:
-        keeper: of the policy's service.
         take: the orchestrator's `take_collateral`.
-        turn: held while it is called.
+        turn: held during the call of ``take``.
     """
 
     def __init__(
@@ -34,16 +33,16 @@ class CollateralRefresh:
         self._thread = threading.Thread(target=self._work, name="collateral-refresh", daemon=True)
 
     def start(self) -> None:
-        """Look every few seconds whether it is time to fetch, until :meth:`stop`."""
+        """Start to look every few seconds whether a fetch is due, until :meth:`stop`."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the attempt that is under way, if there is one."""
+        """End, after the current attempt if there is one."""
         self._ended.set()
         self._thread.join()
 
     def look(self) -> None:
-        """Fetch and hand over if it is time to. What cannot be had is logged, and refused where it is needed."""
+        """Fetch and hand over if a fetch is due. A failure is logged here, and refused where collateral is needed."""
         if not self._keeper.due:
             return
         try:
@@ -53,6 +52,7 @@ class CollateralRefresh:
             return
         if self._keeper.problem:
             logging.getLogger(__name__).warning("collateral: %s", self._keeper.problem)
+        # The turn is taken only now, so that no network request holds up the orchestrator.
         with self._turn:
             self._take(collateral)
 

@@ -1,6 +1,6 @@
-"""Which service of collateral a policy names: where its verifiers fetch what vendors publish, and about what.
+"""The collateral service that a policy names: where its verifiers fetch what vendors publish, and about what.
 
-The policy names the platform families too, so that nothing a worker shows decides what is fetched, or from where.
+The policy names the platform families too. So nothing a worker shows decides what is fetched, or from where.
 """
 
 import ipaddress
@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from attestation.messages import Message
 
-INTEL_ROOT_CRL = "/sgx/certification/v4/rootcacrl"
+INTEL_ROOT_CRL = "/sgx/certification/v4/rootcacrl"  # PCCS's path; Intel's own service has it elsewhere
 
 
 def _safe(url: str) -> str:
@@ -36,14 +36,15 @@ SnpList = Annotated[str, Field(pattern=r"^(vcek|vlek)/(Milan|Genoa|Turin)$")]
 
 
 class CollateralService(Message):
-    """Services that speak the interfaces of the vendors' own.
+    """The addresses of services that speak the vendors' own interfaces.
 
     Attributes:
-        intel: of TDX collateral, such as a PCCS; version 4 of Intel's interface.
+        intel: serves TDX collateral, such as a PCCS; version 4 of Intel's interface.
         tdx_families: FMSPC of each platform family that is accepted.
-        pck_ca: who issued the certificates of their attestation keys.
-        intel_root_crl: of Intel's root; ``intel`` with PCCS's path by default. Intel's own service has it elsewhere.
-        amd: of AMD's revocation lists; AMD's key distribution service or one like it.
+        pck_ca: the CA that issued the certificates of their attestation keys.
+        intel_root_crl: serves the list of Intel's root. By default ``intel`` with PCCS's path; Intel's own service
+            has it elsewhere.
+        amd: serves AMD's revocation lists; AMD's key distribution service or one like it.
         snp_lists: kind of key and generation of each list, such as ``vcek/Genoa``.
     """
 
@@ -66,5 +67,5 @@ class CollateralService(Message):
 
     @property
     def root_crl(self) -> str:
-        """Where the list of Intel's root is."""
+        """The address of the revocation list of Intel's root."""
         return self.intel_root_crl or f"{self.intel}{INTEL_ROOT_CRL}"

@@ -1,7 +1,7 @@
-"""Verifies all evidence of one actor: the guest it runs in, by the format of its quote, and the GPUs of that guest.
+"""Verifies all evidence of one actor: its guest, by the format of its quote, and the GPUs of that guest.
 
-The class of each piece follows from the root that verified it. That the pieces belong together is in the quote's report
-data, which `attestation.appraisal` compares.
+The class of each piece follows from the root that verified it. The quote's report data shows that the pieces belong
+together; `attestation.appraisal` compares it.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ GuestClaims = TdxClaims | SnpClaims
 def verify_guest(
     presentation: Presentation, policy: Policy, collateral: CollateralBundle, now: int, floors: Floors
 ) -> GuestClaims:
-    """What the quote says about the guest, verified as the policy demands for its format.
+    """Verify the quote as the policy demands for its format, and return its claims about the guest.
 
     Raises:
         EvidenceError: as `verify_tdx` and `verify_snp`; ``collateral_rollback`` if collateral is older than ``floors``.
@@ -32,7 +32,7 @@ def verify_guest(
 def verify_own_gpus(
     presentation: Presentation, policy: Policy, collateral: CollateralBundle, now: int
 ) -> tuple[GpuClaims, ...]:
-    """The GPUs of a worker, which are exactly those that the policy asks of each; an aggregator has none.
+    """Verify the GPUs of a worker, which must be exactly as many as the policy asks for. An aggregator has none.
 
     Raises:
         EvidenceError: as `attestation.gpu_set.verify_gpus`.
@@ -51,13 +51,13 @@ def verify_own_gpus(
 
 
 def measurements_of(policy: Policy, family: QuoteFamily) -> tuple[bytes, ...]:
-    """The reference values for guests of that format; zero is none."""
+    """Return the reference values for guests of ``family``. Zero is never one."""
     rules = policy.tdx if family == "tdx" else policy.sev_snp
     return tuple(value for value in rules.measurements or () if any(value))
 
 
 def classes_of(guest: GuestClaims, gpus: tuple[GpuClaims, ...]) -> tuple[EvidenceClass, ...]:
-    """Every class that the evidence rests on, the guest's first."""
+    """Return every class that the evidence rests on, the guest's first."""
     return tuple(dict.fromkeys([guest.evidence_class, *(gpu.evidence_class for gpu in gpus)]))
 
 

@@ -1,6 +1,6 @@
 """An appraisal's result under the claim names of Entity Attestation Tokens (RFC 9711), for logs and ``--json``.
 
-It is no token: nobody signs it, and whoever relies on evidence appraises it himself.
+It is no token: it is unsigned, and a relying party appraises the evidence itself.
 """
 
 import base64
@@ -14,7 +14,7 @@ _RANDOM_UEID: Final = b"\x01"  # RFC 9711, 4.2.1: a type byte, then 16, 24 or 32
 
 
 def claims_set(appraisal: Appraisal) -> dict[str, Any]:
-    """JSON-able claims of an accepted member; binary values are base64url, times are unix seconds."""
+    """Return JSON-able claims of an accepted member. Binary values are base64url, times are unix seconds."""
     return {
         "eat_nonce": _text(appraisal.nonce),
         "ueid": _text(ueid(appraisal.platform_id)),
@@ -28,7 +28,7 @@ def claims_set(appraisal: Appraisal) -> dict[str, Any]:
 
 
 def ueid(platform_id: bytes) -> bytes:
-    """A universal entity id of the type RAND, 17 or 33 bytes; a platform id that is longer than 16 bytes is hashed."""
+    """Return a universal entity id of type RAND, 17 or 33 bytes. A platform id above 16 bytes is hashed."""
     return _RANDOM_UEID + (platform_id if len(platform_id) == 16 else hashlib.sha256(platform_id).digest())
 
 

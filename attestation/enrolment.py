@@ -1,7 +1,7 @@
-"""Who may take part beside whom: no GPU serves two members, and a platform serves as many workers as the policy says.
+"""Limits who may take part together: a GPU serves one member, a platform as many workers as the policy says.
 
-Evidence that is genuine can be shown by somebody else than its machine's owner. Counting machines and GPUs, and listing
-them in the policy, is what limits how many members one machine can pretend to be.
+Genuine evidence can be shown by somebody other than its machine's owner. Counting machines and GPUs, and listing
+them in the policy, limits how many members one machine can pretend to be.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from attestation.policy import Policy
 
 
 class Enrolment:
-    """Who is enrolled where; one more member costs the same, however many there are."""
+    """The enrolled members, by platform and GPU. Checking one more costs the same, however many there are."""
 
     def __init__(self) -> None:
         self._members: dict[str, Appraisal] = {}
@@ -20,7 +20,7 @@ class Enrolment:
         self._workers: dict[bytes, set[str]] = {}
 
     def check(self, member: Appraisal, policy: Policy) -> None:
-        """Judge one who wants to join those who are enrolled, or to take part anew.
+        """Judge a member that wants to join the enrolled ones, or to take part anew.
 
         Raises:
             EvidenceError: as :func:`check_enrolment`.
@@ -30,6 +30,7 @@ class Enrolment:
             if owner != member.member_id:
                 refuse(Refusal.PEER_NOT_BOUND, f"a GPU of '{member.member_id}' is enrolled by '{owner}' already")
         workers = self._workers.get(member.platform_id, set())
+        # A member that presents anew does not stand in its own way.
         others = len(workers) - (member.member_id in workers)
         most = policy.workers_per_platform
         if member.role == "worker" and most is not None and others >= most:
@@ -37,16 +38,17 @@ class Enrolment:
             refuse(Refusal.PEER_NOT_BOUND, f"{who}, where workers_per_platform is {most}")
 
     def in_the_way(self, member: Appraisal, policy: Policy) -> list[str]:
-        """Who would have to leave for :meth:`check` to pass: who has a GPU of it, and the oldest on its machine."""
+        """Return who must leave for :meth:`check` to pass: owners of its GPUs, and the oldest on its machine."""
         owners = {self._owners.get(gpu.platform_id, member.member_id) for gpu in member.gpus}
         workers, most = self._workers.get(member.platform_id, set()), policy.workers_per_platform
+        # In the order of enrolment, so that the oldest leave first.
         beside = [i for i in self._members if i in workers and i not in owners | {member.member_id}]
         if member.role == "worker" and most is not None:
             owners |= set(beside[: max(0, len(beside) + 1 - most)])
         return sorted(owners - {member.member_id})
 
     def put(self, member: Appraisal) -> None:
-        """Enrol a member, in place of what was known of it."""
+        """Enrol a member, replacing its earlier enrolment."""
         self.drop(member.member_id)
         self._members[member.member_id] = member
         self._owners.update((gpu.platform_id, member.member_id) for gpu in member.gpus)
@@ -54,7 +56,7 @@ class Enrolment:
             self._workers.setdefault(member.platform_id, set()).add(member.member_id)
 
     def drop(self, member_id: str) -> None:
-        """Forget a member, if it is one."""
+        """Forget a member. An unknown one is no error."""
         member = self._members.pop(member_id, None)
         if member is not None:
             for gpu in member.gpus:
@@ -66,7 +68,7 @@ class Enrolment:
 
 
 def check_enrolment(members: Iterable[Appraisal], policy: Policy) -> None:
-    """Judge members who take part at the same time; each member is given once.
+    """Judge members that take part at the same time. Each member must be given once.
 
     Guarantee: returns only if every GPU belongs to one member, and no platform has more workers than
     ``workers_per_platform``.

@@ -1,12 +1,12 @@
-"""Evaluation orders: which parameters the workers may measure on a sealed evaluation split.
+"""Evaluation orders: the parameters that workers may measure on a sealed evaluation split.
 
-A result on that split leaves exactly as it is, and whoever may choose the parameters learns an example from enough
+A result on that split leaves without noise. Anybody who may choose the parameters learns an example from enough
 results. So a worker measures only what its orchestrator has signed an order for.
 
-Guarantee: an order is for parameters that the evidence log has as the outcome of a training step of the run, and for
-members with valid evidence; the log has the order before anybody gets it.
-Not guaranteed: that a step really gave those parameters. A driver that lies gets one set of them for each step of the
-run and no other, and what it said stands in the log, where repeating the step shows it.
+Guarantee: the evidence log has an order's parameters as the outcome of a training step of the run. An order is for
+members with valid evidence, and the log has it before anybody gets it.
+Not guaranteed: that a step really gave those parameters. A lying driver gets one set of them for each step of the run
+and no other. Its claim stands in the log, where repeating the step exposes it.
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ from metrics.errors import ProtocolError
 
 
 class EvaluationOrder(Message):
-    """One evaluation of the model that a number of steps gave.
+    """One evaluation of the model after a number of steps.
 
     Attributes:
-        finished_steps: after which the model is measured; at least 1.
-        parameter_digest: that the last of them was committed with.
+        finished_steps: the steps after which the model is measured; at least 1.
+        parameter_digest: the digest that the last of them was committed with.
         members: the workers, each with the virtual workers whose slices it measures.
     """
 
@@ -39,7 +39,7 @@ class EvaluationOrder(Message):
     members: tuple[Member, ...]
 
     def member(self, member_id: str) -> Member:
-        """The entry of ``member_id``; ProtocolError ``order_mismatch`` if it has none."""
+        """Return the entry of ``member_id``; ProtocolError ``order_mismatch`` if it has none."""
         for member in self.members:
             if member.member_id == member_id:
                 return member
@@ -47,10 +47,10 @@ class EvaluationOrder(Message):
 
 
 def place_order(order: EvaluationOrder, virtual_workers: int, commits: CommitBook, log: EvidenceLog) -> None:
-    """Log ``order`` if the run may have it; in a transaction of the caller's.
+    """Log ``order`` if the run may have it, in the caller's transaction.
 
     Raises:
-        ProtocolError: ``not_committed`` if the last of the steps was not committed with these parameters,
+        ProtocolError: ``not_committed`` if the last of the steps was not committed with these parameters.
             ``order_mismatch`` unless each of ``virtual_workers`` is measured by one worker.
     """
     committed = commits.of(order.finished_steps - 1)
@@ -64,13 +64,14 @@ def place_order(order: EvaluationOrder, virtual_workers: int, commits: CommitBoo
         "parameter_digest": order.parameter_digest.hex(),
         "digest": order.digest().hex(),
     }
+    # Logged before it is handed out: the log has an order before anybody gets it.
     log.append("evaluation_ordered", body)
 
 
 def open_order(
     envelope: Envelope, *, orchestrator_key: bytes, run_id: str, manifest_digest: bytes, virtual_workers: int
 ) -> EvaluationOrder:
-    """Verify an order.
+    """Verify an order of evaluation.
 
     Guarantee: returns only an order that the orchestrator signed for this run and manifest, in which each of
     ``virtual_workers`` is measured by exactly one worker.

@@ -1,7 +1,7 @@
-"""What travels during attestation: challenge, presentation, collateral; and the codes a refusal may have.
+"""The messages of attestation: challenge, presentation and collateral; and the codes a refusal may have.
 
-The roles are RFC 9334's: a challenge goes to an attester, its presentation comes back in an envelope signed by the
-identity key it presents, and the verifier appraises it with collateral that it obtained over a channel of its own.
+The roles are RFC 9334's. A challenge goes to an attester, whose presentation comes back in an envelope signed by the
+identity key it presents. The verifier appraises it with collateral that it obtained over a channel of its own.
 """
 
 import json
@@ -17,10 +17,10 @@ from attestation.messages import Message
 from metrics.errors import EvidenceError
 
 NONCE_BYTES = 32
-MLKEM_BYTES = 1184
+MLKEM_BYTES = 1184  # an ML-KEM-768 public key (FIPS 203)
 HPKE_KEY_BYTES = MLKEM_BYTES + 32
-REPORT_DATA_BYTES = 64
-MEASUREMENT_BYTES = 48
+REPORT_DATA_BYTES = 64  # in TDX quotes and SEV-SNP reports alike
+MEASUREMENT_BYTES = 48  # SHA-384, in both formats
 
 Role = Literal["worker", "aggregator", "orchestrator", "observer"]
 QuoteFamily = Literal["tdx", "sev_snp"]
@@ -29,7 +29,7 @@ Name = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class EvidenceClass(StrEnum):
-    """What kind of root vouches for a piece of evidence."""
+    """The kind of root that vouches for a piece of evidence."""
 
     SIMULATED = "simulated"
     INTEL_TDX = "intel_tdx"
@@ -38,7 +38,7 @@ class EvidenceClass(StrEnum):
 
 
 class Refusal(StrEnum):
-    """The codes of refused evidence; exactly one is set, by the first stage that fails."""
+    """A code of refused evidence. The first stage that fails sets exactly one."""
 
     EVIDENCE_TAMPERED = "evidence_tampered"
     EVIDENCE_MALFORMED = "evidence_malformed"
@@ -96,7 +96,7 @@ STAGES: Final[Mapping[Refusal, str]] = MappingProxyType(
         Refusal.RELEASE_DENIED: "release",
     }
 )
-"""The stage each code belongs to, in the order in which stages are judged."""
+"""Maps each code to its stage, in the order in which stages are judged."""
 
 _REMEDIES = {
     Refusal.ROOT_UNKNOWN: "Compare the anchors of the policy with the hardware that is used.",
@@ -137,7 +137,7 @@ class Challenge(Message):
 
     Attributes:
         nonce: 32 random bytes, used once.
-        expires_at: unix seconds from which the nonce is not accepted any more.
+        expires_at: unix seconds from which the nonce is no longer accepted.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/challenge/v1"
@@ -151,7 +151,7 @@ class Challenge(Message):
 
 
 class GpuEvidence(Message):
-    """What one GPU presents.
+    """The evidence that one GPU presents.
 
     Attributes:
         report: SPDM request and response, as the device answers.
@@ -165,17 +165,17 @@ class GpuEvidence(Message):
 
 
 class Presentation(Message):
-    """Evidence for a member's keys; it travels in an envelope signed by ``identity_key``.
+    """The evidence for a member's keys. It travels in an envelope signed by ``identity_key``.
 
     Attributes:
         hpke_key: ML-KEM-768 raw (1,184 bytes) followed by X25519 raw (32 bytes).
         mask_key: X25519 raw, 32 bytes.
         identity_key: Ed25519 raw, 32 bytes.
         known_answer: 32-byte digest of the numerics known answer; empty for an aggregator.
-        quote: the TEE's quote or report, whose report data binds all fields but this one and the two that help to
-            read it.
-        quote_family: which format ``quote`` has. It selects the parser; the class follows from the root.
-        certificates: in DER, the endorsement key of an SEV-SNP report first; empty for TDX, whose quotes carry theirs.
+        quote: the TEE's quote or report. Its report data binds every field except this one, ``quote_family`` and
+            ``certificates``, which only help to read it.
+        quote_family: the format of ``quote``. It selects the parser; the class follows from the root.
+        certificates: in DER, the endorsement key of an SEV-SNP report first. Empty for TDX, whose quotes carry theirs.
         gpu_evidence: one encoded :class:`GpuEvidence` per GPU in a fixed order; empty without a confidential GPU.
     """
 
@@ -203,9 +203,9 @@ class Presentation(Message):
 
 
 class Collateral(Message):
-    """What the vendor publishes about a platform family, as needed to judge a TDX quote.
+    """The vendor's published data about a platform family, as needed to judge a TDX quote.
 
-    A PCK certificate chain is left out on purpose: the verifier would take it in place of the quote's own.
+    A PCK certificate chain is left out on purpose: the verifier would prefer it to the quote's own.
 
     Attributes:
         pck_crl_issuer_chain, tcb_info_issuer_chain, qe_identity_issuer_chain: PEM, signer first, root last.
@@ -228,7 +228,7 @@ class Collateral(Message):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read dcap-qvl's JSON form; other fields, such as a PCK certificate chain, are dropped.
+        """Read dcap-qvl's JSON form. Other fields, such as a PCK certificate chain, are dropped.
 
         Raises:
             EvidenceError: ``collateral_stale`` if the text is not collateral.
@@ -238,17 +238,17 @@ class Collateral(Message):
             known = {name: fields[name] for name in cls.model_fields}
             return cls.model_validate_json(json.dumps(known))
         except (LookupError, TypeError, ValueError):
-            refuse(Refusal.COLLATERAL_STALE, "the collateral is not in the form that is expected")
+            refuse(Refusal.COLLATERAL_STALE, "the collateral is not in the expected form")
 
 
 class CollateralBundle(Message):
-    """What the vendors publish, as a run's verifiers hold it: obtained by them, never from whoever is judged.
+    """The vendors' published data, as a run's verifiers hold it. They obtain it themselves, never from a member.
 
     Attributes:
         tdx: one entry per platform family.
         snp_crls: AMD's revocation lists, DER.
-        gpu_rims: NVIDIA's signed reference values, XML; a report says which versions it is to be compared with.
-        gpu_ocsp: NVIDIA's answers about device certificates, DER.
+        gpu_rims: NVIDIA's signed reference values, XML. A report names the versions to compare it with.
+        gpu_ocsp: NVIDIA's OCSP answers about device certificates, DER.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/collateral-bundle/v1"

@@ -1,9 +1,9 @@
 """The append-only record of every decision about evidence, rosters and keys: a Merkle log after RFC 9162.
 
-Refusals that strangers cause without end are counted in it instead: see `attestation.refusal_log`.
+Refusals beyond a budget are not logged but counted in it: see `attestation.refusal_log`.
 
 Guarantee: each entry's leaf covers run, position, kind and the full body, and a head covers all leaves in order.
-Whoever holds a signed head can tell whether any earlier entry was changed, removed, inserted or moved; a proof of a few
+The holder of a signed head can tell whether any earlier entry was changed, removed, inserted or moved. A proof of a few
 hashes shows that an entry is under a head, or that a later head extends an earlier one.
 Not guaranteed: that the newest entries were not cut off, unless a later head is kept elsewhere.
 """
@@ -35,7 +35,7 @@ from attestation.transactions import Transactions
 from attestation.whole_file import whole_file
 from metrics.errors import EvidenceError
 
-_KEPT_SUBTREES = 4096
+_KEPT_SUBTREES = 4096  # of those on disk; all are dropped at once when so many are in memory
 _SCHEMA = (
     """
     CREATE TABLE IF NOT EXISTS log_entries (
@@ -70,17 +70,17 @@ _SCHEMA = (
 class EvidenceLog:
     """The log of one run, in a SQLite database that its owner opens.
 
-    Nothing here commits: an entry and what it records become durable in the owner's transaction, or neither does. The
-    hashes of complete subtrees are stored beside the entries, so that an append, a head or a proof of n entries reads
-    O(log n) of them.
+    Nothing here commits. An entry and the decision it records become durable in the owner's transaction, or neither
+    does. The hashes of complete subtrees are stored beside the entries. An append, a head or a proof over n entries
+    therefore reads O(log n) hashes.
 
     Args:
-        transactions: all that ``connection`` has, which tell how long what was read holds; None to read it anew each
-            time.
+        transactions: every transaction of ``connection``, to tell how long a read value holds. None reads it anew
+            each time.
 
     Raises:
-        EvidenceError: ``log_broken`` if the entries found in the database are not those of its tree, ``log_format`` if
-            the database has a log of an older version.
+        EvidenceError: ``log_broken`` if the entries found in the database do not match its tree. ``log_format``
+            if the database has a log of an older version.
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class EvidenceLog:
         self._newest: tuple[LogHead, SignedHead] | None = None
         self._committed: dict[tuple[int, int], bytes] = {}
         self._recent = RecentLog(transactions)
+        # The table of format 1, the hash chain.
         if self._one("SELECT 1 FROM sqlite_master WHERE name = 'evidence_log'"):
             raise _old_format("the state of this run")
         for statement in _SCHEMA:
@@ -103,13 +104,14 @@ class EvidenceLog:
         self._check()
 
     def append(self, kind: str, body: Mapping[str, JsonValue]) -> Entry:
-        """Add a decision; ``body`` must be JSON without NaN. It is durable when the caller's transaction commits."""
+        """Add a decision. ``body`` must be JSON without NaN. It is durable when the caller's transaction commits."""
         length = len(self)
         encoded = canonical_json(dict(body))
         entry = Entry(length, kind, encoded, entry_hash(self._run_id, length, kind, encoded))
         values = (self._run_id, length, kind, encoded, entry.hash)
         self._connection.execute("INSERT INTO log_entries VALUES (?, ?, ?, ?, ?)", values)
         subtrees = merkle.completed(length, entry.hash, self._subtree)
+        # The entries' own hashes are level 0, so only higher levels need rows.
         rows = [(self._run_id, level, length >> level, subtree) for level, subtree in enumerate(subtrees) if level]
         if rows:
             self._connection.executemany("INSERT INTO log_subtrees VALUES (?, ?, ?, ?)", rows)
@@ -117,7 +119,7 @@ class EvidenceLog:
         return entry
 
     def __len__(self) -> int:
-        """Number of entries; a rollback leaves no trace here."""
+        """Return the number of entries. It is read again after a rollback."""
         if (known := self._recent.length) is not None:
             return known
         last = self._one("SELECT max(sequence) FROM log_entries WHERE run_id = ?", self._run_id)
@@ -126,28 +128,29 @@ class EvidenceLog:
         return length
 
     def head(self) -> SignedHead:
-        """The signed :class:`LogHead` over all entries so far; signed once for as long as nothing is appended."""
+        """Return the signed :class:`LogHead` over all entries so far. It is signed once until the next append."""
         return self._signed(self.position())
 
     def entries(self) -> Iterator[Entry]:
-        """All entries in order."""
+        """Yield all entries in order."""
         return self._entries("ORDER BY sequence")
 
     def lines(self, start: int, limit: int) -> tuple[bytes, ...]:
-        """At most ``limit`` entries from position ``start``, each as a line of an exported log."""
+        """Return at most ``limit`` entries from position ``start``, each as a line of an exported log."""
+        # A caller's number may be larger than SQLite's integers.
         found = self._entries("AND sequence >= ? ORDER BY sequence LIMIT ?", min(start, 2**62), limit)
         return tuple(ExportedEntry.of(entry).encode() for entry in found)
 
     def head_line(self) -> bytes:
-        """The signed head, as the last line of an exported log."""
+        """Return the signed head, as the last line of an exported log."""
         return self.head().encode()
 
     def newest(self, kind: str) -> Iterator[Entry]:
-        """The entries of one kind, newest first."""
+        """Yield the entries of one kind, newest first."""
         return self._entries("AND kind = ? ORDER BY sequence DESC", kind)
 
     def position(self) -> LogHead:
-        """The head, unsigned."""
+        """Return the head, unsigned."""
         length = len(self)
         if (known := self._recent.head) is not None:
             return known
@@ -156,22 +159,22 @@ class EvidenceLog:
         return head
 
     def root_at(self, length: int) -> bytes | None:
-        """The root over the first ``length`` entries; None if there are fewer, or ``length`` is not positive."""
+        """Return the root over the first ``length`` entries; None if there are fewer, or ``length`` is not positive."""
         return merkle.root(length, self._subtree) if 0 < length <= len(self) else None
 
     def prove(self, entry: Entry) -> EntryProof:
-        """``entry``, which is one of the log's, with its proof under :meth:`head`; ValueError if it has none there."""
+        """Prove that ``entry`` is under :meth:`head`; ValueError if it is not in the log."""
         head = self.position()
         path = merkle.inclusion_proof(entry.sequence, head.length, self._subtree)
         return EntryProof(entry=ExportedEntry.of(entry), path=path, head=self._signed(head))
 
     def inclusion(self, sequence: int, length: int) -> tuple[bytes, ...]:
-        """The proof that entry ``sequence`` is one of the first ``length``; ValueError if not."""
+        """Prove that entry ``sequence`` is one of the first ``length``; ValueError if it is not."""
         self._require(length)
         return merkle.inclusion_proof(sequence, length, self._subtree)
 
     def prove_extends(self, old_length: int, length: int) -> tuple[bytes, ...]:
-        """The proof that the first ``length`` entries begin with the first ``old_length``; ValueError if not."""
+        """Prove that the first ``length`` entries begin with the first ``old_length``; ValueError if they do not."""
         self._require(length)
         return merkle.consistency_proof(old_length, length, self._subtree)
 
@@ -180,7 +183,7 @@ class EvidenceLog:
             raise ValueError(f"the log has {len(self)} entries, not {length}")
 
     def export(self, path: Path) -> None:
-        """Write the log to ``path`` as JSON lines, the signed head as the last one. The file appears as a whole."""
+        """Write the log to ``path`` as JSON lines, the signed head last. The file appears as a whole."""
         head = self.head_line()
         with whole_file(path) as file:
             for entry in self.entries():
@@ -188,6 +191,7 @@ class EvidenceLog:
             file.write(head + b"\n")
 
     def _signed(self, head: LogHead) -> SignedHead:
+        # ML-DSA-65 takes a millisecond, so one signature serves until something is appended.
         if self._newest is None or self._newest[0] != head:
             self._newest = head, head.sign(self._signer)
         return self._newest[1]
@@ -209,14 +213,15 @@ class EvidenceLog:
             subtree = self._one(query, self._run_id, level, index)
         if subtree is None:
             broken(f"its tree has no subtree {index} of level {level}")
-        if not self._connection.in_transaction:  # so it is on disk, where a complete subtree never changes
+        # Outside a transaction the row is on disk, where a complete subtree never changes.
+        if not self._connection.in_transaction:
             if len(self._committed) >= _KEPT_SUBTREES:
                 self._committed.clear()
             self._committed[level, index] = bytes(subtree)
         return bytes(subtree)
 
     def _check(self) -> None:
-        """Require that the stored tree is that of the entries."""
+        """Require that the stored tree matches the entries."""
         tree = merkle.MerkleTree()
         for sequence, entry in enumerate(self.entries()):
             entry.check(self._run_id, sequence)
@@ -226,30 +231,30 @@ class EvidenceLog:
         with closing(self._connection.execute(query, (self._run_id,))) as cursor:
             stored = {(level, place): bytes(subtree) for level, place, subtree in cursor}
         if stored != expected:
-            broken(f"the stored tree is not that of its {len(tree)} entries")
+            broken(f"the stored tree does not match its {len(tree)} entries")
 
     def _one(self, query: str, *values: str | int) -> Any:
-        """The first column of the first row; None if there is no row."""
+        """Return the first column of the first row; None if there is no row."""
         with closing(self._connection.execute(query, values)) as cursor:
             row = cursor.fetchone()
             return row[0] if row else None
 
 
 def verify_exported_log(path: Path, owner: SignerPublic) -> int:
-    """Check an exported log against the public keys of its owner; returns the number of entries.
+    """Check an exported log against its owner's public keys; return the number of entries.
 
-    Guarantee, Raises: as :func:`read_exported_log`.
+    Guarantee and Raises: as :func:`read_exported_log`.
     """
     return len(read_exported_log(path, owner).entries)
 
 
 class ExportedLog:
-    """A log that was read from a file; :func:`read_exported_log` returns it once it is verified.
+    """A verified log from a file, as :func:`read_exported_log` returns it.
 
     Attributes:
-        entries: all of them, in order.
-        signed: the head as it stands in the file.
-        head: the same, opened.
+        entries: all entries, in order.
+        signed: the signed head, as the file has it.
+        head: the same head, opened.
     """
 
     __slots__ = ("entries", "head", "signed", "tree")
@@ -261,23 +266,23 @@ class ExportedLog:
             self.tree.append(entry.hash)
 
     def prove(self, sequence: int) -> EntryProof:
-        """Entry ``sequence`` with its proof under the head of the file; ValueError if there is no such entry."""
+        """Prove that entry ``sequence`` is under the head of the file; ValueError if there is no such entry."""
         path = merkle.inclusion_proof(sequence, len(self.entries), self.tree.subtree)
         return EntryProof(entry=ExportedEntry.of(self.entries[sequence]), path=path, head=self.signed)
 
     def prove_extends(self, old_length: int) -> tuple[bytes, ...]:
-        """The proof that this log begins with the first ``old_length`` of its entries; ValueError if it has fewer."""
+        """Prove that this log begins with the first ``old_length`` of its entries; ValueError if it has fewer."""
         return merkle.consistency_proof(old_length, len(self.entries), self.tree.subtree)
 
 
 def read_exported_log(path: Path, owner: SignerPublic) -> ExportedLog:
-    """An exported log, checked against the public keys of its owner.
+    """Read an exported log and check it against its owner's public keys.
 
     Guarantee: returns only if every line is an entry in its place of the log that ``owner`` signed as a whole, with
     both schemes.
 
     Raises:
-        EvidenceError: ``log_broken``; the message names the first entry that is not in its place, or the head;
+        EvidenceError: ``log_broken``; the message names the first entry that is out of place, or the head.
             ``log_format`` for the log of an older version.
     """
     *lines, last = _lines(path)
@@ -295,7 +300,7 @@ def read_exported_log(path: Path, owner: SignerPublic) -> ExportedLog:
 
 
 def read_exported_head(path: Path) -> SignedHead:
-    """The signed head in the last line of ``path``, which may hold a whole log or nothing else; not verified.
+    """Return the signed head in the last line of ``path``, unverified. The file may hold a whole log or just a head.
 
     Raises:
         EvidenceError: ``log_broken`` or ``log_format``.

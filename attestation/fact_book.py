@@ -1,7 +1,7 @@
-"""What a site's verifiers must not forget: the highest number of every kind of collateral they saw, and the time.
+"""The facts that a site's verifiers must not forget: the highest number of each kind of collateral, and the time.
 
-The book is a SQLite file of its own beside the states of the site's runs, so that a run begins with what the runs
-before it have seen. Orchestrators of several runs may write to it at once.
+The book is a SQLite file of its own beside the states of the site's runs. So a run begins with what earlier runs have
+seen. Orchestrators of several runs may write to it at once.
 """
 
 import sqlite3
@@ -16,19 +16,19 @@ from attestation.sqlite_files import BUSY_DEADLINE_S, enter_wal
 
 FACTS_FILE: Final = "facts.sqlite"
 CLOCK_TOLERANCE_S: Final = 120
-"""Seconds by which a clock may be set back, as time services do, before evidence is refused."""
+"""Seconds by which a clock may be set back before evidence is refused. Time services set clocks back too."""
 
 _SCHEMA = "CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, number INTEGER NOT NULL) WITHOUT ROWID"
-# The highest number is chosen by the database, so that of two processes that write at once the higher number stays.
+# The database takes the maximum, so that the higher number stays when two processes write at once.
 _RAISE = "INSERT INTO facts VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET number = max(number, excluded.number)"
 _NOW: Final = "time of the last appraisal"
 
 
 class FactBook:
-    """Numbers that only rise.
+    """A durable map of numbers that only rise.
 
-    Guarantee: what was kept is on the disk when `keep` has returned, whatever becomes of the decision that it was for,
-    and no later call of any process lowers it.
+    Guarantee: a number is on disk when `keep` has returned, whatever becomes of the decision it was for. No later call
+    of any process lowers it.
 
     Args:
         path: the site's book, mode 0600; created if absent.
@@ -38,6 +38,7 @@ class FactBook:
         path.touch(mode=0o600)
         self._db = sqlite3.connect(path, timeout=BUSY_DEADLINE_S, isolation_level=None, check_same_thread=False)
         enter_wal(self._db)
+        # `keep` promises that its numbers are on disk when it returns.
         self._db.execute("PRAGMA synchronous = FULL")
         self._db.execute(_SCHEMA)
         self._known: dict[str, int] = {}
@@ -48,26 +49,27 @@ class FactBook:
         self._db.close()
 
     def floors(self) -> Floors:
-        """The highest number seen of each kind of collateral."""
+        """Return the highest number seen of each kind of collateral."""
         return {name: number for name, number in self._numbers().items() if name != _NOW}
 
     def keep(self, facts: Iterable[Fact]) -> None:
-        """Raise the floors to the numbers of collateral that verified; a lower number changes nothing."""
-        # Most appraisals bring nothing new, and a transaction costs a write to the disk. What was read earlier will do:
-        # numbers that were on the disk then have not become lower.
+        """Raise the floors to the numbers of verified collateral. A lower number changes nothing."""
+        # Most appraisals bring nothing new, and a transaction costs a disk write. Numbers read earlier suffice for the
+        # comparison: numbers on disk never become lower.
         rising = [(name, number) for name, number in facts if number > self._known.get(name, -1)]
         if rising:
             with closing(self._db.cursor()) as cursor:
                 cursor.execute("BEGIN IMMEDIATE")
                 cursor.executemany(_RAISE, rising)
                 cursor.execute("COMMIT")
+            # Own commits leave data_version unchanged, so make the next call read the rows.
             self._version = None
 
     def check_clock(self, now: int) -> None:
-        """Note that an appraisal takes place at unix second ``now``.
+        """Record that an appraisal takes place at unix second ``now``.
 
-        Guarantee: no evidence is appraised at a time that lies more than `CLOCK_TOLERANCE_S` before an earlier
-        appraisal, so collateral that has expired cannot become valid again by setting the clock back.
+        Guarantee: no evidence is appraised more than `CLOCK_TOLERANCE_S` before an earlier appraisal. So setting the
+        clock back cannot make expired collateral valid again.
 
         Raises:
             EvidenceError: ``collateral_stale``.
@@ -79,7 +81,7 @@ class FactBook:
             self.keep([(_NOW, now)])
 
     def _numbers(self) -> dict[str, int]:
-        # It changes when another connection has committed, and is read several times faster than the numbers.
+        # data_version changes when another connection has committed. Reading it is several times faster than the rows.
         version = self._db.execute("PRAGMA data_version").fetchone()
         if version != self._version:
             self._known = dict(self._db.execute("SELECT name, number FROM facts").fetchall())

@@ -1,8 +1,8 @@
 """Verifies an NVIDIA GPU's attestation report against pinned or simulated roots, reference values and OCSP answers.
 
-Hardware and simulated evidence take the same path; the class of the result is the class of the anchor. Each stage
-sets one refusal code, in the order of the design. Not checked here: whether the GPU belongs to a worker, which
-`attestation.gpu_set` judges for all GPUs of a worker together.
+Hardware and simulated evidence take the same path. The class of the result is the class of the anchor. Each stage sets
+one refusal code, in the order of the design. Not checked here: whether the GPU belongs to a worker. That is for
+`attestation.gpu_set`, which judges all GPUs of a worker together.
 """
 
 import hashlib
@@ -39,13 +39,13 @@ from attestation.gpu_rules import GpuRules
 from attestation.gpu_state import check_device, check_firmware_identity, check_mode, check_references
 from attestation.roots import Anchor, anchor_of
 
-CHAIN_LENGTH: Final = 5
+CHAIN_LENGTH: Final = 5  # firmware, boot ROM, provisioner, family, device root
 _FIRMWARE_LEAF: Final = "FMC LF"
 
 
 @dataclass(frozen=True, slots=True)
 class GpuReferences:
-    """Signed reference values for one GPU, XML; None where there are none."""
+    """The signed reference values for one GPU, XML; None where there are none."""
 
     driver: bytes | None = None
     vbios: bytes | None = None
@@ -53,16 +53,16 @@ class GpuReferences:
 
 @dataclass(frozen=True, slots=True)
 class GpuClaims:
-    """What a verified report says; names as in RFC 9711 where that has one.
+    """The claims of a verified report, named as in RFC 9711 where that has a name.
 
     Attributes:
         evidence_class: class of the anchor whose root verified the report.
-        platform_id: SHA-384 of the public key of the device's boot ROM, 48 bytes: one per GPU, whatever its firmware.
+        platform_id: SHA-384 of the boot ROM's public key, 48 bytes: one per GPU, whatever its firmware.
         measurement: SHA-384 over all measurements in the order of their indices, 48 bytes.
         report_data: the nonce of the request, 32 bytes.
-        hwmodel: as the device's certificate names it.
-        dbgstat: ``disabled`` where reference values of driver and VBIOS matched, empty where that is not known.
-        mode: of confidential computing.
+        hwmodel: the model that the device's certificate names.
+        dbgstat: ``disabled`` if reference values of driver and VBIOS matched, empty if that is unknown.
+        mode: the mode of confidential computing.
         expires_at: unix seconds at which a certificate, OCSP answer or manifest signer stops being valid.
         steps: (step, verdict) in the order in which they were taken.
     """
@@ -96,15 +96,15 @@ class _Rims:
     vbios: Rim | None
 
     def windows(self, now: datetime) -> list[datetime]:
-        """When the certificates of each end, as far as they can be read."""
+        """Return when the certificates of each manifest end, as far as they can be read."""
         named = ((self.driver, "driver manifest"), (self.vbios, "VBIOS manifest"))
         ends = [check_rim_windows(rim, now, what) for rim, what in named if rim is not None]
         return [end for end in ends if end is not None]
 
     def signer_answers(self, ocsp: Sequence[bytes]) -> tuple[Answer, ...]:
-        """The answers about whoever signed one of them, root excepted; about most signers nobody gives any."""
+        """Return the OCSP answers about the manifests' signers, roots excepted. Most signers have none."""
         chains = [rim.certificates for rim in (self.driver, self.vbios) if rim is not None and rim.certificates]
-        # `find_answers` passes over the first of a chain, which for a device is firmware that nobody answers for.
+        # `find_answers` skips the first of a chain: for a device it is firmware, about which no answers exist.
         return tuple(answer for chain in chains for answer in find_answers(ocsp, (chain[0], *chain)))
 
 
@@ -122,15 +122,15 @@ def verify_gpu(
 ) -> GpuClaims:
     """Verify a GPU's ``report`` at unix second ``now``.
 
-    Guarantee: returns only for a canonical report over ``nonce``, signed by the firmware of a GPU whose five
-    certificates end in an anchor of an accepted class, not known to be revoked, in an accepted mode, and equal to
-    every reference value that was supplied, by a signer that is not known to be revoked either.
+    Guarantee: returns only for a canonical report over ``nonce``, signed by the firmware of a GPU in an accepted mode.
+    Its five certificates end in an anchor of an accepted class, and none is known to be revoked. It equals every
+    reference value supplied, and the signers of those are not known to be revoked either.
 
     Args:
         chain: the device's certificates, each entry DER or PEM, leaf first.
         anchors: roots of family ``nvidia_gpu``, and of ``nvidia_rim`` for reference values of the same class.
         nonce: 32 bytes that the report must be over.
-        ocsp: answers, DER; others than for this chain and those of the manifests are passed over.
+        ocsp: answers, DER. Only answers about this chain and the manifests' signers count.
 
     Raises:
         EvidenceError: one of the codes of `attestation.evidence.Refusal`.
@@ -144,16 +144,19 @@ def verify_gpu(
     _check_chain(certificates)
     answers = find_answers(ocsp, certificates)
     of_signers = manifests.signer_answers(ocsp)
+    # The order of these checks decides the code of a refusal.
     _check_signatures(parsed, certificates[0], (*answers, *of_signers))
     check_responders((*answers, *of_signers))
     check_good((*answers, *of_signers))
     ends = [check_certificate_windows(certificates, instant, "device"), *manifests.windows(instant)]
+    # Present answers are always judged, even where the rules require none.
     if ocsp or rules.require_ocsp:
         ends.append(check_coverage(answers, certificates, instant))
     if of_signers:
         ends.append(check_current(of_signers, instant))
     if parsed.nonce != nonce:
-        refuse(Refusal.NONCE_FOREIGN, "the GPU's report is over another nonce than the one that was issued")
+        refuse(Refusal.NONCE_FOREIGN, "the GPU's report is over a nonce other than the issued one")
+    # Devices and reference values have roots of two families, so that a device's key cannot vouch for its own values.
     rim_roots = [
         each.root_key_id
         for each in anchors
@@ -169,7 +172,7 @@ def _named(rims: GpuReferences) -> tuple[tuple[bytes | None, str], ...]:
 
 def _read_chain(chain: Sequence[bytes]) -> tuple[x509.Certificate, ...]:
     if any(is_pem(data) and not has_only_blocks(data.rstrip(b"\0")) for data in chain):
-        refuse(Refusal.EVIDENCE_MALFORMED, "there is other text than certificates in the GPU's chain")
+        refuse(Refusal.EVIDENCE_MALFORMED, "the GPU's chain contains text other than certificates")
     try:
         certificates = tuple(each for data in chain[: CHAIN_LENGTH + 1] for each in read_presented(data))
     except ValueError:
@@ -180,7 +183,7 @@ def _read_chain(chain: Sequence[bytes]) -> tuple[x509.Certificate, ...]:
 
 
 def _select_anchor(chain: Sequence[x509.Certificate], anchors: Sequence[Anchor]) -> Anchor:
-    """A chain that is consistent in itself and ends in nobody's root is unknown; any other one is broken."""
+    """Find the anchor of a chain. A consistent chain to a foreign root is unknown, any other chain is broken."""
     anchor = anchor_of(anchors, "nvidia_gpu", chain[-1])
     if anchor is None:
         check_links(chain, "device")
@@ -210,7 +213,7 @@ def _check_state(
     rules: GpuRules,
     now: datetime,
 ) -> tuple[str, str]:
-    """The mode, and what was compared with which reference values, in words."""
+    """Judge the GPU's state; return its mode, and the reference values compared, in words."""
     family = check_device(leaf)
     check_firmware_identity(leaf, report)
     mode = check_mode(report, rules)

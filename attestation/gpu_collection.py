@@ -1,6 +1,6 @@
 """Collects the evidence of a node's confidential GPUs through NVML, the driver's management library.
 
-Nothing here is verified: whoever receives the evidence appraises it.
+Nothing here is verified: the receiver of the evidence appraises it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,10 +23,10 @@ _MODE_REMEDY: Final = "Turn confidential computing on for the GPU from the host,
 
 
 def visible_devices(environment: Mapping[str, str]) -> tuple[int, ...] | None:
-    """The indices in ``CUDA_VISIBLE_DEVICES``, by which a scheduler says which GPUs are a process's; None if unset.
+    """Return the GPU indices that a scheduler set in ``CUDA_VISIBLE_DEVICES``; None if it is unset.
 
     Raises:
-        EvidenceError: ``gpu_unavailable`` if they are named in another way.
+        EvidenceError: ``gpu_unavailable`` if GPUs are named in another way.
     """
     given = environment.get("CUDA_VISIBLE_DEVICES")
     if given is None:
@@ -35,18 +35,17 @@ def visible_devices(environment: Mapping[str, str]) -> tuple[int, ...] | None:
     if not all(name.isascii() and name.isdigit() for name in names):
         raise EvidenceError(
             "gpu_unavailable",
-            f"CUDA_VISIBLE_DEVICES is '{given}', from which no indices of GPUs follow.",
+            f"CUDA_VISIBLE_DEVICES is '{given}', which names no indices of GPUs.",
             "Name GPUs by their indices; parts of a GPU give no evidence.",
         )
     return tuple(int(name) for name in names)
 
 
 class GpuCollector:
-    """`attestation.attester.GpuSource` of the GPUs in this machine.
+    """The `attestation.attester.GpuSource` of this machine's GPUs.
 
     Args:
-        devices: NVML indices of the GPUs that the worker declared, in the order in which they are presented; None for
-            every GPU there is.
+        devices: NVML indices of the worker's declared GPUs, in the order of presentation. None takes every GPU.
         nvml: the ``pynvml`` module.
     """
 
@@ -55,7 +54,7 @@ class GpuCollector:
         self._nvml = nvml
 
     def collect(self, nonce: bytes) -> tuple[bytes, ...]:
-        """One encoded `GpuEvidence` per GPU over ``nonce`` (32 bytes).
+        """Return one encoded `GpuEvidence` per GPU over ``nonce`` (32 bytes).
 
         Raises:
             EvidenceError: ``gpu_unavailable`` if there is no driver, no such GPU, confidential computing is off, or
@@ -120,6 +119,7 @@ def _leaf_first(pem: bytes, index: int) -> tuple[bytes, ...]:
         raise EvidenceError(
             "gpu_unavailable", f"GPU {index} has no chain of {CHAIN_LENGTH} certificates.", _DRIVER_REMEDY
         )
+    # The verifier expects the leaf first.
     if certificates[0].subject == certificates[0].issuer:
         certificates.reverse()
     return tuple(each.public_bytes(Encoding.DER) for each in certificates)

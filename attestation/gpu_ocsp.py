@@ -1,7 +1,7 @@
 """Checks OCSP answers (RFC 6960) about the certificates of a GPU, and about the signers of its reference values.
 
 Device certificates end in the year 9999, so these answers are the only revocation there is. Each stage is a function
-of its own, since the order of refusals interleaves them with other checks.
+of its own, because the order of refusals interleaves them with other checks.
 """
 
 import hashlib
@@ -30,10 +30,11 @@ class Answer:
     """One answer about one certificate of a chain.
 
     Attributes:
-        certificate, issuer: whom it is about, and who answers for it.
-        responder: whose key signed the response, of the certificates that came with it and the issuer itself; None if
-            it is nobody's.
-        reason: of a revocation, where the answer states one.
+        certificate: the certificate that it is about.
+        issuer: the CA that issued the certificate, and answers for it.
+        responder: the certificate whose key signed the response: one that came with it, or the issuer's. None if no
+            such key signed it.
+        reason: why the certificate was revoked, where the answer states it.
     """
 
     certificate: x509.Certificate
@@ -46,56 +47,56 @@ class Answer:
 
     @property
     def is_final(self) -> bool:
-        """Whether no later answer can lift what it says: of all revocations only a hold ends (RFC 5280, 5.3.1)."""
+        """Whether no later answer can lift this one: of all revocations only a hold ends (RFC 5280, 5.3.1)."""
         return self.status is ocsp.OCSPCertStatus.REVOKED and self.reason is not x509.ReasonFlags.certificate_hold
 
 
 def find_answers(ders: Sequence[bytes], chain: Sequence[x509.Certificate]) -> tuple[Answer, ...]:
-    """For each certificate of ``chain`` but the first and the last the answer that counts; nothing is judged.
+    """Find the answer that counts for each certificate of ``chain`` except the first and the last. Judge nothing.
 
-    That is a final revocation if there is one, else the newest answer, and of several of one time the worst: what is
-    found does not depend on the order of ``ders``. What cannot be read, or says that there is no answer, is no answer
-    about anything.
+    A final revocation counts first, then the newest answer, and of several of one time the worst. The result does not
+    depend on the order of ``ders``. An unreadable response, or one without an answer, counts for nothing.
     """
     answers = [answer for der in ders for answer in _read(der, chain)]
     counts: dict[int, Answer] = {}
+    # Ascending precedence: the answer that counts about a certificate is stored last.
     for answer in sorted(answers, key=_precedence):
         counts[chain.index(answer.certificate)] = answer
     return tuple(counts[position] for position in sorted(counts))
 
 
 def check_signatures(answers: Sequence[Answer]) -> None:
-    """Each answer is signed by one of its responders; EvidenceError ``evidence_tampered`` otherwise."""
+    """Require that each answer is signed by one of its responders; EvidenceError ``evidence_tampered`` otherwise."""
     for answer in answers:
         if answer.responder is None:
             _refuse(Refusal.EVIDENCE_TAMPERED, answer, "is not signed by its responder")
 
 
 def check_responders(answers: Sequence[Answer]) -> None:
-    """Each responder is the issuer, or one to whom the issuer gave this task.
+    """Require that each responder is the issuer, or authorised by the issuer to answer.
 
     Raises:
         EvidenceError: ``signer_role``.
     """
     for answer in answers:
         if answer.responder is None or not _may_answer(answer.responder, answer.issuer):
-            _refuse(Refusal.SIGNER_ROLE, answer, "is signed by somebody who may not answer for its issuer")
+            _refuse(Refusal.SIGNER_ROLE, answer, "is signed by a responder that may not answer for its issuer")
 
 
 def check_good(answers: Sequence[Answer]) -> None:
-    """Every answer is "good"; EvidenceError ``revoked`` for revoked, held and unknown certificates."""
+    """Require that every answer is "good"; EvidenceError ``revoked`` for revoked, held and unknown certificates."""
     for answer in answers:
         if answer.status is not ocsp.OCSPCertStatus.GOOD:
             _refuse(Refusal.REVOKED, answer, f"says {answer.status.name.lower()}")
 
 
 def check_current(answers: Sequence[Answer], now: datetime) -> datetime:
-    """When the first answer ends, at least one; EvidenceError ``collateral_stale`` if one is not current."""
+    """Return when the first answer ends, of at least one; EvidenceError ``collateral_stale`` if one is not current."""
     return min(_window(answer, now) for answer in answers)
 
 
 def check_coverage(answers: Sequence[Answer], chain: Sequence[x509.Certificate], now: datetime) -> datetime:
-    """There is a current answer about every certificate between the leaf and the root; when the first one ends.
+    """Require a current answer about every certificate between leaf and root; return when the first one ends.
 
     Raises:
         EvidenceError: ``collateral_stale`` for a missing answer, and outside [this update, next update).
@@ -107,6 +108,7 @@ def check_coverage(answers: Sequence[Answer], chain: Sequence[x509.Certificate],
     return check_current(answers, now)
 
 
+# Of several answers of one time the worst counts.
 _SEVERITY: Final = {
     ocsp.OCSPCertStatus.GOOD: 0,
     ocsp.OCSPCertStatus.UNKNOWN: 1,
@@ -115,7 +117,7 @@ _SEVERITY: Final = {
 
 
 def _precedence(answer: Answer) -> tuple[bool, datetime, int, bool, float]:
-    """The answer with the highest counts; the last two keep two answers that say the same in one order."""
+    """Return a sort key: the answer with the highest counts. Its last two parts fix the order of equal answers."""
     unsound = answer.responder is None or not _may_answer(answer.responder, answer.issuer)
     ends = answer.next_update.timestamp() if answer.next_update else 0.0
     return answer.is_final, answer.this_update, _SEVERITY[answer.status], unsound, -ends
@@ -162,7 +164,7 @@ def _names_issuer(single: ocsp.OCSPSingleResponse, issuer: x509.Certificate) -> 
 
 
 def _key_bits(certificate: x509.Certificate) -> bytes:
-    """Content of the BIT STRING of the public key, which RFC 6960 hashes."""
+    """Return the content of the public key's BIT STRING, which RFC 6960 hashes."""
     key = public_key(certificate)
     if isinstance(key, EllipticCurvePublicKey):
         return key.public_bytes(Encoding.X962, PublicFormat.UncompressedPoint)

@@ -15,19 +15,19 @@ from attestation.byte_reader import ByteReader
 from attestation.evidence import Refusal, refuse
 
 MAX_REPORT_BYTES: Final = 1 << 16
-REQUEST_BYTES: Final = 37
+REQUEST_BYTES: Final = 37  # four bytes of header, the nonce and the slot of the certificate chain
 NONCE_BYTES: Final = 32
-SIGNATURE_BYTES: Final = 96
-_VERSIONS: Final = (0x11, 0x12)
+SIGNATURE_BYTES: Final = 96  # r and s on P-384
+_VERSIONS: Final = (0x11, 0x12)  # SPDM 1.1 and 1.2
 _GET_MEASUREMENTS, _MEASUREMENTS = 0xE0, 0x60
 _WANTS_SIGNATURE, _ALL_MEASUREMENTS = 0x01, 0xFF
 _DMTF: Final = 1
-_DMTF_HEAD_BYTES: Final = 3
+_DMTF_HEAD_BYTES: Final = 3  # kind and size, before the value
 _BLOCK_HEAD: Final = Struct("<BBHBH")
 
 
 class Opaque(IntEnum):
-    """Fields of the report's opaque data that are used here."""
+    """A field of the report's opaque data that is used here."""
 
     DRIVER_VERSION = 3
     VBIOS_VERSION = 6
@@ -43,8 +43,8 @@ class GpuReport:
 
     Attributes:
         signed: request and response up to the signature.
-        nonce: what the verifier put into the request, 32 bytes.
-        measurements: value by index; indices begin at 1, where reference values count from 0.
+        nonce: the verifier's nonce from the request, 32 bytes.
+        measurements: value by index. Indices begin at 1, whereas reference values count from 0.
         opaque: the device's fields by type.
         signature: r and s, 96 bytes.
     """
@@ -57,12 +57,12 @@ class GpuReport:
 
     @property
     def driver_version(self) -> str:
-        """As in ``550.90.07``; empty where the report does not state it."""
+        """The driver's version, such as ``550.90.07``; empty if the report does not state it."""
         return _text(self.opaque.get(Opaque.DRIVER_VERSION, b""))
 
     @property
     def vbios_version(self) -> str:
-        """As in ``96.00.9F.00.01``; empty where the report does not state it.
+        """The VBIOS version, such as ``96.00.9F.00.01``; empty if the report does not state it.
 
         A GPU packs it into 8 bytes: four of the version, last one first, then the fifth and three zero bytes.
         """
@@ -73,12 +73,12 @@ class GpuReport:
 
     @property
     def chip(self) -> str:
-        """As in ``GB100``; empty for devices that do not state it."""
+        """The chip, such as ``GB100``; empty for devices that do not state it."""
         return _text(self.opaque.get(Opaque.CHIP_INFO, b""))
 
 
 def parse_gpu_report(data: bytes) -> GpuReport:
-    """Read a report; zero bytes behind the signature, up to the size of a driver's buffer, are cut off.
+    """Read a report. Zero bytes behind the signature, which pad it to the driver's buffer, are cut off.
 
     Raises:
         EvidenceError: ``evidence_malformed`` for another message, wrong lengths, or other trailing bytes.
@@ -146,6 +146,6 @@ def _read_opaque(data: bytes) -> dict[int, bytes]:
 
 
 def _text(raw: bytes) -> str:
-    """Printable ASCII up to a terminating zero; empty for anything else."""
+    """Decode printable ASCII up to a terminating zero; return empty text for anything else."""
     text = raw.rstrip(b"\0").decode("ascii", "replace")
     return text if text.isprintable() and text.isascii() else ""

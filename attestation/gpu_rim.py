@@ -1,9 +1,9 @@
 """Reads NVIDIA's reference integrity manifests (RIM): SWID tags in XML, signed under the vendor's RIM root.
 
-Document types, entities and encodings other than UTF-8 are refused before anything is parsed; the parser opens no file
+Document types, entities and encodings other than UTF-8 are refused before anything is parsed. The parser opens no file
 and no connection. Values are read only from what the signature covers.
 
-Guarantee: for any bytes, :func:`read_rim` returns a manifest or raises EvidenceError ``evidence_malformed``, and
+Guarantee: for any bytes, :func:`read_rim` returns a manifest or raises EvidenceError ``evidence_malformed``.
 :func:`verify_rim` returns values only if a certificate under the RIM root signed exactly them.
 """
 
@@ -31,12 +31,12 @@ _SIGNATURE: Final = "{http://www.w3.org/2000/09/xmldsig#}Signature"
 _CERTIFICATE: Final = "{http://www.w3.org/2000/09/xmldsig#}X509Certificate"
 _DECLARED_ENCODING: Final = re.compile(r"""^<\?xml[^>]*?encoding\s*=\s*["']([^"']*)["']""")
 _MAX_CERTIFICATES: Final = 5
-_MAX_INDEX: Final = 255
+_MAX_INDEX: Final = 255  # a report gives an index one byte
 
 
 @dataclass(frozen=True, slots=True)
 class Rim:
-    """A manifest of which nothing is verified yet.
+    """A parsed manifest, not verified yet.
 
     Attributes:
         certificates: signer first; empty if they cannot be read.
@@ -47,23 +47,23 @@ class Rim:
 
     @property
     def stated_version(self) -> str:
-        """The version that it says it is for: a hint for choosing among several, no more."""
+        """The version that it claims to be for: a hint for choosing among several, no more."""
         return _version_and_product(self.root)[0]
 
     @property
     def stated_product(self) -> str:
-        """The chip that it says it is for, likewise."""
+        """The chip that it claims to be for, also just a hint."""
         return _version_and_product(self.root)[1]
 
 
 @dataclass(frozen=True, slots=True)
 class GoldenValues:
-    """What a verified manifest says.
+    """The content of a verified manifest.
 
     Attributes:
-        version: of the driver or VBIOS that it describes.
+        version: the version of the driver or VBIOS that it describes.
         product: the chip, such as ``GH100``.
-        values: by index, counted from 0, the values that a measurement may have; active ones only.
+        values: the accepted values of each measurement, by index from 0; active ones only.
     """
 
     version: str
@@ -80,6 +80,7 @@ def read_rim(data: bytes, what: str) -> Rim:
     if len(data) > MAX_RIM_BYTES:
         refuse(Refusal.EVIDENCE_MALFORMED, f"the {what} manifest of {len(data)} bytes is larger than {MAX_RIM_BYTES}")
     _check_text(data, what)
+    # A second defence behind `_check_text`: the parser expands no entity and fetches nothing.
     parser = etree.XMLParser(
         resolve_entities=False, no_network=True, load_dtd=False, dtd_validation=False, huge_tree=False
     )
@@ -93,7 +94,7 @@ def read_rim(data: bytes, what: str) -> Rim:
 
 
 def _check_text(data: bytes, what: str) -> None:
-    """What follows looks for text, so the text must be what the parser will see."""
+    """Refuse unsafe text before parsing. It must be UTF-8, so that the text searched is the text the parser reads."""
     try:
         text = data.decode("utf-8-sig").lstrip()
     except UnicodeDecodeError:
@@ -116,7 +117,7 @@ def _read_certificates(root: Any) -> tuple[x509.Certificate, ...]:
 
 
 def check_rim_windows(rim: Rim, now: datetime, what: str) -> datetime | None:
-    """When the first of the manifest's certificates ends; None if it has none that can be read.
+    """Return when the first of the manifest's certificates ends; None if no certificate can be read.
 
     Raises:
         EvidenceError: ``collateral_stale`` if ``now`` is outside the validity of one of them.
@@ -125,7 +126,7 @@ def check_rim_windows(rim: Rim, now: datetime, what: str) -> datetime | None:
 
 
 def verify_rim(rim: Rim, roots: Collection[bytes], now: datetime, what: str) -> GoldenValues:
-    """The values that a certificate under one of ``roots`` signed.
+    """Return the values that a certificate under one of ``roots`` signed.
 
     Args:
         roots: `attestation.certificates.key_id` of each accepted RIM root.
@@ -135,8 +136,9 @@ def verify_rim(rim: Rim, roots: Collection[bytes], now: datetime, what: str) -> 
     """
     _check_chain(rim, roots, what)
     signatures = list(rim.root.iter(_SIGNATURE))
+    # A signature deeper in the tree would cover only a part of the manifest.
     if len(signatures) != 1 or signatures[0].getparent() is not rim.root:
-        refuse(Refusal.GPU_STATE, f"the {what} manifest has not one signature over all of it")
+        refuse(Refusal.GPU_STATE, f"the {what} manifest does not have exactly one signature over all of it")
     config = SignatureConfiguration(
         location="./",
         signature_methods=frozenset({SignatureMethod.ECDSA_SHA384}),
@@ -147,9 +149,10 @@ def verify_rim(rim: Rim, roots: Collection[bytes], now: datetime, what: str) -> 
         verified = XMLVerifier().verify(rim.root, x509_cert=rim.certificates[0], expect_config=config)
     except (SignXMLException, etree.LxmlError, ValueError, TypeError, AttributeError, LookupError):
         refuse(Refusal.GPU_STATE, f"the signature over the {what} manifest does not hold")
+    # Continue with what the signature covers, never with the document around it.
     signed = None if isinstance(verified, list) else verified.signed_xml
     if signed is None or signed.tag != SWID + "SoftwareIdentity":
-        refuse(Refusal.GPU_STATE, f"what is signed in the {what} manifest is not a software identity")
+        refuse(Refusal.GPU_STATE, f"the signed part of the {what} manifest is not a software identity")
     return _golden_values(signed, what)
 
 

@@ -1,4 +1,4 @@
-"""What an NVIDIA GPU must look like to be accepted."""
+"""The rules by which an NVIDIA GPU is accepted."""
 
 from typing import ClassVar
 
@@ -6,14 +6,14 @@ from attestation.messages import Message
 
 
 class GpuRules(Message):
-    """Acceptance rules for GPU reports; the defaults are those of a hardware run.
+    """The acceptance rules for GPU reports. The defaults suit a hardware run.
 
     Attributes:
-        allow_ppcie: whether protected-PCIe mode is accepted, in which traffic between GPUs is not encrypted.
-        require_rim: whether signed reference values of the driver and of the VBIOS must be there. Those that are
-            there are always compared.
-        require_ocsp: whether there must be OCSP answers, without which no revocation of a GPU would be seen, since
-            device certificates do not expire. Answers that are there are always checked.
+        allow_ppcie: whether protected-PCIe mode is accepted. In it, traffic between GPUs is not encrypted.
+        require_rim: whether signed reference values of driver and VBIOS must be present. Present ones are always
+            compared.
+        require_ocsp: whether OCSP answers must be present. Device certificates do not expire, so without answers no
+            revocation of a GPU is seen. Present ones are always checked.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/gpu-rules/v1"

@@ -25,7 +25,7 @@ _LABEL: Final = "raycloak/gpu/v1"
 
 
 def gpu_nonce(nonce: bytes, hpke_key: bytes) -> bytes:
-    """The 32 bytes that every GPU of a worker must report over, from the challenge's nonce and the worker's key."""
+    """Derive the 32-byte nonce for every GPU of a worker, from the challenge's nonce and the worker's key."""
     return hashlib.sha256(length_prefixed(_LABEL, nonce, hpke_key)).digest()
 
 
@@ -47,14 +47,14 @@ def verify_gpus(
 
     Args:
         evidence: encoded `GpuEvidence` messages.
-        count: how many GPUs the worker declared.
+        count: the number of GPUs that the worker declared.
         nonce: the result of :func:`gpu_nonce` for this challenge and worker.
         rims: reference values for any driver and VBIOS that may occur, XML.
         ocsp: answers about any device, DER.
 
     Raises:
-        EvidenceError: ``gpu_not_bound`` if a GPU is missing, extra, there twice or over another nonce, and the codes
-            of `verify_gpu`.
+        EvidenceError: ``gpu_not_bound`` if a GPU is missing, extra, there twice or over another nonce. Otherwise the
+            codes of `verify_gpu`.
     """
     if len(evidence) > MAX_GPUS:
         refuse(Refusal.EVIDENCE_MALFORMED, f"{len(evidence)} GPUs are more than the {MAX_GPUS} that a worker may have")
@@ -74,6 +74,7 @@ def verify_gpus(
         )
         for each in presented
     )
+    # A genuine GPU that is presented twice passes every check before this one.
     if len({each.platform_id for each in claims}) != count:
         refuse(Refusal.GPU_NOT_BOUND, "one GPU is presented twice")
     return claims
@@ -97,7 +98,7 @@ def _verify(
     ocsp: Sequence[bytes],
     now: int,
 ) -> GpuClaims:
-    """Boards of several kinds share a version number, so more than one manifest may be for what a report states."""
+    """Verify one GPU against each fitting pair of references, as boards of several kinds share a version number."""
     for position, rims in enumerate(references, 1):
         try:
             return verify_gpu(
@@ -120,7 +121,7 @@ def _verify(
 
 
 def _references(gpu: GpuEvidence, rims: Sequence[bytes]) -> Iterator[GpuReferences]:
-    """Every pair of driver and VBIOS manifest that says it is for this GPU; the pair of none where there is none."""
+    """Yield every pair of driver and VBIOS manifest that claims to fit this GPU, or a pair of None."""
     report, family = parse_gpu_report(gpu.report), _family(gpu)
     stated = [(data, read_rim(data, "reference")) for data in rims]
     fitting = [

@@ -32,7 +32,7 @@ DRIVER_VERSION: Final = "590.12"
 VBIOS_VERSION: Final = "96.00.A5.00.01"
 DRIVER_INDICES: Final = range(8, 24)
 VBIOS_INDICES: Final = range(8)
-"""Which measurements, counted from 0, the two manifests give values for."""
+"""The measurement indices, counted from 0, for which each manifest has values."""
 
 _COUNT: Final = 64
 _ANSWER_AGE_S: Final = 3600
@@ -40,11 +40,11 @@ _ANSWER_AGE_S: Final = 3600
 
 @dataclass(frozen=True, slots=True)
 class GpuVariant:
-    """What a report says; the defaults pass, anything else is for refusals.
+    """A report's content. The defaults pass, any other value is for testing refusals.
 
     Attributes:
-        measurements: values by index, counted from 0, in place of the genuine ones.
-        fwid: in place of the firmware's own; empty leaves it out.
+        measurements: values by index, counted from 0, that replace the genuine ones.
+        fwid: replaces the firmware's own; empty leaves it out.
         feature_flag: mode of the GPU; None leaves it out. protected_pcie: the older way to say the same.
         signed_by_boot_rom: sign with the key that certifies the firmware's.
         request: the first four bytes.
@@ -64,7 +64,7 @@ GENUINE: Final = GpuVariant()
 
 
 class SimulatedGpu:
-    """One device.
+    """One simulated device.
 
     Attributes:
         credentials: firmware leaf, boot ROM, provisioner, family and root.
@@ -77,11 +77,11 @@ class SimulatedGpu:
 
     @property
     def chain(self) -> tuple[bytes, ...]:
-        """DER, leaf first."""
+        """The certificates in DER, leaf first."""
         return tuple(each.der for each in self.credentials)
 
     def report(self, nonce: bytes, variant: GpuVariant = GENUINE) -> bytes:
-        """SPDM request over ``nonce`` (32 bytes) and the answer to it."""
+        """Return the SPDM request over ``nonce`` (32 bytes) followed by the answer to it."""
         record = b"".join(_block(index, variant) for index in range(_COUNT))
         opaque = self._opaque(variant)
         request = variant.request + nonce + b"\0"
@@ -91,7 +91,7 @@ class SimulatedGpu:
         return signed + signer.sign(signed)
 
     def evidence(self, nonce: bytes, variant: GpuVariant = GENUINE) -> bytes:
-        """The encoded message that a worker presents."""
+        """Return the encoded message that a worker presents."""
         return GpuEvidence(report=self.report(nonce, variant), chain=self.chain).encode()
 
     def _opaque(self, variant: GpuVariant) -> bytes:
@@ -113,17 +113,17 @@ class SimulatedGpu:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedGpus:
-    """`attestation.attester.GpuSource` of an actor with these devices."""
+    """The `attestation.attester.GpuSource` of an actor with these devices."""
 
     gpus: tuple[SimulatedGpu, ...]
 
     def collect(self, nonce: bytes) -> tuple[bytes, ...]:
-        """See `attestation.attester.GpuSource`."""
+        """Return one encoded `GpuEvidence` per device over ``nonce``."""
         return tuple(gpu.evidence(nonce) for gpu in self.gpus)
 
 
 class SimulatedGpuVendor:
-    """Roots of devices and of reference values, and whoever they certify."""
+    """The roots of devices and of reference values, and the certificates below them."""
 
     def __init__(self) -> None:
         self._root = issue("NVIDIA Device Identity CA", None, is_ca=True)
@@ -133,19 +133,19 @@ class SimulatedGpuVendor:
 
     @classmethod
     def create(cls) -> Self:
-        """A new vendor."""
+        """Make a new vendor."""
         return cls()
 
     @property
     def anchors(self) -> tuple[Anchor, Anchor]:
-        """What a policy names to accept this vendor's devices and reference values as simulated."""
+        """The anchors with which a policy accepts this vendor's devices and reference values as simulated."""
         return (
             Anchor(evidence_class=EvidenceClass.SIMULATED, family="nvidia_gpu", root_der=self._root.der),
             Anchor(evidence_class=EvidenceClass.SIMULATED, family="nvidia_rim", root_der=self._rim_root.der),
         )
 
     def gpu(self, chip: str = "GH100") -> SimulatedGpu:
-        """A new device with a new chain; a ``chip`` such as ``LS_10`` makes it a switch."""
+        """Make a new device with a new chain. A ``chip`` such as ``LS_10`` makes it a switch."""
         family = issue(f"NVIDIA {chip} Identity", self._root, is_ca=True)
         provisioner = issue(f"NVIDIA {chip} Provisioner ICA 1", family, is_ca=True)
         boot_rom = issue(f"{chip} A01 GSP BROM", provisioner, is_ca=True)
@@ -159,21 +159,21 @@ class SimulatedGpuVendor:
         return SimulatedGpu((leaf, boot_rom, provisioner, family, self._root), chip, fwid)
 
     def references(self, product: str = "GH100") -> GpuReferences:
-        """Signed values of the driver and the VBIOS that simulated reports state."""
+        """Sign values of the driver and the VBIOS that simulated reports state."""
         driver = Manifest(DRIVER_VERSION, product, _values(DRIVER_INDICES), VBIOS_INDICES)
         vbios = Manifest(VBIOS_VERSION, product, _values(VBIOS_INDICES), DRIVER_INDICES)
         return GpuReferences(self.sign(driver), self.sign(vbios))
 
     def sign(self, manifest: Manifest, signer: GpuCredential | None = None) -> bytes:
-        """A signed manifest; by ``signer`` instead of the vendor's."""
+        """Sign a manifest, with ``signer`` or with the vendor's own."""
         return sign_manifest(write_manifest(manifest), signer or self.rim_signer, (self._rim_ca, self._rim_root))
 
     def issue_rim_signer(self, valid_until: datetime) -> GpuCredential:
-        """Another signer of reference values."""
+        """Make another signer of reference values."""
         return issue("RIM Signer", self._rim_ca, valid_until=valid_until)
 
     def ocsp(self, gpu: SimulatedGpu, now: int, variants: Mapping[int, OcspVariant] | None = None) -> tuple[bytes, ...]:
-        """Answers about boot ROM (position 1), provisioner (2) and family (3), an hour old at unix second ``now``."""
+        """Answer about boot ROM (position 1), provisioner (2) and family (3), an hour old at unix second ``now``."""
         at = datetime.fromtimestamp(now - _ANSWER_AGE_S, UTC)
         chosen = variants or {}
         return tuple(
@@ -182,14 +182,14 @@ class SimulatedGpuVendor:
         )
 
     def rim_ocsp(self, now: int, variants: Mapping[int, OcspVariant] | None = None) -> tuple[bytes, ...]:
-        """Answers about the signer of reference values (position 0) and its CA (1), an hour old at ``now``."""
+        """Answer about the signer of reference values (position 0) and its CA (1), an hour old at ``now``."""
         at = datetime.fromtimestamp(now - _ANSWER_AGE_S, UTC)
         chain, chosen = (self.rim_signer, self._rim_ca, self._rim_root), variants or {}
         return tuple(ocsp_answer(chain[i].certificate, chain[i + 1], at, chosen.get(i, GOOD)) for i in (0, 1))
 
 
 def genuine_value(index: int) -> bytes:
-    """What simulated firmware measures at an index counted from 0, 48 bytes."""
+    """Return the measurement of simulated firmware at an index counted from 0, 48 bytes."""
     return hashlib.sha384(f"simulated measurement {index}".encode()).digest()
 
 
@@ -204,6 +204,6 @@ def _block(index: int, variant: GpuVariant) -> bytes:
 
 
 def _packed(version: str) -> bytes:
-    """As a GPU packs ``96.00.A5.00.01``; see `attestation.gpu_report.GpuReport.vbios_version`."""
+    """Pack a version as a GPU packs ``96.00.A5.00.01``; see `attestation.gpu_report.GpuReport.vbios_version`."""
     first, second, third, fourth, fifth = bytes.fromhex(version.replace(".", ""))
     return bytes((fourth, third, second, first, fifth, 0, 0, 0))

@@ -45,7 +45,7 @@ class GpuCredential:
         return self.certificate.public_bytes(Encoding.PEM).decode()
 
     def sign(self, message: bytes) -> bytes:
-        """ECDSA SHA-384, r and s as 96 raw bytes."""
+        """Sign with ECDSA and SHA-384; r and s are 96 raw bytes."""
         r, s = decode_dss_signature(self.key.sign(message, ECDSA(SHA384())))
         return r.to_bytes(48, "big") + s.to_bytes(48, "big")
 
@@ -58,7 +58,7 @@ def issue(
     extensions: Sequence[x509.ExtensionType] = (),
     valid_until: datetime = VALID_UNTIL,
 ) -> GpuCredential:
-    """A new key, certified by ``issuer`` or by itself."""
+    """Make a new key, certified by ``issuer`` or by itself."""
     key, name = generate_private_key(SECP384R1()), subject(common_name)
     issuer_name, issuer_key = (issuer.certificate.subject, issuer.key) if issuer else (name, key)
     builder = x509.CertificateBuilder(issuer_name, name, key.public_key(), x509.random_serial_number())
@@ -72,20 +72,20 @@ def issue(
 
 
 def issue_responder(issuer: GpuCredential, *, authorised: bool = True) -> GpuCredential:
-    """Somebody who answers OCSP requests for ``issuer``, or a mere leaf of it."""
+    """Make an OCSP responder for ``issuer``, or a mere leaf if it is not ``authorised``."""
     usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.OCSP_SIGNING])
     return issue("OCSP Responder", issuer, extensions=(usage,) if authorised else ())
 
 
 def hopper_firmware_identity(fwid: bytes, key: EllipticCurvePrivateKey) -> x509.UnrecognizedExtension:
-    """The extension of a Hopper leaf: a version, a public key, and the firmware's SHA-384 (48 bytes) at the end."""
+    """Make the extension of a Hopper leaf: version, public key, and the firmware's SHA-384 (48 bytes) at the end."""
     public = key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     content = tlv(_SEQUENCE, integer(1) + public + _digest(fwid))
     return x509.UnrecognizedExtension(ObjectIdentifier("2.23.133.5.4.1"), content)
 
 
 def blackwell_firmware_identity(fwid: bytes, model: str) -> x509.UnrecognizedExtension:
-    """DICE TcbInfo, as on a Blackwell leaf: the firmware's SHA-384 is the first of two, and flags and type follow."""
+    """Make a Blackwell leaf's DICE TcbInfo. The firmware's SHA-384 is the first of two; flags and type follow."""
     content = (
         tlv(0x80, b"NVIDIA")
         + tlv(0x81, model.encode())
@@ -103,12 +103,12 @@ def _digest(value: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class OcspVariant:
-    """What an answer says; the defaults pass, anything else is for refusals.
+    """An answer's content. The defaults pass, any other value is for testing refusals.
 
     Attributes:
         reason: why the certificate is revoked; None if it is good.
         unknown: the responder does not know the certificate.
-        responder: who signs, in place of one that the issuer authorised.
+        responder: signs in place of one that the issuer authorised.
         without_next_update: the answer does not say until when it holds.
     """
 
@@ -122,7 +122,7 @@ GOOD: Final = OcspVariant()
 
 
 def ocsp_answer(certificate: x509.Certificate, issuer: GpuCredential, at: datetime, variant: OcspVariant) -> bytes:
-    """DER of an answer about ``certificate``, which ``issuer`` issued; it holds for a day from ``at``."""
+    """Return the DER of an answer about ``certificate``, issued by ``issuer``. It holds for a day from ``at``."""
     responder = variant.responder or issue_responder(issuer)
     status = ocsp.OCSPCertStatus.UNKNOWN if variant.unknown else ocsp.OCSPCertStatus.GOOD
     if variant.reason is not None:

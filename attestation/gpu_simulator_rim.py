@@ -14,10 +14,10 @@ from attestation.gpu_simulator_pki import GpuCredential
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a manifest says.
+    """A manifest's content.
 
     Attributes:
-        version: of driver or VBIOS; ``product``: the chip.
+        version: of driver or VBIOS. ``product``: the chip.
         active: accepted values by index, counted from 0.
         inactive: indices that are listed without being compared.
     """
@@ -29,7 +29,7 @@ class Manifest:
 
 
 def write_manifest(manifest: Manifest) -> Any:
-    """The XML element, not signed."""
+    """Build the XML element, unsigned."""
     root = etree.Element(SWID + "SoftwareIdentity", {"name": manifest.product, "version": "1.0"})
     meta = {"colloquialVersion": manifest.version, "product": manifest.product, "edition": "GPU"}
     etree.SubElement(root, SWID + "Meta", meta)
@@ -48,7 +48,7 @@ def _add_measurement(payload: Any, index: int, values: Sequence[bytes], active: 
 
 
 def sign_manifest(root: Any, signer: GpuCredential, issuers: Sequence[GpuCredential]) -> bytes:
-    """The manifest with an enveloped signature over all of it, and the chain that leads to the root."""
+    """Sign all of the manifest with an enveloped signature, and include the chain that leads to the root."""
     how = XMLSigner(
         method=SignatureConstructionMethod.enveloped,
         signature_algorithm=SignatureMethod.ECDSA_SHA384,

@@ -1,6 +1,6 @@
 """Judges the state that a genuine GPU report describes: device class, firmware identity, mode and measurements.
 
-Everything here raises ``gpu_state``, and is only worth asking after `attestation.gpu` has verified the report.
+Every check here raises ``gpu_state``, and presumes that `attestation.gpu` has verified the report.
 """
 
 import re
@@ -17,9 +17,9 @@ from attestation.gpu_rim import GoldenValues
 from attestation.gpu_rules import GpuRules
 
 _FWID_BYTES: Final = 48
-_FWID_OIDS: Final = (ObjectIdentifier("2.23.133.5.4.1"), ObjectIdentifier("2.23.133.5.4.1.1"))
+_FWID_OIDS: Final = (ObjectIdentifier("2.23.133.5.4.1"), ObjectIdentifier("2.23.133.5.4.1.1"))  # Hopper, Blackwell
 _SHA384_DIGEST: Final = bytes.fromhex("06096086480165030402020430")
-"""DER of the object identifier of SHA-384, and tag and length of the 48 bytes of digest behind it."""
+"""DER of SHA-384's object identifier, then tag and length of the 48-byte digest that follows it."""
 
 _CHIP: Final = re.compile(r"(G[A-Z])[0-9]\w*( |$)")
 _MODES: Final[Mapping[int, str]] = {0: "single GPU", 1: "multi GPU", 2: "protected PCIe"}
@@ -27,13 +27,13 @@ _PPCIE_MODE, _PPCIE_ON = 2, 0xAA
 
 
 def chip_family(name: str) -> str:
-    """``GH`` for names that begin with a chip such as ``GH100``; empty for those of other devices."""
+    """Return the family of a chip's name, such as ``GH`` for ``GH100``; empty for names of other devices."""
     found = _CHIP.match(name)
     return found[1] if found else ""
 
 
 def check_device(leaf: x509.Certificate) -> str:
-    """The chip's family; refused where the certificate is that of another kind of device, such as a switch."""
+    """Return the chip's family; refuse the certificate of another kind of device, such as a switch."""
     family = chip_family(common_name(leaf))
     if not family:
         refuse(Refusal.GPU_STATE, f"'{common_name(leaf)}' is not the firmware certificate of a GPU")
@@ -41,14 +41,14 @@ def check_device(leaf: x509.Certificate) -> str:
 
 
 def check_firmware_identity(leaf: x509.Certificate, report: GpuReport) -> None:
-    """The firmware that the leaf certifies is the one that reports; compared where both name one."""
+    """Require that the reporting firmware is the one that the leaf certifies, where both name one."""
     certified, reported = _certified_fwid(leaf), report.opaque.get(Opaque.FWID)
     if certified is not None and reported is not None and certified != reported:
         refuse(Refusal.GPU_STATE, "the GPU's certificate is for other firmware than the report")
 
 
 def _certified_fwid(leaf: x509.Certificate) -> bytes | None:
-    """Hopper ends the extension with it; Blackwell lists several, its own first, and says more behind them."""
+    """Find the firmware id. Hopper's extension ends with it; Blackwell's lists several, its own first, and more."""
     for extension in leaf.extensions:
         if extension.oid in _FWID_OIDS and isinstance(extension.value, x509.UnrecognizedExtension):
             _, found, rest = extension.value.value.partition(_SHA384_DIGEST)
@@ -57,7 +57,7 @@ def _certified_fwid(leaf: x509.Certificate) -> bytes | None:
 
 
 def check_mode(report: GpuReport, rules: GpuRules) -> str:
-    """The mode in words; a mode that is unknown, or protected PCIe where the rules do not allow it, is refused."""
+    """Return the mode in words. Refuse an unknown mode, and protected PCIe unless the rules allow it."""
     flag = report.opaque.get(Opaque.FEATURE_FLAG)
     mode = int.from_bytes(flag, "little") if flag is not None else None
     protected = mode == _PPCIE_MODE or report.opaque.get(Opaque.PROTECTED_PCIE_STATUS) == bytes((_PPCIE_ON,))
@@ -71,16 +71,17 @@ def check_mode(report: GpuReport, rules: GpuRules) -> str:
 
 
 def check_references(report: GpuReport, family: str, driver: GoldenValues | None, vbios: GoldenValues | None) -> int:
-    """Compare with the reference values that there are; how many measurements were compared."""
+    """Compare the report with the given reference values; return how many measurements were compared."""
     _check_described(driver, report.driver_version, family, "driver")
     _check_described(vbios, report.vbios_version, family, "VBIOS")
     driver_values, vbios_values = (each.values if each else {} for each in (driver, vbios))
     if both := driver_values.keys() & vbios_values.keys():
         refuse(Refusal.GPU_STATE, f"driver and VBIOS manifest both claim measurement {min(both)}")
     values = {**driver_values, **vbios_values}
+    # Reference values count from 0, and a report from 1.
     differing = [index for index, accepted in values.items() if report.measurements.get(index + 1) not in accepted]
     if differing:
-        refuse(Refusal.GPU_STATE, f"measurements {differing} of the GPU are not those of its manifests")
+        refuse(Refusal.GPU_STATE, f"measurements {differing} of the GPU differ from its manifests")
     return len(values)
 
 

@@ -1,8 +1,8 @@
-"""One GET at a time from a service that a policy names: bounded in time and size, and over verified TLS.
+"""Sends one GET at a time to a service that a policy names: bounded in time and size, over verified TLS.
 
-Guarantee: returns, with at most so many bytes, only an answer of the named host itself: no redirect is followed, and a
-certificate that the system's authorities do not vouch for is refused. No wait for it is longer than the deadline, and
-its body is there within it.
+Guarantee: returns only an answer of the named host itself, with at most so many bytes. No redirect is followed, and the
+system's authorities must vouch for the certificate. No wait is longer than the deadline, and the body is complete
+within it.
 """
 
 import ssl
@@ -21,14 +21,14 @@ _CHUNK: Final = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a service answered; names of headers are in lower case."""
+    """A service's answer. Header names are in lower case."""
 
     body: bytes
     headers: Mapping[str, str]
 
 
 class FetchError(Exception):
-    """Why there is no answer, in one clause."""
+    """The reason why there is no answer, in one clause."""
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -37,9 +37,10 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def https_get(url: str, deadline_s: float = DEADLINE_S, max_bytes: int = MAX_BYTES) -> Answer:
-    """What ``url`` answers; :class:`FetchError` if it does not, in time, in so many bytes."""
+    """Fetch ``url``; :class:`FetchError` without an answer in time and within ``max_bytes``."""
     ends = time.monotonic() + deadline_s
     context = ssl.create_default_context()
+    # No redirects: only the named host itself may answer.
     opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=context), _NoRedirects())
     try:
         with opener.open(url, timeout=deadline_s) as response:
@@ -48,6 +49,7 @@ def https_get(url: str, deadline_s: float = DEADLINE_S, max_bytes: int = MAX_BYT
                 body += chunk
                 if len(body) > max_bytes:
                     raise FetchError(f"it answers with more than {max_bytes} bytes")
+                # The timeout bounds each read alone. A body that trickles is bounded here.
                 if time.monotonic() > ends:
                     raise FetchError(f"it did not answer within {deadline_s:g} s")
             headers: HTTPMessage = response.headers

@@ -1,7 +1,7 @@
-"""Signatures that others rely on for years: Ed25519 (RFC 8032) and ML-DSA-65 (FIPS 204) together.
+"""Signatures that must hold for years: Ed25519 (RFC 8032) and ML-DSA-65 (FIPS 204) together.
 
-Guarantee: what verifies stands as long as either scheme does, since both must verify. Sealed packages and the heads of
-the evidence log are signed so; what lives no longer than a step is signed with Ed25519 alone.
+Guarantee: a verified signature holds as long as either scheme does, because both must verify. Sealed packages and heads
+of the evidence log are signed so. Messages that live no longer than a step are signed with Ed25519 alone.
 """
 
 from typing import ClassVar, Self
@@ -19,7 +19,7 @@ KEY_ID_BYTES = 16
 
 
 class SignerPublic(Message):
-    """Both public keys of a signer, raw: Ed25519 (32 bytes) and ML-DSA-65 (1,952 bytes)."""
+    """The public keys of a signer, raw: Ed25519 (32 bytes) and ML-DSA-65 (1,952 bytes)."""
 
     DOMAIN: ClassVar[str] = "raycloak/package/signer/v1"
 
@@ -33,7 +33,7 @@ class SignerPublic(Message):
 
 
 class HybridSignature(Message):
-    """Both signatures over ``LP(domain, bytes)``, and the key id of their signer."""
+    """The two signatures over ``LP(domain, bytes)``, and the key id of their signer."""
 
     DOMAIN: ClassVar[str] = "raycloak/package/signature/v1"
 
@@ -42,7 +42,7 @@ class HybridSignature(Message):
     ml_dsa_65: bytes
 
     def invalid_parts(self, data: bytes, signer: SignerPublic) -> tuple[str, ...]:
-        """What of it is not ``signer``'s over ``data``: ``Ed25519``, ``ML-DSA-65``, ``key id``; empty if nothing."""
+        """Return the parts that are not ``signer``'s over ``data``: ``Ed25519``, ``ML-DSA-65``, ``key id``."""
         signed = length_prefixed(self.DOMAIN, data)
         valid = {
             "Ed25519": signature_is_valid(signer.ed25519, signed, self.ed25519),
@@ -53,7 +53,7 @@ class HybridSignature(Message):
 
 
 class HybridSigner:
-    """Signs with both schemes.
+    """A signer with both schemes.
 
     Args:
         ed25519, ml_dsa_65: the seeds, 32 bytes each.
@@ -70,11 +70,11 @@ class HybridSigner:
 
     @classmethod
     def generate(cls) -> Self:
-        """A signer with new keys."""
+        """Make a signer with new keys."""
         return cls(*new_seeds())
 
     def sign(self, data: bytes) -> HybridSignature:
-        """Both signatures over ``data``."""
+        """Sign ``data`` with both schemes."""
         signed = length_prefixed(HybridSignature.DOMAIN, data)
         return HybridSignature(
             key_id=self.public.key_id, ed25519=self._ed25519.sign(signed), ml_dsa_65=self._ml_dsa_65.sign(signed)
@@ -82,7 +82,7 @@ class HybridSigner:
 
 
 def new_seeds() -> tuple[Secret, Secret]:
-    """Seeds of a new signer: Ed25519, ML-DSA-65."""
+    """Make seeds of a new signer: Ed25519, ML-DSA-65."""
     return (
         Secret(Ed25519PrivateKey.generate().private_bytes_raw()),
         Secret(MLDSA65PrivateKey.generate().private_bytes_raw()),

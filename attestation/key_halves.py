@@ -1,11 +1,11 @@
 """Keys in two halves: one from the run's orchestrator, one from a key service of the data owner.
 
-Each side derives its halves from a secret of its own and commits to them before the run begins; the manifest pins both
-commitments. Only the worker that hosts a virtual worker is sent both halves, each sealed to a key that its evidence
-binds, and it alone combines them: HKDF over their concatenation, as a key combiner of SP 800-56C.
+Each side derives its halves from a secret of its own and commits to them before the run begins. The manifest pins both
+commitments. Only the worker that hosts a virtual worker receives both halves, each sealed to a key that its evidence
+binds. It alone combines them: HKDF over their concatenation, as a key combiner of SP 800-56C.
 
-Guarantee: whoever knows one half alone, the orchestrator or the owner, cannot tell the combined key, and so neither
-noise, sampling and tags of a virtual worker nor the key of its data commitment, from random bytes.
+Guarantee: a party that knows one half alone, orchestrator or owner, cannot tell the combined key from random bytes.
+The same holds for what follows from it: a virtual worker's noise, sampling and tags, and its data commitment's key.
 """
 
 from attestation.key_release import VirtualWorkerKeys
@@ -17,10 +17,10 @@ from metrics.errors import EvidenceError
 def combine_halves(
     first: VirtualWorkerKeys, second: VirtualWorkerKeys, *, run_id: str, key_context: bytes, v: int, epoch: int
 ) -> VirtualWorkerKeys:
-    """The keys of virtual worker ``v`` in ``epoch``, from the orchestrator's and the owner's half of each.
+    """Combine the orchestrator's and the owner's halves into the keys of virtual worker ``v`` in ``epoch``.
 
     Args:
-        run_id, key_context: of the run. The owner's half is for no run in particular; this binds what comes of it.
+        run_id, key_context: of the run. The owner's half is for no run in particular, so this binds the result.
     """
     stream = Secret(first.stream.reveal() + second.stream.reveal())
     data = Secret(first.data.reveal() + second.data.reveal())
@@ -39,11 +39,11 @@ def check_contract(
     virtual_workers: int,
     epochs: int,
 ) -> None:
-    """Require that ``contract`` is of a key service that can give the second halves of this run.
+    """Require that ``contract`` is of a key service that can provide the second halves of this run.
 
     Raises:
-        EvidenceError: ``key_service_mismatch`` if it judges evidence by another policy, has other virtual workers or
-            too few epochs, or derives from the secret of the run itself, so that there is only one half.
+        EvidenceError: ``key_service_mismatch`` if its policy or its virtual workers differ, or its epochs are too few.
+            Also if it derives from the run's own secret, so that there is only one half.
     """
     remedy = "Let the owner of the data make a contract for this run, from a secret of the key service's own."
     differing = {
@@ -54,6 +54,7 @@ def check_contract(
         f"has {len(contract.key_commitments)} of the {epochs} key epochs of the run": (
             len(contract.key_commitments) < epochs
         ),
+        # If both halves came from one secret, its holder would know both.
         "comes from the run secret itself": contract.run_id == run_id or contract.orchestrator_key == orchestrator_key,
     }
     for what, differs in differing.items():

@@ -1,6 +1,6 @@
-"""For whom each kind of key is released, and how often: what a key's policy digest stands for.
+"""The terms of release for each kind of key: to whom, and how often. A key's policy digest stands for them.
 
-The policy of each kind follows from the run's evidence policy, so a key is bound to the rules under which its receiver
+The policy of each kind follows from the run's evidence policy. So a key is bound to the rules under which its receiver
 was appraised, and a package of one kind cannot pass for another.
 """
 
@@ -16,7 +16,7 @@ from metrics.errors import EvidenceError
 
 
 class KeyKind(StrEnum):
-    """What a released key opens."""
+    """The purpose of a released key."""
 
     VIRTUAL_WORKER = "virtual_worker"
     """Sampling, noise and tags of one virtual worker in one epoch."""
@@ -25,15 +25,15 @@ class KeyKind(StrEnum):
     EVALUATION = "evaluation"
     """One slice of a sealed evaluation split."""
     CHECKPOINT = "checkpoint"
-    """A sealed package of the run; the run opens its own for its driver, which has no evidence of its own."""
+    """A sealed package of the run. The run opens its own for its driver, which has no evidence of its own."""
 
 
 class KeyPolicy(Message):
-    """Terms of release of one kind of key.
+    """The terms of release of one kind of key.
 
     Attributes:
-        role: that a receiver must be admitted in; None where the run itself is the receiver.
-        evidence_policy: digest of the evidence policy that it must have been appraised by.
+        role: the role that a receiver must be admitted in; None where the run itself is the receiver.
+        evidence_policy: digest of the evidence policy that the receiver must have been appraised by.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/key-policy/v1"
@@ -45,7 +45,7 @@ class KeyPolicy(Message):
 
     @classmethod
     def of(cls, kind: KeyKind, policy: Policy) -> Self:
-        """The terms of ``kind`` in a run under ``policy``."""
+        """Return the terms of ``kind`` in a run under ``policy``."""
         role: Role | None = None if kind is KeyKind.CHECKPOINT else "worker"
         return cls(kind=kind, role=role, evidence_policy=policy.digest(), quotas=policy.key_quotas)
 
@@ -63,18 +63,18 @@ _SCHEMA = (
         PRIMARY KEY (kind, epoch, key_id)
     ) WITHOUT ROWID
     """,
-    # Sums of the other table, so that a draw reads two rows however many members drew before; a state that an older
-    # version wrote to has none.
+    # Sums over the other table, so that a draw reads two rows however many members drew before. The INSERT fills them
+    # for a state that an older version wrote.
     "INSERT OR REPLACE INTO draw_totals SELECT kind, epoch, key_id, sum(count) FROM draws GROUP BY kind, epoch, key_id",
 )
 
 
 _AT_ONCE: Final = 500
-"""Keys that are counted in one statement; a statement has so many parameters only."""
+"""Keys that are counted in one statement, because SQLite bounds a statement's parameters."""
 
 
 class DrawBook:
-    """How often each key was drawn, in the database of the orchestrator; counts survive a restart."""
+    """The number of draws of each key, in the orchestrator's database. Counts survive a restart."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
@@ -82,17 +82,18 @@ class DrawBook:
             connection.execute(statement)
 
     def draw(self, terms: KeyPolicy, epoch: int, key_ids: Iterable[str], session: str, member_id: str) -> None:
-        """Count one more draw of each key, in a transaction of the caller's.
+        """Count one more draw of each key, in the caller's transaction.
 
-        Guarantee: within one session no member draws a key more often than ``terms.quotas.per_member``, and within one
-        run nobody does so more often than ``per_run``, also across restarts.
+        Guarantee: within one session no member draws a key more often than ``terms.quotas.per_member``. Within one run
+        all members together draw it at most ``per_run`` times, also across restarts.
 
         Raises:
-            EvidenceError: ``release_denied``; the caller's transaction must not be committed then.
+            EvidenceError: ``release_denied``. The caller's transaction must not be committed then.
         """
         wanted, kind = tuple(key_ids), terms.kind.value
         for first in range(0, len(wanted), _AT_ONCE):
             keys = wanted[first : first + _AT_ONCE]
+            # Counted before the quotas are compared: the caller's rollback takes the counts back.
             own = self._count("draws", [(kind, epoch, key_id, session, member_id) for key_id in keys])
             total = self._count("draw_totals", [(kind, epoch, key_id) for key_id in keys])
             for key_id in keys:
@@ -108,7 +109,7 @@ class DrawBook:
                         )
 
     def _count(self, table: str, places: Sequence[tuple[str | int, ...]]) -> dict[str, int]:
-        """Count one more in ``table`` at each of ``places``, its primary keys; the new count by key id."""
+        """Count one more in ``table`` at each of ``places``, its primary keys; return the new counts by key id."""
         row = f"({'?, ' * len(places[0])}1)"
         statement = (
             f"INSERT INTO {table} VALUES {', '.join([row] * len(places))} "

@@ -1,8 +1,8 @@
-"""From the run secret to the virtual-worker keys of one member, sealed to its attested key.
+"""Seals the virtual-worker keys of one member, derived from the run secret, to its attested key.
 
-HPKE (RFC 9180) with the hybrid KEM of ML-KEM-768 and X25519. A package is signed by the orchestrator that the
-manifest names; its keys are checked against the manifest's commitments, so a worker accepts no other key. With it comes
-the proof that the evidence log has the release: a worker takes no key that left without being logged.
+HPKE (RFC 9180) with the hybrid KEM of ML-KEM-768 and X25519. The orchestrator that the manifest names signs a package.
+Its keys are checked against the manifest's commitments, so a worker accepts no other key. A proof that the evidence log
+has the release comes with it: a worker takes no key that left without being logged.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ _KEY_BYTES = 32
 
 
 class HpkeKey:
-    """A member's decryption key; ``public`` is ML-KEM-768 raw (1,184 bytes) followed by X25519 raw (32 bytes)."""
+    """A member's decryption key. ``public`` is ML-KEM-768 raw (1,184 bytes) followed by X25519 raw (32 bytes)."""
 
     __slots__ = ("_private", "public")
 
@@ -49,18 +49,18 @@ class HpkeKey:
 
     @classmethod
     def generate(cls) -> Self:
-        """A new key."""
+        """Make a new key."""
         return cls(MLKEM768PrivateKey.generate(), X25519PrivateKey.generate())
 
     @classmethod
     def from_seeds(cls, mlkem: Secret, x25519: Secret) -> Self:
-        """The key with the ML-KEM seed ``mlkem`` (64 bytes, FIPS 203) and the X25519 scalar ``x25519`` (32 bytes)."""
+        """Return the key of the ML-KEM seed ``mlkem`` (64 bytes, FIPS 203) and the X25519 scalar (32 bytes)."""
         return cls(
             MLKEM768PrivateKey.from_seed_bytes(mlkem.reveal()), X25519PrivateKey.from_private_bytes(x25519.reveal())
         )
 
     def open(self, ciphertext: bytes, info: bytes) -> bytes:
-        """Decrypt; EvidenceError ``key_not_for_us`` if key, info or bytes are others."""
+        """Decrypt; EvidenceError ``key_not_for_us`` if key, info or bytes do not match."""
         try:
             return _SUITE.decrypt(ciphertext, self._private, info=info)
         except (InvalidTag, ValueError):
@@ -68,20 +68,21 @@ class HpkeKey:
 
 
 def hpke_seal(plaintext: bytes, recipient: bytes, info: bytes) -> bytes:
-    """Encrypt to the holder of ``recipient``, the ``public`` of its :class:`HpkeKey`; ValueError if it is no key."""
+    """Encrypt to the holder of ``recipient``, a :class:`HpkeKey`'s ``public``; ValueError if it is no key."""
     mlkem = mlkem_public(recipient[:MLKEM_BYTES])
     x25519 = X25519PublicKey.from_public_bytes(recipient[MLKEM_BYTES:])
     return _SUITE.encrypt(plaintext, MLKEM768X25519PublicKey(mlkem, x25519), info=info)
 
 
 class KeyPackage(Message):
-    """Virtual-worker keys of one epoch for one member.
+    """A package of virtual-worker keys of one epoch, for one member.
 
     Attributes:
-        session: the execution of the run that it is released in.
-        policy_digest: of the `attestation.key_policy.KeyPolicy` of its kind.
-        nonce: that the evidence answered; with ``evidence_digest``, the presentation that the release rests on.
-        virtual_workers: whose keys are inside, ascending.
+        session: the execution of the run in which it is released.
+        policy_digest: digest of its kind's `attestation.key_policy.KeyPolicy`.
+        nonce: the nonce that the evidence answered. With ``evidence_digest`` it names the presentation behind the
+            release.
+        virtual_workers: the virtual workers whose keys are inside, ascending.
         commitments: of the keys of all V virtual workers in this epoch; the manifest holds their digest.
         ciphertext: HPKE of the concatenated key pairs (2 x 32 bytes each), with all other fields in ``info``.
     """
@@ -102,25 +103,25 @@ class KeyPackage(Message):
     ciphertext: bytes
 
     def info(self) -> bytes:
-        """HPKE context: every field but the ciphertext."""
+        """Return the HPKE context: every field but the ciphertext."""
         return _info(self.model_copy(update={"ciphertext": b""}) if self.ciphertext else self)
 
 
-@lru_cache(maxsize=16)  # the log, the encryption and the receiver ask for it
+@lru_cache(maxsize=16)  # the log, the encryption and the receiver all ask for it
 def _info(package: KeyPackage) -> bytes:
     return package.digest()
 
 
 @dataclass(frozen=True, slots=True)
 class KeyRelease:
-    """What a member is sent.
+    """The keys that a member is sent, with their proof.
 
     Attributes:
         package: a signed :class:`KeyPackage`.
         proof: an `attestation.log_entries.EntryProof` of the release, encoded.
-        slices: the same of the keys of the slices, where the data is sealed.
-        evaluation: the same of the slices of the evaluation split, where that is sealed.
-        extends: proof that the head in ``proof`` extends the one that the member had seen; empty if it had seen none.
+        slices: the release of the slices' keys, where the data is sealed.
+        evaluation: the release of the evaluation split's keys, where that is sealed.
+        extends: proof that the head in ``proof`` extends the newest one that the member had seen; empty if none.
     """
 
     package: Envelope
@@ -131,12 +132,12 @@ class KeyRelease:
 
     @property
     def log_length(self) -> int:
-        """Entries under the head in ``proof``, for whoever passes the release on; ProtocolError ``malformed``."""
+        """Return the entries under the head in ``proof``; ProtocolError ``malformed``. For parties that relay it."""
         return parse(LogHead, parse(EntryProof, self.proof).head.head).length
 
 
 def released_body(package: KeyPackage) -> dict[str, JsonValue]:
-    """What the evidence log says of a release, in an entry of kind ``released``."""
+    """Return the body of the log entry, kind ``released``, that records a release."""
     return {
         "kind": package.kind.value,
         "member_id": package.member_id,
@@ -149,11 +150,11 @@ def released_body(package: KeyPackage) -> dict[str, JsonValue]:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class VirtualWorkerKeys:
-    """What the host of a virtual worker holds.
+    """The keys that the host of a virtual worker holds.
 
     Attributes:
         stream: root of its sampling, noise and tag keys in one epoch.
-        data: key of its data commitment, the same in every epoch, so that a swapped slice shows at any of them.
+        data: key of its data commitment. It is the same in every epoch, so that a swapped slice shows in any epoch.
     """
 
     stream: Secret
@@ -161,36 +162,37 @@ class VirtualWorkerKeys:
 
 
 def virtual_worker_keys(run_secret: Secret, run_id: str, key_context: bytes, v: int, epoch: int) -> VirtualWorkerKeys:
-    """Keys of virtual worker ``v`` in ``epoch``."""
+    """Derive the keys of virtual worker ``v`` in ``epoch``."""
     return VirtualWorkerKeys(
         stream=derive(run_secret, Purpose.VIRTUAL_WORKER, run_id, key_context, v, epoch),
+        # Without context and epoch, because the key must be the same in every epoch.
         data=derive(run_secret, Purpose.DATA_COMMITMENT, run_id, v),
     )
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RunKeys:
-    """All keys of a run, as only who holds its secret can derive them."""
+    """The keys of a run. Only the holder of its secret can derive them."""
 
     secret: Secret
     run_id: str
 
     def of(self, key_context: bytes, v: int, epoch: int) -> VirtualWorkerKeys:
-        """Keys of virtual worker ``v`` in ``epoch``."""
+        """Derive the keys of virtual worker ``v`` in ``epoch``."""
         return virtual_worker_keys(self.secret, self.run_id, key_context, v, epoch)
 
     def commitments(self, key_context: bytes, virtual_workers: int, epoch: int) -> tuple[bytes, ...]:
-        """The commitments of one epoch, by virtual worker."""
+        """Return the commitments of one epoch, by virtual worker."""
         return tuple(key_commitment(self.of(key_context, v, epoch).stream) for v in range(virtual_workers))
 
 
 def key_commitment(key: Secret) -> bytes:
-    """32 bytes that fix ``key`` and tell nothing about it (a keyed PRF of the key itself)."""
+    """Derive 32 bytes that fix ``key`` and tell nothing about it: a keyed PRF of the key itself."""
     return derive(key, Purpose.KEY_COMMITMENT).reveal()
 
 
 def commitments_digest(commitments: Sequence[bytes]) -> bytes:
-    """Digest of one epoch's commitments, as the manifest holds it."""
+    """Return the digest of one epoch's commitments, as the manifest holds it."""
     return digest(length_prefixed(Purpose.KEY_COMMITMENT, *commitments))
 
 
@@ -209,12 +211,12 @@ def seal_package(package: KeyPackage, plaintext: bytes, recipient: bytes, signer
 
 @dataclass(frozen=True, slots=True)
 class ReleaseTerms:
-    """What a member holds its key packages against.
+    """The expectations that a member checks its key packages against.
 
     Attributes:
-        orchestrator: of the manifest; it signs packages and heads of the log.
-        policy: the run's.
-        watch: heads of the log that the member has seen; None for one that remembers nothing.
+        orchestrator: the manifest's public keys, which must sign packages and heads of the log.
+        policy: the run's policy.
+        watch: heads of the log that the member has seen; None for a member that remembers nothing.
     """
 
     orchestrator: SignerPublic
@@ -225,11 +227,12 @@ class ReleaseTerms:
     watch: LogWatch | None = None
 
     def open(self, release: KeyRelease, kind: KeyKind, hpke_key: HpkeKey) -> tuple[KeyPackage, bytes]:
-        """The package and its plaintext, but for commitments to the keys in it."""
+        """Verify and decrypt a package. Commitments to the keys in it are not checked here."""
         package = open_envelope(KeyPackage, release.package, self.orchestrator.ed25519)
         expected = (self.run_id, self.member_id, self.manifest_digest)
         if (package.run_id, package.member_id, package.manifest_digest) != expected:
             raise EvidenceError("key_package_mismatch", "the key package is for another run, member or manifest")
+        # A package of one kind must not pass for another, nor one under weaker terms.
         if (package.kind, package.policy_digest) != (kind, KeyPolicy.of(kind, self.policy).digest()):
             raise EvidenceError("key_package_mismatch", "the key package is of another kind, or under another policy")
         entry, head = parse(EntryProof, release.proof).check(self.orchestrator, self.run_id)
@@ -237,23 +240,24 @@ class ReleaseTerms:
             self.watch.accept(head, release.extends)
         if (entry.kind, entry.content) != ("released", released_body(package)):
             raise EvidenceError("release_not_logged", f"entry {entry.sequence} of the log is not this release")
+        # Opened last: a worker takes no key that left without being logged.
         return package, hpke_key.open(package.ciphertext, package.info())
 
 
 def _keys_in(package: KeyPackage, plaintext: bytes, each: int) -> list[Secret]:
-    """The ``each`` keys of every virtual worker of ``package``, in order."""
+    """Split the plaintext into the ``each`` keys of every virtual worker of ``package``, in order."""
     if len(plaintext) != each * _KEY_BYTES * len(package.virtual_workers):
-        raise EvidenceError("key_package_mismatch", "the key package holds another number of keys than it names")
+        raise EvidenceError("key_package_mismatch", "the key package holds a different number of keys than it names")
     return [Secret(plaintext[i : i + _KEY_BYTES]) for i in range(0, len(plaintext), _KEY_BYTES)]
 
 
 def open_slice_keys(
     release: KeyRelease | None, kind: KeyKind, terms: ReleaseTerms, hpke_key: HpkeKey
 ) -> dict[int, Secret]:
-    """Verify and decrypt a package of slice keys; which are the right ones, the header of the dataset says.
+    """Verify and decrypt a package of slice keys. The header of the dataset tells whether they are the right ones.
 
     Args:
-        release: None if there is none; there are no keys then.
+        release: None if there is none, and then there are no keys.
         kind: ``DATASET`` or ``EVALUATION``.
 
     Raises:
@@ -268,15 +272,15 @@ def open_slice_keys(
 def open_keys(
     release: KeyRelease, terms: ReleaseTerms, *, hpke_key: HpkeKey, key_commitments: Sequence[bytes]
 ) -> tuple[int, Mapping[int, VirtualWorkerKeys]]:
-    """Verify and decrypt a package; returns (epoch, keys by virtual worker).
+    """Verify and decrypt a package; return (epoch, keys by virtual worker).
 
-    Guarantee: every returned stream key is the one that the manifest's commitment of its epoch fixes, and the package
-    was signed by the orchestrator for this run, member and manifest. Its evidence log has exactly this release.
+    Guarantee: the manifest's commitment of the epoch fixes every returned stream key. The orchestrator signed the
+    package for this run, member and manifest. Its evidence log has exactly this release.
 
     Raises:
         ProtocolError: ``signature`` or ``malformed``.
-        EvidenceError: ``key_package_mismatch``, ``key_not_for_us`` or ``key_not_committed``; ``log_broken`` or
-            ``release_not_logged`` if the log does not have the release; ``log_forked`` if it is another than before.
+        EvidenceError: ``key_package_mismatch``, ``key_not_for_us`` or ``key_not_committed``. ``log_broken`` or
+            ``release_not_logged`` if the log lacks the release. ``log_forked`` if it is another log than before.
     """
     package, plaintext = terms.open(release, KeyKind.VIRTUAL_WORKER, hpke_key)
     in_manifest = package.epoch < len(key_commitments)

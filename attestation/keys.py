@@ -1,7 +1,7 @@
 """Key types that cannot be printed or pickled, and the table of HKDF purposes.
 
-Every symmetric key in raycloak comes from :func:`derive` with a purpose of this table, so that no two uses can
-share a key. Primitives: HKDF-SHA-256 (RFC 5869), Ed25519 (RFC 8032), X25519 (RFC 7748), all from `cryptography`.
+Every symmetric key in raycloak comes from :func:`derive` with a purpose of this table. So no two uses can share a key.
+Primitives: HKDF-SHA-256 (RFC 5869), Ed25519 (RFC 8032), X25519 (RFC 7748), all from `cryptography`.
 """
 
 from enum import StrEnum
@@ -20,7 +20,7 @@ from attestation.canonical import length_prefixed
 
 
 class Purpose(StrEnum):
-    """What a derived key is for; each is the domain label of its derivation."""
+    """The purpose of a derived key, which is the domain label of its derivation."""
 
     RUN_ID = "raycloak/run-id/v1"
     ORCHESTRATOR_IDENTITY = "raycloak/orchestrator-identity/v1"
@@ -49,7 +49,7 @@ class Purpose(StrEnum):
 
 
 class _Unexportable:
-    """Base of secret-bearing types: no repr of the content, no pickle, no copy."""
+    """The base of secret-bearing types: no repr of the content, no pickle, no copy."""
 
     __slots__ = ()
 
@@ -61,7 +61,7 @@ class _Unexportable:
 
 
 class Secret(_Unexportable):
-    """Symmetric key material."""
+    """A piece of symmetric key material."""
 
     __slots__ = ("_raw",)
 
@@ -69,18 +69,18 @@ class Secret(_Unexportable):
         self._raw = bytes(raw)
 
     def reveal(self) -> bytes:
-        """The raw bytes, for the call that needs them; never keep or log the result."""
+        """Return the raw bytes, for the call that needs them. Never keep or log the result."""
         return self._raw
 
 
 def derive(secret: Secret, purpose: Purpose, *fields: bytes | str | int, length: int = 32) -> Secret:
-    """HKDF-SHA-256 with ``info = LP(purpose, fields...)``; ``length`` bytes."""
+    """Derive ``length`` bytes by HKDF-SHA-256 with ``info = LP(purpose, fields...)``."""
     info = length_prefixed(purpose, *fields)
     return Secret(HKDF(hashes.SHA256(), length, salt=None, info=info).derive(secret.reveal()))
 
 
 class IdentityKey(_Unexportable):
-    """Ed25519 signing key of an actor."""
+    """The Ed25519 signing key of an actor."""
 
     __slots__ = ("_key", "public")
 
@@ -94,20 +94,20 @@ class IdentityKey(_Unexportable):
 
     @classmethod
     def from_seed(cls, seed: Secret) -> Self:
-        """The key whose RFC 8032 seed is ``seed`` (32 bytes)."""
+        """Return the key whose RFC 8032 seed is ``seed`` (32 bytes)."""
         return cls(Ed25519PrivateKey.from_private_bytes(seed.reveal()))
 
     def sign(self, message: bytes) -> bytes:
-        """64-byte signature."""
+        """Sign ``message``; the signature has 64 bytes."""
         return self._key.sign(message)
 
     def certify(self, builder: x509.CertificateBuilder) -> x509.Certificate:
-        """The certificate that ``builder`` describes, issued by this key."""
+        """Issue the certificate that ``builder`` describes, signed by this key."""
         return builder.sign(self._key, None)
 
 
 def signature_is_valid(public: bytes, message: bytes, signature: bytes) -> bool:
-    """Whether ``signature`` is ``message``'s under the raw Ed25519 key ``public``; malformed input is False."""
+    """Return whether ``signature`` is ``message``'s under the raw Ed25519 key ``public``; False for malformed input."""
     try:
         Ed25519PublicKey.from_public_bytes(public).verify(signature, message)
     except (InvalidSignature, ValueError):
@@ -115,14 +115,14 @@ def signature_is_valid(public: bytes, message: bytes, signature: bytes) -> bool:
     return True
 
 
-@lru_cache(maxsize=256)  # an appraisal reads it, and the releases that follow
+@lru_cache(maxsize=256)  # an appraisal parses it, and the releases that follow do too
 def mlkem_public(raw: bytes) -> MLKEM768PublicKey:
-    """The ML-KEM-768 public key in 1,184 raw bytes; ValueError if they are none (FIPS 203, 7.2)."""
+    """Parse the ML-KEM-768 public key in 1,184 raw bytes; ValueError if they are none (FIPS 203, 7.2)."""
     return MLKEM768PublicKey.from_public_bytes(raw)
 
 
 class AgreementKey(_Unexportable):
-    """X25519 key from which pair secrets are agreed."""
+    """The X25519 key from which pair secrets are agreed."""
 
     __slots__ = ("_key", "public")
 
@@ -135,5 +135,5 @@ class AgreementKey(_Unexportable):
         return cls(X25519PrivateKey.generate())
 
     def agree(self, peer_public: bytes) -> Secret:
-        """The shared secret with a peer's raw public key. A low-order point raises ValueError."""
+        """Agree on the shared secret with a peer's raw public key. A low-order point raises ValueError."""
         return Secret(self._key.exchange(X25519PublicKey.from_public_bytes(peer_public)))

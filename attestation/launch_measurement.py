@@ -1,4 +1,4 @@
-"""Computes the launch measurement of an SEV-SNP guest from what it is launched with."""
+"""Computes the launch measurement of an SEV-SNP guest from the inputs of its launch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,16 +7,16 @@ from metrics.errors import ConfigError
 from metrics.file_errors import file_error
 
 GUEST_FEATURES = 0x1
-"""Value of ``guest_features`` for a guest with SEV-SNP and nothing else switched on."""
+"""The ``guest_features`` of a guest that has SEV-SNP and no other feature switched on."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnpLaunch:
-    """How a guest is launched.
+    """The inputs of a guest's launch.
 
     Attributes:
-        ovmf: firmware image. kernel, initrd, append: of a direct boot, measured by the firmware; None and empty
-            where the guest boots from a disk.
+        ovmf: firmware image. kernel, initrd, append: the parts of a direct boot, which the firmware measures; None
+            and empty if the guest boots from a disk.
         vcpus: number of virtual processors, each of which is measured. vcpu_type: QEMU's name of their model.
         guest_features: the VMSA's SEV_FEATURES word.
     """
@@ -31,13 +31,14 @@ class SnpLaunch:
 
 
 def snp_measurement(launch: SnpLaunch) -> bytes:
-    """The launch digest, 48 bytes, for ``sev_snp.measurements`` of a policy.
+    """Compute the launch digest, 48 bytes, for ``sev_snp.measurements`` of a policy.
 
     Raises:
-        ConfigError: ``measure_tool`` if the library that computes it is not installed; ``measure`` if the launch
+        ConfigError: ``measure_tool`` if the library that computes it is not installed. ``measure`` if the launch
             cannot be measured, for example because a file is missing.
     """
     try:
+        # Imported here, because only the extra 'measure' installs it.
         from sevsnpmeasure import guest
         from sevsnpmeasure.sev_mode import SevMode
         from sevsnpmeasure.vcpu_types import CPU_SIGS
@@ -46,7 +47,7 @@ def snp_measurement(launch: SnpLaunch) -> bytes:
             "measure_tool", "sev-snp-measure is not installed.", "Install raycloak with the extra 'measure'."
         ) from None
     if launch.vcpu_type not in CPU_SIGS:
-        raise ConfigError("measure", f"'{launch.vcpu_type}' is no processor model.", "One is EPYC-v4.")
+        raise ConfigError("measure", f"'{launch.vcpu_type}' is no known processor model.", "Name one, such as EPYC-v4.")
     files = [str(path) if path else "" for path in (launch.kernel, launch.initrd)]
     try:
         digest = guest.calc_launch_digest(

@@ -1,8 +1,8 @@
-"""What the evidence log says to others: entries, signed heads, and proofs that an entry is under a head.
+"""The evidence log's public data: entries, signed heads, and proofs that an entry is under a head.
 
-Guarantee: a head verifies only with both schemes of its owner; an entry that a proof shows is in its place of the log
-that the head was signed over. What is not shown is left to the reader: that a later head extends an earlier one
-(:func:`check_extends`, which needs both), and that nobody was shown another log.
+Guarantee: a head verifies only with both schemes of its owner. A proven entry is in its place of the log that the head
+was signed over. Two checks are left to the reader: that a later head extends an earlier one (:func:`check_extends`,
+which needs both), and that nobody else was shown another log.
 """
 
 import json
@@ -43,19 +43,19 @@ class Entry:
         return parsed
 
     def check(self, run_id: str, sequence: int) -> None:
-        """EvidenceError ``log_broken`` if this is not entry ``sequence`` of ``run_id`` with the hash it has."""
+        """Raise EvidenceError ``log_broken`` unless this is entry ``sequence`` of ``run_id`` and its hash is right."""
         expected = entry_hash(run_id, sequence, self.kind, self.body)
         if (self.sequence, self.hash) != (sequence, expected):
             broken(f"entry {sequence} is not the one that was logged there")
 
 
 def entry_hash(run_id: str, sequence: int, kind: str, body: bytes) -> bytes:
-    """Leaf hash of an entry: RFC 9162's over ``LP(run, sequence, kind, body)``."""
+    """Return the leaf hash of an entry: RFC 9162's over ``LP(run, sequence, kind, body)``."""
     return leaf_hash(length_prefixed("raycloak/evidence-log/entry/v2", run_id, sequence, kind, body))
 
 
 class LogHead(Message):
-    """What the log's owner signs: so many entries, and the root of the Merkle tree over them."""
+    """The statement that the log's owner signs: a number of entries, and the root of the Merkle tree over them."""
 
     DOMAIN: ClassVar[str] = "raycloak/evidence-log/head/v2"
 
@@ -64,7 +64,7 @@ class LogHead(Message):
     root: bytes
 
     def sign(self, signer: HybridSigner) -> "SignedHead":
-        """This head with both signatures, of which ML-DSA-65 takes about 1 ms."""
+        """Sign this head with both schemes, of which ML-DSA-65 takes about 1 ms."""
         body = self.encode()
         return SignedHead(head=body, signature=signer.sign(length_prefixed(self.DOMAIN, body)))
 
@@ -73,7 +73,7 @@ class SignedHead(Message):
     """A head and its signatures; the last line of an exported log.
 
     Attributes:
-        format: of the log; format 1 was a hash chain under an Ed25519 signature.
+        format: the log's format. Format 1 was a hash chain under an Ed25519 signature.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/evidence-log/signed-head/v2"
@@ -83,7 +83,7 @@ class SignedHead(Message):
     signature: HybridSignature
 
     def open(self, owner: SignerPublic) -> LogHead:
-        """The head; EvidenceError ``log_broken`` unless both signatures are ``owner``'s."""
+        """Verify both signatures and return the head; EvidenceError ``log_broken`` unless both are ``owner``'s."""
         signed = length_prefixed(LogHead.DOMAIN, self.head)
         if invalid := self.signature.invalid_parts(signed, owner):
             broken(f"the head is not signed by the log's owner ({', '.join(invalid)})")
@@ -106,6 +106,7 @@ class ExportedEntry(Message):
 
     @property
     def entry(self) -> Entry:
+        # The body was canonical when it was hashed, so its bytes come back.
         return Entry(self.sequence, self.kind, canonical_json(self.body), self.hash)
 
 
@@ -119,7 +120,7 @@ class EntryProof(Message):
     head: SignedHead
 
     def check(self, owner: SignerPublic, run_id: str) -> tuple[Entry, LogHead]:
-        """The entry and its head.
+        """Verify the proof; return the entry and its head.
 
         Raises:
             EvidenceError: ``log_broken`` if the head is not ``owner``'s over ``run_id``, or has no such entry.
@@ -144,7 +145,7 @@ def check_extends(old: LogHead, new: LogHead, proof: Sequence[bytes]) -> None:
 
 
 def parse_line(cls: type[M], line: bytes, what: str) -> M:
-    """The message in ``line``; EvidenceError ``log_broken`` if there is none."""
+    """Parse the message in ``line``; EvidenceError ``log_broken`` if there is none."""
     try:
         return parse(cls, line)
     except ProtocolError:

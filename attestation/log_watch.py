@@ -1,4 +1,4 @@
-"""Remembers the newest head of an evidence log that somebody was shown, so that he is not shown another log later."""
+"""Remembers the newest head of an evidence log that a reader saw, so that it cannot be shown another log later."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,11 @@ from metrics.errors import EvidenceError
 
 
 class LogWatch:
-    """What one reader of one log has seen of it.
+    """One reader's memory of one log.
 
-    Guarantee: every head that was accepted extends all that were accepted before (RFC 9162 section 2.1.4). A log
-    that was put back, rewritten or forked after this reader saw it is refused once it is shown to him.
-    Not guaranteed: that others are shown the same log; they would have to compare their heads.
+    Guarantee: every accepted head extends all heads accepted before it (RFC 9162 section 2.1.4). A log that was put
+    back, rewritten or forked after this reader saw it is refused once the reader is shown it.
+    Not guaranteed: that others are shown the same log. They would have to compare their heads.
     """
 
     def __init__(self) -> None:
@@ -19,21 +19,22 @@ class LogWatch:
 
     @property
     def length(self) -> int:
-        """Entries under the newest head; 0 before there is one. A proof that a newer head extends it starts there."""
+        """Entries under the newest head; 0 before there is one. The proof for a newer head starts there."""
         return self._head.length if self._head else 0
 
     def accept(self, head: LogHead, extends: Sequence[bytes]) -> None:
-        """Take ``head``, whose signatures were checked, for the newest.
+        """Accept ``head`` as the newest. Its signatures must already be verified.
 
         Args:
             extends: proof from :attr:`length` to ``head.length``; empty where the two are equal, or for a first head.
 
         Raises:
-            EvidenceError: ``log_forked``; nothing is taken then.
+            EvidenceError: ``log_forked``; the memory stays unchanged then.
         """
         old = self._head
         if old is not None:
             self._require_extends(old, head, extends)
+        # Only now: a refused head must not replace the known one.
         self._head = head
 
     def _require_extends(self, old: LogHead, head: LogHead, extends: Sequence[bytes]) -> None:
@@ -44,7 +45,7 @@ class LogWatch:
 
 
 def forked(message: str) -> EvidenceError:
-    """The refusal of a log that is not the one that was seen before, ``log_forked``."""
+    """Build the refusal, ``log_forked``, of a log that is not the one seen before."""
     return EvidenceError(
         "log_forked",
         f"this is not the evidence log that was seen before: {message}.",

@@ -1,11 +1,11 @@
 """The Merkle tree of RFC 9162 (the hashes of RFC 6962): roots, inclusion proofs and consistency proofs.
 
-Guarantee: two lists of leaves with one root are the same list, unless SHA-256 has a collision; a proof that verifies
-says what the tree of that root holds, whoever made it.
+Guarantee: two lists of leaves with one root are the same list, unless SHA-256 has a collision. A verified proof tells
+what the tree of that root holds. Its maker need not be trusted.
 
-A tree is read through a function from (level, index) to the hash of a complete subtree: level 0 has the leaves' hashes,
-and node ``index`` of ``level`` covers the leaves from ``index * 2**level`` on. Complete subtrees never change, so
-whoever stores them appends with one new hash on average, and computes roots and proofs from a logarithm of them.
+A tree is read through a function from (level, index) to the hash of a complete subtree. Level 0 has the leaves' hashes.
+Node ``index`` of ``level`` covers the leaves from ``index * 2**level`` on. Complete subtrees never change. A store of
+them appends with one new hash on average, and computes roots and proofs from a logarithm of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,23 +13,24 @@ from collections.abc import Callable, Sequence
 from attestation.canonical import digest
 
 Subtree = Callable[[int, int], bytes]
-"""Hash of the complete subtree at (level, index), 32 bytes."""
+"""Returns the hash of the complete subtree at (level, index), 32 bytes."""
 
 EMPTY_ROOT = digest(b"")
 
 
 def leaf_hash(data: bytes) -> bytes:
-    """Hash of a leaf, RFC 9162 section 2.1.1."""
+    """Hash a leaf, RFC 9162 section 2.1.1."""
+    # The first byte keeps a node from passing for a leaf.
     return digest(b"\x00" + data)
 
 
 def node_hash(left: bytes, right: bytes) -> bytes:
-    """Hash of a node over its two children, RFC 9162 section 2.1.1."""
+    """Hash a node over its two children, RFC 9162 section 2.1.1."""
     return digest(b"\x01" + left + right)
 
 
 def completed(size: int, leaf: bytes, subtree: Subtree) -> list[bytes]:
-    """The complete subtrees that end in a leaf appended to ``size`` others, level 0 (the leaf's hash) first."""
+    """Return the complete subtrees that end in a leaf appended to ``size`` others, level 0 (the leaf's hash) first."""
     new = [leaf]
     while size & 1:
         size >>= 1
@@ -38,12 +39,12 @@ def completed(size: int, leaf: bytes, subtree: Subtree) -> list[bytes]:
 
 
 def root(size: int, subtree: Subtree) -> bytes:
-    """Root of the first ``size`` leaves."""
+    """Return the root of the first ``size`` leaves."""
     return _range_root(0, size, subtree) if size else EMPTY_ROOT
 
 
 def inclusion_proof(index: int, size: int, subtree: Subtree) -> tuple[bytes, ...]:
-    """Proof that leaf ``index`` is one of the first ``size``, RFC 9162 section 2.1.3.1; ValueError if it is not."""
+    """Prove that leaf ``index`` is one of the first ``size``, RFC 9162 section 2.1.3.1; ValueError if it is not."""
     if not 0 <= index < size:
         raise ValueError(f"a tree of {size} leaves has no leaf {index}")
     path, begin, end = list[bytes](), 0, size
@@ -59,7 +60,7 @@ def inclusion_proof(index: int, size: int, subtree: Subtree) -> tuple[bytes, ...
 
 
 def consistency_proof(old_size: int, size: int, subtree: Subtree) -> tuple[bytes, ...]:
-    """Proof that the first ``size`` leaves begin with the first ``old_size``, RFC 9162 section 2.1.4.1.
+    """Prove that the first ``size`` leaves begin with the first ``old_size``, RFC 9162 section 2.1.4.1.
 
     Empty where nothing needs to be shown: for ``old_size`` 0, and for equal sizes. ValueError if it is greater.
     """
@@ -80,7 +81,7 @@ def consistency_proof(old_size: int, size: int, subtree: Subtree) -> tuple[bytes
 
 
 def proves_inclusion(leaf: bytes, index: int, size: int, proof: Sequence[bytes], root: bytes) -> bool:
-    """Whether ``proof`` shows that ``leaf`` (its hash) is leaf ``index`` of the tree of ``size`` leaves and ``root``.
+    """Return whether ``proof`` puts ``leaf`` (its hash) at ``index`` of the tree of ``size`` leaves and ``root``.
 
     RFC 9162 section 2.1.3.2.
     """
@@ -100,9 +101,9 @@ def proves_inclusion(leaf: bytes, index: int, size: int, proof: Sequence[bytes],
 
 
 def proves_consistency(old_size: int, size: int, old_root: bytes, new_root: bytes, proof: Sequence[bytes]) -> bool:
-    """Whether ``proof`` shows that the tree of ``size`` leaves and ``new_root`` begins with the one of ``old_size``.
+    """Return whether ``proof`` shows that the new tree begins with the old one, each given by size and root.
 
-    RFC 9162 section 2.1.4.2; an empty old tree and equal sizes take an empty proof.
+    RFC 9162 section 2.1.4.2. An empty old tree and equal sizes take an empty proof.
     """
     if not 0 <= old_size <= size:
         return False
@@ -129,7 +130,7 @@ def proves_consistency(old_size: int, size: int, old_root: bytes, new_root: byte
 
 
 class MerkleTree:
-    """A tree in memory, for whoever has all leaves."""
+    """A tree in memory, for code that has all leaves."""
 
     __slots__ = ("levels",)
 
@@ -147,16 +148,16 @@ class MerkleTree:
             self.levels[level].append(subtree)
 
     def subtree(self, level: int, index: int) -> bytes:
-        """Hash of a complete subtree."""
+        """Return the hash of a complete subtree."""
         return self.levels[level][index]
 
     def root(self, size: int | None = None) -> bytes:
-        """Root of the first ``size`` leaves, of all without one."""
+        """Return the root of the first ``size`` leaves, of all if ``size`` is None."""
         return root(len(self) if size is None else size, self.subtree)
 
 
 def _range_root(begin: int, end: int, subtree: Subtree) -> bytes:
-    """Root of the leaves ``begin`` to ``end - 1``, where ``begin`` is a multiple of the left part's size."""
+    """Return the root of leaves ``begin`` to ``end - 1``; ``begin`` is a multiple of the left part's size."""
     size = end - begin
     if size & (size - 1) == 0:
         level = size.bit_length() - 1
@@ -166,12 +167,12 @@ def _range_root(begin: int, end: int, subtree: Subtree) -> bytes:
 
 
 def _left_size(size: int) -> int:
-    """The largest power of two below ``size``."""
+    """Return the largest power of two below ``size``."""
     return 1 << ((size - 1).bit_length() - 1)
 
 
 def _to_left_border(node: int, last: int) -> tuple[int, int]:
-    """Both positions on the level where ``node`` has a sibling on its left, or is the first."""
+    """Move both positions up to the level where ``node`` has a sibling on its left, or is the first."""
     while node and not node & 1:
         node, last = node >> 1, last >> 1
     return node, last

@@ -1,7 +1,7 @@
 """Typed messages and the signed envelope they travel in.
 
-A message is a frozen pydantic model; its bytes are canonical JSON with hexadecimal byte strings. A signature covers
-``LP(domain, body)``, so a message of one type never verifies as another. The receiver parses only what verified.
+A message is a frozen pydantic model. Its bytes are canonical JSON with hexadecimal byte strings. A signature covers
+``LP(domain, body)``, so a message of one type never verifies as another. A receiver parses only verified bytes.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ M = TypeVar("M", bound="Message")
 
 
 class Message(BaseModel):
-    """Base of every message: frozen, unknown fields refused, types strict."""
+    """The base of every message: frozen, unknown fields refused, types strict."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, ser_json_bytes="hex", val_json_bytes="hex", allow_inf_nan=False
@@ -29,14 +29,14 @@ class Message(BaseModel):
     DOMAIN: ClassVar[str]
 
     def encode(self) -> bytes:
-        """Canonical bytes."""
+        """Return the canonical bytes."""
         try:
             return _text(self).encode()
         except _NotPlainError:
             return canonical_json(from_json(self.model_dump_json()))
 
     def digest(self) -> bytes:
-        """SHA-256 of ``LP(domain, bytes)``."""
+        """Return SHA-256 of ``LP(domain, bytes)``."""
         return digest(length_prefixed(self.DOMAIN, self.encode()))
 
 
@@ -49,11 +49,12 @@ class Envelope:
 
 
 def parse(cls: type[M], body: bytes) -> M:
-    """The message in ``body``; ProtocolError ``malformed`` if it is not one of type ``cls`` in canonical form."""
+    """Parse ``body``; ProtocolError ``malformed`` if it is not a message of type ``cls`` in canonical form."""
     try:
         message = cls.model_validate_json(body)
     except ValidationError as error:
         raise ProtocolError("malformed", f"not a {cls.__name__}: {error.error_count()} invalid fields") from None
+    # A second encoding of one message would have another digest and signature.
     if message.encode() != body:
         raise ProtocolError("malformed", f"a {cls.__name__} that is not in canonical form")
     return message
@@ -66,18 +67,18 @@ def seal(message: Message, key: IdentityKey) -> Envelope:
 
 
 def open_envelope(cls: type[M], envelope: Envelope, public: bytes) -> M:
-    """The message, if its signature is ``public``'s; ProtocolError ``signature`` otherwise."""
+    """Verify that ``public`` signed the message, then parse it; ProtocolError ``signature`` otherwise."""
     if not signature_is_valid(public, length_prefixed(cls.DOMAIN, envelope.body), envelope.signature):
         raise ProtocolError("signature", f"a {cls.__name__} that its signer did not sign")
     return parse(cls, envelope.body)
 
 
-# Messages are a few fields of a few types, which are written several times faster one by one than by way of a document
-# that is sorted afterwards. What is written is the same, or nothing: any other type goes the long way.
+# Writing a message's few fields one by one is several times faster than sorting a document afterwards. The bytes are
+# the same in both ways. A value of any other type makes the message take the slower way.
 
 
 class _NotPlainError(Exception):
-    """Of a value whose text only pydantic knows."""
+    """An error for a value whose text only pydantic knows."""
 
 
 def _text(value: Any) -> str:
@@ -85,7 +86,7 @@ def _text(value: Any) -> str:
 
 
 def _writer_of(kind: type) -> Callable[[Any], str]:
-    """Found once for each class that is written here."""
+    """Find the writer of a class, once for each class that is written here."""
     if issubclass(kind, Message) and kind.model_config == Message.model_config and not _serializes_itself(kind):
         _WRITERS[kind] = _message_writer(kind)
     elif issubclass(kind, StrEnum):
@@ -120,7 +121,7 @@ def _object_text(fields: Mapping[Any, Any]) -> str:
     return f"{{{','.join([f'{encode_basestring_ascii(name)}:{_text(fields[name])}' for name in sorted(fields)])}}}"
 
 
-# By exact type; a float is not among them, as it may stand where an integer was given.
+# Keyed by exact type. A float is not among them, because it may stand where an integer was given.
 _WRITERS: Final[dict[type, Callable[[Any], str]]] = {
     str: encode_basestring_ascii,
     bytes: lambda value: f'"{value.hex()}"',

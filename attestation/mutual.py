@@ -1,10 +1,10 @@
-"""The orchestrator's own evidence: members appraise it, by the run's policy, before they send anything.
+"""The orchestrator's own evidence. Members appraise it by the run's policy before they send anything.
 
-The orchestrator's signing key derives from the run secret and is in the manifest; what it presents is made once per
-execution and binds that key, the run and the manifest into a quote. So it shows that the key was at work inside code
-that the policy accepts, under this manifest, and evidence of another run, key or role does not serve.
-Not shown: that this is still so now; there is no challenge of the member's own in it. Whoever takes the run secret out
-of such a machine could go on elsewhere with the evidence made before.
+The orchestrator's signing key derives from the run secret and is in the manifest. Its presentation is made once per
+execution, and binds that key, the run and the manifest into a quote. So it shows that the key was at work inside code
+that the policy accepts, under this manifest. Evidence of another run, key or role does not serve.
+Not shown: that this still holds, because no member's challenge is in it. An attacker who takes the run secret out of
+such a machine could continue elsewhere with the evidence made before.
 """
 
 import secrets
@@ -19,20 +19,20 @@ from attestation.messages import Envelope
 from attestation.policy import Policy
 
 ORCHESTRATOR: Final = "orchestrator"
-"""Member id and role of the orchestrator."""
+"""The orchestrator's member id and role."""
 
 
 def present_orchestrator(
     identity: IdentityKey, run_id: str, manifest_digest: bytes, source: EvidenceSource
 ) -> Envelope:
-    """Evidence of ``source`` for the orchestrator with key ``identity``."""
+    """Make the evidence of ``source`` for the orchestrator with key ``identity``."""
     challenge = Challenge(
         nonce=secrets.token_bytes(NONCE_BYTES),
         run_id=run_id,
         member_id=ORCHESTRATOR,
         role=ORCHESTRATOR,
         manifest_digest=manifest_digest,
-        expires_at=0,
+        expires_at=0,  # no book keeps this challenge
     )
     return Attester(ORCHESTRATOR, source, identity=identity).present(challenge, manifest_digest, b"")
 
@@ -50,8 +50,8 @@ def appraise_orchestrator(
 ) -> Appraisal:
     """Judge the orchestrator's evidence at unix second ``now``.
 
-    Guarantee: returns only if code that ``policy`` accepts bound ``orchestrator_key``, the one of the manifest, into a
-    quote for exactly this run and manifest, in the role of the orchestrator.
+    Guarantee: returns only if code that ``policy`` accepts bound ``orchestrator_key``, the manifest's, into a quote.
+    The quote is for exactly this run and manifest, in the role of the orchestrator.
 
     Raises:
         EvidenceError: ``peer_not_bound`` if it is another orchestrator's, or as `attestation.appraisal.appraise`.

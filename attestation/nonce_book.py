@@ -1,6 +1,6 @@
-"""Which nonces were issued, to whom, and whether they were used: the state behind freshness.
+"""The state behind freshness: the nonces that were issued, their holders, and whether they were used.
 
-The book lives in a SQLite database that its owner opens, next to whatever else the owner keeps there.
+The book lives in a SQLite database that its owner opens, beside the owner's other tables.
 """
 
 import secrets
@@ -25,7 +25,7 @@ CREATE TABLE IF NOT EXISTS nonces (
 """
 
 DEFAULT_LIFETIME_S = 300
-MAX_USED = 65_536
+MAX_USED = 65_536  # so that a replay is told from a nonce that was never issued; see `NonceBook.issue`
 _DROP_OLD = """
 DELETE FROM nonces WHERE consumed AND expires_at <= ?
 AND nonce NOT IN (SELECT nonce FROM nonces WHERE consumed ORDER BY expires_at DESC LIMIT ?)
@@ -33,11 +33,11 @@ AND nonce NOT IN (SELECT nonce FROM nonces WHERE consumed ORDER BY expires_at DE
 
 
 class NonceBook:
-    """Issues nonces and accepts each of them once.
+    """A book that issues nonces and accepts each of them once.
 
     Args:
-        connection: open database. What is issued or consumed inside a transaction of the owner's is durable when
-            that commits; outside of one, at once.
+        connection: open database. A write inside the owner's transaction is durable when that commits; outside of
+            one, at once.
         random_bytes: source of nonces.
     """
 
@@ -60,17 +60,18 @@ class NonceBook:
         lifetime_s: int = DEFAULT_LIFETIME_S,
         identity_key: bytes = b"",
     ) -> Challenge:
-        """A challenge with a fresh nonce, recorded before it is returned.
+        """Issue a challenge with a fresh nonce, recorded before it is returned.
 
         Guarantee: nonces that nobody answered in time are dropped once in ``DEFAULT_LIFETIME_S``, however long the
-        owner runs; so whoever asks without end fills the book with the nonces of two such spans at most. Of used ones
-        the newest ``MAX_USED`` stay until :meth:`forget_expired`, so that a replay is called one; an older one is
-        refused as one that nobody issued.
+        owner runs. So endless requests fill the book with the nonces of two such spans at most. The newest
+        ``MAX_USED`` used nonces stay until :meth:`forget_expired`, so that a replay is refused as one. An older nonce
+        is refused as never issued.
 
         Args:
-            identity_key: the key the member announced. Where it is given, only a presentation of that key consumes
-                the nonce, so nobody else who saw the nonce can spend it.
+            identity_key: the key the member announced. If given, only a presentation of that key consumes the nonce,
+                so no observer of the nonce can spend it.
         """
+        # Anybody may ask for challenges, at 2,000 per second, so unanswered ones cannot wait for a restart.
         if now >= self._sweep_at:
             self._write("DELETE FROM nonces WHERE expires_at <= ? AND NOT consumed", (now,))
             self._write(_DROP_OLD, (now, MAX_USED))
@@ -90,13 +91,13 @@ class NonceBook:
     def consume(self, presentation: Presentation, now: int) -> None:
         """Use up the nonce of a presentation whose signature was verified (`open_presentation`).
 
-        Guarantee: of all presentations with one nonce at most one gets past here and is committed, in any number of
-        processes and across restarts. The owner commits whatever the appraisal says, so the nonce stays used; a
-        rollback undoes the decision with it.
+        Guarantee: of all presentations with one nonce at most one passes and is committed, in any number of processes
+        and across restarts. The owner commits whatever the appraisal says, so the nonce stays used. A rollback undoes
+        this together with the decision.
 
         Raises:
             EvidenceError: ``nonce_foreign`` if it was never issued, has expired, or was issued to another run, member,
-                role or manifest; ``nonce_replayed`` if it was used before; ``peer_not_bound`` if it was issued to
+                role or manifest. ``nonce_replayed`` if it was used before. ``peer_not_bound`` if it was issued to
                 another key, in which case it stays unused.
         """
         if self._connection.in_transaction:
@@ -106,14 +107,15 @@ class NonceBook:
         try:
             self._take(presentation, now)
         finally:
+            # Also after a refusal, so that the nonce stays used.
             self._connection.commit()
 
     def forget_expired(self, now: int) -> None:
-        """Drop nonces that are refused anyway, as their time is over."""
+        """Drop expired nonces, which are refused anyway."""
         self._write("DELETE FROM nonces WHERE expires_at <= ?", (now,))
 
     def forget_unused(self) -> None:
-        """Drop nonces that nobody has answered; who answers one of them later is refused as ``nonce_foreign``."""
+        """Drop unanswered nonces. A later answer to one is refused as ``nonce_foreign``."""
         self._write("DELETE FROM nonces WHERE NOT consumed", ())
 
     def _write(self, statement: str, values: tuple[Any, ...]) -> None:
@@ -133,8 +135,10 @@ class NonceBook:
         *issued, identity_key, expires_at, consumed = row
         if consumed:
             refuse(Refusal.NONCE_REPLAYED, f"the nonce of '{presentation.member_id}' was used before")
+        # Before the nonce is used up: an observer of the nonce must not be able to spend it.
         if identity_key and identity_key != presentation.identity_key:
             refuse(Refusal.PEER_NOT_BOUND, f"the nonce of '{presentation.member_id}' was issued to another key")
+        # Before the session is compared: a presentation for another session uses up the nonce too.
         self._connection.execute("UPDATE nonces SET consumed = 1 WHERE nonce = ?", (presentation.nonce,))
         session = [presentation.run_id, presentation.member_id, presentation.role, presentation.manifest_digest]
         if issued != session:

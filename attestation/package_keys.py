@@ -1,8 +1,8 @@
-"""Keys of sealed packages: who signed one, whom a reader trusts, and who can open it.
+"""Keys of sealed packages: of signers, of the signers that a reader trusts, and of recipients.
 
 A package is signed twice, with Ed25519 (RFC 8032) and ML-DSA-65 (FIPS 204), so that it stands as long as either
-scheme does. Recipients hold HPKE keys of X25519 and ML-KEM-768. Which signers are trusted is never read from a package:
-it stands in a file of the reader's own.
+scheme does. Recipients hold HPKE keys of X25519 and ML-KEM-768. Trusted signers are never read from a package. They
+stand in a file of the reader's own.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ SIGNER_PUBLIC_FILE = "signer.pub.json"
 
 
 class _StoredSigner(Message):
-    """Both private seeds, 32 bytes each."""
+    """The private seeds of both schemes, 32 bytes each."""
 
     DOMAIN: ClassVar[str] = "raycloak/package/stored-signer/v1"
 
@@ -41,13 +41,13 @@ class _StoredSigner(Message):
 
 
 class PackageSigner(HybridSigner):
-    """Signs packages with both schemes."""
+    """A signer of packages, with both schemes."""
 
     __slots__ = ()
 
     @classmethod
     def load_or_create(cls, folder: Path) -> Self:
-        """The signer whose seeds are in ``folder``, created there by the first caller; its public keys lie beside.
+        """Load the signer whose seeds are in ``folder``; the first caller creates it. Public keys lie beside it.
 
         Guarantee: all callers, also concurrent ones, get the same keys; only the owner can read the seeds.
 
@@ -59,6 +59,7 @@ class PackageSigner(HybridSigner):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not path.exists():
                 publish(path, _new_signer().encode())
+            # Read back even by the writer: of concurrent callers only one has put its seeds.
             stored = parse(_StoredSigner, read_private(path, "signer"))
             signer = cls(Secret(stored.ed25519), Secret(stored.ml_dsa_65))
             publish(folder / SIGNER_PUBLIC_FILE, signer.public.encode(), mode=0o644)
@@ -75,7 +76,7 @@ def _new_signer() -> _StoredSigner:
 
 
 class TrustedSigner(Message):
-    """A signer that the owner of a trust store knows by name."""
+    """A signer that a trust store's owner knows by name."""
 
     DOMAIN: ClassVar[str] = "raycloak/package/trusted-signer/v1"
 
@@ -84,7 +85,7 @@ class TrustedSigner(Message):
 
 
 class TrustStore(Message):
-    """The signers that a reader trusts."""
+    """The set of signers that a reader trusts."""
 
     DOMAIN: ClassVar[str] = "raycloak/package/trust-store/v1"
 
@@ -93,7 +94,7 @@ class TrustStore(Message):
 
     @classmethod
     def of(cls, name: str, signer: SignerPublic) -> Self:
-        """A store with one signer."""
+        """Make a store with one signer."""
         return cls(signers=(TrustedSigner(name=name, signer=signer),))
 
     @classmethod
@@ -115,7 +116,7 @@ class TrustStore(Message):
             ) from None
 
     def save(self, path: Path) -> None:
-        """Write the store to ``path``; the file is replaced as a whole.
+        """Write the store to ``path``. The file is replaced as a whole.
 
         Raises:
             ConfigError: ``trust_store`` if it cannot be written.
@@ -126,10 +127,10 @@ class TrustStore(Message):
             raise file_error("trust_store", "write", path, error) from None
 
     def with_signer(self, name: str, signer: SignerPublic) -> Self:
-        """This store and one more signer; the same store if it is in already.
+        """Return this store with one more signer; the same store if it already has that signer.
 
         Raises:
-            ConfigError: ``trust_store`` if the name or the key is already that of another entry.
+            ConfigError: ``trust_store`` if another entry already has the name or the key.
         """
         added = TrustedSigner(name=name, signer=signer)
         if added in self.signers:
@@ -143,7 +144,7 @@ class TrustStore(Message):
         return self.model_copy(update={"signers": (*self.signers, added)})
 
     def verify(self, data: bytes, signature: HybridSignature) -> str:
-        """The name of the trusted signer of ``data``.
+        """Verify ``data``'s signature; return the name of its trusted signer.
 
         Guarantee: returns only if both signatures verify under the keys of one and the same entry.
 
@@ -153,6 +154,7 @@ class TrustStore(Message):
         trusted = [known for known in self.signers if known.signer.key_id == signature.key_id]
         if not trusted:
             refuse(PackageRefusal.UNKNOWN_SIGNER, f"no trusted signer has the key id {signature.key_id.hex()}.")
+        # Both signatures are checked under one and the same entry.
         invalid = signature.invalid_parts(data, trusted[0].signer)
         if len(invalid) == 1:
             refuse(PackageRefusal.HALF_SIGNED, f"the {invalid[0]} signature does not verify; both must.")
@@ -165,13 +167,13 @@ def load_signer(path: Path) -> SignerPublic:
     """Read a signer's public file.
 
     Raises:
-        ConfigError: ``signer`` if the file cannot be read or is not one.
+        ConfigError: ``signer`` if the file cannot be read or is not such a file.
     """
     return _load(SignerPublic, path, "signer")
 
 
 class RecipientPublic(Message):
-    """Somebody who may open packages; ``key`` is the public part of an `HpkeKey`, 1,216 bytes."""
+    """A party that may open packages. ``key`` is the public part of an `HpkeKey`, 1,216 bytes."""
 
     DOMAIN: ClassVar[str] = "raycloak/package/recipient/v1"
 
@@ -180,12 +182,12 @@ class RecipientPublic(Message):
 
     @property
     def key_id(self) -> bytes:
-        """The first 16 bytes of the digest of the key, whatever its owner is called."""
+        """The first 16 bytes of the key's digest. The owner's name is not part of it."""
         return recipient_key_id(self.key)
 
 
 class _StoredRecipient(Message):
-    """Private seeds: ML-KEM-768 (64 bytes) and X25519 (32 bytes)."""
+    """The private seeds: ML-KEM-768 (64 bytes) and X25519 (32 bytes)."""
 
     DOMAIN: ClassVar[str] = "raycloak/package/stored-recipient/v1"
 
@@ -195,17 +197,17 @@ class _StoredRecipient(Message):
 
 
 def recipient_key_id(key: bytes) -> bytes:
-    """The 16 bytes by which a package names a recipient's public key."""
+    """Return the 16 bytes by which a package names a recipient's public key."""
     return digest(length_prefixed("raycloak/package/recipient-key/v1", key))[:KEY_ID_BYTES]
 
 
 def create_recipient(path: Path) -> tuple[RecipientPublic, Path]:
     """Write a new private key to ``path``, mode 0600, and its public part to ``path`` with ``.pub`` appended.
 
-    The name in both is the file's, without its suffix.
+    The name in both is the file's name without its suffix.
 
     Raises:
-        ConfigError: ``recipient_exists`` if one of the files is there, ``recipient`` if they cannot be written.
+        ConfigError: ``recipient_exists`` if one of the files exists, ``recipient`` if they cannot be written.
     """
     require_name(path, "recipient")
     stored = _StoredRecipient(
@@ -239,7 +241,7 @@ def load_recipients(paths: Sequence[Path]) -> tuple[RecipientPublic, ...]:
     """Read recipients' public files.
 
     Raises:
-        ConfigError: ``recipient`` if one cannot be read or is not one.
+        ConfigError: ``recipient`` if one cannot be read or is not such a file.
     """
     return tuple(_load_recipient(path) for path in paths)
 
@@ -247,6 +249,7 @@ def load_recipients(paths: Sequence[Path]) -> tuple[RecipientPublic, ...]:
 def _load_recipient(path: Path) -> RecipientPublic:
     public = _load(RecipientPublic, path, "recipient")
     try:
+        # Sealing to the key shows whether it is one.
         hpke_seal(b"", public.key, b"")
     except ValueError:
         raise ConfigError(
@@ -256,7 +259,7 @@ def _load_recipient(path: Path) -> RecipientPublic:
 
 
 def run_recipient_key(run_secret: Secret) -> HpkeKey:
-    """The key under which a run can open its own packages; whoever holds the run secret has it."""
+    """Derive the key with which a run opens its own packages. Every holder of the run secret has it."""
     return HpkeKey.from_seeds(
         derive(run_secret, Purpose.PACKAGE_MLKEM, length=64), derive(run_secret, Purpose.PACKAGE_X25519)
     )

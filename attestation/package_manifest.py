@@ -1,7 +1,7 @@
-"""What a sealed package says of itself, and the codes with which one is refused.
+"""A sealed package's manifest, and the codes with which a package is refused.
 
-The manifest is canonical JSON; its bytes are what both signatures cover. It names every file of the package by size
-and SHA-256, so whoever verified it can check a package without any key that opens it.
+The manifest is canonical JSON, and both signatures cover its bytes. It names every file of the package by size and
+SHA-256. So once it is verified, a package can be checked without any key that opens it.
 """
 
 from enum import StrEnum
@@ -15,11 +15,11 @@ from metrics.errors import EvidenceError
 
 FORMAT: Final = 1
 TAG_BYTES = 16
-NONCE_PREFIX_BYTES = 7
+NONCE_PREFIX_BYTES = 7  # with four bytes of position and one end mark, the 12-byte nonce of AES-GCM
 
 
 class PackageRefusal(StrEnum):
-    """Why a package is refused; the value is the code of the EvidenceError."""
+    """The reason for which a package is refused; the value is the code of the EvidenceError."""
 
     MALFORMED = "package_malformed"
     """Manifest or signature cannot be read, or is not in canonical form."""
@@ -68,11 +68,11 @@ class Payload(Message):
     """An encrypted file of a package.
 
     Attributes:
-        name: of the file.
+        name: name of the file.
         plain_bytes, cipher_bytes: sizes before and after encryption.
         chunk_bytes: plaintext bytes of every chunk but the last, which is shorter or equal.
-        chunks: their number, at least one.
-        sha256: of the encrypted file.
+        chunks: number of chunks, at least one.
+        sha256: digest of the encrypted file.
         nonce_prefix: first 7 bytes of every chunk's nonce.
     """
 
@@ -82,7 +82,7 @@ class Payload(Message):
     plain_bytes: int = Field(ge=0)
     cipher_bytes: int = Field(ge=0)
     chunk_bytes: int = Field(gt=0, le=2**24)
-    chunks: int = Field(gt=0, lt=2**32)
+    chunks: int = Field(gt=0, lt=2**32)  # a nonce gives the position four bytes
     sha256: bytes
     nonce_prefix: bytes = Field(min_length=NONCE_PREFIX_BYTES, max_length=NONCE_PREFIX_BYTES)
 
@@ -96,12 +96,12 @@ class Payload(Message):
 
 
 def chunk_count(plain_bytes: int, chunk_bytes: int) -> int:
-    """Number of chunks of a payload; an empty one has one empty chunk."""
+    """Return the number of chunks of a payload; an empty one has one empty chunk."""
     return max(1, -(-plain_bytes // chunk_bytes))
 
 
 class Recipient(Message):
-    """Who can open a package: ``wrapped_key`` is the data key, HPKE-sealed to the key that ``key_id`` names."""
+    """A party that can open a package. ``wrapped_key`` is the data key, HPKE-sealed to the key of ``key_id``."""
 
     DOMAIN: ClassVar[str] = "raycloak/package/recipient-entry/v1"
 
@@ -111,7 +111,7 @@ class Recipient(Message):
 
 
 class PackageManifest(Message):
-    """All that a package states.
+    """The statements of a package.
 
     Attributes:
         format: version of the format.
@@ -119,11 +119,11 @@ class PackageManifest(Message):
         step: number of finished steps.
         ranges: number of parameter ranges that the optimizer state is cut into.
         parameter_digest: of the released parameters after ``step`` steps.
-        epsilon, delta: what the account had been charged, at its delta; no epsilon for a run that is not private.
+        epsilon, delta: the account's charge so far, at its delta; epsilon is None for a run that is not private.
         evidence_class: of the run's members.
         roster_digest: of the roster under which the last step was computed.
         ledger_sequence, ledger_hash: the ledger's entry that charged the last step.
-        log_length, log_hash: entries of the evidence log when the snapshot was taken, and the Merkle root over them.
+        log_length, log_hash: entries of the evidence log at the time of the snapshot, and the Merkle root over them.
         previous: digest of the package published before this one; empty for the first.
         evaluation_accuracy, evaluation_loss: released metrics of these parameters.
         created_at: unix seconds.
@@ -154,15 +154,15 @@ class PackageManifest(Message):
     recipients: tuple[Recipient, ...]
 
     def info(self) -> bytes:
-        """HPKE context of the data key: everything but the wrapped keys."""
+        """Return the HPKE context of the data key: everything but the wrapped keys."""
         unwrapped = tuple(each.model_copy(update={"wrapped_key": b""}) for each in self.recipients)
         return self.model_copy(update={"recipients": unwrapped}).digest()
 
     def context(self) -> bytes:
-        """What the key of every payload is derived for, besides the payload's name."""
+        """Return the context that every payload's key is derived for, besides the payload's name."""
         return package_context(self.run_id, self.manifest_digest, self.step, self.parameter_digest)
 
 
 def package_context(run_id: str, manifest_digest: bytes, step: int, parameter_digest: bytes) -> bytes:
-    """See :meth:`PackageManifest.context`; known before the payloads are encrypted."""
+    """Compute :meth:`PackageManifest.context` from its fields, before the payloads are encrypted."""
     return digest(length_prefixed("raycloak/package/context/v1", run_id, manifest_digest, step, parameter_digest))

@@ -1,6 +1,6 @@
-"""What evidence a run accepts, fixed before the run and named by its digest in the manifest.
+"""The rules for the evidence that a run accepts, fixed before the run. The manifest names them by their digest.
 
-The rules of each family of evidence are in a file of its own; the roots are in `attestation.roots`.
+The rules of each family of evidence are in a file of its own. The roots are in `attestation.roots`.
 """
 
 from pathlib import Path
@@ -25,13 +25,13 @@ DEFAULT_LIFETIME_S = 24 * 3600
 
 
 class KeyQuotas(Message):
-    """How often one key may be drawn.
+    """The limits on how often one key may be drawn.
 
-    A member draws a key again each time it hosts its virtual worker again, and each time an answer was lost.
+    A member draws a key again whenever it hosts that virtual worker again, and whenever an answer was lost.
 
     Attributes:
-        per_member: by one member in one session of the run.
-        per_run: by all members, in all sessions.
+        per_member: draws by one member in one session of the run.
+        per_run: draws by all members, in all sessions.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/key-quotas/v1"
@@ -41,17 +41,17 @@ class KeyQuotas(Message):
 
 
 class Policy(Message):
-    """Acceptance rules for evidence; the defaults are those of a hardware run.
+    """The acceptance rules for evidence. The defaults suit a hardware run.
 
     Attributes:
         accepted_classes: classes that are admitted.
-        anchors: known roots. One of a class that is not accepted is recognised and refused by its name.
+        anchors: known roots. One whose class is not accepted is recognised and refused by its name.
         evidence_lifetime_s: seconds after which appraised evidence must be renewed.
         platforms: admitted platform ids, 16 bytes for TDX and 64 for SEV-SNP; None admits any platform.
         workers_per_platform: most workers that may present the same platform id; None sets no limit.
-        gpus_per_worker: how many confidential GPUs each worker must present, no more and no less.
-        key_quotas: how often a key is released, over all recoveries.
-        collateral_service: where verifiers fetch collateral; None to use only what they are given as files.
+        gpus_per_worker: confidential GPUs that each worker must present, no more and no less.
+        key_quotas: limits on how often a key is released, over all recoveries.
+        collateral_service: where verifiers fetch collateral; None uses only given files.
         tdx, sev_snp, nvidia_gpu: rules for TDX quotes, SEV-SNP reports and GPU reports.
     """
 
@@ -61,6 +61,7 @@ class Policy(Message):
     anchors: Annotated[tuple[Anchor, ...], Field(min_length=1)]
     evidence_lifetime_s: Annotated[int, Field(gt=0, le=366 * 24 * 3600)] = DEFAULT_LIFETIME_S
     platforms: tuple[PlatformId, ...] | None = None
+    # One machine could otherwise pretend to be several workers.
     workers_per_platform: Annotated[int, Field(gt=0, lt=2**16)] | None = 1
     gpus_per_worker: Annotated[int, Field(ge=0, lt=2**8)] = 0
     key_quotas: KeyQuotas = KeyQuotas()
@@ -79,25 +80,26 @@ class Policy(Message):
     @model_validator(mode="after")
     def _measurements_are_compared(self) -> Self:
         for name, rules in (("tdx", self.tdx), ("sev_snp", self.sev_snp)):
+            # None compares nothing. That is for verifying single pieces of evidence, never for a run.
             if rules.measurements is None:
                 raise ValueError(f"{name}.measurements must be a list; an empty one admits nothing")
         return self
 
     @property
     def accepts_simulated(self) -> bool:
-        """Whether a run under this policy may rest on simulated evidence; its outputs then say SIMULATED."""
+        """Whether a run under this policy may rest on simulated evidence. Its outputs then say SIMULATED."""
         return EvidenceClass.SIMULATED in self.accepted_classes
 
 
 class HasRoot(Protocol):
-    """Whoever owns a root, such as `attestation.simulator.SimulatedVendor`."""
+    """An owner of a root, such as `attestation.simulator.SimulatedVendor`."""
 
     @property
     def root_der(self) -> bytes: ...
 
 
 def simulated_policy(vendor: HasRoot, measurement: bytes) -> Policy:
-    """The policy of a run on this machine: ``vendor``'s simulated platforms running the code ``measurement``."""
+    """Make the policy of a run on this machine: ``vendor``'s simulated platforms running the code ``measurement``."""
     return Policy(
         accepted_classes=(EvidenceClass.SIMULATED,),
         anchors=(Anchor(evidence_class=EvidenceClass.SIMULATED, family="tdx", root_der=vendor.root_der),),
@@ -107,7 +109,7 @@ def simulated_policy(vendor: HasRoot, measurement: bytes) -> Policy:
 
 
 def load_policy(path: Path) -> Policy:
-    """Read a policy from YAML. Byte strings are hexadecimal; a hardware class by name stands for its pinned anchors.
+    """Read a policy from YAML. Byte strings are hexadecimal; a hardware class's name stands for its pinned anchors.
 
     Raises:
         ConfigError: ``policy`` if the file cannot be read, has unknown, missing or wrong fields, or a key twice.
@@ -131,7 +133,7 @@ def _policy_from(raw: Any) -> Policy:
 
 
 def _named_anchors(anchor: Any) -> list[Any]:
-    """What stands for ``anchor``: the pinned roots of a hardware class given by name, or itself."""
+    """Return the pinned roots if ``anchor`` names a hardware class, else ``anchor`` itself."""
     named = {evidence_class.value for evidence_class in EvidenceClass}
     pinned = pinned_anchors(EvidenceClass(anchor)) if isinstance(anchor, str) and anchor in named else ()
     return [each.model_dump(mode="json") for each in pinned] or [anchor]

@@ -1,4 +1,4 @@
-"""Says in words what a policy accepts, and where it is laxer than the defaults of a hardware run or admits nothing."""
+"""Says in words what a policy accepts, and where it is laxer than a hardware run's defaults or admits nothing."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,15 +17,16 @@ _CLASS_WORDS: Final = {
     EvidenceClass.AMD_SEV_SNP: "AMD SEV-SNP",
     EvidenceClass.NVIDIA_GPU: "NVIDIA GPU",
 }
+# A rule that is laxer than these defaults gets a warning.
 _STRICT_TDX, _STRICT_SNP, _STRICT_GPU = TdxRules(), SnpRules(), GpuRules()
 
 
 @dataclass(frozen=True, slots=True)
 class Sentence:
-    """One thing that a policy says.
+    """A statement about one rule of a policy.
 
     Attributes:
-        topic: what it is about. warning: whether its author should have meant it.
+        topic: the rule's subject. warning: whether its author should check that it is meant.
     """
 
     topic: str
@@ -34,7 +35,7 @@ class Sentence:
 
 
 def explain(policy: Policy) -> tuple[Sentence, ...]:
-    """Every rule of ``policy`` that can make a difference, in the order in which evidence is judged."""
+    """Explain every rule of ``policy`` that can make a difference, in the order in which evidence is judged."""
     families = {anchor.family for anchor in policy.anchors if anchor.evidence_class in policy.accepted_classes}
     sentences = [*_classes(policy), *_roots(policy, policy.anchors)]
     if "tdx" in families:
@@ -174,7 +175,7 @@ def _collateral(policy: Policy) -> Iterator[Sentence]:
         text = f"Verifiers fetch TDX collateral of the families {families} from {service.intel}, before it ends."
         yield Sentence("collateral", text)
         where = f"That of Intel's root comes from {service.root_crl}."
-        yield Sentence("collateral", f"PCK revocation lists are those of the {service.pck_ca} CA. {where}")
+        yield Sentence("collateral", f"PCK revocation lists come from the {service.pck_ca} CA. {where}")
     if service.amd is not None:
         yield Sentence("collateral", f"They fetch AMD's lists {', '.join(service.snp_lists)} from {service.amd}.")
     if "http://" in f"{service.intel} {service.amd} {service.intel_root_crl}":

@@ -18,11 +18,11 @@ TD10_BYTES: Final = 584
 TD15_BYTES: Final = 648
 QE_REPORT_BYTES: Final = 384
 DEBUG_ATTRIBUTES: Final = 0xFF
-"""The lowest byte of a guest's attributes: any of its bits opens the guest to its host."""
+"""The lowest byte of a guest's attributes. Any of its bits opens the guest to its host."""
 SEPT_VE_DISABLE: Final = 1 << 28
 _ECDSA_P256, _TEE_TDX = 2, 0x81
 _CERTIFIED_BY_QE, _CERTIFIED_BY_PEM_CHAIN = 6, 5
-# Platform ids in three forms, a certificate alone, or a chain; only a chain can be verified.
+# Platform ids in three forms, a certificate alone, or a chain. Only a chain can be verified.
 _INNER_CERTIFICATION = range(1, _CERTIFIED_BY_PEM_CHAIN + 1)
 _V5_BODY_BYTES = {2: TD10_BYTES, 3: TD15_BYTES}
 
@@ -33,12 +33,12 @@ class TdxQuote:
 
     Attributes:
         raw: the canonical quote, without padding.
-        signed: what the attestation key signs.
+        signed: the bytes that the attestation key signs.
         body: the TD report, 584 bytes, or 648 for TD 1.5.
         signature: r and s, 64 bytes. attestation_key: x and y, 64 bytes.
-        qe_report: the quoting enclave's report, 384 bytes; qe_signature: the PCK's over it.
+        qe_report: the quoting enclave's report, 384 bytes. qe_signature: the PCK's signature over it.
         authentication_data: hashed into the enclave's report together with the attestation key.
-        chain: PCK certificate first, root last; empty where the quote carries none that can be read.
+        chain: PCK certificate first, root last; empty if the quote carries none that can be read.
     """
 
     raw: bytes
@@ -58,27 +58,27 @@ class TdxQuote:
 
     @property
     def tee_tcb_svn(self) -> bytes:
-        """16 versions: of the TDX module (minor, major) and of what it runs on."""
+        """The 16 versions at launch: of the TDX module (minor, major) and of the layers below it."""
         return self.body[:16]
 
     @property
     def tee_tcb_svn2(self) -> bytes:
-        """The same as it is now, where a TDX module was updated below a running guest; empty for TD 1.0."""
+        """The same versions now, after an update of the TDX module below a running guest; empty for TD 1.0."""
         return self.body[584:600]
 
     @property
     def module_signer(self) -> bytes:
-        """48 bytes; zero for Intel's own modules."""
+        """The module's signer, 48 bytes; zero for Intel's own modules."""
         return self.body[64:112]
 
     @property
     def module_attributes(self) -> bytes:
-        """8 bytes."""
+        """The module's attributes, 8 bytes."""
         return self.body[112:120]
 
     @property
     def qe_svn(self) -> int:
-        """Security version of the quoting enclave."""
+        """The security version of the quoting enclave."""
         return int.from_bytes(self.qe_report[258:260], "little")
 
     @property
@@ -87,7 +87,7 @@ class TdxQuote:
 
     @property
     def td_attributes(self) -> int:
-        """64-bit attribute word."""
+        """The guest's 64-bit attribute word."""
         return int.from_bytes(self.body[120:128], "little")
 
     @property
@@ -96,7 +96,7 @@ class TdxQuote:
 
     @property
     def mr_config_id(self) -> bytes:
-        """48 bytes that the host chose at launch."""
+        """The 48 bytes that the host chose at launch."""
         return self.body[184:232]
 
     @property
@@ -109,12 +109,12 @@ class TdxQuote:
 
     @property
     def mr_service_td(self) -> bytes:
-        """48 bytes for TD 1.5, empty for TD 1.0."""
+        """The service TD's measurement: 48 bytes for TD 1.5, empty for TD 1.0."""
         return self.body[600:648]
 
 
 def parse_quote(data: bytes) -> TdxQuote:
-    """Read a quote; zero bytes behind it, which the kernel interface appends, are cut off.
+    """Read a quote. Zero bytes behind it, which the kernel interface appends, are cut off.
 
     Raises:
         EvidenceError: ``evidence_malformed`` for another kind or version, wrong lengths, or other trailing bytes.
@@ -158,8 +158,9 @@ def _read_certification(data: bytes, raw: bytes, signed: bytes, body: bytes) -> 
         refuse(Refusal.EVIDENCE_MALFORMED, f"the quote's inner certification type {kind} is not known")
     reader.expect(4, len(data) - reader.position - 4, "inner certification length")
     pem = reader.rest() if kind == _CERTIFIED_BY_PEM_CHAIN else b""
+    # No signature covers this part, so anything else could be put into it.
     if not has_only_blocks(pem.rstrip(b"\0")):
-        refuse(Refusal.EVIDENCE_MALFORMED, "there is other text than certificates in the quote's certification data")
+        refuse(Refusal.EVIDENCE_MALFORMED, "the quote's certification data contains text other than certificates")
     return TdxQuote(
         raw=raw,
         signed=signed,
@@ -175,7 +176,7 @@ def _read_certification(data: bytes, raw: bytes, signed: bytes, body: bytes) -> 
 
 
 def _read_chain(pem: bytes) -> tuple[x509.Certificate, ...]:
-    """The certificates; none where one of them cannot be read, which is no chain."""
+    """Read the certificates; return none if one of them cannot be read, which is no chain."""
     try:
         return read_certificates(pem.rstrip(b"\0"))
     except ValueError:

@@ -1,4 +1,4 @@
-"""What an evidence log need not read again: its length and its newest subtrees, while nobody can have changed them."""
+"""Spares an evidence log reads: its length and newest subtrees, while no other process can have changed them."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -6,17 +6,17 @@ from typing import Final
 from attestation.log_entries import LogHead
 from attestation.transactions import Transactions
 
-_KEPT: Final = 4096
+_KEPT: Final = 4096  # all are dropped at once when so many are in memory
 
 
 class RecentLog:
-    """What the newest transaction has read and appended, for as long as it holds.
+    """The values that the newest transaction has read and appended, for as long as they hold.
 
-    A length holds until the next transaction, in which another process may have appended before; a subtree for ever,
-    unless what appended it is undone.
+    A length holds until the next transaction, before which another process may have appended. A subtree holds for
+    ever, unless its append is undone.
 
     Args:
-        transactions: of the log's connection; None to remember nothing.
+        transactions: every transaction of the log's connection; None remembers nothing.
     """
 
     def __init__(self, transactions: Transactions | None) -> None:
@@ -28,33 +28,33 @@ class RecentLog:
 
     @property
     def length(self) -> int | None:
-        """Number of entries; None if it has to be read."""
+        """The number of entries; None if it has to be read."""
         self._forget()
         return self._length
 
     @property
     def head(self) -> LogHead | None:
-        """Over all entries; None if it was not computed since the last of them."""
+        """The head over all entries; None if none was computed since the last of them."""
         self._forget()
         return self._head
 
     def subtree(self, level: int, index: int) -> bytes | None:
-        """A complete subtree, if it was appended here."""
+        """Return a complete subtree, if it was appended here."""
         self._forget()
         return self._subtrees.get((level, index))
 
     def found(self, length: int) -> None:
-        """Note what was read."""
+        """Remember a length that was read."""
         if self._transactions is not None:
             self._length, self._head = length, None
 
     def note(self, head: LogHead) -> None:
-        """Note a head over as many entries as there are."""
+        """Remember a head over all current entries."""
         if self._transactions is not None:
             self._head = head
 
     def appended(self, length: int, subtrees: Sequence[bytes]) -> None:
-        """Note an entry behind ``length`` others, and the subtrees that end in it."""
+        """Remember an entry behind ``length`` others, and the subtrees that end in it."""
         if self._transactions is not None:
             self.found(length + 1)
             if len(self._subtrees) >= _KEPT:

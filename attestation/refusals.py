@@ -1,4 +1,4 @@
-"""How an error of ours crosses gRPC: a status for its kind, and code, sentence and remedy in the trailing metadata."""
+"""Carries our errors across gRPC: a status for the kind; code, sentence and remedy in the trailing metadata."""
 
 import json
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from metrics.errors import EvidenceError, ProtocolError, RaycloakError
 
 SERVICE_NAME: Final = "raycloak.evidence.v1.Evidence"
 REFUSAL_KEY: Final = "raycloak-refusal-bin"
-_MAX_REFUSAL_BYTES = 4096
+_MAX_REFUSAL_BYTES = 4096  # room for a code, and for message and remedy of 1,024 characters each
 
 _STATUS = {
     "busy": grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -23,19 +23,19 @@ _STATUS = {
 
 
 def status_of(error: RaycloakError) -> grpc.StatusCode:
-    """The gRPC status of a refusal."""
+    """Return the gRPC status of a refusal."""
     return _STATUS.get(error.code, grpc.StatusCode.PERMISSION_DENIED)
 
 
 def trailing(error: RaycloakError) -> tuple[tuple[str, bytes], ...]:
-    """Metadata that carries a refusal."""
+    """Build the metadata that carries a refusal."""
     kind = "protocol" if isinstance(error, ProtocolError) else "evidence"
     said = {"kind": kind, "code": error.code, "message": error.message[:1024], "remedy": error.remedy[:1024]}
     return ((REFUSAL_KEY, canonical_json(said)),)
 
 
 def refusal_in(metadata: Iterable[tuple[str, str | bytes]]) -> RaycloakError | None:
-    """The refusal that trailing metadata carries, if it does."""
+    """Return the refusal that trailing metadata carries, if any."""
     for key, value in metadata:
         if key == REFUSAL_KEY and isinstance(value, bytes) and len(value) <= _MAX_REFUSAL_BYTES:
             try:

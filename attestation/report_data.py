@@ -1,7 +1,7 @@
 """The 64 bytes through which a TEE vouches for a session and its keys.
 
-Guarantee: SHA-512 over an injective encoding, so evidence made for one nonce, run, member, role, key, manifest, known
-answer or list of GPUs fits no other.
+Guarantee: SHA-512 over an injective encoding. So evidence for one nonce, run, member, role, key, manifest, known answer
+or list of GPUs fits no other.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ def report_data(
     known_answer: bytes,
     gpu_evidence: Sequence[bytes] = (),
 ) -> bytes:
-    """64 bytes that a quote for these values must carry; the fields are those of `Presentation`."""
+    """Compute the 64 bytes that a quote for these values must carry. The fields are also in `Presentation`."""
     gpu_list = hashlib.sha384(length_prefixed(_GPU_LABEL, *gpu_evidence)).digest()
     session = (nonce, run_id, member_id, role)
     keys = (hpke_key, mask_key, identity_key)
@@ -36,10 +36,10 @@ def report_data(
 
 
 def expected_report_data(presentation: Presentation) -> bytes:
-    """The report data that the quote inside ``presentation`` must carry."""
+    """Return the report data that the quote inside ``presentation`` must carry."""
     return report_data(**{name: getattr(presentation, name) for name in _BOUND_FIELDS})
 
 
-# The quote cannot bind itself; its format and its certificates say nothing that its signature does not.
+# The quote cannot bind itself. Its format and its certificates say nothing that its signature does not.
 _NOT_BOUND = ("quote", "quote_family", "certificates")
 _BOUND_FIELDS = tuple(name for name in Presentation.model_fields if name not in _NOT_BOUND)

@@ -1,7 +1,7 @@
-"""Revocations: what an operator takes back from a run that is under way, by a command of another process.
+"""Revocations: an operator takes members or machines off a run in progress, by a command in another process.
 
-They are rows in the state file of the run's orchestrator, which reads them whenever it looks a member up. Nothing
-takes one back.
+They are rows in the state file of the run's orchestrator, which reads them whenever it looks a member up. A revocation
+cannot be taken back.
 """
 
 import sqlite3
@@ -23,7 +23,7 @@ CREATE TABLE IF NOT EXISTS revocations (
     reason TEXT NOT NULL, revoked_at INTEGER NOT NULL, logged INTEGER NOT NULL DEFAULT 0
 )
 """
-# A member's name is another's in the next session; a platform is one machine for ever.
+# Another member may have the same name in the next session. A platform is one machine for ever.
 _REVOKED = (
     "SELECT kind, name, reason FROM revocations "
     "WHERE kind = 'platform' OR session = (SELECT name FROM session) ORDER BY number DESC"
@@ -31,9 +31,9 @@ _REVOKED = (
 
 
 def revoke(state_file: Path, kind: RevokedKind, name: str, *, reason: str, now: int) -> None:
-    """Take a member, or every member on a platform, off a run; may be called while its orchestrator runs.
+    """Take a member, or every member on a platform, off a run. The orchestrator may be running meanwhile.
 
-    Guarantee: when it has returned, the revocation is on disk, and the orchestrator of the run admits nobody that it
+    Guarantee: once this returns, the revocation is on disk. The run's orchestrator then admits no member that it
     names, releases nothing to it and signs no roster with it.
 
     Args:
@@ -48,10 +48,12 @@ def revoke(state_file: Path, kind: RevokedKind, name: str, *, reason: str, now: 
     if kind == "platform":
         name = _platform(name)
     with closing(_open(state_file, "rw")) as db:
+        # The command promises that the revocation is on disk when it returns.
         db.execute("PRAGMA synchronous = FULL")
         db.execute("BEGIN IMMEDIATE")
         db.execute(_SCHEMA)
         if kind == "member":
+            # In the transaction of the row, so that the member is one when it is revoked.
             _require_member(db, name)
         row = (kind, name, reason, now)
         session = "(SELECT coalesce(max(name), '') FROM session)"
@@ -61,9 +63,9 @@ def revoke(state_file: Path, kind: RevokedKind, name: str, *, reason: str, now: 
 
 
 def count_revocations(state_file: Path) -> int:
-    """Revocations of a run so far, read beside its orchestrator; 0 where its state cannot be read from here.
+    """Count the revocations of a run so far, beside its orchestrator; 0 if its state cannot be read from here.
 
-    Only promptness rests on it: the orchestrator itself refuses whoever was revoked.
+    Only promptness rests on this count: the orchestrator itself refuses revoked members.
     """
     try:
         with closing(_open(state_file, "ro")) as db:
@@ -73,11 +75,11 @@ def count_revocations(state_file: Path) -> int:
 
 
 class Revocations:
-    """The revocations of a run, as its orchestrator sees them.
+    """A run's revocations, as its orchestrator sees them.
 
     Args:
         db: the orchestrator's state.
-        transactions: of ``db``; inside one of them nobody can revoke, so that they are read once.
+        transactions: every transaction of ``db``. Nobody can revoke inside one of them, so rows are read once in each.
     """
 
     def __init__(self, db: sqlite3.Connection, log: EvidenceLog, transactions: Transactions) -> None:
@@ -88,7 +90,7 @@ class Revocations:
         db.execute(_SCHEMA)
 
     def find(self, member_id: str, platform_id: bytes) -> EvidenceError | None:
-        """The refusal of a member of this session, ``member_revoked`` or ``platform_revoked``; None if it may stay."""
+        """Return the refusal of a revoked member, ``member_revoked`` or ``platform_revoked``; None if it may stay."""
         reasons, platform = self._reasons(), platform_id.hex()
         if (reason := reasons.get(("member", member_id))) is not None:
             return _refusal("member", member_id, reason)
@@ -97,7 +99,7 @@ class Revocations:
         return None
 
     def _reasons(self) -> Mapping[tuple[str, str], str]:
-        """By kind and name, the first reason that was given."""
+        """Return the first reason given, by kind and name."""
         mark = self._transactions.mark
         if mark is not None and self._read is not None and self._read[0] == mark:
             return self._read[1]
@@ -106,7 +108,7 @@ class Revocations:
         return reasons
 
     def record(self) -> None:
-        """Log what was not logged yet, in a transaction of the caller's."""
+        """Log the revocations not logged yet, in the caller's transaction."""
         columns = "number, kind, name, reason, revoked_at"
         rows = self._db.execute(f"SELECT {columns} FROM revocations WHERE NOT logged ORDER BY number").fetchall()
         for number, kind, name, reason, revoked_at in rows:
@@ -144,7 +146,7 @@ def _platform(name: str) -> str:
 def _require_member(db: sqlite3.Connection, member_id: str) -> None:
     members = sorted(name for (name,) in db.execute("SELECT member_id FROM members"))
     if member_id not in members:
-        known = f"it has {', '.join(members)}" if members else "nobody is"
+        known = f"it has {', '.join(members)}" if members else "it has none"
         raise ConfigError(
             "member_unknown",
             f"'{member_id}' is not a member of the run now; {known}.",

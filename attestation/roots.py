@@ -1,7 +1,7 @@
 """Roots that vouch for evidence: the vendors' pinned certificates, and the anchors of a policy.
 
-Guarantee: a root counts as hardware only if its public key is pinned here, so no policy file can declare a simulator's
-root to be hardware. Roots are compared by public key, since a vendor may issue a root certificate again with the same
+Guarantee: a root counts as hardware only if its public key is pinned here. So no policy file can declare a simulator's
+root to be hardware. Roots are compared by public key, because a vendor may issue a root certificate again with the same
 key.
 """
 
@@ -23,7 +23,7 @@ from attestation.messages import Message
 from attestation.snp_roots import amd_roots
 
 Family = Literal["tdx", "sev_snp", "nvidia_gpu", "nvidia_rim"]
-"""The format of what a root vouches for: evidence, and so the verifier that reads it, or signed reference values."""
+"""The format of the data that a root vouches for: evidence, and so its verifier, or signed reference values."""
 
 # Intel SGX Root CA, valid 2018-05-21 to 2049-12-31; it vouches for SGX and TDX alike.
 INTEL_SGX_ROOT_DER: Final = base64.b64decode(
@@ -40,14 +40,14 @@ INTEL_SGX_ROOT_DER: Final = base64.b64decode(
 
 @dataclass(frozen=True, slots=True)
 class PinnedRoot:
-    """A vendor's root certificate, and the one class and family it vouches for."""
+    """A vendor's root certificate, and the one class and family that it vouches for."""
 
     evidence_class: EvidenceClass
     family: Family
     root_der: bytes
 
 
-# Roots of another family: one line here that unpacks what the family's own file reads from `attestation/anchors/`.
+# To add a root of another family, unpack here what the family's own module reads from `attestation/anchors/`.
 _PINNED_ROOTS: Final[tuple[PinnedRoot, ...]] = (
     PinnedRoot(EvidenceClass.INTEL_TDX, "tdx", INTEL_SGX_ROOT_DER),
     *(PinnedRoot(EvidenceClass.AMD_SEV_SNP, "sev_snp", root.public_bytes(Encoding.DER)) for root in amd_roots()),
@@ -58,7 +58,7 @@ _PINNED_ROOTS: Final[tuple[PinnedRoot, ...]] = (
 PINNED: Final[Mapping[bytes, PinnedRoot]] = MappingProxyType(
     {key_id(read_root(root.root_der)): root for root in _PINNED_ROOTS}
 )
-"""The pinned roots by :func:`key_id`."""
+"""Maps :func:`key_id` to the pinned root."""
 
 
 @lru_cache(maxsize=64)
@@ -82,7 +82,7 @@ class Anchor(Message):
 
     @classmethod
     def simulated(cls, family: Family, root: x509.Certificate) -> Self:
-        """The anchor of class ``simulated`` with that root; ValidationError if the root is a vendor's."""
+        """Make the anchor of class ``simulated`` with that root; ValidationError if the root is a vendor's."""
         der = root.public_bytes(Encoding.DER)
         return cls(evidence_class=EvidenceClass.SIMULATED, family=family, root_der=der)
 
@@ -92,7 +92,7 @@ class Anchor(Message):
 
     @property
     def root_key_id(self) -> bytes:
-        """See :func:`key_id`, 48 bytes."""
+        """The root's :func:`key_id`, 48 bytes."""
         return _loaded(self.root_der)[1]
 
     @model_validator(mode="after")
@@ -105,7 +105,7 @@ class Anchor(Message):
 
 
 def pinned_anchors(evidence_class: EvidenceClass) -> tuple[Anchor, ...]:
-    """The anchors of a hardware class: every pinned root of it."""
+    """Return the anchors of a hardware class: every pinned root of it."""
     return tuple(
         Anchor(evidence_class=root.evidence_class, family=root.family, root_der=root.root_der)
         for root in PINNED.values()
@@ -114,7 +114,7 @@ def pinned_anchors(evidence_class: EvidenceClass) -> tuple[Anchor, ...]:
 
 
 def anchor_of(anchors: Sequence[Anchor], family: Family, root: x509.Certificate) -> Anchor | None:
-    """The anchor of ``family`` with the public key of ``root``, if there is one."""
+    """Return the anchor of ``family`` with the public key of ``root``, if any."""
     wanted = key_id(root)
     return next((anchor for anchor in anchors if anchor.family == family and anchor.root_key_id == wanted), None)
 

@@ -1,7 +1,7 @@
-"""Rosters: who takes part in one attempt of one step, with which keys, hosting which virtual workers.
+"""Rosters: the members of one attempt of one step, with their keys and the virtual workers that they host.
 
-The orchestrator signs a roster; its digest is in every mask key, header and payload tag, so two workers that were
-shown different rosters cannot produce masks that cancel.
+The orchestrator signs a roster. Its digest is in every mask key, header and payload tag. So two workers that were shown
+different rosters cannot produce masks that cancel.
 """
 
 from typing import ClassVar, Literal
@@ -11,7 +11,7 @@ from attestation.messages import Envelope, Message, open_envelope
 from metrics.errors import ProtocolError
 
 Query = Literal["gradient", "evaluation", "class_counts"]
-"""What of an example is summed; a run has at most one mechanism of each. The steps of each query count from 0."""
+"""The property of an example that is summed. A run has at most one mechanism of each, and each counts steps from 0."""
 
 
 class Member(Message):
@@ -19,8 +19,8 @@ class Member(Message):
 
     Attributes:
         mask_key, identity_key: X25519 and Ed25519 public keys that its evidence binds.
-        evidence_digest: of the presentation that admitted it.
-        virtual_workers: those it hosts in this attempt, ascending; empty for an aggregator.
+        evidence_digest: digest of the presentation that admitted it.
+        virtual_workers: the virtual workers that it hosts in this attempt, ascending; empty for an aggregator.
         joined: ratchet index at its admission.
     """
 
@@ -39,7 +39,7 @@ class Roster(Message):
     """One attempt of one step.
 
     Attributes:
-        query, step: which release of which mechanism.
+        query, step: the mechanism, and the number of its release.
         attempt: strictly increasing per (run, query, step), also over restarts of the orchestrator.
         ratchet: number of steps committed in this session; pair secrets stand at this index.
         nonce: 32 random bytes, so that no two rosters share a digest.
@@ -66,7 +66,7 @@ class Roster(Message):
         return tuple(m for m in self.members if m.role == "aggregator")
 
     def member(self, member_id: str) -> Member:
-        """The entry of ``member_id``; ProtocolError ``roster_member`` if it has none."""
+        """Return the entry of ``member_id``; ProtocolError ``roster_member`` if it has none."""
         for member in self.members:
             if member.member_id == member_id:
                 return member
@@ -84,8 +84,8 @@ def open_roster(
 ) -> Roster:
     """Verify a roster.
 
-    Guarantee: returns only a roster that the orchestrator signed for this run and manifest, in which at least
-    ``minimum_workers`` distinct workers cover every virtual worker exactly once and no key appears twice.
+    Guarantee: returns only a roster that the orchestrator signed for this run and manifest. At least
+    ``minimum_workers`` distinct workers cover every virtual worker exactly once, and no key appears twice.
 
     Raises:
         ProtocolError: ``signature``, ``roster_mismatch``, ``roster_cover``, ``roster_too_small`` or

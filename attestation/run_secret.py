@@ -30,19 +30,19 @@ def load_secret(path: Path) -> Secret:
 
 
 def exposure(path: Path) -> str | None:
-    """One line that warns of a secret file which others than its owner can read; None if there is nothing to say.
+    """Return a one-line warning if others than its owner can read a secret file; None otherwise.
 
-    It is a warning because the file is the user's own, and how it came to where the run is may leave no choice.
+    It is only a warning because the file is the user's own, and the way it reached this machine may leave no choice.
     """
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
     except OSError:
-        return None  # whoever opens the file says why
+        return None  # opening the file will report why
     if not mode & 0o077:
         return None
     return (
-        f"warning: {path} has mode {mode:04o}. Whoever reads this run secret can take the noise and the masks off the "
-        f"run. Run chmod 600 {path}"
+        f"warning: {path} has mode {mode:04o}. Anybody who reads this run secret can remove the noise and the masks "
+        f"of the run. Run chmod 600 {path}"
     )
 
 
@@ -57,14 +57,15 @@ def create_secret(directory: Path) -> tuple[Path, Secret]:
         os.fsync(descriptor)
     folder = os.open(directory, os.O_RDONLY)
     try:
-        os.fsync(folder)  # The name too: steps are charged on what this secret gives.
+        # Sync the name too, because steps will be charged for noise that derives from this secret.
+        os.fsync(folder)
     finally:
         os.close(folder)
     return path, secret
 
 
 def kept_secret(directory: Path, run_id: str) -> tuple[Path, Secret]:
-    """The secret that :func:`create_secret` made for a run, and its file.
+    """Load the secret that :func:`create_secret` made for a run, and return it with its file.
 
     Raises:
         ConfigError: ``secret_destroyed`` if it is gone, or was never in ``directory``.
@@ -84,7 +85,7 @@ def kept_secret(directory: Path, run_id: str) -> tuple[Path, Secret]:
 
 
 def destroy_secret(path: Path) -> None:
-    """Overwrite and remove a secret file; what a journaling or copying file system kept is beyond reach."""
+    """Overwrite and remove a secret file. Copies that a journaling or copying file system kept are beyond reach."""
     with path.open("r+b") as file:
         file.write(b"0" * path.stat().st_size)
         file.flush()
@@ -93,5 +94,5 @@ def destroy_secret(path: Path) -> None:
 
 
 def run_id_of(secret: Secret) -> str:
-    """The public name of the run that ``secret`` belongs to: 16 hexadecimal digits."""
+    """Derive the public name of the run that ``secret`` belongs to: 16 hexadecimal digits."""
     return derive(secret, Purpose.RUN_ID, length=8).reveal().hex()

@@ -1,9 +1,9 @@
 """Sealed data: a dataset that is encrypted per slice for one policy, and the keys of its slices.
 
-Guarantee: whoever lacks the key of a slice learns of it what the header says in the clear, which is shapes, types,
-counts and sizes; a slice opens only as the one that was sealed at its place of this dataset, for this policy and this
-use: training or evaluation. The orchestrator releases slice keys with the virtual-worker keys, to workers that were
-appraised by that policy, and has no key of the same slice for any other policy or use.
+Guarantee: without the key of a slice, only the header's clear text is known: shapes, types, counts and sizes. A slice
+opens only at its place of this dataset, for the policy and the use (training or evaluation) it was sealed for. The
+orchestrator releases slice keys with the virtual-worker keys, to workers that were appraised by that policy. It has no
+key of the same slice for any other policy or use.
 Not guaranteed: that the data owner's dataset key, a file that the orchestrator reads, stays where it is.
 """
 
@@ -25,7 +25,7 @@ from metrics.errors import ConfigError, EvidenceError, ProtocolError
 from metrics.file_errors import file_error
 
 Use = Literal["training", "evaluation"]
-"""What a dataset was sealed for. Results on training data leave with noise only, those of an evaluation as they are."""
+"""The use that a dataset was sealed for. Training results leave with noise only, evaluation results as they are."""
 
 HEADER_FILE = "header.json"
 PAYLOAD = "slice.enc"
@@ -37,15 +37,15 @@ _HEX = re.compile(rb"[0-9a-fA-F]{64}")
 
 
 class SealedHeader(Message):
-    """What a sealed dataset says in the clear.
+    """The clear text of a sealed dataset.
 
     Attributes:
-        use: what its slices are opened for.
+        use: the use that its slices may be opened for.
         dataset_id: 16 random bytes, drawn when it was sealed.
         virtual_workers: number of slices; example i is in slice i mod V.
-        policy_digest: of the evidence policy that it was sealed for.
+        policy_digest: digest of the evidence policy that it was sealed for.
         form: shapes and types of the examples.
-        key_commitments: to the slice keys.
+        key_commitments: the commitments to the slice keys.
         slices: the encrypted file of each slice.
     """
 
@@ -61,13 +61,13 @@ class SealedHeader(Message):
     slices: tuple[Payload, ...] = ()
 
     def context(self, v: int) -> bytes:
-        """What slice ``v`` and its key are bound to."""
+        """Return the context that slice ``v`` and its key are bound to."""
         fields = (self.use, self.dataset_id, self.virtual_workers, self.policy_digest, canonical_json(self.form), v)
         return length_prefixed("raycloak/sealed-data/slice/v2", *fields)
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """The header of the sealed dataset in ``folder``; ConfigError ``sealed_data`` if there is none."""
+        """Read the header of the sealed dataset in ``folder``; ConfigError ``sealed_data`` if there is none."""
         try:
             header = parse(cls, (folder / HEADER_FILE).read_bytes())
         except OSError as error:
@@ -87,7 +87,7 @@ class SealedHeader(Message):
         return header
 
     def require_use(self, use: Use) -> None:
-        """ConfigError ``sealed_data`` unless it was sealed for ``use``."""
+        """Raise ConfigError ``sealed_data`` unless the dataset was sealed for ``use``."""
         if self.use != use:
             raise ConfigError(
                 "sealed_data",
@@ -97,16 +97,16 @@ class SealedHeader(Message):
 
 
 def slice_file(folder: Path, v: int) -> Path:
-    """The encrypted file of slice ``v``."""
+    """Return the path of slice ``v``'s encrypted file."""
     return folder / f"slice-{v:05d}.enc"
 
 
 def slice_key(dataset_key: Secret, header: SealedHeader, v: int) -> Secret:
-    """Key of slice ``v``, as only the data owner and the orchestrator can derive it.
+    """Derive the key of slice ``v``. Only the data owner and the orchestrator can.
 
-    Guarantee: another policy, use, form or number of slices in ``header`` gives another key. So who shows the
-    orchestrator a header with a weaker policy in it, or training data as an evaluation split, gets it to release
-    nothing that opens a slice.
+    Guarantee: another policy, use, form or number of slices in ``header`` gives another key. So an attacker may show
+    the orchestrator a header with a weaker policy, or training data as an evaluation split. The keys released for it
+    open no slice.
     """
     return derive(dataset_key, _PURPOSES[header.use], header.context(v))
 
@@ -124,7 +124,7 @@ def load_dataset_key(path: Path) -> Secret:
 
 @dataclass(frozen=True, slots=True)
 class SealedTerms:
-    """What the orchestrator needs to know of a run's sealed data: the header, and where the dataset key is."""
+    """The orchestrator's view of a run's sealed data: the header, and the path of the dataset key."""
 
     header: SealedHeader
     key_file: str
@@ -142,25 +142,26 @@ class SliceKeys:
         """Read the dataset key.
 
         Raises:
-            ConfigError: ``sealed_data`` if the dataset was not sealed for ``use``, ``dataset_key`` if it was sealed
+            ConfigError: ``sealed_data`` if the dataset was not sealed for ``use``. ``dataset_key`` if it was sealed
                 with another key.
         """
         terms.header.require_use(use)
         keys = cls(terms.header, load_dataset_key(Path(terms.key_file)))
+        # One slice's commitment identifies the dataset key, because every slice key derives from it.
         if key_commitment(keys.of(0)) != terms.header.key_commitments[0]:
             raise ConfigError(
                 "dataset_key",
                 f"{terms.key_file} is not the key that the dataset was sealed with.",
-                "Name that one as key_file.",
+                "Name that key as key_file.",
             )
         return keys
 
     def of(self, v: int) -> Secret:
-        """Key of slice ``v``."""
+        """Derive the key of slice ``v``."""
         return slice_key(self.dataset_key, self.header, v)
 
     def require_policy(self, evidence_policy: bytes) -> None:
-        """EvidenceError ``release_denied`` unless the dataset was sealed for this policy."""
+        """Raise EvidenceError ``release_denied`` unless the dataset was sealed for this policy."""
         if self.header.policy_digest != evidence_policy:
             raise EvidenceError(
                 "release_denied",
@@ -171,7 +172,7 @@ class SliceKeys:
 
 
 def require_committed(header: SealedHeader, keys: Sequence[tuple[int, Secret]]) -> None:
-    """EvidenceError ``key_not_committed`` unless every key is the one that ``header`` commits to for its slice."""
+    """Raise EvidenceError ``key_not_committed`` unless ``header`` commits to every key for its slice."""
     for v, key in keys:
         if v >= len(header.key_commitments) or key_commitment(key) != header.key_commitments[v]:
             raise EvidenceError("key_not_committed", f"the key of slice {v} is not the one the dataset was sealed with")

@@ -1,8 +1,8 @@
 """The payloads of a package: chunks of authenticated encryption in the STREAM construction.
 
-STREAM is that of Hoang, Reyhanitabar, Rogaway and Vizár (2015): the nonce of a chunk is the payload's prefix, the
-chunk's position and whether it is the last, so a chunk that was cut off, moved, repeated or added does not decrypt. The
-cipher is AES-256-GCM under a key that belongs to one payload of one package. Memory: a few chunks, whatever the size.
+STREAM is the construction of Hoang, Reyhanitabar, Rogaway and Vizár (2015). A chunk's nonce is the payload's prefix,
+the chunk's position and whether it is the last. So a chunk that was cut off, moved, repeated or added does not decrypt.
+The cipher is AES-256-GCM under a key of one payload of one package. Memory: a few chunks, whatever the size.
 """
 
 import hashlib
@@ -23,13 +23,13 @@ Piece = bytes | bytearray | memoryview
 
 
 class Sink(Protocol):
-    """Where a payload is written to."""
+    """A writable destination of a payload."""
 
     def write(self, data: bytes, /) -> object: ...
 
 
 class Source(Protocol):
-    """Where a payload is read from."""
+    """A readable origin of a payload."""
 
     def read(self, size: int, /) -> bytes: ...
 
@@ -40,8 +40,8 @@ def write_payload(
     """Encrypt ``pieces``, one after the other, into ``sink``.
 
     Args:
-        data_key: of the package, 32 bytes.
-        context: of the package; see `attestation.package_manifest.package_context`.
+        data_key: the package's key, 32 bytes.
+        context: the package's context; see `attestation.package_manifest.package_context`.
     """
     prefix = secrets.token_bytes(NONCE_PREFIX_BYTES)
     sha256, plain_bytes, cipher_bytes = hashlib.sha256(), 0, 0
@@ -64,10 +64,10 @@ def write_payload(
 
 
 def read_payload(source: Source, data_key: Secret, context: bytes, payload: Payload) -> Iterator[bytes]:
-    """The plaintext of a payload, chunk by chunk.
+    """Yield the plaintext of a payload, chunk by chunk.
 
-    Guarantee: every chunk that is yielded is the one that was written at its place of this very payload; at the end,
-    all of them were, and nothing follows them.
+    Guarantee: every yielded chunk is the one that was written at its place of this very payload. When the iterator
+    ends, all of them were yielded, and nothing follows them.
 
     Raises:
         EvidenceError: ``package_file_changed``.
@@ -84,12 +84,13 @@ def read_payload(source: Source, data_key: Secret, context: bytes, payload: Payl
         except InvalidTag:
             refuse(PackageRefusal.FILE_CHANGED, f"chunk {index} of {payload.name} is not the one written there.")
         left -= size
+    # Every chunk was authentic, but bytes behind the last one were never sealed.
     if source.read(1):
-        refuse(PackageRefusal.FILE_CHANGED, f"{payload.name} goes on after its last chunk.")
+        refuse(PackageRefusal.FILE_CHANGED, f"{payload.name} continues after its last chunk.")
 
 
 def _chunks(pieces: Iterable[Piece], chunk_bytes: int) -> Iterator[tuple[bytearray, bool]]:
-    """All pieces joined and cut anew, with whether a chunk is the last; at least one chunk."""
+    """Join all pieces and cut them anew; yield each chunk, at least one, with whether it is the last."""
     chunk = bytearray()
     for piece in pieces:
         rest = memoryview(piece).cast("B")
@@ -105,7 +106,7 @@ def _chunks(pieces: Iterable[Piece], chunk_bytes: int) -> Iterator[tuple[bytearr
 
 
 def _nonce(prefix: bytes, index: int, is_last: bool) -> bytes:
-    """Prefix (7 bytes), position (4, big-endian), 1 for the last chunk, else 0."""
+    """Return prefix (7 bytes), position (4, big-endian), and 1 for the last chunk, else 0."""
     return prefix + index.to_bytes(4, "big") + bytes([is_last])
 
 
@@ -118,7 +119,7 @@ def _associated(context: bytes, name: str) -> bytes:
 
 
 def _read_exactly(source: Source, size: int) -> bytes:
-    """Up to ``size`` bytes; fewer only at the end, and then the tag does not verify."""
+    """Read up to ``size`` bytes. Fewer come only at the end, and then the tag does not verify."""
     parts, left = [], size
     while left and (part := source.read(left)):
         parts.append(part)

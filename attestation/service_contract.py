@@ -1,7 +1,7 @@
 """The contract of a standalone evidence service, for members that train with code of their own.
 
 It takes the place of a run's manifest: its digest is in every piece of evidence and key package. Hand it to members
-over a channel that an attacker cannot change.
+through a channel that an attacker cannot control.
 """
 
 from typing import Annotated, ClassVar
@@ -18,11 +18,11 @@ class ServiceContract(Message):
     """The terms of a service.
 
     Attributes:
-        orchestrator_key: Ed25519; certifies the service's channels and signs its packages, rosters and log heads.
-        orchestrator_ml_dsa: ML-DSA-65; signs the log heads too.
-        policy_digest: of the policy that evidence is judged by.
+        orchestrator_key: the Ed25519 key that certifies the service's channels and signs its packages and rosters.
+        orchestrator_ml_dsa: the ML-DSA-65 key that co-signs the heads of its evidence log.
+        policy_digest: digest of the policy that evidence is judged by.
         virtual_workers: number of key owners.
-        known_answer: the digest of its result on a public input, which every worker has to present.
+        known_answer: the digest of its result on a public input that every worker must present.
         key_commitments: per epoch, digest of the commitments to all keys.
     """
 
@@ -38,10 +38,10 @@ class ServiceContract(Message):
 
     @property
     def orchestrator(self) -> SignerPublic:
-        """Both keys; pydantic's ValidationError if one is of another length."""
+        """Both public keys; pydantic's ValidationError if one has a wrong length."""
         return SignerPublic(ed25519=self.orchestrator_key, ml_dsa_65=self.orchestrator_ml_dsa)
 
 
 def contract_context(virtual_workers: int, known_answer: bytes) -> bytes:
-    """Return the context that the keys of a contract derive from, beside the run secret."""
+    """Return the context that a contract's keys derive from, beside the run secret."""
     return digest(length_prefixed("raycloak/service-key-context/v1", virtual_workers, known_answer))

@@ -1,8 +1,8 @@
 """A vendor of simulated TDX platforms, for machines without a TEE.
 
-It has a root of its own, which it keeps in a file that only its owner may read; it certifies platforms and publishes
-collateral. Its evidence has the genuine format and goes through the verifier of hardware evidence, but proves nothing
-about a machine: whoever can read the file can sign anything. Every subject says ``O=SIMULATOR - NOT A TEE``.
+It has a root of its own, which it keeps in a file that only its owner may read. It certifies platforms and publishes
+collateral. Its evidence has the genuine format and goes through the verifier of hardware evidence. It proves nothing
+about a machine: a reader of the file can sign anything. Every subject says ``O=SIMULATOR - NOT A TEE``.
 """
 
 import hashlib
@@ -45,13 +45,13 @@ from raycloak_layout import PACKAGES
 
 VENDOR_FILE: Final = "vendor.json"
 EVALUATION_NUMBER: Final = 18
-COLLATERAL_AGE_S: Final = 3600
+COLLATERAL_AGE_S: Final = 3600  # so that nodes' clocks may differ
 COLLATERAL_LIFETIME_S: Final = 30 * 24 * 3600
 _TCB_DATE = "2026-01-01T00:00:00Z"
 
 
 class VendorKeys(Message):
-    """The file's content."""
+    """The vendor file's content."""
 
     DOMAIN: ClassVar[str] = "raycloak/simulator/vendor/v1"
 
@@ -62,12 +62,12 @@ class VendorKeys(Message):
 
 @dataclass(frozen=True, slots=True)
 class CollateralVariant:
-    """What the collateral says; the defaults pass, anything else is for refusals.
+    """The collateral's content. The defaults pass, any other value is for testing refusals.
 
     Attributes:
         old_module_status: status of the TDX module one version below the newest, which is unknown if None.
         signer: a platform whose PCK key signs TCB info and QE identity in place of the TCB signer.
-        revoked_platforms: whose PCK certificates are on the PCK revocation list.
+        revoked_platforms: the platforms whose PCK certificates are on the PCK revocation list.
         revoke_tcb_signer, revoke_platform_ca: put it on the root's revocation list.
     """
 
@@ -87,7 +87,7 @@ CURRENT: Final = CollateralVariant()
 
 
 class SimulatedVendor:
-    """Root, platform CA and TCB signer of one simulated vendor."""
+    """The root, platform CA and TCB signer of one simulated vendor."""
 
     def __init__(self, root: Credential, platform_ca: Credential, tcb_signer: Credential) -> None:
         self._root = root
@@ -96,15 +96,15 @@ class SimulatedVendor:
 
     @classmethod
     def create(cls) -> Self:
-        """A new vendor, held in memory only."""
+        """Make a new vendor, held in memory only."""
         root = new_root()
         return cls(root, new_platform_ca(root), new_tcb_signer(root))
 
     @classmethod
     def load_or_create(cls, directory: Path) -> Self:
-        """The vendor whose keys are in ``directory``, created there by the first caller.
+        """Load the vendor whose keys are in ``directory``; the first caller creates it.
 
-        Guarantee: all callers, also concurrent ones, get the same root; the file is readable by its owner only.
+        Guarantee: all callers, also concurrent ones, get the same root. Only the owner can read the file.
 
         Raises:
             ConfigError: ``simulator_state`` if the file is damaged, cannot be used, or others may read it.
@@ -126,15 +126,15 @@ class SimulatedVendor:
         return self._root.certificate.public_bytes(Encoding.DER)
 
     def platform(self) -> SimulatedPlatform:
-        """A new platform under this vendor; a node needs one."""
+        """Make a new platform under this vendor. A node needs one."""
         return SimulatedPlatform.create(self._platform_ca, self._root)
 
     def collateral(self, now: int, variant: CollateralVariant = CURRENT) -> CollateralBundle:
-        """Everything the vendor publishes at unix second ``now``; see :meth:`tdx_collateral`."""
+        """Return everything the vendor publishes at unix second ``now``; see :meth:`tdx_collateral`."""
         return CollateralBundle(tdx=(self.tdx_collateral(now, variant),))
 
     def tdx_collateral(self, now: int, variant: CollateralVariant = CURRENT) -> Collateral:
-        """What the vendor publishes about its TDX platforms at unix second ``now``.
+        """Return what the vendor publishes about its TDX platforms at unix second ``now``.
 
         Valid from one hour before, so that nodes' clocks may differ, to 30 days after.
         """
@@ -219,10 +219,10 @@ def _validity(variant: CollateralVariant, start: datetime, end: datetime) -> dic
 
 
 def code_measurement(root: Path | None = None) -> bytes:
-    """SHA-384 (48 bytes) over names and content of raycloak's own Python files below ``root``.
+    """Compute SHA-384 (48 bytes) over names and content of raycloak's own Python files below ``root``.
 
-    A simulated platform reports it as ``mr_td``, and the default policy pins it: two machines with different
-    versions of the code refuse each other. Read once per process, also where several threads ask first.
+    A simulated platform reports it as ``mr_td``, and the default policy pins it. So two machines with different
+    versions of the code refuse each other. The files are read once per process, also if several threads ask first.
 
     Args:
         root: folder that holds the packages; by default the one this module was imported from.
@@ -231,6 +231,7 @@ def code_measurement(root: Path | None = None) -> bytes:
         return _measured(root)
 
 
+# Two threads that ask first would each read all files.
 _MEASURING: Final = threading.Lock()
 
 

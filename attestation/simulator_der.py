@@ -1,4 +1,4 @@
-"""Just enough DER to write the extensions of PCK certificates and of AMD's endorsement certificates."""
+"""Writes just enough DER for the extensions of PCK certificates and of AMD's endorsement certificates."""
 
 SGX_EXTENSION_OID = "1.2.840.113741.1.13.1"
 
@@ -6,10 +6,10 @@ _BOOLEAN, _INTEGER, _OCTETS, _OID, _ENUMERATED, _IA5, _SEQUENCE = 0x01, 0x02, 0x
 
 
 def sgx_extension(*, ppid: bytes, fmspc: bytes, instance_id: bytes, component_svns: bytes, pce_svn: int) -> bytes:
-    """DER of the extension: platform ids and TCB of one multi-package, hyper-threaded platform with cached keys.
+    """Encode the extension: platform ids and TCB of one multi-package, hyper-threaded platform with cached keys.
 
     Args:
-        ppid, instance_id, component_svns: 16 bytes each; ``fmspc``: 6 bytes.
+        ppid, instance_id, component_svns: 16 bytes each. ``fmspc``: 6 bytes.
     """
     components = [_entry(f"2.{i}", integer(svn)) for i, svn in enumerate(component_svns, 1)]
     tcb = _sequence(*components, _entry("2.17", integer(pce_svn)), _entry("2.18", octets(component_svns)))
@@ -34,17 +34,17 @@ def _sequence(*parts: bytes) -> bytes:
 
 
 def octets(value: bytes) -> bytes:
-    """OCTET STRING."""
+    """Encode an OCTET STRING."""
     return tlv(_OCTETS, value)
 
 
 def text(value: str) -> bytes:
-    """IA5String."""
+    """Encode an IA5String."""
     return tlv(_IA5, value.encode("ascii"))
 
 
 def integer(value: int) -> bytes:
-    """INTEGER, not negative."""
+    """Encode an INTEGER, not negative."""
     return tlv(_INTEGER, value.to_bytes(value.bit_length() // 8 + 1, "big"))
 
 
@@ -61,7 +61,7 @@ def _base128(value: int) -> bytes:
 
 
 def tlv(tag: int, content: bytes) -> bytes:
-    """Any element."""
+    """Encode any element."""
     size = len(content)
     if size < 0x80:
         return bytes((tag, size)) + content

@@ -37,7 +37,7 @@ VALID_UNTIL = datetime(2049, 12, 31, tzinfo=UTC)
 
 
 class StoredCredential(Message):
-    """Serialized form of a :class:`Credential`; the key does not appear in its repr."""
+    """The serialized form of a :class:`Credential`. The key does not appear in its repr."""
 
     DOMAIN: ClassVar[str] = "raycloak/simulator/credential/v1"
 
@@ -54,11 +54,11 @@ class Credential:
 
     @property
     def pem(self) -> str:
-        """The certificate alone."""
+        """The certificate alone, without its issuers."""
         return self.certificate.public_bytes(Encoding.PEM).decode()
 
     def sign(self, message: bytes) -> bytes:
-        """ECDSA SHA-256, r and s as 64 raw bytes."""
+        """Sign with ECDSA and SHA-256; r and s are 64 raw bytes."""
         return sign_raw(self.key, message)
 
     def store(self) -> StoredCredential:
@@ -77,12 +77,12 @@ class Credential:
 
 
 def store_key(key: EllipticCurvePrivateKey) -> bytes:
-    """PKCS #8 DER, not encrypted."""
+    """Encode a key as PKCS #8 DER, unencrypted."""
     return key.private_bytes(Encoding.DER, PrivateFormat.PKCS8, NoEncryption())
 
 
 def load_key(pkcs8: bytes) -> EllipticCurvePrivateKey:
-    """Inverse of :func:`store_key`; ValueError, TypeError or UnsupportedAlgorithm if the bytes are damaged."""
+    """Decode a key of :func:`store_key`; ValueError, TypeError or UnsupportedAlgorithm if the bytes are damaged."""
     key = load_der_private_key(pkcs8, None)
     if not isinstance(key, EllipticCurvePrivateKey):
         raise ValueError("not an elliptic-curve key")
@@ -90,42 +90,42 @@ def load_key(pkcs8: bytes) -> EllipticCurvePrivateKey:
 
 
 def sign_raw(key: EllipticCurvePrivateKey, message: bytes) -> bytes:
-    """ECDSA SHA-256 signature, r and s as 64 raw bytes."""
+    """Sign with ECDSA and SHA-256; r and s are 64 raw bytes."""
     r, s = decode_dss_signature(key.sign(message, ECDSA(SHA256())))
     return r.to_bytes(32, "big") + s.to_bytes(32, "big")
 
 
 def raw_point(key: EllipticCurvePublicKey) -> bytes:
-    """x and y, 64 bytes."""
+    """Return x and y of a public key, 64 bytes."""
     return key.public_bytes(Encoding.X962, PublicFormat.UncompressedPoint)[1:]
 
 
 def new_root() -> Credential:
-    """A self-signed root."""
+    """Make a self-signed root."""
     return _issue("Intel SGX Root CA", None, is_ca=True, path_length=1)
 
 
 def new_platform_ca(root: Credential) -> Credential:
-    """The CA that certifies platforms."""
+    """Make the CA that certifies platforms."""
     return _issue("Intel SGX PCK Platform CA", root, is_ca=True, path_length=0)
 
 
 def new_tcb_signer(root: Credential) -> Credential:
-    """The signer of TCB info and QE identity."""
+    """Make the signer of TCB info and QE identity."""
     return _issue("Intel SGX TCB Signing", root)
 
 
 def new_platform_credential(
     ca: Credential, *, ppid: bytes, fmspc: bytes, instance_id: bytes, component_svns: bytes, pce_svn: int
 ) -> Credential:
-    """The PCK credential of one platform."""
+    """Make the PCK credential of one platform."""
     der = sgx_extension(ppid=ppid, fmspc=fmspc, instance_id=instance_id, component_svns=component_svns, pce_svn=pce_svn)
     extension = x509.UnrecognizedExtension(ObjectIdentifier(SGX_EXTENSION_OID), der)
     return _issue("Intel SGX PCK Certificate", ca, extension=extension)
 
 
 def new_crl(issuer: Credential, revoked: tuple[int, ...], start: datetime, end: datetime, number: int) -> bytes:
-    """DER of a revocation list that names the serial numbers ``revoked``."""
+    """Return the DER of a revocation list with the serial numbers ``revoked``."""
     public = _public_key(issuer.certificate)
     builder = x509.CertificateRevocationListBuilder().issuer_name(issuer.certificate.subject)
     builder = builder.last_update(start).next_update(end).add_extension(x509.CRLNumber(number), critical=False)
@@ -160,7 +160,7 @@ def _issue(
 
 
 def subject(common_name: str) -> x509.Name:
-    """A name that says that it is a simulator's."""
+    """Make a name that says that it is a simulator's."""
     return x509.Name(
         [
             x509.NameAttribute(NameOID.COMMON_NAME, common_name),
@@ -170,7 +170,7 @@ def subject(common_name: str) -> x509.Name:
 
 
 def key_usage(is_ca: bool) -> x509.KeyUsage:
-    """That of a CA, which signs certificates and revocation lists, or that of a leaf."""
+    """Return the usage of a CA, which signs certificates and revocation lists, or of a leaf."""
     return x509.KeyUsage(
         digital_signature=not is_ca,
         content_commitment=not is_ca,

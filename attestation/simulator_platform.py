@@ -41,11 +41,11 @@ _XFAM = bytes.fromhex("e702060000000000")
 
 @dataclass(frozen=True, slots=True)
 class QuoteVariant:
-    """What a quote says about guest and quoting enclave; the defaults pass, anything else is for refusals.
+    """A quote's content about guest and quoting enclave. The defaults pass, any other value is for testing refusals.
 
     Attributes:
         version: 4, or 5 for a quote with the longer TD 1.5 report. mr_service_td: 48 bytes, in version 5 only.
-        tee_tcb_svn, tee_tcb_svn2: 16 bytes, at launch and now; the second in version 5 only, None for the first again.
+        tee_tcb_svn, tee_tcb_svn2: 16 bytes, at launch and now. The second is in version 5 only; None repeats the first.
         rtmrs: the four run-time registers, 192 bytes. mr_config_id: 48 bytes.
         td_attributes: 8 bytes. qe_mrsigner: 32 bytes. qe_attributes: 16 bytes.
         foreign_attestation_key: sign with a key that the quoting enclave's report does not certify.
@@ -69,7 +69,7 @@ GENUINE: Final = QuoteVariant()
 
 
 class PlatformKeys(Message):
-    """Serialized form of a platform; the keys do not appear in its repr."""
+    """The serialized form of a platform; the keys do not appear in its repr."""
 
     DOMAIN: ClassVar[str] = "raycloak/simulator/platform/v1"
 
@@ -97,7 +97,7 @@ class SimulatedPlatform:
 
     @classmethod
     def create(cls, ca: Credential, root: Credential) -> Self:
-        """A new platform certified by ``ca``."""
+        """Make a new platform certified by ``ca``."""
         instance_id = secrets.token_bytes(16)
         pck = new_platform_credential(
             ca,
@@ -114,7 +114,7 @@ class SimulatedPlatform:
         return self.pck.pem + self._issuers_pem
 
     def to_bytes(self) -> bytes:
-        """The platform with its private keys, for the one process that quotes for its node."""
+        """Serialize the platform with its private keys, for the one process that quotes for its node."""
         return PlatformKeys(
             pck=self.pck.store(),
             attestation_key_pkcs8=store_key(self._attestation_key),
@@ -124,7 +124,7 @@ class SimulatedPlatform:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Inverse of :meth:`to_bytes`; ProtocolError ``malformed`` if it is not one."""
+        """Invert :meth:`to_bytes`; ProtocolError ``malformed`` if ``data`` is not its result."""
         keys = parse(PlatformKeys, data)
         try:
             pck, key = Credential.load(keys.pck), load_key(keys.attestation_key_pkcs8)
@@ -133,7 +133,7 @@ class SimulatedPlatform:
         return cls(pck, key, keys.issuers_pem, keys.instance_id)
 
     def quote(self, report_data: bytes, measurement: bytes, variant: QuoteVariant = GENUINE) -> bytes:
-        """A TDX quote.
+        """Make a TDX quote.
 
         Args:
             report_data: 64 bytes, as `attestation.report_data` makes them.

@@ -1,8 +1,8 @@
 """Verifies an AMD SEV-SNP attestation report with the certificate of the key that signed it.
 
-Hardware and simulated evidence take the same path; the class of the result is the class of the anchor. Form, root,
-chain, machine, signature, revocation, validity, firmware and guest are judged in this order, and the first that fails
-sets the code. Not checked here: measurement, freshness and report data, which `attestation.appraisal` compares.
+Hardware and simulated evidence take the same path. The class of the result is the class of the anchor. Form, root,
+chain, machine, signature, revocation, validity, firmware and guest are judged in this order, and the first failure sets
+the code. Not checked here: measurement, freshness and report data, which `attestation.appraisal` compares.
 """
 
 from collections.abc import Collection, Sequence
@@ -38,6 +38,7 @@ from attestation.snp_rules import Generation, SnpRules
 
 MAX_CERTIFICATES: Final = 8
 
+# Bits of a guest's policy, and of the word about the machine (AMD's document 56860).
 _SMT = 1 << 16
 _MIGRATE_MA = 1 << 18
 _DEBUG = 1 << 19
@@ -46,18 +47,18 @@ _ALIAS_CHECK_COMPLETE = 1 << 5
 
 @dataclass(frozen=True, slots=True)
 class SnpClaims:
-    """What a verified report says.
+    """The claims of a verified report.
 
     Attributes:
         evidence_class: class of the anchor whose root verified the report.
         measurement: launch measurement of the guest, 48 bytes.
         report_data: 64 bytes that the guest chose.
-        platform_id: the chip's id, 64 bytes, of which a Turin chip uses 8. Where a provider masks it, which only a
-            VLEK admits, the 32-byte report id: it names the guest and says nothing about the machine.
+        platform_id: the chip's id, 64 bytes, of which a Turin chip uses 8. If a provider masks it, which only a VLEK
+            admits, the 32-byte report id: it names the guest and says nothing about the machine.
         generation, key_kind: of the machine and of the endorsement key.
         reported_tcb: 8 bytes; ``firmware`` has them in words.
         policy: 64-bit guest policy. host_data: 32 bytes that the host chose at launch.
-        facts: numbers of the root's revocation lists, if there are any; they may only rise.
+        facts: numbers of the root's revocation lists, if any. They may only rise.
         expires_at: unix seconds at which a certificate or a revocation list stops being valid.
         hwmodel, dbgstat: the claims of RFC 9711 of these names.
     """
@@ -104,18 +105,18 @@ def verify_snp(
 ) -> SnpClaims:
     """Verify ``report`` at unix second ``now``.
 
-    Guarantee: returns only for a canonical report that ``rules`` accept, signed by a key that AMD's CA of the
-    machine's generation certified for this chip (or, with a VLEK, for one provider) and for the reported TCB version,
-    under one of ``anchors`` of an accepted class, with nothing of the chain revoked or out of its validity.
+    Guarantee: returns only for a canonical report that ``rules`` accept. AMD's CA of the machine's generation certified
+    the signing key for this chip and the reported TCB version; a VLEK is for one provider instead of a chip. The chain
+    ends in one of ``anchors`` of an accepted class, and nothing in it is revoked or out of its validity.
 
     Args:
-        certificates: that of the endorsement key first, PEM or DER, and whatever else was presented; its CA must be
-            among them only if it is not pinned.
-        crls: revocation lists in DER, obtained by the verifier; those of other issuers are passed over.
-        floors: highest numbers of revocation lists seen so far; lists below them are refused.
+        certificates: the endorsement key's first, PEM or DER, then any others presented. Its CA must be among them
+            only if it is not pinned.
+        crls: revocation lists in DER, obtained by the verifier. Lists of other issuers are ignored.
+        floors: highest numbers of revocation lists seen so far. Lists below them are refused.
 
     Raises:
-        EvidenceError: one of the codes of `attestation.evidence.Refusal`, that of the first stage that fails.
+        EvidenceError: the code of the first stage that fails, one of `attestation.evidence.Refusal`.
     """
     parsed = parse_report(report)
     endorsement = _endorsement(parsed, certificates, anchors, accepted)
@@ -123,6 +124,7 @@ def verify_snp(
     if not signed_by(endorsement.chain[0], parsed.signature, parsed.signed):
         refuse(Refusal.EVIDENCE_TAMPERED, "the signature over the report does not hold")
     lists, unreadable = _own_crls(crls, endorsement.chain)
+    # Every edition counts for revocation. Only the newest edition of each list must be current.
     for crl in lists:
         check_not_revoked(crl, endorsement.chain)
     if unreadable:
@@ -131,6 +133,7 @@ def verify_snp(
     expires_at = _check_windows(endorsement, lists, rules, now)
     facts = _crl_facts(endorsement, lists)
     check_not_older(facts, floors)
+    # A rollback of lists is judged before the firmware, as the order of stages demands.
     _check_firmware(parsed, endorsement, rules)
     _check_guest(parsed, rules)
     return _claims(parsed, endorsement, facts, expires_at)
@@ -139,10 +142,10 @@ def verify_snp(
 def _endorsement(
     report: SnpReport, certificates: Sequence[bytes], anchors: Sequence[Anchor], accepted: Collection[EvidenceClass]
 ) -> _Endorsement:
-    """The chain of the presented key up to an anchor of an accepted class.
+    """Build the chain of the presented key up to an anchor of an accepted class.
 
-    Guarantee: a report under a simulator's root never passes where only hardware is accepted, and under AMD's roots
-    only the pinned CAs count.
+    Guarantee: a report under a simulator's root never passes where only hardware is accepted. Under AMD's roots only
+    the pinned CAs count.
     """
     vek, *others = _presented(certificates)
     roots = [anchor.root for anchor in anchors if anchor.family == "sev_snp"]
@@ -153,6 +156,7 @@ def _endorsement(
         refuse(Refusal.ROOT_UNKNOWN, f"'{common_name(chain[-1])}' is not a root that the policy trusts")
     require_class(anchor.evidence_class, accepted)
     role = issuer_role(chain[1])
+    # Under AMD's roots only the pinned CAs count. A simulator's are not pinned.
     pinned = anchor.evidence_class is EvidenceClass.SIMULATED or key_id(chain[1]) in map(key_id, amd_intermediates())
     if len(chain) != 3 or role is None or not pinned:
         refuse(Refusal.CHAIN_BROKEN, f"'{common_name(chain[1])}' is not a CA of endorsement keys")
@@ -166,16 +170,17 @@ def _endorsement(
 
 
 def _presented(certificates: Sequence[bytes]) -> tuple[x509.Certificate, ...]:
-    """The endorsement key's certificate, and what can be read of the rest, which are hints.
+    """Return the endorsement key's certificate, and the readable ones among the others, which are hints.
 
     Raises:
-        EvidenceError: ``chain_broken`` if the first cannot be read, ``evidence_malformed`` for too many.
+        EvidenceError: ``chain_broken`` if the first cannot be read. ``evidence_malformed`` for too many.
     """
     presented: list[x509.Certificate] = []
     for position, each in enumerate(certificates):
         try:
             presented += read_presented(each)
         except ValueError:
+            # The others are hints: AMD's CAs are pinned.
             if position == 0:
                 refuse(Refusal.CHAIN_BROKEN, "the certificate of the endorsement key cannot be read")
         if max(len(presented), position + 1) > MAX_CERTIFICATES:
@@ -186,13 +191,14 @@ def _presented(certificates: Sequence[bytes]) -> tuple[x509.Certificate, ...]:
 
 
 def _check_machine(report: SnpReport, endorsement: _Endorsement) -> None:
-    """The key is of the chip and the TCB version that the report names."""
+    """Require that the key is of the chip and the TCB version that the report names."""
     hardware_id = certified_hardware_id(endorsement.chain[0], endorsement.layout)
     if report.key_kind == "VCEK":
         if not any(report.chip_id):
             refuse(Refusal.PLATFORM_MISMATCH, "the host masks the chip id, so the report names no machine")
         if hardware_id is None or len(hardware_id) != endorsement.layout.hardware_id_bytes:
             refuse(Refusal.PLATFORM_MISMATCH, "the endorsement certificate does not name its chip")
+    # A Turin chip's id has 8 bytes, and the report's field 64.
     if hardware_id is not None and report.chip_id != hardware_id.ljust(len(report.chip_id), b"\0"):
         refuse(Refusal.PLATFORM_MISMATCH, "the endorsement key is of another chip than the report")
     certified = certified_tcb(endorsement.chain[0], endorsement.layout)
@@ -206,7 +212,7 @@ def _check_machine(report: SnpReport, endorsement: _Endorsement) -> None:
 def _own_crls(
     crls: Sequence[bytes], chain: Sequence[x509.Certificate]
 ) -> tuple[list[x509.CertificateRevocationList], bool]:
-    """The lists of the chain's issuers, and whether one of ``crls`` could not be read.
+    """Return the lists of the chain's issuers, and whether one of ``crls`` could not be read.
 
     Raises:
         EvidenceError: ``evidence_tampered`` for a list in an issuer's name that it did not sign.
@@ -218,9 +224,9 @@ def _own_crls(
 
 
 def _newest_editions(lists: Sequence[x509.CertificateRevocationList]) -> list[x509.CertificateRevocationList]:
-    """Of the lists of one issuer that say that they are published at one address the newest, and all others.
+    """Keep the newest of one issuer's lists from one address, and every list without an address.
 
-    Lists that do not say where may be of different kinds of key, so that none of them stands for another.
+    Lists without an address may be of different kinds of key, so none of them replaces another.
     """
     newest: dict[tuple[x509.Name, str], x509.CertificateRevocationList] = {}
     others = []
@@ -245,7 +251,7 @@ def _check_windows(
 
 
 def _crl_facts(endorsement: _Endorsement, lists: Sequence[x509.CertificateRevocationList]) -> tuple[Fact, ...]:
-    """The number of each list of the root, which publishes one for each kind of key."""
+    """Return the number of each list of the root, which publishes one for each kind of key."""
     root = endorsement.chain[-1]
     own = [(crl_scope(crl), crl_number(crl)) for crl in lists if crl.issuer == root.subject]
     return highest([crl_fact(key_id(root), scope, number) for scope, number in own if number is not None])

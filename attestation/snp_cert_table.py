@@ -1,8 +1,8 @@
 """Reads the certificate table that a host hands to its SEV-SNP guests with an extended report.
 
-The layout is that of AMD's guest-hypervisor communication block specification (document 56421, MSG_REPORT_REQ): entries
-of a 16-byte GUID, offset and length, ended by one of zeros, and the certificates behind them. The host wrote it, so it
-is a hint: whoever judges the report verifies the certificates.
+The layout is from AMD's guest-hypervisor communication block specification (document 56421, MSG_REPORT_REQ). Entries of
+a 16-byte GUID, offset and length end with an entry of zeros, and the certificates follow. The host wrote the table, so
+it is a hint: the verifier of the report verifies the certificates.
 """
 
 from typing import Final
@@ -14,9 +14,9 @@ from attestation.certificates import read_presented
 from attestation.snp_report import KeyKind, SnpReport
 from metrics.errors import EvidenceError
 
-_ENTRY_BYTES = 24
+_ENTRY_BYTES = 24  # GUID, offset and length
 _MAX_TABLE_BYTES = 1 << 20
-_MAX_ENTRIES = 64
+_MAX_ENTRIES = 64  # a megabyte of entries would take over a tenth of a second to read
 _KEYS: Final[dict[KeyKind, UUID]] = {
     "VCEK": UUID("63da758d-e664-4564-adc5-f4b93be8accd"),
     "VLEK": UUID("a8074bc2-a25a-483e-aae6-39c045a0b8a1"),
@@ -25,7 +25,7 @@ _CA: Final = UUID("4ab7b379-bbac-4fe4-a02f-05aef327c782")
 
 
 def read_table(table: bytes) -> dict[UUID, bytes]:
-    """What the table holds, by GUID; empty if there is none.
+    """Parse the table, by GUID; empty if there is none.
 
     Raises:
         EvidenceError: ``tee_report`` if it is not of the format, or names a GUID twice.
@@ -47,7 +47,7 @@ def read_table(table: bytes) -> dict[UUID, bytes]:
 
 
 def endorsement_chain(table: bytes, report: SnpReport) -> tuple[bytes, ...]:
-    """Certificate in DER of the key that signed ``report`` and, where the table has it, of its CA.
+    """Return the DER certificate of the key that signed ``report`` and, if the table has it, of its CA.
 
     Raises:
         EvidenceError: ``tee_report`` if the table cannot be read or lacks the key's certificate.
@@ -65,14 +65,14 @@ def endorsement_chain(table: bytes, report: SnpReport) -> tuple[bytes, ...]:
 
 
 def certificates_in(data: bytes) -> tuple[bytes, ...]:
-    """The certificates of a file or an entry of the table, in DER; it is PEM, DER or empty.
+    """Return the certificates of a file or a table entry, in DER. ``data`` is PEM, DER or empty.
 
     Raises:
         EvidenceError: ``tee_report`` if it is something else.
     """
     if not data:
         return ()
-    # Hosts fill PEM up with zeros. DER is left as it is: a signature may end in one.
+    # Hosts pad PEM with zeros. DER stays as it is, because a signature may end in one.
     text = data.rstrip(b"\0") if data.startswith(b"-----BEGIN") else data
     try:
         return tuple(certificate.public_bytes(Encoding.DER) for certificate in read_presented(text))

@@ -1,7 +1,7 @@
-"""Reads what AMD states in the certificate of an endorsement key: for which machine and TCB version it was derived.
+"""Reads AMD's statement in an endorsement key's certificate: the machine and the TCB version it was derived for.
 
-The extensions are those of AMD's key distribution service specification (document 57230). The TCB version has eight
-bytes whose meaning depends on the processor's generation.
+The extensions are those in AMD's key distribution service specification (document 57230). The meaning of the TCB
+version's eight bytes depends on the processor's generation.
 """
 
 from dataclasses import dataclass
@@ -22,22 +22,22 @@ _RESERVED = (4, 5, 6, 7)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a generation writes TCB version and hardware id.
+    """The way in which a generation writes TCB version and hardware id.
 
     Attributes:
         components: last number of the extension's OID, for each byte of a TCB version.
-        hardware_id_bytes: how many bytes of the chip id name the chip; the others are zero.
+        hardware_id_bytes: number of leading chip-id bytes that name the chip; the others are zero.
     """
 
     components: tuple[int, ...]
     hardware_id_bytes: int
 
     def snp_svn(self, tcb: bytes) -> int:
-        """Version of the SNP firmware in a TCB version."""
+        """Return the version of the SNP firmware in a TCB version."""
         return tcb[self.components.index(_SNP)]
 
     def describe(self, tcb: bytes) -> str:
-        """The TCB version's components for a person."""
+        """Describe the TCB version's components for a person."""
         names = {_FMC: "fmc", _BOOT_LOADER: "boot loader", _TEE: "tee", _SNP: "snp", _MICROCODE: "microcode"}
         parts = zip(self.components, tcb, strict=True)
         return ", ".join(f"{names[number]} {value}" for number, value in parts if number in names)
@@ -49,7 +49,7 @@ LAYOUTS: Final[dict[Generation, Layout]] = {"Milan": _MILAN, "Genoa": _MILAN, "T
 
 
 def issuer_name(generation: Generation, kind: KeyKind) -> str:
-    """Common name of the CA that certifies keys of ``kind``."""
+    """Return the common name of the CA that certifies keys of ``kind``."""
     return f"SEV-{generation}" if kind == "VCEK" else f"SEV-{kind}-{generation}"
 
 
@@ -61,23 +61,24 @@ _ROLES: Final = {
 
 
 def issuer_role(issuer: x509.Certificate) -> tuple[Generation, KeyKind] | None:
-    """Of which generation and kind of key ``issuer`` is the CA, None if of none."""
+    """Return the generation and kind of key that ``issuer`` is the CA of; None if it is no such CA."""
     return _ROLES.get(common_name(issuer))
 
 
 def certified_tcb(certificate: x509.Certificate, layout: Layout) -> bytes | None:
-    """The TCB version, 8 bytes, that the key was derived for; None if the certificate does not say."""
+    """Return the TCB version, 8 bytes, that the key was derived for; None if the certificate does not say."""
     values = [_component(certificate, number) for number in layout.components]
     known = [value for value in values if value is not None]
     return bytes(known) if len(known) == len(values) else None
 
 
 def certified_hardware_id(certificate: x509.Certificate, layout: Layout) -> bytes | None:
-    """The id of the chip that holds the key; None in a VLEK's certificate, which is for many chips.
+    """Return the id of the chip that holds the key; None for a VLEK's certificate, which is for many chips.
 
-    It is the bare bytes, or an octet string of them. The length tells which: a bare id may look like the header.
+    The value is the bare bytes, or an octet string of them. The length decides: a bare id may look like the header.
     """
     value, size = _extension(certificate, HARDWARE_ID_OID), layout.hardware_id_bytes
+    # One chip in 65,536 has an id that starts like the header of an octet string.
     if value is not None and len(value) == size + 2 and value[:2] == bytes((_OCTETS, size)):
         return value[2:]
     return value

@@ -1,9 +1,9 @@
 """Reads AMD SEV-SNP attestation reports into typed parts. Checks form only; nothing here is verified.
 
-Layout and names are those of AMD's SEV-SNP firmware ABI specification (document 56860), table "ATTESTATION_REPORT".
+Layout and names follow AMD's SEV-SNP firmware ABI specification (document 56860), table "ATTESTATION_REPORT".
 
-Guarantee: for any bytes, :func:`parse_report` returns a report or raises EvidenceError ``evidence_malformed``; two
-different byte strings that it accepts differ in what is signed or in the signature's value.
+Guarantee: for any bytes, :func:`parse_report` returns a report or raises EvidenceError ``evidence_malformed``. Two
+different byte strings that it accepts differ in their signed part or in the signature's value.
 """
 
 from dataclasses import dataclass
@@ -29,12 +29,12 @@ _TAIL_AT = _S_AT + SIGNATURE_FIELD_BYTES
 
 @dataclass(frozen=True, slots=True)
 class SnpReport:
-    """A report of 1,184 bytes in canonical form; integers in it are little-endian.
+    """A report of 1,184 bytes in canonical form. Its integers are little-endian.
 
     Attributes:
         raw: the whole report.
-        key_kind: which endorsement key the firmware says it signed with: the chip's own (VCEK), or one that a cloud
-            provider's machines share (VLEK).
+        key_kind: the endorsement key that the firmware claims to have signed with: the chip's own (VCEK), or one that
+            a cloud provider's machines share (VLEK).
     """
 
     raw: bytes
@@ -42,12 +42,12 @@ class SnpReport:
 
     @property
     def signed(self) -> bytes:
-        """What the endorsement key signs, 672 bytes."""
+        """The bytes that the endorsement key signs, 672 of them."""
         return self.raw[:SIGNED_BYTES]
 
     @property
     def signature(self) -> bytes:
-        """r and s, big-endian, 48 bytes each."""
+        """The signature's r and s, big-endian, 48 bytes each."""
         r, s = (self.raw[at : at + SIGNATURE_VALUE_BYTES][::-1] for at in (SIGNED_BYTES, _S_AT))
         return r + s
 
@@ -57,17 +57,17 @@ class SnpReport:
 
     @property
     def policy(self) -> int:
-        """64-bit policy that the guest was launched with."""
+        """The 64-bit policy that the guest was launched with."""
         return self._integer(0x08, 8)
 
     @property
     def vmpl(self) -> int:
-        """Privilege level that asked for the report: 0 is the highest, 2^32 - 1 stands for the host."""
+        """The privilege level that asked for the report: 0 is the highest, 2^32 - 1 stands for the host."""
         return self._integer(0x30, 4)
 
     @property
     def platform_info(self) -> int:
-        """64-bit word about the machine."""
+        """The 64-bit word about the machine."""
         return self._integer(0x40, 8)
 
     @property
@@ -80,12 +80,12 @@ class SnpReport:
 
     @property
     def host_data(self) -> bytes:
-        """32 bytes that the host chose at launch."""
+        """The 32 bytes that the host chose at launch."""
         return self.raw[0xC0:0xE0]
 
     @property
     def report_id(self) -> bytes:
-        """32 random bytes that name this guest from launch to end."""
+        """The 32 random bytes that name this guest from launch to end."""
         return self.raw[0x140:0x160]
 
     @property
@@ -95,12 +95,12 @@ class SnpReport:
 
     @property
     def chip_id(self) -> bytes:
-        """64 bytes; all zero where the host masks them."""
+        """The chip's id, 64 bytes; all zero if the host masks it."""
         return self.raw[0x1A0:0x1E0]
 
     @property
     def committed_tcb(self) -> bytes:
-        """The lowest TCB version that the machine can still be taken back to."""
+        """The lowest TCB version that the machine can still be rolled back to."""
         return self.raw[0x1E0:0x1E8]
 
     @property
@@ -116,8 +116,8 @@ def parse_report(data: bytes) -> SnpReport:
     """Read a report of version 2 to 5.
 
     Raises:
-        EvidenceError: ``evidence_malformed`` for another length, version, signature algorithm or kind of key, or for
-            a byte other than zero behind the 48 bytes of r and s and in the reserved tail, which no signature covers.
+        EvidenceError: ``evidence_malformed`` for another length, version, signature algorithm or kind of key. Also for
+            a byte other than zero where no signature covers it: behind r and s, and in the reserved tail.
     """
     if len(data) != REPORT_BYTES:
         refuse(Refusal.EVIDENCE_MALFORMED, f"an SEV-SNP report has {REPORT_BYTES} bytes, not {len(data)}")
@@ -130,6 +130,7 @@ def parse_report(data: bytes) -> SnpReport:
     kind = KEY_KINDS.get(data[0x48] >> 2 & 0b111)
     if kind is None:
         refuse(Refusal.EVIDENCE_MALFORMED, "the report is signed by neither a chip's nor a provider's endorsement key")
+    # No signature covers these bytes, so anything but zero would give one report two encodings.
     unused = (data[start + SIGNATURE_VALUE_BYTES : start + SIGNATURE_FIELD_BYTES] for start in (SIGNED_BYTES, _S_AT))
     if any(map(any, unused)) or any(data[_TAIL_AT:]):
         refuse(Refusal.EVIDENCE_MALFORMED, "bytes other than zero stand where the report has only padding")

@@ -15,13 +15,13 @@ _FOLDER: Final = Path(__file__).resolve().parent / "anchors"
 
 @cache
 def amd_intermediates() -> tuple[x509.Certificate, ...]:
-    """The six CAs that issue endorsement certificates: for VCEK and VLEK of Milan, Genoa and Turin."""
+    """Return the six CAs that issue endorsement certificates: for VCEK and VLEK of Milan, Genoa and Turin."""
     return tuple(intermediate for intermediate, _ in _pairs())
 
 
 @cache
 def amd_roots() -> tuple[x509.Certificate, ...]:
-    """The three roots, of Milan, Genoa and Turin."""
+    """Return the three roots, of Milan, Genoa and Turin."""
     by_der = {root.public_bytes(Encoding.DER): root for _, root in _pairs()}
     return tuple(by_der.values())
 

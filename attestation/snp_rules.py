@@ -1,4 +1,4 @@
-"""What an AMD SEV-SNP guest and its machine must look like to be accepted."""
+"""The rules by which an AMD SEV-SNP guest and its machine are accepted."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -8,7 +8,7 @@ from attestation.evidence import MEASUREMENT_BYTES
 from attestation.messages import Message
 
 Generation = Literal["Milan", "Genoa", "Turin"]
-"""Third, fourth and fifth generation of EPYC, by the name that is in AMD's certificates."""
+"""The third, fourth and fifth generation of EPYC, by their names in AMD's certificates."""
 
 Svn = Annotated[int, Field(ge=0, lt=2**8)]
 Vmpl = Annotated[int, Field(ge=0, le=3)]
@@ -16,25 +16,26 @@ Measurement = Annotated[bytes, Field(min_length=MEASUREMENT_BYTES, max_length=ME
 
 
 def _floors() -> dict[Generation, int]:
+    # AMD's fixes for CVE-2024-56161.
     return {"Milan": 24, "Genoa": 23}
 
 
 class SnpRules(Message):
-    """Acceptance rules for SEV-SNP reports; the defaults are those of a hardware run.
+    """The acceptance rules for SEV-SNP reports. The defaults suit a hardware run.
 
     Attributes:
-        allowed_generations: admitted generations. Milan is left out by default, since software can read the seed of
-            its endorsement keys (arXiv 2605.12990); Turin, since there is no floor to set for it yet.
+        allowed_generations: admitted generations. Milan is not a default, because software can read the seed of its
+            endorsement keys (arXiv 2605.12990). Nor is Turin, because there is no floor to set for it yet.
         min_snp_svn: lowest version of the SNP firmware (its SVN) by generation, for the reported, the committed and
             the launch TCB. A generation without a floor is not admitted. 24 and 23 are AMD's fixes for
             CVE-2024-56161.
         require_alias_check: whether the firmware must have looked for memory modules that lie about their size
             (CVE-2024-21944).
-        allow_debug: whether a guest whose memory its host can read is accepted.
+        allow_debug: whether a guest is accepted whose memory its host can read.
         allow_migrate_ma: whether a guest may be bound to a migration agent, which can move its memory elsewhere.
-        allow_smt: whether the guest may run beside another one's hardware thread. Clouds launch guests so.
+        allow_smt: whether the guest may share a core with another guest's hardware thread. Clouds launch guests so.
         allowed_vmpl: privilege levels from which a report is accepted.
-        require_crl: whether a current revocation list of AMD's root must be at hand.
+        require_crl: whether a current revocation list of AMD's root must be present.
         measurements: accepted launch measurements, 48 bytes each. An empty set admits nothing; None compares nothing,
             which no policy of a run may say.
     """
@@ -52,5 +53,5 @@ class SnpRules(Message):
     measurements: tuple[Measurement, ...] | None = ()
 
     def __hash__(self) -> int:
-        """Of all fields, one of which is a mapping."""
+        """Hash the encoded message, because one of its fields is a mapping."""
         return hash(self.encode())

@@ -1,7 +1,7 @@
 """A simulated AMD: it certifies simulated machines, which sign SEV-SNP reports of genuine format.
 
-It has a root of its own for one generation of processors and lives in memory only. Its reports go through the
-verifier of hardware reports under that root and no other, and prove nothing about a machine. Every subject says
+It has a root of its own for one generation of processors and lives in memory only. Its reports go through the verifier
+of hardware reports, under that root and no other. They prove nothing about a machine. Every subject says
 ``O=SIMULATOR - NOT A TEE``.
 """
 
@@ -57,15 +57,15 @@ _PLATFORM_INFO = 0x25
 
 @dataclass(frozen=True, slots=True)
 class ReportVariant:
-    """What a report says about guest and machine; the defaults pass, anything else is for refusals.
+    """A report's content about guest and machine. The defaults pass, any other value is for testing refusals.
 
     Attributes:
         policy: 64-bit guest policy. platform_info: 64-bit word about the machine.
         reported_tcb, committed_tcb, launch_tcb: 8 bytes instead of the machine's TCB version.
         chip_id: 64 bytes instead of the machine's.
         key_kind: kind of the signing key instead of the machine's.
-        foreign_key: sign with a key that nobody certified.
-        low_s: sign with the lower of the two values of s, True, or the higher one, False; None takes what comes.
+        foreign_key: sign with an uncertified key.
+        low_s: True signs with the lower of the two values of s, False with the higher one, None with either.
     """
 
     version: int = 3
@@ -85,7 +85,7 @@ GENUINE_REPORT: Final = ReportVariant()
 
 
 class SimulatedAmd:
-    """Root and CAs of one simulated generation of processors."""
+    """The root and CAs of one simulated generation of processors."""
 
     def __init__(self, generation: Generation, keys: AuthorityKeys) -> None:
         self.generation = generation
@@ -97,7 +97,7 @@ class SimulatedAmd:
 
     @classmethod
     def create(cls, generation: Generation) -> Self:
-        """A new vendor with new keys."""
+        """Make a new vendor with new keys."""
         return cls(generation, AuthorityKeys.generate())
 
     @property
@@ -111,10 +111,10 @@ class SimulatedAmd:
         endorsement: EndorsementVariant = GENUINE_ENDORSEMENT,
         ca_kind: KeyKind | None = None,
     ) -> "SimulatedMachine":
-        """A new machine whose key this vendor certifies.
+        """Make a new machine whose key this vendor certifies.
 
         Args:
-            ca_kind: the CA of this kind certifies it, in place of the one for ``kind``.
+            ca_kind: the CA of this kind certifies it, instead of the one for ``kind``.
         """
         layout = LAYOUTS[self.generation]
         tcb = bytes(_SVNS.get(number, 0) for number in layout.components)
@@ -142,10 +142,10 @@ class SimulatedAmd:
         signer: "SimulatedAmd | None" = None,
         scope: str = "",
     ) -> bytes:
-        """The root's revocation list at unix second ``now``, valid from one hour before to 30 days after.
+        """Return the root's revocation list at unix second ``now``, valid from one hour before to 30 days after.
 
         Args:
-            signer: another vendor's root signs it, in this one's name.
+            signer: another vendor, whose root signs the list in this one's name.
             scope: the address at which it is published; empty for a list that states none.
         """
         instant = datetime.fromtimestamp(now, UTC)
@@ -156,11 +156,11 @@ class SimulatedAmd:
 
 
 class SimulatedMachine:
-    """One machine with an endorsement key.
+    """One simulated machine with an endorsement key.
 
     Attributes:
-        chain: certificate of the endorsement key, and of its CA.
-        tcb: its TCB version, 8 bytes. chip_id: 64 bytes; zero with a VLEK, as providers mask it.
+        chain: the certificates of the endorsement key and of its CA.
+        tcb: its TCB version, 8 bytes. chip_id: 64 bytes; zero with a VLEK, because providers mask it.
     """
 
     def __init__(
@@ -181,17 +181,17 @@ class SimulatedMachine:
 
     @property
     def certificates(self) -> tuple[bytes, ...]:
-        """``chain`` in DER, as a worker presents it."""
+        """The ``chain`` in DER, as a worker presents it."""
         return tuple(certificate.public_bytes(Encoding.DER) for certificate in self.chain)
 
     def tcb_with(self, component: int, svn: int) -> bytes:
-        """The machine's TCB version with another value for one component; 3 is the SNP firmware."""
+        """Return the machine's TCB version with another value for one component; 3 is the SNP firmware."""
         changed = bytearray(self.tcb)
         changed[self._layout.components.index(component)] = svn
         return bytes(changed)
 
     def report(self, report_data: bytes, measurement: bytes, variant: ReportVariant = GENUINE_REPORT) -> bytes:
-        """A signed report.
+        """Make a signed report.
 
         Args:
             report_data: 64 bytes, as `attestation.report_data` makes them.
@@ -235,7 +235,7 @@ class SimulatedMachine:
         return bytes(body)
 
 
-# Of the group of P-384 (SP 800-186, 3.2.1.4).
+# The order of the group of P-384 (SP 800-186, 3.2.1.4).
 _ORDER: Final = 2**384 - 0x389CB27E0BC8D220A7E5F24DB74F58851313E695333AD68D
 
 

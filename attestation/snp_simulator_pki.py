@@ -1,6 +1,6 @@
 """Certificates of the simulated AMD: RSA-PSS roots and CAs, and endorsement certificates with AMD's extensions.
 
-Every subject carries ``O=SIMULATOR - NOT A TEE``. Endorsement certificates have serial number 0 as the genuine ones.
+Every subject carries ``O=SIMULATOR - NOT A TEE``. Endorsement certificates have serial number 0, like genuine ones.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class AuthorityKeys:
 
     @classmethod
     def generate(cls) -> Self:
-        """Three new keys; AMD's have 4,096 bits, these 3,072, since they are made often."""
+        """Make three new keys. They have 3,072 bits, not AMD's 4,096, because they are made often."""
         root, vcek_ca, vlek_ca = (generate_private_key(65537, RSA_BITS) for _ in range(3))
         return cls(root, vcek_ca, vlek_ca)
 
@@ -57,15 +57,15 @@ class Authority:
 
 @dataclass(frozen=True, slots=True)
 class EndorsementVariant:
-    """What an endorsement certificate says; the defaults pass, anything else is for refusals.
+    """An endorsement certificate's content. The defaults pass, any other value is for testing refusals.
 
     Attributes:
         tcb: 8 bytes instead of the machine's TCB version.
-        hardware_id: instead of the chip's own; empty leaves the extension out.
+        hardware_id: replaces the chip's own; empty leaves the extension out.
         wrap_hardware_id: put it into an octet string, as newer certificates do.
         without_tcb: leave out the component with this number.
-        serial: 0 as in genuine ones, or another, by which it can be revoked.
-        curve: of the endorsement key.
+        serial: 0 as in genuine ones, or another number, by which it can be revoked.
+        curve: the curve of the endorsement key.
     """
 
     tcb: bytes | None = None
@@ -82,12 +82,12 @@ GENUINE_ENDORSEMENT: Final = EndorsementVariant()
 
 
 def new_root(generation: Generation, key: RSAPrivateKey) -> Authority:
-    """A self-signed root (ARK)."""
+    """Make a self-signed root (ARK)."""
     return _authority(f"ARK-{generation}", key, None)
 
 
 def new_ca(generation: Generation, kind: KeyKind, key: RSAPrivateKey, root: Authority) -> Authority:
-    """A CA (ASK) that certifies endorsement keys of ``kind``."""
+    """Make a CA (ASK) that certifies endorsement keys of ``kind``."""
     return _authority(issuer_name(generation, kind), key, root)
 
 
@@ -102,7 +102,7 @@ def new_endorsement(
     hardware_id: bytes,
     variant: EndorsementVariant,
 ) -> x509.Certificate:
-    """The certificate of an endorsement key.
+    """Certify an endorsement key.
 
     Args:
         tcb: 8 bytes. hardware_id: as many bytes as ``layout`` says; a VLEK's certificate leaves it out.
@@ -120,7 +120,7 @@ def new_endorsement(
 def new_amd_crl(
     issuer: Authority, revoked: Sequence[int], window: tuple[datetime, datetime], number: int, scope: str = ""
 ) -> bytes:
-    """DER of a revocation list of the serial numbers ``revoked``, published at the address ``scope``."""
+    """Return the DER of a revocation list with the serial numbers ``revoked``, published at ``scope``."""
     start, end = window
     builder = x509.CertificateRevocationListBuilder().issuer_name(issuer.certificate.subject)
     builder = builder.last_update(start).next_update(end).add_extension(x509.CRLNumber(number), critical=False)
@@ -166,7 +166,7 @@ def _builder(name: str, issuer: x509.Name, public: RSAPublicKey | EllipticCurveP
 
 
 def _with_serial_zero(certificate: x509.Certificate, key: RSAPrivateKey) -> x509.Certificate:
-    """The same certificate with serial number 0 for 1, signed again: the library makes none with 0, AMD does."""
+    """Change serial number 1 to 0 and sign again, because AMD uses 0 but the library cannot make it."""
     der, body = certificate.public_bytes(Encoding.DER), certificate.tbs_certificate_bytes
     end = _SERIAL_AT + len(integer(1))
     assert body[_SERIAL_AT:end] == integer(1)

@@ -1,8 +1,8 @@
 """Verifies an Intel TDX quote against collateral and trust anchors.
 
-Hardware and simulated evidence take the same path; the class of the result is the class of the anchor. Each stage sets
+Hardware and simulated evidence take the same path. The class of the result is the class of the anchor. Each stage sets
 one refusal code, in the order of `attestation.evidence.STAGES`, so that a refusal has a reason of ours. Then dcap-qvl
-verifies the whole quote again (`attestation.tdx_second_opinion`), and only what both accept passes. Not checked here:
+verifies the whole quote again (`attestation.tdx_second_opinion`). Only quotes that both accept pass. Not checked here:
 measurement, registers, freshness and report data, which `attestation.appraisal` compares.
 """
 
@@ -32,20 +32,20 @@ from metrics.errors import EvidenceError
 
 QE_VENDOR: Final = bytes.fromhex("939a7233f79c4ca9940a0db3957f0607")
 
-# SEPT_VE_DISABLE, PKS, key locker and PERFMON; any other bit is reserved or lets the guest migrate.
+# SEPT_VE_DISABLE, PKS, key locker and PERFMON. Any other bit is reserved or lets the guest migrate.
 _TOLERATED_BITS = SEPT_VE_DISABLE | 1 << 30 | 1 << 31 | 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
 class TdxClaims:
-    """What a verified quote says.
+    """The claims of a verified quote.
 
     Attributes:
         evidence_class: class of the anchor whose root verified the quote.
         measurement, rtmrs: ``mr_td`` and the run-time registers of the guest, 48 bytes each.
         mr_config_id: 48 bytes that the host chose at launch.
         report_data: 64 bytes that the guest chose.
-        platform_id: platform instance id, 16 bytes; the PPID where the certificate has none.
+        platform_id: platform instance id, 16 bytes; the PPID if the certificate has none.
         tcb_status: the first status of platform, TDX module and quoting enclave that is not ``UpToDate``.
         evaluation_number: the lower ``tcbEvaluationDataNumber`` of the two documents.
         facts: numbers of the collateral that may only rise.
@@ -84,24 +84,26 @@ def verify_tdx(
 ) -> TdxClaims:
     """Verify ``quote`` at unix second ``now``.
 
-    Guarantee: returns only for a canonical quote of a TD that ``rules`` accept, whose signature chain ends in one of
+    Guarantee: returns only for a canonical quote of a TD that ``rules`` accept. Its signature chain ends in one of
     ``anchors`` of an accepted class, with signed, current, unrevoked collateral of its own platform family.
 
     Args:
-        collateral: of one or several platform families; that of the quote's own is used.
-        floors: highest numbers of collateral seen so far; collateral below them is refused.
+        collateral: of one or several platform families. The entry for the quote's own family is used.
+        floors: highest numbers of collateral seen so far. Collateral below them is refused.
 
     Raises:
-        EvidenceError: one of the codes of `attestation.evidence.Refusal`, that of the first stage that fails.
+        EvidenceError: the code of the first stage that fails, one of `attestation.evidence.Refusal`.
     """
     parsed = parse_quote(quote)
     anchor = _select_anchor(parsed, anchors, accepted)
     platform, nameless = _platform_of(parsed)
     documents = documents_for(platform, collateral)
     if documents is None:
+        # Missing collateral must not hide a bad signature.
         _check_quote(parsed, {})
         refuse(Refusal.COLLATERAL_STALE, "there is no readable collateral for a TDX quote")
     chains = linked_chains(parsed.chain, documents.raw, anchor.root_key_id)
+    # The chains come first, as in the order of stages.
     if platform is None:
         raise nameless
     check_family(documents, platform)
@@ -115,12 +117,13 @@ def verify_tdx(
     rating = rate(parsed, platform, documents.tcb_info, documents.qe_identity, rules)
     _check_guest(parsed, rules)
     _check_configuration(platform, rules)
+    # After every stage of ours, so that the first failing stage decides the code.
     check_again(parsed, documents.raw, anchor, now, rules, number)
     return _claims(parsed, platform, rating, anchor, (expires_at, number), facts)
 
 
 def check_registers(claims: TdxClaims, rules: TdxRules) -> None:
-    """Every register for which the rules list values has one of them; EvidenceError ``measurement_unknown`` if not."""
+    """Require a listed value in every register that the rules list; EvidenceError ``measurement_unknown`` if not."""
     found = dict(zip(REGISTERS, (*claims.rtmrs, claims.mr_config_id), strict=True))
     for name, accepted in rules.registers.items():
         if accepted is not None and found[name] not in accepted:
@@ -128,7 +131,7 @@ def check_registers(claims: TdxClaims, rules: TdxRules) -> None:
 
 
 def _select_anchor(quote: TdxQuote, anchors: Sequence[Anchor], accepted: Collection[EvidenceClass]) -> Anchor:
-    """The anchor under whose root the quote's chain ends, if its class is accepted.
+    """Find the anchor under whose root the quote's chain ends, and require that its class is accepted.
 
     Guarantee: a quote under a simulator's root never passes where only hardware is accepted.
     """
@@ -146,7 +149,7 @@ def _select_anchor(quote: TdxQuote, anchors: Sequence[Anchor], accepted: Collect
 
 
 def _platform_of(quote: TdxQuote) -> tuple[TdxPlatform | None, EvidenceError]:
-    """The platform, or the refusal that is due once the chains are known to hold."""
+    """Return the platform, or the refusal to raise once the chains are known to hold."""
     try:
         return read_platform(quote.chain_pem), EvidenceError("", "")
     except EvidenceError as error:
@@ -154,10 +157,10 @@ def _platform_of(quote: TdxQuote) -> tuple[TdxPlatform | None, EvidenceError]:
 
 
 def _check_quote(quote: TdxQuote, qe_identity: dict[str, Any]) -> None:
-    """The quoting enclave is the vendor's and certified the attestation key, which signed the quote.
+    """Require that the vendor's quoting enclave certified the attestation key, which signed the quote.
 
-    An identity that cannot be read is empty, and is refused later; the vendor's id in the quote is signed, so a change
-    of it is found as one.
+    An unreadable identity is empty here, and is refused later. The vendor's id in the quote is signed, so a change of
+    it shows as tampering.
     """
     certified = hashlib.sha256(quote.attestation_key + quote.authentication_data).digest() + bytes(32)
     if quote.qe_report[320:384] != certified:
@@ -177,7 +180,7 @@ def _check_quote(quote: TdxQuote, qe_identity: dict[str, Any]) -> None:
 
 
 def _is_the_enclave(report: bytes, identity: dict[str, Any]) -> bool:
-    """Whether a QE report matches signer, product, attributes and lowest known version of the identity."""
+    """Return whether a QE report matches the identity's signer, product, attributes and lowest known version."""
     try:
         lowest = min(int(level["tcb"]["isvsvn"]) for level in identity["tcbLevels"])
         return (

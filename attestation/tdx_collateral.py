@@ -1,6 +1,6 @@
 """Reads and checks Intel's collateral: TCB info, QE identity, revocation lists and the chains of their signers.
 
-One check per stage, so that the verifier can take them in its order. Nothing is judged here about a quote.
+Each stage has one check, so that the verifier can call them in its order. Nothing is judged here about a quote.
 """
 
 import json
@@ -38,12 +38,12 @@ PCK_ISSUERS: Final = ("Intel SGX PCK Platform CA", "Intel SGX PCK Processor CA")
 Chain = tuple[x509.Certificate, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # each is read once, so that it stands for its bytes
+@dataclass(frozen=True, slots=True, eq=False)  # each is read once, so identity stands for equal bytes
 class TdxDocuments:
-    """The two signed documents, read; their signatures are checked by :func:`check_documents`.
+    """The two signed documents, parsed. Their signatures are checked by :func:`check_documents`.
 
-    A document that cannot be read is empty here: whether it was tampered with, its signature says, which is judged
-    first; one without a validity is stale.
+    An unreadable document is empty here. Its signature is judged first, and shows whether it was tampered with. A
+    document without a validity is stale.
     """
 
     raw: Collateral
@@ -52,11 +52,11 @@ class TdxDocuments:
 
     @property
     def fmspc(self) -> str:
-        """Lower-case hexadecimal."""
+        """The platform family in lower-case hexadecimal."""
         return str(self.tcb_info.get("fmspc", "")).lower()
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # as the documents
+@dataclass(frozen=True, slots=True, eq=False)  # as for the documents
 class TdxChains:
     """The chains behind a quote and its collateral: leaf first, root last."""
 
@@ -66,14 +66,14 @@ class TdxChains:
     qe_identity: Chain
 
     def named(self) -> tuple[tuple[str, Chain], ...]:
-        """Each with what it is called in a refusal."""
+        """Return each chain with its name in a refusal."""
         names = ("PCK", "PCK CRL issuer", "TCB info issuer", "QE identity issuer")
         return tuple(zip(names, (self.pck, self.pck_crl, self.tcb_info, self.qe_identity), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class TdxCrls:
-    """Revocation lists whose signatures hold. ``missing`` says why one of them is not there."""
+    """The revocation lists whose signatures hold. ``missing`` says why one of them is absent."""
 
     root: x509.CertificateRevocationList | None
     pck: x509.CertificateRevocationList | None
@@ -81,9 +81,9 @@ class TdxCrls:
 
 
 def documents_for(platform: TdxPlatform | None, collateral: Sequence[Collateral]) -> TdxDocuments | None:
-    """The documents for the platform's family, else any that can be read, else any; None if there are none.
+    """Return the documents for the platform's family, else any readable ones, else any; None if there are none.
 
-    Of several editions of a family's the newest counts, so that the order of files makes no difference.
+    Of several editions for one family the newest counts, so the order of files makes no difference.
     """
     found = [_read_documents(each) for each in collateral]
     own = [each for each in found if platform is not None and each.fmspc == platform.fmspc.hex()]
@@ -92,16 +92,16 @@ def documents_for(platform: TdxPlatform | None, collateral: Sequence[Collateral]
 
 
 def _edition_of(documents: TdxDocuments) -> tuple[int, str]:
-    """Its number, and the end of its validity, which is a time in one notation; nothing of it is verified yet."""
+    """Return its number, and the end of its validity, a time in one notation. Nothing of it is verified yet."""
     number = documents.tcb_info.get("tcbEvaluationDataNumber")
     return number if type(number) is int else 0, str(documents.tcb_info.get("nextUpdate", ""))
 
 
 @remembered
 def with_newest_lists(documents: TdxDocuments, chains: TdxChains, collateral: tuple[Collateral, ...]) -> TdxDocuments:
-    """The documents with the newest editions of their two revocation lists that any of ``collateral`` has.
+    """Return the documents with the newest editions of their two revocation lists in any of ``collateral``.
 
-    Collateral of several families, fetched at different times, has the lists of common issuers in several editions.
+    Collateral of several families, fetched at different times, has common issuers' lists in several editions.
     """
     raw = documents.raw
     others = [each for each in collateral if each != raw]
@@ -114,7 +114,7 @@ def with_newest_lists(documents: TdxDocuments, chains: TdxChains, collateral: tu
 
 
 def _newest(own: bytes, others: Sequence[bytes], issuer: x509.Certificate) -> bytes:
-    """The list with the highest number of ``own`` and what ``issuer`` signed of ``others`` for the same purpose."""
+    """Return the newest list: ``own``, or one of ``others`` that ``issuer`` signed for the same purpose."""
     best, scope = _edition(own, issuer)
     for der in dict.fromkeys(others):
         number, found = _edition(der, issuer)
@@ -133,7 +133,7 @@ def _edition(der: bytes, issuer: x509.Certificate) -> tuple[int | None, str]:
 
 @remembered
 def linked_chains(pck: Chain, collateral: Collateral, root_key_id: bytes) -> TdxChains:
-    """The chains, each of which leads to the root with that key.
+    """Return the chains, after checking that each leads to the root with that key.
 
     Raises:
         EvidenceError: ``chain_broken``.
@@ -153,7 +153,7 @@ def linked_chains(pck: Chain, collateral: Collateral, root_key_id: bytes) -> Tdx
 
 
 def check_family(documents: TdxDocuments, platform: TdxPlatform) -> None:
-    """The TCB info, if it can be read, is that of this family; EvidenceError ``platform_mismatch`` otherwise."""
+    """Require that readable TCB info is of this family; EvidenceError ``platform_mismatch`` otherwise."""
     info = documents.tcb_info
     if not info:
         return
@@ -166,9 +166,9 @@ def check_family(documents: TdxDocuments, platform: TdxPlatform) -> None:
 
 @remembered
 def settle(documents: TdxDocuments, chains: TdxChains, now: int) -> tuple[int, tuple[Fact, ...]]:
-    """What holds of collateral and chains at ``now``, whatever quote they are for: signatures, roles, nothing revoked.
+    """Check collateral and chains at ``now``, for any quote: signatures, roles, revocation and validity.
 
-    Returns: the unix second at which something of this stops being valid, and the numbers of the revocation lists.
+    Returns: the unix second at which a part of this stops being valid, and the numbers of the revocation lists.
 
     Raises:
         EvidenceError: ``evidence_tampered``, ``signer_role``, ``revoked`` or ``collateral_stale``.
@@ -181,7 +181,7 @@ def settle(documents: TdxDocuments, chains: TdxChains, now: int) -> tuple[int, t
 
 
 def check_documents(documents: TdxDocuments, chains: TdxChains) -> None:
-    """The exact bytes of both documents are signed; EvidenceError ``evidence_tampered`` otherwise."""
+    """Require that the exact bytes of both documents are signed; EvidenceError ``evidence_tampered`` otherwise."""
     raw = documents.raw
     signatures = {
         "TCB info": signed_by(chains.tcb_info[0], raw.tcb_info_signature, raw.tcb_info.encode()),
@@ -193,7 +193,7 @@ def check_documents(documents: TdxDocuments, chains: TdxChains) -> None:
 
 
 def load_crls(collateral: Collateral, chains: TdxChains) -> TdxCrls:
-    """The revocation lists; one that cannot be read is noted, and refused by :func:`check_windows` in its turn.
+    """Load the revocation lists. An unreadable one is noted, and refused by :func:`check_windows` in its turn.
 
     Raises:
         EvidenceError: ``evidence_tampered`` if a list is not signed by its issuer.
@@ -205,6 +205,7 @@ def load_crls(collateral: Collateral, chains: TdxChains) -> TdxCrls:
         try:
             found.append(load_crl(der, issuer, what))
         except EvidenceError as error:
+            # A bad signature is refused now. A missing list is refused later, by the stage of validity.
             if error.code != Refusal.COLLATERAL_STALE:
                 raise
             found.append(None)
@@ -213,7 +214,7 @@ def load_crls(collateral: Collateral, chains: TdxChains) -> TdxCrls:
 
 
 def crl_facts(crls: TdxCrls, chains: TdxChains) -> tuple[Fact, ...]:
-    """The numbers of the lists that are there and have one."""
+    """Return the numbers of the present lists that have one."""
     lists = ((crls.root, chains.pck[-1]), (crls.pck, chains.pck_crl[0]))
     numbered = [(crl, crl_number(crl), issuer) for crl, issuer in lists if crl is not None]
     return tuple(
@@ -222,7 +223,7 @@ def crl_facts(crls: TdxCrls, chains: TdxChains) -> tuple[Fact, ...]:
 
 
 def check_roles(chains: TdxChains) -> None:
-    """Each signer has the role that its name gives it; dcap-qvl takes TCB info of any certificate under the root.
+    """Require that each signer has the role in its name. dcap-qvl accepts TCB info of any certificate under the root.
 
     Raises:
         EvidenceError: ``signer_role``.
@@ -239,7 +240,7 @@ def check_roles(chains: TdxChains) -> None:
 
 
 def check_revocation(crls: TdxCrls, chains: TdxChains) -> None:
-    """No certificate is on a list; EvidenceError ``revoked`` otherwise."""
+    """Require that no certificate is on a list; EvidenceError ``revoked`` otherwise."""
     if crls.pck is not None:
         check_not_revoked(crls.pck, chains.pck[:1])
     if crls.root is not None:
@@ -247,10 +248,10 @@ def check_revocation(crls: TdxCrls, chains: TdxChains) -> None:
 
 
 def check_windows(documents: TdxDocuments, chains: TdxChains, crls: TdxCrls, now: int) -> int:
-    """The unix second at which something of this stops being valid.
+    """Return the unix second at which a part of this stops being valid.
 
     Raises:
-        EvidenceError: ``collateral_stale`` if something is not valid at ``now``, or a list is missing.
+        EvidenceError: ``collateral_stale`` if a part is not valid at ``now``, or a list is missing.
     """
     if crls.root is None or crls.pck is None:
         refuse(Refusal.COLLATERAL_STALE, crls.missing)
@@ -262,10 +263,10 @@ def check_windows(documents: TdxDocuments, chains: TdxChains, crls: TdxCrls, now
 
 
 def evaluation_facts(documents: TdxDocuments, root_key_id: bytes, floor: int) -> tuple[Fact, Fact]:
-    """The evaluation numbers of TCB info and QE identity, each under the name of what it is about.
+    """Return the evaluation numbers of TCB info and QE identity, each named after its document.
 
     Raises:
-        EvidenceError: ``collateral_rollback`` if one of them is below ``floor``, or no number.
+        EvidenceError: ``collateral_rollback`` if one of them is below ``floor``, or is no number.
     """
     numbers = [document.get("tcbEvaluationDataNumber") for document in (documents.tcb_info, documents.qe_identity)]
     tcb_info, qe_identity = (number if type(number) is int else -1 for number in numbers)
@@ -293,6 +294,7 @@ def _read(text: str) -> dict[str, Any]:
 def _document_window(document: dict[str, Any], now: datetime) -> datetime:
     try:
         start, end = (datetime.fromisoformat(document[name]) for name in ("issueDate", "nextUpdate"))
+        # A document is no longer valid in the second of its next update. dcap-qvl still takes it then.
         current = start <= now < end
     except (KeyError, TypeError, ValueError):
         refuse(Refusal.COLLATERAL_STALE, "TCB info or QE identity has no readable validity")

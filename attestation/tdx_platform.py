@@ -1,4 +1,4 @@
-"""Reads what a PCK certificate says about its platform, in Intel's SGX extension (1.2.840.113741.1.13.1)."""
+"""Reads a PCK certificate's statements about its platform, in Intel's SGX extension (1.2.840.113741.1.13.1)."""
 
 from dataclasses import dataclass
 
@@ -18,8 +18,8 @@ class TdxPlatform:
     Attributes:
         fmspc, pce_id: the platform family, 6 and 2 bytes.
         component_svns: 16 bytes, one version each. pce_svn: version of the provisioning enclave.
-        ppid, instance_id: 16 bytes each; a single-package platform has no instance id.
-        dynamic, cached_keys, smt: packages may be added, root keys are cached, threads share cores; None where the
+        ppid, instance_id: 16 bytes each. A single-package platform has no instance id.
+        dynamic, cached_keys, smt: packages may be added, root keys are cached, threads share cores. None if the
             certificate does not say.
     """
 
@@ -35,13 +35,13 @@ class TdxPlatform:
 
     @property
     def platform_id(self) -> bytes:
-        """16 bytes that name the machine."""
+        """The 16 bytes that name the machine."""
         return self.instance_id or self.ppid
 
 
 @remembered
 def read_platform(chain_pem: bytes) -> TdxPlatform:
-    """The platform of the first certificate in ``chain_pem``; EvidenceError ``platform_mismatch`` if it names none."""
+    """Read the platform of ``chain_pem``'s first certificate; EvidenceError ``platform_mismatch`` if it names none."""
     try:
         extension = dcap_qvl.parse_pck_extension_from_pem(chain_pem)
     except ValueError:

@@ -1,8 +1,8 @@
-"""Rates a TDX platform against Intel's TCB info and QE identity, as Intel's "TCB status" rules say.
+"""Rates a TDX platform against Intel's TCB info and QE identity, by Intel's "TCB status" rules.
 
-A level applies if every version of the platform is at least the level's; the first that applies, in the order in which
-Intel lists them, gives the status. Platform, TDX module and quoting enclave are rated apart. What is read here was
-found to be signed, and to be of the platform's family.
+A level applies if every version of the platform is at least the level's. The first that applies, in Intel's order,
+gives the status. Platform, TDX module and quoting enclave are rated separately. The documents read here are already
+known to be signed, and to be of the platform's family.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,13 +21,13 @@ _PATCHED: Final = ("UpToDate", "SWHardeningNeeded", "ConfigurationNeeded", "Conf
 
 @dataclass(frozen=True, slots=True)
 class TdxRating:
-    """Statuses in Intel's words.
+    """The statuses of one quote, in Intel's words.
 
     Attributes:
-        platform, module: as they were when the guest was launched; ``module`` is empty for one of major version 0,
-            which has no status of its own. One status that advises a relaunch stands for both.
+        platform, module: the statuses at the guest's launch. ``module`` is empty for one of major version 0, which has
+            no status of its own. One status that advises a relaunch stands for both.
         advisory_ids: advisories that apply to any part, in order.
-        current: of platform and module as they are now, where a quote tells it apart (TD 1.5).
+        current: statuses of platform and module now, if a quote tells them apart (TD 1.5).
     """
 
     platform: str
@@ -43,18 +43,18 @@ class TdxRating:
 
     @property
     def worst(self) -> str:
-        """The first status that is not ``UpToDate``, if there is one."""
+        """The first status that is not ``UpToDate``, if any."""
         return next((status for status in self.statuses if status != "UpToDate"), "UpToDate")
 
 
 def rate(
     quote: TdxQuote, platform: TdxPlatform, tcb_info: dict[str, Any], qe_identity: dict[str, Any], rules: TdxRules
 ) -> TdxRating:
-    """The status of platform, module and quoting enclave, each of which ``rules`` accept.
+    """Rate platform, module and quoting enclave, and require that ``rules`` accept each status.
 
     Raises:
         EvidenceError: ``tcb_unacceptable`` if no level applies, one is revoked, the module is unknown, or an advisory
-            applies that the rules reject; ``tcb_status`` for a status that the rules do not list.
+            applies that the rules reject. ``tcb_status`` for a status that the rules do not list.
     """
     try:
         launch = _levels_at(quote.tee_tcb_svn, quote, platform, tcb_info)
@@ -67,7 +67,7 @@ def rate(
     now = tuple(str(level.get("tcbStatus", "")) for level in current)
     at_launch = [str(level.get("tcbStatus", "")) for level in launch]
     if advised := _relaunch(_converged(at_launch), _converged(now)):
-        # Software that has to be hardened is a fault of the current state, which the advice does not name.
+        # Software that has to be hardened is a fault of the current state, which the relaunch advice does not name.
         at_launch, now = [advised, ""], tuple(status for status in now if "SWHardening" in status)
     rating = TdxRating(at_launch[0], at_launch[1], str(enclave["tcbStatus"]), tuple(advisories), now)
     if _REVOKED in rating.statuses:
@@ -82,7 +82,7 @@ def rate(
 
 
 def _levels_at(svn: bytes, quote: TdxQuote, platform: TdxPlatform, tcb_info: dict[str, Any]) -> list[dict[str, Any]]:
-    """The levels of platform and module with the 16 versions ``svn``: minor and major of the module, and the rest."""
+    """Return the levels of platform and module for the 16 versions ``svn``: the module's minor and major first."""
     return [_platform_level(svn, platform, tcb_info), _module_level(svn, quote, tcb_info)]
 
 
@@ -111,7 +111,7 @@ def _module_level(svn: bytes, quote: TdxQuote, tcb_info: dict[str, Any]) -> dict
 
 
 def _converged(statuses: Sequence[str]) -> str:
-    """One status of platform and module, as Intel's library merges them; empty for none."""
+    """Merge the statuses of platform and module as Intel's library does; empty for none."""
     platform, module = (*statuses, "", "")[:2]
     if module == "OutOfDate" and platform in ("UpToDate", "SWHardeningNeeded"):
         return "OutOfDate"
@@ -121,7 +121,7 @@ def _converged(statuses: Sequence[str]) -> str:
 
 
 def _relaunch(launch: str, current: str) -> str:
-    """The status of a guest that is out of date only because of what it was launched on; empty for any other."""
+    """Return the status of a guest that is out of date only since its launch; empty for any other guest."""
     if not launch.startswith("OutOfDate") or current not in _PATCHED:
         return ""
     configuration = "Configuration" in launch + current

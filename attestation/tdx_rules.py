@@ -1,4 +1,4 @@
-"""What an Intel TDX guest and its platform must look like to be accepted."""
+"""The rules by which an Intel TDX guest and its platform are accepted."""
 
 from typing import Annotated, ClassVar, Final, Literal
 
@@ -12,28 +12,28 @@ TcbStatus = Literal[
     "OutOfDateConfigurationNeeded", "TDRelaunchAdvised", "TDRelaunchAdvisedConfigurationNeeded",
 ]  # fmt: skip
 RELAUNCH_STATUSES: Final = frozenset({"TDRelaunchAdvised", "TDRelaunchAdvisedConfigurationNeeded"})
-"""Of a guest that was launched under an older TDX module than the current one that runs it now."""
+"""The statuses of a guest that was launched under an older TDX module than the one that runs it now."""
 RTMRS: Final = ("rtmr0", "rtmr1", "rtmr2", "rtmr3")
 REGISTERS: Final = (*RTMRS, "mr_config_id")
 Measurement = Annotated[bytes, Field(min_length=MEASUREMENT_BYTES, max_length=MEASUREMENT_BYTES)]
 
 
 class TdxRules(Message):
-    """Acceptance rules for TDX quotes; the defaults are those of a hardware run.
+    """The acceptance rules for TDX quotes. The defaults suit a hardware run.
 
     Attributes:
         measurements: accepted ``mr_td`` values, 48 bytes each. An empty set admits nothing; None compares nothing,
             which no policy of a run may say.
         rtmr0, rtmr1, rtmr2, rtmr3: accepted values of each run-time register, 48 bytes each; None compares nothing.
-            ``mr_td`` is of the firmware alone: what it measured of itself, kernel, command line and containers is here.
-            Zero is a value, that of a register into which nothing was measured.
-        mr_config_id: accepted values of what the host put there at launch, 48 bytes each; None compares nothing.
+            ``mr_td`` covers the firmware alone. These cover its setup, kernel, command line and containers. Zero is a
+            value: the register has no measurements.
+        mr_config_id: accepted values that the host may set at launch, 48 bytes each; None compares nothing.
         tcb_statuses: accepted status of platform, TDX module and quoting enclave.
         rejected_advisories: vendor advisories that must not apply to the platform.
         min_tcb_evaluation_data_number: lowest accepted ``tcbEvaluationDataNumber`` of TCB info and QE identity.
-        allow_dynamic_platform, allow_cached_keys, allow_smt: platform properties that are tolerated; real
-            multi-socket hosts have all three.
-        allow_debug: whether a guest whose memory its host can read is accepted.
+        allow_dynamic_platform, allow_cached_keys, allow_smt: tolerated platform properties. Real multi-socket hosts
+            have all three.
+        allow_debug: whether a guest is accepted whose memory its host can read.
         require_sept_ve_disable: whether the guest must be safe from exceptions that its host injects on page faults.
     """
 
@@ -56,5 +56,5 @@ class TdxRules(Message):
 
     @property
     def registers(self) -> dict[str, tuple[Measurement, ...] | None]:
-        """The accepted values of every register beside ``mr_td``, by its name."""
+        """The accepted values of every register beside ``mr_td``, by name."""
         return {name: getattr(self, name) for name in REGISTERS}

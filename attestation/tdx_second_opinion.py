@@ -1,8 +1,8 @@
-"""Asks dcap-qvl for the whole verification of a TDX quote again, under the same rules: only what both accept passes.
+"""Has dcap-qvl verify the whole TDX quote again, under the same rules. Only quotes that both accept pass.
 
-It refuses debug guests, and those without SEPT_VE_DISABLE, whatever a policy tolerates. It says so after everything
-but the status of the platform, so for a guest that the rules tolerate that one refusal is passed over, and nothing
-else: the status is then rated by `attestation.tdx_rating` alone.
+It refuses debug guests, and guests without SEPT_VE_DISABLE, whatever a policy tolerates. It says so after every check
+except the platform's status. So for a guest that the rules tolerate, that one refusal is ignored, and nothing else. The
+status is then rated by `attestation.tdx_rating` alone.
 """
 
 import re
@@ -21,7 +21,7 @@ from attestation.tdx_rules import RELAUNCH_STATUSES, TdxRules
 _FOREVER_S: Final = 2**31
 _PREFIX: Final = "Verification failed: "
 
-# The quote is refused whatever the library's text is; the text only selects the name of the refusal.
+# The quote is refused whatever the library's text says. The text only selects the name of the refusal.
 _TEXT_CODES: Final = (
     (r"^No matching TCB level|TEE_TCB_SVN2|TDX module|^Advisory|^TCB status is invalid", Refusal.TCB_UNACCEPTABLE),
     (r"^TCB status \w+ is not acceptable|TCB too old", Refusal.TCB_STATUS),
@@ -40,7 +40,7 @@ def check_again(
     """Ask the library, with ``number`` as the lowest evaluation number.
 
     Raises:
-        EvidenceError: the code that is nearest to the library's text, ``evidence_tampered`` where none is near.
+        EvidenceError: the code nearest to the library's text, ``evidence_tampered`` if none is near.
     """
     try:
         verifier = dcap_qvl.QuoteVerifier(anchor.root_der)
@@ -60,14 +60,14 @@ def check_again(
 
 
 def _statuses(rating: dict[str, Any]) -> set[str]:
-    """A relaunch that is advised stands for the status at launch, which the library reports beside it."""
+    """Return the statuses to compare. An advised relaunch replaces the status at launch, which the library adds."""
     status = str(rating["tcb"]["status"])
     parts = ("qe",) if status in RELAUNCH_STATUSES else ("qe", "platform")
     return {status, *(str(rating[part]["tcb_level"]["tcbStatus"]) for part in parts)}
 
 
 def _tolerated(quote: TdxQuote, rules: TdxRules) -> Iterator[str]:
-    """What the library may say of this guest, since the rules allow it."""
+    """Yield the complaints that the library may have about this guest, because the rules allow it."""
     if rules.allow_debug and quote.td_attributes & DEBUG_ATTRIBUTES:
         yield from ("Debug mode is enabled", "TD profiling is enabled", "Reserved bits in TD attributes are set")
     if not rules.require_sept_ve_disable and not quote.td_attributes & SEPT_VE_DISABLE:
@@ -75,7 +75,7 @@ def _tolerated(quote: TdxQuote, rules: TdxRules) -> Iterator[str]:
 
 
 def _library_policy(rules: TdxRules, number: int, now: int) -> dcap_qvl.QuotePolicy:
-    # Every setter returns a new object; a result that is dropped would be a limit that does not exist.
+    # Every setter returns a new object. Dropping a result would silently drop that limit.
     policy = dcap_qvl.QuotePolicy.strict(now).allow_dynamic_platform(True).allow_cached_keys(True).allow_smt(True)
     policy = policy.min_tcb_eval_data_number(number).reject_advisories(list(rules.rejected_advisories))
     policy = policy.platform_grace_period(_FOREVER_S).qe_grace_period(_FOREVER_S)

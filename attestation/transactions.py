@@ -1,7 +1,7 @@
-"""Transactions of one SQLite connection, and how long what was read over it holds.
+"""Transactions of one SQLite connection, which tell how long values read over it hold.
 
-Nobody else commits while a transaction is open, and a reader that knows when one began, and when something was undone,
-need not read again what it read or wrote since.
+No other process commits while a transaction is open. A reader that knows when one began, and when something was undone,
+need not read again what it has read or written since.
 """
 
 import sqlite3
@@ -10,11 +10,11 @@ from contextlib import contextmanager
 
 
 class Transactions:
-    """The transactions of ``db``, which has nobody else that begins or undoes any.
+    """The transactions of ``db``. No other code may begin or undo any on it.
 
     Attributes:
-        begun: how many there were; what other processes have committed shows from a transaction's beginning on.
-        undone: how often a transaction, or a part of one, was undone.
+        begun: number of transactions. A transaction's beginning is when other processes' commits become visible.
+        undone: number of transactions, or parts of them, that were undone.
     """
 
     def __init__(self, db: sqlite3.Connection) -> None:
@@ -24,14 +24,14 @@ class Transactions:
 
     @property
     def mark(self) -> tuple[int, int] | None:
-        """The same as before only inside one transaction of which nothing was undone since; None outside of one."""
+        """A value that is unchanged only inside one transaction of which nothing was undone; None outside of one."""
         return (self.begun, self.undone) if self._db.in_transaction else None
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Hold the write lock; all of the block is durable when it ends, or none of it exists if it raises.
+        """Hold the write lock. All of the block is durable when it ends, or none of it exists if it raises.
 
-        Inside another one it is a part of it: undone alone if it raises, durable when the outermost ends.
+        Inside another transaction it is a part of it: undone alone if it raises, durable when the outermost ends.
         """
         is_part = self._db.in_transaction
         end = "RELEASE part" if is_part else "COMMIT"
@@ -41,9 +41,11 @@ class Transactions:
             yield
             self._db.execute(end)
         except BaseException:
+            # A failed COMMIT ends here too.
             self.undone += 1
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK TO part" if is_part else "ROLLBACK")
                 if is_part:
+                    # ROLLBACK TO keeps the savepoint open.
                     self._db.execute("RELEASE part")
             raise

@@ -1,10 +1,10 @@
-"""Collects evidence of the guest this process runs in, through the kernel's report interface (configfs-tsm).
+"""Collects evidence of this process's guest, through the kernel's report interface (configfs-tsm).
 
 Linux 6.7 and later give Intel TDX and AMD SEV-SNP guests one interface: a folder is made below
 ``/sys/kernel/config/tsm/report``, 64 bytes are written to its ``inblob``, and the quote or report is read from its
-``outblob`` (Documentation/ABI/testing/configfs-tsm-report). A counter tells whether somebody else wrote in between.
+``outblob`` (Documentation/ABI/testing/configfs-tsm-report). A counter tells whether another process wrote in between.
 
-Nothing here is verified but that the answer carries the 64 bytes: whoever receives it appraises it.
+Only one thing is verified here: that the answer carries the 64 bytes. The receiver appraises the rest.
 """
 
 import errno
@@ -29,7 +29,7 @@ TEE_NODES: Final = {
     "dev/tdx_guest": "Intel TDX guest",
     "dev/sev-guest": "AMD SEV-SNP guest",
 }
-"""What a guest with a trusted execution environment has, below the root of its file system."""
+"""The paths that a guest with a trusted execution environment has, below the root of its file system."""
 
 TSM_REMEDY: Final = (
     "Run the worker in an Intel TDX or AMD SEV-SNP guest with Linux 6.7 or later and configfs mounted at "
@@ -39,16 +39,17 @@ DEADLINE_S: Final = 30.0
 PAUSE_S: Final = 0.05
 
 _FAMILIES: Final[dict[str, QuoteFamily]] = {"tdx_guest": "tdx", "sev_guest": "sev_snp"}
+# A busy or interrupted platform may answer later. No other error goes away.
 _RETRIED = (errno.EBUSY, errno.EWOULDBLOCK, errno.EINTR, errno.ETIMEDOUT)
 _CHUNK = 1 << 16
 
 
 class _Raced(Exception):
-    """Somebody else wrote to the entry while it was read."""
+    """An error: another process wrote to the entry while it was read."""
 
 
 def tee_nodes(root: Path = Path("/")) -> dict[str, str]:
-    """Those of `TEE_NODES` that are below ``root``, with what they mean."""
+    """Return the `TEE_NODES` that exist below ``root``, with their meanings."""
     return {node: meaning for node, meaning in TEE_NODES.items() if (root / node).exists()}
 
 
@@ -56,15 +57,15 @@ class ReportTree:
     """The few operations of a file system that the interface consists of."""
 
     def make(self, entry: Path) -> None:
-        """Make a folder; the kernel fills it with attributes."""
+        """Make a folder. The kernel fills it with attributes."""
         entry.mkdir()
 
     def remove(self, entry: Path) -> None:
-        """Remove a folder; its attributes go with it."""
+        """Remove a folder. Its attributes go with it."""
         entry.rmdir()
 
     def read(self, attribute: Path) -> bytes:
-        """The whole of an attribute. Its size is not known before, and an error may come with any part."""
+        """Read all of an attribute. Its size is not known before, and any part may bring an error."""
         descriptor = os.open(attribute, os.O_RDONLY | os.O_CLOEXEC)
         try:
             parts = []
@@ -75,7 +76,7 @@ class ReportTree:
         return b"".join(parts)
 
     def write(self, attribute: Path, data: bytes) -> None:
-        """Write an attribute in one call, as the kernel takes it."""
+        """Write an attribute in one call, which the kernel requires."""
         descriptor = os.open(attribute, os.O_WRONLY | os.O_CLOEXEC)
         try:
             os.write(descriptor, data)
@@ -84,14 +85,14 @@ class ReportTree:
 
 
 class TsmReports:
-    """`attestation.attester.EvidenceSource` of a TDX or SEV-SNP guest.
+    """The `attestation.attester.EvidenceSource` of a TDX or SEV-SNP guest.
 
     Args:
-        root: of the file system that has the kernel's interface.
-        endorsement: a file with the certificate of an SEV-SNP machine's endorsement key, PEM or DER, where the host
-            does not hand it to its guests.
-        privilege_level: VMPL of the report where the interface lets the guest choose, 0 to 3; None leaves it.
-        deadline_s: how long a busy platform is asked again.
+        root: root of the file system that has the kernel's interface.
+        endorsement: a file with the certificate of an SEV-SNP machine's endorsement key, PEM or DER, if the host does
+            not hand it to its guests.
+        privilege_level: VMPL of the report if the interface lets the guest choose, 0 to 3; None leaves it.
+        deadline_s: seconds for which a busy platform is asked again.
     """
 
     def __init__(
@@ -115,23 +116,24 @@ class TsmReports:
         self._sleep = sleep
 
     def collect(self, report_data: bytes) -> CpuEvidence:
-        """Evidence over 64 bytes of report data, with the certificates that belong to it.
+        """Return evidence over 64 bytes of report data, with its certificates.
 
-        Guarantee: the evidence carries exactly ``report_data``, also where several processes ask at once.
+        Guarantee: the evidence carries exactly ``report_data``, also if several processes ask at once.
 
         Raises:
-            EvidenceError: ``tee_unavailable`` where this is no such guest, or the process may not ask;
-                ``tee_busy`` where the platform gives no answer in time; ``tee_report`` for an answer that cannot be
-                used.
+            EvidenceError: ``tee_unavailable`` if this is no such guest, or the process may not ask. ``tee_busy`` if
+                the platform gives no answer in time. ``tee_report`` for an unusable answer.
         """
         if len(report_data) != REPORT_DATA_BYTES:
             raise ValueError(f"report data has {REPORT_DATA_BYTES} bytes")
+        # A folder per request, so that processes do not write into each other's.
         entry = self._reports / f"raycloak-{os.getpid()}-{secrets.token_hex(8)}"
         self._make(entry)
         try:
             family, quote, auxiliary = self._ask(entry, report_data)
         finally:
-            with suppress(OSError):  # an entry that stays costs its name; the evidence, or its error, counts for more
+            # A leftover entry costs only its name. The evidence, or its error, counts for more.
+            with suppress(OSError):
                 self._tree.remove(entry)
         if _report_data_of(family, quote) != report_data:
             raise EvidenceError("tee_report", "the platform's answer is over other report data than it was asked for")
@@ -156,7 +158,7 @@ class TsmReports:
         return EvidenceError("tee_unavailable", f"no evidence of hardware can be had: {fact} ({nodes}).", remedy)
 
     def _ask(self, entry: Path, report_data: bytes) -> tuple[QuoteFamily, bytes, bytes]:
-        """Provider, quote and auxiliary data; asked again while the platform is busy or somebody interferes."""
+        """Return provider, quote and auxiliary data; ask again while the platform is busy or another process writes."""
         deadline = self._clock() + self._deadline_s
         while True:
             try:
@@ -179,6 +181,7 @@ class TsmReports:
         family = _FAMILIES.get(provider)
         if family is None:
             raise EvidenceError("tee_report", f"'{provider}' is no platform whose evidence is understood.")
+        # The kernel counts every write. Another count at the end means that another process wrote as well.
         expected = self._generation(entry)
         if self._privilege_level is not None:
             self._tree.write(entry / "privlevel", str(self._privilege_level).encode())

@@ -1,4 +1,4 @@
-"""A lock that is given in the order in which it was asked for."""
+"""A lock that threads get in the order in which they asked for it."""
 
 import threading
 from collections import deque
@@ -8,8 +8,8 @@ from typing import Self
 class Turn:
     """A re-entrant lock for the threads that share one orchestrator.
 
-    Guarantee: whoever waits has it before anybody who asks later; nobody who lets go of it and asks again overtakes.
-    (`threading.RLock` promises neither: a thread in a loop can keep another one waiting for ever.)
+    Guarantee: a waiting thread gets the lock before any thread that asks later. A thread that releases it and asks
+    again overtakes nobody. (`threading.RLock` promises neither: a thread in a loop can make another one wait for ever.)
     """
 
     def __init__(self) -> None:
@@ -46,13 +46,15 @@ class Turn:
         if not self._waiting:
             self._owner = None
             return
+        # The owner is set before the event, so that no other thread can take the lock in between.
         self._owner, given = self._waiting.popleft()
         self._depth = 1
         given.set()
 
     def _give_up(self, own: int, given: threading.Event) -> None:
-        """Whoever is interrupted while it waits leaves the queue, or passes on what it was just given."""
+        """Leave the queue after an interrupt, or pass on the lock if it was given meanwhile."""
         with self._lock:
+            # The lock may have been given between the interrupt and this call.
             if given.is_set():
                 self._pass_on()
             else:

@@ -21,7 +21,7 @@ from metrics.errors import ConfigError, EvidenceError
 
 Claims = TdxClaims | SnpClaims | GpuClaims
 
-# One line per family: a function that returns what the evidence says, or raises EvidenceError.
+# One line per family: a function that returns the evidence's claims, or raises EvidenceError.
 FAMILIES: Final[Mapping[str, Callable[[Case], Claims]]] = MappingProxyType(
     {
         "sev_snp": appraise_snp,
@@ -34,15 +34,15 @@ LAST_STEP: Final = "result"
 
 @dataclass(frozen=True, slots=True)
 class CaseVerdict:
-    """What became of a case.
+    """The verdict on a case.
 
     Attributes:
         accepted: None if the case could not be appraised.
-        evidence_class: of accepted evidence.
+        evidence_class: class of accepted evidence.
         refusal: code of the first stage that failed; None if none did.
         step: name of that stage, or of the last.
         detail: one sentence for a person; empty for accepted evidence.
-        milliseconds: from reading the case's files to its verdict.
+        milliseconds: time from reading the case's files to its verdict.
     """
 
     case: Case

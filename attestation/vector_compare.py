@@ -1,4 +1,4 @@
-"""Compares what a guest's evidence says with what a case of an index expects."""
+"""Compares a guest's verified claims with the expectations of a case of an index."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -8,7 +8,7 @@ from attestation.vector_index import Case
 
 
 class GuestClaims(Protocol):
-    """What every verifier of a guest finds: 48 bytes of measurement and 64 of report data."""
+    """The result of every guest verifier: 48 bytes of measurement and 64 of report data."""
 
     @property
     def measurement(self) -> bytes: ...
@@ -17,7 +17,7 @@ class GuestClaims(Protocol):
 
 
 def compare(case: Case, claims: GuestClaims, measurements: Sequence[bytes] | None) -> None:
-    """Refuse a measurement that is not one of ``measurements``, and report data that the case does not expect.
+    """Refuse a measurement that is not one of ``measurements``, and unexpected report data.
 
     Raises:
         EvidenceError: ``measurement_unknown`` or ``key_not_bound``.

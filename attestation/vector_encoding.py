@@ -1,7 +1,7 @@
-"""How bytes lie in the files of an index: raw, hexadecimal, base64, or somewhere in a JSON document.
+"""Decodes the bytes in the files of an index: raw, hexadecimal, base64, or inside a JSON document.
 
-Text is read generously in what does not matter (white space, case, which base64 alphabet, padding) and strictly in the
-rest: a character that is no digit, or a JSON object that names a key twice, is an error.
+Text is read leniently where it does not matter: white space, case, the base64 alphabet, padding. The rest is read
+strictly: a character that is no digit, or a JSON object that names a key twice, is an error.
 """
 
 import base64
@@ -15,7 +15,7 @@ _BASE64 = re.compile(r"[A-Za-z0-9+/]*={0,2}")
 
 
 def decode(content: bytes, encoding: str) -> bytes:
-    """The bytes in ``content``; ``encoding`` is ``raw``, ``hex``, ``base64`` or ``json:<RFC 6901 pointer>``.
+    """Decode ``content``; ``encoding`` is ``raw``, ``hex``, ``base64`` or ``json:<RFC 6901 pointer>``.
 
     Raises:
         LookupError: for any other encoding.
@@ -33,7 +33,7 @@ def decode(content: bytes, encoding: str) -> bytes:
 
 
 def resolve(document: Any, pointer: str) -> Any:
-    """The value an RFC 6901 pointer names; ValueError if there is none."""
+    """Return the value that an RFC 6901 pointer names; ValueError if there is none."""
     if pointer and not pointer.startswith("/"):
         raise ValueError(f"'{pointer}' is no JSON pointer")
     value = document
@@ -47,7 +47,7 @@ def resolve(document: Any, pointer: str) -> Any:
 
 
 def bytes_of(value: Any) -> bytes:
-    """The bytes of an array of byte values, or of a string: hexadecimal if it is all hex digits, else base64."""
+    """Decode an array of byte values, or a string: hexadecimal if it is all hex digits, else base64."""
     if isinstance(value, list):
         if not all(type(item) is int for item in value):
             raise ValueError("the JSON array holds other things than byte values")
@@ -60,7 +60,7 @@ def bytes_of(value: Any) -> bytes:
 
 
 def certificate_text(value: Any) -> bytes:
-    """Certificates inside a JSON document: PEM text, or PEM or DER in the form of :func:`bytes_of`."""
+    """Decode certificates inside a JSON document: PEM text, or PEM or DER in the form of :func:`bytes_of`."""
     if isinstance(value, str) and "-----BEGIN" in value:
         return value.encode()
     return bytes_of(value)

@@ -6,7 +6,7 @@ from attestation.vector_index import Case
 
 
 def appraise_gpu(case: Case) -> GpuClaims:
-    """What the case's report says; EvidenceError if it is refused."""
+    """Verify the case's report and return its claims; EvidenceError if it is refused."""
     return verify_gpu(
         case.evidence(),
         case.chain(),
@@ -21,7 +21,7 @@ def appraise_gpu(case: Case) -> GpuClaims:
 
 
 def references_of(case: Case) -> GpuReferences:
-    """The manifests that the case names."""
+    """Read the manifests that the case names."""
     named = case.fields.rim
     if named is None:
         return GpuReferences()
@@ -30,5 +30,5 @@ def references_of(case: Case) -> GpuReferences:
 
 
 def answers_of(case: Case) -> tuple[bytes, ...]:
-    """The OCSP answers that the case names, in base64 or DER."""
+    """Read the OCSP answers that the case names, in base64 or DER."""
     return tuple(case.base64_file(name) for name in case.fields.ocsp or ())

@@ -1,7 +1,7 @@
-"""Reads an index of evidence: cases that say what is presented, with what, when, under which policy.
+"""Reads an index of evidence. Each case says what is presented, with what, when, and under which policy.
 
-The format is described in `docs/attestation-index.md`. Paths are relative to the index; anchors are those that raycloak
-pins, and what a case names as ``simulator_root``.
+The format is described in `docs/attestation-index.md`. Paths are relative to the index. Anchors are raycloak's pinned
+ones, and any that a case names as ``simulator_root``.
 """
 
 from collections.abc import Mapping
@@ -24,11 +24,11 @@ from metrics.file_errors import file_error
 Rules = TypeVar("Rules", bound=Message)
 _ABOUT_ROOTS = ("simulator_root", "allow_simulator")
 _FORMAT = 1
-_END_OF_TIME = 253_402_300_800  # unix seconds: the year 10000, which certificates do not know either
+_END_OF_TIME = 253_402_300_800  # unix seconds: the year 10000, which certificates cannot express either
 
 
 class RimFiles(BaseModel):
-    """Files with the reference values for a GPU; None where there are none."""
+    """The files with the reference values for a GPU; None where there are none."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -37,7 +37,7 @@ class RimFiles(BaseModel):
 
 
 class CaseFields(BaseModel):
-    """One entry of ``cases``; fields that only describe a case are ignored."""
+    """One entry of ``cases``. Fields that only describe a case are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -62,11 +62,11 @@ class CaseFields(BaseModel):
 class Case:
     """A case with its policy and the folder its paths are relative to.
 
-    Everything that reads a file or a field raises ConfigError ``index`` if that cannot be done, except for evidence
-    whose content is not of the stated encoding: that is refused as ``evidence_malformed``.
+    Every method that reads a file or a field raises ConfigError ``index`` if that fails. Evidence whose content is not
+    of the stated encoding is different: it is refused as ``evidence_malformed``.
 
     Attributes:
-        flaw: why the entry of the index is not of the format, whose only field is then its id; empty if it is.
+        flaw: why the entry of the index is not of the format; empty if it is. A flawed case has only its id.
     """
 
     fields: CaseFields
@@ -76,7 +76,7 @@ class Case:
 
     @property
     def now(self) -> int:
-        """The verifier's clock in unix seconds; a fraction of a second is cut off."""
+        """The verifier's clock in unix seconds. A fraction of a second is cut off."""
         try:
             instant = datetime.fromisoformat(self.fields.at.upper())
         except ValueError:
@@ -97,14 +97,14 @@ class Case:
         return self._hex("report_data", self.fields.report_data)
 
     def without(self, rule: str, value: Any) -> "Case":
-        """The case under a policy whose list ``rule`` does not have ``value``, which no policy can make acceptable."""
+        """Return the case with ``value`` taken off its policy's list ``rule``, because no policy can accept it."""
         listed = self.policy.get(rule)
         if not isinstance(listed, list) or value not in listed:
             return self
         return replace(self, policy={**self.policy, rule: [each for each in listed if each != value]})
 
     def evidence(self) -> bytes:
-        """What is presented."""
+        """Read the presented evidence."""
         content = self.file(self.fields.evidence)
         try:
             return decode(content, self.fields.encoding)
@@ -114,11 +114,11 @@ class Case:
             refuse(Refusal.EVIDENCE_MALFORMED, f"the evidence is not {self.fields.encoding}: {error}")
 
     def chain(self) -> tuple[bytes, ...]:
-        """The certificates, each entry PEM or DER, in the order of the case."""
+        """Read the certificates, each entry PEM or DER, in the order of the case."""
         return tuple(self._certificates(entry) for entry in self.fields.chain or ())
 
     def file(self, name: str) -> bytes:
-        """The content of a file that the case names."""
+        """Read a file that the case names."""
         try:
             return (self.folder / name).read_bytes()
         except (OSError, ValueError) as error:
@@ -126,7 +126,7 @@ class Case:
             raise self._unusable(f"cannot read {name}: {cause}") from None
 
     def base64_file(self, name: str) -> bytes:
-        """The bytes in a base64 file, or the file itself where it is not base64."""
+        """Decode a base64 file; return the content of any other file as it is."""
         content = self.file(name)
         try:
             return decode(content, "base64")
@@ -134,7 +134,7 @@ class Case:
             return content
 
     def rules(self, kind: type[Rules]) -> Rules:
-        """The family's acceptance rules: the index's default policy with the case's over it."""
+        """Return the family's acceptance rules: the index's default policy, overridden by the case's."""
         given = {name: value for name, value in self.policy.items() if name not in _ABOUT_ROOTS}
         try:
             return kind.model_validate_json(canonical_json(given))
@@ -142,7 +142,7 @@ class Case:
             raise self._unusable(f"its policy cannot be used: {_first_line(error)}") from None
 
     def anchors(self, family: Family) -> tuple[Anchor, ...]:
-        """The pinned roots, and the simulator's root of class ``simulated`` if the policy names one."""
+        """Return the pinned roots, and the simulator's root of class ``simulated`` if the policy names one."""
         classes = sorted({root.evidence_class for root in PINNED.values() if root.family == family})
         pinned = [anchor for each in classes for anchor in pinned_anchors(each)]
         name = self.policy.get("simulator_root")
@@ -156,7 +156,7 @@ class Case:
 
     @property
     def accepted(self) -> frozenset[EvidenceClass]:
-        """The classes that are admitted: hardware, and simulated evidence where the policy says so."""
+        """The admitted classes: hardware, and simulated evidence if the policy says so."""
         every = frozenset(EvidenceClass)
         return every if self.policy.get("allow_simulator") is True else every - {EvidenceClass.SIMULATED}
 
@@ -183,9 +183,9 @@ class Case:
 
 
 def read_index(path: Path) -> tuple[Case, ...]:
-    """The cases of the index at ``path``, in its order.
+    """Read the cases of the index at ``path``, in its order.
 
-    An entry that is not of the format is a case with a flaw, so that it costs the other cases nothing.
+    An entry that is not of the format becomes a case with a flaw, so the other cases can still be judged.
 
     Raises:
         ConfigError: ``index`` if it cannot be read, is not of the format, has no case, or names an id twice.

@@ -8,7 +8,7 @@ from attestation.vector_index import Case
 
 
 def appraise_snp(case: Case) -> SnpClaims:
-    """What the case's report says; EvidenceError if it is refused."""
+    """Verify the case's report and return its claims; EvidenceError if it is refused."""
     rules = case.rules(SnpRules)
     claims = verify_snp(
         case.evidence(),

@@ -9,7 +9,7 @@ from metrics.errors import EvidenceError
 
 
 def appraise_tdx(case: Case) -> TdxClaims:
-    """What the case's quote says; EvidenceError if it is refused."""
+    """Verify the case's quote and return its claims; EvidenceError if it is refused."""
     rules = case.without("tcb_statuses", "Revoked").rules(TdxRules)
     claims = verify_tdx(
         case.evidence(),
@@ -25,7 +25,7 @@ def appraise_tdx(case: Case) -> TdxClaims:
 
 
 def _collateral(case: Case) -> tuple[Collateral, ...]:
-    """The collateral; none where it cannot be read, which the verifier refuses in its turn."""
+    """Read the collateral; none if it cannot be read, which the verifier refuses in its turn."""
     if case.fields.collateral is None:
         return ()
     content = case.file(case.fields.collateral)

@@ -10,12 +10,12 @@ from typing import BinaryIO
 
 @contextmanager
 def whole_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """Open a file for writing that takes the place of ``path`` when the block ends; if it fails, nothing changes.
+    """Open a file for writing that replaces ``path`` when the block ends. If the block fails, nothing changes.
 
     Guarantee: no reader sees a part of it, and its content is on disk before its name is.
 
     Args:
-        mode: of the new file, less the process's umask.
+        mode: mode of the new file, less the process's umask.
     """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
@@ -23,12 +23,13 @@ def whole_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
+        # After the sync, so that the name never leads to content that is not on disk.
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Put ``data`` at ``path`` in place of what was there; see :func:`whole_file`."""
+    """Replace the content of ``path`` by ``data`` as a whole; see :func:`whole_file`."""
     with whole_file(path) as file:
         file.write(data)

@@ -1,4 +1,4 @@
-"""Between signed envelopes and the messages of `attestation/evidence.proto`, whose bytes stay as they were signed."""
+"""Converts between signed envelopes and the messages of `attestation/evidence.proto`. Signed bytes stay unchanged."""
 
 from dataclasses import replace
 
@@ -8,17 +8,17 @@ from attestation.messages import Envelope
 
 
 def to_wire(envelope: Envelope) -> wire.SignedMessage:
-    """The envelope as it travels."""
+    """Convert an envelope for the wire."""
     return wire.SignedMessage(body=envelope.body, signature=envelope.signature)
 
 
 def from_wire(message: wire.SignedMessage) -> Envelope:
-    """The envelope that arrived; nothing of it was verified."""
+    """Convert an envelope that arrived. Nothing of it is verified."""
     return Envelope(message.body, message.signature)
 
 
 def release_to_wire(release: KeyRelease) -> wire.ReleaseKeysReply:
-    """The release as it travels."""
+    """Convert a release for the wire."""
     return wire.ReleaseKeysReply(
         package=to_wire(release.package),
         proof=release.proof,
@@ -29,7 +29,7 @@ def release_to_wire(release: KeyRelease) -> wire.ReleaseKeysReply:
 
 
 def release_from_wire(reply: wire.ReleaseKeysReply) -> KeyRelease:
-    """The release that arrived; nothing of it was verified."""
+    """Convert a release that arrived. Nothing of it is verified."""
     return replace(
         _alone(reply),
         slices=_alone(reply.slices) if reply.HasField("slices") else None,

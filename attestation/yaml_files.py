@@ -10,7 +10,7 @@ from metrics.file_errors import file_error
 
 
 def read_yaml(path: Path, code: str) -> Any:
-    """The document in ``path``; ConfigError ``code`` if it cannot be read, and as :func:`parse_yaml`."""
+    """Parse the document in ``path``; ConfigError ``code`` if it cannot be read, and as :func:`parse_yaml`."""
     try:
         text = path.read_text()
     except OSError as error:
@@ -21,7 +21,7 @@ def read_yaml(path: Path, code: str) -> Any:
 
 
 def parse_yaml(text: str, name: str, code: str) -> Any:
-    """The document in ``text``, which errors call ``name``.
+    """Parse the document in ``text``, which errors call ``name``.
 
     Raises:
         ConfigError: ``code`` if it is not YAML, names a key twice, or repeats a part by an alias.
@@ -38,9 +38,9 @@ def parse_yaml(text: str, name: str, code: str) -> Any:
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Refuses a mapping that names a key twice, where YAML would let the last one win, and an alias of another part.
+    """A loader that refuses aliases, and a mapping that names a key twice, of which YAML would take the last one.
 
-    Aliases of aliases make a document of a few lines grow beyond any memory.
+    Aliases of aliases can make a document of a few lines grow beyond any memory.
     """
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:

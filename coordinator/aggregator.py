@@ -1,8 +1,8 @@
-"""MaskedAggregator: owner of one parameter range; sums masked vectors and applies the update rule.
+"""MaskedAggregator owns one parameter range: it sums masked vectors and applies the update rule.
 
 It never holds a mask or noise key, and decodes nothing but the sum of all virtual workers. ``reduce`` is a pure
-function of what it is given: parameters and optimizer state are immutable objects that the coordinator owns, so
-the death of an aggregator loses nothing and ranges cannot drift apart.
+function of its arguments: the coordinator owns parameters and optimizer state as immutable objects. So the death of an
+aggregator loses nothing, and ranges cannot drift apart.
 """
 
 import time
@@ -33,12 +33,12 @@ State = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class ReduceRequest:
-    """What one aggregator needs besides parameters, state and vectors.
+    """The input of one aggregator, besides parameters, state and vectors.
 
     Attributes:
-        headers: one signed header per worker of the roster, in its order, which is that of the vectors.
-        parameter_digest: of the whole parameters the step started from.
-        ranges: how the parameters are cut.
+        headers: one signed header per worker, in the roster's order, which is also that of the vectors.
+        parameter_digest: digest of the whole parameters that the step started from.
+        ranges: the cut of the parameters.
     """
 
     roster: Envelope
@@ -49,10 +49,10 @@ class ReduceRequest:
 
 @dataclass(frozen=True, slots=True)
 class ReduceReport:
-    """Outcome of one reduction.
+    """The outcome of one reduction.
 
     Attributes:
-        tensor_digests: of the updated tensors of the range, in order.
+        tensor_digests: digests of the range's updated tensors, in order.
         seconds: time inside the aggregator.
     """
 
@@ -63,7 +63,7 @@ class ReduceReport:
 
 @dataclass(frozen=True, slots=True)
 class MeasureReport:
-    """What a measurement released.
+    """The released result of a measurement.
 
     Attributes:
         average: float64 [d], the decoded sum over the public divisor.
@@ -76,11 +76,11 @@ class MeasureReport:
 
 @dataclass(frozen=True, slots=True)
 class _Verified:
-    """A request that was verified but for its vectors.
+    """A request that is verified except for its vectors.
 
     Attributes:
-        own: what of the vector this aggregator sums.
-        expected: of each worker of the roster, its header and the one-time key of its array.
+        own: the part of the vector that this aggregator sums.
+        expected: for each worker of the roster, its header and the one-time key of its array.
     """
 
     request: ReduceRequest
@@ -90,7 +90,7 @@ class _Verified:
 
 
 class MaskedAggregator:
-    """Sums and updates one parameter range.
+    """The owner of one parameter range, which sums its vectors and updates it.
 
     Args:
         member_id: name of this incarnation.
@@ -98,7 +98,7 @@ class MaskedAggregator:
     """
 
     def __init__(self, member_id: str, source: EvidenceSource) -> None:
-        # The update rule's kernels must be those of the run's numerics class.
+        # The update rule's kernels must match the run's numerics class.
         pin_numerics()
         self._attester = Attester(member_id, source)
         self._latest: _Verified | None = None
@@ -107,8 +107,8 @@ class MaskedAggregator:
         """Take the manifest and the range to own, and answer the challenge with evidence.
 
         Raises:
-            ProtocolError: ``manifest_mismatch`` if this process would round an update in another way than the
-                manifest's numerics class.
+            ProtocolError: ``manifest_mismatch`` if this process would round an update differently than the manifest's
+                numerics class.
         """
         if not current_numerics("cpu").computes_like(manifest.computation.numerics):
             raise ProtocolError(
@@ -122,32 +122,33 @@ class MaskedAggregator:
         return self._attester.present(challenge, self._manifest_digest, b"")
 
     def initial_state(self) -> State:
-        """Optimizer state before the first step."""
+        """Return the optimizer state before the first step."""
         return self._optimizer.initial_state()
 
     def expect(self, request: ReduceRequest, *replies: StepReply) -> None:
-        """Verify all of a request but its vectors, which follow: that then takes less time.
+        """Verify all of a request before its vectors arrive, so that the reduction itself takes less time.
 
-        What is wrong with it is said where the vectors are handed over.
+        A flaw is not raised here, but when the vectors are handed over.
 
         Args:
-            request: without headers; those are in ``replies``, one per worker of the roster, in its order.
+            request: without headers. They are in ``replies``, one per worker, in the roster's order.
         """
         headers = tuple(reply.header for reply in replies if reply.header is not None)
+        # A flaw is raised when the vectors arrive.
         with suppress(ProtocolError):
             self._verified(replace(request, headers=headers))
 
     def reduce(
         self, request: ReduceRequest, parameters: NDArray[np.float32], state: State, *vectors: RingVector
     ) -> tuple[ReduceReport, NDArray[np.float32], State]:
-        """Verify, sum, decode, divide by the public batch size, update.
+        """Verify, sum and decode; divide by the public batch size; update.
 
-        Guarantee: decodes only the sum of vectors that signed headers of this very attempt describe, one per worker
-        of the roster, together covering every virtual worker exactly once. Anything else is refused and named
-        before a single word is added.
+        Guarantee: decodes only the sum of vectors that signed headers of this very attempt describe. There is one
+        vector per worker of the roster, and together they cover every virtual worker exactly once. Anything else is
+        refused and named before a single word is added.
 
         Args:
-            parameters: float32 of the range.
+            parameters: the range's parameters, float32.
             vectors: masked ring words of the range, one per header.
 
         Raises:
@@ -163,7 +164,7 @@ class MaskedAggregator:
         return ReduceReport(self._range.index, digests, time.perf_counter() - started), updated, new_state
 
     def measure(self, request: ReduceRequest, *vectors: RingVector) -> MeasureReport:
-        """Verify, sum, decode and divide by the public divisor, for a measurement; parameters and state stay.
+        """Verify, sum, decode and divide by the public divisor, for a measurement. Parameters and state stay.
 
         Guarantee: as :meth:`reduce`.
 
@@ -172,15 +173,16 @@ class MaskedAggregator:
 
         Raises:
             SenderError: a vector or header does not match; it names the sender.
-            ProtocolError: the request itself does not match, ``query_unknown`` also for a step of training.
+            ProtocolError: the request itself does not match; ``query_unknown`` also for a training step.
         """
         started = time.perf_counter()
         average = self._average(self._verified(request, updates=False), vectors)
         return MeasureReport(average, time.perf_counter() - started)
 
     def _average(self, verified: _Verified, vectors: Sequence[RingVector]) -> NDArray[np.float64]:
-        """The decoded sum of vectors, verified first, over the public divisor."""
+        """Verify the vectors, decode their sum and divide it by the public divisor."""
         mechanism = self._manifest.computation.mechanism_of(verified.roster.query)
+        # All vectors are checked before a single word is added.
         self._check_vectors(verified, vectors)
         average = decode(ring_sum(vectors, mechanism.ring_bits), mechanism.gamma_log2)
         return np.divide(average, mechanism.expected_batch_size, out=average)
@@ -201,16 +203,17 @@ class MaskedAggregator:
         return roster
 
     def _verified(self, request: ReduceRequest, updates: bool | None = None) -> _Verified:
-        """The request, verified but for its vectors: now, or when it was expected.
+        """Return the request, verified except for its vectors, now or when it was expected.
 
         Args:
-            updates: whether it is to update parameters, or to be a measurement, if that is known yet.
+            updates: whether it must update parameters or must be a measurement; None if that is not known yet.
         """
         if self._latest is None or self._latest.request != request:
             self._latest = None
             roster = self._open_roster(request.roster)
             self._check_query(roster, updates)
             self._latest = self._verify(request, roster)
+        # Again, because a request may be expected before it is known what it is for.
         self._check_query(self._latest.roster, updates)
         return self._latest
 
@@ -253,7 +256,7 @@ class MaskedAggregator:
 
 @contextmanager
 def _naming(member_id: str) -> Iterator[None]:
-    """Say whose header or vector it is that does not match."""
+    """Name the sender whose header or vector does not match."""
     try:
         yield
     except ProtocolError as error:
@@ -261,7 +264,7 @@ def _naming(member_id: str) -> Iterator[None]:
 
 
 def ring_sum(vectors: Sequence[RingVector], bits: int) -> RingVector:
-    """Sum of equally long vectors in Z_{2^bits}; the inputs are only read."""
+    """Sum equally long vectors in Z_{2^bits}. The inputs are only read."""
     total = np.zeros(len(vectors[0]), ring_dtype(bits))
     for vector in vectors:
         np.add(total, vector, out=total)

@@ -1,4 +1,4 @@
-"""Archive: where the sealed packages of one run are, and who may open them besides the run itself."""
+"""The archive of one run: the place of its sealed packages, and the recipients who may open them besides the run."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +18,9 @@ class Archive:
     """The packages of one run.
 
     Args:
-        run_id: of the run; executions that repeat it share its packages.
+        run_id: the run's id. Executions that repeat it share its packages.
         base: folder that relative paths of the configuration start from.
-        notice: told what keeps packages from being published.
+        notice: told why packages are not published.
     """
 
     def __init__(self, config: CheckpointConfig, run_id: str, base: Path, notice: Callable[[str], None]) -> None:
@@ -30,7 +30,7 @@ class Archive:
         self._notice = notice
 
     def open(self, control: Control, terms: PackageTerms, metrics: RunMetrics) -> Checkpoints:
-        """Begin to seal packages.
+        """Start to seal packages.
 
         Raises:
             ConfigError: if the storage or the public key of a recipient cannot be used.
@@ -40,16 +40,16 @@ class Archive:
         return Checkpoints(self._config, storage, control, terms, recipients, self._notice, metrics)
 
     def restore(self, control: Control, manifest: Manifest, at_most: int | None) -> Restored | None:
-        """What the newest package holds, or the newest of at most so many finished steps; None if there is none.
+        """Restore the newest package, or the newest of at most so many finished steps; None if there is none.
 
         Raises:
-            ConfigError, EvidenceError: see `coordinator.checkpoints.newest`.
+            ConfigError, EvidenceError: as in `coordinator.checkpoints.newest`.
         """
         return newest(PackageStorage.open(self._location), control, manifest, at_most)
 
 
 def _location(storage: str | None, run_id: str, base: Path) -> str:
-    """A storage that runs share has a folder per run."""
+    """Return the run's storage. A storage that runs share has a folder per run."""
     if storage is None:
         return str(state.packages_folder(run_id))
     shared = storage if "://" in storage else str(base / storage)

@@ -1,4 +1,4 @@
-"""A standalone evidence service: an orchestrator without a cluster, which attests members and gives them their keys."""
+"""A standalone evidence service: an orchestrator without a cluster. It attests members and gives them their keys."""
 
 import time
 from dataclasses import dataclass, replace
@@ -39,11 +39,11 @@ SESSION = "evidence service"
 
 
 class ContractConfig(Section):
-    """Terms of a service that is not for a run of raycloak's own workers.
+    """The terms of a service that is not for a run of raycloak's own workers.
 
     Attributes:
-        virtual_workers, epochs: how many keys there are.
-        known_answer: 64 hexadecimal digits that every worker has to present; the digest of nothing by default.
+        virtual_workers, epochs: the number of keys.
+        known_answer: 64 hexadecimal digits that every worker must present; by default the digest of no bytes.
     """
 
     virtual_workers: int = Field(gt=0, le=65_536)
@@ -52,7 +52,7 @@ class ContractConfig(Section):
 
 
 class SealedConfig(Section):
-    """Sealed examples whose slice keys are given with the virtual-worker keys.
+    """The sealed examples whose slice keys are given with the virtual-worker keys.
 
     Attributes:
         path: folder that ``raycloak data seal`` wrote.
@@ -69,14 +69,14 @@ class ServiceConfig(Section):
     Attributes:
         bind: ``host:port`` to listen on.
         run_secret: file of 64 hexadecimal digits, which all keys derive from.
-        hosting: which virtual workers each member hosts; every one is hosted once. ``any`` makes it a key service: any
-            worker may have any key of the contract, and there are no rosters; see `attestation.key_service`.
+        hosting: the virtual workers that each member hosts; every one is hosted once. ``any`` makes it a key service:
+            any worker may have any key of the contract, and there are no rosters; see `attestation.key_service`.
         aggregators: member ids, in range order.
-        policy, collateral: what evidence is judged by; without them, simulated evidence is accepted, which proves
+        policy, collateral: files to judge evidence by. Without them, simulated evidence is accepted, which proves
             nothing about a machine. A policy that names a collateral service needs no file of collateral.
-        manifest: of a run, whose keys are given; or ``contract``.
-        sealed, evaluation: examples to train on and to evaluate on, where they are sealed.
-        limits: of the service, by name.
+        manifest: the manifest of a run whose keys are given; or ``contract``.
+        sealed, evaluation: examples to train on and to evaluate on, if they are sealed.
+        limits: limits of the service, by name.
     """
 
     bind: str = "127.0.0.1:7443"
@@ -108,19 +108,19 @@ class ServiceConfig(Section):
             raise ValueError("a key service (hosting: any) has a contract, and no aggregators")
         if self.hosting == "any" and (self.sealed or self.evaluation):
             raise ValueError(
-                "slice keys (sealed, evaluation) are given to whom hosting names; any would give each to everybody"
+                "slice keys (sealed, evaluation) go to workers that hosting names; with any, each would get all"
             )
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceFacts:
-    """What a member needs to know, and whoever reads the service's output.
+    """The facts about a service that members and readers of its output need.
 
     Attributes:
         evidence: ``SIMULATED`` if the policy accepts simulated evidence.
-        manifest_digest: of the manifest or the contract.
-        contract: file with the contract, if there is one.
+        manifest_digest: digest of the manifest or the contract.
+        contract: file with the contract, if any.
     """
 
     evidence: str
@@ -140,34 +140,37 @@ class _Served:
 
 
 def load_service(path: Path) -> ServiceConfig:
-    """Read the file; ConfigError ``config``."""
+    """Read the service's file; ConfigError ``config``."""
     return validated(ServiceConfig, read_yaml(path, "config"), "docs/evidence-service.md")
 
 
 def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, RunSession, ServiceFacts]:
-    """Open the orchestrator below ``RAYCLOAK_HOME/service`` and serve it; restarted, it goes on where it was.
+    """Open the orchestrator below ``RAYCLOAK_HOME/service`` and serve it. A restarted service resumes where it was.
 
     Args:
         base: folder that relative paths start from.
 
     Raises:
-        ConfigError: what cannot be used, by name.
+        ConfigError: a part that cannot be used, by name.
     """
     policy, collateral, keeper = _policy(config, base)
     secret = base / config.run_secret
     run_id = run_id_of(load_secret(secret))
     folder = state.service_folder()
+    # A service that is started again with the same secret resumes its run.
     known = (folder / "orchestrator" / f"{run_id}.sqlite").is_file()
     run = open_run(str(folder / "orchestrator"), time.time, str(secret), run_id if known else None)
     try:
         served = _with_sealed(_served(config, base, run, policy, collateral), config, base)
         hosting = _hosting(config, served.run.virtual_workers)
+        # Members that the table names are kept. Others are forgotten when their evidence expires.
         lasting = frozenset() if hosting is None else frozenset((*hosting.workers, *hosting.aggregators))
         session = run.begin(replace(served.run, lasting=lasting), SESSION)
         if hosting is None:
             desk = key_service_desk(session, served.run.virtual_workers)
         else:
             desk = session.evidence_desk(hosting)
+        # The server's calls and the refresh of collateral take turns at the orchestrator.
         turn = Turn()
         server = EvidenceServer.start(desk, served.run.manifest_digest, config.bind, config.limits, turn)
     except BaseException:
@@ -189,7 +192,7 @@ def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, Ru
 
 
 def _hosting(config: ServiceConfig, virtual_workers: int) -> StaticHosting | None:
-    """Who hosts what; None if that is not the service's business."""
+    """Return the hosting; None if the service does not decide it."""
     if config.hosting == "any":
         return None
     return StaticHosting.of(config.hosting, config.aggregators, virtual_workers)
@@ -247,6 +250,7 @@ def _served(
         key_commitments=run.key_commitments(context, count, config.contract.epochs),
     )
     terms = contract.digest(), context, count, answer, policy, collateral
+    # At a key service, a worker that died before its release makes room on its machine.
     of_run = RunTerms(*terms, displaces=config.hosting == "any", epochs=config.contract.epochs)
     return _Served(of_run, contract)
 

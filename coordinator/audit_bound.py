@@ -1,25 +1,25 @@
-"""From right guesses to a lower bound on epsilon: one-run auditing, pure statistics.
+"""Computes a lower bound on epsilon from right guesses: one-run auditing, pure statistics.
 
-A run trains with m canaries, each of them in by a fair secret coin. Whoever sees what was released guesses r of the
-coins; v guesses are right. If the run is (epsilon, delta) differentially private, v is stochastically dominated by
-a Binomial(r, e^epsilon / (1 + e^epsilon)) up to a term in delta (Steinke, Nasr and Jagielski 2023, arXiv 2305.08846,
-theorem 5.2). So many right guesses refute every small epsilon.
+A run trains with m canaries, each included by a fair secret coin. An observer of the released data guesses r of the
+coins, and v guesses are right. If the run is (epsilon, delta) differentially private, a Binomial(r, e^epsilon / (1 +
+e^epsilon)) dominates v stochastically, up to a term in delta. This is theorem 5.2 of Steinke, Nasr and Jagielski 2023,
+arXiv 2305.08846. So many right guesses refute every small epsilon.
 """
 
 import math
 
 import numpy as np
 
-_RESOLUTION = 2.0**-20
+_RESOLUTION = 2.0**-20  # six digits
 
 
 def p_value(epsilon: float, delta: float, *, canaries: int, guesses: int, correct: int) -> float:
-    """Bound on the chance of at least ``correct`` right guesses, if the run is (epsilon, delta) private.
+    """Bound the chance of at least ``correct`` right guesses, if the run is (epsilon, delta) private.
 
     ``beta + 2 m delta max_i P[v - i <= X < v] / i`` with X ~ Binomial(r, e^eps / (1 + e^eps)), beta = P[X >= v].
 
     Guarantee: not below the paper's value, and non-decreasing in epsilon. With c = 2 m delta / i <= 1, each term
-    ``beta + c P[v - i <= X < v] = (1 - c) beta + c P[X >= v - i]`` grows with epsilon; where c > 1 the larger
+    ``beta + c P[v - i <= X < v] = (1 - c) beta + c P[X >= v - i]`` grows with epsilon. If c > 1 the larger
     ``c P[X >= v - i]`` is taken, which grows too.
 
     Args:
@@ -39,10 +39,10 @@ def p_value(epsilon: float, delta: float, *, canaries: int, guesses: int, correc
 
 
 def epsilon_lower_bound(*, canaries: int, guesses: int, correct: int, delta: float, significance: float) -> float:
-    """The largest epsilon, to six digits and rounded down, that so many right guesses refute; 0 if they refute none.
+    """Return the largest epsilon, to six digits and rounded down, that so many right guesses refute; 0 if none.
 
     Guarantee: if the run is (epsilon, delta) private, the result exceeds epsilon with a chance of at most
-    ``significance``, since :func:`p_value` does not decrease.
+    ``significance``, because :func:`p_value` does not decrease.
 
     Args:
         significance: one minus the confidence, in (0, 1).

@@ -1,12 +1,12 @@
-"""What an audit trains: the user's data and model, and canaries that only an audit could notice.
+"""The task that an audit trains: the user's data and model, and canaries that only an audit could notice.
 
-A canary is an example whose gradient is one coordinate of its own: the model gets one more parameter per canary, and
-a canary's loss is ``RAW_NORM * C`` times that parameter, up to its sign. Clipping brings the gradient to norm C along
-an axis that nothing else touches, which is the strongest example the mechanism's guarantee covers. A canary that its
-coin keeps out stays in the dataset and contributes zero, which is the adjacency of the mechanism.
+A canary is an example whose gradient is one coordinate of its own. The model gets one more parameter per canary, and a
+canary's loss is ``RAW_NORM * C`` times that parameter, up to its sign. Clipping brings the gradient to norm C along an
+axis that nothing else touches, which is the strongest example the mechanism's guarantee covers. A canary that its coin
+keeps out stays in the dataset and contributes zero, which is the adjacency of the mechanism.
 
-The sign follows from the last bit of the parameter itself, so it is known to whoever sees the released model, and as
-good as random from step to step: two steps under one noise then differ, even if every example is in every batch.
+The sign follows from the last bit of the parameter itself. So an observer of the released model knows it, and it is as
+good as random from step to step. Two steps under one noise then differ, even if every example is in every batch.
 
 Everything travels as an ordinary ``module:function`` task in a folder, so workers open it as they open any other.
 """
@@ -31,7 +31,7 @@ from workers.datasets import Batch, Dataset, dataset_form
 from workers.models import LossFn, ModelSource, build_model, loss_function
 
 RAW_NORM = 2.0**10
-"""Norm of a canary's gradient before clipping, in units of C: a missing or late clip cannot be overlooked."""
+"""The norm of a canary's gradient before clipping, in units of C: a missing or late clip cannot be overlooked."""
 
 MODULE = "raycloak_audit_task"
 _TASK_FILE = "task.json"
@@ -49,8 +49,8 @@ model, loss, dataset = TASK.make_model, TASK.loss, TASK.make_dataset
 class CanaryDataset:
     """A dataset with canaries behind its examples; see `workers.datasets.Dataset`.
 
-    Features are flattened, and a last column tells examples (0), canaries that are in (their number, from 1) and
-    canaries that are out (-1) apart.
+    Features are flattened. A last column marks examples (0), included canaries (their number, from 1) and excluded
+    canaries (-1).
     """
 
     def __init__(self, examples: Dataset, included: NDArray[np.bool_]) -> None:
@@ -63,7 +63,7 @@ class CanaryDataset:
         return self._count + len(self._markers)
 
     def batch(self, ids: NDArray[np.int64]) -> Batch:
-        """Examples of the inner dataset; a canary has features and label of zero."""
+        """Return examples of the inner dataset; a canary has features and label of zero."""
         canary = ids >= self._count
         features, labels = self._examples.batch(np.where(canary, 0, ids))
         features = features.reshape(len(ids), math.prod(features.shape[1:])).copy()
@@ -74,7 +74,7 @@ class CanaryDataset:
 
 
 class CanaryModel(nn.Module):
-    """The user's model with one parameter per canary; output rows are the model's, the canary's and the marker."""
+    """The user's model with one parameter per canary. Output rows are the model's, the canary's and the marker."""
 
     def __init__(self, inner: nn.Module, feature_shape: tuple[int, ...], canaries: int) -> None:
         super().__init__()
@@ -94,18 +94,18 @@ class CanaryModel(nn.Module):
 
 
 def canary_signs(parameters: NDArray[np.float32]) -> NDArray[np.int64]:
-    """+1 or -1 for each canary: the sign of its gradient where its parameter has this value; any shape."""
+    """Return +1 or -1 for each canary: the sign of its gradient if its parameter has this value; any shape."""
     return 1 - 2 * (parameters.view(np.int32).astype(np.int64) & 1)
 
 
 class CanaryTask(Section):
-    """What is needed to build dataset, model and loss of an audit anywhere.
+    """The data needed to build dataset, model and loss of an audit in any process.
 
     Attributes:
         base: absolute folder that names of the audited configuration start from.
-        feature_shape, output_shape: of one example.
+        feature_shape, output_shape: shapes of one example.
         included: the coins. Secret, like the examples: the file has mode 0600.
-        raw_norm: norm of a canary's gradient before it is clipped.
+        raw_norm: norm of a canary's gradient before clipping.
     """
 
     base: str
@@ -119,10 +119,10 @@ class CanaryTask(Section):
 
     @classmethod
     def of(cls, config: RunConfig, base: Path, included: Sequence[bool]) -> "CanaryTask":
-        """The task of an audit of ``config``.
+        """Make the task of an audit of ``config``.
 
         Raises:
-            ConfigError: ``config`` if it names no dataset or model; DatasetError and ModelError as a run.
+            ConfigError: ``config`` if it names no dataset or model. DatasetError and ModelError as a run.
         """
         if config.dataset is None or config.model is None:
             raise ConfigError("config", "an audit needs both dataset and model.", "Name them in the configuration.")
@@ -155,11 +155,11 @@ class CanaryTask(Section):
 
     @classmethod
     def read(cls, folder: Path) -> "CanaryTask":
-        """The task that :meth:`write` left."""
+        """Read the task that :meth:`write` wrote."""
         return cls.model_validate_json((folder / _TASK_FILE).read_bytes())
 
     def write(self, folder: Path) -> None:
-        """Make ``folder``, which is private to this user, one that a configuration can start from."""
+        """Write the task and its loader to ``folder``, private to this user, so that a configuration can name it."""
         path = folder / _TASK_FILE
         path.touch(mode=0o600)
         path.write_text(self.model_dump_json())
@@ -168,12 +168,13 @@ class CanaryTask(Section):
     def check(self, seed: int) -> None:
         """Refuse a model under which canaries would be invisible.
 
-        Guarantee: at the initial parameters the gradient of each kind of canary is what this module says: one that is
-        in has its own axis alone, one that is out has none.
+        Guarantee: at the initial parameters each kind of canary has the gradient that this module describes. An
+        included one has its own axis alone, an excluded one has none.
 
         Raises:
             ModelError: ``canary_gradient``.
         """
+        # The caller's random state stays as it is.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             gradients = PerExampleGradients(self.make_model(), self.loss)
@@ -196,11 +197,11 @@ class CanaryTask(Section):
             )
 
     def make_dataset(self) -> CanaryDataset:
-        """The user's examples, then the canaries."""
+        """Build the dataset: the user's examples, then the canaries."""
         return CanaryDataset(self._examples, np.array(self.included))
 
     def make_model(self) -> CanaryModel:
-        """The user's model, drawn first so that its initial parameters are those of the audited configuration."""
+        """Build the model. The user's is drawn first, so that its initial parameters are as in the audited run."""
         inner = ModelSource.of(self.model_function).function(self.base)()
         if not isinstance(inner, nn.Module):
             raise ModelError(
@@ -209,11 +210,11 @@ class CanaryTask(Section):
         return CanaryModel(inner, self.feature_shape, len(self.included))
 
     def loss(self, output: Tensor, labels: Tensor) -> Tensor:
-        """The user's loss of an example; of a canary, ``raw_norm`` times its output: [n]."""
+        """Return the user's loss of an example, and ``raw_norm`` times the output of a canary: [n]."""
         marker = output[:, -1]
         own = self._inner_loss(output[:, :-2].reshape(len(output), *self.output_shape), labels)
         if own.shape != marker.shape:
-            return own  # refused by whoever asked for one loss per example
+            return own  # refused by the caller, which asked for one loss per example
         return torch.where((marker >= 0) & (marker < 1), own, self.raw_norm * output[:, -2])
 
     @cached_property

@@ -52,7 +52,7 @@ def _audit(output: Output, config: RunConfig, base: Path, canaries: int, confide
 
 
 def audit_table(result: "AuditResult") -> Table:
-    """Return the bound beside the claim, and what both rest on."""
+    """Build the table of the bound, the claim, and what both rest on."""
     verdict = "CONTRADICTS the ledger" if result.contradicted else "consistent with the ledger"
     return fields_table(
         f"Audit ({result.evidence_class.upper()} evidence, all actors in this process)",
@@ -74,5 +74,5 @@ def audit_table(result: "AuditResult") -> Table:
 
 
 def _down(value: float) -> str:
-    """Return three decimals, rounded down: a lower bound is never stated larger than it is."""
+    """Format three decimals, rounded down: a lower bound is never stated larger than it is."""
     return f"{math.floor(value * 1000) / 1000:.3f}"

@@ -1,14 +1,14 @@
-"""Guessing which canaries were in a run, from the noisy sums that it released.
+"""Guesses which canaries were in a run, from the noisy sums that it released.
 
 Two scores, because no single one sees every defect:
 
-* ``likelihood``: log-likelihood ratio of in against out under the mechanism as it is claimed. By Neyman and Pearson
-  nothing beats it against a correct run, and too little noise or clipping moves it further.
-* ``difference``: sum of squared differences of consecutive sums. Noise that repeats cancels in it, and what is left
-  are the draws of the canary.
+* ``likelihood``: log-likelihood ratio of in against out under the mechanism as claimed. By Neyman and Pearson nothing
+  beats it against a correct run. Too little noise or clipping moves it further.
+* ``difference``: sum of squared differences of consecutive sums. Repeated noise cancels in it, and the draws of the
+  canary remain.
 
 Each is tried with a few fixed ways to guess. All of this is fixed before anything is seen, and significance is shared
-out evenly, so that the best of the bounds holds with the confidence asked for.
+out evenly. So the best of the bounds holds with the requested confidence.
 """
 
 import math
@@ -21,20 +21,20 @@ from coordinator.audit_bound import epsilon_lower_bound
 from workers.mechanism import Mechanism
 
 SHARES = ((0.0625, 0.0), (0.125, 0.0), (0.25, 0.0), (0.125, 0.125), (0.25, 0.25))
-"""Shares of the canaries guessed to be in and out: those with the highest and with the lowest scores."""
+"""Shares of the canaries guessed as in and as out: the highest and the lowest scores."""
 
 SCORES = ("likelihood", "difference")
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A lower bound on epsilon, and what it rests on.
+    """A lower bound on epsilon, and its basis.
 
     Attributes:
         epsilon: the bound.
-        score: which of `SCORES`.
+        score: one of `SCORES`.
         guesses, correct: r and v.
-        ceiling: the largest bound that could have come out, had every guess been right.
+        ceiling: the largest possible bound of this audit, had every guess been right.
     """
 
     epsilon: float
@@ -46,7 +46,7 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What an adversary sees of the canaries, [steps, m] each.
+    """An adversary's view of the canaries, [steps, m] each.
 
     Attributes:
         sums: each step's released sum along each canary's axis.
@@ -65,10 +65,12 @@ def strongest_bound(
     delta: float,
     confidence: float,
 ) -> Bound:
-    """The best lower bound of all scores and ways to guess.
+    """Return the best lower bound of all scores and ways to guess.
 
-    Guarantee: if the run is (epsilon, delta) private and ``included`` are fair coins independent of everything else,
-    the result exceeds epsilon with a chance of at most ``1 - confidence``: a union bound over what is tried.
+    Assumes that ``included`` are fair coins, independent of everything else.
+
+    Guarantee: if the run is (epsilon, delta) private, the result exceeds epsilon with a chance of at most
+    ``1 - confidence``: a union bound over all attempts.
 
     Args:
         included: [m], the coins.
@@ -83,7 +85,7 @@ def strongest_bound(
 
     tried = []
     for score in SCORES:
-        # Most certainly in first; among equal ones in the order of canaries, which says nothing about the coins.
+        # Most certainly included first. Equal scores keep the order of canaries, which is independent of the coins.
         order = np.argsort(-scores_of(score, observed, mechanism), kind="stable")
         for share_in, share_out in SHARES:
             first, last = int(count * share_in), int(count * share_out)
@@ -94,7 +96,7 @@ def strongest_bound(
 
 
 def scores_of(score: str, observed: Observed, mechanism: Mechanism) -> NDArray[np.float64]:
-    """Score of each canary, [m]; higher means more likely in."""
+    """Score each canary, [m]; higher means more likely included."""
     total: NDArray[np.float64]
     if score == "difference":
         total = np.square(np.diff(observed.sums, axis=0)).sum(0)

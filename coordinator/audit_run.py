@@ -1,12 +1,12 @@
-"""`raycloak audit`: train with canaries through the whole protocol, and see how much of them the released model shows.
+"""`raycloak audit`: trains with canaries through the whole protocol, and measures how much the released model shows.
 
-The run is an ordinary one of the audited configuration: the coordinator, ledger, orchestrator, workers and aggregators
-that run on Ray, here in one process (`coordinator/local.py`), with evidence SIMULATED. Its sampling rate, steps, noise
-and clipping are those of the configuration; the update rule is plain SGD, so that every released sum can be read off
-two consecutive models. Any other rule is a function of the same sums.
+The run is an ordinary one of the audited configuration. Coordinator, ledger, orchestrator, workers and aggregators are
+the ones that run on Ray, here in one process (`coordinator/local.py`), with evidence SIMULATED. Sampling rate, steps,
+noise and clipping come from the configuration. The update rule is plain SGD, so that every released sum can be computed
+from two consecutive models. Any other rule is a function of the same sums.
 
-On data that is not declared public the run charges its account like any other: the bound is computed from what was
-released, and from nothing else about the data.
+On data that is not declared public the run charges its account like any other. The bound is computed from the released
+models, and from nothing else about the data.
 """
 
 import json
@@ -63,27 +63,27 @@ KEPT = {
     "steps",
     "virtual_workers",
 }
-"""Fields that an audit takes from the configuration as they are. Task, sizes, noise and update rule are its own; what
-is released beside the gradients is left out, and so is what says where a run goes on and how it is watched."""
+"""The fields that an audit takes unchanged from the configuration. Task, sizes, noise and update rule are its own.
+Releases besides the gradients are left out, and so are the settings for resuming and watching a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class AuditResult:
-    """Outcome of an audit; its fields are the keys of the command's JSON.
+    """The outcome of an audit. Its fields are the keys of the command's JSON.
 
     Attributes:
         epsilon_lower: epsilon that the released model refutes, with the confidence: the run is not
             (epsilon', delta) private for any smaller epsilon'. 0 if nothing was refuted.
         confidence: chance that the bound holds, over the coins and the run's randomness.
-        epsilon, delta: what the ledger charged for this run.
+        epsilon, delta: the ledger's charge for this run.
         contradicted: whether the bound exceeds the ledger's epsilon.
-        epsilon_ceiling: the bound, had every guess been right; this audit could not have shown more.
-        canaries, included: m, and how many of them were in.
-        guesses, correct, score: what the bound rests on; see `coordinator.audit_guesses`.
-        examples: of the configuration's own dataset.
-        steps, sample_rate, noise_multiplier: of the mechanism that was audited.
-        account: that was charged; None if the data is public and the ledger was thrown away.
-        evidence_class: ``simulated``: all actors ran in one process.
+        epsilon_ceiling: the bound if every guess had been right. This audit could not have shown more.
+        canaries, included: m, and the number of included ones.
+        guesses, correct, score: the basis of the bound; see `coordinator.audit_guesses`.
+        examples: size of the configuration's own dataset.
+        steps, sample_rate, noise_multiplier: parameters of the audited mechanism.
+        account: the charged account; None if the data is public and the ledger was thrown away.
+        evidence_class: ``simulated``, because all actors ran in one process.
     """
 
     epsilon_lower: float
@@ -124,12 +124,12 @@ def audit(
     Args:
         base: folder that relative paths and ``module:function`` names start from.
         coins: [canaries], drawn from the operating system if absent.
-        run_secret: as of a run.
+        run_secret: as for a run.
         progress: called after every step.
 
     Raises:
         ConfigError: ``audit_canaries``, ``audit_confidence``, ``nothing_to_audit`` (privacy is off), and as a run.
-        RaycloakError: as a run. What was charged stays charged.
+        RaycloakError: as a run. Charges stay charged.
     """
     _check(config, canaries, confidence)
     if coins is None:
@@ -192,7 +192,7 @@ def _check(config: RunConfig, canaries: int, confidence: float) -> None:
 
 
 def _audited(config: RunConfig, planned: Mechanism, canaries: int) -> RunConfig:
-    """The configuration with the canaries' task in place of its own, at the planned sampling rate and noise."""
+    """Replace the configuration's task by the canaries', at the planned sampling rate and noise."""
     assert config.dataset is not None, "the task was made from it"
     public = config.dataset.public
     dataset = DatasetConfig(kind="module", function=f"{MODULE}:dataset", public=public)
@@ -218,7 +218,7 @@ def _train(
     canaries: int,
     progress: Callable[[StepReport], None],
 ) -> tuple[Finished, NDArray[np.float32], Path]:
-    """Run to the end: what it came to, the canaries' parameters before and after each step, and the run directory."""
+    """Run to the end; return the outcome, the canaries' parameters around each step, and the run directory."""
     models = [np.zeros(canaries, np.float32)]
     with ExitStack() as stack:
         stack.callback(lambda: [actor.handle.close() for actor in session.control.actors.values()])
@@ -232,6 +232,7 @@ def _train(
         def after_step(report: StepReport) -> None:
             released = coordinator.finished()
             assert released is not None, "a step is done"
+            # The canaries' parameters are the last ones. Only they are kept of every model.
             models.append(released.parameters[-canaries:].copy())
             progress(report)
 
@@ -247,7 +248,7 @@ def _train(
 
 
 def _setup(config: RunConfig, folder: Path, task: CanaryTask) -> WorkerSetup:
-    """The audit's own task. An account that is bound to the file of the examples still knows it by its fingerprint."""
+    """Set up the audit's own task. An account that is bound to the examples' file still knows it by its fingerprint."""
     assert config.model is not None, "the audit's own task is named"
     assert config.dataset is not None, "the audit's own task is named"
     own, base = task.dataset, Path(task.base)
@@ -278,13 +279,13 @@ def _reporting(config: RunConfig, events: EventWriter, progress: Callable[[StepR
 
 
 def _observed(models: NDArray[np.float32], config: RunConfig) -> Observed:
-    """What two consecutive models say of each released sum; ``models`` are the canaries' parameters, [steps + 1, m]."""
+    """Compute each released sum from two consecutive models, the canaries' parameters, [steps + 1, m]."""
     moved = -np.diff(models.astype(np.float64), axis=0)
     return Observed(moved * (config.batch_size / config.optimizer.learning_rate), canary_signs(models[:-1]))
 
 
 def _epsilon(config: RunConfig, finished: Finished) -> float:
-    """What the ledger charges for this run alone."""
+    """Return the ledger's charge for this run alone."""
     if config.ledger.account is None:
         return finished.charged_epsilon
     mechanism, delta = finished.plan.mechanism, finished.plan.delta

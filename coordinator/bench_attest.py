@@ -1,8 +1,8 @@
-"""How many workers the evidence service attests per second, each over a new mutual-TLS connection.
+"""Measures how many workers the evidence service attests per second, each over a new mutual-TLS connection.
 
-One attestation is a TLS handshake, Challenge, a SIMULATED quote, Attest and ReleaseKeys, of a worker that is new to the
-service; its keys, that of its channel among them, exist before. The service runs in a process of its own, this process
-is the workers, and both share the machine's cores. Beside them, connections can be held that never become an
+One attestation is a TLS handshake, Challenge, a SIMULATED quote, Attest and ReleaseKeys, by a worker that is new to the
+service. The worker's keys, its channel's among them, exist before. The service runs in a process of its own, this
+process is the workers, and both share the machine's cores. Beside them, connections can be held that never become an
 attestation (`coordinator/bench_attest_processes.py`).
 """
 
@@ -25,27 +25,27 @@ from coordinator.bench_attest_processes import ANSWER, MANIFEST, Child, cpu_seco
 from metrics.errors import ConfigError, RaycloakError
 
 CALLS: Final = 3
-"""Challenge, Attest and ReleaseKeys."""
+"""The calls of one attestation: Challenge, Attest and ReleaseKeys."""
 MOST_EMPTY: Final = 400
-"""Connections of such calls; enough for their average."""
+"""The number of connections with empty calls, which suffices for their average."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttestBench:
-    """What was measured.
+    """The result of the measurement.
 
     Attributes:
-        attestations, refused: finished, and refused for any reason. concurrency: at any time.
+        attestations: number finished. refused: number refused for any reason. concurrency: number at a time.
         held_idle, held_half_open, held_slow: other connections that were open when the measurement ended: bare TCP,
-            with the start of a TLS record, and with a call whose request never comes. reopened: that the service had
-            closed, during the measurement.
+            with the start of a TLS record, and with a call whose request never comes.
+        reopened: held connections that the service had closed during the measurement.
         per_second: finished attestations.
-        p50_ms, p99_ms, max_ms: from the start of a connection to the keys.
+        p50_ms, p99_ms, max_ms: time from the start of a connection to the keys.
         service_cpu_ms, worker_cpu_ms, held_cpu_ms: processor time per attestation of the three processes.
         service_mib: resident memory of the service at its peak.
-        transport_service_cpu_ms, transport_worker_cpu_ms: processor time of a connection with three calls that ask
-            nothing, as many at a time, just before: what TLS, HTTP/2 and gRPC take of an attestation.
-        transport_per_second: such connections; no attestations can be more than they are.
+        transport_service_cpu_ms, transport_worker_cpu_ms: processor time of a connection with three empty calls,
+            measured just before with as many at a time. It is the share of TLS, HTTP/2 and gRPC in an attestation.
+        transport_per_second: number of such connections, an upper limit for attestations.
     """
 
     evidence: str
@@ -71,7 +71,7 @@ class AttestBench:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The one machine that all simulated workers run on."""
+    """The one machine that all simulated workers share."""
 
     platform: SimulatedPlatform
 
@@ -98,13 +98,13 @@ class _Service:
     orchestrator_key: bytes
 
     def attest(self, worker: _Worker) -> None:
-        """One full attestation over a connection of its own."""
+        """Perform one full attestation over a connection of its own."""
         with self._connected(worker) as client:
             client.attest(worker.attester.present(client.challenge(), MANIFEST, ANSWER))
             client.release_keys(0)
 
     def reach(self, worker: _Worker) -> None:
-        """As many calls over a connection of its own, none of which asks the orchestrator anything."""
+        """Make as many calls over a connection of its own, none of which asks the orchestrator anything."""
         with self._connected(worker) as client:
             for _ in range(CALLS):
                 client.is_serving()
@@ -137,6 +137,7 @@ def bench_attest(connections: int, concurrency: int, held: int) -> AttestBench:
         source = _Source(SimulatedVendor.load_or_create(Path(folder) / "simulator").platform())
         warm_up = [_Worker.new(f"warm-up-{i}", source) for i in range(8)]
         empty = [_Worker.new(f"empty-{i}", source) for i in range(min(connections, MOST_EMPTY))]
+        # A worker has its keys before it connects, so that the clock starts at the connection.
         workers = [_Worker.new(f"worker-{i}", source) for i in range(connections)]
         with Child(serve, folder) as service:
             address, key = service.first()
@@ -150,6 +151,7 @@ def bench_attest(connections: int, concurrency: int, held: int) -> AttestBench:
 def _measure(
     target: _Service, workers: tuple[list[_Worker], list[_Worker]], concurrency: int, service: Child, holder: Child
 ) -> AttestBench:
+    # First, how far the machine itself goes: connections that ask the orchestrator nothing.
     empty = _timed(target.reach, workers[0], concurrency, service)
     held_before = holder.ask()
     full = _timed(target.attest, workers[1], concurrency, service)
@@ -181,7 +183,7 @@ def _measure(
 
 @dataclass(frozen=True, slots=True)
 class _Timed:
-    """What many workers did: how long each took that was not refused, and processor time per worker."""
+    """The work of many workers: seconds of each that was not refused, and processor time per worker."""
 
     seconds: list[float]
     refused: int
@@ -199,7 +201,7 @@ def _timed(act: Callable[[_Worker], None], workers: list[_Worker], concurrency: 
 
 
 def _all(act: Callable[[_Worker], None], workers: Iterable[_Worker], concurrency: int) -> tuple[list[float], int]:
-    """Let each worker act; seconds of those that were not refused, and how many were."""
+    """Let each worker act; return the seconds of each that was not refused, and the number of refusals."""
     waiting: SimpleQueue[_Worker] = SimpleQueue()
     for worker in workers:
         waiting.put(worker)

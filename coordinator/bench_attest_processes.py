@@ -1,4 +1,4 @@
-"""The processes beside the workers of ``raycloak bench attest``: the service, and whoever holds other connections."""
+"""The processes beside the workers of ``raycloak bench attest``: the service, and the holder of other connections."""
 
 import asyncio
 import gc
@@ -33,7 +33,7 @@ VIRTUAL_WORKERS: Final = 8
 _DEADLINE_S = 120.0
 _KINDS = ("idle", "half_open", "slow")
 
-# HTTP/2 (RFC 9113) by hand: preface, empty SETTINGS and its acknowledgement, and a request whose body never comes.
+# HTTP/2 (RFC 9113) by hand: preface, empty SETTINGS with acknowledgement, and a request whose body never comes.
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000" + "000000040100000000")
 _HEADERS = (
     (":method", "POST"),
@@ -46,7 +46,7 @@ _HEADERS = (
 
 
 class Child:
-    """A process that runs ``target(pipe, *arguments)``; it says one thing first and then answers with its figures."""
+    """A process that runs ``target(pipe, *arguments)``. It first sends one message, then answers with its figures."""
 
     def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")
@@ -66,7 +66,7 @@ class Child:
             self._process.join()
 
     def first(self) -> Any:
-        """What it says when it is ready; RunFailedError ``bench_failed`` if it does not."""
+        """Return the message that it sends when it is ready; RunFailedError ``bench_failed`` without one."""
         try:
             if self._pipe.poll(_DEADLINE_S):
                 return self._pipe.recv()
@@ -75,14 +75,14 @@ class Child:
         raise RunFailedError("bench_failed", "a process of the bench did not answer", "See its traceback above.")
 
     def ask(self) -> dict[str, float]:
-        """Its figures now."""
+        """Return its present figures."""
         self._pipe.send("figures")
         figures: dict[str, float] = self.first()
         return figures
 
 
 def cpu_seconds() -> float:
-    """Processor time of this process so far."""
+    """Return the processor time of this process so far."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
@@ -100,12 +100,12 @@ def raise_open_files(needed: int) -> None:
 
 
 def serve(pipe: Connection, folder: str) -> None:
-    """The service of a run below ``folder``; says (address, orchestrator key)."""
-    gc.freeze()  # as `raycloak attest serve` does with what it has loaded
+    """Serve a run below ``folder``; send (address, orchestrator key)."""
+    gc.freeze()  # as `raycloak attest serve` does with its loaded modules
     raise_open_files(1024)
     vendor = SimulatedVendor.load_or_create(Path(folder) / "simulator")
     run = open_run(str(Path(folder) / "orchestrator"), time.time, None)
-    # Everybody asks for the same keys.
+    # Every worker asks for the same keys.
     endless = {"key_quotas": KeyQuotas(per_run=2**30)}
     policy = simulated_policy(vendor, code_measurement()).model_copy(update=endless)
     collateral = vendor.collateral(int(time.time()))
@@ -121,7 +121,7 @@ def serve(pipe: Connection, folder: str) -> None:
 
 
 class _Everybody(StaticHosting):
-    """Each worker hosts the same two virtual workers."""
+    """A hosting in which each worker hosts the same two virtual workers."""
 
     def hosted(self, member_id: str) -> tuple[int, ...]:
         return (0, 1)
@@ -136,13 +136,13 @@ def _answer(pipe: Connection, figures: Callable[[], dict[str, float]]) -> None:
 
 
 def _peak_mib() -> float:
-    """Peak resident memory since this program began; `resource` would count the one that started it too."""
+    """Return peak resident memory since this program began; `resource` would also count its parent's."""
     line = next(each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("VmHWM:"))
     return int(line.split()[1]) / 1024
 
 
 def hold(pipe: Connection, address: str, count: int) -> None:
-    """Hold ``count`` connections, a third of each kind; one that the service closes is opened again."""
+    """Hold ``count`` connections, a third of each kind. One that the service closes is opened again."""
     raise_open_files(count + 256)
     asyncio.run(_hold(pipe, address, count))
 
@@ -164,11 +164,11 @@ async def _hold(pipe: Connection, address: str, count: int) -> None:
 
 
 _Opened: TypeAlias = tuple[Callable[[], Awaitable[bytes]], Callable[[], None]]
-"""How to read from a connection, and how to close it."""
+"""The functions that read from a connection, and close it."""
 
 
 class _Holder:
-    """Connections by kind."""
+    """The held connections, by kind."""
 
     def __init__(self, host: str, port: int) -> None:
         self._place = host, port
@@ -178,12 +178,12 @@ class _Holder:
         self.reopened = 0
 
     def figures(self) -> dict[str, float]:
-        """How many are open, and how often one was opened again."""
+        """Return how many are open, and how often one was opened again."""
         return {**{kind: float(self.open[kind]) for kind in _KINDS}, "reopened": float(self.reopened)}
 
     async def keep(self, kind: str) -> None:
-        """Open, wait until the service closes, and again."""
-        # The service closes bare connections after this time. They were opened at once, and do not end at once.
+        """Open a connection, wait until the service closes it, and repeat."""
+        # The service closes bare connections after this time. They were opened at once, but must not end at once.
         first = None if kind == "slow" else random.uniform(0, ServiceLimits().handshake_s)
         while True:
             try:
@@ -206,7 +206,7 @@ class _Holder:
             self.reopened += 1
 
     async def _open_bare(self, kind: str) -> _Opened:
-        # A bare socket: a stream would take several times as much of the processors that are measured.
+        # A bare socket: a stream would take several times as much of the processors that are being measured.
         loop, connection = asyncio.get_running_loop(), socket.socket()
         connection.setblocking(False)
         try:
@@ -221,11 +221,11 @@ class _Holder:
     async def _open_slow(self) -> _Opened:
         reader, writer = await asyncio.open_connection(*self._place, ssl=self._context)
         writer.write(_PREFACE + _request())
-        return partial(reader.read, 4096), lambda: writer.transport.abort()  # a writer that is let go of closes
+        return partial(reader.read, 4096), lambda: writer.transport.abort()  # a dropped writer would close instead
 
 
 def _request() -> bytes:
-    """A HEADERS frame that ends the headers and not the stream; every field a literal (RFC 7541, 6.2.2)."""
+    """Build a HEADERS frame that ends the headers but not the stream; every field a literal (RFC 7541, 6.2.2)."""
     fields = b"".join(
         b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode() for name, value in _HEADERS
     )
@@ -233,12 +233,12 @@ def _request() -> bytes:
 
 
 def _client_context() -> ssl.SSLContext:
-    """TLS as a worker of the run would speak it, without looking at the server."""
+    """Make the TLS context of a worker of the run, which does not verify the server."""
     end = client_end(IdentityKey.generate(), MANIFEST)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
-    with tempfile.NamedTemporaryFile() as file:  # the only way in; mode 0600
+    with tempfile.NamedTemporaryFile() as file:  # `ssl` loads keys from files only; mode 0600
         file.write(end.key_pem + end.chain_pem)
         file.flush()
         context.load_cert_chain(file.name)

@@ -1,15 +1,15 @@
-"""`raycloak bench chaos`: a training under random SIGKILL and SIGSTOP, compared with the undisturbed one.
+"""`raycloak bench chaos`: disturbs a training by random SIGKILL and SIGSTOP, and compares it with an undisturbed one.
 
-    cluster     a head and two nodes of this machine, of the bench alone
-    disturbed   kills one after the other, the next one when the run is complete again; then the run is asked to stop
-    reference   the same configuration and run secret with the fewest workers, undisturbed, as far as that one came
+    cluster     a head and two nodes on this machine, for the bench alone
+    disturbed   kills one after the other, each once the run is complete again; then the run is asked to stop
+    reference   the same configuration and run secret with the fewest workers, undisturbed, up to the same step
     checks      the bytes of every step, the charges, the ledger's chain, the evidence log
 
-A driver that is killed is followed by ``raycloak run CONFIG --resume``. A stopped driver is killed after a pause; every
+A driver that is killed is followed by ``raycloak run CONFIG --resume``. A stopped driver is killed after a pause. Every
 other stopped process is left to the deadlines of the run.
 
-Guarantee: at most one worker, or the workers of one node, are missing by the bench's doing, and never so many that the
-run would fall below ``min_workers``.
+Guarantee: the bench never removes more than one worker, or the workers of one node, at a time. It never removes so many
+that the run would fall below ``min_workers``.
 """
 
 import os
@@ -37,16 +37,16 @@ FOLLOWED_STEPS = 100
 DRIVER_PAUSE_S = 1.0
 _NUMBERS: Mapping[SignalName, int] = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
 FORCED = ("ledger.url=null", "ledger.account=null", "checkpoint.storage=null")
-"""A bench spends from a ledger of its own, and its packages go with it."""
+"""A bench spends from a ledger of its own, and its packages are thrown away with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """What the bench is asked to do.
+    """The damage that the bench is asked to do.
 
     Attributes:
-        kills: signals to workers, aggregators, ledger, orchestrator and driver.
-        nodes_lost: raylets to kill besides.
+        kills: number of signals to workers, aggregators, ledger, orchestrator and driver.
+        nodes_lost: number of raylets to kill besides.
     """
 
     kills: int
@@ -62,12 +62,13 @@ def bench_chaos(
     overrides: tuple[str, ...] = (),
     notice: Callable[[str], None] = lambda line: None,
 ) -> ChaosReport:
-    """Do ``damage`` to a run of ``config``, which is read from ``path`` with ``overrides`` by every driver.
+    """Do ``damage`` to a run of ``config``, which every driver reads from ``path`` with ``overrides``.
 
     Raises:
         ConfigError: ``chaos_workers`` if the run cannot lose a worker, ``chaos_nodes`` if it cannot lose a node,
             ``chaos_steps`` if it finished before all kills.
-        RunFailedError: ``chaos_stuck`` if the run was not complete again in time, ``chaos_ended`` if it cannot go on.
+        RunFailedError: ``chaos_stuck`` if the run was not complete again in time, ``chaos_ended`` if it cannot
+            continue.
     """
     schedule = make_schedule(damage.kills, damage.seed, _processes(config), damage.nodes_lost)
     if config.num_workers - 1 < config.fewest_workers:
@@ -88,7 +89,7 @@ def bench_chaos(
                 chaos.strike_all(schedule)
                 last = chaos.finish()
                 notice(f"{len(chaos.kills)} signals sent in {last + 1} steps; the same steps undisturbed")
-                # As many as the noise was planned for; the bytes are those of any number, and fewer processes start.
+                # The fewest that the noise was planned for: any number gives the same bytes, and fewer processes start.
                 fewest = (f"num_workers={config.fewest_workers}", f"min_workers={config.fewest_workers}")
                 few = replace(task, overrides=(*task.overrides, *fewest))
                 reference = _run(few, Path(folder) / "reference", config, cluster)
@@ -107,7 +108,7 @@ def bench_chaos(
 def _run(task: Task, home: Path, config: RunConfig, cluster: ChaosCluster) -> ChildRun:
     home.mkdir(mode=0o700)
     failure = config.failure
-    # A stopped worker is missed after one deadline, its replacement has another; half as much again for a slow machine.
+    # A stopped worker is missed after one deadline, its replacement has another. Half as much again for slow machines.
     patience_s = 1.5 * (failure.admission_deadline_s + failure.join_timeout_s + failure.step_deadline_s)
     return ChildRun(task, home, cluster.environment, patience_s)
 
@@ -127,7 +128,7 @@ def _last(run: ChildRun) -> int:
 
 
 def _follow(run: ChildRun, last: int) -> None:
-    """Wait until a run has finished step ``last``; it is stuck if some part of the way takes too long."""
+    """Wait until a run has finished step ``last``. It is stuck if some part of the way takes too long."""
     for step in (*range(0, last, FOLLOWED_STEPS), last):
         run.wait_until(lambda step=step: _last(run) >= step, f"step {step} of the undisturbed run")  # type: ignore[misc]
 
@@ -148,7 +149,7 @@ class Chaos:
     _begun: int = 0
 
     def strike_all(self, schedule: tuple[Strike, ...]) -> None:
-        """Start the run and do everything that is planned."""
+        """Start the run and carry out the schedule."""
         self.run.start()
         for number, strike in enumerate(schedule, 1):
             self._complete(f"kill {number} of {len(schedule)}")
@@ -157,7 +158,7 @@ class Chaos:
         self._complete("the last recovery")
 
     def finish(self) -> int:
-        """Ask the run to stop; returns its last step."""
+        """Ask the run to stop; return its last step."""
         self.run.stop()
         return _last(self.run)
 
@@ -178,14 +179,14 @@ class Chaos:
             self._complete(what)
 
     def _too_often(self) -> bool:
-        """Whether a driver ended by itself although nothing happened since it was started."""
+        """Return whether a driver ended by itself although nothing happened since its start."""
         return len(self.run.steps) == self._begun and bool(self.run.ended)
 
     def _is_complete(self) -> bool:
         steps = self.run.steps[self._begun :]
         if len(steps) < FIRST_STEPS or steps[-1].workers < self.config.num_workers:
             return False
-        # Past the step that was under way when the last driver ended: the run makes new steps again.
+        # Past the step that was in progress when the last driver ended, so that the run makes new steps again.
         if steps[-1].step <= max((each.step for each in self.run.steps[: self._begun]), default=-1) + 1:
             return False
         last = self.kills[-1] if self.kills else None
@@ -198,7 +199,7 @@ class Chaos:
         return steps[-1].began >= noticed and self._all_there()
 
     def _all_there(self) -> bool:
-        """Whether the process table shows the run's processes, and none of an earlier execution."""
+        """Return whether the process table shows the run's processes, and none of an earlier execution."""
         found = self.cluster.victims(self.config.aggregators)
         one = all(len(found[role]) == 1 for role in ("ledger", "orchestrator"))
         workers = self.config.num_workers <= len(found["worker"]) <= self.config.most_workers
@@ -211,12 +212,12 @@ class Chaos:
         elif strike.role == "node":
             self._lose_node(strike)
         elif not self._hit_one(strike):
-            # The run itself has given that process up just now, as on a machine too slow for its deadlines.
+            # The run itself has just given that process up, as on a machine too slow for its deadlines.
             self._complete("a kill that found nobody")
             self._strike(strike)
 
     def _hit_one(self, strike: Strike) -> bool:
-        """Send the signal to a process of the role; whether there was one."""
+        """Send the signal to a process of the role; return whether there was one."""
         processes = self.cluster.victims(self.config.aggregators)[strike.role]
         try:
             pid = processes[int(strike.pick * len(processes))].pid
@@ -228,7 +229,7 @@ class Chaos:
         return True
 
     def _usual_step(self) -> float:
-        """Seconds from one commit to the next, lately."""
+        """Return the recent median of seconds from one commit to the next."""
         times = [each.time for each in self.run.steps[self._begun :][-LATEST_STEPS:]]
         return median(b - a for a, b in pairwise(times))
 

@@ -1,4 +1,4 @@
-"""The cost of masking: clamp, encode, mask and tag one worker's vector on one core, against bare ChaCha20."""
+"""Measures the cost of masking: clamp, encode, mask and tag one worker's vector on one core, against bare ChaCha20."""
 
 import statistics
 import time
@@ -20,15 +20,15 @@ from workers.streams import KeyStream
 
 @dataclass(frozen=True, slots=True)
 class MaskBench:
-    """Times of one worker's masking path, medians in seconds on one core.
+    """The times of one worker's masking path, medians in seconds on one core.
 
     Attributes:
-        params, workers, bits, dtype, repeats: what was measured; ``dtype`` is the clear vector's float type.
+        params, workers, bits, dtype, repeats: the measured case; ``dtype`` is the clear vector's float type.
         encode_seconds: clamp and encode. mask_seconds: ``workers`` - 1 masks. tag_seconds: Poly1305.
         keystream_seconds: ``workers`` - 1 bare keystreams, written block by block to one buffer in the cache.
         chacha20_ratio: ``keystream_seconds`` over encoding and masks together, median over the repeats.
         bytes_per_parameter: payload bytes of one masked vector per parameter.
-        framing_bytes: signed header that goes with it.
+        framing_bytes: size of the signed header that accompanies it.
     """
 
     params: int
@@ -121,7 +121,7 @@ def _bare_keystreams(keys: list[Secret], count: int) -> None:
 
 
 def _example_header(vector: RingVector, workers: int, bits: RingBits) -> Envelope:
-    """The signed header of the first of ``workers`` workers that host one virtual worker each, with one range."""
+    """Sign the header of the first of ``workers`` workers that host one virtual worker each, with one range."""
     keys = [AgreementKey.generate() for _ in range(workers + 1)]
     identity = IdentityKey.generate()
     members = tuple(

@@ -1,4 +1,4 @@
-"""How fast noise is drawn on one core."""
+"""Measures how fast noise is drawn on one core."""
 
 import time
 from collections.abc import Callable
@@ -22,8 +22,8 @@ class NoiseBench:
 
     Attributes:
         draws: draws per run, each added to one ring word.
-        sigma, ring_bits: what was drawn.
-        base_draws, multiplier, base_sigma: how a draw is composed.
+        sigma, ring_bits: deviation and ring of the draws.
+        base_draws, multiplier, base_sigma: the composition of a draw.
         runs: number of runs; figures are medians.
         draws_per_second: draws over the time of `add_to`.
         chacha20_ratio: time of the bare index keystream over the time of `add_to`.
@@ -51,6 +51,7 @@ def bench_noise(draws: int, sigma: float, bits: Literal[32, 64]) -> NoiseBench:
     if draws < 1:
         raise ConfigError("bench_draws", f"{draws} draws cannot be measured.", "Ask for at least one.")
     decomposition = decompose(sigma)
+    # Building the table is measured too.
     base_table.cache_clear()
     table_seconds = _seconds(lambda: base_table(decomposition.base_variance))
     sampler = NoiseSampler(sigma, bits)
@@ -74,7 +75,7 @@ def bench_noise(draws: int, sigma: float, bits: Literal[32, 64]) -> NoiseBench:
 
 
 def _bare_keystream(words: int, key: Secret) -> None:
-    """As many index-stream words as the draws take, through one cache-sized buffer."""
+    """Generate as many index-stream words as the draws take, through one cache-sized buffer."""
     stream = KeyStream(key)
     buffer = np.empty(min(words, 1 << 15), np.uint16)
     for start in range(0, words, buffer.size):

@@ -1,4 +1,4 @@
-"""`raycloak bench step`: where the wall time of a step goes, on the cluster that is there or a local one."""
+"""`raycloak bench step`: measures where a step's wall time goes, on the present cluster or a local one."""
 
 import os
 import tempfile
@@ -18,12 +18,12 @@ WARM_UP_STEPS = 5
 
 @dataclass(frozen=True, slots=True)
 class StepBench:
-    """Medians over the steps after a warm-up, in milliseconds unless the name says otherwise.
+    """The medians over the steps after a warm-up, in milliseconds unless the name says otherwise.
 
     Attributes:
         control_overhead_ms, control_overhead_p90_ms: wall time of a step minus the slowest worker's own time in it.
         charge_ms, compute_ms, reduce_ms: receipt and roster; asking the workers; asking the aggregators.
-        framing_bytes: what a message carries besides its payload.
+        framing_bytes: bytes of a message besides its payload.
         chacha20_ratio: bare keystreams over clamp, encode and masks, for this size and number of workers.
     """
 
@@ -44,7 +44,7 @@ class StepBench:
 
 
 def bench_step(config: RunConfig, *, config_dir: Path) -> StepBench:
-    """Train ``config`` on a ledger of its own, which is thrown away, and measure its steps.
+    """Train ``config`` on a temporary ledger of its own and measure its steps.
 
     Raises:
         ConfigError: ``bench_steps`` if the configuration has too few steps to measure.

@@ -1,6 +1,6 @@
-"""What must be true of a run after chaos: the same bytes as the undisturbed run, every step charged once, nothing lost.
+"""The checks of a run after chaos: the same bytes as the undisturbed run, every step charged once, nothing lost.
 
-Every check reads what a run leaves behind, and returns what is wrong and where; an empty answer is what is promised.
+Every check reads what a run leaves behind, and returns what is wrong and where. An empty answer is the promised one.
 """
 
 from collections import Counter
@@ -20,11 +20,11 @@ from metrics.errors import RaycloakError
 
 @dataclass(frozen=True, slots=True)
 class Charges:
-    """What the ledger has of a run.
+    """The ledger's record of a run.
 
     Attributes:
         lost, double: steps without a charge, and with more than one.
-        uncommitted: steps that were charged and not finished.
+        uncommitted: steps that were charged but not finished.
         broken: why the chain cannot be trusted; None if it can.
     """
 
@@ -35,7 +35,7 @@ class Charges:
 
 
 def digests_of(steps: Iterable[StepSeen]) -> dict[int, set[str]]:
-    """The digests that each step was seen with, over all executions."""
+    """Return the digests that each step was seen with, over all executions."""
     digests: dict[int, set[str]] = {}
     for each in steps:
         digests.setdefault(each.step, set()).add(each.parameter_digest)
@@ -43,17 +43,17 @@ def digests_of(steps: Iterable[StepSeen]) -> dict[int, set[str]]:
 
 
 def digest_differences(reference: Mapping[int, set[str]], disturbed: Mapping[int, set[str]]) -> tuple[int, ...]:
-    """Steps of ``disturbed`` that do not have the one digest that ``reference`` has."""
+    """Return the steps of ``disturbed`` that do not have the one digest that ``reference`` has."""
     return tuple(step for step in sorted(disturbed) if len(disturbed[step] | reference.get(step, set())) != 1)
 
 
 def missing_steps(digests: Mapping[int, set[str]]) -> tuple[int, ...]:
-    """Steps before the last one that were never finished."""
+    """Return the steps before the last one that were never finished."""
     return tuple(step for step in range(max(digests, default=-1)) if step not in digests)
 
 
 def check_charges(home: Path, run_id: str, finished: Iterable[int]) -> Charges:
-    """The charges of a run whose ledger is the one of its home, against the steps that it has finished."""
+    """Compare the charges of a run, in its home's own ledger, with the steps that it has finished."""
     try:
         with closing(PrivacyLedger(f"sqlite:///{home / 'ledger.sqlite'}", create=False)) as ledger:
             ledger.verify()
@@ -75,7 +75,7 @@ def _is_step(event: Event, run_id: str) -> TypeGuard[StepCharged]:
 
 
 def logged_digests(log: Path, owner: SignerPublic) -> dict[int, set[str]]:
-    """The digests that an exported evidence log has for each step.
+    """Return the digests that an exported evidence log has for each step.
 
     Raises:
         EvidenceError: ``log_broken`` if the log is not whole.

@@ -1,6 +1,6 @@
-"""The cluster of the chaos bench: a head and two nodes as processes of this machine, and their ends.
+"""The cluster of the chaos bench: a head and two nodes as processes of this machine. It starts, finds and ends them.
 
-It hides how processes are found and ended. It ends only what runs below its own raylets, and leaves nothing behind.
+It ends only what runs below its own raylets, and leaves nothing behind.
 """
 
 import os
@@ -20,10 +20,10 @@ NODES = 2
 
 
 class ChaosCluster:
-    """A head, where ledger, orchestrator and driver live, and `NODES` nodes for workers. A context manager.
+    """A head for ledger, orchestrator and driver, and `NODES` nodes for workers. A context manager.
 
     Args:
-        cpus: of each node, so that one node can hold all workers when the other is lost.
+        cpus: CPUs of each node, so that one node can hold all workers when the other is lost.
     """
 
     def __init__(self, cpus: int) -> None:
@@ -49,23 +49,23 @@ class ChaosCluster:
         self._stack.close()
 
     def victims(self, aggregators: int) -> dict[Role, list[Process]]:
-        """The processes of the run that is going on, by role; see `coordinator.chaos_victims.victims`."""
+        """Return the processes of the present run, by role; see `coordinator.chaos_victims.victims`."""
         raylets = [raylet.pid for raylet in (self._raylets.head, *self._nodes)]
         return victims(descendants(raylets, process_table()), aggregators)
 
     def expendable(self, workers: int) -> list[Raylet]:
-        """The nodes that hold at most ``workers`` workers, and at least one."""
+        """Return the nodes that hold at most ``workers`` workers, and at least one."""
         table = process_table()
         hosted = [sum(role(each) == "worker" for each in descendants([raylet.pid], table)) for raylet in self._nodes]
         return [raylet for raylet, count in zip(self._nodes, hosted, strict=True) if 0 < count <= workers]
 
     def lose(self, raylet: Raylet) -> None:
-        """SIGKILL of a node's raylet; its other processes end when they notice, or with the cluster."""
+        """Kill a node's raylet with SIGKILL. The node's other processes end when they notice, or with the cluster."""
         raylet.kill()
         self._nodes.remove(raylet)
 
     def replace(self) -> None:
-        """Start a node in the place of one that was lost."""
+        """Start a node in place of a lost one."""
         self._nodes.append(self._add())
 
     def _add(self) -> Raylet:
@@ -73,7 +73,7 @@ class ChaosCluster:
 
 
 def _environment(token: Path) -> dict[str, str]:
-    """Variables of the cluster and its drivers: this checkout's code, authentication by a token of its own."""
+    """Return the variables of the cluster and its drivers: this checkout's code, and a token of the cluster's own."""
     root = Path(coordinator.__file__).parents[1]
     path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
     return {

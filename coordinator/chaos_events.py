@@ -1,4 +1,4 @@
-"""The steps of a run as the chaos bench sees them: read from ``metrics.jsonl`` while the run still writes it."""
+"""Reads the steps of a run from ``metrics.jsonl`` for the chaos bench, while the run still writes it."""
 
 import json
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class StepSeen:
-    """A finished step; ``time`` is Unix time in seconds when it was finished, the rest as in ``docs/metrics.md``."""
+    """A finished step. ``time`` is the Unix time of its end in seconds; the rest is as in ``docs/metrics.md``."""
 
     time: float
     step: int
@@ -21,13 +21,13 @@ class StepSeen:
 
     @property
     def began(self) -> float:
-        """Unix time in seconds."""
+        """The Unix time of its beginning, in seconds."""
         return self.time - self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A member was lost, was refused or left."""
+    """The departure of a member that was lost, was refused or left."""
 
     time: float
     code: str
@@ -35,9 +35,9 @@ class Left:
 
 @dataclass(slots=True)
 class EventTail:
-    """Reads what was appended to a file since the last look.
+    """A reader of the lines that were appended to a file since the last look.
 
-    A last line that is not finished is read again later: an execution that goes on with the run may cut it off.
+    An unfinished last line is read again later, because an execution that resumes the run may cut it off.
     """
 
     path: Path
@@ -46,7 +46,7 @@ class EventTail:
     _offset: int = 0
 
     def look(self) -> bool:
-        """Take in the finished lines; whether there were any."""
+        """Read the finished lines; return whether there were any."""
         if not self.path.exists() or self.path.stat().st_size <= self._offset:
             return False
         with self.path.open("rb") as file:

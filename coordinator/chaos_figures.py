@@ -1,7 +1,7 @@
-"""What the chaos bench measures: phases that were hit, and seconds until the run had recovered. Pure.
+"""The figures of the chaos bench: the phases that were hit, and the seconds until the run had recovered. Pure.
 
-A step's event has the seconds of its last attempt. Where a step needed several, or was lost with its driver, the phase
-that was hit is judged by the usual lengths of phases, which are those of the steps that nobody disturbed.
+A step's event has the seconds of its last attempt. A step may need several attempts, or be lost with its driver. The
+phase that was hit is then judged by the usual lengths of phases, taken from the undisturbed steps.
 """
 
 import math
@@ -20,7 +20,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """A signal that was sent, at a Unix time in seconds."""
+    """A sent signal, with its Unix time in seconds."""
 
     role: Role
     signal: SignalName
@@ -30,7 +30,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Usual seconds of the phases of a step, and between the end of one and the beginning of the next."""
+    """The usual seconds of the phases of a step, and from the end of one step to the beginning of the next."""
 
     between: float
     charge: float
@@ -39,11 +39,11 @@ class Lengths:
 
     @property
     def total(self) -> float:
-        """Seconds from one commit to the next."""
+        """The seconds from one commit to the next."""
         return self.between + self.charge + self.compute + self.reduce
 
     def phase_at(self, seconds: float) -> Phase:
-        """The phase that is under way ``seconds`` after a commit."""
+        """Return the phase that is in progress ``seconds`` after a commit."""
         for phase in PHASES[:-1]:
             seconds -= float(getattr(self, phase))
             if seconds < 0:
@@ -53,13 +53,13 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What followed a kill; seconds from the signal, None if it did not happen before the run ended.
+    """The recovery from a kill, in seconds from the signal; None if it did not happen before the run ended.
 
     Attributes:
-        commit_s: to the commit of the step it hit.
-        settled_s: to the commit of the first step that began after the signal: the one that needs whatever was hit,
-            also if the step under way no longer did.
-        members_s: to the first commit with all workers, after the run had missed the one that was hit.
+        commit_s: time to the commit of the step it hit.
+        settled_s: time to the commit of the first step that began after the signal. That step needs the process that
+            was hit, even if the step in progress no longer did.
+        members_s: time to the first commit with all workers, after the run had missed the one that was hit.
     """
 
     kill: Kill
@@ -71,7 +71,7 @@ class Recovery:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Seconds over several recoveries; ``p90_s`` is the smallest that nine of ten do not exceed."""
+    """The seconds over several recoveries. ``p90_s`` is the smallest that nine of ten do not exceed."""
 
     count: int
     median_s: float
@@ -80,7 +80,7 @@ class Spread:
 
 
 def usual_lengths(steps: Sequence[StepSeen]) -> Lengths:
-    """Medians over the steps of one attempt that directly follow another; all steps if there are none."""
+    """Return medians over the steps of one attempt that directly follow another; over all steps if there are none."""
     pairs = [(a, b) for a, b in pairwise(steps) if b.step == a.step + 1 and b.attempts == 1]
     assert pairs, "a run is disturbed only after its first steps"
     return Lengths(
@@ -92,7 +92,7 @@ def usual_lengths(steps: Sequence[StepSeen]) -> Lengths:
 
 
 def phase_hit(kill: Kill, steps: Sequence[StepSeen], usual: Lengths) -> Phase:
-    """The phase that a kill met."""
+    """Return the phase that a kill met."""
     before = max((each.time for each in steps if each.time <= kill.time), default=kill.time)
     hit = next((each for each in steps if each.time > kill.time), None)
     if hit is None or kill.role == "driver":
@@ -111,11 +111,11 @@ def phase_hit(kill: Kill, steps: Sequence[StepSeen], usual: Lengths) -> Phase:
 def recovery(
     kill: Kill, steps: Sequence[StepSeen], departures: Sequence[Left], usual: Lengths, workers: int
 ) -> Recovery:
-    """What followed ``kill`` in the events of its run, which has ``workers`` workers when it is complete."""
+    """Measure what followed ``kill`` in its run's events. A complete run has ``workers`` workers."""
     noticed = kill.time
     if kill.role in ("worker", "node"):
         noticed = next((left.time for left in departures if left.time > kill.time), math.inf)
-    # Not the first commit that follows: a driver that goes on from a package repeats steps before it.
+    # Not the first commit that follows: a driver that resumes from a package repeats steps before it.
     hit = 1 + max((each.step for each in steps if each.time <= kill.time), default=-1)
     after = [each for each in steps if each.time > kill.time and each.step >= hit]
     return Recovery(
@@ -133,7 +133,7 @@ def _seconds(kill: Kill, steps: Iterable[StepSeen]) -> float | None:
 
 
 def spread(seconds: Iterable[float | None]) -> Spread | None:
-    """Over the values that are there; None if there are none."""
+    """Summarise the known values; None if there are none."""
     known = sorted(value for value in seconds if value is not None)
     if not known:
         return None
@@ -141,10 +141,10 @@ def spread(seconds: Iterable[float | None]) -> Spread | None:
 
 
 def longest_step(steps: Sequence[StepSeen], apart: Sequence[float]) -> float:
-    """Most seconds from one commit to the next, joins and checkpoints included.
+    """Return the most seconds from one commit to the next, joins and checkpoints included.
 
     Args:
-        apart: Unix times of what is reported apart; a step that one of them fell into is left out.
+        apart: Unix times of events that are reported apart. A step that one of them fell into is left out.
     """
     gaps = ((a, b) for a, b in pairwise(steps) if not any(a.time <= when < b.time for when in apart))
     return max((b.time - a.time for a, b in gaps), default=0.0)

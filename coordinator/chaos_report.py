@@ -1,4 +1,4 @@
-"""The result of the chaos bench: what was hit, how soon the run recovered, and whether a promise was broken."""
+"""The result of the chaos bench: the hits, the recovery times, and any broken promise."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ STEP_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """The two runs, and what was done to the first."""
+    """The two runs, and the kills of the first."""
 
     disturbed: ChildRun
     reference: ChildRun
@@ -49,7 +49,7 @@ class Runs:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """How often a role was hit by a signal in a phase."""
+    """The number of times that a role was hit by a signal in a phase."""
 
     role: Role
     signal: SignalName
@@ -59,7 +59,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class RoleTimes:
-    """Recoveries of a role; see `coordinator.chaos_figures.Recovery`. None where nothing was measured."""
+    """The recoveries of a role; see `coordinator.chaos_figures.Recovery`. None where nothing was measured."""
 
     role: Role
     commit: Spread | None
@@ -69,7 +69,7 @@ class RoleTimes:
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """A figure and the limit it is expected to keep; it breaks no promise to miss it. None was not measured."""
+    """A figure and its expected limit. Missing it breaks no promise. None was not measured."""
 
     name: str
     value: float | None
@@ -79,19 +79,19 @@ class Expectation:
 
 @dataclass(frozen=True, slots=True)
 class ChaosReport:
-    """What a chaos run has shown. Seconds from the signal.
+    """The findings of a chaos run. Seconds count from the signal.
 
     Attributes:
         hits: kills by role, signal and phase.
-        recovery: to the commit of the step that was hit, over all kills but those of drivers and nodes.
+        recovery: to the commit of the step that was hit, over all kills except of drivers and nodes.
         settled: to the commit of the first step that began after the signal, over the same kills.
         members: to the first commit with all workers again, over the killed and stopped workers.
         by_role: the same three for each role; drivers and nodes are only here.
         longest_step_s: most seconds from one commit to the next, apart from driver restarts and lost nodes.
-        ended: what was said by drivers that ended by themselves; a run is expected to survive.
+        ended: last words of drivers that ended by themselves. A run is expected to survive.
         digest_differences: steps that some execution finished with other bytes than the undisturbed run.
-        lost_charges, double_charges, uncommitted_charges: steps of the ledger; a stopped run leaves none of the last.
-        breaches: what was promised and not kept, in sentences; empty is what is expected.
+        lost_charges, double_charges, uncommitted_charges: steps of the ledger. A stopped run has no uncommitted ones.
+        breaches: broken promises, in sentences; empty is expected.
     """
 
     kills: int
@@ -223,7 +223,7 @@ def _steps_text(steps: Sequence[int], shown: int = 8) -> str:
 
 
 def chaos_view(result: ChaosReport) -> RenderableType:
-    """For a person: what was hit, how soon it was repaired, what was promised."""
+    """Render the report for a person: hits, recovery times and promises."""
     hits = Table(title="Kills by role and phase", title_justify="left", title_style="bold")
     for header in ("role", "signal", *PHASES):
         hits.add_column(header)

@@ -1,7 +1,7 @@
-"""A training as a child process of the chaos bench: started, followed, asked to stop, killed, gone on with.
+"""A training as a child process of the chaos bench: started, followed, asked to stop, killed and resumed.
 
-It hides that the driver is another process each time. The run directory is the only thing they share, and all that is
-known of the run comes from there.
+It hides that the driver is another process each time. The drivers share only the run directory, and all knowledge of
+the run comes from there.
 """
 
 import os
@@ -18,13 +18,13 @@ from coordinator.run_folder import RunFolder
 from coordinator.state import HOME_VARIABLE
 from metrics.errors import RunFailedError
 
-LOOK_EVERY_S = 0.01
+LOOK_EVERY_S = 0.01  # every 2 ms would take a tenth of a core from the run
 STOP_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is trained: a configuration with overrides, and the file of the run secret."""
+    """A training task: a configuration with overrides, and the file of the run secret."""
 
     config: Path
     overrides: tuple[str, ...]
@@ -37,8 +37,8 @@ class ChildRun:
 
     Attributes:
         home: its state folder.
-        environment: variables of the driver, which lead it to its cluster.
-        patience_s: after which a run that does not do what is waited for counts as stuck.
+        environment: variables that lead the driver to its cluster.
+        patience_s: seconds to wait for an event of the run before it counts as stuck.
         ended: Unix times and reasons of the drivers that ended by themselves.
     """
 
@@ -52,18 +52,18 @@ class ChildRun:
 
     @property
     def pid(self) -> int:
-        """Of the driver."""
+        """The driver's process id."""
         assert self._driver is not None, "the run was started"
         return self._driver.pid
 
     @property
     def alive(self) -> bool:
-        """Whether the driver runs."""
+        """Whether the driver is running."""
         return self._driver is not None and self._driver.poll() is None
 
     @property
     def steps(self) -> list[StepSeen]:
-        """Every step that was seen, of all executions."""
+        """Every step that was seen, over all executions."""
         return self.tail.steps if self.tail else []
 
     @property
@@ -73,7 +73,7 @@ class ChildRun:
         return RunFolder.open(path)
 
     def start(self, *, resume: bool = False) -> None:
-        """Start a driver, of a new run or of the one that is there."""
+        """Start a driver, for a new run or for the existing one."""
         how = ["--resume"] if resume else ["--run-secret", str(self.task.secret)]
         settings = [word for override in self.task.overrides for word in ("--set", override)]
         with self._log.open("ab") as log:
@@ -88,7 +88,7 @@ class ChildRun:
             )
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Follow the run until ``condition`` holds; it is asked now, and whenever the run has written something.
+        """Follow the run until ``condition`` holds. It is checked now, and whenever the run has written something.
 
         Raises:
             RunFailedError: ``chaos_ended`` if the driver ended first, ``chaos_stuck`` after `patience_s`.
@@ -108,12 +108,12 @@ class ChildRun:
             time.sleep(LOOK_EVERY_S)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the driver, and to nothing else; nothing happens if it has ended."""
+        """Send a signal to the driver alone; do nothing if it has ended."""
         assert self._driver is not None, "the run was started"
         self._driver.send_signal(number)
 
     def kill(self) -> None:
-        """End the driver at once, if there is one; returns when it is gone."""
+        """End the driver at once, if there is one; return when it is gone."""
         if self._driver is not None:
             self._driver.kill()
             self._driver.wait()
@@ -122,7 +122,7 @@ class ChildRun:
         """Ask the driver to end after its step, and wait for it.
 
         Raises:
-            RunFailedError: ``chaos_ended`` if it did not leave a run that was stopped or done.
+            RunFailedError: ``chaos_ended`` if the run it left is neither stopped nor done.
         """
         self.signal(signal.SIGTERM)
         assert self._driver is not None, "the run was started"
@@ -136,7 +136,7 @@ class ChildRun:
             raise RunFailedError("chaos_ended", f"the run was asked to stop and is {status}: {self.last_words()}")
 
     def last_words(self) -> str:
-        """The last line that the drivers said."""
+        """Return the last line that the drivers wrote."""
         lines = self._log.read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else "it said nothing"
 

@@ -1,7 +1,7 @@
-"""What the chaos bench is going to do: which role is hit, by which signal, and when within a step. Pure and seeded.
+"""The schedule of the chaos bench: which role is hit, by which signal, and when within a step. Pure and seeded.
 
 Guarantee: the same arguments give the same signals. With at least `ALL_ROLES` kills every role is hit.
-Not guaranteed: which process or step a signal meets; that depends on how fast the machine is.
+Not guaranteed: which process or step a signal meets. That depends on the speed of the machine.
 """
 
 import random
@@ -17,16 +17,16 @@ SignalName = Literal["SIGKILL", "SIGSTOP"]
 KILLED_ROLES: tuple[Role, ...] = get_args(Role)[:-1]
 ALL_ROLES = len(KILLED_ROLES)
 STOPPED_SHARE = 0.15
-"""Share of the kills that only stop a process, and leave it to the deadlines of the run to notice."""
+"""The share of kills that only stop a process. The run's deadlines must then notice it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """One thing to be done.
+    """One planned signal.
 
     Attributes:
-        moment: when, as a share of the usual time from one commit to the next, in [0, 1).
-        pick: which of the processes of its role, as a share of their number, in [0, 1).
+        moment: share of the usual time from one commit to the next at which it is sent, in [0, 1).
+        pick: process of the role, as a share of their number, in [0, 1).
     """
 
     role: Role
@@ -36,9 +36,9 @@ class Strike:
 
 
 def make_schedule(kills: int, seed: int, processes: Mapping[Role, int], nodes_lost: int = 0) -> tuple[Strike, ...]:
-    """``kills`` strikes at roles by their number of ``processes``, and ``nodes_lost`` at nodes, in random order.
+    """Draw ``kills`` strikes at roles, by number of ``processes``, and ``nodes_lost`` at nodes, in random order.
 
-    A role is drawn with the weight of its processes, after each was taken once if there are enough kills for that.
+    A role's weight is its number of processes. If there are enough kills, each role is first taken once.
     Nodes are killed, never stopped. About `STOPPED_SHARE` of the kills are stops.
 
     Raises:

@@ -1,10 +1,10 @@
-"""Which processes of a Ray cluster on this machine play which role in a run.
+"""Finds the processes of a Ray cluster on this machine, and their roles in a run.
 
-Ray names the process of an actor ``ray::Class`` or ``ray::Class.method``; the kernel's process table says whose child
-it is. Only processes below the given raylets are ever named, so nobody else's are.
+Ray names the process of an actor ``ray::Class`` or ``ray::Class.method``. The kernel's process table says whose child
+it is. Only processes below the given raylets are ever returned, never another program's.
 
 An aggregator process may be a spare that takes no part yet. There is at most one, it is the youngest, and it is never
-named: with S ranges the S oldest aggregators are the ones in use.
+returned: with S ranges the S oldest aggregators are in use.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,21 +19,21 @@ CLASSES: Mapping[str, Role] = {
     "OrchestratorActor": "orchestrator",
 }
 ENDING = frozenset("TtZX")
-"""States of processes that are stopped or dead."""
+"""The states of processes that are stopped or dead."""
 
 
 def role(process: Process) -> Role | None:
-    """What a process does in a run; None if it takes no part."""
+    """Return the role of a process in a run; None if it takes no part."""
     name, _, _ = process.title.removeprefix("ray::").partition(".")
     return CLASSES.get(name) if process.title.startswith("ray::") else None
 
 
 def victims(processes: Iterable[Process], aggregators: int) -> dict[Role, list[Process]]:
-    """The processes in use, by role, oldest first.
+    """Return the processes in use, by role, oldest first.
 
     Args:
-        processes: what runs below the raylets.
-        aggregators: ranges of the run.
+        processes: the processes below the raylets.
+        aggregators: number of the run's ranges.
     """
     found: dict[Role, list[Process]] = {role: [] for role in CLASSES.values()}
     for each in sorted(processes, key=lambda process: (process.started, process.pid)):

@@ -1,10 +1,10 @@
-"""Checkpoints: sealed packages of a running training, without a step ever waiting for a disk or a network.
+"""Checkpoints: sealed packages of a run in training. No step ever waits for a disk or a network.
 
     main thread        offer(snapshot) ──┐                ┌── sign ──┐                 ┌── record published
     background thread                    └── write draft ─┘          └── publish ──────┘            └── retain
 
-Only the main thread talks to actors; only the background thread touches the storage. One package is under way at a
-time. Of the snapshots that wait, the newest is kept. What the storage refuses is said once, and tried again later.
+Only the main thread talks to actors, and only the background thread touches the storage. One package is in progress at
+a time. Of the waiting snapshots the newest is kept. A failure of the storage is reported once, and tried again later.
 """
 
 import time
@@ -47,11 +47,11 @@ RETRY_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A run as its newest package has it.
+    """A run, restored from its newest package.
 
     Attributes:
-        parameters, states: one per range, cut as the run that sealed the package cut them.
-        package: all that the package states.
+        parameters, states: one per range, cut as in the run that sealed the package.
+        package: the package's manifest.
     """
 
     finished_steps: int
@@ -63,7 +63,7 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class _Drafted:
-    """A package that lacks its signature."""
+    """A package that still lacks its signature."""
 
     snapshot: Snapshot
     draft: Draft
@@ -72,7 +72,7 @@ class _Drafted:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What the background thread is at, and what the main thread does afterwards."""
+    """The background thread's present work, and what the main thread does afterwards."""
 
     future: Future[Any]
     then: Callable[[Any], None]
@@ -80,18 +80,18 @@ class _Job:
 
 
 class Checkpoints:
-    """Seals the packages of one run while it trains.
+    """The sealer of one run's packages while it trains.
 
-    Guarantee: nothing but :meth:`close` waits for the storage; the newest snapshot offered is never dropped for an
-    older one; a package that was published stays until a newer one is published and recorded, and neither the newest
-    nor the best is ever deleted.
+    Guarantee: only :meth:`close` waits for the storage. The newest offered snapshot is never dropped for an older one.
+    A published package stays until a newer one is published and recorded. Neither the newest nor the best is ever
+    deleted.
 
     Args:
-        config: how often, and what stays.
-        storage: of this run's packages alone.
-        terms: what all packages have in common.
-        recipients: who may open a package besides the run itself; see `attestation.package_keys.load_recipients`.
-        notice: told once what keeps packages from being published, and once that they are again.
+        config: how often packages are sealed, and which are kept.
+        storage: holds this run's packages alone.
+        terms: the part that all packages share.
+        recipients: parties that may open a package besides the run; see `attestation.package_keys.load_recipients`.
+        notice: told once why packages are not published, and once that they are again.
         clock: unix seconds; monotonic: seconds that only grow.
     """
 
@@ -125,39 +125,40 @@ class Checkpoints:
         self._drafted: _Drafted | None = None
         self._not_before = monotonic()
         self._in_trouble = False
+        # First remove what a writer that died left unfinished. Nobody else writes here.
         self._job: _Job | None = self._start(storage.sweep, lambda _: None, self._not_tidied)
 
     def due(self, finished_steps: int) -> bool:
-        """Whether the configuration asks for a package after so many steps."""
+        """Return whether the configuration asks for a package after so many steps."""
         every = self._config.checkpoint_frequency
         return every > 0 and finished_steps > 0 and finished_steps % every == 0
 
     def offer(self, snapshot: Snapshot) -> None:
-        """Seal ``snapshot`` as soon as the one under way is done; replaces a snapshot that still waits."""
+        """Seal ``snapshot`` once the package in progress is done. It replaces a waiting snapshot."""
         self._waiting = snapshot
         self.poll()
 
     def poll(self) -> None:
-        """Take the package under way as far as it goes without waiting; to be called at every step boundary.
+        """Advance the package in progress as far as possible without waiting. Call this at every step boundary.
 
         A package is signed once the orchestrator's log says that its step was committed.
 
         Raises:
-            RaycloakError: what the orchestrator refuses, or that it is lost for good.
+            RaycloakError: the orchestrator refuses, or is lost for good.
         """
         while self._advance():
             pass
 
     def close(self, deadline_s: float) -> bool:
-        """Finish what was offered, for at most ``deadline_s`` seconds; returns whether all of it was published.
+        """Finish the offered packages within ``deadline_s`` seconds; return whether all of them were published.
 
-        The last step must have been committed before. Without that, and where the storage keeps refusing, the newest
-        package that was published stays the newest.
+        The last step must be committed before. Otherwise, or if the storage keeps refusing, the newest published
+        package stays the newest.
         """
         end = self._monotonic() + deadline_s
         self._not_before = self._monotonic()
         self.poll()
-        # A draft that is still not signed waits for a commit that will not come, and the rest waits for it.
+        # A draft without a signature waits for a commit that will not come, and the other work waits behind it.
         while (left := end - self._monotonic()) > 0 and (self._job or (self._waiting and not self._drafted)):
             pause = left if self._job else min(left, max(self._not_before - self._monotonic(), 0.0))
             self._background.wait(self._job.future if self._job else None, pause)
@@ -170,7 +171,7 @@ class Checkpoints:
         return is_done
 
     def _advance(self) -> bool:
-        """One move of the state machine; False if there is nothing to do now."""
+        """Take one step of the state machine; return False if there is nothing to do now."""
         if self._job is not None:
             return self._finish_job(self._job)
         if self._drafted is not None:
@@ -184,6 +185,7 @@ class Checkpoints:
         if not job.future.done():
             return False
         self._job = None
+        # The job is cleared first, because `then` and `failed` may start the next one.
         error = job.future.exception()
         if error is None:
             job.then(job.future.result())
@@ -210,10 +212,12 @@ class Checkpoints:
         try:
             signature = self._control.orchestrator.sign_package(body)
         except EvidenceError as refusal:
+            # Asked again at the next step boundary.
             if refusal.code == "not_committed":
                 return False
             raise
         self._drafted = None
+        # The signature comes last: on S3 it makes the package appear.
         files = {RUN_MANIFEST: self._terms.manifest.encode(), MANIFEST: body, SIGNATURE: signature}
         self._job = self._start(
             lambda: _publish(drafted.draft, files),
@@ -232,14 +236,14 @@ class Checkpoints:
         self._job = self._start(self._retention.apply, lambda _: None, self._not_tidied)
 
     def _retry(self, snapshot: Snapshot, error: BaseException) -> None:
-        """Try again later, with a newer snapshot if there is one."""
+        """Schedule another attempt, with a newer snapshot if there is one."""
         self._waiting = self._waiting or snapshot
         self._not_before = self._monotonic() + RETRY_S
         if not self._in_trouble:
             self._in_trouble = True
             self._notice(
                 f"the checkpoint of step {snapshot.finished_steps} could not be published ({one_line(error)}); "
-                "the run goes on, earlier ones stay, and it is tried again."
+                "the run continues, earlier ones stay, and it will be tried again."
             )
 
     def _not_tidied(self, error: BaseException) -> None:
@@ -254,13 +258,13 @@ class Checkpoints:
 def newest(
     storage: PackageStorage, control: Control, manifest: Manifest, at_most: int | None = None
 ) -> Restored | None:
-    """The newest package of a run, verified against the run's own signer and heads, and opened; None without any.
+    """Verify and open a run's newest package, against the run's own signer and heads; None without a package.
 
     Args:
-        at_most: look only at packages of at most so many finished steps, for a replay; newer ones do not matter then.
+        at_most: for a replay, look only at packages of at most so many finished steps; newer ones do not matter then.
 
-    Guarantee: returns only parameters that the run's orchestrator sealed, of a package no older than the newest one
-    that its log says was published, sealed after entries that ledger and evidence log still have.
+    Guarantee: returns only parameters that the run's orchestrator sealed. Their package is no older than the newest one
+    that its log has as published. It was sealed after entries that ledger and evidence log still have.
 
     Raises:
         EvidenceError: with a code of `attestation.package_manifest.PackageRefusal`.
@@ -270,6 +274,7 @@ def newest(
     signer = control.orchestrator.package_signer()
     expected = Expected(
         run=manifest.digest(),
+        # A replay goes back on purpose, so that newer packages are no rollback.
         newest=published if at_most is None else None,
         ledger_hash=control.ledger.hash_at,
         log_root=control.orchestrator.log_root_at,

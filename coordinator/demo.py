@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def demo_config() -> dict[str, Any]:
-    """The raw configuration, a new one each time, so that overrides stay with the caller."""
+    """Build the raw configuration, a new one each time, so that overrides stay with the caller."""
     return {
         "name": "digits",
         "num_workers": 3,
@@ -28,7 +28,7 @@ def demo_config() -> dict[str, Any]:
 
 
 def digits_model() -> "nn.Module":
-    """A perceptron from 64 pixels to 10 classes with one hidden layer of 64 tanh units: 4,810 parameters.
+    """Build a perceptron from 64 pixels to 10 classes with one hidden layer of 64 tanh units: 4,810 parameters.
 
     Each image is first brought to mean 0 and variance 1 by itself.
     """

@@ -1,7 +1,7 @@
-"""`raycloak doctor`: what on this machine stands in the way of a run, and what to do about it.
+"""`raycloak doctor`: finds what on this machine stands in the way of a run, and says what to do about it.
 
 Checks only look, except that the state folder is created as a run would create it. A ``fail`` means that a run would
-stop or leak; a ``warn`` names a weaker guarantee.
+stop or leak. A ``warn`` names a weaker guarantee.
 """
 
 import os
@@ -31,7 +31,7 @@ Status = Literal["ok", "warn", "fail"]
 
 PYTHON = ((3, 11), (3, 13))
 SUPPORTED = {"opacus": "1.6", "ray": "2.60", "torch": "2.13"}
-"""Release series that the distribution is made for."""
+"""The release series that the distribution is made for."""
 
 PORTS = {6379: "Ray's control store", 8265: "Ray's dashboard and jobs", 9464: "raycloak's metrics"}
 SHARED_MEMORY_BYTES = 2**30
@@ -49,7 +49,7 @@ class Check:
 
 
 def examine() -> list[Check]:
-    """Run every check on this machine, in the order in which to mend them."""
+    """Run every check on this machine, in the order in which to fix problems."""
     mounts = Path("/proc/mounts").read_text()
     checks: list[Callable[[], Check]] = [
         partial(check_python, sys.version_info[:2]),
@@ -69,7 +69,7 @@ def examine() -> list[Check]:
 
 
 def check_python(version: tuple[int, ...]) -> Check:
-    """Whether the interpreter is one the distribution supports."""
+    """Check that the distribution supports the interpreter."""
     lowest, highest = PYTHON
     text = ".".join(map(str, version))
     if lowest <= tuple(version[:2]) <= highest:
@@ -79,7 +79,7 @@ def check_python(version: tuple[int, ...]) -> Check:
 
 
 def installed_version(distribution: str) -> str | None:
-    """Version of an installed distribution, read from its metadata without importing it."""
+    """Read the version of an installed distribution from its metadata, without importing it."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -87,7 +87,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def check_version(distribution: str, installed: str | None) -> Check:
-    """Whether ``installed`` is of the supported release series."""
+    """Check that ``installed`` is of the supported release series."""
     series = SUPPORTED[distribution]
     if installed is not None and f"{installed}.".startswith(f"{series}."):
         return Check(distribution, "ok", installed)
@@ -96,7 +96,7 @@ def check_version(distribution: str, installed: str | None) -> Check:
 
 
 def check_packages() -> Check:
-    """Whether a file of the user takes the name of one of our packages."""
+    """Check that no file of the user takes the name of one of our packages."""
     try:
         check_siblings()
     except PackageShadowedError as error:
@@ -105,19 +105,19 @@ def check_packages() -> Check:
 
 
 def check_auth_mode(environ: Mapping[str, str]) -> Check:
-    """Whether Ray asks its clients for a token: whoever reaches a Ray port may run code in every worker."""
+    """Check that Ray asks its clients for a token. Otherwise any client of a Ray port may run code in every worker."""
     mode = environ.get("RAY_AUTH_MODE")
     if mode == "token":
         return Check("ray auth", "ok", "RAY_AUTH_MODE=token")
     if mode is None:
         finding = "RAY_AUTH_MODE is not set; a local Ray turns tokens on, one started by ray start may not"
         return Check("ray auth", "warn", finding, "export RAY_AUTH_MODE=token")
-    finding = f"RAY_AUTH_MODE={mode}: whoever reaches a port of Ray can run code in every worker"
+    finding = f"RAY_AUTH_MODE={mode}: anybody who reaches a port of Ray can run code in every worker"
     return Check("ray auth", "fail", finding, "export RAY_AUTH_MODE=token")
 
 
 def check_token(environ: Mapping[str, str]) -> Check:
-    """Whether only its owner can read the token file that Ray uses."""
+    """Check that only its owner can read the token file that Ray uses."""
     if environ.get("RAY_AUTH_TOKEN"):
         finding = "RAY_AUTH_TOKEN is in the environment, which child processes and exported events inherit"
         return Check("ray token", "warn", finding, "Use RAY_AUTH_TOKEN_PATH and a file of mode 0600.")
@@ -134,7 +134,7 @@ def check_token(environ: Mapping[str, str]) -> Check:
 
 
 def check_home() -> Check:
-    """Whether the state folder is absolute, ours to write, and closed to others."""
+    """Check that the state folder is absolute, ours to write, and closed to others."""
     try:
         path = state.home()
     except RaycloakError as error:
@@ -148,7 +148,7 @@ def check_home() -> Check:
 
 
 def check_ledger(mounts: str) -> Check:
-    """Whether the embedded ledger opens, or could be made where it belongs."""
+    """Check that the embedded ledger opens, or could be made in its place."""
     try:
         url = state.ledger_url()
         path = Path(url.removeprefix("sqlite:///"))
@@ -162,7 +162,7 @@ def check_ledger(mounts: str) -> Check:
 
 
 def check_ray_temp(folder: Path, mounts: str) -> Check:
-    """Whether Ray's temporary folder, where it spills objects as plain files, is in memory."""
+    """Check that Ray's temporary folder is in memory, because Ray spills objects there as plain files."""
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         return Check("ray temp", "fail", f"{folder} is not a writable folder", "Set RAY_TMPDIR to one.")
     kind = file_system(folder.resolve(), mounts)
@@ -173,7 +173,7 @@ def check_ray_temp(folder: Path, mounts: str) -> Check:
 
 
 def check_shared_memory(folder: Path) -> Check:
-    """Whether the object store fits into shared memory; otherwise Ray puts it on a disk."""
+    """Check that the object store fits into shared memory. Otherwise Ray puts it on a disk."""
     if not folder.is_dir():
         return Check("object store", "warn", f"{folder} is missing: Ray keeps objects on disk", "Mount a tmpfs there.")
     free = shutil.disk_usage(folder).free
@@ -184,9 +184,10 @@ def check_shared_memory(folder: Path) -> Check:
 
 
 def check_port(port: int) -> Check:
-    """Whether a server could take ``port`` on loopback."""
+    """Check that a server could take ``port`` on loopback."""
     name = f"port {port}"
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # A port that a server has just left is free, although the kernel still holds it.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
@@ -198,7 +199,7 @@ def check_port(port: int) -> Check:
 
 
 def check_gpu() -> Check:
-    """What NVML sees; a machine without it runs on the CPU."""
+    """Report what NVML sees. A machine without it runs on the CPU."""
     sampler = GpuSampler("localhost")
     try:
         reason = sampler.unavailable_reason()
@@ -212,7 +213,7 @@ def check_gpu() -> Check:
 
 
 def check_tee(root: Path) -> Check:
-    """Which interface and device nodes of a trusted execution environment are below ``root``."""
+    """Check which interface and device nodes of a trusted execution environment exist below ``root``."""
     found = tee_nodes(root)
     named = ", ".join(f"/{node} ({meaning})" for node, meaning in found.items())
     if TSM_REPORTS in found:
@@ -224,7 +225,7 @@ def check_tee(root: Path) -> Check:
 
 
 def checks_table(checks: list[Check]) -> Table:
-    """The findings for a person."""
+    """Render the findings for a person."""
     table = Table(title="raycloak doctor", title_justify="left", title_style="bold")
     for header in ("check", "status", "finding", "remedy"):
         table.add_column(header, overflow="fold")

@@ -1,6 +1,6 @@
-"""Fitting: how many bundles of one kind fit on which nodes, and how to say that they do not. Pure functions.
+"""Fitting: computes how many bundles of one kind fit on which nodes, and words a refusal. Pure functions.
 
-Ray decides; this tells how large an even share may be, how much room is left, and why something was not placed.
+Ray decides. This module tells how large an even share may be, how much room is left, and why something was not placed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ GRAIN = 10_000
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """One node: what it has, what of it is free, and its labels."""
+    """One node: its resources, the free ones among them, and its labels."""
 
     node_id: str
     total: Mapping[str, float]
@@ -22,7 +22,7 @@ class NodeView:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``bundles`` equal bundles, on nodes that carry ``labels``, spread by one of Ray's four strategies."""
+    """A wish for ``bundles`` equal bundles, on nodes that carry ``labels``, by one of Ray's four strategies."""
 
     bundle: Mapping[str, float]
     labels: Mapping[str, str]
@@ -30,15 +30,15 @@ class Request:
     strategy: str
 
     def alone(self) -> "Request":
-        """The same bundle without neighbours."""
+        """Return the same bundle without neighbours."""
         return replace(self, bundles=1, strategy="PACK")
 
     def fitting(self, nodes: Sequence[NodeView]) -> int:
-        """How many such bundles fit on what is free."""
+        """Return how many such bundles fit on the free resources."""
         return self._together([self._on(node, node.free) for node in nodes])
 
     def refusal(self, nodes: Sequence[NodeView]) -> str:
-        """Two sentences: what was asked for and which bundle does not fit, and what each node has."""
+        """Return two sentences: the request with the bundle that does not fit, and what each node has."""
         labels = f" on nodes with {_named(self.labels)}" if self.labels else ""
         fits = min(self.fitting(nodes), self.bundles - 1)
         asked = f"{self.bundles} bundles of {_named(self.bundle)}{labels} were asked for with strategy {self.strategy}"
@@ -70,8 +70,9 @@ class Request:
 
 
 def even_share(nodes: Sequence[NodeView], resource: str, request: Request) -> float:
-    """The largest share of ``resource``, at most 1, at which all bundles of ``request`` fit; 0 if there is none."""
+    """Return the largest share of ``resource``, at most 1, at which all bundles of ``request`` fit; 0 if none."""
     capacities = {node.total.get(resource, 0.0) for node in nodes}
+    # Rounded down, so that k shares never exceed a node's capacity.
     shares = {1.0} | {int(1000 * c / k) / 1000 for c in capacities for k in range(1, request.bundles + 1)}
     for share in sorted((share for share in shares if 0 < share <= 1), reverse=True):
         asked = replace(request, bundle={resource: share})
@@ -81,7 +82,7 @@ def even_share(nodes: Sequence[NodeView], resource: str, request: Request) -> fl
 
 
 def carries(labels: Mapping[str, str], key: str, selector: str) -> bool:
-    """Whether ``labels`` match Ray's selector of one key: ``a``, ``!a``, ``in(a, b)`` or ``!in(a, b)``."""
+    """Return whether ``labels`` match Ray's selector of one key: ``a``, ``!a``, ``in(a, b)`` or ``!in(a, b)``."""
     wanted = selector.removeprefix("!")
     values = [value.strip() for value in wanted[3:-1].split(",")] if wanted.startswith("in(") else [wanted]
     return (labels.get(key) in values) != selector.startswith("!")

@@ -1,4 +1,4 @@
-"""Where the evidence of real machines comes from: every actor asks the kernel of the guest that it runs in."""
+"""The evidence sources of real machines: every actor asks the kernel of the guest that it runs in."""
 
 import os
 from collections.abc import Callable
@@ -16,33 +16,33 @@ from coordinator import state
 from metrics.errors import ConfigError, EvidenceError
 
 ENDORSEMENT_VARIABLE = "RAYCLOAK_ENDORSEMENT"
-"""Names a file with the certificate of an SEV-SNP machine's endorsement key, on nodes whose host hands out none."""
+"""Names a file with the certificate of an SEV-SNP machine's endorsement key, for hosts that hand out none."""
 
 
 class GuestEvidence:
-    """`attestation.attester.EvidenceSource` of an actor in a guest with a trusted execution environment.
+    """The `attestation.attester.EvidenceSource` of an actor in a guest with a trusted execution environment.
 
-    It is sent to the actor and looks around only when it is asked, so interface and environment are the actor's own.
+    It is sent to the actor and examines its surroundings only when asked. So interface and environment are the actor's.
     """
 
     def collect(self, report_data: bytes) -> CpuEvidence:
-        """See `attestation.tsm.TsmReports.collect`."""
+        """Return evidence of the actor's guest; errors as in `attestation.tsm.TsmReports.collect`."""
         endorsement = os.environ.get(ENDORSEMENT_VARIABLE)
         return TsmReports(endorsement=Path(endorsement) if endorsement else None).collect(report_data)
 
 
 @dataclass(frozen=True, slots=True)
 class GuestGpus:
-    """`attestation.attester.GpuSource` of a worker in such a guest: the GPUs that its scheduler gave it.
+    """The `attestation.attester.GpuSource` of a worker in such a guest: the GPUs that its scheduler gave it.
 
     Args:
-        count: how many the policy asks for.
+        count: number of GPUs that the policy asks for.
     """
 
     count: int
 
     def collect(self, nonce: bytes) -> tuple[bytes, ...]:
-        """See `attestation.gpu_collection.GpuCollector.collect`."""
+        """Return one encoded `GpuEvidence` per GPU; errors as in `attestation.gpu_collection.GpuCollector.collect`."""
         devices = visible_devices(os.environ)
         if devices is not None and len(devices) != self.count:
             raise EvidenceError(
@@ -58,27 +58,27 @@ class Guests:
     """The nodes of a cluster whose workers run in such guests.
 
     Args:
-        gpus_per_worker: how many confidential GPUs each worker has.
+        gpus_per_worker: number of confidential GPUs of each worker.
     """
 
     gpus_per_worker: int = 0
 
     def source(self) -> GuestEvidence:
-        """The evidence source of an actor that is started now, on any node that is there."""
+        """Return the evidence source of an actor that is started now, on any node."""
         return GuestEvidence()
 
     def gpus(self) -> GuestGpus | None:
-        """The GPUs of a worker that is started now; None if the policy asks for none."""
+        """Return the GPUs of a worker that is started now; None if the policy asks for none."""
         return GuestGpus(self.gpus_per_worker) if self.gpus_per_worker else None
 
     def wait(self) -> None:
-        """Nothing: a guest's kernel has its keys."""
+        """Do nothing: a guest's kernel has its keys."""
 
 
 def configured_policy(file: str | None, collateral: str | None, base: Path) -> Policy | None:
-    """The policy of a run, whose files are relative to ``base``; None if it names none and admits SIMULATED evidence.
+    """Load the policy of a run, relative to ``base``; None if it names none and so admits SIMULATED evidence.
 
-    Guarantee: reads what the configuration names and fetches nothing.
+    Guarantee: reads the files that the configuration names, and fetches nothing.
 
     Raises:
         ConfigError: as `attestation.policy.load_policy` and :func:`given_collateral`.
@@ -89,12 +89,13 @@ def configured_policy(file: str | None, collateral: str | None, base: Path) -> P
 
 
 def collateral_of(policy: Policy | None, file: str | None, base: Path) -> Callable[[], CollateralBundle] | None:
-    """What tells the collateral that evidence under ``policy`` is judged with now; None as :func:`given_collateral`.
+    """Return a function that tells the collateral to judge evidence under ``policy`` with; None for simulated evidence.
 
-    Where the policy names a collateral service, that is asked when it is time to; a file adds what it does not publish.
+    If the policy names a collateral service, the function asks it when that is due. A file adds what it does not
+    publish.
 
     Raises:
-        ConfigError: as :func:`given_collateral`; what is returned raises as `CollateralKeeper.current`.
+        ConfigError: as :func:`given_collateral`. The function raises as `CollateralKeeper.current`.
     """
     collateral = given_collateral(policy, file, base)
     if policy is not None and policy.collateral_service is not None:
@@ -103,13 +104,13 @@ def collateral_of(policy: Policy | None, file: str | None, base: Path) -> Callab
 
 
 def given_collateral(policy: Policy | None, file: str | None, base: Path) -> CollateralBundle | None:
-    """What files say that the evidence of a run under ``policy`` is judged with.
+    """Load the collateral files with which the evidence of a run under ``policy`` is judged.
 
     Args:
         policy: None stands for simulated evidence.
-        file: that the configuration names, relative to ``base``.
+        file: the file that the configuration names, relative to ``base``.
 
-    Returns: None if the evidence is simulated, whose vendor makes its own, or a service is asked for all of it.
+    Returns: None if the evidence is simulated, whose vendor makes its own, or if a service supplies all of it.
 
     Raises:
         ConfigError: ``collateral`` if it is missing for hardware, given for simulated evidence, or cannot be read.

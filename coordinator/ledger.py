@@ -1,7 +1,8 @@
-"""The privacy ledger: charges before anything is computed, never twice, never over the cap.
+"""The privacy ledger charges before anything is computed, never twice, never over the cap.
 
-One account per dataset. It names its accountant when it is opened, and what that says of all charges together must
-stay within the cap: a Renyi filter for accounts that runs share, privacy loss distributions for one fixed plan.
+Each dataset has one account, which names its accountant when it is opened. The accountant's total of all charges must
+stay within the cap. It is a Renyi filter for accounts that runs share, or privacy loss distributions for one fixed
+plan.
 """
 
 from collections.abc import Iterator
@@ -33,22 +34,22 @@ from workers.receipt import Receipt
 
 
 class PrivacyLedger(LedgerReader):
-    """One instance of a ledger; the store outlives it, and several instances may work on one store.
+    """One instance of a ledger. The store outlives it, and several instances may work on one store.
 
-    A run belongs to the newest instance that registered or charged it; older ones are refused with ``fenced``.
+    A run belongs to the newest instance that registered or charged it. Older ones are refused with ``fenced``.
     All methods may be called from several threads.
 
     Args:
         url: ``sqlite:////absolute/file`` or ``postgresql://...``.
-        create: whether a ledger may be created where there is none. With False this instance takes no fencing
-            number and only reads; a charge by it is refused.
-        witness: absolute folder on other storage, or http(s) URL, that is told every head; see
+        create: whether a missing ledger may be created. With False this instance takes no fencing number and only
+            reads; a charge by it is refused.
+        witness: absolute folder on other storage, or http(s) URL, that is told every head. See
             `coordinator.ledger_witness`.
 
     Raises:
-        ConfigError, BudgetError: see `coordinator.ledger_store.LedgerStore`; ConfigError ``witness``; BudgetError
-            ``chain_broken`` if this instance is to write and an entry was changed, ``ledger_rolled_back`` or
-            ``witness_unavailable``.
+        ConfigError, BudgetError: as in `coordinator.ledger_store.LedgerStore`. ConfigError ``witness``. BudgetError
+            ``chain_broken`` if this instance is to write and an entry was changed. BudgetError
+            ``ledger_rolled_back`` or ``witness_unavailable``.
     """
 
     def __init__(self, url: str, create: bool = True, witness: str | None = None) -> None:
@@ -62,7 +63,7 @@ class PrivacyLedger(LedgerReader):
                 raise
 
     def load_accountant(self, name: AccountantName = "pld") -> None:
-        """Import what computes epsilon, which takes seconds; optional, so that no registration has to wait for it."""
+        """Import what computes epsilon, which takes seconds. Calling it early spares a registration that wait."""
         with quickly():
             accountant_of(name).load()
 
@@ -75,12 +76,12 @@ class PrivacyLedger(LedgerReader):
         fingerprint: bytes = b"",
         accountant: AccountantName = "rdp",
     ) -> None:
-        """Open an account, or find that it was opened with the same terms.
+        """Open an account, or check that it was opened with the same terms.
 
         Args:
-            authority: raw Ed25519 key that may let the cap be raised; without one it can only be lowered.
+            authority: raw Ed25519 key that may let the cap be raised. Without one the cap can only be lowered.
             fingerprint: of the only dataset whose runs may charge; see `workers/fingerprint.py`.
-            accountant: with which the cap is held; several runs may share the account under ``rdp`` only.
+            accountant: the one that holds the cap. Several runs may share the account under ``rdp`` only.
 
         Raises:
             ConfigError: ``account_terms`` if a value makes no sense.
@@ -95,10 +96,10 @@ class PrivacyLedger(LedgerReader):
                 check_same_terms(existing, event)
 
     def change_cap(self, account: str, epsilon_cap: float, authorisation: SignedCap | None = None) -> None:
-        """Lower an account's cap, or raise it as its authority has signed.
+        """Lower an account's cap, or raise it as its authority has signed it.
 
         Raises:
-            ConfigError, BudgetError: ``account_unknown``, or see `coordinator.ledger_accounts.cap_change`.
+            ConfigError, BudgetError: ``account_unknown``, or as in `coordinator.ledger_accounts.cap_change`.
         """
         with self._write() as rows:
             standing = self._book.standing(rows, account)
@@ -107,17 +108,17 @@ class PrivacyLedger(LedgerReader):
                 self._book.append(rows, event)
 
     def transfer(self, source: str, target: str, amount: float) -> None:
-        """Move unspent epsilon from the cap of one account to that of another of the same dataset, in one entry.
+        """Move unspent epsilon from one account's cap to that of another of the same dataset, in one entry.
 
         Raises:
-            ConfigError, BudgetError: ``account_unknown``, or see `coordinator.ledger_accounts.transfer`.
+            ConfigError, BudgetError: ``account_unknown``, or as in `coordinator.ledger_accounts.transfer`.
         """
         with self._write() as rows:
             giver, taker = (self._book.standing(rows, name) for name in (source, target))
             self._book.append(rows, transfer(giver, taker, amount))
 
     def close_account(self, account: str) -> None:
-        """Let nothing more be charged to an account, nor a run be registered with it. Closing it again does nothing.
+        """Close an account: no run is registered with it and nothing is charged any more. Repeating does nothing.
 
         Raises:
             BudgetError: ``account_unknown``.
@@ -135,22 +136,22 @@ class PrivacyLedger(LedgerReader):
         manifest_digest: bytes,
         dataset_fingerprint: bytes = b"",
     ) -> None:
-        """Let a run charge to an account, and make this instance the run's own. Idempotent for the same arguments.
+        """Let a run charge to an account, and make this instance the run's owner. Idempotent for the same arguments.
 
         Args:
-            mechanisms: all that the run may release, each with a query of its own and paid for release by release.
-            dataset_fingerprint: of the run's manifest; empty without a key.
+            mechanisms: all that the run may release. Each has a query of its own, and is paid for release by release.
+            dataset_fingerprint: from the run's manifest; empty without a key.
 
         Raises:
-            BudgetError: ``account_unknown``, ``account_closed``, ``run_mismatch`` (the id belongs to a run of another
-                account, mechanism, dataset or manifest), what `coordinator.ledger_rules.registration` refuses,
-                ``account_not_shared`` (another run has the account's one plan), ``delta_exceeded`` (no slack left in
-                delta), ``cap_exceeded`` (not even one release of each mechanism is left) or ``fenced``.
+            BudgetError: ``account_unknown``, ``account_closed`` or ``fenced``. ``run_mismatch`` if the id belongs to a
+                run of another account, mechanism, dataset or manifest. ``account_not_shared`` if another run has the
+                account's one plan. ``delta_exceeded`` without slack left in delta. ``cap_exceeded`` if not even one
+                release of each mechanism is left. Also as in `coordinator.ledger_rules.registration`.
             ConfigError: ``delta_too_small`` for the account's accountant.
         """
         with self._store.read() as rows:
             terms = self._book.known(rows, account).terms
-        # Pricing a run takes seconds the first time, so not while others wait for the lock.
+        # Price the run before taking the lock: pricing takes seconds the first time, and others wait for the lock.
         event = registration(run_id, terms, mechanisms, manifest_digest, dataset_fingerprint)
         with self._write() as rows:
             row = rows.run(run_id)
@@ -161,12 +162,14 @@ class PrivacyLedger(LedgerReader):
                 return
             standing = self._book.standing(rows, account)
             standing.account.require_open()
+            # The account may have changed between the two transactions.
             if standing.account.terms != terms:
                 terms = standing.account.terms
                 event = registration(run_id, terms, mechanisms, manifest_digest, dataset_fingerprint)
             check_reserve(terms, [*standing.registered, event])
             if any(mechanism.private for mechanism in mechanisms):
                 check_shareable(terms, [*standing.registered, event])
+                # A run that could not afford one release of each mechanism is refused before it starts.
                 one_of_each = PricedRun.of(event).spend({mechanism.query: 1 for mechanism in mechanisms})
                 check_cap(terms, [*standing.spent, one_of_each])
             counts = {mechanism.query: 0 for mechanism in mechanisms}
@@ -179,16 +182,16 @@ class PrivacyLedger(LedgerReader):
     ) -> Envelope:
         """Charge one step of one mechanism and return the signed :class:`workers.receipt.Receipt` for it.
 
-        Guarantee: when the receipt is returned its entry is on disk, and the witness, if there is one, holds a head
-        at or behind it. The same five arguments give the same entry
-        and charge once, whoever asks and however often; for a later instance only the fencing number differs. A
-        charge that would cross the cap is refused and changes nothing.
+        Guarantee: when the receipt is returned its entry is on disk. The witness, if there is one, then holds a head
+        at or behind that entry. The same five arguments give the same entry and charge once, for any caller and any
+        number of calls. For a later instance only the fencing number differs. A charge that would cross the cap is
+        refused and changes nothing.
 
         Raises:
             BudgetError: ``run_unknown``, ``run_mismatch``, ``fenced``, ``step_not_planned``,
                 ``step_already_charged`` (for other parameters), ``account_closed``, ``cap_exceeded``,
-                ``ledger_unavailable``, ``ledger_rolled_back`` or ``witness_unavailable``. After the last two the step
-                may be charged: see :meth:`status`.
+                ``ledger_unavailable``, ``ledger_rolled_back`` or ``witness_unavailable``. The step may be charged
+                after the last two: see :meth:`status`.
         """
         with self._write() as rows:
             row = rows.run(run_id)
@@ -197,6 +200,7 @@ class PrivacyLedger(LedgerReader):
                     "run_unknown", f"run {run_id} is not registered in this ledger.", "Register it first."
                 )
             run = self._book.run(rows, row)
+            # Ownership is read in the transaction that charges, so it cannot be out of date.
             self._check_fencing(row)
             if manifest_digest != run.registered.manifest_digest:
                 raise run_mismatch(run_id)
@@ -215,12 +219,13 @@ class PrivacyLedger(LedgerReader):
         if priced is None or not 0 <= step < planned:
             raise BudgetError(
                 "step_not_planned",
-                f"run {row.run_id} planned {planned} releases of its {query}; number {step} is none of them.",
+                f"run {row.run_id} planned {planned} releases of its {query}; number {step} is not one of them.",
             )
         account = self._book.known(rows, row.account)
         account.require_open()
         terms = account.terms
         spent = self._book.spent(rows, rows.runs(row.account), (row.run_id, query))
+        # A public release costs nothing, so no cap can refuse it.
         charged = check_cap(terms, spent) if priced.mechanism.private else epsilon_at(terms, spent)
         event = StepCharged(
             recorded_at=now(),
@@ -240,6 +245,7 @@ class PrivacyLedger(LedgerReader):
     def _receipt(self, entry: LedgerEntry, run: RunRegistered, parameter_digest: bytes) -> Envelope:
         event = entry.event
         assert isinstance(event, StepCharged)
+        # The same keyed noise on another gradient would be a difference without noise.
         if event.parameter_digest != parameter_digest:
             raise BudgetError(
                 "step_already_charged",
@@ -264,10 +270,11 @@ class PrivacyLedger(LedgerReader):
 
     @contextmanager
     def _write(self) -> Iterator[Rows]:
-        """A transaction of the store; when it has committed, its head is with the witness."""
+        """Open a transaction of the store. Once it has committed, give its head to the witness."""
         with self._store.write() as rows:
             yield rows
             head = rows.head() if self._witnessed else Head()
+        # The witness is asked after the commit, so that it never holds a head that the ledger could still undo.
         if self._witnessed:
             self._witnessed.keep(head)
 
@@ -278,7 +285,7 @@ class PrivacyLedger(LedgerReader):
             raise run_mismatch(row.run_id)
 
     def _take(self, rows: Rows, row: RunRow) -> None:
-        """Make this instance the run's own, if it is not."""
+        """Make this instance the run's owner, if it is not."""
         if row.fencing != self.fencing:
             rows.own_run(row.run_id, self.fencing)
             rows.renew_lease(self.fencing)

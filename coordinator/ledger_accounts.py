@@ -1,9 +1,9 @@
-"""Accounts between their opening and their closing: what may change, and what an account is after each change.
+"""Changes of accounts between their opening and their closing: what may change, and the account after each change.
 
-Pure functions of events, used by the ledger before it writes an entry and by the audit after it has read one, so that
-both hold an entry to the same rules. None of them can give a person's data more epsilon than somebody promised:
-lowering a cap takes away, raising one needs the signature of the account's authority, and a transfer takes from one
-account of the same dataset what it gives to another.
+Pure functions of events. The ledger calls them before it writes an entry, the audit after it has read one. So both hold
+an entry to the same rules. None of them can give a person's data more epsilon than somebody promised.
+Lowering a cap takes away. Raising one needs the signature of the account's authority. A transfer takes from one account
+of a dataset what it gives to another of the same dataset.
 """
 
 import math
@@ -25,12 +25,12 @@ _TERMS: Final = "A cap is a finite number from 0 on; a delta lies between 0 and 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """An account as its entries give it.
+    """An account, as its entries define it.
 
     Attributes:
-        opened: as it was opened, and by the entry at which position.
-        terms: the same with the cap that holds now.
-        changed: the entry that set these terms last.
+        opened: the opening event. ``opened_at`` is the position of its entry.
+        terms: the opening's terms, with the cap that holds now.
+        changed: the entry that last set these terms.
     """
 
     opened: AccountOpened
@@ -41,17 +41,17 @@ class Account:
 
     @classmethod
     def of(cls, event: AccountOpened, at: Head) -> "Account":
-        """The account that ``event`` opens."""
+        """Return the account that ``event`` opens."""
         return cls(event, at.sequence, event, at)
 
     def after(self, event: CapChanged | CapTransferred | AccountClosed, at: Head) -> "Account":
-        """The account after one of its events, which is the entry ``at``."""
+        """Return the account after one of its events, which is the entry ``at``."""
         cap = _cap_of(event, self.opened.account) if isinstance(event, CapTransferred) else event.epsilon_cap
         terms = self.opened.model_copy(update={"epsilon_cap": cap})
         return replace(self, changed=at, terms=terms, closed=isinstance(event, AccountClosed))
 
     def require_open(self) -> None:
-        """BudgetError ``account_closed`` if it is closed."""
+        """Raise BudgetError ``account_closed`` if the account is closed."""
         if self.closed:
             raise BudgetError(
                 "account_closed",
@@ -62,7 +62,7 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """An account with what was charged to it by each of its runs, and their registrations."""
+    """An account with the charges of each of its runs, and their registrations."""
 
     account: Account
     spent: Sequence[Spend]
@@ -70,14 +70,14 @@ class Standing:
 
 
 def named(event: AccountOpened | CapChanged | CapTransferred | AccountClosed) -> tuple[str, ...]:
-    """The accounts that an event is about."""
+    """Return the accounts that an event is about."""
     return (event.source, event.target) if isinstance(event, CapTransferred) else (event.account,)
 
 
 def opening(
     name: str, epsilon_cap: float, delta: float, authority: bytes, fingerprint: bytes, accountant: AccountantName
 ) -> AccountOpened:
-    """The event that opens an account; ConfigError ``account_terms`` if a value makes no sense."""
+    """Build the event that opens an account; ConfigError ``account_terms`` if a value makes no sense."""
     if not (name.strip() and name.isprintable()):
         raise ConfigError("account_terms", f"{name!r} is no name for an account.", "Give it one that can be printed.")
     if not (0 <= epsilon_cap < math.inf and 0 < delta < 1):
@@ -129,11 +129,11 @@ def check_same_terms(account: Account, event: AccountOpened) -> None:
 def cap_change(
     standing: Standing, epsilon_cap: float, authorisation: SignedCap | None, ledger_key: bytes
 ) -> CapChanged | None:
-    """The event that gives an account another cap; None if it has that cap and nobody authorised another.
+    """Build the event that sets a new cap; None if the cap is already that, and no authorisation came with it.
 
     Raises:
         ConfigError: ``account_terms``.
-        BudgetError: see :func:`check_cap_change`.
+        BudgetError: as :func:`check_cap_change`.
     """
     terms = standing.account.terms
     if not 0 <= epsilon_cap < math.inf:
@@ -152,10 +152,10 @@ def cap_change(
 
 
 def check_cap_change(standing: Standing, event: CapChanged, ledger_key: bytes) -> None:
-    """Whether ``event`` may follow.
+    """Check whether ``event`` may follow.
 
-    Guarantee: passes only if the account is open, what it has spent stays within the new cap, and the account's
-    authority signed exactly this change, from the entry that set the present cap, if it is not lower.
+    Guarantee: passes only if the account is open and its spending stays within the new cap. A cap that is not lower
+    needs the signature of the account's authority over exactly this change, from the entry that set the present cap.
 
     Raises:
         BudgetError: ``account_closed``, ``cap_mismatch``, ``cap_below_spent``, ``delta_exceeded``, or a code of
@@ -176,18 +176,18 @@ def check_cap_change(standing: Standing, event: CapChanged, ledger_key: bytes) -
             old_cap=event.old_cap,
             new_cap=event.epsilon_cap,
             follows=account.changed.hash,
-            expires_at=0,
+            expires_at=0,  # not compared
         )
         check_authorisation(event.authorisation, expected, account.opened.authority, event.recorded_at)
     _check_fits(standing, event.epsilon_cap)
 
 
 def transfer(source: Standing, target: Standing, amount: float) -> CapTransferred:
-    """The event that moves ``amount`` of epsilon from one cap to the other; the sum of both never grows, exactly.
+    """Build the event that moves ``amount`` of epsilon between two caps. Their sum never grows, not even by rounding.
 
     Raises:
         ConfigError: ``account_terms`` if the amount is not above zero, or both are one account.
-        BudgetError: see :func:`check_transfer`.
+        BudgetError: as :func:`check_transfer`.
     """
     giver, taker = source.account.terms, target.account.terms
     if not 0 < amount < math.inf or giver.account == taker.account:
@@ -198,6 +198,7 @@ def transfer(source: Standing, target: Standing, amount: float) -> CapTransferre
         )
     lower, higher = giver.epsilon_cap - amount, taker.epsilon_cap + amount
     total = Fraction(giver.epsilon_cap) + Fraction(taker.epsilon_cap)
+    # Floats round. Exact fractions keep the sum of both caps from growing by a last bit.
     while Fraction(lower) + Fraction(higher) > total:
         higher = math.nextafter(higher, 0.0)
     event = CapTransferred(
@@ -208,11 +209,11 @@ def transfer(source: Standing, target: Standing, amount: float) -> CapTransferre
 
 
 def check_transfer(source: Standing, target: Standing, event: CapTransferred) -> None:
-    """Whether ``event`` may follow.
+    """Check whether ``event`` may follow.
 
-    Guarantee: passes only if both accounts are open and about the same people under the same rules, the sum of their
-    caps does not grow, and each has spent no more than its new cap. So whoever is in the data is promised what he was
-    promised before: the sum of the epsilons at the sum of the deltas.
+    Guarantee: passes only if both accounts are open and about the same people under the same rules. The sum of their
+    caps does not grow, and each has spent no more than its new cap. So the promise to the people in the data stays the
+    same: the sum of the epsilons at the sum of the deltas.
 
     Raises:
         BudgetError: ``account_closed``, ``transfer_mismatch``, ``transfer_grows``, ``cap_below_spent`` or
@@ -226,6 +227,7 @@ def check_transfer(source: Standing, target: Standing, event: CapTransferred) ->
         for name in ("fingerprint", "delta", "accountant", "orders", "authority")
         if getattr(giver, name) != getattr(taker, name)
     ]
+    # Accounts that are bound to no data may be about anybody.
     if differing or not giver.fingerprint or giver.accountant != "rdp":
         raise BudgetError(
             "transfer_mismatch",
@@ -242,14 +244,14 @@ def check_transfer(source: Standing, target: Standing, event: CapTransferred) ->
 
 
 def closing(account: Account) -> AccountClosed | None:
-    """The event that closes an account; None if it is closed."""
+    """Build the event that closes an account; None if it is closed already."""
     if account.closed:
         return None
     return AccountClosed(recorded_at=now(), account=account.opened.account, epsilon_cap=account.terms.epsilon_cap)
 
 
 def _check_fits(standing: Standing, epsilon_cap: float) -> None:
-    """Whether an account's past fits another cap: what it spent, and at that cap the slack of its runs."""
+    """Check that an account's past fits another cap: its spending, and at that cap the slack of its runs."""
     terms = standing.account.terms.model_copy(update={"epsilon_cap": epsilon_cap})
     spent = epsilon_at(terms, standing.spent)
     if epsilon_cap < 0 or spent > epsilon_cap:

@@ -10,7 +10,7 @@ with quickly():
 
 
 class LedgerActor(PrivacyLedger):
-    """A PrivacyLedger whose view answers while a charge is under way."""
+    """A PrivacyLedger whose view answers during a charge."""
 
     @ray.method(concurrency_group="control")
     def view(self) -> LedgerView:  # type: ignore[override]  # Ray changes the type

@@ -1,4 +1,4 @@
-"""The URL of a ledger: how it is read, and the form without secrets in which it may be written down."""
+"""The URL of a ledger: parses it, and gives the form without secrets in which it may be written down."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 URL_REMEDY = "Use sqlite:////absolute/path/ledger.sqlite or postgresql://user@host/database."
 
 _SECRETS = ("password", "sslpassword")
-"""Secrets that libpq also takes as parameters of a URL."""
+"""The secrets that libpq also accepts as parameters of a URL."""
 
 
 def parse_url(url: str) -> "sa.URL":
-    """The parts of a ledger's URL; ConfigError ``ledger_url``, which does not repeat it, if it has none."""
-    import sqlalchemy as sa  # not for the runs that keep their ledger in the state folder
+    """Parse a ledger's URL; ConfigError ``ledger_url`` if it cannot be parsed. The error never repeats the URL."""
+    import sqlalchemy as sa  # late: runs that keep their ledger in the state folder do not need it
 
     try:
         return sa.make_url(url)
@@ -27,7 +27,7 @@ def parse_url(url: str) -> "sa.URL":
 
 
 def usable_url(url: str) -> "sa.URL":
-    """The parts of a URL under which a ledger can be kept; ConfigError ``ledger_url`` if none can."""
+    """Parse a URL under which a ledger can be kept; ConfigError ``ledger_url`` for any other."""
     parsed = parse_url(url)
     kind = parsed.get_backend_name()
     if kind not in ("sqlite", "postgresql"):
@@ -39,9 +39,9 @@ def usable_url(url: str) -> "sa.URL":
 
 
 def without_secrets(url: str) -> str:
-    """The same URL without its passwords; the driver then asks ``PGPASSWORD`` and ``~/.pgpass``.
+    """Return the URL without its passwords. The driver then asks ``PGPASSWORD`` and ``~/.pgpass``.
 
-    Guarantee: what it returns contains no password of the URL, neither before the host nor as a parameter.
+    Guarantee: the result contains no password of the URL, neither before the host nor as a parameter.
 
     Raises:
         ConfigError: ``ledger_url``.
@@ -51,7 +51,7 @@ def without_secrets(url: str) -> str:
 
 
 def recorded(config: "RunConfig") -> "RunConfig":
-    """The configuration as it may be written down and shown: with `without_secrets` of its ledger's URL."""
+    """Return the configuration as it may be written down and shown: its ledger's URL is `without_secrets`."""
     if config.ledger.url is None:
         return config
     ledger = config.ledger.model_copy(update={"url": without_secrets(config.ledger.url)})

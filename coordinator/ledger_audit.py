@@ -1,6 +1,6 @@
-"""Replays a ledger's chain: whether its events could have happened, and what they add up to.
+"""Replays a ledger's chain: checks that its events could have happened, and adds them up.
 
-Works on any copy of the entries; a third party needs only the ledger's public key.
+It works on any copy of the entries. A third party needs only the ledger's public key.
 """
 
 import math
@@ -41,12 +41,12 @@ from metrics.errors import BudgetError
 from workers.mechanism import Mechanism
 
 _TOLERANCE = 1e-6
-"""Relative difference allowed between versions of the accountant."""
+"""The relative difference that is allowed between versions of the accountant."""
 
 
 @dataclass(slots=True)
 class ReplayedRun:
-    """A run as its events give it; ``charges`` maps the charged steps of each query to their entries."""
+    """A run, as its events define it. ``charges`` maps the charged steps of each query to their entries."""
 
     sequence: int
     registered: RunRegistered
@@ -57,7 +57,7 @@ class ReplayedRun:
 
 @dataclass(slots=True)
 class Replay:
-    """What a chain adds up to: accounts by name, and runs by id; ``public_key`` is the ledger's."""
+    """The totals of a chain: accounts by name, and runs by id. ``public_key`` is the ledger's."""
 
     public_key: bytes
     accounts: dict[str, Account] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Replay:
     head: Head = field(default_factory=Head)
 
     def add(self, entry: LedgerEntry) -> None:
-        """Take the next event into account; BudgetError ``chain_broken`` if it cannot follow those before."""
+        """Add the next event; BudgetError ``chain_broken`` if it cannot follow the events before it."""
         event = entry.event
         if isinstance(event, AccountOpened):
             _require(event.account not in self.accounts, entry, "it opens an account a second time")
@@ -78,7 +78,7 @@ class Replay:
             self._change(entry, event)
 
     def spent(self, account: str) -> list[Spend]:
-        """What each run of an account was charged."""
+        """Return the charges of each run of an account."""
         return [
             run.priced.spend({query: len(charges) for query, charges in run.charges.items()})
             for run in self.runs.values()
@@ -86,7 +86,7 @@ class Replay:
         ]
 
     def standing(self, account: str) -> Standing:
-        """An account with what was charged to it."""
+        """Return an account with its charges."""
         registered = [run.registered for run in self.runs.values() if run.registered.account == account]
         return Standing(self.accounts[account], self.spent(account), registered)
 
@@ -134,7 +134,7 @@ class Replay:
         registered, charges = run.registered, run.charges.get(event.query)
         mechanism = next((each for each in registered.mechanisms if each.query == event.query), None)
         if mechanism is None or charges is None:
-            raise broken(entry.sequence, "its mechanism is none of its run's")
+            raise broken(entry.sequence, "its run has no such mechanism")
         _require(event.step not in charges, entry, f"it charges step {event.step} a second time")
         _require(0 <= event.step < mechanism.steps, entry, "its step was not planned")
         named = (event.manifest_digest, event.mechanism_digest)
@@ -153,9 +153,9 @@ class Replay:
 def audit(entries: Iterable[LedgerEntry], public_key: bytes) -> Replay:
     """Check chain, signatures and meaning of a whole ledger, from its first entry.
 
-    Guarantee: returns only if ``public_key`` signed every entry, none is missing before the last, no step was
-    charged twice, each charge costs what its mechanism costs, each mechanism has the noise it claims, no private
-    charge crosses its account's cap, and every cap was set by the opening, a lowering, a signature of the account's
+    Guarantee: returns only if ``public_key`` signed every entry and none is missing before the last. No step was
+    charged twice, and each charge costs what its mechanism costs. Each mechanism has the noise it claims. No private
+    charge crosses its account's cap. Every cap was set by the opening, a lowering, a signature of the account's
     authority, or a transfer.
 
     Raises:
@@ -164,7 +164,7 @@ def audit(entries: Iterable[LedgerEntry], public_key: bytes) -> Replay:
     replay = Replay(public_key)
 
     def replayed() -> Iterator[LedgerEntry]:
-        # Resumed only after the chain check has accepted what it was given.
+        # A generator resumes only after the chain check has accepted the entry it was given.
         for entry in entries:
             yield entry
             replay.add(entry)
@@ -174,7 +174,7 @@ def audit(entries: Iterable[LedgerEntry], public_key: bytes) -> Replay:
 
 
 def check_tables(rows: Rows, replay: Replay) -> None:
-    """Check that every table says what the chain says; BudgetError ``chain_broken`` otherwise."""
+    """Check that every table agrees with the chain; BudgetError ``chain_broken`` otherwise."""
     accounts = [AccountRow(name, each.opened_at, each.changed.sequence) for name, each in replay.accounts.items()]
     if rows.accounts() != accounts:
         raise broken(replay.head.sequence, "the table of accounts does not follow from the chain")
@@ -183,6 +183,7 @@ def check_tables(rows: Rows, replay: Replay) -> None:
         row = found.pop(run_id, None)
         counts = {query: len(charges) for query, charges in run.charges.items()}
         expected = (run.registered.account, run.sequence, counts)
+        # An instance that owns a run, and has not charged it yet, has a higher number than the last charge.
         if row is None or (row.account, row.sequence, dict(row.charged)) != expected or row.fencing < run.fencing:
             raise broken(run.sequence, f"the row of run {run_id} does not follow from the chain")
     charges = {
@@ -205,7 +206,7 @@ def _same_cost(event: RunRegistered, orders: tuple[float, ...]) -> bool:
 
 
 def _release_rdp(mechanism: Mechanism, orders: tuple[float, ...]) -> tuple[float, ...]:
-    """What one release costs at an account's orders."""
+    """Return the cost of one release at an account's orders."""
     if not mechanism.private:
         return (0.0,) * len(orders)
     return step_rdp(mechanism.sample_rate, mechanism.noise_multiplier, orders)
@@ -223,7 +224,7 @@ def _head(entry: LedgerEntry) -> Head:
 
 @contextmanager
 def _held_to(entry: LedgerEntry) -> Iterator[None]:
-    """Name the entry that the ledger's own rules would have refused."""
+    """Turn a refusal by the ledger's own rules into one that names the entry."""
     try:
         yield
     except BudgetError as refusal:

@@ -1,7 +1,7 @@
-"""Who may raise the cap of an account: a key that was named when it was opened, and what it signs.
+"""Authorities: the key that may raise an account's cap, named at its opening, and the authorisation that it signs.
 
 An authorisation is for one change: of this account in this ledger, from the cap that one entry of the chain set, to
-another. Once the cap has changed in any way it is void, so nobody can use it twice.
+another. Any change of the cap voids it, so nobody can use it twice.
 """
 
 from pathlib import Path
@@ -36,12 +36,12 @@ class _StoredAuthority(Message):
 
 
 class CapAuthorisation(Message):
-    """What an authority signs.
+    """The statement that an authority signs.
 
     Attributes:
-        account, ledger_key: whose cap, in the ledger with which key.
+        account, ledger_key: the account, and the key of its ledger.
         old_cap, new_cap: epsilon before and after.
-        follows: hash of the entry that set ``old_cap``; of the opening, or of the last change of the account.
+        follows: hash of the entry that set ``old_cap``: the opening, or the last change of the account.
         expires_at: Unix time in seconds after which it is void, by the ledger's clock.
     """
 
@@ -56,7 +56,7 @@ class CapAuthorisation(Message):
 
 
 class SignedCap(Message):
-    """An authorisation with its signature; the content of the file that an authority hands out."""
+    """An authorisation with its signature: the content of the file that an authority hands out."""
 
     DOMAIN: ClassVar[str] = "raycloak/signed-cap/v1"
 
@@ -64,7 +64,7 @@ class SignedCap(Message):
     signature: bytes
 
     def is_signed_by(self, key: bytes) -> bool:
-        """Whether the raw Ed25519 key signed exactly this authorisation."""
+        """Return whether the raw Ed25519 key signed exactly this authorisation."""
         try:
             open_envelope(CapAuthorisation, Envelope(self.authorisation.encode(), self.signature), key)
         except ProtocolError:
@@ -75,10 +75,10 @@ class SignedCap(Message):
 def create_authority(path: Path) -> tuple[AuthorityPublic, Path]:
     """Write a new private key to ``path``, mode 0600, and its public half to ``path`` with ``.pub`` appended.
 
-    The name in both is the file's, without its suffix.
+    The name in both is the file's name without its suffix.
 
     Raises:
-        ConfigError: ``authority_exists`` if one of the files is there, ``authority`` if they cannot be written.
+        ConfigError: ``authority_exists`` if one of the files exists, ``authority`` if they cannot be written.
     """
     require_name(path, "authority")
     stored = _StoredAuthority(name=path.stem, ed25519=Ed25519PrivateKey.generate().private_bytes_raw())
@@ -87,7 +87,7 @@ def create_authority(path: Path) -> tuple[AuthorityPublic, Path]:
 
 
 def load_authority(path: Path) -> AuthorityPublic:
-    """Read the public half; ConfigError ``authority`` if the file cannot be read or is none."""
+    """Read the public half; ConfigError ``authority`` if the file cannot be read or is no such file."""
     try:
         return AuthorityPublic.model_validate_json(path.read_bytes())
     except OSError as error:
@@ -120,7 +120,7 @@ def authorise(authorisation: CapAuthorisation, key: IdentityKey) -> SignedCap:
 
 
 def load_authorisation(path: Path) -> SignedCap:
-    """Read an authorisation; ConfigError ``authorisation`` if the file cannot be read or is none."""
+    """Read an authorisation; ConfigError ``authorisation`` if the file cannot be read or is no such file."""
     try:
         return SignedCap.model_validate_json(path.read_bytes())
     except OSError as error:
@@ -134,12 +134,12 @@ def load_authorisation(path: Path) -> SignedCap:
 
 
 def check_authorisation(signed: SignedCap | None, expected: CapAuthorisation, authority: bytes, at: int) -> None:
-    """Check that ``authority`` allows what ``expected`` says, at Unix time ``at``; its ``expires_at`` is not compared.
+    """Check that ``authority`` allows ``expected`` at Unix time ``at``. Its ``expires_at`` is not compared.
 
     Raises:
-        BudgetError: ``cap_fixed``, ``authorisation_missing``, ``authorisation_forged``, ``authorisation_mismatch``
-            (for another account, ledger or cap), ``authorisation_void`` (the cap has changed since it was made, as
-            when it was used before) or ``authorisation_expired``.
+        BudgetError: ``cap_fixed``, ``authorisation_missing``, ``authorisation_forged`` or ``authorisation_expired``.
+            ``authorisation_mismatch`` for another account, ledger or cap. ``authorisation_void`` if the cap has
+            changed since it was made, for example because it was already used.
     """
     account = expected.account
     if not authority:
@@ -172,6 +172,7 @@ def check_authorisation(signed: SignedCap | None, expected: CapAuthorisation, au
             f"{given.new_cap:g}, not '{account}' {expected.new_cap:g}.",
             "Ask for what was signed, or have this signed: raycloak budget authorize.",
         )
+    # This entry is what makes an authorisation good for one use: any change of the account voids it.
     if (given.follows, given.old_cap) != (expected.follows, expected.old_cap):
         raise BudgetError(
             "authorisation_void",

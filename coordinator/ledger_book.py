@@ -1,6 +1,6 @@
-"""Accounts and runs as a charge needs them: read from signed entries, parsed once.
+"""The accounts and runs that a charge needs: read from signed entries, parsed once.
 
-Guarantee: terms, caps and costs come from entries whose signature was checked; the tables say only where they are.
+Guarantee: terms, caps and costs come from entries whose signature was checked. The tables only say where they are.
 """
 
 from dataclasses import replace
@@ -31,7 +31,7 @@ AccountEvent = AccountOpened | CapChanged | CapTransferred | AccountClosed
 
 
 class Book:
-    """What one instance knows of a ledger. Every method is called inside a transaction of the caller's."""
+    """One instance's memory of a ledger. Every method runs inside the caller's transaction."""
 
     def __init__(self, key: IdentityKey) -> None:
         self._key = key
@@ -39,12 +39,12 @@ class Book:
         self._runs: dict[int, PricedRun] = {}
 
     def account(self, rows: Rows, name: str) -> Account | None:
-        """An account as it is now; None if it was never opened."""
+        """Return an account as it is now; None if it was never opened."""
         row = rows.account(name)
         return self.account_of(rows, row) if row else None
 
     def known(self, rows: Rows, name: str) -> Account:
-        """As :meth:`account`; BudgetError ``account_unknown`` if there is none."""
+        """Return an account like :meth:`account`; BudgetError ``account_unknown`` if there is none."""
         account = self.account(rows, name)
         if account is None:
             raise BudgetError(
@@ -53,7 +53,8 @@ class Book:
         return account
 
     def account_of(self, rows: Rows, row: AccountRow) -> Account:
-        """The account that a row leads to: by the entry that opened it, and the one that changed it last."""
+        """Return the account of a row, from the entry that opened it and the one that changed it last."""
+        # Keyed by the last change, so that an account is read again once it has changed.
         key = row.name, row.changed
         if key not in self._accounts:
             if row.changed == row.sequence:
@@ -64,7 +65,7 @@ class Book:
         return self._accounts[key]
 
     def run(self, rows: Rows, row: RunRow) -> PricedRun:
-        """A run's registration."""
+        """Return a run's registration."""
         if row.sequence not in self._runs:
             event = self._signed(rows, row.sequence).event
             if not isinstance(event, RunRegistered) or event.run_id != row.run_id:
@@ -73,7 +74,7 @@ class Book:
         return self._runs[row.sequence]
 
     def spent(self, rows: Rows, runs: list[RunRow], and_one: tuple[str, Query] | None = None) -> list[Spend]:
-        """What each run was charged, and once more of ``and_one``, a run's query."""
+        """Return the charges of each run, with one more of ``and_one``, a run's query."""
         spent = []
         for row in runs:
             run = self.run(rows, row)
@@ -84,13 +85,13 @@ class Book:
         return spent
 
     def standing(self, rows: Rows, name: str) -> Standing:
-        """An account with its runs and what they spent; BudgetError ``account_unknown``."""
+        """Return an account with its runs and their charges; BudgetError ``account_unknown``."""
         account, runs = self.known(rows, name), rows.runs(name)
         registered = [self.run(rows, row).registered for row in runs]
         return Standing(account, self.spent(rows, runs), registered)
 
     def append(self, rows: Rows, event: Event) -> LedgerEntry:
-        """Make ``event`` the newest entry, found by its charge or its accounts."""
+        """Append ``event`` as the newest entry, and file it under its charge or its accounts."""
         entry = make_entry(rows.head(), event, self._key)
         rows.append(entry, (event.run_id, event.query, event.step) if isinstance(event, StepCharged) else None)
         if isinstance(event, AccountOpened):
@@ -108,7 +109,7 @@ class Book:
         return Account.of(event, Head(opened.sequence, opened.hash))
 
     def _changed(self, rows: Rows, row: AccountRow, account: Account) -> Account:
-        """The account after the entry that changed it last; each states all of what may change."""
+        """Return the account after its last change. Each change states everything that may change."""
         last = self._signed(rows, row.changed)
         event = last.event
         if not isinstance(event, CapChanged | CapTransferred | AccountClosed) or row.name not in named(event):

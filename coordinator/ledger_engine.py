@@ -1,6 +1,6 @@
 """Database engines of the ledger: SQLite with WAL, full sync and immediate transactions, or PostgreSQL.
 
-What a server needs is in `coordinator.ledger_postgres`.
+The parts for a server are in `coordinator.ledger_postgres`.
 """
 
 import sqlite3
@@ -24,19 +24,19 @@ from coordinator.ledger_postgres import begin_write, postgres_engine, refuse_unl
 from metrics.errors import BudgetError
 
 LOCK_DEADLINE_S = 30.0
-_BUSY_MS = 30_000  # for what else may find the file busy: recovery, and the last connection's checkpoint
-_RETRY_S = 0.001
-_FULL = 2
-_NO_RIGHT = "42501"
+_BUSY_MS = 30_000  # for other reasons why the file may be busy: recovery, and the last connection's checkpoint
+_RETRY_S = 0.001  # processes that race for the lock wait half as long as with SQLite's own pauses
+_FULL = 2  # SQLite's number for full synchronisation
+_NO_RIGHT = "42501"  # PostgreSQL's insufficient_privilege
 _OTHER_TABLES = ("42703", "42P01")
 """PostgreSQL's codes for a missing column and a missing table."""
 
 
 def open_engine(url: str, create: bool) -> sa.Engine:
-    """An engine for the URL of a ledger, with the settings that durability and locking need.
+    """Make an engine for a ledger's URL, with the settings that durability and locking need.
 
     Raises:
-        ConfigError, BudgetError: see `coordinator.ledger_store.LedgerStore`.
+        ConfigError, BudgetError: as `coordinator.ledger_store.LedgerStore`.
     """
     parsed = usable_url(url)
     return _sqlite_engine(parsed, create) if parsed.get_backend_name() == "sqlite" else postgres_engine(parsed)
@@ -46,7 +46,7 @@ def _sqlite_engine(url: sa.URL, create: bool) -> sa.Engine:
     assert url.database, "a usable URL names the file"
     prepare_file(Path(url.database), create)
     if not create:
-        # Neither the file nor its log is written to, not even to tidy up after a writer that was killed.
+        # Neither the file nor its log may be written to, not even to clean up after a killed writer.
         url = url.set(database=f"file:{quote(url.database)}", query={"mode": "ro", "uri": "true"})
     engine = sa.create_engine(url, connect_args={"timeout": _BUSY_MS / 1000})
     sa.event.listen(engine, "connect", lambda connection, _: _configure(connection, create))
@@ -55,14 +55,16 @@ def _sqlite_engine(url: sa.URL, create: bool) -> sa.Engine:
 
 
 def _configure(connection: Any, writes: bool) -> None:
-    """Prepare a new connection; one that only reads changes no database's mode.
+    """Prepare a new connection. A connection that only reads changes no database's mode.
 
-    Guarantee: every connection is in WAL mode with full synchronisation, and starts transactions only as told; the
+    Guarantee: every connection is in WAL mode with full synchronisation, and starts transactions only as told. The
     database of another program is left as it is.
     """
+    # Left alone, Python's driver would begin transactions by itself.
     connection.isolation_level = None
     cursor = connection.cursor()
     tables = {name for (name,) in cursor.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    # The database of another program keeps its journal mode.
     if writes and (not tables or "entries" in tables):
         mode = enter_wal(connection)
         if mode != "wal":
@@ -72,6 +74,7 @@ def _configure(connection: Any, writes: bool) -> None:
                 "Keep the ledger on a local disk.",
             )
     cursor.execute("PRAGMA synchronous = FULL")
+    # Read back, because only then is it known that the setting took effect.
     if cursor.execute("PRAGMA synchronous").fetchone()[0] < _FULL:
         raise BudgetError(
             "ledger_not_durable",
@@ -90,7 +93,7 @@ def _begin(connection: sa.Connection) -> None:
 
 
 def _begin_immediate(connection: Any) -> None:
-    """Take the write lock, asking more often than SQLite, whose own pauses leave it unused for up to 0.1 s."""
+    """Take the write lock, asking more often than SQLite does. SQLite's pauses leave a free lock idle up to 0.1 s."""
     deadline = time.monotonic() + LOCK_DEADLINE_S
     connection.execute("PRAGMA busy_timeout = 0")
     try:
@@ -113,7 +116,7 @@ def _begun(connection: Any) -> bool:
 
 
 def reading(engine: sa.Engine) -> sa.Engine:
-    """The same engine for transactions that only read: each sees one state, and none takes the write lock."""
+    """Return the engine for transactions that only read: each sees one state, and none takes the write lock."""
     if engine.dialect.name == "postgresql":
         return engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
     return engine.execution_options(raycloak_reads=True)
@@ -122,8 +125,8 @@ def reading(engine: sa.Engine) -> sa.Engine:
 def execute(connection: sa.Connection, statement: "_Statement", values: Mapping[str, Any] | None = None) -> "_Found":
     """Execute one of the module's constant statements, which are compiled once.
 
-    In SQLite the driver is asked directly: what SQLAlchemy does around a statement takes ten times as long as the
-    statement, and a charge makes eight of them while every worker waits. To a server, the way is what takes long.
+    For SQLite the driver is asked directly. SQLAlchemy's work around a statement takes ten times as long as the
+    statement itself, and a charge makes eight of them while every worker waits. With a server, the network dominates.
     """
     if connection.dialect.name != "sqlite":
         return connection.execute(statement, values)
@@ -146,14 +149,14 @@ class _Found(Protocol):
 
 @cache
 def _compiled(statement: "_Statement") -> tuple[str, tuple[str, ...], Mapping[str, Any]]:
-    """A statement in SQLite's words, the names of its parameters in order, and the values that are constants of it."""
+    """Compile a statement for SQLite: its text, its parameters' names in order, and its constant values."""
     compiled = statement.compile(dialect=sqlite_dialect())
     assert isinstance(compiled, SQLCompiler), "constant statements are no schema"
     return str(compiled), tuple(compiled.positiontup or ()), dict(compiled.params)
 
 
 def take_write_lock(connection: sa.Connection) -> None:
-    """Hold the store's one write lock until the transaction ends. In SQLite, BEGIN IMMEDIATE took it already.
+    """Hold the store's one write lock until the transaction ends. In SQLite, BEGIN IMMEDIATE has already taken it.
 
     Raises:
         BudgetError: ``ledger_not_durable`` if the server may lose what it acknowledges.
@@ -163,7 +166,7 @@ def take_write_lock(connection: sa.Connection) -> None:
 
 
 def check_tables_last(connection: sa.Connection, names: list[str]) -> None:
-    """Refuse tables that do not outlive a crash, which only PostgreSQL has: BudgetError ``ledger_not_durable``."""
+    """Refuse tables that a crash would empty, which only PostgreSQL has; BudgetError ``ledger_not_durable``."""
     if connection.dialect.name == "postgresql":
         refuse_unlogged(connection, names)
 
@@ -184,7 +187,7 @@ def storage_errors() -> Iterator[None]:
             raise BudgetError(
                 "ledger_foreign", "the file is not a ledger.", "Give a path where there is no file yet."
             ) from None
-        # A lost connection, a full disk, a lock not given, a standby; or a role that lacks a right.
+        # A lost connection, a full disk, a lock that was not granted, a standby; or a role without a right.
         if isinstance(error, OperationalError | InterfaceError | InternalError) or state == _NO_RIGHT:
             raise _unavailable(fact) from None
         if isinstance(error, ProgrammingError) and state in _OTHER_TABLES:
@@ -198,5 +201,5 @@ def _unavailable(fact: str) -> BudgetError:
     return BudgetError(
         "ledger_unavailable",
         f"the ledger's storage failed: {fact}.",
-        "See that the storage is up and not full, then go on; a charge that was made is found again.",
+        "Check that the storage is up and not full, then continue; a charge that was made is found again.",
     )

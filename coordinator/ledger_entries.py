@@ -1,7 +1,7 @@
 """Entries of the ledger: signed events in one hash chain, and the check that anyone can make of a copy.
 
-``hash = SHA-256(LP("raycloak/ledger-entry/v1", sequence, previous, kind, body))`` covers every field; the signature
-covers the hash. Sequences count from 1 and the first entry's ``previous`` is ``GENESIS``.
+``hash = SHA-256(LP("raycloak/ledger-entry/v1", sequence, previous, kind, body))`` covers every field. The signature
+covers the hash. Sequences count from 1, and the first entry's ``previous`` is ``GENESIS``.
 """
 
 from collections.abc import Iterable
@@ -20,15 +20,15 @@ GENESIS = bytes(DIGEST_BYTES)
 
 
 class AccountOpened(Message):
-    """An account begins to exist.
+    """The opening of an account.
 
-    ``recorded_at`` of this and the other events is Unix time in seconds, by the ledger's own clock.
+    In this and the other events, ``recorded_at`` is Unix time in seconds, by the ledger's own clock.
 
     Attributes:
-        accountant: with which its cap is held.
+        accountant: the accountant that holds its cap.
         orders: the Renyi orders of its RDP.
         authority: raw Ed25519 key that may let the cap be raised; empty if it can only be lowered.
-        fingerprint: of the only dataset whose runs may charge, see `workers/fingerprint.py`; empty for any.
+        fingerprint: of the only dataset whose runs may charge, see `workers/fingerprint.py`; empty for any dataset.
     """
 
     DOMAIN: ClassVar[str] = "account_opened"
@@ -44,11 +44,11 @@ class AccountOpened(Message):
 
 
 class CapChanged(Message):
-    """An account's cap becomes another.
+    """A change of an account's cap.
 
     Attributes:
         old_cap, epsilon_cap: before and after.
-        authorisation: what the account's authority signed, if it was raised; None if it was lowered.
+        authorisation: the authority's signed permission, if the cap was raised; None if it was lowered.
     """
 
     DOMAIN: ClassVar[str] = "cap_changed"
@@ -61,7 +61,7 @@ class CapChanged(Message):
 
 
 class CapTransferred(Message):
-    """A part of one account's cap becomes another's; ``source_cap`` and ``target_cap`` are theirs afterwards."""
+    """A move of epsilon between two accounts' caps. ``source_cap`` and ``target_cap`` are the caps afterwards."""
 
     DOMAIN: ClassVar[str] = "cap_transferred"
 
@@ -73,7 +73,7 @@ class CapTransferred(Message):
 
 
 class AccountClosed(Message):
-    """No further run is registered with an account, whose cap was this, and nothing more is charged to it."""
+    """The closing of an account, with its last cap. No run is registered and nothing is charged any more."""
 
     DOMAIN: ClassVar[str] = "account_closed"
 
@@ -83,16 +83,16 @@ class AccountClosed(Message):
 
 
 class RunRegistered(Message):
-    """A run may charge to an account.
+    """The registration of a run, which may then charge to an account.
 
     Attributes:
         mechanisms: all that the run may release, each with a ``query`` of its own.
         step_rdp: per mechanism, RDP of one release at the account's orders; zeros where nothing is private.
-        epsilon_cap: the account's cap when the run was registered; the run was planned for it.
+        epsilon_cap: the account's cap at the registration. The run was planned for it.
         delta_slack: part of the account's delta that the run's slack takes at that cap.
-        dataset_fingerprint: of the run's manifest; empty without a key.
-        quote_counts, quote_epsilon: what parts of the run cost, if the account's accountant holds a fixed plan: per
-            part, releases of each private mechanism, and epsilon; empty for a Renyi filter.
+        dataset_fingerprint: from the run's manifest; empty without a key.
+        quote_counts, quote_epsilon: the cost of parts of the run, if the account's accountant holds a fixed plan. Per
+            part: releases of each private mechanism, and epsilon. Empty for a Renyi filter.
         accountant_version: libraries that computed ``step_rdp`` and ``quote_epsilon``.
     """
 
@@ -116,9 +116,9 @@ class StepCharged(Message):
     """One release of a run's mechanism.
 
     Attributes:
-        query, step: which mechanism, and which of its releases, counted from 0.
+        query, step: the mechanism, and the number of its release, from 0.
         fencing: number of the ledger instance that charged.
-        charged_epsilon: the account's epsilon after this charge; what the events before and this one add up to.
+        charged_epsilon: the account's epsilon after this charge: the total of all events up to this one.
     """
 
     DOMAIN: ClassVar[str] = "step_charged"
@@ -142,7 +142,7 @@ _KINDS: dict[str, type[Event]] = {
 
 @dataclass(frozen=True, slots=True)
 class LedgerEntry:
-    """One link of the chain, as stored: ``body`` is the canonical JSON of the event that ``kind`` names."""
+    """One link of the chain, as stored. ``body`` is the canonical JSON of the event that ``kind`` names."""
 
     sequence: int
     previous: bytes
@@ -169,14 +169,14 @@ class LedgerEntry:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Position and hash of a chain's last entry; sequence 0 is the empty chain."""
+    """The position and hash of a chain's last entry. Sequence 0 is the empty chain."""
 
     sequence: int = 0
     hash: bytes = GENESIS
 
 
 def make_entry(head: Head, event: Event, key: IdentityKey) -> LedgerEntry:
-    """The entry that continues the chain at ``head`` with ``event``, signed by ``key``."""
+    """Make the entry that continues the chain at ``head`` with ``event``, signed by ``key``."""
     sequence, body = head.sequence + 1, event.encode()
     link = _link(sequence, head.hash, event.DOMAIN, body)
     return LedgerEntry(sequence, head.hash, event.DOMAIN, body, link, key.sign(_signed(link)))
@@ -192,6 +192,7 @@ def check_chain(entries: Iterable[LedgerEntry], public_key: bytes, start: Head |
     """
     head = start or Head()
     for entry in entries:
+        # First the content: a signature covers only the hash.
         after = check_link(entry, head)
         if not signature_is_valid(public_key, _signed(entry.hash), entry.signature):
             raise broken(entry.sequence, "it is not signed by the ledger's key")
@@ -200,7 +201,7 @@ def check_chain(entries: Iterable[LedgerEntry], public_key: bytes, start: Head |
 
 
 def check_link(entry: LedgerEntry, head: Head) -> Head:
-    """The head after ``entry``, if its content is that of its hash and it continues ``head``; its signature is left.
+    """Check one entry's content and place, but not its signature; return the head after it.
 
     Raises:
         BudgetError: ``chain_broken``, naming the entry.
@@ -215,7 +216,7 @@ def check_link(entry: LedgerEntry, head: Head) -> Head:
 
 
 def broken(sequence: int, why: str) -> BudgetError:
-    """The refusal of a chain at one entry."""
+    """Build the refusal of a chain at one entry."""
     return BudgetError(
         "chain_broken",
         f"the ledger cannot be trusted at entry {sequence}: {why}.",

@@ -1,8 +1,8 @@
-"""A ledger as one file of JSON lines that is checked without the ledger.
+"""Exports a ledger as one file of JSON lines, which can be checked without the ledger.
 
-The first line names the ledger's public key, each further line is an entry with its hash and signature, the last is
-the signed head, so that a file whose end was cut off is refused. Bodies are plain JSON; their bytes are canonical, so
-nothing is lost.
+The first line names the ledger's public key. Each further line is an entry with its hash and signature. The last line
+is the signed head, so that a file whose end was cut off is refused. Bodies are plain JSON. Their bytes are canonical,
+so nothing is lost.
 """
 
 import json
@@ -27,7 +27,7 @@ M = TypeVar("M", bound=Message)
 
 
 class ExportedLedger(Message):
-    """First line of an export."""
+    """The first line of an export."""
 
     DOMAIN: ClassVar[str] = "raycloak/ledger-export/v1"
 
@@ -50,7 +50,7 @@ class ExportedEntry(Message):
 
 @dataclass(frozen=True, slots=True)
 class CheckedExport:
-    """An export that was accepted: what its chain adds up to, and the hash of each entry in order."""
+    """An accepted export: the totals of its chain, and the hash of each entry in order."""
 
     public_key: bytes
     replay: Replay
@@ -58,7 +58,7 @@ class CheckedExport:
     hashes: tuple[bytes, ...]
 
     def hash_at(self, sequence: int) -> bytes | None:
-        """The hash of the entry at ``sequence``; None if there is none."""
+        """Return the hash of the entry at ``sequence``; None if there is none."""
         return self.hashes[sequence - 1] if 0 < sequence <= len(self.hashes) else None
 
 
@@ -66,10 +66,10 @@ def write_export(path: Path, entries: Iterable[LedgerEntry], key: IdentityKey, s
     """Write a chain to ``path``, mode 0600, and return the head it ends in. The file appears as a whole.
 
     Raises:
-        ConfigError: ``export_exists`` if something is there, ``export_file`` if it cannot be written.
+        ConfigError: ``export_exists`` if the path exists, ``export_file`` if it cannot be written.
     """
     if path.exists():
-        raise ConfigError("export_exists", f"{path} is there already.", "Choose another name, or remove it.")
+        raise ConfigError("export_exists", f"{path} already exists.", "Choose another name, or remove it.")
     head = Head()
     try:
         with whole_file(path, 0o600) as file:
@@ -87,7 +87,7 @@ def check_export(path: Path) -> CheckedExport:
     """Check an export as :func:`coordinator.ledger_audit.audit` checks a ledger.
 
     Guarantee: returns only if every line is in its place of the chain that the file's public key signed, up to and
-    including the head. Whose key that is the file cannot say: compare it with one got elsewhere.
+    including the head. The file cannot say whose key that is: compare it with one from elsewhere.
 
     Raises:
         BudgetError: ``chain_broken``, naming the first entry that is wrong.
@@ -107,8 +107,9 @@ def check_export(path: Path) -> CheckedExport:
 
 
 def _entries(lines: Iterator[bytes], hashes: list[bytes], ending: list[bytes]) -> Iterator[LedgerEntry]:
-    """The entries; ``hashes`` collects theirs, and ``ending`` the line that is not an entry, and what follows it."""
+    """Yield the entries. ``hashes`` collects their hashes, and ``ending`` the first other line and all after it."""
     for line in lines:
+        # Keys are sorted, so the line of the head begins so and no entry's does.
         if line.startswith(b'{"head":'):
             ending += [line, *lines]
             return

@@ -1,4 +1,4 @@
-"""The file of an embedded ledger: private to its owner, and on a file system whose locks and syncs hold."""
+"""The file of an embedded ledger: private to its owner, on a file system whose locks and syncs can be relied on."""
 
 import os
 import re
@@ -12,15 +12,15 @@ _MOUNTS = Path("/proc/mounts")
 _NETWORK = {
     *("9p", "afs", "beegfs", "ceph", "cifs", "coda", "fuse", "gfs", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs"),
     *("nfs", "nfs4", "ocfs2", "orangefs", "smb3", "smbfs"),
-    *("vboxsf", "virtiofs"),  # a host's folder in its guest: its locks and syncs are not a local disk's
+    *("vboxsf", "virtiofs"),  # a host's folder in its guest: its locks and syncs do not hold as on a local disk
 }
 
 
 def prepare_file(path: Path, create: bool) -> None:
-    """Create the file with mode 0600 (its folder 0700) if it is missing, and check what is there.
+    """Create the file with mode 0600 (its folder 0700) if it is missing, and check an existing one.
 
-    Guarantee: on return the file exists, only its owner can read it (it holds the signing key), and it is not on a
-    network file system, where SQLite's locks and syncs cannot be relied on.
+    Guarantee: on return the file exists, and only its owner can read it, because it holds the signing key. It is not
+    on a network file system, where SQLite's locks and syncs cannot be relied on.
 
     Raises:
         ConfigError: ``network_file_system``, ``ledger_missing``, or ``ledger_url`` if the file cannot be made.
@@ -43,7 +43,7 @@ def prepare_file(path: Path, create: bool) -> None:
 
 
 def ledger_missing(fact: str) -> ConfigError:
-    """The error of whoever asks a ledger where none is: no budget refuses anything there, the place is wrong."""
+    """Build the error for a missing ledger: the place is wrong, whereas no budget was refused."""
     remedy = "The first run makes it, or raycloak budget open; else check RAYCLOAK_HOME and the URL."
     return ConfigError("ledger_missing", fact, remedy)
 
@@ -61,7 +61,7 @@ def _create(path: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Make the names in a folder durable: a ledger whose folder is lost with the power would start again at zero."""
+    """Make the names in a folder durable. A ledger whose folder is lost in a power cut would start again at zero."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -73,11 +73,12 @@ def refuse_network_file_system(path: Path, mounts: str) -> None:
     """Refuse a path below a network or FUSE mount.
 
     Args:
-        mounts: content of ``/proc/mounts``; empty where the system has none, and then nothing is checked.
+        mounts: content of ``/proc/mounts``; empty on a system without it, and then nothing is checked.
 
     Raises:
         ConfigError: ``network_file_system``.
     """
+    # A link may lead from a local disk to a network file system.
     kind = file_system(Path(os.path.realpath(path)), mounts)
     if kind in _NETWORK or kind.startswith("fuse."):
         raise ConfigError(
@@ -88,7 +89,7 @@ def refuse_network_file_system(path: Path, mounts: str) -> None:
 
 
 def file_system(path: Path, mounts: str) -> str:
-    """Type of the innermost mount that holds ``path``; empty if unknown."""
+    """Return the type of the innermost mount that holds ``path``; empty if unknown."""
     best, kind = -1, ""
     for line in mounts.splitlines():
         _, point, found, *_ = line.split(" ")

@@ -1,7 +1,7 @@
 """A ledger's head as a signed line that can be kept elsewhere: in a witness, or at the end of an exported chain.
 
-Whoever kept such a line can show later that the ledger once had this entry. What was put back to a time before it, or
-continued differently, cannot produce it.
+The holder of such a line can show later that the ledger once had this entry. A ledger that was put back to a time
+before it, or continued differently, cannot produce it.
 """
 
 from typing import ClassVar
@@ -13,11 +13,11 @@ from metrics.errors import BudgetError
 
 
 class LedgerHead(Message):
-    """What the ledger signs: that its chain has this entry.
+    """The ledger's signed statement that its chain has this entry.
 
     Attributes:
         ledger_key: raw Ed25519 key of the ledger.
-        sequence, hash: of the entry; sequence 0 is the empty chain.
+        sequence, hash: position and hash of the entry; sequence 0 is the empty chain.
         stated_at: Unix time in seconds, by the ledger's own clock.
     """
 
@@ -30,7 +30,7 @@ class LedgerHead(Message):
 
     @property
     def position(self) -> Head:
-        """The head alone."""
+        """The position and hash alone."""
         return Head(self.sequence, self.hash)
 
 
@@ -44,14 +44,14 @@ class HeadLine(Message):
 
 
 def head_line(head: Head, key: IdentityKey, stated_at: int) -> bytes:
-    """The signed head as one line of canonical JSON, without its line feed."""
+    """Return the signed head as one line of canonical JSON, without its line feed."""
     stated = LedgerHead(ledger_key=key.public, sequence=head.sequence, hash=head.hash, stated_at=stated_at)
     envelope = seal(stated, key)
     return HeadLine(head=envelope.body, signature=envelope.signature).encode()
 
 
 def read_head_line(line: bytes, public_key: bytes) -> LedgerHead:
-    """The head in a line, if ``public_key`` signed it.
+    """Read the head in a line, after checking that ``public_key`` signed it.
 
     Raises:
         ProtocolError: ``malformed`` or ``signature``.
@@ -61,7 +61,7 @@ def read_head_line(line: bytes, public_key: bytes) -> LedgerHead:
 
 
 def rolled_back(source: str, pinned: Head, found: bytes | None) -> BudgetError:
-    """The refusal of a ledger that is behind or beside a head kept elsewhere; ``found`` is its own hash there."""
+    """Build the refusal of a ledger behind or beside a head kept elsewhere. ``found`` is its own hash there."""
     return BudgetError(
         "ledger_rolled_back",
         f"{source} holds the ledger's entry {pinned.sequence} with hash {pinned.hash.hex()}; the ledger has "

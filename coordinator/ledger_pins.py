@@ -1,7 +1,7 @@
-"""Heads of the ledger that were kept elsewhere, and whether the ledger still has them.
+"""Compares a ledger with heads that were kept elsewhere.
 
-A chain that verifies may be an older one that was put back: then an entry is missing that a sealed package, an
-evidence log or a witness has seen. Which of them were looked at, and which could not be, is part of the answer.
+A chain that verifies may be an older one that was put back. It then lacks an entry that a sealed package, an evidence
+log or a witness has seen. The answer names the sources that were used, and those that could not be.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,10 +25,10 @@ PinKind = Literal["package", "evidence log", "witness"]
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """The heads that one source holds, none of them for a source that could not be used.
+    """The heads that one source holds; none for a source that could not be used.
 
     Attributes:
-        source: where they are.
+        source: where the heads are kept.
         unusable: why none of them can be compared; empty if they can.
     """
 
@@ -39,13 +39,15 @@ class Pin:
 
     @property
     def newest(self) -> int:
-        """The highest entry that is pinned; 0 without any."""
+        """The highest pinned entry; 0 without any."""
         return max((head.sequence for head in self.heads), default=0)
 
 
 def package_pins(folder: Path, signer_folder: Path, ledger_key: bytes) -> Iterator[Pin]:
-    """What the sealed packages below ``folder``/<run> say, each signed by the signer whose public file lies in
-    ``signer_folder``."""
+    """Yield the heads in the sealed packages below ``folder``/<run>.
+
+    Each must be signed by the signer whose public file lies in ``signer_folder``.
+    """
     for run in sorted(path for path in folder.glob("*") if path.is_dir()):
         storage = PackageStorage.open(str(run))
         for name in storage.names():
@@ -70,7 +72,7 @@ def _package_pin(storage: PackageStorage, name: str, source: str, signer_folder:
 
 
 def log_pins(runs: Path, ledger_key: bytes) -> Iterator[Pin]:
-    """What the exported evidence logs of the run directories below ``runs`` say, one for each committed step."""
+    """Yield the heads in exported evidence logs of the runs below ``runs``, one for each committed step."""
     for log in sorted(runs.glob("*/evidence.jsonl")):
         yield _log_pin(log, ledger_key)
 
@@ -91,10 +93,10 @@ def _log_pin(log: Path, ledger_key: bytes) -> Pin:
 
 
 def witness_pins(location: str | None, ledger_key: bytes) -> Iterator[Pin]:
-    """What the ledger's witness says; nothing without one.
+    """Yield the heads of the ledger's witness; nothing without a witness.
 
     Raises:
-        ConfigError, BudgetError: ``witness`` or ``witness_unavailable``: whoever names it wants it asked.
+        ConfigError, BudgetError: ``witness`` or ``witness_unavailable``. A named witness must be asked.
     """
     if location is None:
         return
@@ -113,6 +115,7 @@ def check_pins(pins: Iterable[Pin], hash_at: Callable[[int], bytes | None]) -> N
         BudgetError: ``ledger_rolled_back``, with the source, the entry and both values.
     """
     for pin in pins:
+        # Oldest first, so that the refusal names the first entry that is gone.
         for head in sorted(pin.heads, key=lambda head: head.sequence):
             found = hash_at(head.sequence)
             if found != head.hash:
@@ -120,7 +123,7 @@ def check_pins(pins: Iterable[Pin], hash_at: Callable[[int], bytes | None]) -> N
 
 
 def require_key(expected: bytes | None, found: bytes) -> None:
-    """Refuse a ledger that signs with another key than the reader knows of; BudgetError ``ledger_key``."""
+    """Refuse a ledger that signs with another key than the reader expects; BudgetError ``ledger_key``."""
     if expected is not None and expected != found:
         raise BudgetError(
             "ledger_key",

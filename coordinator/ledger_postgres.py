@@ -1,7 +1,7 @@
-"""PostgreSQL as the ledger's store: what every connection and transaction of ours asks of the server.
+"""PostgreSQL as the ledger's store: the settings of each of our connections and transactions.
 
-Nothing is left to the server's, the database's or the role's defaults: a stale snapshot could admit a charge over the
-cap, an asynchronous commit could lose one, and a lock without a deadline could stop every run.
+Nothing is left to the defaults of server, database or role. A stale snapshot could admit a charge over the cap. An
+asynchronous commit could lose a charge. A lock without a deadline could stop every run.
 """
 
 import sqlalchemy as sa
@@ -9,11 +9,11 @@ from sqlalchemy.exc import NoSuchModuleError
 
 from metrics.errors import BudgetError, ConfigError
 
-_LOCK = 0x7261_7963_6C6F_616B
+_LOCK = 0x7261_7963_6C6F_616B  # "raycloak" in ASCII
 _CONNECTION = {
     "application_name": "raycloak",
     "connect_timeout": "10",
-    # A server that is gone without a word is noticed, also while a statement is under way.
+    # Notice a server that vanished without a word, also during a statement.
     "keepalives_idle": "10",
     "keepalives_interval": "5",
     "keepalives_count": "4",
@@ -34,7 +34,7 @@ _BEGIN_WRITE = sa.text(
     ) AS settings
     """
 )
-"""One statement, since each is a way to the server and back; OFFSET keeps the settings before the lock."""
+"""One statement, because each costs a round trip to the server. OFFSET keeps the settings before the lock."""
 
 _UNLOGGED = sa.text(
     "SELECT relname FROM unnest(CAST(:names AS text[])) AS name JOIN pg_class ON oid = to_regclass(name)"
@@ -43,14 +43,15 @@ _UNLOGGED = sa.text(
 
 
 def postgres_engine(url: sa.URL) -> sa.Engine:
-    """An engine whose writers read what the transaction before them committed, whatever the server's defaults.
+    """Make an engine whose writers read what the previous transaction committed, whatever the server's defaults.
 
     Raises:
         ConfigError: ``ledger_driver`` if psycopg is not installed.
     """
     url = url.set(drivername="postgresql+psycopg", query={**_CONNECTION, **url.query})
     try:
-        # In a higher level the snapshot would be taken before the lock, and be stale once the lock is held.
+        # A higher level would take the snapshot before the lock. It would be stale once the lock is held.
+        # A pooled connection that the server has closed meanwhile is replaced before it is used.
         return sa.create_engine(url, isolation_level="READ COMMITTED", pool_pre_ping=True)
     except (ModuleNotFoundError, NoSuchModuleError):
         raise ConfigError(
@@ -61,12 +62,12 @@ def postgres_engine(url: sa.URL) -> sa.Engine:
 def begin_write(connection: sa.Connection, deadline_s: float) -> None:
     """Make the transaction durable and hold the ledger's one write lock until it ends.
 
-    Guarantee: returns only if this transaction's commit is acknowledged after its WAL is on the server's disk (and on
-    a synchronous standby's, where there is one), and no other writer of this database is inside its transaction.
+    Guarantee: when this transaction's commit is acknowledged, its WAL is on the server's disk, and on a synchronous
+    standby's if there is one. No other writer of this database is inside its transaction.
 
     Args:
-        deadline_s: how long to wait for the lock, and how long the server lets this transaction do nothing before it
-            rolls it back, so that a process that is stopped while it holds the lock stops no other.
+        deadline_s: how long to wait for the lock. The server also rolls this transaction back after so long without a
+            statement. So a process that is stopped while it holds the lock stops no other.
 
     Raises:
         BudgetError: ``ledger_not_durable``.
@@ -77,7 +78,7 @@ def begin_write(connection: sa.Connection, deadline_s: float) -> None:
 
 
 def refuse_settings(synchronous_commit: str, fsync: str, full_page_writes: str) -> None:
-    """Refuse a server that can lose what it acknowledged: BudgetError ``ledger_not_durable``."""
+    """Refuse a server that can lose what it acknowledged; BudgetError ``ledger_not_durable``."""
     wrong = {"fsync": fsync, "full_page_writes": full_page_writes}
     lost = [f"{name} = {value}" for name, value in wrong.items() if value != "on"]
     if synchronous_commit not in ("on", "remote_apply"):
@@ -91,7 +92,7 @@ def refuse_settings(synchronous_commit: str, fsync: str, full_page_writes: str) 
 
 
 def refuse_unlogged(connection: sa.Connection, names: list[str]) -> None:
-    """Refuse tables that a crash of the server would empty: BudgetError ``ledger_not_durable``."""
+    """Refuse tables that a crash of the server would empty; BudgetError ``ledger_not_durable``."""
     unlogged = connection.execute(_UNLOGGED, {"names": names}).scalars().all()
     if unlogged:
         raise BudgetError(

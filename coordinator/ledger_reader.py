@@ -1,4 +1,4 @@
-"""What a ledger says about itself; the half of `coordinator.ledger.PrivacyLedger` that writes nothing."""
+"""The reading half of `coordinator.ledger.PrivacyLedger`: answers questions and writes nothing."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from coordinator.ledger_witness import Witnessed, is_apart, open_witness
 
 
 class LedgerReader:
-    """One instance of a ledger, as far as it reads; arguments and errors as of `coordinator.ledger.PrivacyLedger`."""
+    """The reading side of one ledger instance; arguments and errors as in `coordinator.ledger.PrivacyLedger`."""
 
     def __init__(self, url: str, create: bool, witness: str | None) -> None:
         self._store = LedgerStore(url, create)
@@ -26,6 +26,7 @@ class LedgerReader:
             if witness is not None:
                 self._witnessed = Witnessed(open_witness(witness, self.public_key), self._store.key, self.hash_at, now)
                 self._witnessed.check()
+                # Taken once, so that a ledger that is lost later cannot take a run's result with it.
                 self._rollback_witness = is_apart(witness, self._store.file)
         except BaseException:
             self.close()
@@ -33,16 +34,16 @@ class LedgerReader:
 
     @property
     def public_key(self) -> bytes:
-        """Raw Ed25519 key that signs entries and receipts; the store's, so the same for every instance."""
+        """The raw Ed25519 key that signs entries and receipts; the store's, so the same for every instance."""
         return self._store.key.public
 
     @property
     def fencing(self) -> int:
-        """This instance's number; later instances of the store have higher ones, and one that only reads has 0."""
+        """This instance's number. Later instances of the store have higher ones, and a reading one has 0."""
         return self._store.fencing
 
     def status(self, run_id: str, step: int, query: Query = "gradient") -> StepStatus:
-        """Whether a step of a mechanism is charged; never charges anything."""
+        """Return whether a step of a mechanism is charged. Never charges anything."""
         with self._store.read() as rows:
             entry = rows.charge(run_id, query, step)
         if entry is None:
@@ -52,19 +53,19 @@ class LedgerReader:
         return StepStatus(True, event.parameter_digest, entry.sequence)
 
     def view(self) -> LedgerView:
-        """All accounts as they are now, by a connection of its own; never waits for a charge."""
+        """Return all accounts as they are now, over a connection of its own. Never waits for a charge."""
         with self._store.read() as rows:
             accounts = tuple(self._account_view(rows, row) for row in rows.accounts())
             return LedgerView(self.public_key, self.fencing, rows.head(), accounts, self._rollback_witness)
 
     def hash_at(self, sequence: int) -> bytes | None:
-        """The hash of the entry at ``sequence``; None if the ledger has none there."""
+        """Return the hash of the entry at ``sequence``; None if the ledger has none there."""
         with self._store.read() as rows:
             entry = rows.entry(sequence)
         return entry.hash if entry else None
 
     def history(self, account: str | None = None) -> tuple[LedgerEntry, ...]:
-        """The entries of one account in the order of the chain, or the whole chain, as :func:`audit` wants it."""
+        """Return one account's entries in the order of the chain, or the whole chain, as :func:`audit` expects it."""
         with self._store.read() as rows:
             entries = tuple(rows.entries())
             if account is None:
@@ -73,10 +74,10 @@ class LedgerReader:
         return tuple(entry for entry in entries if _belongs(entry.event, account, runs))
 
     def verify(self) -> Replay:
-        """Check the whole record; takes about 0.3 ms per entry.
+        """Check the whole record, which takes about 0.3 ms per entry.
 
-        Guarantee: returns only if :func:`coordinator.ledger_audit.audit` accepts the chain and every table says
-        what the chain says. Entries cut off at the end are not noticed: compare the head with one kept elsewhere.
+        Guarantee: returns only if :func:`coordinator.ledger_audit.audit` accepts the chain and every table agrees with
+        it. Entries cut off at the end go unnoticed: compare the head with one kept elsewhere.
 
         Raises:
             BudgetError: ``chain_broken``, naming the entry.
@@ -87,7 +88,7 @@ class LedgerReader:
         return replay
 
     def export(self, path: Path) -> Head:
-        """Check the whole record and write it to ``path``; see `coordinator.ledger_export`. Returns its head.
+        """Check the whole record, write it to ``path`` and return its head; see `coordinator.ledger_export`.
 
         Raises:
             BudgetError: ``chain_broken``.
@@ -98,7 +99,7 @@ class LedgerReader:
             return write_export(path, rows.entries(), self._store.key, now())
 
     def close(self) -> None:
-        """Close all connections. What was charged stays charged."""
+        """Close all connections. Charges stay charged."""
         if self._witnessed is not None:
             self._witnessed.close()
         self._store.close()

@@ -1,4 +1,4 @@
-"""The rules by which the ledger admits a run and a charge; pure functions of events."""
+"""The rules by which the ledger admits a run and a charge. Pure functions of events."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ from workers.noise import MAX_SIGMA, MIN_SIGMA
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """A mechanism with its digest and what one step of it costs."""
+    """A mechanism, with its digest and the cost of one of its steps."""
 
     mechanism: Mechanism
     digest: bytes
@@ -37,7 +37,7 @@ class Priced:
 
 @dataclass(frozen=True, slots=True)
 class PricedRun:
-    """What of a registration a charge needs, parsed once."""
+    """The parts of a registration that a charge needs, parsed once."""
 
     registered: RunRegistered
     priced: Mapping[Query, Priced]
@@ -45,13 +45,13 @@ class PricedRun:
 
     @classmethod
     def of(cls, event: RunRegistered) -> Self:
-        """The parsed form of ``event``."""
+        """Parse ``event``."""
         each = zip(event.mechanisms, event.step_rdp, strict=True)
         priced = {m.query: Priced(m, m.digest(), np.asarray(cost)) for m, cost in each}
         return cls(event, priced, Quote(event.quote_counts, event.quote_epsilon))
 
     def spend(self, charged: Mapping[Query, int]) -> Spend:
-        """What that many releases of each mechanism cost; public ones cost nothing and are not counted."""
+        """Return the cost of so many releases of each mechanism. Public ones cost nothing and are not counted."""
         private = [(charged[query], each) for query, each in self.priced.items() if each.mechanism.private]
         rdp = sum((count * each.step_rdp for count, each in private), np.zeros(len(self.registered.step_rdp[0])))
         releases = tuple(
@@ -69,11 +69,11 @@ def registration(
     manifest_digest: bytes,
     dataset_fingerprint: bytes,
 ) -> RunRegistered:
-    """The event of a new run, with what it costs.
+    """Build the event of a new run, with its cost.
 
     Raises:
-        BudgetError: ``dataset_mismatch``, or what of a mechanism is not as it must be: ``mechanism_inconsistent``,
-            ``honest_share``, ``sigma_too_small`` or ``accountant_mismatch``.
+        BudgetError: ``dataset_mismatch``, or a flaw of a mechanism: ``mechanism_inconsistent``, ``honest_share``,
+            ``sigma_too_small`` or ``accountant_mismatch``.
         ConfigError: ``delta_too_small`` for the accountant.
     """
     if len({mechanism.query for mechanism in mechanisms}) != len(mechanisms) or not mechanisms:
@@ -92,49 +92,50 @@ def registration(
         quote_counts=quote.counts,
         quote_epsilon=quote.epsilon,
         epsilon_cap=terms.epsilon_cap,
-        delta_slack=0.0,
+        delta_slack=0.0,  # set below, because it follows from the event
         accountant_version=accountant_of(terms.accountant).version(),
     )
     return event.model_copy(update={"delta_slack": slack_at(event, terms.epsilon_cap)})
 
 
 def quoted(terms: AccountOpened, mechanisms: Sequence[Mechanism]) -> Quote:
-    """What the account's accountant says beforehand of a run of these mechanisms."""
+    """Return what the account's accountant says beforehand about a run of these mechanisms."""
     plan = [Release(each.sample_rate, each.noise_multiplier, each.steps) for each in mechanisms if each.private]
     return accountant_of(terms.accountant).quote(plan, account_limits(terms)) if plan else Quote()
 
 
 def account_limits(terms: AccountOpened) -> AccountLimits:
-    """Return what of an account's terms its accountant needs."""
+    """Return the part of an account's terms that its accountant needs."""
     return AccountLimits(terms.epsilon_cap, accountant_delta(terms.delta), terms.orders)
 
 
 def check_dataset(terms: AccountOpened, dataset_fingerprint: bytes) -> None:
-    """Refuse a run on other data than that for which the account was opened; BudgetError ``dataset_mismatch``."""
+    """Refuse a run on data other than the account was opened for; BudgetError ``dataset_mismatch``."""
     if terms.fingerprint in (b"", dataset_fingerprint):
         return
     found = f"is {dataset_fingerprint.hex()}" if dataset_fingerprint else "was not computed"
     raise BudgetError(
         "dataset_mismatch",
-        f"account '{terms.account}' is bound to the dataset with fingerprint {terms.fingerprint.hex()}; that of the "
-        f"run's {found}.",
+        f"account '{terms.account}' is bound to the dataset with fingerprint {terms.fingerprint.hex()}; the "
+        f"fingerprint of the run's data {found}.",
         "Name the account of this data, and with dataset.fingerprint_key the key the account was opened with.",
     )
 
 
 def _cost(run_id: str, mechanism: Mechanism, terms: AccountOpened) -> tuple[float, ...]:
-    """RDP of one release, after a check that the mechanism is what it claims to be."""
+    """Return the RDP of one release, after checking that the mechanism is what it claims to be."""
     if not mechanism.private:
         return (0.0,) * len(terms.orders)
+    # First, because the price follows from what the mechanism claims.
     check_claims(run_id, mechanism)
     check_accountant(run_id, mechanism, terms)
     return step_rdp(mechanism.sample_rate, mechanism.noise_multiplier, terms.orders)
 
 
 def check_claims(run_id: str, mechanism: Mechanism) -> None:
-    """Refuse a private mechanism that claims more noise than its shares add up to, or fewer cut batches than may be.
+    """Refuse a private mechanism that claims more noise than its shares add up to, or too few cut batches.
 
-    Guarantee: passes only if what a release costs, and what of delta it takes, follow from the rest of the mechanism.
+    Guarantee: passes only if a release's cost, and its part of delta, follow from the rest of the mechanism.
 
     Raises:
         BudgetError: ``mechanism_inconsistent``, or a code of :func:`check_shares`.
@@ -159,12 +160,12 @@ def check_claims(run_id: str, mechanism: Mechanism) -> None:
         raise BudgetError(
             "mechanism_inconsistent",
             f"mechanism {mechanism.query} of run {run_id} claims that a batch is cut with probability "
-            f"{mechanism.overflow_probability:.3g} at most; of its sizes follows {cut:.3g}.",
+            f"{mechanism.overflow_probability:.3g} at most; its sizes imply {cut:.3g}.",
         )
 
 
 def check_accountant(run_id: str, mechanism: Mechanism, terms: AccountOpened) -> None:
-    """Refuse a mechanism that was planned with another accountant than its account is held with."""
+    """Refuse a mechanism that was planned with another accountant than the one that holds its account."""
     if mechanism.accountant != terms.accountant:
         raise BudgetError(
             "accountant_mismatch",
@@ -175,7 +176,7 @@ def check_accountant(run_id: str, mechanism: Mechanism, terms: AccountOpened) ->
 
 
 def check_shareable(terms: AccountOpened, registered: Sequence[RunRegistered]) -> None:
-    """Refuse a second private run on an account whose accountant holds one fixed plan only."""
+    """Refuse a second private run on an account whose accountant holds only one fixed plan."""
     private = [run.run_id for run in registered if any(mechanism.private for mechanism in run.mechanisms)]
     if len(private) > 1 and not accountant_of(terms.accountant).shareable:
         raise BudgetError(
@@ -186,7 +187,7 @@ def check_shareable(terms: AccountOpened, registered: Sequence[RunRegistered]) -
 
 
 def check_shares(run_id: str, mechanism: Mechanism) -> None:
-    """Refuse noise shares to which the argument of `docs/privacy.md` does not apply."""
+    """Refuse noise shares that the argument of `docs/privacy.md` does not cover."""
     if not 0 < mechanism.honest_share <= 1:
         raise BudgetError(
             "honest_share",
@@ -202,12 +203,12 @@ def check_shares(run_id: str, mechanism: Mechanism) -> None:
 
 
 def slack_at(registered: RunRegistered, epsilon_cap: float) -> float:
-    """Part of delta that a run's slack takes where epsilon may come to ``epsilon_cap``; at most 1."""
+    """Return the part of delta that a run's slack takes if epsilon may reach ``epsilon_cap``; at most 1."""
     return min(sum(delta_slack(mechanism, epsilon_cap).total for mechanism in registered.mechanisms), 1.0)
 
 
 def check_reserve(terms: AccountOpened, registered: Sequence[RunRegistered]) -> None:
-    """Refuse runs whose slack, at the cap of ``terms``, would not fit the reserve of delta together."""
+    """Refuse runs whose slack together, at the cap of ``terms``, would not fit the reserve of delta."""
     total = sum(slack_at(each, terms.epsilon_cap) for each in registered)
     if total > SLACK_SHARE * terms.delta:
         raise BudgetError(
@@ -219,7 +220,7 @@ def check_reserve(terms: AccountOpened, registered: Sequence[RunRegistered]) -> 
 
 
 def check_cap(terms: AccountOpened, spent: Sequence[Spend]) -> float:
-    """Epsilon after a charge that makes all of ``spent``; BudgetError ``cap_exceeded`` if it is over the cap."""
+    """Return epsilon once all of ``spent`` is charged; BudgetError ``cap_exceeded`` if it is over the cap."""
     after = epsilon_at(terms, spent)
     if after > terms.epsilon_cap:
         raise BudgetError(
@@ -232,12 +233,12 @@ def check_cap(terms: AccountOpened, spent: Sequence[Spend]) -> float:
 
 
 def epsilon_at(terms: AccountOpened, spent: Sequence[Spend]) -> float:
-    """Epsilon of what all runs of an account spent, under its terms."""
+    """Return epsilon of the spending of all runs of an account, under its terms."""
     return accountant_of(terms.accountant).spent(spent, account_limits(terms))
 
 
 def run_mismatch(run_id: str) -> BudgetError:
-    """The refusal of a run id that is already taken by something else."""
+    """Build the refusal of a run id that something else already has."""
     return BudgetError(
         "run_mismatch",
         f"run {run_id} is registered for another account, mechanism or manifest.",
@@ -246,5 +247,5 @@ def run_mismatch(run_id: str) -> BudgetError:
 
 
 def now() -> int:
-    """Unix time in whole seconds."""
+    """Return Unix time in whole seconds."""
     return int(time.time())

@@ -1,7 +1,7 @@
-"""Where the ledger keeps its record: SQLAlchemy Core on SQLite (embedded) or PostgreSQL, and nothing but storage.
+"""The ledger's storage, and nothing else: SQLAlchemy Core on SQLite (embedded) or PostgreSQL.
 
-The chain of entries is the record; the other tables are what it adds up to, kept so that a charge does not read
-the chain. Every writer takes the store's one write lock before it reads, so check and charge are one atomic act.
+The chain of entries is the record. The other tables are its totals, kept so that a charge need not read the chain.
+Every writer takes the store's one write lock before it reads, so check and charge are one atomic act.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -65,7 +65,7 @@ _entries = sa.Table(
     sa.Column("body", sa.LargeBinary, nullable=False),
     sa.Column("hash", sa.LargeBinary, nullable=False),
     sa.Column("signature", sa.LargeBinary, nullable=False),
-    # Of a charge only; the database itself then refuses to hold one step twice.
+    # Set for charges only. The unique constraint makes the database itself refuse to hold one step twice.
     sa.Column("run_id", sa.Text),
     sa.Column("query", sa.Text),
     sa.Column("step", _integer),
@@ -112,7 +112,7 @@ _UPDATE_META = sa.update(_meta).where(_meta.c.name == sa.bindparam("key")).value
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """A run as the tables hold it: its registration's entry, the instance that owns it, and its charges by query."""
+    """A run in the tables: its registration's entry, the instance that owns it, and its charges by query."""
 
     run_id: str
     account: str
@@ -123,7 +123,7 @@ class RunRow:
 
 @dataclass(frozen=True, slots=True)
 class AccountRow:
-    """An account as the tables hold it: its name, the entry that opened it, and the one that changed it last."""
+    """An account in the tables: its name, the entry that opened it, and the one that changed it last."""
 
     name: str
     sequence: int
@@ -131,11 +131,11 @@ class AccountRow:
 
 
 class LedgerStore:
-    """One store; several processes and threads may hold it open at once.
+    """One store. Several processes and threads may have it open at once.
 
     Args:
         url: ``sqlite:////absolute/file`` or ``postgresql://...``.
-        create: whether a ledger may be created, and this instance may write; otherwise it only reads.
+        create: whether a ledger may be created, and this instance may write. Otherwise it only reads.
 
     Raises:
         ConfigError: ``ledger_url``, ``ledger_driver``, ``ledger_missing`` or ``network_file_system``.
@@ -149,6 +149,7 @@ class LedgerStore:
         self._writes = create
         self._fencing = 0
         try:
+            # One transaction: of processes that open a new store at once, one creates it and the others find it whole.
             with self.write() if create else self.read() as rows:
                 if create:
                     rows.create_if_empty()
@@ -162,36 +163,37 @@ class LedgerStore:
 
     @property
     def fencing(self) -> int:
-        """This instance's fencing number, above those of all instances before it; 0 if it was opened to read."""
+        """This instance's fencing number, above the number of every earlier instance; 0 if it was opened to read."""
         return self._fencing
 
     @property
     def file(self) -> Path | None:
-        """The file of an embedded ledger; None for a server's."""
+        """The file of an embedded ledger; None for a ledger on a server."""
         url = sa.make_url(self._url)
         return Path(url.database) if url.get_backend_name() == "sqlite" and url.database else None
 
     @contextmanager
     def write(self) -> Iterator["Rows"]:
-        """A transaction that holds the store's write lock from its start; durable when the block ends.
+        """Open a transaction that holds the store's write lock from its start. It is durable when the block ends.
 
-        Guarantee: when the block has ended without an error its changes survive a crash of process and machine;
-        if it raises, none of them exists.
+        Guarantee: when the block has ended without an error, its changes survive a crash of process and machine. If it
+        raises, none of them exists.
         """
         if not self._writes:
             raise BudgetError("ledger_read_only", "this ledger instance was opened to read; it cannot charge.")
         with storage_errors(), self._engine.begin() as connection:
+            # The first statement, so that everything read next is what the previous writer committed.
             take_write_lock(connection)
             yield Rows(connection)
 
     @contextmanager
     def read(self) -> Iterator["Rows"]:
-        """A transaction that sees one state of the store and never waits for a writer."""
+        """Open a transaction that sees one state of the store and never waits for a writer."""
         with storage_errors(), self._reader.begin() as connection:
             yield Rows(connection)
 
     def close(self) -> None:
-        """Close all connections; the store cannot be used afterwards."""
+        """Close all connections. The store cannot be used afterwards."""
         self._engine.dispose()
 
 
@@ -205,6 +207,7 @@ class Rows:
         """Create the tables and the signing key in a database that has no tables."""
         if not sa.inspect(self._connection).get_table_names():
             _tables.create_all(self._connection, checkfirst=False)
+            # The key is in the store, which is why its file must be readable by its owner alone.
             seed = Ed25519PrivateKey.generate().private_bytes_raw().hex()
             values = {"application": APPLICATION, "signing_key": seed, "fencing": "0"}
             self._connection.execute(
@@ -212,7 +215,7 @@ class Rows:
             )
 
     def check_ours(self) -> None:
-        """Refuse what is not a whole ledger: ``ledger_missing``, ``ledger_foreign`` or ``ledger_not_durable``."""
+        """Refuse anything but a whole ledger: ``ledger_missing``, ``ledger_foreign`` or ``ledger_not_durable``."""
         names = set(sa.inspect(self._connection).get_table_names())
         if not names:
             raise ledger_missing("the database is empty.")
@@ -225,76 +228,76 @@ class Rows:
         check_tables_last(self._connection, list(_tables.tables))
 
     def meta(self, name: str) -> str:
-        """A setting of the store; empty if there is none."""
+        """Return a setting of the store; empty if there is none."""
         return self._connection.execute(_SELECT_META, {"key": name}).scalar() or ""
 
     def next_fencing(self) -> int:
-        """A fencing number higher than every one before."""
+        """Return a fencing number higher than every earlier one."""
         number = int(self.meta("fencing")) + 1
         self._connection.execute(_UPDATE_META, {"key": "fencing", "content": str(number)})
         return number
 
     def open_lease(self) -> int:
-        """Note a new instance; returns its fencing number."""
+        """Record a new instance; return its fencing number."""
         fencing = self.next_fencing()
         _leases.open(self._connection, fencing)
         return fencing
 
     def renew_lease(self, fencing: int) -> None:
-        """Note that an instance took or charged a run."""
+        """Record that an instance took or charged a run."""
         _leases.renew(self._connection, fencing)
 
     def leases(self, runs: Iterable[RunRow]) -> dict[int, Lease]:
-        """The leases under which runs are held, by fencing number."""
+        """Return the leases under which runs are held, by fencing number."""
         return _leases.of(self._connection, (row.fencing for row in runs))
 
     def head(self) -> Head:
-        """The chain's end."""
+        """Return the chain's end."""
         row = execute(self._connection, _SELECT_HEAD).fetchone()
         return Head(*row) if row else Head()
 
     def entry(self, sequence: int) -> LedgerEntry | None:
-        """The entry at one position."""
+        """Return the entry at one position."""
         row = self._connection.execute(_SELECT_ENTRY, {"number": sequence}).first()
         return LedgerEntry(*row) if row else None
 
     def charge(self, run_id: str, query: Query, step: int) -> LedgerEntry | None:
-        """The entry that charged a step of a run's mechanism."""
+        """Return the entry that charged a step of a run's mechanism."""
         values = {"run": run_id, "query_name": query, "number": step}
         row = execute(self._connection, _SELECT_CHARGE, values).fetchone()
         return LedgerEntry(*row) if row else None
 
     def entries(self) -> Iterator[LedgerEntry]:
-        """All entries in the order of the chain."""
+        """Yield all entries in the order of the chain."""
         for row in self._connection.execute(_SELECT_ENTRIES):
             yield LedgerEntry(*row)
 
     def charge_keys(self) -> Iterator[tuple[int, str | None, str | None, int | None]]:
-        """(sequence, run, query, step) by which each entry is found; None for what is not a charge."""
+        """Yield (sequence, run, query, step) of each entry; the last three are None unless it is a charge."""
         for row in self._connection.execute(_SELECT_KEYED):
             yield row.sequence, row.run_id, row.query, row.step
 
     def run(self, run_id: str) -> RunRow | None:
-        """One run."""
+        """Return one run."""
         return next(iter(_run_rows(execute(self._connection, _SELECT_RUN, {"run": run_id}))), None)
 
     def runs(self, account: str | None = None) -> list[RunRow]:
-        """Runs in the order of registration, of one account or of all."""
+        """Return runs in the order of registration, of one account or of all."""
         if account is None:
             return _run_rows(self._connection.execute(_SELECT_RUNS))
         return _run_rows(execute(self._connection, _SELECT_ACCOUNT_RUNS, {"name": account}))
 
     def account(self, name: str) -> AccountRow | None:
-        """One account."""
+        """Return one account."""
         row = execute(self._connection, _SELECT_ACCOUNT, {"key": name}).fetchone()
         return AccountRow(*row) if row else None
 
     def accounts(self) -> list[AccountRow]:
-        """Accounts in the order of opening."""
+        """Return accounts in the order of opening."""
         return [AccountRow(*row) for row in self._connection.execute(_SELECT_ACCOUNTS)]
 
     def append(self, entry: LedgerEntry, key: tuple[str, Query, int] | None = None) -> None:
-        """Add an entry at the end; that of a charge is found by its key: run, query and step."""
+        """Append an entry. A charge's entry is filed under its key: run, query and step."""
         run_id, query, step = key or (None, None, None)
         execute(
             self._connection,
@@ -313,23 +316,23 @@ class Rows:
         )
 
     def add_account(self, row: AccountRow) -> None:
-        """Note an account that an entry opened."""
+        """Record an account that an entry opened."""
         values = {"name": row.name, "sequence": row.sequence, "changed": row.changed}
         self._connection.execute(sa.insert(_accounts), values)
 
     def change_account(self, name: str, sequence: int) -> None:
-        """Note the entry that changed an account."""
+        """Record the entry that changed an account."""
         self._connection.execute(_UPDATE_ACCOUNT, {"key": name, "number": sequence})
 
     def add_run(self, row: RunRow) -> None:
-        """Note a run that an entry registered."""
+        """Record a run that an entry registered."""
         values = {"run_id": row.run_id, "account": row.account, "sequence": row.sequence}
         self._connection.execute(sa.insert(_runs), {**values, "fencing": row.fencing})
         counts = [{"run_id": row.run_id, "query": query, "charges": count} for query, count in row.charged.items()]
         self._connection.execute(sa.insert(_charged), counts)
 
     def own_run(self, run_id: str, fencing: int) -> None:
-        """Note the instance that owns a run."""
+        """Record the instance that owns a run."""
         self._connection.execute(_UPDATE_OWNER, {"run": run_id, "number": fencing})
 
     def count_charge(self, run_id: str, query: Query) -> None:
@@ -338,7 +341,7 @@ class Rows:
 
 
 def _run_rows(found: Iterable[Sequence[Any]]) -> list[RunRow]:
-    """Runs in the order found, from one row for each of their queries."""
+    """Return runs in the order found, from one row for each of their queries."""
     charged: dict[str, dict[Query, int]] = {}
     runs: list[RunRow] = []
     for run_id, account, sequence, fencing, query, charges in found:

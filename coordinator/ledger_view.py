@@ -1,4 +1,4 @@
-"""What the ledger says about itself: frozen snapshots for the verdict, the budget command and the metrics."""
+"""Frozen snapshots of the ledger, for the verdict, the budget command and the metrics."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from workers.mechanism import AccountantName
 
 @dataclass(frozen=True, slots=True)
 class StepStatus:
-    """Whether a step is charged, and for which parameters; the way to resolve a lost reply."""
+    """The state of a step: whether it is charged, and for which parameters. It resolves a lost reply."""
 
     charged: bool
     parameter_digest: bytes | None = None
@@ -23,7 +23,7 @@ class StepStatus:
 
 @dataclass(frozen=True, slots=True)
 class QueryView:
-    """Planned and charged releases of one mechanism of a run."""
+    """The planned and charged releases of one mechanism of a run."""
 
     query: Query
     planned: int
@@ -32,11 +32,11 @@ class QueryView:
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """A run's share of an account: planned and charged training steps, and the same of every mechanism.
+    """A run's share of an account: planned and charged training steps, and the same for every mechanism.
 
     Attributes:
-        epsilon_cap: the account's when the run was registered; the run is planned for it.
-        lease: of the instance that the run belongs to.
+        epsilon_cap: the account's cap at the registration. The run is planned for it.
+        lease: the lease of the instance that owns the run.
     """
 
     run_id: str
@@ -51,16 +51,16 @@ class RunView:
 
 @dataclass(frozen=True, slots=True)
 class AccountView:
-    """An account: its terms, what is spent, and by which runs.
+    """An account: its terms, its spending, and the runs that spent it.
 
     Attributes:
         spent_epsilon: epsilon of all charges at ``delta``, slack included.
-        accountant: with which the cap is held.
-        spent_ratio: share of what the account may spend, linear in the steps of a run.
+        accountant: the accountant that holds the cap.
+        spent_ratio: spent share of the account's budget, linear in the steps of a run.
         delta_slack: part of delta that the runs' slack takes, at most 1 % of it.
         closed: whether nothing more can be charged to it.
-        authority, fingerprint: as the account was opened, see `coordinator.ledger_entries.AccountOpened`.
-        terms_hash: hash of the entry that set the cap, which an authorisation to raise it names.
+        authority, fingerprint: as in `coordinator.ledger_entries.AccountOpened`.
+        terms_hash: hash of the entry that set the cap. An authorisation to raise the cap names it.
     """
 
     name: str
@@ -82,7 +82,7 @@ def account_view(
     runs: Sequence[tuple[RunRegistered, Mapping[Query, int], Lease | None]],
     spent: Sequence[Spend],
 ) -> AccountView:
-    """The view of an account with these runs, each with its charges by query and its lease, and what each spent."""
+    """Build an account's view from its runs, each with charges by query and lease, and their spending."""
     terms = account.terms
     return AccountView(
         name=terms.account,
@@ -118,7 +118,7 @@ class LedgerView:
     """The ledger at one moment.
 
     Attributes:
-        fencing: number of the instance that was asked.
+        fencing: number of the instance that answered.
         rollback_witness: whether that instance has a witness on other storage than the ledger's.
     """
 

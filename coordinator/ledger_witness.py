@@ -1,10 +1,10 @@
-"""A witness: storage apart from the ledger that is told every head, so that an older ledger put back is noticed.
+"""A witness: storage apart from the ledger that is told every head, so that a ledger put back is noticed.
 
-It keeps signed heads, of which each follows the one before. A head is put there only in place of the newest one that
-the ledger has checked against its own chain: two ledgers that went apart cannot both go on under one witness.
+It keeps signed heads, each of which follows the one before. A head may only replace the newest one, which the ledger
+has checked against its own chain. So two ledgers that diverged cannot both continue under one witness.
 
-Where it is: a folder (one file of JSON lines for each ledger, appended to and synced), or an http(s) URL that answers
-GET and conditional PUT (RFC 9110: ETag, If-Match, If-None-Match).
+It is a folder with one file of JSON lines per ledger, appended to and synced. Or it is an http(s) URL that answers GET
+and conditional PUT (RFC 9110: ETag, If-Match, If-None-Match).
 """
 
 import fcntl
@@ -25,46 +25,46 @@ from coordinator.ledger_heads import LedgerHead, head_line, read_head_line, roll
 from metrics.errors import BudgetError, ConfigError, ProtocolError
 
 TIMEOUT_S = 5.0
-"""For one answer of a URL, and for another process to let go of a folder's file."""
+"""Bounds the wait for one answer of a URL, and for another process to release a folder's file."""
 
 _TRIES = 20
-_TAIL_BYTES = 8192
+_TAIL_BYTES = 8192  # several times a line with a head
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a witness has: its newest head, and the token that names this state of it; no head if it has none."""
+    """The state of a witness: its newest head, None without one, and the token that names this state."""
 
     head: LedgerHead | None
     token: str
 
 
 class Witness(Protocol):
-    """Where the heads of one ledger are kept. Every method raises BudgetError ``witness_unavailable``."""
+    """A place that keeps the heads of one ledger. Every method raises BudgetError ``witness_unavailable``."""
 
     def newest(self) -> Held:
-        """What it has now."""
+        """Return the present state."""
         ...
 
     def heads(self) -> tuple[LedgerHead, ...]:
-        """All heads that it can still show, oldest first."""
+        """Return all heads that it can still show, oldest first."""
         ...
 
     def put(self, line: bytes, token: str) -> str | None:
-        """Keep another head durably, unless its state is not ``token`` any more.
+        """Keep another head durably, unless the state is no longer ``token``.
 
         Returns:
-            The token of the new state, empty if it must be asked for; None if nothing was kept.
+            The token of the new state, empty if it must be asked for. None if nothing was kept.
         """
         ...
 
     def close(self) -> None:
-        """Let go of what is open; the witness may be asked again."""
+        """Release open resources. The witness may be asked again."""
         ...
 
 
 def open_witness(location: str, public_key: bytes) -> Witness:
-    """The witness of the ledger with this key.
+    """Open the witness of the ledger with this key.
 
     Args:
         location: absolute folder, or http(s) URL.
@@ -85,10 +85,9 @@ def open_witness(location: str, public_key: bytes) -> Witness:
 
 
 def is_apart(location: str, ledger_file: Path | None) -> bool:
-    """Whether whoever puts an older ledger back does not thereby put back the witness.
+    """Return whether a person who puts an older ledger back does not put back the witness with it.
 
-    A URL and a ledger in PostgreSQL count as apart; a folder does if its file system is not the one of the ledger's
-    file.
+    A URL and a ledger in PostgreSQL count as apart. A folder does if its file system is not that of the ledger's file.
     """
     if ledger_file is None or urlsplit(location).scheme in ("http", "https"):
         return True
@@ -96,14 +95,14 @@ def is_apart(location: str, ledger_file: Path | None) -> bool:
 
 
 class FolderWitness:
-    """Heads in a file of a folder that exists already."""
+    """A witness in a file of an existing folder."""
 
     def __init__(self, folder: Path, public_key: bytes) -> None:
         self._key = public_key
         self._path = folder / f"{public_key.hex()[:32]}.heads.jsonl"
 
     def newest(self) -> Held:
-        """See :class:`Witness`."""
+        """Return the last whole line's head, with the file's size as token."""
         with self._failures():
             size = self._path.stat().st_size if self._path.exists() else 0
             if size == 0:
@@ -111,26 +110,28 @@ class FolderWitness:
                 return Held(None, "0")
             with self._path.open("rb") as file:
                 start = file.seek(max(0, size - _TAIL_BYTES))
-                # A line without its line feed was cut off by a crash; nobody was told that it is kept.
+                # A crash cut off a line without a line feed. No ledger was told that it is kept.
                 whole = file.read(size - start).rpartition(b"\n")[0]
         if not whole:
             return Held(None, str(size))
         return Held(self._read(whole.rpartition(b"\n")[2]), str(size))
 
     def heads(self) -> tuple[LedgerHead, ...]:
-        """See :class:`Witness`."""
+        """Return the heads of all whole lines."""
         with self._failures():
             self._require_folder()
             lines = self._path.read_bytes().split(b"\n")[:-1] if self._path.exists() else []
         return tuple(self._read(line) for line in lines)
 
     def put(self, line: bytes, token: str) -> str | None:
-        """See :class:`Witness`; one append and one fsync."""
+        """Append a head with one write and one fsync, unless the file's size is no longer ``token``."""
         with self._failures(), self._locked() as descriptor:
             size = os.fstat(descriptor).st_size
+            # Another instance has put a head since. The caller has to look again.
             if str(size) != token:
                 return None
             torn = size - self._whole_bytes(size)
+            # A crash left half a line, which must not become the beginning of the next.
             if torn:
                 os.ftruncate(descriptor, size - torn)
             written = os.write(descriptor, line + b"\n")
@@ -140,10 +141,10 @@ class FolderWitness:
             return str(size - torn + written)
 
     def close(self) -> None:
-        """See :class:`Witness`; nothing stays open."""
+        """Do nothing, because no resource stays open."""
 
     def _whole_bytes(self, size: int) -> int:
-        """Bytes up to the end of the last whole line."""
+        """Return the number of bytes up to the end of the last whole line."""
         with self._path.open("rb") as file:
             start = max(0, size - _TAIL_BYTES)
             file.seek(start)
@@ -154,6 +155,7 @@ class FolderWitness:
         is_new = not self._path.exists()
         descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
+            # The file's name must be as durable as the heads in it.
             if is_new:
                 _sync_folder(self._path.parent)
             _lock(descriptor)
@@ -165,7 +167,7 @@ class FolderWitness:
         try:
             return read_head_line(line, self._key)
         except ProtocolError:
-            raise _unavailable(str(self._path), "a line of it is no head that this ledger signed") from None
+            raise _unavailable(str(self._path), "a line in it is not a head that this ledger signed") from None
 
     def _require_folder(self) -> None:
         if not self._path.parent.is_dir():
@@ -180,7 +182,7 @@ class FolderWitness:
 
 
 class UrlWitness:
-    """Heads behind a URL: the newest is the content of ``URL/<key in hexadecimal>``."""
+    """A witness behind a URL. The newest head is the content of ``URL/<key in hexadecimal>``."""
 
     def __init__(self, url: SplitResult, public_key: bytes) -> None:
         self._url = url
@@ -189,7 +191,7 @@ class UrlWitness:
         self._connection: http.client.HTTPConnection | None = None
 
     def newest(self) -> Held:
-        """See :class:`Witness`."""
+        """Return the head at the URL, with its ETag as token."""
         status, etag, body = self._ask("GET", None, {})
         if status == 404:
             return Held(None, "")
@@ -198,15 +200,15 @@ class UrlWitness:
         try:
             return Held(read_head_line(body, self._key), etag)
         except ProtocolError:
-            raise self._unavailable("what it keeps is no head that this ledger signed") from None
+            raise self._unavailable("its content is not a head that this ledger signed") from None
 
     def heads(self) -> tuple[LedgerHead, ...]:
-        """See :class:`Witness`; a URL shows the newest alone."""
+        """Return the newest head alone, because a URL shows no others."""
         head = self.newest().head
         return (head,) if head else ()
 
     def put(self, line: bytes, token: str) -> str | None:
-        """See :class:`Witness`."""
+        """Replace the head at the URL, on condition that its ETag is still ``token``."""
         condition = {"If-Match": token} if token else {"If-None-Match": "*"}
         status, etag, _ = self._ask("PUT", line, {"Content-Type": "application/json", **condition})
         if status in (409, 412):
@@ -216,14 +218,17 @@ class UrlWitness:
         return etag
 
     def close(self) -> None:
-        """See :class:`Witness`."""
+        """Close the connection, if one is open."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
     def _ask(self, method: str, body: bytes | None, headers: dict[str, str]) -> tuple[int, str, bytes]:
-        """Status, ETag and body of the answer. A connection that the other side has closed is opened again, once: a
-        PUT that was done after all is then found done."""
+        """Send a request; return status, ETag and body of the answer.
+
+        A connection that the other side has closed is opened again, once. If a PUT was done after all, its repetition
+        finds it done.
+        """
         for is_last in (False, True):
             kept, connection = self._connection is not None, self._connected()
             try:
@@ -248,10 +253,10 @@ class UrlWitness:
 
 
 class Witnessed:
-    """Keeps the heads of a ledger with its witness. All methods may be called from several threads.
+    """A ledger's connection to its witness. All methods may be called from several threads.
 
     Args:
-        hash_at: hash of the ledger's entry at a position, None beyond its end; it must see what was committed.
+        hash_at: hash of the ledger's entry at a position, None beyond its end. It must see committed entries.
         clock: Unix time in whole seconds.
     """
 
@@ -275,7 +280,7 @@ class Witnessed:
             self._known()
 
     def keep(self, head: Head) -> None:
-        """Have the witness keep ``head``, which is committed, or find that it has a later one of this chain.
+        """Have the witness keep ``head``, which is committed, unless it has a later one of this chain.
 
         Guarantee: on return the witness holds, durably, a head of this chain at or behind ``head``.
 
@@ -288,22 +293,24 @@ class Witnessed:
                 if head.sequence <= (held.head.sequence if held.head else 0):
                     return
                 line = head_line(head, self._key, self._clock())
+                # Until the answer is known, the witness may hold either head.
                 self._held = None
                 token = self._witness.put(line, held.token)
                 if token is not None:
                     self._held = Held(read_head_line(line, self._key.public), token) if token else None
                     return
-        raise _unavailable("the witness", f"its newest head changed {_TRIES} times while one was to be kept")
+        raise _unavailable("the witness", f"its newest head changed {_TRIES} times while keeping a head")
 
     def close(self) -> None:
-        """Let go of the witness."""
+        """Release the witness."""
         with self._lock:
             self._witness.close()
 
     def _known(self) -> Held:
-        """What the witness holds, once it is known to be of this chain.
+        """Return the witness's state, after checking that its head is of this chain.
 
-        Looked up every time: a ledger may be put back while it is open, as by a standby that lacks its last entries.
+        It is compared every time. A ledger may be put back while it is open, for example by a standby that lacks its
+        last entries.
         """
         held = self._held or self._witness.newest()
         if held.head is not None and held.head.sequence:

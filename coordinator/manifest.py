@@ -1,4 +1,4 @@
-"""Builds the manifest of a run from its configuration and from what the prepared workers are."""
+"""Builds the manifest of a run from its configuration and from the facts of its prepared workers."""
 
 from attestation.evidence import CollateralBundle
 from attestation.hybrid_signature import SignerPublic
@@ -23,9 +23,9 @@ def build_computation(
     mechanism: Mechanism,
     measurements: tuple[Measurement, ...] = (),
 ) -> Computation:
-    """What determines the bytes of the weights.
+    """Build the part of the manifest that determines the bytes of the weights.
 
-    Guarantee: nothing of it depends on the number of workers, ranges or nodes, on paths or on time.
+    Guarantee: no part of it depends on the number of workers, ranges or nodes, on paths or on time.
     """
     return Computation(
         mechanism=mechanism,
@@ -44,7 +44,7 @@ def build_computation(
 
 
 def epochs(config: RunConfig) -> int:
-    """Number of key epochs of the planned steps."""
+    """Return the number of key epochs of the planned steps."""
     return -(-config.steps // config.epoch_steps)
 
 
@@ -61,7 +61,7 @@ def build_manifest(
     dataset_fingerprint: bytes = b"",
     key_service: ServiceContract | None = None,
 ) -> Manifest:
-    """The run's contract; see `workers/manifest.py`."""
+    """Build the run's contract; see `workers/manifest.py`."""
     return Manifest(
         run_id=run_id,
         computation=computation,
@@ -84,7 +84,7 @@ def run_terms(
     sealed: SealedTerms | None = None,
     evaluation: SealedTerms | None = None,
 ) -> RunTerms:
-    """What the orchestrator needs to know of ``manifest``."""
+    """Return the orchestrator's view of ``manifest``."""
     return RunTerms(
         manifest_digest=manifest.digest(),
         key_context=key_context(manifest.computation, manifest.known_answer),

@@ -1,4 +1,4 @@
-"""Where workers and aggregators get their evidence: from the simulated platform of the node they run on."""
+"""The evidence source of workers and aggregators: the simulated platform of the node they run on."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ QUOTE_DEADLINE_S = 30.0
 
 
 class NodeEvidenceSource:
-    """Asks the platform of the node that the caller runs on.
+    """The evidence source that asks the simulated platform of the caller's node.
 
     Args:
         platforms: NodePlatform actors by node id.
@@ -22,6 +22,6 @@ class NodeEvidenceSource:
         self._platforms = platforms
 
     def collect(self, report_data: bytes) -> CpuEvidence:
-        """See `attestation.attester.EvidenceSource`."""
+        """Return a quote over ``report_data``, made by the node's simulated platform."""
         quote: bytes = ray.get(self._platforms[own_node(self)].quote.remote(report_data), timeout=QUOTE_DEADLINE_S)
         return CpuEvidence(quote)

@@ -1,4 +1,4 @@
-"""Looks at the evidence of a run from outside while it goes on, and believes nothing that it does not check."""
+"""Observes the evidence of a run from outside while it trains, and believes nothing that it has not checked."""
 
 import time
 from collections.abc import Mapping
@@ -22,18 +22,18 @@ from metrics.errors import EvidenceError, ProtocolError
 from workers.manifest import Manifest
 
 CHANGING_S: Final = 10.0
-"""For which a roster is asked for again whose members are changing."""
+"""Bounds how long a roster is asked for again while its members change."""
 PAUSE_S: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What an observer was shown, all of it checked.
+    """The data that an observer was shown, all of it checked.
 
     Attributes:
-        evidence_class: of the observer's own evidence.
-        roster: of the newest attempt; None before the first.
-        members: the roster's, as this observer appraises them.
+        evidence_class: the class of the observer's own evidence.
+        roster: the newest attempt's roster; None before the first.
+        members: the roster's members, as this observer appraises them.
         log: the evidence log so far.
     """
 
@@ -45,13 +45,13 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Observer:
-    """Somebody with evidence of his own who knows the manifest of a run.
+    """A party with evidence of its own that knows the manifest of a run.
 
     Attributes:
         address: ``host:port`` of the run's evidence service.
-        name: begins with ``observer-``.
-        source: of the evidence that admits him.
-        policy, collateral: of the run, obtained by himself; every member's evidence is judged by them again.
+        name: the observer's name, which begins with ``observer-``.
+        source: source of the evidence that admits the observer.
+        policy, collateral: of the run, obtained by the observer. Every member's evidence is judged by them again.
     """
 
     address: str
@@ -62,13 +62,13 @@ class Observer:
     collateral: CollateralBundle
 
     def look(self, log_file: Path) -> Observation:
-        """Attest, and fetch roster and log; the log is written to ``log_file``.
+        """Attest, fetch roster and log, and write the log to ``log_file``.
 
-        Guarantee: the roster is the orchestrator's of the manifest, every member of it has evidence that the policy
-        accepts, and the log is whole under a head with both of the orchestrator's signatures.
+        Guarantee: the roster is from the manifest's orchestrator, and every member has evidence that the policy
+        accepts. The log is whole under a head with both of the orchestrator's signatures.
 
         Raises:
-            EvidenceError, ProtocolError: why the observer is refused, or what of the answer does not hold.
+            EvidenceError, ProtocolError: the observer is refused, or a part of the answer does not hold.
         """
         attester, manifest = Attester(self.name, self.source), self.manifest
         key, terms = manifest.orchestrator_key, manifest.digest()
@@ -99,7 +99,7 @@ class Observer:
             missing = [member for member in roster.members if member.evidence_digest not in shown]
             if not missing:
                 return roster, self._appraised(roster, shown)
-            # It has left since, or presented anew: the roster of the next attempt will say so.
+            # It has left since, or presented anew. The roster of the next attempt will say so.
             if time.monotonic() >= deadline:
                 raise EvidenceError("peer_not_bound", f"no evidence of {missing[0].member_id} was shown", "Look again.")
             time.sleep(PAUSE_S)
@@ -129,7 +129,7 @@ class Observer:
             more, head = client.log(len(lines))
             lines += more
             length = parse_line(SignedHead, head, "the signed head").open(owner).length
-            # The log grows meanwhile; the head of the answer that ends it is over all of it.
+            # The log grows meanwhile. The head in the last answer covers all of it.
             if not more or len(lines) >= length:
                 break
         file.write_bytes(b"".join(line + b"\n" for line in (*lines, head)))

@@ -1,8 +1,8 @@
 """The update rule as a pure function of parameters, averaged gradient, state and step.
 
-Rules are those of `torch.optim`, one tensor at a time (no fused or multi-tensor kernels). A range is made of whole
-tensors, and no rule couples tensors, so the bytes do not depend on how many ranges there are. The process must be
-in the run's numerics class: kernels of another instruction set may round differently.
+Rules come from `torch.optim`, applied to one tensor at a time (no fused or multi-tensor kernels). A range is made of
+whole tensors, and no rule couples tensors, so the bytes do not depend on the number of ranges. The process must be in
+the run's numerics class: kernels of another instruction set may round differently.
 
 | name | from the specification |
 |---|---|
@@ -25,13 +25,13 @@ from workers.manifest import OptimizerSpec, TensorSpec
 from workers.parameters import dimension
 
 State = dict[str, NDArray[np.float32]]
-_ADAFACTOR_PARAMETER_SCALE = 1e-3
+_ADAFACTOR_PARAMETER_SCALE = 1e-3  # the larger of the rule's two eps, at torch's default
 
 
 def _without_compiler(rule: Any) -> Any:
-    """The rule of `torch.optim` without the wrappers that import torch's compiler, for more than a second of CPU.
+    """Strip a `torch.optim` rule of the wrappers that import torch's compiler, which takes over a second of CPU.
 
-    What computes is the same function, without gradients as there.
+    The function that computes stays the same, and runs without gradients as before.
     """
     inner = {
         "add_param_group": inspect.unwrap(rule.add_param_group),
@@ -46,9 +46,9 @@ _SGD, _ADAM, _ADAMW, _ADAFACTOR = (
 
 
 def learning_rate(spec: OptimizerSpec, step: int, total_steps: int) -> float:
-    """Learning rate of ``step`` (counted from 0), a pure function of its arguments.
+    """Return the learning rate of ``step`` (counted from 0), a pure function of its arguments.
 
-    Warm-up rises linearly and reaches the full rate at step ``warmup_steps - 1``. After it ``constant`` stays there,
+    Warm-up rises linearly and reaches the full rate at step ``warmup_steps - 1``. Then ``constant`` stays there.
     ``linear`` and ``cosine`` fall towards zero, which they would reach at ``total_steps``.
     """
     if step < spec.warmup_steps:
@@ -57,7 +57,7 @@ def learning_rate(spec: OptimizerSpec, step: int, total_steps: int) -> float:
     if spec.schedule == "linear":
         return spec.learning_rate * max(1.0 - progress, 0.0)
     if spec.schedule == "cosine":
-        # Rounded to 2^-40, so that math libraries that differ in the last bit agree.
+        # Round to 2^-40, so that math libraries that differ in the last bit agree.
         factor = math.ldexp(round(math.ldexp(0.5 + 0.5 * math.cos(math.pi * min(progress, 1.0)), 40)), -40)
         return spec.learning_rate * factor
     return spec.learning_rate
@@ -68,11 +68,11 @@ class Optimizer:
 
     Args:
         spec: rule and schedule.
-        tensors: the range's tensors, whole, in canonical order.
+        tensors: the range's whole tensors, in canonical order.
         total_steps: planned steps, for the schedule.
 
     Raises:
-        ConfigError: ``optimizer`` if a momentum is given to a rule without one, or the warm-up exceeds the run.
+        ConfigError: ``optimizer`` if a rule without momentum is given one, or the warm-up exceeds the run.
     """
 
     def __init__(self, spec: OptimizerSpec, tensors: Sequence[TensorSpec], total_steps: int) -> None:
@@ -91,7 +91,7 @@ class Optimizer:
         self._total_steps = total_steps
 
     def initial_state(self) -> State:
-        """State before the first step: empty; the first :meth:`update` fills it."""
+        """Return the state before the first step: empty. The first :meth:`update` fills it."""
         return {}
 
     def update(
@@ -101,15 +101,15 @@ class Optimizer:
         state: Mapping[str, NDArray[np.float32]],
         step: int,
     ) -> tuple[NDArray[np.float32], State]:
-        """Parameters and state after one step.
+        """Compute parameters and state after one step.
 
-        Guarantee: no argument is changed, and the result's bytes depend on the arguments alone; for each tensor they
-        are the same whichever other tensors share its range.
+        Guarantee: no argument is changed, and the result's bytes depend on the arguments alone. A tensor's bytes do not
+        depend on which other tensors share its range.
 
         Args:
             parameters: float32 [size of the range].
             averaged_gradient: float32 or float64 of the same shape; rounded to float32.
-            state: what :meth:`initial_state` or the previous update returned; keys are ``tensor name/field``.
+            state: result of :meth:`initial_state` or the previous update; keys are ``tensor name/field``.
             step: counted from 0.
 
         Raises:
@@ -118,6 +118,7 @@ class Optimizer:
         size = dimension(self._tensors)
         assert parameters.shape == averaged_gradient.shape == (size,), "vectors have the range's size"
         leaves = self._cut(parameters)
+        # A value beyond float32 becomes infinite here, and is refused below.
         with np.errstate(over="ignore"):
             gradients = self._cut(averaged_gradient)
         rule = self._rule(leaves, learning_rate(self._spec, step, self._total_steps))
@@ -126,6 +127,7 @@ class Optimizer:
             leaf.grad = gradient
         for key, value in state.items():
             name, _, field = key.rpartition("/")
+            # Copied, because torch updates the state in place and no argument may change.
             rule.state[leaf_of[name]][field] = torch.from_numpy(value.copy())
         rule.step()
         updated = np.concatenate([leaf.numpy().reshape(-1) for leaf in leaves])
@@ -140,7 +142,7 @@ class Optimizer:
         return updated, new_state
 
     def _cut(self, flat: NDArray[np.floating[Any]]) -> list[torch.Tensor]:
-        """One tensor per specification, each in memory of its own: kernels then see one alignment for any range."""
+        """Copy each tensor into memory of its own, so that kernels see the same alignment for any range."""
         parts, start = [], 0
         for tensor in self._tensors:
             part = flat[start : start + tensor.size].reshape(tensor.shape)
@@ -151,6 +153,7 @@ class Optimizer:
     def _rule(self, leaves: list[torch.Tensor], rate: float) -> Any:
         spec = self._spec
         decay, betas = spec.weight_decay, (spec.beta1, spec.beta2)
+        # One tensor at a time, so that the bytes do not depend on the cut into ranges.
         kernels = {"foreach": False, "fused": False}
         match spec.name:
             case "sgd":
@@ -164,7 +167,7 @@ class Optimizer:
                 return _ADAFACTOR(leaves, lr=rate, eps=epsilons, weight_decay=decay, foreach=False)
 
     def _state_of(self, rule: Any, leaves: list[torch.Tensor]) -> State:
-        """All state tensors by ``tensor name/field``; fields that are not in use are left out."""
+        """Return all state tensors by ``tensor name/field``, without unused fields."""
         return {
             f"{tensor.name}/{field}": value.numpy()
             for tensor, leaf in zip(self._tensors, leaves, strict=True)

@@ -1,4 +1,4 @@
-"""An actor's own process: what the actor is asked about it by ``__ray_call__``, and what it must not leave behind."""
+"""An actor's own process: answers questions asked by ``__ray_call__``, and leaves no core file behind."""
 
 import os
 import resource
@@ -13,14 +13,14 @@ import ray
 
 @dataclass(frozen=True, slots=True)
 class ActorProcess:
-    """An actor's process; ``started`` is its start in kernel ticks, so that a reused id is another process."""
+    """An actor's process. ``started`` is its start in kernel ticks, so that a reused id is another process."""
 
     pid: int
     started: str
 
     @classmethod
     def find(cls, pid: int) -> "ActorProcess | None":
-        """The process with that id, if it is running or stopped."""
+        """Return the process with that id, if it is running or stopped."""
         try:
             state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
@@ -28,28 +28,29 @@ class ActorProcess:
         return None if state in "ZX" else cls(pid, fields[18])
 
     def kill(self) -> None:
-        """End it at once, also if it is stopped."""
+        """End it at once, even if it is stopped."""
+        # The id may belong to another process by now.
         if ActorProcess.find(self.pid) == self:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
 
 def forbid_core_dump() -> None:
-    """Have the kernel write no core file of this process, whatever ends it: keys and examples would be in it.
+    """Have the kernel write no core file of this process, because keys and examples would be in it.
 
-    Where ``kernel.core_pattern`` names a program, that program is told the limit and has to respect it.
+    If ``kernel.core_pattern`` names a program, that program is told the limit and has to respect it.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def own_process(_: Any) -> ActorProcess | None:
-    """The process of the actor that is asked."""
+    """Return the process of the actor that is asked."""
     return ActorProcess.find(os.getpid())
 
 
 def nvml_missing(_: Any, node: str) -> str | None:
-    """Why the node of the actor that is asked, called ``node``, has no readings of GPUs; None where it has NVML."""
-    from metrics.gpu import GpuSampler  # here, for an actor that is asked nothing of the kind
+    """Return why the node of the asked actor, called ``node``, has no GPU readings; None if it has NVML."""
+    from metrics.gpu import GpuSampler  # late: most actors are never asked this
 
     sampler = GpuSampler(node)
     try:
@@ -59,5 +60,5 @@ def nvml_missing(_: Any, node: str) -> str | None:
 
 
 def own_node(_: Any) -> str:
-    """The id of the node of the actor that is asked."""
+    """Return the id of the node of the actor that is asked."""
     return str(ray.get_runtime_context().get_node_id())

@@ -1,11 +1,11 @@
-"""Placement: on which nodes the workers run, by Ray's placement groups.
+"""Placement reserves the nodes on which workers run, by Ray's placement groups.
 
 The initial workers share one group, one bundle each. A worker that joins later takes the bundle of one that left, if
-its node is there, or a group of its own with one bundle; groups cannot grow. It hides groups, bundles and Ray's
-tables of nodes.
+its node still exists. Otherwise it gets a group of its own with one bundle, because groups cannot grow. This module
+hides groups, bundles and Ray's tables of nodes.
 
-Guarantee: what cannot be placed is named within ``placement.deadline_s``, and leaves nothing reserved: the initial
-workers by a refusal, a joiner in the log, and it counts as lost.
+Guarantee: anything that cannot be placed is named within ``placement.deadline_s``, and leaves nothing reserved. The
+initial workers are refused. A joiner is named in the log and counts as lost.
 """
 
 import logging
@@ -28,14 +28,14 @@ from metrics.errors import ConfigError
 LOGGER = logging.getLogger("raycloak.placement")
 POLL_S = 1.0
 SETTLE_S = 1.0
-"""After which Ray's table of free resources shows a new reservation."""
+"""The seconds after which Ray's table of free resources shows a new reservation."""
 
 
 class Draining:
-    """Ids of the nodes that are being drained, asked for at most once per second.
+    """The ids of draining nodes, asked for at most once per second.
 
-    Ray keeps that table for its own trainer and promises nothing about it. Where it is missing, that is logged once
-    and no node counts as drained: the workers of a drained node then leave when it dies.
+    Ray keeps that table for its own trainer and promises nothing about it. If it is missing, that is logged once and no
+    node counts as draining. The workers of a drained node then leave when it dies.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -44,7 +44,7 @@ class Draining:
         self._nodes: frozenset[str] = frozenset()
 
     def nodes(self) -> frozenset[str]:
-        """As of at most a second ago."""
+        """Return the ids as of at most a second ago."""
         if self._asked_at is None or self._clock() - self._asked_at >= POLL_S:
             self._asked_at = self._clock()
             self._nodes = self._read()
@@ -54,17 +54,18 @@ class Draining:
         try:
             return frozenset(ray._private.state.state.get_draining_nodes())
         except AttributeError as error:
+            # Never ask again: this version of Ray has no such table.
             self._asked_at = float("inf")
             LOGGER.warning("Ray %s has no table of draining nodes, drains are not seen: %s", ray.__version__, error)
             return frozenset()
 
 
 class Placement:
-    """The groups of one run.
+    """The placement groups of one run.
 
     Args:
         config: strategy, resources, labels and deadline.
-        num_workers: bundles of the shared group.
+        num_workers: number of bundles of the shared group.
         use_gpu: whether each worker reserves a share of the cluster's GPUs.
     """
 
@@ -83,25 +84,25 @@ class Placement:
 
     @property
     def num_gpus(self) -> float:
-        """GPUs that each worker reserves."""
+        """The GPUs that each worker reserves."""
         return self._request.bundle.get("GPU", 0.0)
 
     @property
     def bundle(self) -> dict[str, float]:
-        """Resources that each worker reserves."""
+        """The resources that each worker reserves."""
         return dict(self._request.bundle)
 
     def draining(self) -> frozenset[str]:
-        """Ids of the nodes that are being drained."""
+        """Return the ids of draining nodes."""
         return self._draining.nodes()
 
     def take(self, member_id: str) -> PlacementGroupSchedulingStrategy:
-        """The place of a new worker: a bundle of the shared group, or a group of its own.
+        """Take a place for a new worker: a bundle of the shared group, or a group of its own.
 
         Only the first call waits, for the shared group.
 
         Raises:
-            ConfigError: ``unplaceable``, with what was asked for, what the cluster has and what does not fit.
+            ConfigError: ``unplaceable``, with the request, the cluster's resources and the bundle that does not fit.
         """
         if self._shared is None:
             self._shared = self._reserve_shared()
@@ -114,7 +115,7 @@ class Placement:
         return PlacementGroupSchedulingStrategy(self._shared, placement_group_bundle_index=seat)
 
     def release(self, member_id: str) -> None:
-        """Give back the place of a worker that was stopped; another one may take its bundle."""
+        """Give back the place of a stopped worker. Another worker may take its bundle."""
         self._seats.pop(member_id, None)
         self._pending.pop(member_id, None)
         group = self._own.pop(member_id, None)
@@ -122,9 +123,9 @@ class Placement:
             remove_placement_group(group)
 
     def room(self) -> int:
-        """How many more workers fit now: vacated bundles, and bundles of their own on the nodes' free resources.
+        """Return how many more workers fit now: in vacated bundles, and in new ones on the nodes' free resources.
 
-        Nodes that are being drained do not count, nor does anything while a new reservation may not be seen yet.
+        Draining nodes do not count. The result is 0 while a new reservation may not be visible yet.
         """
         if time.monotonic() - self._reserved_at < SETTLE_S:
             return 0
@@ -132,7 +133,7 @@ class Placement:
         return sum(self._is_free(seat, nodes) for seat in self._vacated()) + self._request.alone().fitting(nodes)
 
     def expire(self) -> None:
-        """Give up on groups of joiners that were not placed in time; what was to start there is lost."""
+        """Give up on groups of joiners that were not placed in time. The workers for them are lost."""
         for member_id, deadline in list(self._pending.items()):
             if placement_group_table(self._own[member_id])["state"] != "PENDING":
                 self._pending.pop(member_id)
@@ -141,7 +142,7 @@ class Placement:
                 self.release(member_id)
 
     def close(self) -> None:
-        """Remove every group; what still runs in one ends."""
+        """Remove every group. Processes that still run in one end."""
         groups = [*self._own.values(), *([self._shared] if self._shared else [])]
         self._own, self._pending, self._seats, self._shared = {}, {}, {}, None
         for group in groups:
@@ -158,6 +159,7 @@ class Placement:
             )
         bundle = dict(given)
         if config.accelerator_type is not None:
+            # The amount that Ray itself takes for a type of accelerator.
             bundle[f"accelerator_type:{config.accelerator_type}"] = 0.001
         request = Request({}, dict(config.labels), self._num_workers, self._strategy)
         nodes = cluster_nodes()
@@ -197,9 +199,9 @@ class Placement:
         return group
 
     def _free_seat(self, shared: PlacementGroup) -> int | None:
-        """A bundle of the shared group: in turn for the initial workers, later one whose worker has left.
+        """Find a bundle of the shared group: in turn for the initial workers, later one whose worker has left.
 
-        Not one on a node that is being drained. One that lost its node waits for Ray to place it again, which the
+        A bundle on a draining node is not taken. A bundle that lost its node waits for Ray to place it again, which the
         strict strategies may never allow.
         """
         if self._seated < self._num_workers:
@@ -214,7 +216,7 @@ class Placement:
         return [seat for seat in range(self._seated) if seat not in taken]
 
     def _is_free(self, seat: int, nodes: list[NodeView]) -> bool:
-        """Whether Ray shows the resources of a bundle of the shared group as free."""
+        """Return whether Ray shows the resources of a bundle of the shared group as free."""
         assert self._shared is not None, "seats belong to the shared group"
         bundle = {f"{name}_group_{seat}_{self._shared.id.hex()}": amount for name, amount in self.bundle.items()}
         return any(all(node.free.get(name, 0.0) >= amount for name, amount in bundle.items()) for node in nodes)
@@ -224,7 +226,7 @@ class Placement:
 
 
 def cluster_nodes() -> list[NodeView]:
-    """Every node that is alive: what it has, what of it is free as of about a second ago, and its labels."""
+    """Return every live node: its resources, the free ones as of about a second ago, and its labels."""
     free = ray._private.state.available_resources_per_node()  # type: ignore[no-untyped-call]
     return [
         NodeView(node["NodeID"], node["Resources"], free.get(node["NodeID"], {}), node["Labels"])

@@ -1,4 +1,4 @@
-"""The kernel's process table: which processes there are, whose children, in which session and state."""
+"""Reads the kernel's process table: processes, their parents, sessions and states."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ class Process:
 
     Attributes:
         session: pid of the process that began its session.
-        state: the kernel's letter for it.
-        started: clock ticks since boot; with the pid, it names a process for good.
-        title: command line, or what the process calls itself.
+        state: the kernel's letter for its state.
+        started: clock ticks since boot. With the pid, it names a process for good.
+        title: command line, or the title that the process gave itself.
     """
 
     pid: int
@@ -27,13 +27,13 @@ class Process:
 
 
 def process_table(root: Path = PROCESS_TABLE) -> tuple[Process, ...]:
-    """Every process that can be seen; those that end meanwhile are left out."""
+    """Return every visible process. Processes that end meanwhile are left out."""
     return tuple(found for folder in root.iterdir() if folder.name.isdecimal() and (found := _read(folder)))
 
 
 def _read(folder: Path) -> Process | None:
     try:
-        # The name in parentheses may hold spaces and parentheses of its own.
+        # The name in parentheses may itself hold spaces and parentheses.
         fields = (folder / "stat").read_text().rpartition(")")[2].split()
         title = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except (OSError, ValueError):
@@ -42,7 +42,7 @@ def _read(folder: Path) -> Process | None:
 
 
 def descendants(ancestors: Collection[int], table: Sequence[Process]) -> list[Process]:
-    """Every process below ``ancestors``, themselves not included."""
+    """Return every process below ``ancestors``, which are not included."""
     found: list[Process] = []
     parents = set(ancestors)
     while parents:

@@ -1,4 +1,4 @@
-"""Parameter ranges: which aggregator owns which tensors. A range is a run of whole tensors in canonical order."""
+"""Parameter ranges assign tensors to aggregators. A range is a run of whole tensors in canonical order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from workers.manifest import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class ParameterRange:
-    """Coordinates ``start`` to ``stop`` (exclusive) of the flat parameter vector.
+    """The coordinates ``start`` to ``stop`` (exclusive) of the flat parameter vector.
 
     Attributes:
         index: position of the range, 0 .. S-1.
-        tensors: the tensors it holds, whole, in canonical order.
+        tensors: its whole tensors, in canonical order.
     """
 
     index: int
@@ -24,7 +24,7 @@ class ParameterRange:
 
     @property
     def size(self) -> int:
-        """Number of coordinates."""
+        """The number of coordinates."""
         return self.stop - self.start
 
 
@@ -32,7 +32,7 @@ def split_ranges(tensors: Sequence[TensorSpec], count: int) -> tuple[ParameterRa
     """Cut ``tensors`` into ``count`` contiguous ranges of whole tensors, as even in size as such cuts allow.
 
     Guarantee: the ranges cover every tensor exactly once and in order, none is empty, and the largest is as small as
-    possible. The result depends on nothing but the arguments.
+    possible. The result depends on the arguments alone.
 
     Raises:
         ConfigError: ``aggregators`` if there are fewer tensors than ranges.
@@ -52,7 +52,7 @@ def split_ranges(tensors: Sequence[TensorSpec], count: int) -> tuple[ParameterRa
 
 
 def _cuts(sizes: list[int], count: int) -> list[int]:
-    """First tensor of each range and the end, for the smallest possible largest range."""
+    """Return the first tensor of each range, and the end, for the smallest possible largest range."""
     low, high = max(sizes), sum(sizes)
     while low < high:
         middle = (low + high) // 2
@@ -64,7 +64,7 @@ def _cuts(sizes: list[int], count: int) -> list[int]:
 
 
 def _fill(sizes: list[int], capacity: int, at_least: int) -> list[int]:
-    """Cuts of a first-fit walk that never exceeds ``capacity`` and yields at least ``at_least`` ranges."""
+    """Return the cuts of a first-fit walk that stays within ``capacity`` and yields at least so many ranges."""
     cuts, filled = [0], 0
     for position, size in enumerate(sizes):
         ranges_after = at_least - len(cuts)

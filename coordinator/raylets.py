@@ -1,7 +1,7 @@
 """Raylets: a Ray cluster of several nodes on this machine, for tests and the chaos bench.
 
 A child process owns the cluster, so that this process may be a driver of another one, or of this one. The cluster is
-a session of processes that ends as a whole; the child ends it by itself when its parent is gone. Its files are in a
+a session of processes that ends as a whole. The child ends it by itself when its parent is gone. Its files are in a
 temporary folder of its own.
 """
 
@@ -23,7 +23,7 @@ from coordinator.process_table import process_table
 from coordinator.ray_health import HEALTH_CHECKS
 
 STORE_BYTES = 128 * 2**20
-DRAIN_PREEMPTION = 2
+DRAIN_PREEMPTION = 2  # Ray's number for a node that is preempted
 END_DEADLINE_S = 30.0
 
 
@@ -32,7 +32,7 @@ class Node:
     """A node to start.
 
     Attributes:
-        cpus: CPUs that Ray counts.
+        cpus: number of CPUs that Ray counts.
         resources: custom resources.
         labels: node labels.
     """
@@ -50,18 +50,18 @@ class Raylet:
     pid: int
 
     def kill(self) -> None:
-        """SIGKILL, as if the machine had died; the node's other processes follow."""
+        """Send SIGKILL, as if the machine had died. The node's other processes follow."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
 
 class Raylets:
-    """A head without CPUs, and the nodes that are added. A context manager.
+    """A head without CPUs, and the added nodes. A context manager.
 
     Attributes:
-        address: of the head, for ``ray.init``.
+        address: the head's address, for ``ray.init``.
         environment: variables under which a driver joins the cluster.
-        head: where drivers live; killing it ends the cluster.
+        head: the node of the drivers. Killing it ends the cluster.
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
@@ -69,7 +69,7 @@ class Raylets:
         folder = self._stack.enter_context(
             tempfile.TemporaryDirectory(prefix="rn", dir="/tmp", ignore_cleanup_errors=True)
         )
-        # Short, since a socket path below it must stay under 108 characters. Ray does not create it.
+        # Short, because a socket path below it must stay under 108 characters. Ray does not create it.
         (Path(folder) / "ray").mkdir()
         self.environment = {**(environment or {}), "RAY_TMPDIR": folder}
         child = subprocess.Popen(
@@ -123,19 +123,19 @@ class Raylets:
         end_session(self._child.pid)
         self._child.wait(timeout=END_DEADLINE_S)
         self._answers.close()
-        # Nobody reads it any more.
+        # The child that would read them has ended.
         with suppress(BrokenPipeError):
             self._commands.close()
 
 
 def end_session(session: int) -> None:
-    """SIGKILL for every process of a session that this process started.
+    """Send SIGKILL to every process of a session that this process started.
 
-    Guarantee: on return none of them runs, one that was stopped included; such a one would outlive a cluster that
-    ends by itself, and hold up its end. The session's leader must not have been waited for, so that its id is its own.
+    Guarantee: on return none of them runs, not even a stopped one. A stopped one would outlive a cluster that ends by
+    itself, and delay its end. The session's leader must not have been waited for, so that no other process has its id.
 
     Raises:
-        TimeoutError: some are left after `END_DEADLINE_S`.
+        TimeoutError: some processes are left after `END_DEADLINE_S`.
     """
     deadline = time.monotonic() + END_DEADLINE_S
     while running := [each.pid for each in process_table() if each.session == session and each.state not in "ZX"]:
@@ -148,11 +148,11 @@ def end_session(session: int) -> None:
 
 
 def _serve() -> None:
-    """The child: starts a head, then does what each line of standard input says until there is none."""
+    """Run the child: start a head, then carry out each line of standard input until there is none."""
     from ray._raylet import GcsClient  # type: ignore[attr-defined]  # not in Ray's stubs
     from ray.cluster_utils import Cluster
 
-    # Ray prints; only answers may go to standard output.
+    # Ray prints to standard output, where only answers may go.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)
     cluster = Cluster()
@@ -160,7 +160,7 @@ def _serve() -> None:
     def start(**options: Any) -> dict[str, Any]:
         node = cluster.add_node(object_store_memory=STORE_BYTES, **options)
         raylet = node.all_processes["raylet"][0].process
-        # Its workers take a raylet that is dead, but that nobody has waited for, to be alive, and would stay.
+        # The node's workers take a dead raylet that was not waited for to be alive, and would stay.
         threading.Thread(target=raylet.wait, daemon=True).start()
         return {"node_id": node.node_id, "pid": raylet.pid}
 

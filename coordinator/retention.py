@@ -1,4 +1,4 @@
-"""Which packages of a run stay: the newest ones, and the best by a released metric."""
+"""Retention keeps the newest packages of a run, and the best by a released metric."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ from metrics.errors import EvidenceError
 
 
 class Retention:
-    """Deletes the packages of one run that need not stay; others are left alone."""
+    """The rule by which one run's packages are kept or deleted. Packages of other runs are left alone."""
 
     def __init__(self, config: CheckpointConfig, storage: PackageStorage, signer: SignerPublic, run: bytes) -> None:
         self._config = config
@@ -22,7 +22,7 @@ class Retention:
         self._known: dict[str, PackageManifest | None] = {}
 
     def apply(self) -> None:
-        """Keep the newest ``num_to_keep`` and the best, delete the rest."""
+        """Keep the newest ``num_to_keep`` and the best; delete the others."""
         own = {name: manifest for name in self._storage.names() if (manifest := self._own(name))}
         kept = set(list(own)[-self._config.num_to_keep :])
         if best := self._best(own):
@@ -33,7 +33,8 @@ class Retention:
                 del self._known[name]
 
     def _own(self, name: str) -> PackageManifest | None:
-        """What a package of this run states; None for anything else, which is not ours to judge or delete."""
+        """Return a package's manifest if it is this run's; None for any other, which is not ours to judge or delete."""
+        # A published package never changes, so each is read once.
         if name not in self._known:
             try:
                 manifest = signed_manifest(self._storage, name, self._trust)
@@ -52,5 +53,5 @@ class Retention:
             case None:
                 return None
         measured = {name: score for name, score in scores.items() if score is not None}
-        # Of equal ones the newest: the names are in order of steps.
+        # Of equal scores the newest wins: names are in the order of steps.
         return max(reversed(measured), key=measured.__getitem__, default=None)

@@ -1,7 +1,7 @@
-"""Arrays as a safetensors file, produced piece by piece so that a payload never exists as a whole in memory.
+"""Writes arrays as a safetensors file, piece by piece, so that a payload never exists as a whole in memory.
 
-The format is that of the safetensors library, which reads it back: header length (8 bytes, little-endian), header
-(JSON), and the arrays' bytes one after the other. No pickle on either side.
+The safetensors library reads it back. The format is: header length (8 bytes, little-endian), header (JSON), and the
+arrays' bytes one after the other. No pickle on either side.
 """
 
 import json
@@ -13,7 +13,7 @@ from safetensors.numpy import load
 
 from attestation.sealed_stream import Piece
 
-_ALIGNMENT = 8
+_ALIGNMENT = 8  # the library pads its header to so many bytes
 _DTYPES = {
     "bool": "BOOL",
     "uint8": "U8",
@@ -33,7 +33,7 @@ State = Mapping[str, np.ndarray]
 
 
 def safetensors_pieces(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> Iterator[Piece]:
-    """A safetensors file with ``arrays`` in their order."""
+    """Yield the pieces of a safetensors file with ``arrays`` in their order."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0
     for name, array in arrays.items():
@@ -54,12 +54,12 @@ def safetensors_pieces(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, 
 
 
 def joined_states(states: Sequence[State]) -> dict[str, np.ndarray]:
-    """The optimizer states of all ranges under names ``range index/name``."""
+    """Merge the optimizer states of all ranges under names ``range index/name``."""
     return {f"{index}/{name}": array for index, state in enumerate(states) for name, array in state.items()}
 
 
 def parted_states(arrays: Mapping[str, np.ndarray], ranges: int) -> tuple[State, ...]:
-    """The reverse of :func:`joined_states`."""
+    """Split arrays into the states of their ranges, the reverse of :func:`joined_states`."""
     states: tuple[dict[str, np.ndarray], ...] = tuple({} for _ in range(ranges))
     for key, array in arrays.items():
         index, _, name = key.partition("/")
@@ -68,5 +68,5 @@ def parted_states(arrays: Mapping[str, np.ndarray], ranges: int) -> tuple[State,
 
 
 def load_arrays(chunks: Iterator[bytes]) -> dict[str, np.ndarray]:
-    """The arrays of a safetensors file that arrives in chunks."""
+    """Load the arrays of a safetensors file that arrives in chunks."""
     return load(b"".join(chunks))

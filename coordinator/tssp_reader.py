@@ -1,8 +1,8 @@
-"""Reading a package: everything is verified before anything is decrypted.
+"""Reads a package. Everything is verified before anything is decrypted.
 
-The order: both signatures over the manifest's bytes, under one entry of the reader's own trust store; the manifest;
-the run, the heads and the newest package that the reader knows of; the set of files; the bytes of every file. Only
-then is a data key unwrapped, and every chunk is authenticated once more when it is decrypted.
+First come both signatures over the manifest's bytes, under one entry of the reader's own trust store; then the
+manifest. Next come the run, the heads and the newest package that the reader knows of. The set of files and the bytes
+of every file follow. Only then is a data key unwrapped. Every chunk is authenticated once more when it is decrypted.
 """
 
 import hashlib
@@ -29,18 +29,18 @@ from metrics.errors import ProtocolError
 from workers.manifest import Manifest
 from workers.parameters import parameter_digest, tensor_digests
 
-_MOST_CLEAR_BYTES = 2**26
+_MOST_CLEAR_BYTES = 2**26  # of a file that is read before any signature over it is verified
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a reader knows from elsewhere; what is None is not checked.
+    """A reader's knowledge from elsewhere. A field that is None is not checked.
 
     Attributes:
         run: digest of the run's manifest.
         newest: the package that was published last, as far as the reader knows.
-        ledger_hash: the hash of the ledger's entry at a sequence, None if it has none there.
-        log_root: the root of the evidence log over its first so many entries, None if it has fewer.
+        ledger_hash: returns the hash of the ledger's entry at a sequence, None if it has none there.
+        log_root: returns the evidence log's root over its first so many entries, None if it has fewer.
     """
 
     run: bytes | None = None
@@ -54,11 +54,11 @@ NOTHING_EXPECTED = Expected()
 
 @dataclass(frozen=True, slots=True)
 class VerifiedPackage:
-    """A package that was verified.
+    """A verified package.
 
     Attributes:
-        signer: its name in the trust store.
-        run_manifest: of the run, as the package brings it along.
+        signer: the signer's name in the trust store.
+        run_manifest: the run's manifest, as the package contains it.
     """
 
     storage: PackageStorage
@@ -68,17 +68,17 @@ class VerifiedPackage:
     run_manifest: Manifest
 
     def chunks(self, payload_name: str, data_key: Secret) -> Iterator[bytes]:
-        """The plaintext of a payload, in constant memory.
+        """Yield the plaintext of a payload, in constant memory.
 
         Raises:
-            EvidenceError: ``package_file_changed`` if the file is not any more the one that was verified.
+            EvidenceError: ``package_file_changed`` if the file is no longer the one that was verified.
         """
         payload = self._payload(payload_name)
         with self.storage.reader(self.name, payload_name) as source:
             yield from read_payload(source, data_key, self.manifest.context(), payload)
 
     def unwrap(self, key: HpkeKey) -> Secret:
-        """The data key, for one of the recipients.
+        """Unwrap the data key for one of the recipients.
 
         Raises:
             EvidenceError: ``not_a_recipient``.
@@ -87,7 +87,7 @@ class VerifiedPackage:
         return Secret(key.open(wrapped_key, self.manifest.info()))
 
     def wrapped_key(self, key_id: bytes) -> bytes:
-        """The wrapped data key of the recipient ``key_id``.
+        """Return the wrapped data key of the recipient ``key_id``.
 
         Raises:
             EvidenceError: ``not_a_recipient``.
@@ -96,7 +96,7 @@ class VerifiedPackage:
             if recipient.key_id == key_id:
                 return recipient.wrapped_key
         names = ", ".join(recipient.name for recipient in self.manifest.recipients)
-        refuse(PackageRefusal.NOT_A_RECIPIENT, f"it was not sealed to this key, but to those of: {names}.")
+        refuse(PackageRefusal.NOT_A_RECIPIENT, f"it was not sealed to this key, but to the keys of: {names}.")
 
     def _payload(self, name: str) -> Payload:
         for payload in self.manifest.payloads:
@@ -110,14 +110,15 @@ def verify_package(
 ) -> VerifiedPackage:
     """Check a package as a whole, without any key that opens it.
 
-    Guarantee: returns only if both signatures verify under one entry of ``trust``, the package is what ``expected``
-    says, and its files are exactly those of the manifest, byte for byte. Nothing is decrypted.
+    Guarantee: returns only if both signatures verify under one entry of ``trust`` and the package agrees with
+    ``expected``. Its files are then exactly the manifest's, byte for byte. Nothing is decrypted.
 
     Raises:
         EvidenceError: with a code of `attestation.package_manifest.PackageRefusal`.
         STORAGE_ERRORS of `coordinator.tssp_storage`.
     """
     files = storage.files(name)
+    # Nothing else in a package is believed before its signatures hold.
     signer, manifest = _signed_manifest(storage, name, files, trust)
     _check_expected(manifest, expected)
     known = {MANIFEST, SIGNATURE, RUN_MANIFEST, *(payload.name for payload in manifest.payloads)}
@@ -130,7 +131,7 @@ def verify_package(
 
 
 def signed_manifest(storage: PackageStorage, name: str, trust: TrustStore) -> PackageManifest:
-    """What a package states, if both signatures verify; its other files are not looked at.
+    """Return a package's manifest if both signatures verify. Its other files are not examined.
 
     Raises:
         EvidenceError: as :func:`verify_package`.
@@ -151,7 +152,7 @@ def _signed_manifest(
 
 def _check_expected(manifest: PackageManifest, expected: Expected) -> None:
     if expected.run is not None and manifest.manifest_digest != expected.run:
-        refuse(PackageRefusal.OTHER_RUN, f"it is of run {manifest.run_id}, or of another manifest of it.")
+        refuse(PackageRefusal.OTHER_RUN, f"it belongs to run {manifest.run_id}, or to another manifest of it.")
     newest = expected.newest
     if newest and (
         manifest.step < newest.step or (manifest.step == newest.step and manifest.digest() != newest.digest)
@@ -184,6 +185,7 @@ def _run_manifest(body: bytes, manifest: PackageManifest) -> Manifest:
 
 def _check_payload(storage: PackageStorage, name: str, payload: Payload, files: Mapping[str, int]) -> None:
     _check_present(payload.name, files)
+    # The size first, which spares reading a file that cannot be right.
     if files[payload.name] != payload.cipher_bytes:
         refuse(
             PackageRefusal.FILE_CHANGED,
@@ -214,7 +216,7 @@ def check_parameters(tensor: Callable[[str], np.ndarray], package: VerifiedPacka
     """Check decrypted parameters against the digest that was signed.
 
     Args:
-        tensor: the float32 array of a name.
+        tensor: returns the float32 array of a name.
 
     Raises:
         EvidenceError: ``package_parameters_differ``.
@@ -226,8 +228,9 @@ def check_parameters(tensor: Callable[[str], np.ndarray], package: VerifiedPacka
 
 
 def open_to_file(package: VerifiedPackage, data_key: Secret, out: Path) -> None:
-    """Decrypt the parameters to the safetensors file ``out``, which appears as a whole, mode 0600, once its digest is
-    the one that was signed.
+    """Decrypt the parameters to the safetensors file ``out``, mode 0600.
+
+    The file appears as a whole, once its digest is the signed one.
 
     Raises:
         EvidenceError: ``package_file_changed`` or ``package_parameters_differ``.
@@ -239,6 +242,7 @@ def open_to_file(package: VerifiedPackage, data_key: Secret, out: Path) -> None:
         with os.fdopen(descriptor, "wb") as file:
             for chunk in package.chunks(PARAMETERS, data_key):
                 file.write(chunk)
+        # Read back from the file, so that what is checked is what the reader gets.
         with safe_open(draft, framework="numpy") as tensors:
             check_parameters(tensors.get_tensor, package)
         draft.replace(out)

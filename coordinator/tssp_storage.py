@@ -1,9 +1,9 @@
-"""Where packages lie: a local folder, or a prefix of an S3 bucket.
+"""The storage of packages: a local folder, or a prefix of an S3 bucket.
 
-Guarantee: a package is there as a whole or not at all. On a local disk it is written to a hidden folder, synced and
-renamed; on S3 its ``manifest.sig`` is written last, and what has none is no package. A package that is there is never
-written to again: another one of the same step gets a name of its own.
-Not guaranteed: that nobody else writes there. Verify what you read.
+Guarantee: a package exists as a whole or not at all. On a local disk it is written to a hidden folder, synced and
+renamed. On S3 its ``manifest.sig`` is written last, and a prefix without one is no package. An existing package is
+never written to again: another package of the same step gets a name of its own. Not guaranteed: that no other party
+writes there. Verify before use.
 """
 
 import itertools
@@ -26,7 +26,7 @@ SIGNATURE = "manifest.sig"
 RUN_MANIFEST = "manifest.run.json"
 
 STORAGE_ERRORS = (OSError, ArrowException)
-"""What reading and writing raises if the storage does not do its part."""
+"""The errors that reading and writing raise if the storage fails."""
 
 _NAME = re.compile(r"step-(\d{6,})(?:-(\d+))?\.tssp")
 _DRAFT = ".draft-"
@@ -47,10 +47,10 @@ class PackageStorage:
 
     @classmethod
     def open(cls, location: str) -> Self:
-        """The storage at a path or ``s3://bucket/prefix``; the latter may carry pyarrow's options as a URL query.
+        """Open the storage at a path or ``s3://bucket/prefix``. An S3 URL may carry pyarrow's options as its query.
 
         Raises:
-            ConfigError: ``storage`` if the location is neither, or the bucket cannot be asked.
+            ConfigError: ``storage`` if the location is neither, or the bucket does not answer.
         """
         if "://" not in location:
             return cls(fs.LocalFileSystem(), str(Path(location).expanduser().absolute()))
@@ -66,11 +66,11 @@ class PackageStorage:
             ) from None
 
     def names(self) -> tuple[str, ...]:
-        """All packages, by ascending step."""
+        """Return the names of all packages, by ascending step."""
         return tuple(sorted((name for name in self._folders() if self._is_complete(name)), key=package_order))
 
     def files(self, name: str) -> Mapping[str, int]:
-        """Size in bytes of everything in a package, by path relative to it; -1 for what is not a file."""
+        """Return the size in bytes of everything in a package, by relative path; -1 for anything but a file."""
         folder = f"{self._root}/{name}"
         selector = fs.FileSelector(folder, allow_not_found=True, recursive=True)
         found = self._filesystem.get_file_info(selector)
@@ -78,12 +78,12 @@ class PackageStorage:
 
     @contextmanager
     def reader(self, name: str, file: str) -> Iterator[Any]:
-        """A binary stream over a file of a package."""
+        """Open a binary stream over a file of a package."""
         with self._filesystem.open_input_stream(f"{self._root}/{name}/{file}") as stream:
             yield stream
 
     def draft(self, step: int) -> "Draft":
-        """The beginning of a package of ``step``, which nobody sees yet."""
+        """Begin a package of ``step``, which nobody sees yet."""
         if self._is_local:
             return LocalDraft(self._filesystem, self._root, step)
         taken = self._folders()
@@ -91,18 +91,20 @@ class PackageStorage:
         return ObjectDraft(self._filesystem, f"{self._root}/{name}", name)
 
     def delete(self, name: str) -> None:
-        """Remove a package; it disappears as a whole."""
+        """Remove a package. It disappears as a whole."""
         folder = f"{self._root}/{name}"
         if self._is_local:
+            # Renamed first, so that the package disappears as a whole.
             hidden = f"{self._root}/{_DRAFT}{secrets.token_hex(8)}"
             Path(folder).rename(hidden)
             folder = hidden
         else:
+            # Without its signature it is no package any more.
             self._filesystem.delete_file(f"{folder}/{SIGNATURE}")
         self._filesystem.delete_dir(folder)
 
     def sweep(self) -> None:
-        """Remove what a writer that died left unfinished. There must be no other writer."""
+        """Remove the unfinished work of a writer that died. There must be no other writer."""
         for name in self._folders():
             if name.startswith(_DRAFT) or (_NAME.fullmatch(name) and not self._is_complete(name)):
                 self._filesystem.delete_dir(f"{self._root}/{name}")
@@ -118,10 +120,10 @@ class PackageStorage:
 
 
 class Draft(ABC):
-    """A package that is being written.
+    """A package that is still being written.
 
     Args:
-        folder: where its files go.
+        folder: the folder of its files.
     """
 
     def __init__(self, filesystem: fs.FileSystem, folder: str) -> None:
@@ -130,28 +132,28 @@ class Draft(ABC):
 
     @contextmanager
     def sink(self, file: str) -> Iterator[Any]:
-        """A binary stream into a new file, durable when the block ends."""
+        """Open a binary stream into a new file, which is durable when the block ends."""
         with self._filesystem.open_output_stream(f"{self._folder}/{file}") as stream:
             yield stream
 
     def publish(self, files: Mapping[str, bytes]) -> str:
-        """Add the last ``files`` in their order, and let the package appear; returns its name."""
+        """Add the last ``files`` in their order, let the package appear, and return its name."""
         for file, content in files.items():
             with self.sink(file) as sink:
                 sink.write(content)
         return self._appear()
 
     def discard(self) -> None:
-        """Remove what was written."""
+        """Remove the files written so far."""
         self._filesystem.delete_dir(self._folder)
 
     @abstractmethod
     def _appear(self) -> str:
-        """Let the package appear; returns its name."""
+        """Let the package appear; return its name."""
 
 
 class ObjectDraft(Draft):
-    """Objects at their final place; they are a package once ``manifest.sig`` is there."""
+    """A draft of objects at their final place. They become a package once ``manifest.sig`` exists."""
 
     def __init__(self, filesystem: fs.FileSystem, folder: str, name: str) -> None:
         super().__init__(filesystem, folder)
@@ -162,7 +164,7 @@ class ObjectDraft(Draft):
 
 
 class LocalDraft(Draft):
-    """A hidden folder, renamed when it is whole."""
+    """A draft in a hidden folder, which is renamed when it is whole."""
 
     def __init__(self, filesystem: fs.FileSystem, root: str, step: int) -> None:
         super().__init__(filesystem, f"{root}/{_DRAFT}{secrets.token_hex(8)}")
@@ -176,11 +178,13 @@ class LocalDraft(Draft):
         _sync(Path(self._folder, file))
 
     def _appear(self) -> str:
+        # The draft is whole on disk before it gets its name, and the name is on disk before it counts.
         _sync(Path(self._folder))
         for name in _free_names(self._step):
             try:
                 Path(self._folder).rename(self._root / name)
             except OSError:
+                # Another package has this name, or the rename failed for good.
                 if not (self._root / name).exists():
                     raise
                 continue
@@ -190,21 +194,21 @@ class LocalDraft(Draft):
 
 
 def split_location(location: str) -> tuple[str, str]:
-    """Storage and name of the package at ``location``; the query of an S3 URL stays with the storage."""
+    """Split the location of a package into storage and name. The query of an S3 URL stays with the storage."""
     path, mark, query = location.partition("?") if "://" in location else (location, "", "")
     storage, _, name = path.rstrip("/").rpartition("/")
     return (storage or ".") + mark + query, name
 
 
 def package_order(name: str) -> tuple[int, int]:
-    """Step of a package's name, and which of that step it is."""
+    """Return the step in a package's name, and its number among packages of that step."""
     match = _NAME.fullmatch(name)
     assert match is not None, "only names of packages are ordered"
     return int(match[1]), int(match[2] or 1)
 
 
 def one_line(error: BaseException) -> str:
-    """The message of a storage error, on one line and without its end."""
+    """Return the message of a storage error, on one line and without its final full stop."""
     return " ".join(str(error).split()).rstrip(".")
 
 

@@ -1,4 +1,4 @@
-"""Writing a package: what a snapshot is, and how it becomes encrypted files and a manifest that can be signed."""
+"""Writes a package: turns a snapshot into encrypted files and a manifest that can be signed."""
 
 import secrets
 from collections.abc import Mapping, Sequence
@@ -27,17 +27,17 @@ OPTIMIZER = "optimizer.safetensors.enc"
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A run between two steps: all that is needed to go on from there, and nothing that is secret.
+    """A run between two steps: everything needed to resume there, and nothing that is secret.
 
     Attributes:
         finished_steps: number of steps behind these parameters, at least 1.
         parameters: float32, one vector per range, in the order of the ranges.
         states: optimizer state of each range.
-        parameter_digest: of all ranges together.
-        epsilon: of the account after the last charge; None if the run is not private.
-        roster_digest: of the roster of the last step's last attempt.
+        parameter_digest: digest over all ranges together.
+        epsilon: the account's after the last charge; None if the run is not private.
+        roster_digest: digest of the roster of the last step's last attempt.
         ledger_head: the ledger's entry that charged the last step, as its receipt says.
-        log_head: the orchestrator's ``log_position`` when the snapshot was taken.
+        log_head: the orchestrator's ``log_position`` at the time of the snapshot.
         evaluation: of exactly these parameters on the public split, if they were measured.
     """
 
@@ -54,11 +54,11 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class PackageTerms:
-    """What all packages of a run have in common.
+    """The part that all packages of a run share.
 
     Attributes:
-        delta: of the account.
-        evidence_class: of the run's members.
+        delta: the account's delta.
+        evidence_class: the evidence class of the run's members.
     """
 
     manifest: Manifest
@@ -76,15 +76,16 @@ def write_draft(
     created_at: int,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> PackageManifest:
-    """Encrypt the payloads of ``snapshot`` into ``draft``; returns the manifest that is to be signed.
+    """Encrypt the payloads of ``snapshot`` into ``draft``; return the manifest to sign.
 
     Args:
-        previous: digest of the package published before; empty for the first.
+        previous: digest of the package published before this one; empty for the first.
         created_at: unix seconds.
 
     Raises:
         STORAGE_ERRORS of `coordinator.tssp_storage`.
     """
+    # Every package has a key of its own, which each recipient gets wrapped.
     data_key = Secret(secrets.token_bytes(32))
     run_id, manifest_digest = terms.manifest.run_id, terms.manifest.digest()
     context = package_context(run_id, manifest_digest, snapshot.finished_steps, snapshot.parameter_digest)
@@ -100,6 +101,7 @@ def write_draft(
             payloads.append(write_payload(sink, data_key, context, name, pieces, chunk_bytes))
     manifest = _unwrapped(snapshot, terms, recipients, payloads, previous, created_at)
     assert manifest.context() == context, "the payloads are bound to the package they are in"
+    # The wrapped keys are not part of it, because they are made with it.
     info = manifest.info()
     wrapped = tuple(
         entry.model_copy(update={"wrapped_key": hpke_seal(data_key.reveal(), recipient.key, info)})
@@ -109,7 +111,7 @@ def write_draft(
 
 
 def _contents(snapshot: Snapshot, manifest: Manifest) -> Mapping[str, Mapping[str, np.ndarray]]:
-    """The arrays of each payload: parameters as named tensors in their shape, optimizer state by range and name."""
+    """Return the arrays of each payload: parameters as named tensors in their shape, states by range and name."""
     ranges = split_ranges(manifest.computation.tensors, len(snapshot.parameters))
     parameters = {
         tensor.name: part.reshape(tensor.shape)
@@ -127,7 +129,7 @@ def _unwrapped(
     previous: bytes,
     created_at: int,
 ) -> PackageManifest:
-    """The manifest without any wrapped key."""
+    """Build the manifest without any wrapped key."""
     evaluation = snapshot.evaluation
     return PackageManifest(
         run_id=terms.manifest.run_id,

@@ -118,7 +118,7 @@ def test_what_was_fetched_serves_a_restart_without_a_network_until_it_ends(desk)
     assert "status 503" in restarted.problem
     desk.now += 1
     message = stale(restarted)
-    assert "cannot be had from 127.0.0.1" in message
+    assert "cannot be fetched from 127.0.0.1" in message
     assert "ended at" in message
 
 

@@ -190,7 +190,7 @@ def test_a_stored_tree_of_other_entries_is_refused(
     fill(log, 6)
     drop_triggers(connection)
     connection.execute(statement)
-    with pytest.raises(EvidenceError, match=r"the stored tree is not that of its [046] entries"):
+    with pytest.raises(EvidenceError, match=r"the stored tree does not match its [046] entries"):
         EvidenceLog(connection, RUN, KEY)
 
 

@@ -64,7 +64,7 @@ def test_without_newer_collateral_nobody_computes_any_more(tmp_path):
 
 def test_collateral_that_cannot_be_had_ends_the_run_and_says_so(tmp_path):
     def gone():
-        raise EvidenceError("collateral_stale", "the tcbInfo cannot be had from a.example: status 503")
+        raise EvidenceError("collateral_stale", "the tcbInfo cannot be fetched from a.example: status 503")
 
     run = aging_run(tmp_path, lambda clock: gone)
     with pytest.raises(EvidenceError, match="status 503"):

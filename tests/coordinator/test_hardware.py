@@ -48,7 +48,7 @@ def test_an_actors_source_travels_to_it_and_asks_the_machine_there() -> None:
 def test_a_worker_has_the_gpus_that_the_policy_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Guests().gpus() is None
     gpus = pickle.loads(pickle.dumps(Guests(2).gpus()))
-    for given, says in (("", "was given 0"), ("3", "was given 1"), ("GPU-1,GPU-2", "no indices of GPUs follow")):
+    for given, says in (("", "was given 0"), ("3", "was given 1"), ("GPU-1,GPU-2", "no indices of GPUs")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
         with pytest.raises(EvidenceError, match=says) as refused:
             gpus.collect(bytes(32))

@@ -422,7 +422,7 @@ def test_a_ledger_with_a_broken_chain_is_not_written_to(ledger_url: str):
     edits: list[tuple[str, dict[str, Any], str]] = [
         ("UPDATE entries SET body = :new WHERE sequence = 5", {"new": entry.body + b" "}, "entry 5: its content"),
         ("UPDATE entries SET kind = 'account_opened' WHERE sequence = 5", {}, "entry 5: its content"),
-        ("UPDATE charged SET charges = 1", {}, "does not count those of run run-a"),
+        ("UPDATE charged SET charges = 1", {}, "disagrees with the chain about run run-a"),
         ("UPDATE entries SET sequence = 9 WHERE sequence = 5", {}, "entry 5: entry 6 stands in its place"),
     ]  # fmt: skip
     undo: list[tuple[str, dict[str, Any]]] = [

@@ -234,7 +234,7 @@ def test_what_the_ledger_did_not_sign_is_no_head(tmp_path: Path, server: Witness
     server.kept[f"/witness/{key.public.hex()}"] = line
     for location in (str(tmp_path), server.url):
         store = open_witness(location, key.public)
-        with pytest.raises(BudgetError, match=r"witness_unavailable: .*no head that this ledger signed"):
+        with pytest.raises(BudgetError, match=r"witness_unavailable: .*not a head that this ledger signed"):
             store.newest()
         store.close()
 
