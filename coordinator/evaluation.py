@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from coordinator.config import RunConfig
 from coordinator.plan_command import descriptor
 from coordinator.sealed_terms import require_public
-from workers.datasets import Dataset, DatasetDescriptor
+from workers.datasets import Dataset
+from workers.descriptor import DatasetDescriptor
 from workers.evaluating import Metric, Scorer, metric_of
 from workers.models import ModelSource, build_model, loss_function
 

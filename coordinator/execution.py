@@ -48,7 +48,7 @@ from metrics.errors import DatasetError, RaycloakError
 from metrics.events import EventWriter
 from metrics.exporter import Exporter
 from metrics.server import MetricsServer
-from workers.datasets import DatasetDescriptor, export_in_memory
+from workers.descriptor import DatasetDescriptor, export_in_memory
 from workers.manifest import Manifest
 from workers.models import ModelSource
 from workers.worker_messages import WorkerSetup

@@ -18,7 +18,8 @@ from attestation.keys import Purpose, Secret, derive
 from attestation.private_files import read_private
 from metrics.errors import ConfigError, DatasetError
 from metrics.file_errors import file_error
-from workers.datasets import Dataset, DatasetDescriptor, slice_digest
+from workers.datasets import Dataset, slice_digest
+from workers.descriptor import DatasetDescriptor
 
 _HEX = re.compile(rb"[0-9a-fA-F]{64}")
 

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,8 +89,27 @@ def _seal_slice(
         return write_payload(file, key, header.context(v), PAYLOAD, pieces)
 
 
+class SliceLocks(Protocol):
+    """The slices of a dataset, as the keys that a worker is given open and lock them."""
+
+    def take(self, keys: Mapping[int, Secret], hosted: Collection[int]) -> None:
+        """Lock the slices of virtual workers that are not ``hosted``, then open those of ``keys``."""
+        ...
+
+
+class ClearSlices:
+    """The slices of data that is not sealed: all are open, and no key changes that."""
+
+    def take(self, keys: Mapping[int, Secret], hosted: Collection[int]) -> None:
+        """Do nothing."""
+
+
 class SealedDataset:
-    """See `workers.datasets.Dataset`; examples of a slice that is locked are refused.
+    """A :class:`workers.datasets.Dataset` whose examples are refused while their slice is locked.
+
+    Args:
+        folder: as :func:`seal` wrote it.
+        use: what this process opens it for.
 
     Raises:
         ConfigError: ``sealed_data`` if there is none in ``folder``, or it was not sealed for ``use``.
@@ -106,7 +126,7 @@ class SealedDataset:
         return self._form.num_examples
 
     def take(self, keys: Mapping[int, Secret], hosted: Collection[int]) -> None:
-        """Lock the slices of virtual workers that are not ``hosted``, then :meth:`unlock`."""
+        """Lock the slices of virtual workers that are not ``hosted``, then :meth:`unlock` those of ``keys``."""
         self.lock_all_but(hosted)
         self.unlock(keys)
 

@@ -7,7 +7,7 @@ import numpy as np
 from attestation.evidence import CollateralBundle
 from attestation.messages import Envelope
 from attestation.policy import Policy
-from workers.datasets import DatasetDescriptor
+from workers.descriptor import DatasetDescriptor
 from workers.manifest import Manifest, NumericsClass, TensorSpec
 from workers.models import ModelSource
 from workers.payload import VectorRange

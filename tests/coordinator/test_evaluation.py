@@ -8,7 +8,8 @@ import torch
 
 from coordinator.evaluation import Evaluation, Evaluator, open_public
 from metrics.errors import ConfigError
-from workers.datasets import ArrayDataset, DatasetDescriptor
+from workers.datasets import ArrayDataset
+from workers.descriptor import DatasetDescriptor
 from workers.models import ModelSource
 
 

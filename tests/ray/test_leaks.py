@@ -25,7 +25,7 @@ from coordinator.trainer import Trainer
 from metrics.errors import RunFailedError
 from tests.protocol import RENYI
 from tests.ray import leaks
-from workers.datasets import DatasetDescriptor
+from workers.descriptor import DatasetDescriptor
 from workers.guard import _silenced
 from workers.manifest import Manifest
 

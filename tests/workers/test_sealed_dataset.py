@@ -18,7 +18,8 @@ from attestation.simulator import SimulatedVendor, code_measurement
 from coordinator.tables import evaluation_text, plan_rows, sealed_text
 from metrics.errors import ConfigError, DatasetError, EvidenceError, RaycloakError
 from tests.protocol import NOW, VIRTUAL_WORKERS, examples, whole_run
-from workers.datasets import ArrayDataset, DatasetDescriptor, dataset_form, slice_ids
+from workers.datasets import ArrayDataset, dataset_form, slice_ids
+from workers.descriptor import DatasetDescriptor
 from workers.sealed_dataset import SealedDataset, seal
 
 KEY, POLICY, COUNT = Secret(b"d" * 32), b"p" * 32, 3
