@@ -35,12 +35,13 @@ from workers.clipping import ClippedSum, GradientEngine
 from workers.datasets import ArrayDataset
 from workers.known_answer import known_answer
 from workers.masks import PairSecret, masked_sum, roster_masks
-from workers.measuring import ClassCounts
+from workers.measuring import ClassCountEngine
 from workers.models import ModelSource, build_model, cross_entropy
 from workers.noise import NoiseSampler
 from workers.numerics import pin_numerics
 from workers.payload import VectorRange
 from workers.ring import decode
+from workers.run_member import RunMember
 from workers.train_worker import TrainWorker
 from workers.virtual_worker import VirtualWorkerComputer
 
@@ -122,7 +123,7 @@ def test_two_queries_of_a_step_under_one_noise_tell_their_difference(monkeypatch
     renamed = counts.model_copy(update={"mechanism": counts.mechanism.model_copy(update={"query": "evaluation"})})
     data = ArrayDataset(*examples())
     first, second = (
-        VirtualWorkerComputer(of.mechanism, ClassCounts(counts), data).vector(0, KEYS, 0, b"p" * 32, START)
+        VirtualWorkerComputer(of.mechanism, ClassCountEngine(counts), data).vector(0, KEYS, 0, b"p" * 32, START)
         for of in (counts, renamed)
     )
     noise_free = np.array_equal(first.values, second.values)
@@ -260,7 +261,7 @@ def test_an_attempt_counter_that_restarts_shows_a_moved_vector(tmp_path, monkeyp
     first = hand.roster()
     if rule == "removed":
         genuine = masks.mask_key
-        monkeypatch.setattr(TrainWorker, "_check_position", lambda self, roster: None)
+        monkeypatch.setattr(RunMember, "_check_position", lambda self, roster: None)
         monkeypatch.setattr(
             masks, "mask_key", lambda secret, **context: genuine(secret, **{**context, "roster_digest": b""})
         )
@@ -269,7 +270,7 @@ def test_an_attempt_counter_that_restarts_shows_a_moved_vector(tmp_path, monkeyp
     if rule == "kept":
         assert next_attempt_after_restart(hand) == 1
         assert hand.code("worker-0", hand.request(restarted)) == "step_fenced"
-        monkeypatch.setattr(TrainWorker, "_check_position", lambda self, roster: None)
+        monkeypatch.setattr(RunMember, "_check_position", lambda self, roster: None)
     _, (after,) = hand.ask("worker-0", hand.request(restarted))
     moved = before - after == hand.clear_vector(3)
     assert moved.all() if rule == "removed" else moved.mean() < 0.01

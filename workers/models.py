@@ -59,6 +59,23 @@ class ModelSource:
         return loaded
 
 
+@dataclass(frozen=True, slots=True)
+class ModelRuntime:
+    """How a process builds and runs the model of a run.
+
+    Attributes:
+        build: gives each caller a module of its own, with the initial parameters.
+        loss_fn: one loss per example.
+        device: ``cpu`` or ``cuda``.
+        deterministic: whether an operation without a deterministic kernel is refused.
+    """
+
+    build: Callable[[], nn.Module]
+    loss_fn: LossFn
+    device: str
+    deterministic: bool
+
+
 def build_model(source: ModelSource, base: Path | str, seed: int) -> nn.Module:
     """Call the user's function with torch's generator at the public ``seed``; the global generator is left as it was.
 

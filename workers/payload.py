@@ -74,8 +74,8 @@ class Header(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
-    """One attempt as a worker or aggregator knows it from its own verified inputs; headers are held against it."""
+class VerifiedAttempt:
+    """One attempt of a step, as a member knows it from inputs that it verified; headers are compared with it."""
 
     roster: Roster
     roster_digest: bytes
@@ -86,8 +86,8 @@ class Attempt:
     @classmethod
     def of(
         cls, roster: Roster, parameter_digest: bytes, ranges: Sequence[VectorRange], ring_bits: RingBits
-    ) -> "Attempt":
-        """From a roster that :func:`attestation.roster.open_roster` has verified."""
+    ) -> "VerifiedAttempt":
+        """Return the attempt of a roster that :func:`attestation.roster.open_roster` has verified."""
         return cls(roster, roster.digest(), parameter_digest, tuple(ranges), ring_bits)
 
 
@@ -103,7 +103,9 @@ def vector_tag(key: Secret, vector: RingVector) -> bytes:
     return mac.finalize()[:VECTOR_TAG_BYTES]
 
 
-def payload_key(own_key: AgreementKey, peer: Member, attempt: Attempt, *, range_index: int, sender: str) -> Secret:
+def payload_key(
+    own_key: AgreementKey, peer: Member, attempt: VerifiedAttempt, *, range_index: int, sender: str
+) -> Secret:
     """The one-time Poly1305 key of one array, which its worker and the range's aggregator can both derive.
 
     Guarantee: the key differs for every (run, roster, step, attempt, parameters, range, sender). It authenticates
@@ -151,7 +153,12 @@ def check_payload(key: Secret, array: RingVector, header: Header, *, range_index
 
 
 def seal_header(
-    attempt: Attempt, sender: str, identity: IdentityKey, *, vector_tags: Sequence[bytes], payload_tags: Sequence[bytes]
+    attempt: VerifiedAttempt,
+    sender: str,
+    identity: IdentityKey,
+    *,
+    vector_tags: Sequence[bytes],
+    payload_tags: Sequence[bytes],
 ) -> Envelope:
     """Sign the header of ``sender``'s arrays.
 
@@ -180,7 +187,7 @@ def seal_header(
     return seal(header, identity)
 
 
-def open_header(envelope: Envelope, attempt: Attempt, sender: str) -> Header:
+def open_header(envelope: Envelope, attempt: VerifiedAttempt, sender: str) -> Header:
     """Verify a header against what its receiver knows.
 
     Guarantee: returns only a header that ``sender``, a worker of the roster, signed for exactly this run, manifest,

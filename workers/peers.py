@@ -16,7 +16,7 @@ from attestation.mutual import appraise_orchestrator
 from attestation.roster import Member, Roster
 from metrics.errors import EvidenceError
 from workers.masks import PairSecret, roster_masks
-from workers.payload import Attempt
+from workers.payload import VerifiedAttempt
 from workers.worker_messages import Admission
 
 
@@ -111,7 +111,7 @@ class Peers:
                     manifest_digest=roster.manifest_digest,
                 )
 
-    def masks(self, attempt: Attempt) -> Sequence[Sequence[tuple[Secret, int]]]:
+    def masks(self, attempt: VerifiedAttempt) -> Sequence[Sequence[tuple[Secret, int]]]:
         """Per range, (key, sign) towards every other worker; see `workers.masks.roster_masks`."""
         return roster_masks(
             {peer_id: pair for (peer_id, _), pair in self._pairs.items()},

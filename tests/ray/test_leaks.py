@@ -90,7 +90,7 @@ def _search_inside(worker, home, tests):
 
 def _plant(worker, home):
     """Runs in a worker's process; leaves there what must not leave it."""
-    values = next(iter(worker._vectors.values())).values
+    values = next(iter(worker._stage._vectors.values())).values
     (Path(home) / "planted").write_bytes(values.tobytes())
 
 

@@ -201,7 +201,7 @@ def test_evaluation_keys_have_a_quota_and_log_entries_of_their_own(tmp_path):
 
 def test_a_worker_forgets_the_slices_that_it_has_no_keys_of_in_the_next_epoch(tmp_path):
     run = EvaluatedRun(tmp_path, workers=2, epoch_steps=1)
-    opened = run.workers["worker-0"]._evaluating._dataset
+    opened = run.workers["worker-0"]._stage.planned.workload.split.dataset
     assert set(opened._open) == set(run.hosting["worker-0"])
     run.admit("worker-0")
     run.place({"worker-0": run.hosting["worker-0"][:1]}, epoch=1)
@@ -211,7 +211,7 @@ def test_a_worker_forgets_the_slices_that_it_has_no_keys_of_in_the_next_epoch(tm
 def test_a_worker_takes_no_evaluation_keys_in_the_place_of_others(run):
     """Nor those of another split."""
     name, hosted = "worker-0", run.hosting["worker-0"]
-    release = run.orchestrator.release(name, 0, hosted, run.workers[name]._watch.length)
+    release = run.orchestrator.release(name, 0, hosted, run.workers[name]._stage._watch.length)
     for wrong in (
         replace(release, evaluation=replace(release, evaluation=None)),
         replace(release, slices=release.evaluation),

@@ -197,7 +197,8 @@ def test_a_run_trains_on_sealed_data_and_its_driver_opens_none(tmp_path):
     assert later
     assert "worker-1" not in later
     for name, worker in opened.items():
-        assert set(worker._work.dataset._open) == set(worker._evaluating._dataset._open) == given[name]
+        assert set(worker._stage.planned.workload.dataset._open) == given[name]
+        assert set(worker._stage.planned.workload.split.dataset._open) == given[name]
     features = np.concatenate([examples()[0], split()[0]])
     talks = [talk for talk in run.stage.log if talk[0].member_id.startswith(("worker", "aggregator"))]
     sent = [pickle.dumps((call.arguments, [each.value for each in references])) for call, references in talks]
