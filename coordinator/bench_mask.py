@@ -14,7 +14,7 @@ from attestation.roster import Member, Roster
 from metrics.errors import ConfigError
 from workers.masks import apply_masks
 from workers.payload import VectorRange, VerifiedAttempt, payload_key, seal_header, tag_payload
-from workers.ring import BLOCK_BYTES, FloatVector, RingBits, RingVector, encode_into, fit_ring, ring_dtype
+from workers.ring import CACHE_BLOCK_BYTES, FloatVector, RingBits, RingVector, encode_into, fit_ring, ring_dtype
 from workers.streams import KeyStream
 
 
@@ -113,7 +113,7 @@ def _seconds(action: Callable[[], object]) -> float:
 
 def _bare_keystreams(keys: list[Secret], count: int) -> None:
     """Generate ``count`` bytes of each key's stream and keep none."""
-    buffer = np.empty(min(count, BLOCK_BYTES), np.uint8)
+    buffer = np.empty(min(count, CACHE_BLOCK_BYTES), np.uint8)
     for key in keys:
         stream = KeyStream(key)
         for start in range(0, count, len(buffer)):

@@ -19,6 +19,7 @@ from coordinator.manifest import run_terms
 from metrics.errors import BudgetError
 from tests.coordinator.ledger_cases import MANIFEST, PARAMETERS, opened
 from tests.models import wide_model
+from tests.noise import draws
 from tests.protocol import (
     VIRTUAL_WORKERS,
     HandRun,
@@ -37,7 +38,6 @@ from workers.known_answer import known_answer
 from workers.masks import PairSecret, masked_sum, roster_masks
 from workers.measuring import ClassCountEngine
 from workers.models import ModelSource, build_model, cross_entropy
-from workers.noise import NoiseSampler
 from workers.numerics import pin_numerics
 from workers.payload import VectorRange
 from workers.ring import decode
@@ -361,8 +361,8 @@ def test_a_worker_takes_its_own_noise_off(tmp_path, rule):
     """With two workers one of them knows half of the shares; the epsilon against it is stated beside the other."""
     run = trained(tmp_path, num_workers=2, steps=1)
     plan = run.finished.plan
-    sampler, count = NoiseSampler(plan.mechanism.sigma, 64), 20_000
-    shares = [sampler.draws(keys_of(RUN, v).stream, 0, count) for v in range(VIRTUAL_WORKERS)]
+    count = 20_000
+    shares = [draws(plan.mechanism.sigma, keys_of(RUN, v).stream, 0, count) for v in range(VIRTUAL_WORKERS)]
     known = sum(shares[:4]) if rule == "removed" else 0
     remaining = np.std(sum(shares) - known) / (plan.mechanism.sigma * math.sqrt(VIRTUAL_WORKERS))
     assert remaining == pytest.approx(math.sqrt(0.5) if rule == "removed" else 1, rel=0.03)

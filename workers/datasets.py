@@ -15,22 +15,23 @@ from attestation.messages import Message
 from metrics.errors import DatasetError
 
 Batch = tuple[NDArray[Any], NDArray[Any]]
+# Rows read at once while slices are hashed: bounds memory, and changes no digest.
 _CHUNK = 1024
 
 
 @runtime_checkable
 class Dataset(Protocol):
-    """Examples with ids 0 .. len-1."""
+    """A dataset: examples with ids 0 .. len-1."""
 
     def __len__(self) -> int:
-        """Number of examples."""
+        """Return the number of examples."""
         ...
 
     def batch(self, ids: NDArray[np.int64]) -> Batch:
-        """Features [n, ...] float32 or int64 and labels [n] or [n, k] int64 or float32 of ``ids`` [n], in order.
+        """Return features [n, ...] and labels [n] or [n, k], each float32 or int64, of ``ids`` [n], in order.
 
-        The same id always gives the same bytes, and dtypes and trailing shapes are the same for all ids, also for
-        an empty ``ids``.
+        The same id always gives the same bytes. Dtypes and trailing shapes are the same for all ids, also for an empty
+        ``ids``.
         """
         ...
 
@@ -53,7 +54,7 @@ class DatasetForm(Message):
 
 
 class ArrayDataset:
-    """Features [N, ...] and labels [N] or [N, k] held in memory.
+    """A dataset of features [N, ...] and labels [N] or [N, k], held in memory.
 
     Args:
         scale: every feature is divided by it; 1.0 leaves integer features integers.
@@ -76,8 +77,8 @@ class ArrayDataset:
         return len(self._features)
 
     def batch(self, ids: NDArray[np.int64]) -> Batch:
-        """See :class:`Dataset`."""
-        # A warning about an overflow would tell something about the examples.
+        """Return the examples of ``ids``, converted as the module says; see :class:`Dataset`."""
+        # A warning about an overflow would tell something about the examples, and reach the log.
         with np.errstate(all="ignore"):
             features = self._features[ids].astype(self._feature_dtype)
             if self._scale != 1.0:
@@ -109,7 +110,7 @@ def check_arrays(features: NDArray[Any], labels: NDArray[Any], name: str) -> Non
 
 
 def dataset_form(dataset: Dataset) -> DatasetForm:
-    """Shapes and dtypes of ``dataset``, read without any example.
+    """Return the shapes and dtypes of ``dataset``, read without any example.
 
     Raises:
         DatasetError: ``dataset_empty``, or ``dataset_dtype`` if a batch breaks the :class:`Dataset` contract.
@@ -137,7 +138,7 @@ def dataset_form(dataset: Dataset) -> DatasetForm:
 
 
 def slice_ids(virtual_worker: int, virtual_workers: int, num_examples: int) -> NDArray[np.int64]:
-    """Ids of the examples of one virtual worker: those congruent to ``virtual_worker`` modulo V, ascending.
+    """Return the ids of one virtual worker's examples: all that equal ``virtual_worker`` modulo V, ascending.
 
     Raises:
         DatasetError: ``dataset_small`` if there are fewer examples than virtual workers.
@@ -153,7 +154,7 @@ def slice_ids(virtual_worker: int, virtual_workers: int, num_examples: int) -> N
 
 
 def slice_digest(dataset: Dataset, ids: NDArray[np.int64]) -> bytes:
-    """SHA-256 over dtype, shape and bytes of the features and labels of ``ids``, in their order.
+    """Return a SHA-256 over dtype, shape and bytes of the features and labels of ``ids``, in their order.
 
     Guarantee: changes with any byte, dtype, shape or the order of the examples; independent of how the dataset is
     stored and of the chunks it is read in.

@@ -1,4 +1,4 @@
-"""Masked vectors on the wire: keyed tags and the signed header that goes with them.
+"""Masked vectors on the wire: keyed tags, and the signed header that comes with them.
 
 A worker answers one attempt with one signed header and one array per parameter range. The header names everything
 the arrays belong to and carries a Poly1305 tag per array, so the arrays themselves travel as raw ring words.
@@ -20,6 +20,7 @@ from attestation.roster import Member, Roster
 from metrics.errors import ProtocolError
 from workers.ring import RingBits, RingVector, ring_dtype
 
+# Half an HMAC-SHA-256: another vector has the same tag with a chance of 2^-128, and headers stay small.
 VECTOR_TAG_BYTES = 16
 
 # Base64 instead of hexadecimal: eight vector tags and three ranges then fit one kibibyte with the signature.
@@ -28,7 +29,7 @@ _COMPACT_BYTES = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
 @dataclass(frozen=True, slots=True)
 class VectorRange:
-    """Coordinates [offset, offset + length) of the flat vector, owned by the aggregator with this index."""
+    """The coordinates [offset, offset + length) of the flat vector, owned by the aggregator with this index."""
 
     index: int
     offset: int
@@ -48,11 +49,11 @@ class PayloadInfo(Message):
 
 
 class Header(Message):
-    """What a worker's masked arrays of one attempt belong to.
+    """The header of a worker's masked arrays: the attempt that they belong to.
 
     Attributes:
         sender: member id of the worker.
-        virtual_workers: those whose vectors are in the sum, as in the roster.
+        virtual_workers: all whose vectors are in the sum, as in the roster.
         vector_tags: per virtual worker, :func:`vector_tag` of its encoded, noised vector.
         payloads: one per parameter range, in range order.
     """
@@ -92,11 +93,11 @@ class VerifiedAttempt:
 
 
 def vector_tag(key: Secret, vector: RingVector) -> bytes:
-    """HMAC-SHA-256 of an encoded, noised vector, cut to 16 bytes.
+    """Return the HMAC-SHA-256 of an encoded, noised vector, cut to 16 bytes.
 
-    Two hosts of a virtual worker hold the same key, so a recomputation that differs in one bit shows; to everybody
-    else the tag is random. ``key`` must belong to one (virtual worker, step, parameters, slice), else equal vectors
-    of two steps would show.
+    Two hosts of a virtual worker hold the same key, so a recomputation that differs in one bit shows. To everybody
+    else the tag is random. ``key`` must belong to one (virtual worker, step, parameters, slice): otherwise equal
+    vectors of two steps would show.
     """
     mac = HMAC(key.reveal(), SHA256())
     mac.update(_raw(vector))
@@ -106,7 +107,7 @@ def vector_tag(key: Secret, vector: RingVector) -> bytes:
 def payload_key(
     own_key: AgreementKey, peer: Member, attempt: VerifiedAttempt, *, range_index: int, sender: str
 ) -> Secret:
-    """The one-time Poly1305 key of one array, which its worker and the range's aggregator can both derive.
+    """Return the one-time Poly1305 key of one array, which its worker and the range's aggregator can both derive.
 
     Guarantee: the key differs for every (run, roster, step, attempt, parameters, range, sender). It authenticates
     one array only: a worker must answer a repeated attempt with the same bytes or not at all.
@@ -127,7 +128,7 @@ def payload_key(
 
 
 def tag_payload(key: Secret, array: RingVector) -> bytes:
-    """Poly1305 tag (16 bytes) over the raw words of ``array``, which is not copied."""
+    """Return the Poly1305 tag (16 bytes) over the raw words of ``array``, which is not copied."""
     return Poly1305.generate_tag(key.reveal(), _raw(array))
 
 
@@ -236,5 +237,5 @@ def _check_ranges(header: Header, ranges: Sequence[VectorRange]) -> None:
 
 
 def _raw(array: RingVector) -> memoryview:
-    """The bytes of a C-contiguous array, not copied."""
+    """Return the bytes of a C-contiguous array, not copied."""
     return array.data.cast("B")

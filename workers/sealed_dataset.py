@@ -1,4 +1,4 @@
-"""A dataset whose slices are encrypted, and open one by one: :func:`seal` writes one, :class:`SealedDataset` reads it.
+"""Sealed datasets: each slice is encrypted under its own key, and opened by itself.
 
 Guarantee: an example is in memory only in a process that was given the key of its slice.
 """
@@ -23,6 +23,7 @@ from metrics.errors import DatasetError, EvidenceError
 from metrics.file_errors import file_error
 from workers.datasets import Batch, Dataset, DatasetForm, dataset_form, slice_ids
 
+# Rows encrypted at once: bounds the memory of sealing.
 _CHUNK = 1024
 _RESTORE = "Restore the folder as `raycloak data seal` wrote it."
 
@@ -40,10 +41,10 @@ def seal(
     Memory: a few thousand examples, whatever the size.
 
     Args:
-        use: what its slices may be opened for; see `attestation.sealed_data`.
+        use: the one purpose that its slices may be opened for; see `attestation.sealed_data`.
 
     Raises:
-        DatasetError: ``dataset_small``, ``dataset_unreadable`` if the folder is there or cannot be written.
+        DatasetError: ``dataset_small``, or ``dataset_unreadable`` if the folder exists or cannot be written.
     """
     form = dataset_form(dataset)
     slices = [slice_ids(v, virtual_workers, len(dataset)) for v in range(virtual_workers)]
@@ -64,6 +65,7 @@ def seal(
             )
             commitments = tuple(key_commitment(key) for key in keys)
             sealed = header.model_copy(update={"key_commitments": commitments, "slices": payloads})
+            # Last: a folder without a header is no sealed dataset, however far the slices came.
             (folder / HEADER_FILE).write_bytes(sealed.encode())
     except OSError as error:
         raise file_error("dataset_unreadable", "write", folder, error, DatasetError) from None
@@ -72,7 +74,7 @@ def seal(
 
 @contextmanager
 def _whole(folder: Path) -> Iterator[None]:
-    """Leave nothing of a new folder if what fills it fails."""
+    """Remove a new folder again if filling it fails."""
     try:
         yield
     except BaseException:
@@ -109,10 +111,10 @@ class SealedDataset:
 
     Args:
         folder: as :func:`seal` wrote it.
-        use: what this process opens it for.
+        use: the purpose that this process opens it for.
 
     Raises:
-        ConfigError: ``sealed_data`` if there is none in ``folder``, or it was not sealed for ``use``.
+        ConfigError: ``sealed_data`` if ``folder`` has no sealed dataset, or one that was not sealed for ``use``.
     """
 
     def __init__(self, folder: Path, use: Use = "training") -> None:
@@ -131,7 +133,7 @@ class SealedDataset:
         self.unlock(keys)
 
     def unlock(self, keys: Mapping[int, Secret]) -> None:
-        """Decrypt the slices that ``keys`` are of into memory.
+        """Decrypt the slices of ``keys`` into memory.
 
         Raises:
             EvidenceError: ``key_not_committed``.
@@ -147,7 +149,7 @@ class SealedDataset:
         self._open = {v: batch for v, batch in self._open.items() if v in slices}
 
     def batch(self, ids: NDArray[np.int64]) -> Batch:
-        """As `workers.datasets.Dataset.batch`; DatasetError ``slice_sealed`` if the slice of an id is locked."""
+        """Return the examples of ``ids``, in order; DatasetError ``slice_sealed`` if the slice of one is locked."""
         features, labels = self._empty(len(ids))
         slices = ids % self.header.virtual_workers
         for v in np.unique(slices):
