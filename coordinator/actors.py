@@ -39,7 +39,7 @@ from coordinator.output import divert_logger
 from coordinator.own_process import nvml_missing, own_node
 from coordinator.platform_actor import NodePlatform
 from metrics.errors import RaycloakError, RunFailedError
-from metrics.gpu import GpuReading, GpuSampler
+from metrics.gpu_readings import GpuReading, GpuSampler
 
 START_DEADLINE_S = 120.0
 _WIRED = {ServingOrchestrator: OrchestratorActor, PrivacyLedger: LedgerActor}

@@ -43,7 +43,7 @@ from coordinator.run_service import announce
 from coordinator.sealed_terms import evaluation_folder
 from coordinator.stopping import StopRequest, stop_on_signals
 from coordinator.views import metrics_view, run_facts, verdict_of
-from metrics.collectors import GpuCollector, LedgerCollector, RunMetrics
+from metrics.collectors import GpuReadingCollector, LedgerCollector, RunMetrics
 from metrics.errors import DatasetError, RaycloakError
 from metrics.events import EventWriter
 from metrics.exporter import Exporter
@@ -244,7 +244,7 @@ class Execution:
     ) -> Reporting:
         exporter = Exporter()
         exporter.add(LedgerCollector(lambda: metrics_view(_ask(control.actors["ledger"], "view", deadline_s=5.0))))
-        exporter.add(GpuCollector(samplers.sample))
+        exporter.add(GpuReadingCollector(samplers.sample))
         server = MetricsServer(exporter.registry, self._config.metrics.bind)
         stack.callback(server.close)
         self._notice(f"metrics: {server.url}")

@@ -49,7 +49,7 @@ def own_process(_: Any) -> ActorProcess | None:
 
 def nvml_missing(_: Any, node: str) -> str | None:
     """Why the node of the actor that is asked, called ``node``, has no readings of GPUs; None where it has NVML."""
-    from metrics.gpu import GpuSampler  # here, for an actor that is asked nothing of the kind
+    from metrics.gpu_readings import GpuSampler  # here, for an actor that is asked nothing of the kind
 
     sampler = GpuSampler(node)
     try:

@@ -16,10 +16,10 @@ from raycloak_layout import VERSION
 from workers.manifest import Manifest
 
 
-def metrics_view(view: LedgerView) -> collectors.LedgerView:
+def metrics_view(view: LedgerView) -> collectors.LedgerFigures:
     """The ledger's view as the scrape shows it."""
     accounts = tuple(
-        collectors.AccountView(
+        collectors.AccountFigures(
             name=account.name,
             epsilon_cap=account.epsilon_cap,
             delta=account.delta,
@@ -29,7 +29,7 @@ def metrics_view(view: LedgerView) -> collectors.LedgerView:
         )
         for account in view.accounts
     )
-    return collectors.LedgerView(accounts, view.head.sequence, view.fencing)
+    return collectors.LedgerFigures(accounts, view.head.sequence, view.fencing)
 
 
 def run_facts(manifest: Manifest, evidence_class: str, workers_required: int) -> collectors.RunFacts:
