@@ -260,10 +260,10 @@ def test_an_attempt_counter_that_restarts_shows_a_moved_vector(tmp_path, monkeyp
     other_map = {"worker-0": (0, 1, 2), "worker-1": (3, 4, 5, 6, 7)}
     first = hand.roster()
     if rule == "removed":
-        genuine = masks.mask_key
+        genuine = masks.keystream_key
         monkeypatch.setattr(RunMember, "_check_position", lambda self, roster: None)
         monkeypatch.setattr(
-            masks, "mask_key", lambda secret, **context: genuine(secret, **{**context, "roster_digest": b""})
+            masks, "keystream_key", lambda secret, **context: genuine(secret, **{**context, "roster_digest": b""})
         )
     _, (before,) = hand.ask("worker-0", hand.request(first))
     restarted = with_hosting(hand, first, other_map, nonce=b"\1" * 32)

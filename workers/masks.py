@@ -64,11 +64,11 @@ class PairSecret:
         while self.index < index:
             self.advance()
 
-    def mask_key(
+    def keystream_key(
         self, *, roster_digest: bytes, step: int, attempt: int, parameter_digest: bytes, cut: bytes, range_index: int
     ) -> Secret:
-        """Return the pair's mask key over one range, as :func:`mask_key` derives it."""
-        return mask_key(
+        """Return the key of the pair's mask over one range, as :func:`keystream_key` derives it."""
+        return keystream_key(
             self._secret,
             roster_digest=roster_digest,
             step=step,
@@ -79,7 +79,7 @@ class PairSecret:
         )
 
 
-def mask_key(
+def keystream_key(
     pair: Secret,
     *,
     roster_digest: bytes,
@@ -137,7 +137,7 @@ def roster_masks(
     return tuple(
         tuple(
             (
-                pairs[peer].mask_key(
+                pairs[peer].keystream_key(
                     roster_digest=roster_digest,
                     step=roster.step,
                     attempt=roster.attempt,

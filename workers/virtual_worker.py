@@ -44,19 +44,20 @@ class VirtualWorkerComputer:
         mechanism: how examples are sampled, clipped, encoded and noised.
         engine: computes what an example contributes, and clips it.
         dataset: all examples that this process may open.
+        slices: by virtual worker, those whose digest is known; computers on one dataset may share them.
     """
 
-    def __init__(self, mechanism: Mechanism, engine: SumEngine, dataset: Dataset) -> None:
+    def __init__(
+        self, mechanism: Mechanism, engine: SumEngine, dataset: Dataset, slices: dict[int, Slice] | None = None
+    ) -> None:
         self._mechanism = mechanism
         self._engine = engine
         self._dataset = dataset
-        self._slices: dict[int, Slice] = {}
+        self._slices = {} if slices is None else slices
 
     def beside(self, mechanism: Mechanism, engine: SumEngine) -> "VirtualWorkerComputer":
         """Return a computer for another mechanism on the same slices, which are read for their digests only once."""
-        other = VirtualWorkerComputer(mechanism, engine, self._dataset)
-        other._slices = self._slices
-        return other
+        return VirtualWorkerComputer(mechanism, engine, self._dataset, self._slices)
 
     def slice(self, v: int) -> Slice:
         """Return the slice of virtual worker ``v``; its digest reads every example once."""
