@@ -242,6 +242,7 @@ class LedgerCollector:
         values.set("raycloak_ledger_entries", view.entries)
         values.set("raycloak_ledger_fencing", view.fencing)
         values.set("raycloak_ledger_accounts", len(view.accounts))
+        # The label's bound would fold all further accounts into one, with the figures of the last.
         most_spent = sorted(view.accounts, key=lambda account: account.budget_spent_ratio, reverse=True)
         for account in most_spent[: ACCOUNT.at_most]:
             _put_account(values, account)
@@ -292,6 +293,7 @@ def _put_reading(values: Values, reading: GpuReading) -> None:
         if errors is not None:
             values.set("raycloak_gpu_ecc_errors_total", errors, *labels, kind)
     if reading.confidential_state is not None:
+        # Every state, so that one that has ended is exported as 0 and not as its last value.
         for state in GPU_STATES:
             values.set(
                 "raycloak_gpu_confidential_compute_state", state == reading.confidential_state, reading.node, state

@@ -9,6 +9,7 @@ from metrics.dashboard_panels import ROWS, Panel, PromQuery
 PATH = Path(__file__).parent / "dashboards" / "raycloak.json"
 # Grafana's own grid.
 GRID_WIDTH = 24
+# Each Grafana has data sources of its own, so the reader picks one by a variable.
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
@@ -26,7 +27,9 @@ def dashboard() -> dict[str, Any]:
         "tags": ["raycloak", "privacy"],
         "schemaVersion": 39,
         "version": 1,
+        # Grafana gives it a number of its own.
         "id": None,
+        # The file is generated: a change made in Grafana would be lost.
         "editable": False,
         "graphTooltip": 1,
         "refresh": "10s",

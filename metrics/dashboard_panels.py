@@ -37,7 +37,7 @@ class Panel:
     Args:
         title, description: shown to the reader.
         kind: Grafana panel type.
-        queries: what it draws.
+        queries: its PromQL, drawn in this order.
         unit: Grafana unit id.
         width, height: in grid cells; a row is 24 wide.
         steps: thresholds as (from value, color), the first from minus infinity.
@@ -341,7 +341,7 @@ GPU_ROW = Row(
         ),
         Panel(
             "Memory used",
-            "Share of what is installed.",
+            "Share of the memory that is installed.",
             "timeseries",
             (
                 PromQuery(

@@ -86,7 +86,7 @@ class Exporter(Collector):
         """Yield the families of all sources.
 
         Raises:
-            RefusedError: ``metric_undeclared`` if a source emits what it did not declare; the scrape then fails.
+            RefusedError: ``metric_undeclared`` if a source emits an undeclared family; the scrape then fails.
         """
         for source in self._sources:
             # By the family's own name: a counter's lacks the suffix of its samples.

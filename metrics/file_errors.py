@@ -36,5 +36,6 @@ def file_error(
 
 def _remedy(error: OSError, verb: str) -> str:
     if error.errno == errno.ENOENT and verb != "read":
+        # A file that is to be written need not exist, but its folder must.
         return "Make its folder first, or check the path."
     return _REMEDIES.get(error.errno or 0, _OTHERWISE)

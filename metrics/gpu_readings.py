@@ -118,6 +118,7 @@ def _ecc_errors(handle: Any, kind: int) -> int | None:
 
 def confidential_state(nvml: Any = pynvml) -> ConfidentialState | None:
     """Return the mode of the node as NVML states it, None where it does not; ``nvml`` must be initialised."""
+    # Drivers that lack the settings may have the older state, which knows no protected PCIe.
     settings = _confidential_settings(nvml) or _supported(nvml.nvmlSystemGetConfComputeState)
     if settings is None:
         return None

@@ -112,6 +112,7 @@ def exactness_mark(exact: bool) -> str:
 
 ACCOUNT = Label("account")
 
+# A process has one run.
 _RUN = Label("run", at_most=1)
 _ROLE = Label("role", at_most=8)
 _CODE = Label("code")

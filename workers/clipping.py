@@ -59,7 +59,7 @@ class ClippedSum:
 
     Args:
         sizes: number of coordinates of each tensor, in canonical order.
-        clip: C, or None to add gradients as they are (data declared public); non-finite ones contribute zero still.
+        clip: C, or None to add gradients as they are (data declared public); non-finite ones still contribute zero.
         device: where the gradients are.
     """
 
@@ -223,7 +223,7 @@ class GradientEngine:
                 assert len(features) == len(labels) == len(valid) == mechanism.micro_batch_size, "one fixed shape"
                 clipped.add(self._gradients(self._tensor(features), self._tensor(labels)), self._tensor(valid))
                 count += 1
-        assert count == mechanism.micro_batches, "M forward passes, whatever was drawn"
+        assert count == mechanism.micro_batches, "M forward passes for every draw"
         return clipped.total()
 
     def _tensor(self, array: NDArray[np.generic]) -> Tensor:

@@ -32,7 +32,7 @@ class OpenedDataset:
     """A dataset that this process may read.
 
     Attributes:
-        examples: all of them; those of a sealed slice are refused until its key has come.
+        examples: all of them; a sealed slice is refused until its key has come.
         slices: where the keys of slices go.
     """
 

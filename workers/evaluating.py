@@ -37,7 +37,7 @@ Metric = Literal["accuracy", "loss"]
 
 # The size of a batch decides how a kernel rounds, so it is no setting: a score has the same bits on every worker.
 _BATCH = 256
-# A score travels as the eight bytes of a float64: every bit arrives, and those of a loss that is not finite.
+# A score travels as the eight bytes of a float64: every bit arrives, also of a loss that is not finite.
 _FLOAT = struct.Struct(">d")
 
 
@@ -155,7 +155,7 @@ class SealedSplit:
 
     Attributes:
         dataset: its examples.
-        scorer: what scores them.
+        scorer: scores them with a model of its own.
     """
 
     dataset: SealedDataset
@@ -186,7 +186,7 @@ class SliceEvaluator:
     Args:
         attester: in whose name, and with whose key, answers are signed.
         manifest: of the run whose orders are taken; it was checked.
-        split: what is evaluated on.
+        split: the opened split to evaluate on.
     """
 
     def __init__(self, attester: Attester, manifest: Manifest, split: SealedSplit) -> None:

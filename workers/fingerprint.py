@@ -21,6 +21,7 @@ from metrics.file_errors import file_error
 from workers.datasets import Dataset, slice_digest
 from workers.descriptor import DatasetDescriptor
 
+# A key that was typed or cut short must not pass for one of 32 random bytes.
 _HEX = re.compile(rb"[0-9a-fA-F]{64}")
 
 

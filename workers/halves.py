@@ -50,6 +50,7 @@ class SecondHalves:
 
     def __init__(self, attester: Attester) -> None:
         self._attester = attester
+        # The service keeps an evidence log of its own, which must not lose entries between two epochs.
         self._watch = LogWatch()
 
     def complete(

@@ -83,7 +83,7 @@ class Computation(Message):
     """All that determines the bytes of the weights, given the run secret and the data.
 
     Attributes:
-        measurements: what is released beside the gradients, in the order of release.
+        measurements: the other releases beside the gradients, in their order.
         model: ``module:function`` or the qualified name of a callable, for the reader.
         model_code: SHA-256 of the model's source.
         loss: ``cross_entropy``, ``mse`` or ``module:function``.

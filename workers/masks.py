@@ -161,7 +161,7 @@ def apply_masks(vector: RingVector, masks: Sequence[tuple[Secret, int]]) -> None
 def masked_sum(vectors: Sequence[RingVector], masks: Sequence[tuple[Secret, int]], out: RingVector) -> None:
     """Write the ring sum of ``vectors`` and signed masks to ``out``, all of one length and ring.
 
-    Guarantee: ``out`` is Σ vectors + Σ sign·keystream mod 2^bits, whatever the order of either; no mask exists
+    Guarantee: ``out`` is Σ vectors + Σ sign·keystream mod 2^bits, in any order of either; no mask exists
     beyond one cache-sized block, and an unmasked sum of several vectors never exists as a whole.
 
     Args:
@@ -178,6 +178,7 @@ def masked_sum(vectors: Sequence[RingVector], masks: Sequence[tuple[Secret, int]
     for start in range(0, len(out), block):
         target = out[start : start + block]
         mask = keystream[: len(target)]
+        # The first vector is copied block by block: whole, `out` would be an unmasked sum for a while.
         if vectors[0] is not out:
             np.copyto(target, vectors[0][start : start + block])
         for vector in vectors[1:]:

@@ -4,7 +4,7 @@
     class_counts   ClassCountEngine
     evaluation     PrivateEvaluationEngine
 
-Whatever the query, every example adds one bounded vector through :class:`workers.clipping.ClippedSum`. Shapes and work
+For every query, an example adds one bounded vector through :class:`workers.clipping.ClippedSum`. Shapes and work
 depend on public numbers alone: always M micro-batches of m rows.
 """
 

@@ -68,8 +68,8 @@ def check_trainable(module: nn.Module, form: DatasetForm, loss_fn: LossFn, deter
         for count in _BATCH_SIZES:
             examples = _synthetic(form, count)
             changed = _change_first(examples)
-            # Private examples are evaluated in evaluation mode, where a module may mix what it keeps apart in training;
-            # see `workers.measuring.PrivateEvaluationEngine`.
+            # Private examples are evaluated in evaluation mode, where a module may mix rows that it keeps apart in
+            # training; see `workers.measuring.PrivateEvaluationEngine`.
             _check_forward(probe.eval(), examples, changed)
             _check_forward(probe.train(), examples, changed)
             _check_gradients(probe, loss_fn, examples, changed, deterministic)

@@ -54,6 +54,7 @@ def parameter_digest(tensors: Sequence[TensorSpec], digests: Sequence[bytes]) ->
         digests: their :func:`tensor_digests`, in the same order. A shape is written like ``32,10``; a scalar's is
             empty text.
     """
+    # A length-prefixed list: no name can run into the shape or the digest behind it.
     fields: list[bytes | str] = []
     for tensor, content in zip(tensors, digests, strict=True):
         fields += (tensor.name, "float32", ",".join(map(str, tensor.shape)), content)

@@ -214,6 +214,7 @@ def open_header(envelope: Envelope, attempt: VerifiedAttempt, sender: str) -> He
         "ring_bits": attempt.ring_bits,
     }
     differing = [name for name, value in expected.items() if getattr(header, name) != value]
+    # The length alone: a receiver has no key of a tag. The ledger compares the tags of all attempts at a step.
     if [len(tag) for tag in header.vector_tags] != [VECTOR_TAG_BYTES] * len(member.virtual_workers):
         differing.append("vector_tags")
     if differing:

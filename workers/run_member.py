@@ -38,10 +38,10 @@ class RunMember:
 
     Args:
         attester: the worker's own keys.
-        planned: what it computes with, which the manifest of ``admission`` was checked to state.
+        planned: its mechanisms and data; the manifest of ``admission`` was checked to state them.
         peers: has appraised the orchestrator of ``admission``.
         halves: its side of the key service that the manifest may name.
-        admission: what it was admitted by; :meth:`renew` takes the next one.
+        admission: the first one; :meth:`renew` takes the next.
 
     Attributes:
         evaluator: answers orders to evaluate; None if the run has no sealed split.
@@ -190,7 +190,7 @@ class RunMember:
         self._peers.meet(roster)
 
     def _compute(self, roster: Roster, model: bytes, flat: np.ndarray) -> None:
-        """Fill ``_vectors`` for what is hosted; kept vectors of the same step and parameters are not computed again."""
+        """Fill ``_vectors`` for all hosted virtual workers; vectors kept for this step are not computed again."""
         if self._vectors_of != (roster.query, roster.step, model):
             self._vectors, self._vectors_of = {}, (roster.query, roster.step, model)
         epoch = self._admission.manifest.computation.epoch_of(roster.query, roster.step)

@@ -38,7 +38,7 @@ def seal(
 ) -> SealedHeader:
     """Encrypt ``dataset`` into a new ``folder``, slice by slice; the header is written last.
 
-    Memory: a few thousand examples, whatever the size.
+    Memory: a few thousand examples, for a dataset of any size.
 
     Args:
         use: the one purpose that its slices may be opened for; see `attestation.sealed_data`.
@@ -139,6 +139,7 @@ class SealedDataset:
             EvidenceError: ``key_not_committed``.
             DatasetError: ``sealed_changed`` if a file is not what was sealed, ``dataset_unreadable``.
         """
+        # Before a file is read: under a wrong key an honest file would look like a changed one.
         require_committed(self.header, sorted(keys.items()))
         for v, key in keys.items():
             if v not in self._open:

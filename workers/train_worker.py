@@ -8,7 +8,7 @@ A plain class behind a narrow message interface, so that it can be moved into a 
     compute_known_answer  PlannedWorkload    the mechanisms are chosen, and tried on public data
     present               RunMember          bound to one manifest for life
 
-What it answers to a wrong or failing step is one code; no text of an exception leaves (see `workers/guard.py`).
+A wrong or failing step is answered by one code; no text of an exception leaves (see `workers/guard.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -110,10 +110,15 @@ class TrainWorker:
     def accept_keys(self, release: KeyRelease) -> Envelope:
         """Take virtual-worker keys whose release the evidence log has, if it is still the log that was seen before.
 
-        Where the manifest names a key service, what the orchestrator released is one half of each key, and the other
-        is fetched from that service first.
+        Where the manifest names a key service, the orchestrator has released one half of each key. The other half is
+        fetched from that service first.
 
-        Returns: signed keyed commitments to the slices they belong to.
+        Returns:
+            Signed keyed commitments to the slices that the keys belong to.
+
+        Raises:
+            EvidenceError, ProtocolError: why the release is refused.
+            DatasetError: ``sealed_changed`` or ``dataset_unreadable``.
         """
         return self._member.accept_keys(release)
 

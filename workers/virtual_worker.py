@@ -91,6 +91,7 @@ class VirtualWorkerComputer:
         clipped_sum = self._engine.clipped_sum(parameters, batches)
         values = np.empty(mechanism.dimension, ring_dtype(mechanism.ring_bits))
         encode_into(clipped_sum, self._ring, values)
+        # After the rounding: noise is an integer, so adding it in the ring is exact.
         if mechanism.private:
             self._noise.add_to(values, derive(keys.stream, Purpose.NOISE, *context))
         tag = vector_tag(derive(keys.stream, Purpose.VECTOR_TAG, *context), values)

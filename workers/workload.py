@@ -39,7 +39,7 @@ class Workload:
         runtime: how its model is built and run.
         module: the model whose gradients are computed.
         split: the sealed split that it is to evaluate on, if there is one.
-        facts: what the manifest needs to know.
+        facts: its contribution to the manifest.
 
     Raises:
         DatasetError, ModelError, ConfigError: what cannot be trained on, with the layer or array named.
@@ -86,7 +86,7 @@ class PlannedWorkload:
         mechanism, measurements: of the run.
 
     Attributes:
-        computers: per query of the run, what computes the vector of a virtual worker.
+        computers: per query of the run, the computer of a virtual worker's vector.
         known_answer: digest of the public synthetic batch's vectors, 32 bytes; see `workers/known_answer.py`.
 
     Raises:
@@ -108,13 +108,13 @@ class PlannedWorkload:
             check_measurable(measurement, workload.form)
             counting = measurement_engine(measurement, runtime)
             self.computers[measurement.query] = gradient.beside(measurement.mechanism, counting)
-            # One batch tells what the code computes; a whole slice would take as long as an evaluation.
+            # One batch shows how the code computes; a whole slice would take as long as an evaluation.
             small = measurement.mechanism.model_copy(update={"micro_batches": 1})
             answers.append(known_answer(small, counting, dataset, start))
         self.known_answer = answers[0] if len(answers) == 1 else digest(b"".join(answers))
 
     def check(self, manifest: Manifest) -> None:
-        """Require that ``manifest`` states what this is; ProtocolError ``manifest_mismatch`` names the field."""
+        """Require that ``manifest`` states this workload; ProtocolError ``manifest_mismatch`` names the field."""
         computation, facts, setup = manifest.computation, self.workload.facts, self.workload.setup
         start = parameter_digest(facts.tensors, tensor_digests(facts.initial_parameters, facts.tensors))
         checks = {
