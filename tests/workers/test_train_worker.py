@@ -27,7 +27,7 @@ from workers.ring import decode
 from workers.run_member import check_partition
 from workers.train_worker import TrainWorker
 from workers.virtual_worker import VirtualWorkerComputer
-from workers.worker_messages import StepReply
+from workers.worker_messages import StepReply, StepRequest
 
 COMPUTATION_CHANGES = {
     "numerics": lambda c: {"numerics": c.numerics.model_copy(update={"cpu_capability": "ANOTHER"})},
@@ -184,6 +184,21 @@ def test_what_cannot_be_trained_on_is_the_users_error(tmp_path, overrides, kind,
     with pytest.raises(kind) as error:
         worker.prepare(worker_setup(config(overrides), tmp_path))
     assert error.value.code == code
+
+
+def test_what_is_asked_out_of_order_is_answered_by_a_code(still):
+    worker = TrainWorker("worker-9", still.source, still.clock)
+    challenge = still.orchestrator.challenge("worker-9", "worker")
+    assert refused(worker.compute_known_answer, still.mechanism) == "worker_error"
+    assert refused(worker.present, challenge, still.admission) == "worker_error"
+    worker.prepare(still.setup)
+    assert refused(worker.present, challenge, still.admission) == "worker_error"
+    worker.compute_known_answer(still.mechanism)
+    assert refused(worker.accept_keys, KeyRelease(Envelope(b"", b""), b"")) == "worker_error"
+    asked = still.request(Envelope(b"", b""))
+    reply, _ = worker.step(asked.receipt, StepRequest(asked.roster, asked.presentations, asked.ranges))
+    assert reply.code == "worker_error"
+    assert worker.evaluate(Envelope(b"", b"")).code == "evaluation_unknown"
 
 
 @pytest.mark.parametrize("field", COMPUTATION_CHANGES)
