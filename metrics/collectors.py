@@ -212,7 +212,7 @@ class RunMetrics:
         self._values.set("raycloak_last_checkpoint_timestamp_seconds", self._clock(), self._run)
 
     def collect(self) -> Iterable[Metric]:
-        """Return the families of the run, as `exporter.Source` asks."""
+        """Return the families of the run, as `exporter.MetricSource` asks."""
         return self._values.collect()
 
 

@@ -27,7 +27,7 @@ _FAMILIES: Mapping[Kind, Callable[..., Metric]] = {
 }
 
 
-class Source(Protocol):
+class MetricSource(Protocol):
     """A source of metrics that can be scraped."""
 
     @property
@@ -62,11 +62,11 @@ class Exporter(Collector):
     """
 
     def __init__(self) -> None:
-        self._sources: list[Source] = []
+        self._sources: list[MetricSource] = []
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
-    def add(self, source: Source) -> None:
+    def add(self, source: MetricSource) -> None:
         """Export ``source`` from now on.
 
         Raises:

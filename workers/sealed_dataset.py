@@ -28,7 +28,7 @@ _CHUNK = 1024
 _RESTORE = "Restore the folder as `raycloak data seal` wrote it."
 
 
-def seal(
+def seal_dataset(
     dataset: Dataset,
     virtual_workers: int,
     policy_digest: bytes,
@@ -110,7 +110,7 @@ class SealedDataset:
     """A :class:`workers.datasets.Dataset` whose examples are refused while their slice is locked.
 
     Args:
-        folder: as :func:`seal` wrote it.
+        folder: as :func:`seal_dataset` wrote it.
         use: the purpose that this process opens it for.
 
     Raises:

@@ -19,7 +19,7 @@ from tests.protocol import VIRTUAL_WORKERS, HandRun, examples, orchestrator_key
 from workers.datasets import ArrayDataset, dataset_form, slice_ids
 from workers.evaluating import EvaluationAnswer, EvaluationReply, Scorer, SliceScore, check_evaluation_form, open_answer
 from workers.models import ModelSource, build_model, cross_entropy
-from workers.sealed_dataset import seal as seal_dataset
+from workers.sealed_dataset import seal_dataset
 
 KEY, COUNT = Secret(b"e" * 32), 30
 COUNTS = {v: len(slice_ids(v, VIRTUAL_WORKERS, COUNT)) for v in range(VIRTUAL_WORKERS)}

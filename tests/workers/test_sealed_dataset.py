@@ -20,7 +20,7 @@ from metrics.errors import ConfigError, DatasetError, EvidenceError, RaycloakErr
 from tests.protocol import NOW, VIRTUAL_WORKERS, examples, whole_run
 from workers.datasets import ArrayDataset, dataset_form, slice_ids
 from workers.descriptor import DatasetDescriptor
-from workers.sealed_dataset import SealedDataset, seal
+from workers.sealed_dataset import SealedDataset, seal_dataset
 
 KEY, POLICY, COUNT = Secret(b"d" * 32), b"p" * 32, 3
 
@@ -32,7 +32,7 @@ def plain() -> ArrayDataset:
 
 @pytest.fixture
 def folder(plain, tmp_path):
-    seal(plain, COUNT, POLICY, KEY, tmp_path / "sealed")
+    seal_dataset(plain, COUNT, POLICY, KEY, tmp_path / "sealed")
     return tmp_path / "sealed"
 
 
@@ -87,7 +87,7 @@ def test_a_slice_belongs_to_its_dataset_and_policy(folder, change):
 
 def test_a_key_of_a_training_slice_opens_no_evaluation_slice_and_the_other_way(plain, folder, tmp_path):
     """Sealed with one key of the owner, for the same policy, from the same examples."""
-    seal(plain, COUNT, POLICY, KEY, tmp_path / "split", "evaluation")
+    seal_dataset(plain, COUNT, POLICY, KEY, tmp_path / "split", "evaluation")
     training, evaluation = (SealedHeader.load(each) for each in (folder, tmp_path / "split"))
     assert (training.use, evaluation.use) == ("training", "evaluation")
     with pytest.raises(EvidenceError, match="key_not_committed"):
@@ -112,7 +112,7 @@ def test_a_dataset_is_opened_for_the_use_that_it_was_sealed_for_alone(plain, fol
     key_file = tmp_path / "data.key"
     key_file.touch(mode=0o600)
     key_file.write_text(KEY.reveal().hex())
-    seal(plain, COUNT, POLICY, KEY, tmp_path / "split", "evaluation")
+    seal_dataset(plain, COUNT, POLICY, KEY, tmp_path / "split", "evaluation")
     uses: list[Use] = ["training", "evaluation"]
     for use, other, path in zip(uses, uses[::-1], (folder, tmp_path / "split"), strict=True):
         terms = SealedTerms(SealedHeader.load(path), str(key_file))
@@ -143,8 +143,8 @@ def sealed_run(home, policy_digest=None, **arguments):
     """A run on sealed examples; sealed for its own policy unless another is given."""
     vendor = SimulatedVendor.load_or_create(home / "simulator")
     own = simulated_policy(vendor, code_measurement()).digest()
-    seal(ArrayDataset(*examples()), VIRTUAL_WORKERS, policy_digest or own, KEY, home / "sealed")
-    seal(ArrayDataset(*split()), VIRTUAL_WORKERS, own, KEY, home / "split", "evaluation")
+    seal_dataset(ArrayDataset(*examples()), VIRTUAL_WORKERS, policy_digest or own, KEY, home / "sealed")
+    seal_dataset(ArrayDataset(*split()), VIRTUAL_WORKERS, own, KEY, home / "split", "evaluation")
     (home / "data.key").touch(mode=0o600)
     (home / "data.key").write_text(KEY.reveal().hex())
     dataset = {"kind": "sealed", "path": str(home / "sealed"), "key_file": str(home / "data.key")}
