@@ -52,7 +52,8 @@ if TYPE_CHECKING:
     from coordinator.plan import Plan, make_plan
     from coordinator.ranges import split_ranges
     from coordinator.trainer import Trainer
-    from workers.datasets import ArrayDataset, Dataset, DatasetDescriptor
+    from workers.datasets import ArrayDataset, Dataset
+    from workers.descriptor import DatasetDescriptor
     from workers.manifest import key_context
     from workers.models import ModelSource
     from workers.numerics import worker_environment
@@ -70,7 +71,7 @@ _HOMES = {
     "DPConfig": "coordinator.config_sections",
     "Dataset": "workers.datasets",
     "DatasetConfig": "coordinator.config_sections",
-    "DatasetDescriptor": "workers.datasets",
+    "DatasetDescriptor": "workers.descriptor",
     "EvaluationConfig": "coordinator.config_sections",
     "EvidenceOrchestrator": "attestation.serving_orchestrator",
     "FailureConfig": "coordinator.config_sections",

@@ -14,7 +14,7 @@ from attestation.evidence import GpuEvidence
 from attestation.gpu import CHAIN_LENGTH
 from attestation.gpu_report import NONCE_BYTES
 from metrics.errors import EvidenceError
-from metrics.gpu import confidential_state
+from metrics.gpu_readings import confidential_state
 
 _DRIVER_REMEDY: Final = (
     "Run the worker where the NVIDIA driver (R535 or later) and a Hopper or Blackwell GPU are, or declare no GPU."

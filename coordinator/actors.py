@@ -42,7 +42,7 @@ from coordinator.own_process import nvml_missing, own_node
 from coordinator.platform_actor import NodePlatform
 from coordinator.remote import Reference
 from metrics.errors import RaycloakError, RunFailedError
-from metrics.gpu import GpuReading, GpuSampler
+from metrics.gpu_readings import GpuReading, GpuSampler
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from metrics.errors import ProtocolError, SenderError
 from workers.manifest import Manifest
 from workers.numerics import current_numerics, pin_numerics
 from workers.parameters import tensor_digests
-from workers.payload import Attempt, Header, VectorRange, check_payload, open_header, payload_key
+from workers.payload import Header, VectorRange, VerifiedAttempt, check_payload, open_header, payload_key
 from workers.ring import RingVector, decode, ring_dtype
 from workers.worker_messages import StepReply
 
@@ -232,7 +232,7 @@ class MaskedAggregator:
         if request.ranges[own.index : own.index + 1] != (own,):
             raise ProtocolError("range_mismatch", "the request cuts the parameters in another way than this range")
         self._require_cover(roster, len(request.headers), "headers")
-        attempt = Attempt.of(roster, request.parameter_digest, request.ranges, mechanism.ring_bits)
+        attempt = VerifiedAttempt.of(roster, request.parameter_digest, request.ranges, mechanism.ring_bits)
         expected = []
         for worker, envelope in zip(roster.workers, request.headers, strict=True):
             with _naming(worker.member_id):

@@ -13,8 +13,8 @@ from attestation.messages import Envelope
 from attestation.roster import Member, Roster
 from metrics.errors import ConfigError
 from workers.masks import apply_masks
-from workers.payload import Attempt, VectorRange, payload_key, seal_header, tag_payload
-from workers.ring import BLOCK_BYTES, FloatVector, RingBits, RingVector, encode_into, fit_ring, ring_dtype
+from workers.payload import VectorRange, VerifiedAttempt, payload_key, seal_header, tag_payload
+from workers.ring import CACHE_BLOCK_BYTES, FloatVector, RingBits, RingVector, encode_into, fit_ring, ring_dtype
 from workers.streams import KeyStream
 
 
@@ -113,7 +113,7 @@ def _seconds(action: Callable[[], object]) -> float:
 
 def _bare_keystreams(keys: list[Secret], count: int) -> None:
     """Generate ``count`` bytes of each key's stream and keep none."""
-    buffer = np.empty(min(count, BLOCK_BYTES), np.uint8)
+    buffer = np.empty(min(count, CACHE_BLOCK_BYTES), np.uint8)
     for key in keys:
         stream = KeyStream(key)
         for start in range(0, count, len(buffer)):
@@ -139,7 +139,7 @@ def _example_header(vector: RingVector, workers: int, bits: RingBits) -> Envelop
     roster = Roster(
         run_id="0" * 16, manifest_digest=bytes(32), step=0, attempt=0, ratchet=0, nonce=bytes(32), members=members
     )
-    attempt = Attempt.of(roster, bytes(32), [VectorRange(0, 0, len(vector))], bits)
+    attempt = VerifiedAttempt.of(roster, bytes(32), [VectorRange(0, 0, len(vector))], bits)
     key = payload_key(keys[0], members[-1], attempt, range_index=0, sender="worker-0")
     tags = [tag_payload(key, vector)]
     return seal_header(attempt, "worker-0", identity, vector_tags=[bytes(16)], payload_tags=tags)

@@ -10,7 +10,8 @@ import numpy as np
 
 from attestation.keys import Secret
 from metrics.errors import ConfigError
-from workers.noise import NoiseSampler, RingVector, base_table, decompose
+from workers.noise import NoiseSampler, base_table, decompose
+from workers.ring import RingVector
 from workers.streams import KeyStream
 
 RUNS = 7

@@ -24,7 +24,7 @@ from coordinator import state
 from coordinator.ledger_files import file_system, refuse_network_file_system
 from coordinator.ledger_store import LedgerStore
 from metrics.errors import RaycloakError
-from metrics.gpu import GpuSampler
+from metrics.gpu_readings import GpuSampler
 from raycloak_layout import PackageShadowedError, check_siblings
 
 Status = Literal["ok", "warn", "fail"]

@@ -15,7 +15,8 @@ from coordinator.model import Model, ModelReader
 from coordinator.outcome import Evaluation
 from coordinator.plan_command import descriptor
 from coordinator.sealed_terms import require_public
-from workers.datasets import Dataset, DatasetDescriptor
+from workers.datasets import Dataset
+from workers.descriptor import DatasetDescriptor
 from workers.evaluating import Scorer, metric_of
 from workers.models import ModelSource, build_model, loss_function
 

@@ -46,12 +46,12 @@ from coordinator.run_service import announce
 from coordinator.sealed_terms import evaluation_folder
 from coordinator.stopping import StopRequest, stop_on_signals
 from coordinator.verdict import metrics_view, run_facts, verdict_of
-from metrics.collectors import GpuCollector, LedgerCollector, RunMetrics
+from metrics.collectors import GpuReadingCollector, LedgerCollector, RunMetrics
 from metrics.errors import DatasetError, RaycloakError
 from metrics.events import EventWriter
 from metrics.exporter import Exporter
 from metrics.server import MetricsServer
-from workers.datasets import DatasetDescriptor, export_in_memory
+from workers.descriptor import DatasetDescriptor, export_in_memory
 from workers.manifest import Manifest
 from workers.models import ModelSource
 from workers.worker_messages import WorkerSetup
@@ -257,7 +257,7 @@ class Execution:
     ) -> Reporting:
         exporter = Exporter()
         exporter.add(LedgerCollector(lambda: metrics_view(_view(control.actors["ledger"]))))
-        exporter.add(GpuCollector(samplers.sample))
+        exporter.add(GpuReadingCollector(samplers.sample))
         server = MetricsServer(exporter.registry, self._config.metrics.bind)
         stack.callback(server.close)
         self._notice(f"metrics: {server.url}")

@@ -7,7 +7,7 @@ from attestation.run_terms import RunTerms
 from attestation.sealed_data import SealedTerms
 from attestation.service_contract import ServiceContract
 from coordinator.config import RunConfig
-from workers.datasets import DatasetDescriptor
+from workers.descriptor import DatasetDescriptor
 from workers.manifest import Computation, Manifest, OptimizerSpec, key_context
 from workers.measurement import Measurement
 from workers.mechanism import Mechanism

@@ -50,7 +50,7 @@ def own_process(_: Any) -> ActorProcess | None:
 
 def nvml_missing(_: Any, node: str) -> str | None:
     """Return why the node of the asked actor, called ``node``, has no GPU readings; None if it has NVML."""
-    from metrics.gpu import GpuSampler  # late: most actors are never asked this
+    from metrics.gpu_readings import GpuSampler  # late: most actors are never asked this
 
     sampler = GpuSampler(node)
     try:

@@ -13,7 +13,8 @@ from coordinator.preflight import preflight
 from coordinator.ranges import split_ranges
 from coordinator.sealed_terms import evaluation_form, sealed_terms
 from metrics.errors import ConfigError
-from workers.datasets import DatasetDescriptor, dataset_form
+from workers.datasets import dataset_form
+from workers.descriptor import DatasetDescriptor
 from workers.evaluating import check_evaluation_form
 from workers.measuring import check_measurable
 from workers.model_checks import check_trainable

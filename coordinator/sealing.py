@@ -13,7 +13,7 @@ from coordinator.plan_command import descriptor
 from coordinator.sealed_terms import part_of
 from metrics.errors import ConfigError, DatasetError
 from metrics.file_errors import file_error
-from workers.sealed_dataset import seal
+from workers.sealed_dataset import seal_dataset
 
 
 def seal_for(
@@ -41,7 +41,9 @@ def seal_for(
         raise DatasetError("dataset_unreadable", f"cannot write {out}: it is there already.", "Name a new folder.")
     is_new = _make_key(key_file)
     try:
-        return seal(dataset, config.virtual_workers, policy.digest(), load_dataset_key(key_file), out, use), policy
+        return seal_dataset(
+            dataset, config.virtual_workers, policy.digest(), load_dataset_key(key_file), out, use
+        ), policy
     except BaseException:
         if is_new:
             key_file.unlink()

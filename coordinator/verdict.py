@@ -164,10 +164,10 @@ def _cross_check(counts: Sequence[tuple[Mechanism, int]], delta: float) -> Cross
     return cross_check(releases, accountant_delta(delta)) if releases else None
 
 
-def metrics_view(view: LedgerView) -> collectors.LedgerView:
+def metrics_view(view: LedgerView) -> collectors.LedgerFigures:
     """Return what a scrape shows of the ledger."""
     accounts = tuple(
-        collectors.AccountView(
+        collectors.AccountFigures(
             name=account.name,
             epsilon_cap=account.epsilon_cap,
             delta=account.delta,
@@ -177,7 +177,7 @@ def metrics_view(view: LedgerView) -> collectors.LedgerView:
         )
         for account in view.accounts
     )
-    return collectors.LedgerView(accounts, view.head.sequence, view.fencing)
+    return collectors.LedgerFigures(accounts, view.head.sequence, view.fencing)
 
 
 def run_facts(manifest: Manifest, evidence_class: str, workers_required: int) -> collectors.RunFacts:

@@ -1,7 +1,7 @@
-"""What is measured: the run as the coordinator reports it, the ledger and the GPUs as they are at scrape time.
+"""The sources of the metrics page: the run as the coordinator reports it, the ledger and the GPUs at scrape time.
 
 Nothing here imports the rest of raycloak. The ledger and the samplers are reached through callables that the wiring
-passes in; such a callable must return within a few seconds or raise, since a scrape waits for it.
+passes in. Such a callable must return within a few seconds or raise, since a scrape waits for it.
 """
 
 import math
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from prometheus_client.core import Metric
 
 from metrics.exporter import Values
-from metrics.gpu import GpuReading
+from metrics.gpu_readings import GpuReading
 from metrics.registry import (
     ACCOUNT,
     GPU_SERIES,
@@ -27,8 +27,8 @@ from metrics.registry import (
 
 
 @dataclass(frozen=True)
-class AccountView:
-    """One account as the ledger states it.
+class AccountFigures:
+    """The figures of one account, as the ledger states them.
 
     Args:
         name: account name, an identifier (`registry.is_identifier`).
@@ -47,17 +47,17 @@ class AccountView:
 
 
 @dataclass(frozen=True)
-class LedgerView:
-    """What a ledger instance answers to a scrape."""
+class LedgerFigures:
+    """The figures that a ledger instance answers to a scrape."""
 
-    accounts: tuple[AccountView, ...]
+    accounts: tuple[AccountFigures, ...]
     entries: int
     fencing: int
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Public facts that hold for the whole run.
+    """The public facts that hold for the whole run.
 
     Args:
         run: run id.
@@ -65,10 +65,10 @@ class RunFacts:
         evidence_class: weakest class among the admitted, for example ``simulated``.
         steps_planned: planned steps.
         virtual_workers: V.
-        workers_required: fewest workers the run goes on with.
+        workers_required: fewest workers that the run continues with.
         parameters: trained parameters.
-        noise_multiplier: z; None when the run is declared not private, which is then marked NOT_PRIVATE.
-        exact: whether every operation has a deterministic kernel; else the run is marked NOT_EXACT.
+        noise_multiplier: z; None if the run is declared not private, and so marked NOT_PRIVATE.
+        exact: whether every operation has a deterministic kernel; otherwise the run is marked NOT_EXACT.
         version, ray_version, torch_version: of the software.
     """
 
@@ -87,10 +87,11 @@ class RunFacts:
 
 
 def spent_ratio(spent: Sequence[float], caps: Sequence[float]) -> float:
-    """Share of a Rényi filter's budget that is spent, at the order that admits most.
+    """Return the share of a Rényi filter's budget that is spent, at the order that admits most.
 
-    For charges of one mechanism the best order does not move, so the ratio grows by the same amount each step; epsilon
-    itself is concave and would look as if spending slowed down. The filter refuses the charge that takes it above 1.
+    For charges of one mechanism the best order does not move, so the ratio grows by the same amount each step. Epsilon
+    itself is concave, and would look as if spending slowed down. The filter refuses the charge that takes the ratio
+    above 1.
 
     Args:
         spent: Rényi divergence spent at each order of the account's grid.
@@ -117,6 +118,7 @@ class RunMetrics:
         self._clock = clock
         self._values = Values(RUN_SERIES)
         self._set_facts(facts)
+        # Present from the first scrape on: without a zero, rate() misses the first increment.
         for name in (
             "steps_committed",
             "step_attempts",
@@ -143,110 +145,111 @@ class RunMetrics:
             put("raycloak_noise_multiplier_ratio", facts.noise_multiplier, run)
 
     def attempt_started(self) -> None:
-        """An attempt at a step begins."""
+        """Count an attempt at a step."""
         self._values.increment("raycloak_step_attempts_total", self._run)
 
     def phase_finished(self, phase: str, seconds: float) -> None:
-        """A phase of a step took ``seconds``; a name outside ``registry.PHASES`` counts as ``other``."""
+        """Observe that a phase of a step took ``seconds``; a name outside ``registry.PHASES`` counts as ``other``."""
         self._values.observe("raycloak_step_phase_duration_seconds", seconds, self._run, phase)
 
     def aggregate_released(self) -> None:
-        """A noised aggregate was decoded."""
+        """Count a noised aggregate that was decoded."""
         self._values.increment("raycloak_aggregates_released_total", self._run)
 
     def step_committed(self, seconds: float) -> None:
-        """A step was committed, ``seconds`` after it began."""
+        """Count a step that was committed, ``seconds`` after it began."""
         self._values.increment("raycloak_steps_committed_total", self._run)
         self._values.observe("raycloak_step_duration_seconds", seconds, self._run)
         self._values.set("raycloak_last_commit_timestamp_seconds", self._clock(), self._run)
 
     def step_refused(self, code: str) -> None:
-        """The ledger or a worker refused a step with the stable ``code``."""
+        """Count a step that the ledger or a worker refused with the stable ``code``."""
         self._values.increment("raycloak_steps_refused_total", self._run, code)
 
     def workers_admitted(self, count: int) -> None:
-        """``count`` workers are admitted and alive now."""
+        """Set the number of workers that are admitted and alive."""
         self._values.set("raycloak_workers_admitted", count, self._run)
 
     def worker_refused(self, code: str) -> None:
-        """A worker was refused at admission with the stable ``code``."""
+        """Count a worker that was refused at admission with the stable ``code``."""
         self._values.increment("raycloak_workers_refused_total", self._run, code)
 
     def worker_failed(self, cause: str) -> None:
-        """An admitted worker was lost; ``cause`` is a code such as ``out_of_memory``."""
+        """Count an admitted worker that was lost; ``cause`` is a code such as ``out_of_memory``."""
         self._values.increment("raycloak_worker_failures_total", self._run, cause)
 
     def worker_joined(self) -> None:
-        """A worker joined after the run began."""
+        """Count a worker that joined after the run began."""
         self._values.increment("raycloak_workers_joined_total", self._run)
 
     def worker_left(self, cause: str) -> None:
-        """A worker left between two steps because it was asked to; ``cause`` is a code such as ``preempted``."""
+        """Count a worker that left between two steps on request; ``cause`` is a code such as ``preempted``."""
         self._values.increment("raycloak_workers_left_total", self._run, cause)
 
     def virtual_workers_moved(self, count: int) -> None:
-        """``count`` virtual workers changed their host."""
+        """Count virtual workers that changed their host."""
         self._values.increment("raycloak_virtual_workers_moved_total", self._run, by=count)
 
     def masked_bytes_received(self, count: int) -> None:
-        """``count`` bytes of masked vectors arrived."""
+        """Count bytes of masked vectors that arrived."""
         self._values.increment("raycloak_masked_bytes_total", self._run, by=count)
 
     def accuracy_measured(self, ratio: float) -> None:
-        """Accuracy in [0, 1] of the released parameters on the public split."""
+        """Set the accuracy in [0, 1] of the released parameters on the public split."""
         self._values.set("raycloak_evaluation_accuracy_ratio", ratio, self._run)
 
     def loss_measured(self, loss: float) -> None:
-        """Mean loss of the released parameters on the public split."""
+        """Set the mean loss of the released parameters on the public split."""
         self._values.set("raycloak_evaluation_loss", loss, self._run)
 
     def evidence_accepted(self, role: str, evidence_class: str, expiry_unix_s: float) -> None:
-        """The earliest evidence of ``role`` is of ``evidence_class`` and expires at ``expiry_unix_s``."""
+        """Set the class and the expiry of the evidence of ``role`` that expires first."""
         self._values.set("raycloak_evidence_class_info", 1, self._run, role, evidence_class)
         self._values.set("raycloak_evidence_expiry_timestamp_seconds", expiry_unix_s, self._run, role)
 
     def checkpoint_written(self) -> None:
-        """A checkpoint was published."""
+        """Set the time of the last checkpoint to now."""
         self._values.set("raycloak_last_checkpoint_timestamp_seconds", self._clock(), self._run)
 
     def collect(self) -> Iterable[Metric]:
-        """See `exporter.Source`."""
+        """Return the families of the run, as `exporter.MetricSource` asks."""
         return self._values.collect()
 
 
 class LedgerCollector:
-    """Privacy series, read from the ledger at every scrape.
+    """The privacy series, read from the ledger at every scrape.
 
-    Guarantee: a ledger that does not answer shows as ``raycloak_ledger_up 0`` and no privacy series at all; a number
+    Guarantee: a ledger that does not answer shows as ``raycloak_ledger_up 0`` and no privacy series at all. A number
     from an earlier scrape is never repeated.
 
-    Of a ledger with many accounts, the ones that have spent the largest share are exported.
+    Of a ledger with many accounts, those that have spent the largest shares are exported.
     """
 
     series: tuple[Series, ...] = LEDGER_SERIES
 
-    def __init__(self, view: Callable[[], LedgerView]) -> None:
+    def __init__(self, view: Callable[[], LedgerFigures]) -> None:
         self._view = view
 
     def collect(self) -> Iterable[Metric]:
-        """See `exporter.Source`."""
+        """Ask the ledger, and return its families or ``raycloak_ledger_up 0`` alone."""
         values = Values(LEDGER_SERIES)
         try:
             view = self._view()
-        except Exception:  # noqa: BLE001 - whatever keeps it from answering, to who watches the ledger is absent
+        except Exception:  # noqa: BLE001 - whatever kept it from answering, a reader of the page has no ledger
             values.set("raycloak_ledger_up", 0)
             return values.collect()
         values.set("raycloak_ledger_up", 1)
         values.set("raycloak_ledger_entries", view.entries)
         values.set("raycloak_ledger_fencing", view.fencing)
         values.set("raycloak_ledger_accounts", len(view.accounts))
+        # The label's bound would fold all further accounts into one, with the figures of the last.
         most_spent = sorted(view.accounts, key=lambda account: account.budget_spent_ratio, reverse=True)
         for account in most_spent[: ACCOUNT.at_most]:
             _put_account(values, account)
         return values.collect()
 
 
-def _put_account(values: Values, account: AccountView) -> None:
+def _put_account(values: Values, account: AccountFigures) -> None:
     values.set("raycloak_privacy_epsilon_spent", account.epsilon_spent, account.name)
     values.set("raycloak_privacy_epsilon_cap", account.epsilon_cap, account.name)
     values.set("raycloak_privacy_delta", account.delta, account.name)
@@ -254,8 +257,8 @@ def _put_account(values: Values, account: AccountView) -> None:
     values.set("raycloak_privacy_steps_charged_total", account.steps_charged, account.name)
 
 
-class GpuCollector:
-    """GPU series of all nodes, read through ``read`` at every scrape; what NVML does not support is left out."""
+class GpuReadingCollector:
+    """The GPU series of all nodes, read at every scrape; readings that NVML does not support are left out."""
 
     series: tuple[Series, ...] = GPU_SERIES
 
@@ -263,7 +266,7 @@ class GpuCollector:
         self._read = read
 
     def collect(self) -> Iterable[Metric]:
-        """See `exporter.Source`; a node whose sampler cannot be reached exports nothing."""
+        """Return the readings of all nodes; nothing at all if they cannot be read."""
         values = Values(GPU_SERIES)
         try:
             readings = self._read()
@@ -290,6 +293,7 @@ def _put_reading(values: Values, reading: GpuReading) -> None:
         if errors is not None:
             values.set("raycloak_gpu_ecc_errors_total", errors, *labels, kind)
     if reading.confidential_state is not None:
+        # Every state, so that one that has ended is exported as 0 and not as its last value.
         for state in GPU_STATES:
             values.set(
                 "raycloak_gpu_confidential_compute_state", state == reading.confidential_state, reading.node, state

@@ -1,23 +1,25 @@
-"""Writes `metrics/dashboards/raycloak.json`, the Grafana dashboard: ``python -m metrics.dashboard``."""
+"""The writer of `metrics/dashboards/raycloak.json`, the Grafana dashboard: ``python -m metrics.dashboard``."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from metrics.dashboard_panels import ROWS, Panel, Query
+from metrics.dashboard_panels import ROWS, Panel, PromQuery
 
 PATH = Path(__file__).parent / "dashboards" / "raycloak.json"
+# Grafana's own grid.
 GRID_WIDTH = 24
+# Each Grafana has data sources of its own, so the reader picks one by a variable.
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
 def render() -> str:
-    """The dashboard as JSON text, the same bytes at every call."""
+    """Return the dashboard as JSON text, the same bytes at every call."""
     return json.dumps(dashboard(), indent=2) + "\n"
 
 
 def dashboard() -> dict[str, Any]:
-    """The dashboard in Grafana's classic JSON model."""
+    """Return the dashboard in Grafana's classic JSON model."""
     return {
         "uid": "raycloak",
         "title": "raycloak",
@@ -25,7 +27,9 @@ def dashboard() -> dict[str, Any]:
         "tags": ["raycloak", "privacy"],
         "schemaVersion": 39,
         "version": 1,
+        # Grafana gives it a number of its own.
         "id": None,
+        # The file is generated: a change made in Grafana would be lost.
         "editable": False,
         "graphTooltip": 1,
         "refresh": "10s",
@@ -100,7 +104,7 @@ def _panel(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
     }
 
 
-def _target(query: Query, letter: str) -> dict[str, Any]:
+def _target(query: PromQuery, letter: str) -> dict[str, Any]:
     return {"refId": letter, "datasource": _DATASOURCE, "expr": query.expr, "legendFormat": query.legend}
 
 

@@ -1,12 +1,12 @@
 """The panels of the Grafana dashboard and the PromQL behind them.
 
-Rows follow the questions of whoever watches a run: is it all right, what is left to spend, is it going to plan, where
-does time go, who takes part on what evidence, does anything touch disk, what do the GPUs do.
+Rows follow the questions of a person who watches a run. Is it all right? What is left to spend? Does it go to plan?
+Where does time go? Who takes part, on what evidence? Does anything touch disk? What do the GPUs do?
 """
 
 from dataclasses import dataclass
 
-RAY_METRICS = ("ray_object_store_memory",)
+# Grafana sets it to at least four scrapes, so that no rate is taken over a single sample.
 RATE = "[$__rate_interval]"
 
 _RUN = '{run="$run"}'
@@ -14,6 +14,8 @@ _ACCOUNT = '{account="$account"}'
 _SPENT = f"max(raycloak_privacy_budget_spent_ratio{_ACCOUNT})"
 _CHARGED = f"max(raycloak_privacy_steps_charged_total{_ACCOUNT})"
 _DONE = f"(max(raycloak_steps_committed_total{_RUN}) / max(raycloak_steps_planned{_RUN}))"
+# Each of the three is 1 or 0, so with the weights 4, 2 and 1 the sum names the worst. A ledger that does not answer
+# leaves the last two without a value: "or vector(0)" keeps the sum defined.
 _ABSENT = f"((1 - max(raycloak_ledger_up and on (instance) raycloak_run_info{_RUN})) or vector(1))"
 _EXHAUSTED = f"(({_SPENT} * (1 + 1 / {_CHARGED}) > bool 1) or vector(0))"
 _AHEAD = f"((({_SPENT} > bool 1.1 * {_DONE}) * ({_DONE} > bool 0.02)) or vector(0))"
@@ -21,7 +23,7 @@ VERDICT = f"4 * {_ABSENT} + 2 * {_EXHAUSTED} + {_AHEAD}"
 
 
 @dataclass(frozen=True)
-class Query:
+class PromQuery:
     """One PromQL expression and the legend of its series."""
 
     expr: str
@@ -30,24 +32,24 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel.
+    """One panel of the dashboard.
 
     Args:
         title, description: shown to the reader.
         kind: Grafana panel type.
-        queries: what it draws.
+        queries: its PromQL, drawn in this order.
         unit: Grafana unit id.
         width, height: in grid cells; a row is 24 wide.
         steps: thresholds as (from value, color), the first from minus infinity.
         mappings: (lowest, highest, text, color) for values shown as words.
-        text: ``value`` or ``name``, what a stat panel writes.
+        text: ``value`` or ``name``, which a stat panel writes.
         limits: lowest and highest value of the scale, where fixed.
     """
 
     title: str
     description: str
     kind: str
-    queries: tuple[Query, ...]
+    queries: tuple[PromQuery, ...]
     unit: str = "short"
     width: int = 8
     height: int = 8
@@ -65,17 +67,17 @@ class Row:
     panels: tuple[Panel, ...]
 
 
-def _by_label(metric: str, label: str) -> Query:
-    return Query(f"sum by ({label}) (increase({metric}{_RUN}{RATE}))", "{{" + label + "}}")
+def _by_label(metric: str, label: str) -> PromQuery:
+    return PromQuery(f"sum by ({label}) (increase({metric}{_RUN}{RATE}))", "{{" + label + "}}")
 
 
-def _quantile(q: float, metric: str, label: str, legend: str) -> Query:
+def _quantile(q: float, metric: str, label: str, legend: str) -> PromQuery:
     by = f"le, {label}" if label else "le"
-    return Query(f"histogram_quantile({q}, sum by ({by}) (rate({metric}_bucket{_RUN}{RATE})))", legend)
+    return PromQuery(f"histogram_quantile({q}, sum by ({by}) (rate({metric}_bucket{_RUN}{RATE})))", legend)
 
 
-def _gpu(metric: str, function: str = "max") -> Query:
-    return Query(f'{function} by (node, gpu) ({metric}{{node=~"$node"}})', "{{node}} {{gpu}}")
+def _gpu(metric: str, function: str = "max") -> PromQuery:
+    return PromQuery(f'{function} by (node, gpu) ({metric}{{node=~"$node"}})', "{{node}} {{gpu}}")
 
 
 VERDICT_ROW = Row(
@@ -86,7 +88,7 @@ VERDICT_ROW = Row(
             "Absent: the ledger does not answer. Exhausted: the account cannot pay one more step of average cost. "
             "Ahead of plan: the share spent is more than 1.1 times the share of steps done.",
             "stat",
-            (Query(VERDICT, "verdict"),),
+            (PromQuery(VERDICT, "verdict"),),
             width=6,
             height=5,
             mappings=(
@@ -101,7 +103,7 @@ VERDICT_ROW = Row(
             "What the admitted roles proved. A simulated class proves nothing about hardware.",
             "stat",
             (
-                Query(
+                PromQuery(
                     f"max by (role, evidence_class) (raycloak_evidence_class_info{_RUN})",
                     "{{role}}: {{evidence_class}}",
                 ),
@@ -114,7 +116,7 @@ VERDICT_ROW = Row(
             "Steps done",
             "Committed over planned.",
             "gauge",
-            (Query(_DONE, "done"),),
+            (PromQuery(_DONE, "done"),),
             "percentunit",
             4,
             5,
@@ -124,7 +126,7 @@ VERDICT_ROW = Row(
             "Epsilon spent",
             "At the account's delta. It is concave in steps; judge the pace by the budget share below.",
             "stat",
-            (Query(f"max(raycloak_privacy_epsilon_spent{_ACCOUNT})", "epsilon"),),
+            (PromQuery(f"max(raycloak_privacy_epsilon_spent{_ACCOUNT})", "epsilon"),),
             width=4,
             height=5,
         ),
@@ -132,7 +134,7 @@ VERDICT_ROW = Row(
             "Public accuracy",
             "Of the released parameters, on the declared public split.",
             "stat",
-            (Query(f"max(raycloak_evaluation_accuracy_ratio{_RUN})", "accuracy"),),
+            (PromQuery(f"max(raycloak_evaluation_accuracy_ratio{_RUN})", "accuracy"),),
             "percentunit",
             4,
             5,
@@ -146,7 +148,7 @@ BUDGET_ROW = Row(
             "Budget spent",
             "Share in the ledger's additive measure; the ledger refuses the step that would take it above 1.",
             "gauge",
-            (Query(_SPENT, "spent"),),
+            (PromQuery(_SPENT, "spent"),),
             "percentunit",
             6,
             steps=((0, "green"), (0.8, "orange"), (1, "red")),
@@ -157,8 +159,8 @@ BUDGET_ROW = Row(
             "Both at the account's delta.",
             "timeseries",
             (
-                Query(f"max(raycloak_privacy_epsilon_spent{_ACCOUNT})", "spent"),
-                Query(f"max(raycloak_privacy_epsilon_cap{_ACCOUNT})", "cap"),
+                PromQuery(f"max(raycloak_privacy_epsilon_spent{_ACCOUNT})", "spent"),
+                PromQuery(f"max(raycloak_privacy_epsilon_cap{_ACCOUNT})", "cap"),
             ),
             width=12,
         ),
@@ -167,10 +169,10 @@ BUDGET_ROW = Row(
             "Delta, charged steps, entries in the chain and fencing number of the ledger that answered.",
             "stat",
             (
-                Query(f"max(raycloak_privacy_delta{_ACCOUNT})", "delta"),
-                Query(_CHARGED, "charged steps"),
-                Query(f"max(raycloak_ledger_entries and on (instance) raycloak_run_info{_RUN})", "entries"),
-                Query(f"max(raycloak_ledger_fencing and on (instance) raycloak_run_info{_RUN})", "fencing"),
+                PromQuery(f"max(raycloak_privacy_delta{_ACCOUNT})", "delta"),
+                PromQuery(_CHARGED, "charged steps"),
+                PromQuery(f"max(raycloak_ledger_entries and on (instance) raycloak_run_info{_RUN})", "entries"),
+                PromQuery(f"max(raycloak_ledger_fencing and on (instance) raycloak_run_info{_RUN})", "fencing"),
             ),
             width=6,
             text="value_and_name",
@@ -184,7 +186,7 @@ PLAN_ROW = Row(
             "Shares of budget and plan",
             "A budget line well above the step line runs out before the plan ends.",
             "timeseries",
-            (Query(_SPENT, "budget spent"), Query(_DONE, "steps done")),
+            (PromQuery(_SPENT, "budget spent"), PromQuery(_DONE, "steps done")),
             "percentunit",
             12,
         ),
@@ -193,8 +195,8 @@ PLAN_ROW = Row(
             "At the average cost of the steps charged so far, next to the steps still planned.",
             "timeseries",
             (
-                Query(f"(1 - {_SPENT}) * {_CHARGED} / {_SPENT}", "affordable"),
-                Query(f"max(raycloak_steps_planned{_RUN}) - max(raycloak_steps_committed_total{_RUN})", "planned"),
+                PromQuery(f"(1 - {_SPENT}) * {_CHARGED} / {_SPENT}", "affordable"),
+                PromQuery(f"max(raycloak_steps_planned{_RUN}) - max(raycloak_steps_committed_total{_RUN})", "planned"),
             ),
             width=12,
         ),
@@ -224,7 +226,7 @@ STEP_ROW = Row(
             "Masked bytes",
             "Received by the aggregators.",
             "timeseries",
-            (Query(f"sum(rate(raycloak_masked_bytes_total{_RUN}{RATE}))", "masked"),),
+            (PromQuery(f"sum(rate(raycloak_masked_bytes_total{_RUN}{RATE}))", "masked"),),
             "Bps",
         ),
         Panel(
@@ -232,9 +234,9 @@ STEP_ROW = Row(
             "Attempts above commits are retries after a failure. Releases must never exceed commits for long.",
             "timeseries",
             (
-                Query(f"sum(increase(raycloak_step_attempts_total{_RUN}{RATE}))", "attempts"),
-                Query(f"sum(increase(raycloak_aggregates_released_total{_RUN}{RATE}))", "releases"),
-                Query(f"sum(increase(raycloak_steps_committed_total{_RUN}{RATE}))", "commits"),
+                PromQuery(f"sum(increase(raycloak_step_attempts_total{_RUN}{RATE}))", "attempts"),
+                PromQuery(f"sum(increase(raycloak_aggregates_released_total{_RUN}{RATE}))", "releases"),
+                PromQuery(f"sum(increase(raycloak_steps_committed_total{_RUN}{RATE}))", "commits"),
             ),
             width=12,
         ),
@@ -252,11 +254,11 @@ WORKER_ROW = Row(
     (
         Panel(
             "Workers",
-            "Admitted and alive, next to the fewest the run goes on with.",
+            "Admitted and alive, next to the fewest that the run continues with.",
             "timeseries",
             (
-                Query(f"max(raycloak_workers_admitted{_RUN})", "admitted"),
-                Query(f"max(raycloak_workers_required{_RUN})", "required"),
+                PromQuery(f"max(raycloak_workers_admitted{_RUN})", "admitted"),
+                PromQuery(f"max(raycloak_workers_required{_RUN})", "required"),
             ),
         ),
         Panel(
@@ -267,10 +269,10 @@ WORKER_ROW = Row(
         ),
         Panel(
             "Joined and left",
-            "Workers that joined after the run began, and that left as they were asked to.",
+            "Workers that joined after the run began, and that left on request.",
             "timeseries",
             (
-                Query(f"sum(increase(raycloak_workers_joined_total{_RUN}{RATE}))", "joined"),
+                PromQuery(f"sum(increase(raycloak_workers_joined_total{_RUN}{RATE}))", "joined"),
                 _by_label("raycloak_workers_left_total", "cause"),
             ),
         ),
@@ -284,7 +286,7 @@ WORKER_ROW = Row(
             "Evidence still valid for",
             "The earliest expiry of each role.",
             "stat",
-            (Query(f"min by (role) (raycloak_evidence_expiry_timestamp_seconds{_RUN}) - time()", "{{role}}"),),
+            (PromQuery(f"min by (role) (raycloak_evidence_expiry_timestamp_seconds{_RUN}) - time()", "{{role}}"),),
             "s",
             12,
             6,
@@ -296,7 +298,7 @@ WORKER_ROW = Row(
             "Virtual workers moved",
             "To another worker, by failures or by joining and leaving.",
             "timeseries",
-            (Query(f"sum(increase(raycloak_virtual_workers_moved_total{_RUN}{RATE}))", "moved"),),
+            (PromQuery(f"sum(increase(raycloak_virtual_workers_moved_total{_RUN}{RATE}))", "moved"),),
             width=12,
             height=6,
         ),
@@ -310,7 +312,7 @@ STORE_ROW = Row(
             "Spilled objects are plain files. Only masked vectors and released parameters are ever in the store; spill "
             "still means that the plan's object-store size was too small.",
             "timeseries",
-            (Query('sum by (Location) (ray_object_store_memory{Location=~"SPILLED|MMAP_DISK"})', "{{Location}}"),),
+            (PromQuery('sum by (Location) (ray_object_store_memory{Location=~"SPILLED|MMAP_DISK"})', "{{Location}}"),),
             "bytes",
             12,
             steps=((0, "green"), (1, "red")),
@@ -319,7 +321,7 @@ STORE_ROW = Row(
             "Objects in memory",
             "Shared memory of all nodes.",
             "timeseries",
-            (Query('sum by (Location) (ray_object_store_memory{Location!~"SPILLED|MMAP_DISK"})', "{{Location}}"),),
+            (PromQuery('sum by (Location) (ray_object_store_memory{Location!~"SPILLED|MMAP_DISK"})', "{{Location}}"),),
             "bytes",
             12,
         ),
@@ -339,10 +341,10 @@ GPU_ROW = Row(
         ),
         Panel(
             "Memory used",
-            "Share of what is installed.",
+            "Share of the memory that is installed.",
             "timeseries",
             (
-                Query(
+                PromQuery(
                     'max by (node, gpu) (raycloak_gpu_memory_used_bytes{node=~"$node"}) / '
                     'max by (node, gpu) (raycloak_gpu_memory_total_bytes{node=~"$node"})',
                     "{{node}} {{gpu}}",
@@ -358,7 +360,7 @@ GPU_ROW = Row(
             "Over the life of the board.",
             "timeseries",
             (
-                Query(
+                PromQuery(
                     'max by (node, gpu, kind) (raycloak_gpu_ecc_errors_total{node=~"$node"})',
                     "{{node}} {{gpu}} {{kind}}",
                 ),
@@ -369,7 +371,7 @@ GPU_ROW = Row(
             "State the driver reports. Devtools and simulated protect nothing. It is a report, not evidence.",
             "state-timeline",
             (
-                Query(
+                PromQuery(
                     'max by (node, state) (raycloak_gpu_confidential_compute_state{node=~"$node"}) == 1',
                     "{{node}}: {{state}}",
                 ),

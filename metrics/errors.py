@@ -18,12 +18,12 @@ from typing import Any
 
 
 class RaycloakError(Exception):
-    """Base of all errors a user may catch.
+    """The base of all errors that a user may catch.
 
     Args:
         code: stable machine-readable name, for example ``cap_exceeded``.
         message: one sentence that says what is wrong.
-        remedy: what the reader can do about it; may be empty.
+        remedy: a sentence that says what the reader can do; may be empty.
 
     Attributes:
         step: the step that did not finish, if the error ended a run that had begun to train.
@@ -51,39 +51,39 @@ class RaycloakError(Exception):
 
 
 class ConfigError(RaycloakError):
-    """The user's input cannot be used as it is."""
+    """An error of the user's input: it cannot be used as it is."""
 
     exit_code = 2
 
 
 class DatasetError(ConfigError):
-    """A dataset cannot be opened or does not fit the run."""
+    """An error of a dataset: it cannot be opened, or does not fit the run."""
 
 
 class ModelError(ConfigError):
-    """A model cannot be trained under per-example clipping."""
+    """An error of a model: it cannot be trained under per-example clipping."""
 
 
 class RefusedError(RaycloakError):
-    """Going on would break a promise."""
+    """A refusal: to continue would break a promise."""
 
     exit_code = 3
 
 
 class BudgetError(RefusedError):
-    """The ledger refuses to charge, or its record cannot be trusted."""
+    """A refusal by the ledger: it does not charge, or its record cannot be trusted."""
 
 
 class EvidenceError(RefusedError):
-    """Evidence or a key package is refused; ``code`` is the refusal code."""
+    """A refusal of evidence or of a key package; ``code`` says why."""
 
 
 class ProtocolError(RefusedError):
-    """A message does not match what its receiver holds."""
+    """A refusal of a message that does not match what its receiver holds."""
 
 
 class SenderError(ProtocolError):
-    """What one member sent does not match.
+    """A refusal of a message whose sender is known.
 
     Args:
         member_id: the sender, as the receiver's roster names it.
@@ -98,12 +98,12 @@ class SenderError(ProtocolError):
 
 
 class RunFailedError(RaycloakError):
-    """A phase of a run failed for good.
+    """The end of a run: one of its phases failed for good.
 
     Args:
         code: the cause: ``out_of_memory``, ``preempted``, ``unreachable``, ``refused``, ``worker_error`` ...
         message: one sentence that names who failed, in which step and phase.
-        remedy: what to do next.
+        remedy: a sentence that says what to do next.
         step: the step that did not commit, if any.
         spent_epsilon: what the ledger had charged by then, if known.
     """

@@ -1,4 +1,4 @@
-"""metrics.jsonl: what a run may say about itself, one JSON object a line.
+"""The events of a run in metrics.jsonl, one JSON object a line.
 
 Fields are declared with their privacy class, like series. Text values are identifiers and digests only, so a line
 never carries a message that was composed from private data.
@@ -8,7 +8,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -25,12 +25,12 @@ _INDEPENDENT, _RELEASED, _SECRET = PrivacyClass.DATA_INDEPENDENT, PrivacyClass.R
 
 @dataclass(frozen=True)
 class EventField:
-    """A field of a line.
+    """A field of a line, as it is declared.
 
     Args:
         name: key in the JSON object; seconds end in ``seconds`` and bytes in ``bytes``.
         kind: type of its value; a float field takes integers too.
-        privacy: what the value may depend on.
+        privacy: the class of what the value may depend on.
     """
 
     name: str
@@ -84,6 +84,7 @@ FIELDS = (
     EventField("epsilon_one_worker", float, _RELEASED),
     EventField("evaluation_accuracy", float, _RELEASED),
     EventField("evaluation_loss", float, _RELEASED),
+    # Declared so that these names stay reserved: the writer refuses them.
     EventField("loss", float, _SECRET),
     EventField("accuracy", float, _SECRET),
     EventField("examples", int, _SECRET),
@@ -155,22 +156,33 @@ def _check_name(name: str) -> None:
 
 
 def _check_value(field: EventField, value: Value) -> None:
-    if field.kind is str:
-        fits = isinstance(value, str) and is_identifier(value)
-    elif isinstance(value, bool):
-        fits = False
-    elif field.kind is int:
-        fits = isinstance(value, int)
-    else:
-        fits = isinstance(value, int | float) and math.isfinite(value)
-    if not fits:
-        raise RefusedError("event_value", f"the value of '{field.name}' is not a {_DESCRIPTION[field.kind]}")
+    fits, description = _KINDS[field.kind]
+    if not fits(value):
+        raise RefusedError("event_value", f"the value of '{field.name}' is not a {description}")
 
 
-_DESCRIPTION = {str: "name, code or digest", int: "whole number", float: "finite number"}
+def _is_name(value: Value) -> bool:
+    return isinstance(value, str) and is_identifier(value)
+
+
+def _is_whole_number(value: Value) -> bool:
+    # To Python a bool is an int.
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_finite_number(value: Value) -> bool:
+    return _is_whole_number(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+_KINDS: Mapping[type, tuple[Callable[[Value], bool], str]] = {
+    str: (_is_name, "name, code or digest"),
+    int: (_is_whole_number, "whole number"),
+    float: (_is_finite_number, "finite number"),
+}
 
 
 def _cut_unfinished_line(file: BinaryIO) -> None:
+    # Byte by byte from the end: a line is short, and most files end with a whole one.
     end = keep = file.seek(0, os.SEEK_END)
     while keep and file.seek(keep - 1) >= 0 and file.read(1) != b"\n":
         keep -= 1

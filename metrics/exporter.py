@@ -1,15 +1,15 @@
-"""The gate between what a process knows and what `/metrics` shows.
+"""The gate between the knowledge of a process and its `/metrics` page.
 
     RunMetrics ─┐
     LedgerCollector ─┼─ Exporter (declared? not secret?) ── CollectorRegistry ── MetricsServer
-    GpuCollector ─┘
+    GpuReadingCollector ─┘
 
 Everything goes through one :class:`Exporter`, so a series that is secret or undeclared cannot reach the page.
 """
 
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry
@@ -17,20 +17,25 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from metrics.errors import RefusedError
-from metrics.registry import BY_NAME, OTHER, Label, Series
+from metrics.registry import BY_NAME, OTHER, Kind, Label, Series
 
 LabelValues = tuple[str, ...]
+_FAMILIES: Mapping[Kind, Callable[..., Metric]] = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
 
 
-class Source(Protocol):
-    """Something that can be scraped."""
+class MetricSource(Protocol):
+    """A source of metrics that can be scraped."""
 
     @property
     def series(self) -> tuple[Series, ...]:
-        """Every series :meth:`collect` may emit."""
+        """All series that :meth:`collect` may emit."""
 
     def collect(self) -> Iterable[Metric]:
-        """Families with their current samples; called on a thread of the HTTP server."""
+        """Return families with their current samples; called on a thread of the HTTP server."""
 
 
 def check_exportable(series: Series) -> None:
@@ -46,13 +51,8 @@ def check_exportable(series: Series) -> None:
 
 
 def family(series: Series) -> Metric:
-    """An empty Prometheus family of ``series``."""
-    names = series.label_names
-    if series.kind == "counter":
-        return CounterMetricFamily(series.name, series.help, labels=names)
-    if series.kind == "histogram":
-        return HistogramMetricFamily(series.name, series.help, labels=names)
-    return GaugeMetricFamily(series.name, series.help, labels=names)
+    """Return an empty Prometheus family of ``series``."""
+    return _FAMILIES[series.kind](series.name, series.help, labels=series.label_names)
 
 
 class Exporter(Collector):
@@ -62,11 +62,11 @@ class Exporter(Collector):
     """
 
     def __init__(self) -> None:
-        self._sources: list[Source] = []
+        self._sources: list[MetricSource] = []
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
-    def add(self, source: Source) -> None:
+    def add(self, source: MetricSource) -> None:
         """Export ``source`` from now on.
 
         Raises:
@@ -79,29 +79,27 @@ class Exporter(Collector):
         self._sources.append(source)
 
     def describe(self) -> Iterable[Metric]:
-        """Empty families of everything that may be exported."""
+        """Return empty families of everything that may be exported."""
         return [family(series) for series in BY_NAME.values() if series.privacy.exportable]
 
     def collect(self) -> Iterable[Metric]:
-        """The families of all sources.
+        """Yield the families of all sources.
 
         Raises:
-            RefusedError: ``metric_undeclared`` if a source emits what it did not declare; the scrape then fails.
+            RefusedError: ``metric_undeclared`` if a source emits an undeclared family; the scrape then fails.
         """
         for source in self._sources:
-            declared = {_family_name(series) for series in source.series}
+            # By the family's own name: a counter's lacks the suffix of its samples.
+            declared = {family(series).name for series in source.series}
             for metric in source.collect():
+                # A second check, at run time: a source may emit other families than its series say.
                 if metric.name not in declared:
                     raise RefusedError("metric_undeclared", f"a source emits {metric.name}, which it did not declare")
                 yield metric
 
 
-def _family_name(series: Series) -> str:
-    return series.name.removesuffix("_total") if series.kind == "counter" else series.name
-
-
 class Values:
-    """Current values of some series, safe to use from several threads.
+    """The current values of some series; several threads may use them.
 
     They live in memory only: the library's own counters write files when its multi-process mode is switched on.
     """
@@ -134,7 +132,7 @@ class Values:
             self._numbers[name][key] = self._numbers[name].get(key, 0.0) + value
 
     def collect(self) -> list[Metric]:
-        """A family for each series that has a value."""
+        """Return a family for each series that has a value."""
         with self._lock:
             return [self._family(series) for name, series in self._series.items() if self._numbers[name]]
 
@@ -159,6 +157,7 @@ class Values:
 def _bounded(label: Label, position: int, value: str, known: Mapping[LabelValues, float]) -> str:
     if label.values:
         return value
+    # A bound on memory and on the page: more values than expected are counted together, not dropped.
     seen = {key[position] for key in known} - {OTHER}
     return value if value in seen or len(seen) < label.at_most else OTHER
 

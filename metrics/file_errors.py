@@ -1,4 +1,4 @@
-"""What is said of a file that cannot be used: the fact, and the way out that fits the system's reason."""
+"""Errors of files that cannot be used: the fact, and the remedy that fits the system's reason."""
 
 import errno
 from pathlib import Path
@@ -24,17 +24,18 @@ _REMEDIES = {
 def file_error(
     code: str, verb: str, path: Path | str, error: OSError, kind: type[ConfigError] = ConfigError
 ) -> ConfigError:
-    """The error to raise where ``path`` cannot be used.
+    """Return the error to raise where ``path`` cannot be used.
 
     Args:
-        verb: what was tried: ``read``, ``write``, ``use`` ...
-        error: what the system said; its number chooses the remedy.
-        kind: of the error.
+        verb: the attempt that failed: ``read``, ``write``, ``use`` ...
+        error: the system's own; its number chooses the remedy.
+        kind: class of the error.
     """
     return kind(code, f"cannot {verb} {path}: {error.strerror or error}.", _remedy(error, verb))
 
 
 def _remedy(error: OSError, verb: str) -> str:
     if error.errno == errno.ENOENT and verb != "read":
+        # A file that is to be written need not exist, but its folder must.
         return "Make its folder first, or check the path."
     return _REMEDIES.get(error.errno or 0, _OTHERWISE)

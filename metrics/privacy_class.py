@@ -1,10 +1,10 @@
-"""What a value that leaves a run may depend on."""
+"""Privacy classes: what a value that leaves a run may depend on."""
 
 from enum import StrEnum
 
 
 class PrivacyClass(StrEnum):
-    """How a metric or an event field depends on the private examples.
+    """The way in which a metric or an event field depends on the private examples.
 
     DATA_INDEPENDENT: the same whatever the examples are, or a public fact about machines, configuration and plan.
     RELEASED: computed from what the mechanism has already released (parameters, public evaluation); charged for.
@@ -17,5 +17,5 @@ class PrivacyClass(StrEnum):
 
     @property
     def exportable(self) -> bool:
-        """Whether a value of this class may be shown outside the process that holds it."""
+        """True if a value of this class may be shown outside the process that holds it."""
         return self is not PrivacyClass.SECRET

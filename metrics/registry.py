@@ -1,8 +1,8 @@
-"""Every series raycloak exports, declared once: name, help, kind, labels, privacy class and unit.
+"""The registry of all series that raycloak exports: name, help, kind, labels, privacy class and unit.
 
-Series of class ``secret`` are declared too, so that the names of what must never be shown are reserved: the exporter
-refuses them (`metrics/exporter.py`). Names follow the Prometheus conventions: base units, ``_total`` on counters,
-the time of an event and never its age. Every label is bounded; none names a person, an example or a worker.
+Series of class ``secret`` are declared too, so that their names are reserved: the exporter refuses them
+(`metrics/exporter.py`). Names follow the Prometheus conventions: base units, ``_total`` on counters, the time of an
+event and never its age. Every label is bounded; none names a person, an example or a worker.
 """
 
 import re
@@ -20,6 +20,7 @@ PHASES = ("admission", "charge", "roster", "compute", "reduce", "commit", "evalu
 PRIVACY_MARKS = ("private", "NOT_PRIVATE")
 EXACTNESS_MARKS = ("exact", "NOT_EXACT")
 GPU_STATES = ("off", "on", "ppcie", "devtools", "simulated")
+# From the phases of the smallest run, about a millisecond, to the steps of a large one.
 DURATION_BUCKETS = (
     0.001,
     0.0025,
@@ -44,13 +45,13 @@ _IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}\Z")
 
 
 def is_identifier(text: str) -> bool:
-    """Whether ``text`` is a name or code: 1 to 128 characters, no white space, so never a sentence."""
+    """Return whether ``text`` is a name or code: 1 to 128 characters, no white space, so never a sentence."""
     return _IDENTIFIER.match(text) is not None
 
 
 @dataclass(frozen=True)
 class Label:
-    """A label and the bound on its values.
+    """A label, and the bound on its values.
 
     Args:
         name: label name.
@@ -63,7 +64,7 @@ class Label:
     at_most: int = 64
 
     def fold(self, value: str) -> str:
-        """``value``, or ``other`` if it is outside the closed set or is no identifier.
+        """Return ``value``, or ``other`` if it is outside the closed set or is no identifier.
 
         Guarantee: free text, such as an exception's message, cannot become a label value.
         """
@@ -73,13 +74,13 @@ class Label:
 
 @dataclass(frozen=True)
 class Series:
-    """One exported time series family.
+    """One family of time series.
 
     Args:
         name: full name, as a query writes it.
         help: one sentence.
         kind: Prometheus type; an info series is a gauge that is always 1.
-        privacy: what its values may depend on.
+        privacy: the class of what its values may depend on.
         labels: in the order in which values are given.
         unit: base unit, which then is in the name.
         buckets: upper bounds of a histogram, ascending, without +Inf.
@@ -95,29 +96,23 @@ class Series:
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """Label names in order."""
+        """The names of the labels, in order."""
         return tuple(label.name for label in self.labels)
-
-    @property
-    def sample_names(self) -> tuple[str, ...]:
-        """The names a query may use: a histogram's samples carry suffixes."""
-        if self.kind == "histogram":
-            return tuple(f"{self.name}_{suffix}" for suffix in ("bucket", "count", "sum"))
-        return (self.name,)
 
 
 def privacy_mark(private: bool) -> str:
-    """How metrics and events say whether the run has differential privacy: ``private`` or ``NOT_PRIVATE``."""
+    """Return the word of metrics and events for a run's privacy: ``private`` or ``NOT_PRIVATE``."""
     return PRIVACY_MARKS[0 if private else 1]
 
 
 def exactness_mark(exact: bool) -> str:
-    """How they say whether its bytes can be reproduced: ``exact`` or ``NOT_EXACT``."""
+    """Return their word for bytes that can be reproduced, or cannot: ``exact`` or ``NOT_EXACT``."""
     return EXACTNESS_MARKS[0 if exact else 1]
 
 
 ACCOUNT = Label("account")
 
+# A process has one run.
 _RUN = Label("run", at_most=1)
 _ROLE = Label("role", at_most=8)
 _CODE = Label("code")
@@ -141,7 +136,7 @@ RUN_SERIES = (
     ),
     Series(
         "raycloak_run_claims_info",
-        "Says NOT_PRIVATE or NOT_EXACT of a run that is so; always 1.",
+        "Marks the run private or NOT_PRIVATE, and exact or NOT_EXACT; always 1.",
         "gauge",
         labels=(_RUN, Label("privacy", PRIVACY_MARKS), Label("exactness", EXACTNESS_MARKS)),
     ),
@@ -173,7 +168,7 @@ RUN_SERIES = (
     Series(
         "raycloak_virtual_workers_moved_total", "Virtual workers moved to another worker.", "counter", labels=(_RUN,)
     ),
-    Series("raycloak_workers_required", "Fewest workers the run goes on with.", "gauge", labels=(_RUN,)),
+    Series("raycloak_workers_required", "Fewest workers that the run continues with.", "gauge", labels=(_RUN,)),
     Series("raycloak_workers_admitted", "Workers admitted and alive.", "gauge", labels=(_RUN,)),
     Series("raycloak_workers_refused_total", "Workers refused at admission.", "counter", labels=(_RUN, _CODE)),
     Series(
@@ -185,7 +180,7 @@ RUN_SERIES = (
     Series("raycloak_workers_joined_total", "Workers that joined after the run began.", "counter", labels=(_RUN,)),
     Series(
         "raycloak_workers_left_total",
-        "Workers that left between two steps because they were asked to, by reason.",
+        "Workers that left between two steps on request, by reason.",
         "counter",
         labels=(_RUN, Label("cause", at_most=32)),
     ),
@@ -327,7 +322,7 @@ BY_NAME = {series.name: series for series in SERIES}
 
 
 def markdown_table() -> str:
-    """All series as the table of docs/metrics.md; ``python -m metrics.registry`` prints it."""
+    """Return all series as the table of docs/metrics.md; ``python -m metrics.registry`` prints it."""
     rows = ["| series | kind | labels | class | meaning |", "|---|---|---|---|---|"]
     for series in SERIES:
         labels = ", ".join(f"`{name}`" for name in series.label_names) or "none"

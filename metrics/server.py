@@ -1,4 +1,4 @@
-"""The `/metrics` endpoint."""
+"""The HTTP server of the `/metrics` page."""
 
 import threading
 from types import TracebackType
@@ -11,7 +11,7 @@ from metrics.errors import ConfigError
 
 
 def parse_bind(bind: str) -> tuple[str, int]:
-    """Host and port of ``host:port`` or ``[ipv6]:port``; port 0 asks for a free one.
+    """Return host and port of ``host:port`` or ``[ipv6]:port``; port 0 asks for a free one.
 
     Raises:
         ConfigError: ``metrics_bind``.
@@ -34,7 +34,7 @@ class MetricsServer:
     The page carries no credentials: bind it to loopback, or keep it to the monitoring network.
 
     Args:
-        registry: what is served.
+        registry: the metrics to serve.
         bind: ``host:port``.
 
     Raises:
@@ -57,11 +57,12 @@ class MetricsServer:
 
     @property
     def url(self) -> str:
-        """Where a browser or Prometheus finds the page."""
+        """The address at which a browser or Prometheus finds the page."""
         return f"http://{self.address}/metrics"
 
     def close(self) -> None:
-        """Stop answering, release the port and end the thread. Repeating it does nothing."""
+        """Stop answering, release the port and end the thread; a second call does nothing."""
+        # The thread must leave its loop before the socket closes under it.
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

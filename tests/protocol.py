@@ -274,7 +274,7 @@ class HandRun:
     def place(self, hosting: Mapping[str, tuple[int, ...]], epoch: int = 0) -> None:
         """Release keys and record the data they belong to."""
         for name, hosted in hosting.items():
-            package = self.orchestrator.release(name, epoch, hosted, self.workers[name]._watch.length)
+            package = self.orchestrator.release(name, epoch, hosted, self.workers[name]._stage._watch.length)
             self.orchestrator.record_data(self.workers[name].accept_keys(package))
 
     def computation_keys(self, v: int, epoch: int = 0) -> VirtualWorkerKeys:

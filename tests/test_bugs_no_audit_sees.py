@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.protocol import VIRTUAL_WORKERS, HandRun, computer, examples, initial_parameters, keys_of, mechanism, trained
-from workers import peers, train_worker, virtual_worker
+from workers import peers, run_member, virtual_worker
 from workers.clipping import GradientEngine
 from workers.datasets import slice_ids
 from workers.ring import decode
@@ -162,13 +162,13 @@ def test_the_sum_of_masked_vectors_is_the_sum_of_the_clear_ones(tmp_path, monkey
         leave_masks_on_one_side(monkeypatch)
     hand = HandRun(tmp_path)
     if build == "defective":  # masked_sum wants a mask per vector; the highest id has none that is added
-        monkeypatch.setattr(train_worker, "masked_sum", _masked_sum_of_any)
+        monkeypatch.setattr(run_member, "masked_sum", _masked_sum_of_any)
     _, (vectors,) = hand.compute(hand.roster())
     clear = sum(hand.clear_vector(v) for v in range(VIRTUAL_WORKERS))
     assert np.array_equal(sum(vectors), clear) == (build == "correct")
 
 
-def _masked_sum_of_any(vectors, masks, out, genuine=train_worker.masked_sum):
+def _masked_sum_of_any(vectors, masks, out, genuine=run_member.masked_sum):
     if masks:
         genuine(vectors, masks, out)
     else:

@@ -19,6 +19,7 @@ from coordinator.manifest import run_terms
 from metrics.errors import BudgetError
 from tests.coordinator.ledger_cases import MANIFEST, PARAMETERS, opened
 from tests.models import wide_model
+from tests.noise import draws
 from tests.protocol import (
     VIRTUAL_WORKERS,
     HandRun,
@@ -35,12 +36,12 @@ from workers.clipping import ClippedSum, GradientEngine
 from workers.datasets import ArrayDataset
 from workers.known_answer import known_answer
 from workers.masks import PairSecret, masked_sum, roster_masks
-from workers.measuring import ClassCounts
+from workers.measuring import ClassCountEngine
 from workers.models import ModelSource, build_model, cross_entropy
-from workers.noise import NoiseSampler
 from workers.numerics import pin_numerics
 from workers.payload import VectorRange
 from workers.ring import decode
+from workers.run_member import RunMember
 from workers.train_worker import TrainWorker
 from workers.virtual_worker import VirtualWorkerComputer
 
@@ -122,7 +123,7 @@ def test_two_queries_of_a_step_under_one_noise_tell_their_difference(monkeypatch
     renamed = counts.model_copy(update={"mechanism": counts.mechanism.model_copy(update={"query": "evaluation"})})
     data = ArrayDataset(*examples())
     first, second = (
-        VirtualWorkerComputer(of.mechanism, ClassCounts(counts), data).vector(0, KEYS, 0, b"p" * 32, START)
+        VirtualWorkerComputer(of.mechanism, ClassCountEngine(counts), data).vector(0, KEYS, 0, b"p" * 32, START)
         for of in (counts, renamed)
     )
     noise_free = np.array_equal(first.values, second.values)
@@ -259,17 +260,17 @@ def test_an_attempt_counter_that_restarts_shows_a_moved_vector(tmp_path, monkeyp
     other_map = {"worker-0": (0, 1, 2), "worker-1": (3, 4, 5, 6, 7)}
     first = hand.roster()
     if rule == "removed":
-        genuine = masks.mask_key
-        monkeypatch.setattr(TrainWorker, "_check_position", lambda self, roster: None)
+        genuine = masks.keystream_key
+        monkeypatch.setattr(RunMember, "_check_position", lambda self, roster: None)
         monkeypatch.setattr(
-            masks, "mask_key", lambda secret, **context: genuine(secret, **{**context, "roster_digest": b""})
+            masks, "keystream_key", lambda secret, **context: genuine(secret, **{**context, "roster_digest": b""})
         )
     _, (before,) = hand.ask("worker-0", hand.request(first))
     restarted = with_hosting(hand, first, other_map, nonce=b"\1" * 32)
     if rule == "kept":
         assert next_attempt_after_restart(hand) == 1
         assert hand.code("worker-0", hand.request(restarted)) == "step_fenced"
-        monkeypatch.setattr(TrainWorker, "_check_position", lambda self, roster: None)
+        monkeypatch.setattr(RunMember, "_check_position", lambda self, roster: None)
     _, (after,) = hand.ask("worker-0", hand.request(restarted))
     moved = before - after == hand.clear_vector(3)
     assert moved.all() if rule == "removed" else moved.mean() < 0.01
@@ -360,8 +361,8 @@ def test_a_worker_takes_its_own_noise_off(tmp_path, rule):
     """With two workers one of them knows half of the shares; the epsilon against it is stated beside the other."""
     run = trained(tmp_path, num_workers=2, steps=1)
     plan = run.finished.plan
-    sampler, count = NoiseSampler(plan.mechanism.sigma, 64), 20_000
-    shares = [sampler.draws(keys_of(RUN, v).stream, 0, count) for v in range(VIRTUAL_WORKERS)]
+    count = 20_000
+    shares = [draws(plan.mechanism.sigma, keys_of(RUN, v).stream, 0, count) for v in range(VIRTUAL_WORKERS)]
     known = sum(shares[:4]) if rule == "removed" else 0
     remaining = np.std(sum(shares) - known) / (plan.mechanism.sigma * math.sqrt(VIRTUAL_WORKERS))
     assert remaining == pytest.approx(math.sqrt(0.5) if rule == "removed" else 1, rel=0.03)

@@ -1,7 +1,7 @@
-"""From examples to one clipped sum: the only place where a private gradient exists in the clear.
+"""The clipped sum of per-example gradients: the only place where a private gradient exists in the clear.
 
-Opacus computes the gradient of every example; this module bounds each of them and adds them up. Shapes and work are
-the same whatever was drawn: always M micro-batches of m rows, so time and memory tell nothing about the draw.
+Opacus computes the gradient of every example; this module bounds each of them and adds them up. Shapes and work do not
+depend on the draw: always M micro-batches of m rows, so time and memory tell nothing about it.
 """
 
 import re
@@ -21,11 +21,13 @@ from workers.models import LossFn, load_flat, trainable_tensors
 from workers.numerics import choose_kernels
 from workers.opacus_modules import opacus_module
 
+# These three carry the derivation in ClippedSum: a change of one needs a new derivation.
 MAX_ROWS = 2**17
 CLIP_MARGIN = 2.0**-16
 _MAX_DIMENSION = 2**31
+# Float64 copies of one block at a time: small enough for the cache of a CPU, large enough to fill a GPU.
 _BLOCK_COLUMNS = {"cpu": 4096, "cuda": 2**18}
-# How torch words it, to the end of its first sentence: so no other error's text can pass for the name of an operation.
+# Torch's whole first sentence is matched, so no other error's text can pass for the name of an operation.
 _NONDETERMINISTIC = re.compile(
     r"(?P<name>[A-Za-z_]\w{0,63})(?: [\w=]{1,20}){0,5} does not have a deterministic implementation, "
     r"but you set 'torch\.use_deterministic_algorithms\(True\)'\.",
@@ -36,7 +38,7 @@ MicroBatch = tuple[NDArray[np.float32] | NDArray[np.int64], NDArray[np.float32] 
 
 
 class ClippedSum:
-    """Running float64 sum of clipped per-example gradients.
+    """A running float64 sum of clipped per-example gradients.
 
     Guarantee: let a set of examples differ from another only in that one example is invalid. Their totals differ by
     at most C in the l2 norm, in exact arithmetic on the computed float64 values, for any float32 gradients, finite
@@ -57,7 +59,7 @@ class ClippedSum:
 
     Args:
         sizes: number of coordinates of each tensor, in canonical order.
-        clip: C, or None to add gradients as they are (data declared public); non-finite ones contribute zero still.
+        clip: C, or None to add gradients as they are (data declared public); non-finite ones still contribute zero.
         device: where the gradients are.
     """
 
@@ -87,7 +89,7 @@ class ClippedSum:
                 target += finite.T @ weights
 
     def total(self) -> NDArray[np.float64]:
-        """The sum, float64 [d]."""
+        """Return the sum, float64 [d]."""
         return self._total.cpu().numpy()
 
     def _weights(self, matrices: Sequence[Tensor], valid: Tensor) -> Tensor:
@@ -100,12 +102,12 @@ class ClippedSum:
 
 
 def _split(array: Tensor, columns: int | list[int]) -> Sequence[Tensor]:
-    """Views of at most (or of exactly) so many columns; small ones keep their float64 copies in the cache."""
+    """Return views of at most ``columns`` columns, or of exactly those in a list."""
     return torch.split(array, columns, dim=-1)
 
 
 class PerExampleGradients:
-    """Per-example gradients of a module through Opacus' hooks.
+    """The per-example gradients of a module, through Opacus' hooks.
 
     Args:
         module: hooks are attached to it, and it is put into train mode; it belongs to this object from then on.
@@ -118,7 +120,8 @@ class PerExampleGradients:
 
     def __init__(self, module: nn.Module, loss_fn: LossFn, deterministic: bool = True) -> None:
         if any(isinstance(layer, _CONVOLUTIONS) for layer in module.modules()):
-            # Opacus' rule of convolutions names a class of this package, and leaves its import to others.
+            # Opacus' rule for convolutions names a class of this package without importing it. Each worker needs it,
+            # since a process loads only the parts of Opacus that it uses.
             import torch.distributed.fsdp  # noqa: F401
         try:
             self._wrapped = opacus_module("opacus.grad_sample").GradSampleModule(
@@ -134,7 +137,7 @@ class PerExampleGradients:
         self._trained = [(name, tensor) for name, tensor in module.named_parameters() if tensor.requires_grad]
 
     def __call__(self, features: Tensor, labels: Tensor) -> list[Tensor]:
-        """Gradient of each example's loss, float32 [n, *shape] per trained tensor in canonical order.
+        """Return each example's gradient, float32 [n, *shape] per trained tensor in canonical order.
 
         Raises:
             ModelError: ``loss_shape``, ``unsupported_layer`` or ``nondeterministic_op``.
@@ -153,6 +156,7 @@ class PerExampleGradients:
 
     def _take(self, name: str, tensor: nn.Parameter, count: int) -> Tensor:
         gradient = getattr(tensor, "grad_sample", None)
+        # Opacus appends to what it finds: the next batch must find nothing.
         tensor.grad = tensor.grad_sample = None  # type: ignore[attr-defined]
         if not isinstance(gradient, Tensor) or gradient.shape != (count, *tensor.shape):
             raise ModelError(
@@ -164,7 +168,7 @@ class PerExampleGradients:
 
 
 class GradientEngine:
-    """Clipped sums for one model, loss and mechanism.
+    """The sum engine of gradients, for one model, loss and mechanism.
 
     The process's numerics must be pinned first (`workers/numerics.py`).
 
@@ -196,10 +200,10 @@ class GradientEngine:
         self._mechanism = mechanism
 
     def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> NDArray[np.float64]:
-        """Sum of the clipped gradients of all valid rows, float64 [d], divided by nothing.
+        """Return the sum of the clipped gradients of all valid rows, float64 [d], divided by nothing.
 
-        Guarantee: the bound of :class:`ClippedSum`; and the same bytes for the same arguments in one numerics class,
-        if operations without a deterministic kernel are refused.
+        Guarantee: the bound of :class:`ClippedSum`. The bytes are the same for the same arguments in one numerics
+        class, if operations without a deterministic kernel are refused.
         No warning is shown, since one could depend on an example.
 
         Args:
@@ -219,23 +223,23 @@ class GradientEngine:
                 assert len(features) == len(labels) == len(valid) == mechanism.micro_batch_size, "one fixed shape"
                 clipped.add(self._gradients(self._tensor(features), self._tensor(labels)), self._tensor(valid))
                 count += 1
-        assert count == mechanism.micro_batches, "M forward passes, whatever was drawn"
+        assert count == mechanism.micro_batches, "M forward passes for every draw"
         return clipped.total()
 
     def _tensor(self, array: NDArray[np.generic]) -> Tensor:
-        """A copy in torch's own memory: kernels then see one alignment in every process."""
+        """Return a copy in torch's own memory: kernels then see one alignment in every process."""
         return torch.tensor(array, device=self._device)
 
 
 def micro_batches(
     dataset: Dataset, ids: NDArray[np.int64], mechanism: Mechanism, *, padding: int
 ) -> Iterator[MicroBatch]:
-    """The drawn examples as exactly M micro-batches of m rows.
+    """Yield the drawn examples as exactly M micro-batches of m rows.
 
-    Rows beyond the draw repeat one example and are not valid: as many rows are read whatever was drawn.
+    Rows beyond the draw repeat one example and are not valid, so the number of rows read does not depend on the draw.
 
     Args:
-        ids: int64 [n], n <= M * m; an id may come only once.
+        ids: int64 [n], n <= M * m, without repetition.
         padding: id of an example that the caller may read.
     """
     rows = mechanism.micro_batch_size
@@ -260,7 +264,7 @@ def named_operations(deterministic: bool) -> Iterator[None]:
     """Refuse operations without a deterministic kernel, by name.
 
     Args:
-        deterministic: False lets them run, with a warning by torch; others use their deterministic kernels still.
+        deterministic: False lets them run, with a warning by torch; all others still use their deterministic kernels.
 
     Raises:
         ModelError: ``nondeterministic_op``.

@@ -1,7 +1,6 @@
-"""What lies in files of examples: scikit-learn's digits, npz archives and parquet tables, as whole arrays.
+"""Files of examples: scikit-learn's digits, npz archives and parquet tables, read as whole arrays.
 
-A file that is damaged, or is none of its kind, is a DatasetError that says so, whatever the library that reads it
-raises.
+A file that is damaged or of another kind is a DatasetError that says so, whatever the reading library raises.
 """
 
 import zipfile
@@ -18,11 +17,12 @@ from metrics.file_errors import file_error
 
 _NPZ = "Write it with numpy.savez, with names for features and labels."
 Arrays = tuple[NDArray[Any], NDArray[Any]]
+# All that numpy was seen to raise on torn or foreign archives.
 _BROKEN = (ValueError, EOFError, zipfile.BadZipFile, zlib.error)
 
 
 def read_digits() -> Arrays:
-    """What ``sklearn.datasets.load_digits`` reads, without importing scikit-learn, which takes a second of CPU."""
+    """Return what ``sklearn.datasets.load_digits`` reads, without a second of CPU for importing scikit-learn."""
     package = find_spec("sklearn")
     assert package is not None, "it is a dependency"
     assert package.origin is not None, "it is a package of files"
@@ -35,7 +35,7 @@ def read_digits() -> Arrays:
 
 
 def read_npz(path: Path, features: tuple[str, ...], labels: str) -> Arrays:
-    """Features and labels by the names of their arrays.
+    """Return features and labels by the names of their arrays.
 
     Raises:
         DatasetError: ``dataset_unreadable``, ``dataset_array`` if there is no such array, ``dataset_dtype`` if one
@@ -76,7 +76,7 @@ def _array(archive: Any, name: str, path: Path) -> NDArray[Any]:
 
 
 def read_parquet(path: Path, features: tuple[str, ...], labels: str) -> Arrays:
-    """Features and labels by the names of their columns; several columns of numbers are one vector per example.
+    """Return features and labels by the names of their columns; several columns of numbers are one vector per example.
 
     Raises:
         DatasetError: ``dataset_unreadable``, ``dataset_empty``, or ``dataset_array`` if there is no such column or it
@@ -114,7 +114,7 @@ def read_parquet(path: Path, features: tuple[str, ...], labels: str) -> Arrays:
 
 
 def _column(column: Any, name: str) -> NDArray[Any]:
-    """A column of numbers as [N], one of equally long lists of numbers as [N, k]."""
+    """Return a column of numbers as [N], a column of equally long lists of numbers as [N, k]."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

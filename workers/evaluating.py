@@ -1,17 +1,17 @@
-"""Measuring released parameters: per-example scores, and a worker's part in evaluating on a sealed split.
+"""The evaluation of released parameters: scores of examples, and a worker's part in evaluating on a sealed split.
 
 The split is confidential and its results are not: a worker opens the slices that it hosts, and answers with the sum of
 scores and the number of examples of each slice, exactly.
 
-Guarantee: a worker measures only parameters that its orchestrator ordered to be measured
+Guarantee: a worker evaluates only parameters that its orchestrator ordered to be evaluated
 (`attestation.evaluation_order`), on slices whose evaluation keys it was given; nothing else of an example leaves. The
-score of a slice depends on model, parameters and slice alone, so it has the same bits whoever hosts it.
-Not guaranteed: anything like differential privacy. The results tell about the examples whatever they tell.
+score of a slice depends on model, parameters and slice alone, so it has the same bits on every host.
+Not guaranteed: differential privacy. Results are exact, and tell about the examples what exact results tell.
 """
 
 import struct
 import warnings
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -23,26 +23,26 @@ from torch import Tensor, nn
 
 from attestation.attester import Attester
 from attestation.evaluation_order import open_order
-from attestation.keys import Secret
 from attestation.messages import Envelope, Message, open_envelope, seal
 from attestation.roster import Member
 from metrics.errors import DatasetError, ProtocolError
 from workers.clipping import named_operations
 from workers.datasets import Dataset, DatasetForm, dataset_form, slice_ids
-from workers.guard import answer_code, guarded
 from workers.manifest import Manifest
-from workers.models import LossFn, build_model, load_flat
+from workers.models import LossFn, ModelRuntime, load_flat
 from workers.parameters import own_copy, parameter_digest, tensor_digests
 from workers.sealed_dataset import SealedDataset
-from workers.worker_messages import WorkerSetup
 
 Metric = Literal["accuracy", "loss"]
+
+# The size of a batch decides how a kernel rounds, so it is no setting: a score has the same bits on every worker.
 _BATCH = 256
+# A score travels as the eight bytes of a float64: every bit arrives, also of a loss that is not finite.
 _FLOAT = struct.Struct(">d")
 
 
 def metric_of(loss: str) -> Metric:
-    """What is measured of a model that is trained with the loss of this name."""
+    """Return the metric of a model that is trained with the loss of this name."""
     return "accuracy" if loss == "cross_entropy" else "loss"
 
 
@@ -66,11 +66,11 @@ class Scorer:
         self._deterministic = deterministic
 
     def load(self, parameters: NDArray[np.float32]) -> None:
-        """Measure float32 [d] parameters in canonical order from now on."""
+        """Score float32 [d] parameters in canonical order from now on."""
         load_flat(self._module, parameters)
 
     def total(self, dataset: Dataset, ids: NDArray[np.int64]) -> float:
-        """Sum over the examples ``ids`` in float64, in batches of a fixed size from the first.
+        """Return the sum of the scores of the examples ``ids`` in float64, in batches of a fixed size from the first.
 
         No warning is shown, since one could depend on an example.
 
@@ -87,7 +87,7 @@ class Scorer:
         return total
 
     def _scores(self, features: Tensor, labels: Tensor) -> Tensor:
-        """One score per example, [n]."""
+        """Return one score per example, [n]."""
         output: Tensor = self._module(features)
         if self._metric == "loss":
             return self._loss_fn(output, labels)
@@ -105,7 +105,7 @@ class SliceScore(Message):
 
     @property
     def value(self) -> float:
-        """The sum; ProtocolError ``malformed`` if it has another length."""
+        """The sum; ProtocolError ``malformed`` if ``total`` is not eight bytes long."""
         if len(self.total) != _FLOAT.size:
             raise ProtocolError("malformed", "a score is no float64")
         value: float = _FLOAT.unpack(self.total)[0]
@@ -113,10 +113,10 @@ class SliceScore(Message):
 
 
 class EvaluationAnswer(Message):
-    """What a worker says of the slices that it hosts.
+    """A worker's signed scores of the slices that it hosts.
 
     Attributes:
-        order: digest of the order that it answers, so of run, steps, parameters and hosts.
+        order: digest of the order that is answered, so of run, steps, parameters and hosts.
         scores: in the order of its virtual workers.
     """
 
@@ -137,7 +137,7 @@ class EvaluationReply:
 
 
 def check_evaluation_form(evaluation: DatasetForm, training: DatasetForm) -> None:
-    """Require a split whose examples are like those that the model was checked on; DatasetError ``evaluation_form``."""
+    """Require a split of the shapes and types that the model was checked on; DatasetError ``evaluation_form``."""
     if evaluation.model_copy(update={"num_examples": training.num_examples}) != training:
         raise DatasetError(
             "evaluation_form",
@@ -149,69 +149,64 @@ def check_evaluation_form(evaluation: DatasetForm, training: DatasetForm) -> Non
         )
 
 
-class Evaluating:
-    """A worker's part in evaluations; it has none until :meth:`open`.
+@dataclass(frozen=True, slots=True)
+class SealedSplit:
+    """A sealed evaluation split that a worker has opened; no example is in reach before a key of its slice.
+
+    Attributes:
+        dataset: its examples.
+        scorer: scores them with a model of its own.
+    """
+
+    dataset: SealedDataset
+    scorer: Scorer
+
+
+def open_split(folder: Path, loss: str, training: DatasetForm, runtime: ModelRuntime) -> SealedSplit:
+    """Open the header of a sealed split, and build a model of its own to score it with.
+
+    Args:
+        loss: name of the run's loss, which decides what is scored.
+        training: the form that the model was checked on.
+
+    Raises:
+        ConfigError: ``sealed_data``.
+        DatasetError: ``evaluation_form``.
+    """
+    dataset = SealedDataset(folder, "evaluation")
+    check_evaluation_form(dataset_form(dataset), training)
+    # The training model cannot serve: it stays in train mode, with Opacus' hooks on it.
+    scorer = Scorer(runtime.build(), runtime.loss_fn, metric_of(loss), runtime.device, runtime.deterministic)
+    return SealedSplit(dataset, scorer)
+
+
+class SliceEvaluator:
+    """Evaluates released parameters on the slices that a worker hosts.
 
     Args:
         attester: in whose name, and with whose key, answers are signed.
+        manifest: of the run whose orders are taken; it was checked.
+        split: the opened split to evaluate on.
     """
 
-    def __init__(self, attester: Attester) -> None:
+    def __init__(self, attester: Attester, manifest: Manifest, split: SealedSplit) -> None:
         self._attester = attester
-        self._dataset: SealedDataset | None = None
-        self._manifest: Manifest | None = None
-
-    def open(self, setup: WorkerSetup, training: DatasetForm, loss_fn: LossFn) -> None:
-        """Open the header of the sealed split, if there is one; no example is in reach yet.
-
-        Args:
-            training: what the model was checked on.
-
-        Raises:
-            ConfigError: ``sealed_data``.
-            DatasetError: ``evaluation_form``.
-        """
-        if setup.evaluation is not None:
-            self._dataset = SealedDataset(Path(setup.base) / setup.evaluation, "evaluation")
-            check_evaluation_form(dataset_form(self._dataset), training)
-            module = build_model(setup.model, setup.base, setup.seed)
-            deterministic = not setup.allow_nondeterministic
-            self._scorer = Scorer(module, loss_fn, metric_of(setup.loss), setup.device, deterministic)
-
-    def bind(self, manifest: Manifest) -> None:
-        """Take orders of the run of ``manifest``, which was checked."""
         self._manifest = manifest
+        self._split = split
 
-    def take(self, keys: Mapping[int, Secret], hosted: Set[int]) -> None:
-        """Open the slices of ``keys``, and forget those of virtual workers that are not ``hosted``.
+    def answer(self, envelope: Envelope, parameters: Sequence[np.ndarray]) -> Envelope:
+        """Score the slices that the order in ``envelope`` gives to this worker; returns a signed answer.
 
-        Raises:
-            EvidenceError: ``key_not_committed``.
-            DatasetError: ``sealed_changed``, ``dataset_unreadable``.
-        """
-        if self._dataset is not None:
-            self._dataset.take(keys, hosted)
-
-    def answer(self, envelope: Envelope, parameters: Sequence[np.ndarray]) -> EvaluationReply:
-        """Measure the slices that the order in ``envelope`` gives to this worker.
-
-        Guarantee: nothing is measured before the order was verified for exactly these parameters; every failure is
-        answered by a code.
+        Guarantee: nothing is computed before the order was verified for exactly these parameters.
 
         Args:
             parameters: the float32 parameters of each range, in range order.
-        """
-        try:
-            signed = self._answer(envelope, parameters)
-        except Exception as error:  # noqa: BLE001 - only a code may leave
-            return EvaluationReply(self._attester.member_id, answer_code(error))
-        return EvaluationReply(self._attester.member_id, "ok", signed)
 
-    @guarded
-    def _answer(self, envelope: Envelope, parameters: Sequence[np.ndarray]) -> Envelope:
-        manifest = self._manifest
-        if self._dataset is None or manifest is None:
-            raise ProtocolError("evaluation_unknown", "the run has no sealed evaluation split, or has not begun")
+        Raises:
+            ProtocolError: ``parameters_mismatch``, ``roster_own_entry``, or why the order is refused.
+            DatasetError: ``slice_sealed`` without the key of a slice.
+        """
+        manifest, split = self._manifest, self._split
         order = open_order(
             envelope,
             orchestrator_key=manifest.orchestrator_key,
@@ -225,21 +220,22 @@ class Evaluating:
         flat = own_copy(parameters)
         if parameter_digest(tensors, tensor_digests(flat, tensors)) != order.parameter_digest:
             raise ProtocolError("parameters_mismatch", "the order is for other parameters than those that came with it")
-        self._scorer.load(flat)
+        split.scorer.load(flat)
         body = EvaluationAnswer(
             member_id=own.member_id,
             order=order.digest(),
-            scores=tuple(self._score(self._dataset, v) for v in own.virtual_workers),
+            scores=tuple(_score(split, v) for v in own.virtual_workers),
         )
         return seal(body, self._attester.identity)
 
-    def _score(self, dataset: SealedDataset, v: int) -> SliceScore:
-        ids = slice_ids(v, dataset.header.virtual_workers, len(dataset))
-        return SliceScore(virtual_worker=v, total=_FLOAT.pack(self._scorer.total(dataset, ids)), count=len(ids))
+
+def _score(split: SealedSplit, v: int) -> SliceScore:
+    ids = slice_ids(v, split.dataset.header.virtual_workers, len(split.dataset))
+    return SliceScore(virtual_worker=v, total=_FLOAT.pack(split.scorer.total(split.dataset, ids)), count=len(ids))
 
 
 def open_answer(envelope: Envelope, order_digest: bytes, member: Member, counts: Mapping[int, int]) -> dict[int, float]:
-    """Verify a worker's answer; returns the sum of scores of each of its slices.
+    """Verify a worker's answer, and return the sum of scores of each of its slices.
 
     Guarantee: returns only what the holder of ``member``'s identity key signed in answer to that order, with exactly
     the slices that it gives to ``member``, each with all its examples.

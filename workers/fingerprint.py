@@ -1,11 +1,11 @@
 """The fingerprint of a dataset: a keyed digest by which an account knows the data it was opened for.
 
-It is keyed because a plain digest of private examples tells whoever knows all of them but one what that one is, and
-it would lie in manifest and ledger. The key is a file beside the data, for those who may read the data anyway.
+It is keyed because it stands in manifest and ledger. A plain digest there would give away a last unknown example to
+anybody who knows all the others. The key is a file beside the data, for people who may read the data anyway.
 
-What it shows: that whoever computed it held the key and opened these bytes. Two fingerprints under one key are the
-same exactly if the data is. What it does not show: that the data is of certain people, or that another file, say a
-copy in another order, is not of the same ones.
+Guarantee: its maker held the key and opened these bytes. Two fingerprints under one key are equal exactly if the data
+is. Not guaranteed: that the data is about certain people, or that another file, such as a copy in another order, is
+about others.
 """
 
 import hashlib
@@ -18,19 +18,21 @@ from attestation.keys import Purpose, Secret, derive
 from attestation.private_files import read_private
 from metrics.errors import ConfigError, DatasetError
 from metrics.file_errors import file_error
-from workers.datasets import Dataset, DatasetDescriptor, slice_digest
+from workers.datasets import Dataset, slice_digest
+from workers.descriptor import DatasetDescriptor
 
+# A key that was typed or cut short must not pass for one of 32 random bytes.
 _HEX = re.compile(rb"[0-9a-fA-F]{64}")
 
 
 def dataset_fingerprint(descriptor: DatasetDescriptor, dataset: Dataset, base: Path | str) -> bytes:
-    """32 bytes, or none without a key; reads the whole dataset once.
+    """Return 32 bytes, or none without a key; reads the whole dataset once.
 
-    Of a file they depend on its bytes alone, so neither on where it lies nor on which columns a run reads or how it
-    scales them; of data from a function or scikit-learn on every example.
+    The fingerprint of a file depends on its bytes alone: not on its place, nor on the columns that a run reads, nor on
+    their scale. That of data from a function or scikit-learn depends on every example.
 
     Args:
-        dataset: what ``descriptor`` opens below the folder ``base``.
+        dataset: opened from ``descriptor`` below the folder ``base``.
 
     Raises:
         ConfigError: ``fingerprint_key`` if the key's file cannot be read, is not 64 hexadecimal digits, or others may

@@ -1,8 +1,8 @@
-"""What a worker may say of a failure: a code, never the text of an exception.
+"""The answers of a worker that fails: a code, never the text of an exception.
 
 An exception raised while private data is in reach can carry it (a tensor's repr, an index, a label). Our own errors
-are worded without data and pass; anything else becomes ``worker_error`` with neither text nor traceback. What user
-code prints goes nowhere for the same reason.
+are worded without data and pass. Anything else becomes ``worker_error`` with neither text nor traceback. Prints of
+user code are dropped for the same reason.
 """
 
 import contextlib
@@ -18,9 +18,10 @@ R = TypeVar("R")
 
 
 def answer_code(error: BaseException) -> str:
-    """The code that stands for ``error`` in a worker's answer."""
+    """Return the code that stands for ``error`` in a worker's answer."""
     if isinstance(error, RaycloakError):
         return error.code
+    # By name, so that this module imports no torch.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return "out_of_memory"
     return "worker_error"
@@ -28,8 +29,9 @@ def answer_code(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _silenced() -> Iterator[None]:
-    """Send what Python code and native libraries print to nowhere, by stream and by descriptor."""
+    """Drop all that Python code and native libraries print, by stream and by descriptor."""
     with open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink):
+        # Native libraries write to descriptors 1 and 2 past Python's streams.
         kept = [(descriptor, os.dup(descriptor)) for descriptor in (1, 2)]
         try:
             for descriptor, _ in kept:
@@ -42,10 +44,10 @@ def _silenced() -> Iterator[None]:
 
 
 def guarded(method: Callable[P, R]) -> Callable[P, R]:
-    """Silence ``method``'s prints and let only our own errors out.
+    """Drop the prints of ``method``, and let only our own errors out.
 
-    Guarantee: an exception that is not a RaycloakError, nor the operator's interrupt, leaves as ``RunFailedError`` with
-    a code and no text, cause or context of the original.
+    Guarantee: an exception that is neither a RaycloakError nor the operator's interrupt leaves as ``RunFailedError``,
+    with a code and no text, cause or context of the original.
     """
 
     @functools.wraps(method)
@@ -55,6 +57,7 @@ def guarded(method: Callable[P, R]) -> Callable[P, R]:
             with _silenced():
                 return method(*args, **kwargs)
         except RaycloakError as error:
+            # A traceback has frames, and a cause or context another error: both may hold examples.
             failure = error.with_traceback(None)
             failure.__cause__ = failure.__context__ = None
         except KeyboardInterrupt:

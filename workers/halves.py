@@ -1,4 +1,4 @@
-"""What a worker does about keys in two halves: it fetches the data owner's half itself, and combines."""
+"""Keys in two halves: a worker fetches the data owner's half itself, and combines it with the orchestrator's."""
 
 from collections.abc import Mapping
 
@@ -6,9 +6,9 @@ from attestation.attester import Attester
 from attestation.key_halves import check_contract, combine_halves
 from attestation.key_release import VirtualWorkerKeys
 from attestation.log_watch import LogWatch
-from attestation.policy import Policy
 from metrics.errors import EvidenceError
 from workers.manifest import Manifest, key_context
+from workers.worker_messages import Admission
 
 
 def check_key_service(manifest: Manifest) -> None:
@@ -28,50 +28,55 @@ def check_key_service(manifest: Manifest) -> None:
         )
 
 
+def check_key_address(manifest: Manifest, address: str | None) -> None:
+    """Require an address exactly where ``manifest`` names a key service, and a service that can serve the run.
+
+    Raises:
+        EvidenceError: ``key_service_mismatch``.
+    """
+    contract = manifest.key_service
+    if (contract is None) != (address is None):
+        stated = "no key service in the manifest" if contract is None else "no address of the key service"
+        raise EvidenceError("key_service_mismatch", f"there is {stated}")
+    check_key_service(manifest)
+
+
 class SecondHalves:
     """A worker's side of the key service that the manifest may name.
 
     Args:
-        attester: what it presents to that service.
+        attester: presents this worker to that service.
     """
 
     def __init__(self, attester: Attester) -> None:
         self._attester = attester
-        self._address = ""
+        # The service keeps an evidence log of its own, which must not lose entries between two epochs.
         self._watch = LogWatch()
 
-    def check(self, manifest: Manifest, address: str | None) -> None:
-        """Require that the key service of ``manifest`` can serve the run; remember where it is.
-
-        Raises:
-            EvidenceError: ``key_service_mismatch``; also if one of manifest and address lacks.
-        """
-        contract = manifest.key_service
-        if (contract is None) != (address is None):
-            stated = "no key service in the manifest" if contract is None else "no address of the key service"
-            raise EvidenceError("key_service_mismatch", f"there is {stated}")
-        check_key_service(manifest)
-        self._address = address or ""
-
     def complete(
-        self, manifest: Manifest, policy: Policy, epoch: int, released: Mapping[int, VirtualWorkerKeys]
+        self, admission: Admission, epoch: int, released: Mapping[int, VirtualWorkerKeys]
     ) -> Mapping[int, VirtualWorkerKeys]:
-        """The keys, from what the orchestrator released; those are whole where the manifest names no key service.
+        """Return the whole keys; ``released`` are whole already where the manifest names no key service.
 
         Guarantee: with a key service, returns only once it gave the half of each key that its contract commits to.
+
+        Args:
+            admission: its manifest and address were checked by :func:`check_key_address`.
 
         Raises:
             EvidenceError: as `attestation.second_half.fetch_halves`.
         """
+        manifest = admission.manifest
         if manifest.key_service is None:
             return released
+        assert admission.key_service is not None, "an address was checked to come with a contract"
         from attestation.second_half import fetch_halves  # gRPC takes a while to load; few runs need it
 
         owned = fetch_halves(
             manifest.key_service,
-            self._address,
+            admission.key_service,
             self._attester,
-            policy=policy,
+            policy=admission.policy,
             epoch=epoch,
             virtual_workers=sorted(released),
             watch=self._watch,

@@ -1,6 +1,6 @@
-"""The known answer: what this machine computes on a public synthetic batch, with public keys.
+"""The known answer: the vector that this machine computes from a public synthetic batch, with public keys.
 
-Two machines of one numerics class agree on it; one that does not could put two different gradients under the same
+Machines of one numerics class agree on it. A machine that differs could put two different gradients under the same
 noise, so it is refused at admission.
 """
 
@@ -15,11 +15,12 @@ from workers.mechanism import Mechanism
 from workers.streams import KeyStream
 from workers.virtual_worker import VirtualWorkerComputer
 
+# Known to everybody: the answer must be reproducible, and there is nothing to protect in a synthetic batch.
 _PUBLIC_KEY = Secret(bytes(32))
 
 
 class _SyntheticDataset:
-    """Public examples of the shapes and dtypes of ``template``: features in [0, 1) or {0, 1}, labels in {0, 1}."""
+    """A dataset of public examples in the form of ``template``: features in [0, 1) or {0, 1}, labels in {0, 1}."""
 
     def __init__(self, template: Dataset, count: int) -> None:
         features, labels = template.batch(np.empty(0, np.int64))
@@ -43,7 +44,7 @@ def _fill(template: np.ndarray, count: int, name: str) -> np.ndarray:
 
 
 def known_answer(mechanism: Mechanism, engine: SumEngine, dataset: Dataset, parameters: np.ndarray) -> bytes:
-    """Digest of the encoded, noised vector of one synthetic virtual worker.
+    """Return the digest of the encoded, noised vector of one synthetic virtual worker.
 
     Args:
         dataset: read for shapes and dtypes only.
@@ -52,6 +53,7 @@ def known_answer(mechanism: Mechanism, engine: SumEngine, dataset: Dataset, para
     Returns:
         32 bytes.
     """
+    # A full batch: every row of every micro-batch is computed, and none is padding.
     count = mechanism.micro_batch_size * mechanism.micro_batches
     public = mechanism.model_copy(update={"num_examples": count, "virtual_workers": 1, "sample_rate": 1.0})
     computer = VirtualWorkerComputer(public, engine, _SyntheticDataset(dataset, count))

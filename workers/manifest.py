@@ -1,8 +1,8 @@
 """The manifest: everything that can change a gradient, and everybody who may sign, fixed before the first step.
 
-``Computation`` holds what determines the bytes of the weights; virtual-worker keys derive from it and from the known
-answer (:func:`key_context`). The manifest adds who signs what. Neither holds a worker count, a path, a time or a range
-count: those may differ between two executions that must give the same bytes.
+``Computation`` determines the bytes of the weights; virtual-worker keys derive from it and from the known answer
+(:func:`key_context`). The manifest adds who signs what. Neither holds a worker count, a path, a time or a range count:
+these may differ between two executions that must give the same bytes.
 """
 
 from typing import ClassVar, Literal
@@ -29,7 +29,7 @@ class TensorSpec(Message):
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         size = 1
         for extent in self.shape:
             size *= extent
@@ -37,7 +37,7 @@ class TensorSpec(Message):
 
 
 class OptimizerSpec(Message):
-    """Update rule and learning-rate schedule; see `coordinator/optimizers.py`."""
+    """The update rule and its learning-rate schedule, as `coordinator/optimizers.py` applies them."""
 
     DOMAIN: ClassVar[str] = "raycloak/optimizer/v1"
 
@@ -53,7 +53,7 @@ class OptimizerSpec(Message):
 
 
 class NumericsClass(Message):
-    """What the last bits of a gradient depend on besides code and data.
+    """All that the last bits of a gradient depend on besides code and data.
 
     Attributes:
         device, cpu_capability: model of the device, and the instruction set that CPU kernels are held to.
@@ -74,7 +74,7 @@ class NumericsClass(Message):
     deterministic: bool
 
     def computes_like(self, other: "NumericsClass") -> bool:
-        """Whether both give the same bits in an update rule, which runs on the CPU one element at a time."""
+        """Return whether both give the same bits in an update rule, which runs on the CPU one element at a time."""
         apart = {"device": "", "deterministic": True}
         return self.model_copy(update=apart) == other.model_copy(update=apart)
 
@@ -83,7 +83,7 @@ class Computation(Message):
     """All that determines the bytes of the weights, given the run secret and the data.
 
     Attributes:
-        measurements: what is released beside the gradients, in the order of release.
+        measurements: the other releases beside the gradients, in their order.
         model: ``module:function`` or the qualified name of a callable, for the reader.
         model_code: SHA-256 of the model's source.
         loss: ``cross_entropy``, ``mse`` or ``module:function``.
@@ -114,24 +114,25 @@ class Computation(Message):
 
     @property
     def mechanisms(self) -> tuple[Mechanism, ...]:
-        """All that the run may release, the gradient first."""
+        """All mechanisms that the run may release by, the gradient's first."""
         return (self.mechanism, *(measurement.mechanism for measurement in self.measurements))
 
     def measurement(self, query: Query) -> Measurement:
-        """The measurement with that query; ProtocolError ``query_unknown`` if the run has none."""
+        """Return the measurement with that query; ProtocolError ``query_unknown`` if the run has none."""
         for measurement in self.measurements:
             if measurement.query == query:
                 return measurement
         raise ProtocolError("query_unknown", f"the run has no measurement '{query}'")
 
     def mechanism_of(self, query: Query) -> Mechanism:
-        """The mechanism with that query; ProtocolError ``query_unknown`` if the run has none."""
+        """Return the mechanism with that query; ProtocolError ``query_unknown`` if the run has none."""
         return self.mechanism if query == "gradient" else self.measurement(query).mechanism
 
     def epoch_of(self, query: Query, step: int) -> int:
-        """The key epoch of a step of ``query``; a measurement has that of the training step it comes before."""
+        """Return the key epoch of a step of ``query``; a measurement has that of the training step it comes before."""
         if query != "gradient":
             after = self.measurement(query).after(step, self.mechanism.steps)
+            # No training step comes after the last one, and no key epoch either.
             step = min(after, self.mechanism.steps - 1)
         return step // self.epoch_steps
 
@@ -142,7 +143,7 @@ class Computation(Message):
 
 
 def key_context(computation: Computation, known_answer: bytes) -> bytes:
-    """What virtual-worker keys derive from: the computation as it is written down, and as it behaves.
+    """Return what virtual-worker keys derive from: the computation as it is written down, and as it behaves.
 
     The known answer changes with code that no digest of a source file sees, such as an installed package.
     """
@@ -155,12 +156,12 @@ class Manifest(Message):
     Attributes:
         known_answer: digest of the encoded, noised vector of the public synthetic batch; see
             `workers/known_answer.py`.
-        orchestrator_key, orchestrator_ml_dsa: the Ed25519 key of all it signs, and the ML-DSA-65 key that signs the
-            heads of its evidence log as well.
+        orchestrator_key, orchestrator_ml_dsa: the orchestrator's Ed25519 key, which signs all its messages, and its
+            ML-DSA-65 key, which signs the heads of its evidence log as well.
         key_commitments: per epoch, digest of the commitments to all virtual-worker keys.
         dataset_fingerprint: as every worker computed it, see `workers/fingerprint.py`; empty without a key.
-        key_service: of the data owner, who gives the second half of every virtual-worker key; ``key_commitments`` are
-            of the first half then, and the contract has those of the second.
+        key_service: contract of the data owner's service, which gives the second half of every virtual-worker key.
+            ``key_commitments`` are then of the first half; the contract has those of the second.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/manifest/v1"
@@ -179,7 +180,7 @@ class Manifest(Message):
 
     @property
     def log_owner(self) -> SignerPublic:
-        """Who signs the heads of the run's evidence log; ProtocolError ``malformed`` if a key is of another length."""
+        """The signer of the run's evidence log heads; ProtocolError ``malformed`` if a key has another length."""
         try:
             return SignerPublic(ed25519=self.orchestrator_key, ml_dsa_65=self.orchestrator_ml_dsa)
         except ValidationError:

@@ -1,11 +1,10 @@
-"""Pairwise masks: which key each pair of workers shares in an attempt, and how masks are added.
+"""Pairwise masks: the key that each pair of workers shares in an attempt, and how masks are added.
 
-The worker with the lower id adds the keystream of the pair's mask key as ring words, the other subtracts it, so in
-the sum over a whole roster nothing of them is left (`docs/proofs/003-mask-cancellation.md`).
+The worker with the lower id adds the keystream of the pair's mask key as ring words, and the other subtracts it. In the
+sum over a whole roster nothing of the masks is left (`docs/proofs/003-mask-cancellation.md`).
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Final
 
 import numpy as np
 
@@ -14,15 +13,12 @@ from attestation.keys import AgreementKey, Purpose, Secret, derive
 from attestation.roster import Member, Roster
 from metrics.errors import ProtocolError
 from workers.payload import VectorRange
-from workers.ring import RingVector
+from workers.ring import CACHE_BLOCK_BYTES, RingVector
 from workers.streams import KeyStream
-
-# A vector block and a keystream block of this size stay in the level-2 cache together.
-_BLOCK_BYTES: Final = 1 << 17
 
 
 class PairSecret:
-    """What two workers share, standing at one ratchet index.
+    """The secret that two workers share, at one ratchet index.
 
     Guarantee: both ends reach the same secret at the same index; from the secret at one index none of an earlier
     one can be computed; two pairs, runs or manifests never share a secret.
@@ -48,10 +44,12 @@ class PairSecret:
             shared = own_key.agree(peer.mask_key)
         except ValueError:
             raise ProtocolError("pair_key", f"the mask key of {peer.member_id} is not usable") from None
+        # Sorted, so that both ends derive from the same bytes.
         low, high = sorted((own, peer), key=lambda member: member.member_id)
         parties = (low.member_id, low.mask_key, high.member_id, high.mask_key)
         self._secret = derive(shared, Purpose.PAIR, run_id, manifest_digest, *parties)
         self.sign = 1 if own is low else -1
+        # The pair begins with the later of the two: a newcomer knows nothing of earlier commits.
         self.index = max(own.joined, peer.joined)
 
     def advance(self) -> None:
@@ -66,11 +64,11 @@ class PairSecret:
         while self.index < index:
             self.advance()
 
-    def mask_key(
+    def keystream_key(
         self, *, roster_digest: bytes, step: int, attempt: int, parameter_digest: bytes, cut: bytes, range_index: int
     ) -> Secret:
-        """The pair's mask key; see :func:`mask_key`."""
-        return mask_key(
+        """Return the key of the pair's mask over one range, as :func:`keystream_key` derives it."""
+        return keystream_key(
             self._secret,
             roster_digest=roster_digest,
             step=step,
@@ -81,7 +79,7 @@ class PairSecret:
         )
 
 
-def mask_key(
+def keystream_key(
     pair: Secret,
     *,
     roster_digest: bytes,
@@ -91,7 +89,7 @@ def mask_key(
     cut: bytes,
     range_index: int,
 ) -> Secret:
-    """The ChaCha20 key of one pair's mask over one parameter range.
+    """Return the ChaCha20 key of one pair's mask over one parameter range.
 
     Guarantee: two keys are equal only if pair secret, roster digest, step, attempt, parameter digest, the cut of all
     ranges and the range are. Workers that were told different ranges therefore add masks that do not cancel.
@@ -101,7 +99,7 @@ def mask_key(
 
 
 def cut_digest(ranges: Sequence[VectorRange]) -> bytes:
-    """Names how a vector is cut into ranges, 32 bytes."""
+    """Return 32 bytes that name how a vector is cut into ranges."""
     numbers = [number for part in ranges for number in (part.index, part.offset, part.length)]
     return digest(length_prefixed("raycloak/cut/v1", *numbers))
 
@@ -114,7 +112,7 @@ def roster_masks(
     parameter_digest: bytes,
     ranges: Sequence[VectorRange],
 ) -> tuple[tuple[tuple[Secret, int], ...], ...]:
-    """The masks of ``own_id`` in an attempt: per range one (key, sign) for every other worker of the roster.
+    """Return the masks of ``own_id`` in an attempt: per range, one (key, sign) for every other worker of the roster.
 
     Guarantee: there is at least one mask per range, so no vector masked with the result is in clear.
 
@@ -139,7 +137,7 @@ def roster_masks(
     return tuple(
         tuple(
             (
-                pairs[peer].mask_key(
+                pairs[peer].keystream_key(
                     roster_digest=roster_digest,
                     step=roster.step,
                     attempt=roster.attempt,
@@ -163,7 +161,7 @@ def apply_masks(vector: RingVector, masks: Sequence[tuple[Secret, int]]) -> None
 def masked_sum(vectors: Sequence[RingVector], masks: Sequence[tuple[Secret, int]], out: RingVector) -> None:
     """Write the ring sum of ``vectors`` and signed masks to ``out``, all of one length and ring.
 
-    Guarantee: ``out`` is Σ vectors + Σ sign·keystream mod 2^bits, whatever the order of either; no mask exists
+    Guarantee: ``out`` is Σ vectors + Σ sign·keystream mod 2^bits, in any order of either; no mask exists
     beyond one cache-sized block, and an unmasked sum of several vectors never exists as a whole.
 
     Args:
@@ -174,12 +172,13 @@ def masked_sum(vectors: Sequence[RingVector], masks: Sequence[tuple[Secret, int]
     assert vectors
     assert all(vector.shape == out.shape and vector.dtype == out.dtype for vector in vectors)
     assert all(sign in (1, -1) for _, sign in masks)
-    block = _BLOCK_BYTES // out.itemsize
+    block = CACHE_BLOCK_BYTES // out.itemsize
     streams = [(KeyStream(key), np.add if sign > 0 else np.subtract) for key, sign in masks]
     keystream = np.empty(min(block, len(out)), out.dtype)
     for start in range(0, len(out), block):
         target = out[start : start + block]
         mask = keystream[: len(target)]
+        # The first vector is copied block by block: whole, `out` would be an unmasked sum for a while.
         if vectors[0] is not out:
             np.copyto(target, vectors[0][start : start + block])
         for vector in vectors[1:]:

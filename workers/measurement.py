@@ -3,12 +3,14 @@
     class_counts   how many examples each class has, once, before the first step
     evaluation     mean loss and accuracy of the model on the training examples, every so many steps and at the end
 
-A measurement is a mechanism of its own: every example contributes (q = 1) one vector of norm at most 1
-(`workers/measuring.py`), and everything behind it is the path of a gradient: receipt, keyed noise of each virtual
-worker, ring, masks, a sum that is decoded only as a whole. It does not enter the update of the parameters.
+A measurement is a mechanism of its own. Every example contributes (q = 1) one vector of norm at most 1
+(`workers/measuring.py`). The rest is the path of a gradient: receipt, keyed noise of each virtual worker, ring, masks,
+a sum that is decoded only as a whole. It does not enter the update of the parameters.
 """
 
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -19,8 +21,38 @@ from attestation.roster import Query
 from workers.mechanism import Mechanism
 
 LARGEST_NORM = 1.0 - 2.0**-15
-"""Norm that a contribution is scaled to at most. It is below what clipping to 1 aims at, so clipping never binds, and
-dividing by it gives counts and means without bias."""
+"""The norm that a contribution is scaled to at most. It is below what clipping to 1 aims at, so clipping never binds,
+and dividing by it gives counts and means without bias."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The coordinates of a measurement.
+
+    Attributes:
+        scales: by the name of each coordinate, in order, the value that one ``unit`` of it stands for.
+        most_set: how many coordinates of one example can differ from zero, which bounds its norm.
+    """
+
+    scales: Mapping[str, float]
+    most_set: int
+
+
+def _layout_of_counts(measurement: "Measurement") -> _Layout:
+    return _Layout({f"count_{label}": 1.0 for label in range(measurement.mechanism.dimension)}, most_set=1)
+
+
+def _layout_of_evaluation(measurement: "Measurement") -> _Layout:
+    scales = {"loss": measurement.loss_bound}
+    if measurement.mechanism.dimension == 2:
+        scales["accuracy"] = 1.0
+    return _Layout(scales, most_set=measurement.mechanism.dimension)
+
+
+_LAYOUTS: Mapping[Query, Callable[["Measurement"], _Layout]] = {
+    "class_counts": _layout_of_counts,
+    "evaluation": _layout_of_evaluation,
+}
 
 
 class Measurement(Message):
@@ -40,21 +72,25 @@ class Measurement(Message):
 
     @property
     def query(self) -> Query:
-        """Which of the run's queries it is."""
+        """The one of the run's queries that this is."""
         return self.mechanism.query
 
     @property
     def unit(self) -> float:
-        """What one coordinate of an example's vector is at most, a float32 number; see ``LARGEST_NORM``."""
-        hot = 1 if self.query == "class_counts" else self.mechanism.dimension
-        return float(np.float32(LARGEST_NORM / math.sqrt(hot)))
+        """The largest value of a coordinate of an example's vector, a float32 number; see ``LARGEST_NORM``."""
+        return float(np.float32(LARGEST_NORM / math.sqrt(self._layout.most_set)))
+
+    @property
+    def _layout(self) -> _Layout:
+        return _LAYOUTS[self.query](self)
 
     def after(self, number: int, planned_steps: int) -> int:
-        """How many training steps are finished when release ``number`` is made."""
+        """Return how many training steps are finished when release ``number`` is made."""
+        # A last interval that the plan cuts short is released at the plan's end.
         return min((number + 1) * self.every, planned_steps)
 
     def due(self, finished_steps: int, planned_steps: int) -> int | None:
-        """Number of the release that is made between two training steps; None if there is none."""
+        """Return the number of the release that is made after ``finished_steps``; None if there is none."""
         if self.every == 0:
             return 0 if finished_steps == 0 else None
         if finished_steps == 0 or (finished_steps % self.every and finished_steps != planned_steps):
@@ -63,11 +99,11 @@ class Measurement(Message):
 
 
 class Released(Message):
-    """What one release of a measurement says; noised, so any use of it is free.
+    """The values of one release of a measurement; noised, so any use of them is free.
 
     Attributes:
         query, number: which release of which measurement.
-        after: finished training steps.
+        after: training steps that were finished.
         values: by name: ``loss`` and ``accuracy``, or ``count_0``, ``count_1``, ...
         deviation: standard deviation of the noise in each value. It says nothing about the data.
     """
@@ -82,14 +118,14 @@ class Released(Message):
 
 
 def released(measurement: Measurement, number: int, planned_steps: int, average: NDArray[np.float64]) -> Released:
-    """Name and scale what an aggregator decoded.
+    """Name and scale the sum that an aggregator decoded.
 
     Args:
         average: float64 [d], the decoded sum over the public divisor.
     """
     mechanism = measurement.mechanism
     noise = math.sqrt(mechanism.virtual_workers) * mechanism.sigma * mechanism.gamma / mechanism.expected_batch_size
-    scales = {name: scale / measurement.unit for name, scale in _scales(measurement).items()}
+    scales = {name: scale / measurement.unit for name, scale in measurement._layout.scales.items()}
     return Released(
         query=measurement.query,
         number=number,
@@ -97,10 +133,3 @@ def released(measurement: Measurement, number: int, planned_steps: int, average:
         values={name: float(value) * scale for (name, scale), value in zip(scales.items(), average, strict=True)},
         deviation={name: noise * scale for name, scale in scales.items()},
     )
-
-
-def _scales(measurement: Measurement) -> dict[str, float]:
-    dimension = measurement.mechanism.dimension
-    if measurement.query == "class_counts":
-        return {f"count_{label}": 1.0 for label in range(dimension)}
-    return {"loss": measurement.loss_bound, "accuracy": 1.0} if dimension == 2 else {"loss": measurement.loss_bound}

@@ -1,45 +1,80 @@
-"""What an example contributes to a measurement: a vector of norm at most 1, clipped by the code that clips gradients.
+"""Sum engines: what turns a virtual worker's examples into one clipped sum, for each query of a run.
 
-As for gradients, shapes and work depend on public numbers alone: always M micro-batches of m rows.
+    gradient       workers.clipping.GradientEngine
+    class_counts   ClassCountEngine
+    evaluation     PrivateEvaluationEngine
+
+For every query, an example adds one bounded vector through :class:`workers.clipping.ClippedSum`. Shapes and work
+depend on public numbers alone: always M micro-batches of m rows.
 """
 
 import warnings
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from typing import Protocol, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from attestation.roster import Query
 from metrics.errors import ConfigError
 from workers.clipping import MAX_ROWS, ClippedSum, MicroBatch, named_operations
 from workers.datasets import DatasetForm
 from workers.measurement import Measurement
-from workers.models import LossFn, load_flat
+from workers.models import LossFn, ModelRuntime, load_flat
 
 
 class SumEngine(Protocol):
     """Computes one virtual worker's clipped sum."""
 
     def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> NDArray[np.float64]:
-        """Sum over the valid rows of ``batches``, float64 [d], divided by nothing."""
+        """Return the sum over the valid rows of ``batches``, float64 [d], divided by nothing."""
         ...
 
 
-class ClassCounts:
+class MeasurementEngine(SumEngine, Protocol):
+    """The sum engine of one kind of measurement."""
+
+    @classmethod
+    def of(cls, measurement: Measurement, runtime: ModelRuntime) -> Self:
+        """Return the engine of ``measurement``; a model that it needs is built for it alone."""
+        ...
+
+    @staticmethod
+    def check_form(form: DatasetForm) -> None:
+        """Refuse data that has nothing of this kind to measure; ConfigError ``measurement_labels``."""
+        ...
+
+
+class ClassCountEngine:
     """Counts labels.
 
-    Guarantee: an example adds one vector with a single coordinate that is not zero, at most ``LARGEST_NORM``; a label
-    that is no class adds nothing, and nothing is said of it. The total changes by at most 1 in the l2 norm if one
+    Guarantee: an example adds one vector with a single coordinate that is not zero, at most ``LARGEST_NORM``. A label
+    that is no class adds nothing, and no error tells of it. The total changes by at most 1 in the l2 norm if one
     example contributes nothing (:class:`workers.clipping.ClippedSum`).
     """
 
     def __init__(self, measurement: Measurement) -> None:
         self._measurement = measurement
 
+    @classmethod
+    def of(cls, measurement: Measurement, runtime: ModelRuntime) -> Self:
+        """Return the engine of ``measurement``, which needs no model."""
+        return cls(measurement)
+
+    @staticmethod
+    def check_form(form: DatasetForm) -> None:
+        """Require one class number an example; ConfigError ``measurement_labels``."""
+        if (form.label_shape, form.label_dtype) != ((), "int64"):
+            raise ConfigError(
+                "measurement_labels",
+                f"labels of type {form.label_dtype} and shape {list(form.label_shape)} are no class numbers to count.",
+                "Remove measurements.class_counts, or give one integer label an example.",
+            )
+
     def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> NDArray[np.float64]:
-        """Sum of one-hot labels times ``unit``, float64 [classes]; the parameters do not matter."""
+        """Return the sum of one-hot labels times ``unit``, float64 [classes]; the parameters do not matter."""
         measurement = self._measurement
         total = _total(measurement)
         classes = torch.arange(measurement.mechanism.dimension)
@@ -49,12 +84,12 @@ class ClassCounts:
         return total.total()
 
 
-class PrivateEvaluation:
-    """Loss, and accuracy where there are classes, of every example.
+class PrivateEvaluationEngine:
+    """Sums the loss, and the accuracy where there are classes, of every example.
 
     Guarantee: an example adds one vector of norm at most 1, in which loss and accuracy are scaled by public constants
-    and clipped together; one whose loss is not finite adds nothing, and nothing is said of it. The total changes by
-    at most 1 in the l2 norm if one example contributes nothing (:class:`workers.clipping.ClippedSum`).
+    and clipped together. An example whose loss is not finite adds nothing, and no error tells of it. The total changes
+    by at most 1 in the l2 norm if one example contributes nothing (:class:`workers.clipping.ClippedSum`).
 
     Args:
         module: becomes this object's own.
@@ -77,8 +112,17 @@ class PrivateEvaluation:
         self._loss_fn = loss_fn
         self._deterministic = deterministic
 
+    @classmethod
+    def of(cls, measurement: Measurement, runtime: ModelRuntime) -> Self:
+        """Return the engine of ``measurement`` with a model of its own, which is put into evaluation mode."""
+        return cls(measurement, runtime.build(), runtime.loss_fn, runtime.device, runtime.deterministic)
+
+    @staticmethod
+    def check_form(form: DatasetForm) -> None:
+        """Accept any data: the run's own loss is defined on it."""
+
     def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> NDArray[np.float64]:
-        """Sum of (loss / B, correct) times ``unit``, float64 [1 or 2].
+        """Return the sum of (loss / B, correct) times ``unit``, float64 [1 or 2].
 
         No warning is shown, since one could depend on an example.
 
@@ -104,9 +148,15 @@ class PrivateEvaluation:
         return torch.stack([column.to(torch.float32) for column in columns], 1) * self._measurement.unit
 
 
-def _total(measurement: Measurement) -> ClippedSum:
-    mechanism = measurement.mechanism
-    return ClippedSum([mechanism.dimension], mechanism.max_grad_norm, torch.device("cpu"))
+_ENGINES: Mapping[Query, type[MeasurementEngine]] = {
+    "class_counts": ClassCountEngine,
+    "evaluation": PrivateEvaluationEngine,
+}
+
+
+def measurement_engine(measurement: Measurement, runtime: ModelRuntime) -> SumEngine:
+    """Return a new engine for ``measurement``."""
+    return _ENGINES[measurement.query].of(measurement, runtime)
 
 
 def check_measurable(measurement: Measurement, form: DatasetForm) -> None:
@@ -115,17 +165,17 @@ def check_measurable(measurement: Measurement, form: DatasetForm) -> None:
     Raises:
         ConfigError: ``measurement_labels`` or ``measurement_too_large``.
     """
-    mechanism = measurement.mechanism
-    if measurement.query == "class_counts" and (form.label_shape, form.label_dtype) != ((), "int64"):
-        raise ConfigError(
-            "measurement_labels",
-            f"labels of type {form.label_dtype} and shape {list(form.label_shape)} are no class numbers to count.",
-            "Remove measurements.class_counts, or give one integer label an example.",
-        )
-    if mechanism.micro_batches * mechanism.micro_batch_size > MAX_ROWS:
+    _ENGINES[measurement.query].check_form(form)
+    rows = measurement.mechanism.micro_batches * measurement.mechanism.micro_batch_size
+    if rows > MAX_ROWS:
         raise ConfigError(
             "measurement_too_large",
-            f"a virtual worker would measure {mechanism.micro_batches * mechanism.micro_batch_size} rows at once, over "
-            f"{MAX_ROWS}, for which the sensitivity is proved.",
+            f"a virtual worker would measure {rows} rows at once, over {MAX_ROWS}, for which the sensitivity is "
+            "proved.",
             "Use more virtual workers.",
         )
+
+
+def _total(measurement: Measurement) -> ClippedSum:
+    mechanism = measurement.mechanism
+    return ClippedSum([mechanism.dimension], mechanism.max_grad_norm, torch.device("cpu"))

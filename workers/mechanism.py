@@ -1,4 +1,4 @@
-"""The frozen privacy mechanism: what is sampled, clipped, encoded, noised and accounted, in one object.
+"""The frozen privacy mechanism: sampling, clipping, encoding, noise and accounting in one object.
 
 Sampler, clipper, encoder, noise and ledger event are all built from a :class:`Mechanism`; none takes a loose q, z
 or C. Hosting and speed settings are not fields, so they cannot change its digest.
@@ -18,7 +18,7 @@ class Mechanism(Message):
     """A Poisson-subsampled Gaussian sum query, repeated ``steps`` times, in an integer ring.
 
     Attributes:
-        query: what of an example is summed.
+        query: the quantity of an example that is summed.
         private: False only for data declared public; then nothing is clipped or noised.
         unit, adjacency: one example; neighbours differ by one example contributing zero, ids and keys stay.
         num_examples: N, public.
@@ -64,7 +64,7 @@ class Mechanism(Message):
 
     @property
     def gamma(self) -> float:
-        """Grid step: the real value of one ring unit."""
+        """The grid step: the real value of one ring unit."""
         return math.ldexp(1.0, self.gamma_log2)
 
     @property

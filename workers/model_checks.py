@@ -1,4 +1,4 @@
-"""Trying a model on synthetic data before anything is spent: is each example's gradient its own?
+"""Checks of a model on synthetic data before anything is spent: is each example's gradient its own?
 
 The checks run on a copy of the model on the CPU, with slightly moved parameters so that a layer initialised to zero
 hides nothing. They are evidence, not proof: a layer that misbehaves only on certain inputs is not found.
@@ -68,7 +68,8 @@ def check_trainable(module: nn.Module, form: DatasetForm, loss_fn: LossFn, deter
         for count in _BATCH_SIZES:
             examples = _synthetic(form, count)
             changed = _change_first(examples)
-            # Private examples are measured in evaluation mode; see `workers.measuring.PrivateEvaluation`.
+            # Private examples are evaluated in evaluation mode, where a module may mix rows that it keeps apart in
+            # training; see `workers.measuring.PrivateEvaluationEngine`.
             _check_forward(probe.eval(), examples, changed)
             _check_forward(probe.train(), examples, changed)
             _check_gradients(probe, loss_fn, examples, changed, deterministic)
@@ -82,7 +83,7 @@ def _perturb(module: nn.Module) -> None:
 
 
 def _synthetic(form: DatasetForm, count: int) -> _Examples:
-    """Features in [0, 1) or {0, 1}; labels are class 0 or in [0, 1)."""
+    """Return examples with features in [0, 1) or {0, 1}, and labels of class 0 or in [0, 1)."""
     return _Examples(
         _draw((count, *form.feature_shape), _DTYPES[form.feature_dtype], 2),
         _draw((count, *form.label_shape), _DTYPES[form.label_dtype], 1),
@@ -146,6 +147,7 @@ def _check_gradients(
             )
         whole = module.get_parameter(name).grad
         module.get_parameter(name).grad = None
+        # Loose: the two sums round in different orders. A wrong rule of Opacus is off by far more.
         if whole is None or not torch.allclose(rows.sum(0), whole, rtol=1e-3, atol=1e-5):
             raise ModelError(
                 "unsupported_layer",
@@ -160,7 +162,7 @@ def _all_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _trace(module: nn.Module, features: Tensor) -> list[_LayerTrace]:
-    """Every layer's output in the order in which layers finish, inner ones before the layers they are part of."""
+    """Return every layer's output in the order in which layers finish, inner layers before the outer ones."""
     traces: list[_LayerTrace] = []
     entered: list[Tensor] = []
 
@@ -188,7 +190,7 @@ def _trace(module: nn.Module, features: Tensor) -> list[_LayerTrace]:
 
 
 def _mixes(before: _LayerTrace, after: _LayerTrace, count: int) -> bool:
-    """Whether rows of ``count`` examples differ beyond the first."""
+    """Return whether rows of ``count`` examples differ beyond the first."""
     return before.output.shape[:1] == (count,) and not _same(before.output[1:], after.output[1:])
 
 
@@ -198,13 +200,13 @@ def _same(left: Tensor, right: Tensor) -> bool:
 
 @contextmanager
 def _input_errors(form: DatasetForm) -> Iterator[None]:
-    """Whatever the user's model or loss raises on synthetic data becomes one ModelError."""
+    """Turn all that the user's model or loss raises on synthetic data into one ModelError."""
     try:
         yield
     except RaycloakError:
         raise
     except Exception as error:
-        said = str(error).splitlines()[0] if str(error) else "no more is said"
+        said = str(error).splitlines()[0] if str(error) else "it gives no reason"
         raise ModelError(
             "model_input",
             f"the model fails on features of shape [n, {', '.join(map(str, form.feature_shape))}] "

@@ -1,6 +1,6 @@
-"""Models and losses: building them from what the user named, and their parameters as one flat vector.
+"""Models and losses: built from the names that the user gave, with their parameters as one flat vector.
 
-Only tensors with ``requires_grad`` are trained, sent and hashed; they are ordered as ``named_parameters`` gives them.
+Only tensors with ``requires_grad`` are trained, sent and hashed, in the order of ``named_parameters``.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ LossFn = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where the model comes from, in a form that travels to workers.
+    """The source of a model, in a form that travels to workers.
 
     Attributes:
         name: ``module:function``, or the qualified name of a callable.
@@ -42,21 +42,38 @@ class ModelSource:
 
     @classmethod
     def of(cls, model: str | Callable[[], nn.Module]) -> "ModelSource":
-        """The source of a ``module:function`` or of a callable without arguments."""
+        """Return the source of a ``module:function`` or of a callable without arguments."""
         if isinstance(model, str):
             return cls(model)
         name = getattr(model, "__qualname__", type(model).__qualname__)
         return cls(name, cloudpickle.dumps(model), source_digest(model, Path()))
 
     def code_digest(self, base: Path | str) -> bytes:
-        """SHA-256 of the source, see `workers/resolve.py`; ConfigError as there."""
+        """Return a SHA-256 of the source, see `workers/resolve.py`; ConfigError as there."""
         return self.code or source_digest(self.name, base)
 
     def function(self, base: Path | str) -> Callable[[], Any]:
-        """The callable that builds the model."""
-        # Our own driver pickled it: it runs this user's code in any case.
+        """Return the callable that builds the model."""
+        # Unpickling runs code, but our own driver pickled it, and runs this user's code in any case.
         loaded: Callable[[], Any] = cloudpickle.loads(self.pickled) if self.pickled else resolve(self.name, base)
         return loaded
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRuntime:
+    """How a process builds and runs the model of a run.
+
+    Attributes:
+        build: gives each caller a module of its own, with the initial parameters.
+        loss_fn: one loss per example.
+        device: ``cpu`` or ``cuda``.
+        deterministic: whether an operation without a deterministic kernel is refused.
+    """
+
+    build: Callable[[], nn.Module]
+    loss_fn: LossFn
+    device: str
+    deterministic: bool
 
 
 def build_model(source: ModelSource, base: Path | str, seed: int) -> nn.Module:
@@ -66,8 +83,8 @@ def build_model(source: ModelSource, base: Path | str, seed: int) -> nn.Module:
     in one numerics class.
 
     Raises:
-        ModelError: ``model_function`` if the function fails or returns something else than a module,
-            or what :func:`check_layers` refuses.
+        ModelError: ``model_function`` if the function fails or returns anything but a module, or what
+            :func:`check_layers` refuses.
         ConfigError: ``module_function``.
     """
     function = source.function(base)
@@ -115,7 +132,7 @@ def check_layers(module: nn.Module) -> None:
 
 
 def loss_function(loss: str, base: Path | str) -> tuple[LossFn, bytes]:
-    """The loss named ``cross_entropy``, ``mse`` or ``module:function``, and its source digest (empty if built in).
+    """Return the loss of that name and its source digest, which is empty for ``cross_entropy`` and ``mse``.
 
     Raises:
         ConfigError: ``module_function``.
@@ -127,7 +144,7 @@ def loss_function(loss: str, base: Path | str) -> tuple[LossFn, bytes]:
 
 
 def cross_entropy(output: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy of logits [n, classes, ...] with class numbers [n, ...], averaged over further extents: [n].
+    """Return the cross entropy of logits [n, classes, ...] with class numbers [n, ...], averaged to [n].
 
     A label that is no class gives its example a loss of NaN and no gradient: an error would tell of the example.
     """
@@ -138,7 +155,7 @@ def cross_entropy(output: Tensor, labels: Tensor) -> Tensor:
 
 
 def mse(output: Tensor, labels: Tensor) -> Tensor:
-    """Squared error, averaged over all values of an example: [n].
+    """Return the squared error, averaged over all values of an example: [n].
 
     Raises:
         ModelError: ``loss_shape`` if an example's output and label differ in size.
@@ -153,17 +170,17 @@ def mse(output: Tensor, labels: Tensor) -> Tensor:
 
 
 def trainable_tensors(module: nn.Module) -> tuple[TensorSpec, ...]:
-    """Names and shapes of the trained tensors, in canonical order."""
+    """Return names and shapes of the trained tensors, in canonical order."""
     return tuple(TensorSpec(name=name, shape=tuple(tensor.shape)) for name, tensor in _trainable(module))
 
 
 def read_flat(module: nn.Module) -> NDArray[np.float32]:
-    """A copy of all trained tensors as float32 [d], in canonical order, each in C order."""
+    """Return a copy of all trained tensors as float32 [d], in canonical order, each in C order."""
     return np.concatenate([tensor.detach().cpu().numpy().reshape(-1) for _, tensor in _trainable(module)])
 
 
 def load_flat(module: nn.Module, vector: NDArray[np.float32]) -> None:
-    """Copy float32 [d] into the trained tensors; frozen ones stay."""
+    """Copy float32 [d] into the trained tensors; frozen tensors stay as they are."""
     with torch.no_grad():
         for (_, tensor), part in zip(_trainable(module), split_flat(vector, trainable_tensors(module)), strict=True):
             # A copy owns writable, aligned memory; the vector may be a read-only view of shared memory.
@@ -171,7 +188,7 @@ def load_flat(module: nn.Module, vector: NDArray[np.float32]) -> None:
 
 
 def parameter_count(module: nn.Module) -> int:
-    """d, the number of trained coordinates."""
+    """Return d, the number of trained coordinates."""
     return dimension(trainable_tensors(module))
 
 

@@ -26,8 +26,10 @@ from attestation.keys import Purpose, Secret, derive
 from metrics.errors import ConfigError
 from workers.streams import BLOCK_BYTES, KeyStream
 
+# The range of the proof: shares add up well from 16 on (theorem 2), and six base draws reach 2^40 (theorem 1).
 MIN_SIGMA = 16.0
 MAX_SIGMA = 2.0**40
+# Part of the stream layout, so of the bytes of every run.
 BLOCK = 8192
 
 # Total variation between one draw and the ideal discrete Gaussian, for an ideal keystream. V times this also covers
@@ -38,21 +40,26 @@ SAMPLER_DISTANCE = 2.0**-110
 ROUNDING_VARIANCE = 4.0
 ROUNDING_DISTANCE = 2.0**-112
 
+# The proof is for tables of at most 8,593 outcomes, which a deviation of 320 needs at the tail below.
 MAX_BASE_SIGMA = 320
+# At t^2 = 9/2 one convolution step errs by 2^-127.1 (lemma 2), far below a table's share.
 MIN_SMOOTHING_VARIANCE = Fraction(9, 2)
+# Cut at 2^-130, a table loses less than 2^-134 of its mass: less than rounding to 128 bits does.
 TAIL_BITS = 130
+# Twice the bits of a probability: errors of some 4,296 multiplications stay below 2^-223.
 _FIXED_BITS = 256
 _PROBABILITY_BITS = 128
 _BIN_BITS = 112
+# No outcome: these reach from -4,296 to 4,296.
 _AMBIGUOUS = np.iinfo(np.int16).min
 
-RingWord = np.uint32 | np.uint64
-RingVector = NDArray[RingWord]
+_Word = np.uint32 | np.uint64
+_Vector = NDArray[_Word]
 
 
 @dataclass(frozen=True)
 class Decomposition:
-    """How one draw is composed: ``draws`` base draws of variance ``base_variance`` with factor ``multiplier``.
+    """The composition of one draw: ``draws`` base draws of variance ``base_variance`` with factor ``multiplier``.
 
     Guarantee: ``base_variance * (1 + k^2 + ... + k^(2n-2))`` is exactly sigma^2, base_variance is at most
     MAX_BASE_SIGMA^2, and ``base_variance / (1 + k^2)`` is at least MIN_SMOOTHING_VARIANCE where n > 1.
@@ -65,7 +72,7 @@ class Decomposition:
 
     @property
     def base_sigma(self) -> float:
-        """Standard deviation of a base draw."""
+        """The standard deviation of a base draw."""
         return math.sqrt(self.base_variance)
 
     def __str__(self) -> str:
@@ -78,7 +85,7 @@ def _power_sum(multiplier: int, draws: int) -> int:
 
 @lru_cache(maxsize=64)
 def decompose(sigma: float) -> Decomposition:
-    """The fewest base draws whose deviation is at most MAX_BASE_SIGMA, with the largest admissible factor.
+    """Return the fewest base draws whose deviation is at most MAX_BASE_SIGMA, with the largest admissible factor.
 
     Raises:
         ConfigError: ``noise_sigma`` if sigma is not in [MIN_SIGMA, MAX_SIGMA].
@@ -107,7 +114,7 @@ def _largest_multiplier(variance: Fraction, draws: int) -> int:
 
 
 def gaussian_weights(variance: Fraction) -> list[int]:
-    """exp(-x^2 / (2 variance)) for x = 0, 1, ..., in units of 2^-256, until it falls below 2^-TAIL_BITS.
+    """Return exp(-x^2 / (2 variance)) for x = 0, 1, ..., in units of 2^-256, until it falls below 2^-TAIL_BITS.
 
     Guarantee: each is within 2^-220 of the exact value; integer arithmetic only, so equal on every platform.
     """
@@ -121,7 +128,7 @@ def gaussian_weights(variance: Fraction) -> list[int]:
 
 
 def _exp_minus(y: Fraction) -> int:
-    """exp(-y) in units of 2^-256 by its Taylor series, for 0 < y < 1."""
+    """Return exp(-y) in units of 2^-256 by its Taylor series, for 0 < y < 1."""
     term = total = 1 << _FIXED_BITS
     order = 0
     while term:
@@ -132,7 +139,7 @@ def _exp_minus(y: Fraction) -> int:
 
 
 def cumulative_bounds(weights: list[int]) -> list[int]:
-    """Upper ends of the outcomes' intervals in [0, 2^128], in outcome order; the last is 2^128.
+    """Return the upper ends of the outcomes' intervals in [0, 2^128], in outcome order; the last is 2^128.
 
     Guarantee: each is the cumulative probability of ``weights`` rounded to the nearest multiple of 2^-128.
     """
@@ -141,7 +148,7 @@ def cumulative_bounds(weights: list[int]) -> list[int]:
 
 
 class BaseTable:
-    """Inverse-CDF table over 128-bit uniforms, with a 65,536-entry index on their upper 16 bits.
+    """An inverse-CDF table over 128-bit uniforms, with a 65,536-entry index on their upper 16 bits.
 
     Outcome ``lowest + i`` owns the interval from the i-th bound's predecessor to the i-th bound, upper end excluded.
 
@@ -165,11 +172,11 @@ class BaseTable:
         return np.where(at_start == at_end, self._lowest + at_start, _AMBIGUOUS).astype(np.int16)
 
     def resolve(self, words: NDArray[np.uint16], residues: NDArray[np.uint64]) -> NDArray[np.int16]:
-        """The outcomes of the 128-bit uniforms ``word << 112 | residue``.
+        """Return the outcomes of the 128-bit uniforms ``word << 112 | residue``.
 
         Args:
             words: upper 16 bits, shape [m].
-            residues: shape [m, 2]; the upper 48 bits of the first are the next ones, then the whole second.
+            residues: shape [m, 2]; after the word come the upper 48 bits of the first, then the whole second.
         """
         high = (words.astype(np.uint64) << np.uint64(48)) | (residues[:, 0] >> np.uint64(16))
         below = np.searchsorted(self._high, high)
@@ -182,7 +189,7 @@ class BaseTable:
 
 @lru_cache(maxsize=8)
 def base_table(variance: Fraction) -> BaseTable:
-    """The table of the discrete Gaussian of this variance; some 10 ms to build, then kept."""
+    """Return the table of the discrete Gaussian of this variance; it takes some 10 ms to build, and is kept."""
     half = gaussian_weights(variance)
     return BaseTable(1 - len(half), cumulative_bounds(half[:0:-1] + half))
 
@@ -205,14 +212,10 @@ class NoiseSampler:
     def __init__(self, sigma: float, ring_bits: Literal[32, 64]) -> None:
         self.decomposition = decompose(sigma)
         self.ring_bits = ring_bits
-        self._word: type[RingWord] = np.uint32 if ring_bits == 32 else np.uint64
+        self._word: type[_Word] = np.uint32 if ring_bits == 32 else np.uint64
         self._table = base_table(self.decomposition.base_variance)
 
-    def describe(self) -> Decomposition:
-        """Number of base draws, factor and base deviation."""
-        return self.decomposition
-
-    def add_to(self, vector: RingVector, key: Secret, *, start: int = 0) -> None:
+    def add_to(self, vector: _Vector, key: Secret, *, start: int = 0) -> None:
         """Add draws [start, start + len(vector)) of ``key`` to ``vector`` in place, modulo 2^ring_bits.
 
         Args:
@@ -227,24 +230,19 @@ class NoiseSampler:
         assert vector.ndim == 1
         assert start >= 0
         done = 0
-        for block in self._blocks(self._word, key, start, vector.size):
+        for block in self._blocks(key, start, vector.size):
             part = vector[done : done + block.size]
             np.add(part, block, out=part)
             done += block.size
 
-    def draws(self, key: Secret, start: int, count: int) -> NDArray[np.int64]:
-        """Draws [start, start + count) as signed integers, whatever the ring."""
-        blocks = [block.copy() for block in self._blocks(np.uint64, key, start, count)]
-        return np.concatenate([np.empty(0, np.uint64), *blocks]).view(np.int64)
-
-    def _blocks(self, word: type[RingWord], key: Secret, start: int, count: int) -> Iterator[RingVector]:
-        """Views of one scratch buffer that together hold draws [start, start + count)."""
+    def _blocks(self, key: Secret, start: int, count: int) -> Iterator[_Vector]:
+        """Yield views of one scratch buffer that together hold draws [start, start + count)."""
         if count == 0:
             return
         stop = start + count
         first = start // BLOCK
         last = -(-stop // BLOCK)
-        scratch = _Scratch(self.decomposition, self._table, word, key, first, last)
+        scratch = _Scratch(self.decomposition, self._table, self._word, key, first, last)
         for number in range(first, last):
             words = scratch.block(number)
             yield words[max(start - number * BLOCK, 0) : min(stop - number * BLOCK, BLOCK)]
@@ -257,7 +255,7 @@ class _Scratch:
         self,
         decomposition: Decomposition,
         table: BaseTable,
-        word: type[RingWord],
+        word: type[_Word],
         key: Secret,
         first: int,
         last: int,
@@ -276,8 +274,8 @@ class _Scratch:
         self._indices = KeyStream(derive(key, Purpose.NOISE_INDEX), block_counter=last * step)
         self._indices.seek(first * step)
 
-    def block(self, number: int) -> RingVector:
-        """Ring words of block ``number``; overwritten by the next call. Numbers must be consecutive."""
+    def block(self, number: int) -> _Vector:
+        """Return the ring words of block ``number``; the next call overwrites them. Numbers must be consecutive."""
         self._indices.into(self._words)
         np.copyto(self._positions, self._words)
         np.take(self._table.index, self._positions, out=self._outcomes, mode="clip")

@@ -1,4 +1,4 @@
-"""The numerics class: what the last bits of a gradient depend on besides code and data.
+"""The numerics class: all that the last bits of a gradient depend on besides code and data.
 
 The same code gives other last bits under AVX2 than under AVX-512, with two threads than with one, and with another
 library version. Two values under one noise leak their difference, so a run admits one class only.
@@ -17,7 +17,7 @@ import torch
 from metrics.errors import ConfigError
 from workers.manifest import NumericsClass
 
-# What oneDNN and MKL call the instruction sets that ATen calls avx2 and avx512.
+# The names of oneDNN and MKL for the instruction sets that ATen calls avx2 and avx512.
 _KERNEL_CAPS = {
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
     "avx512": {
@@ -27,11 +27,12 @@ _KERNEL_CAPS = {
     },
     "default": {},
 }
+# Each of these chooses kernels, so two processes that differ in one are of two classes.
 _DISPATCH_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "CUBLAS_WORKSPACE_CONFIG")
 
 
 def worker_environment(cpu_capability: str) -> dict[str, str]:
-    """Environment variables that must be set before a process of the run imports torch.
+    """Return the environment variables that must be set before a process of the run imports torch.
 
     They hold every library to one instruction set and one thread. A process that starts without them is in another
     numerics class.
@@ -41,6 +42,7 @@ def worker_environment(cpu_capability: str) -> dict[str, str]:
     """
     return {
         **_KERNEL_CAPS[cpu_capability],
+        # Without a fixed workspace cuBLAS is not deterministic, and torch refuses it.
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "MKL_NUM_THREADS": "1",
         "OMP_NUM_THREADS": "1",
@@ -49,10 +51,10 @@ def worker_environment(cpu_capability: str) -> dict[str, str]:
 
 
 def choose_kernels(deterministic: bool) -> None:
-    """Deterministic kernels from now on; False lets an operation that has none run, with a warning by torch.
+    """Choose deterministic kernels from now on; False lets an operation without one run, with a warning by torch.
 
-    It is ``torch.use_deterministic_algorithms`` but for what that sets, and imports for more than a second, of a
-    compiler that nothing here uses; a model that compiles itself finds the same in :func:`worker_environment`.
+    This is ``torch.use_deterministic_algorithms`` without its settings for the compiler, whose import takes more than a
+    second and which nothing here uses. A model that compiles itself finds them in :func:`worker_environment`.
     """
     torch.set_deterministic_debug_mode("error" if deterministic else "warn")
 
@@ -79,16 +81,18 @@ def pin_numerics(deterministic: bool = True) -> None:
                 "Start in a new process.",
             ) from None
     choose_kernels(deterministic)
+    # A denormal that is flushed on one CPU alone would be another bit.
     torch.set_flush_denormal(False)
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
+    # A benchmark picks the kernel that is fastest today.
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
 
 
 def current_numerics(device: str | torch.device) -> NumericsClass:
-    """The class this process computes in on ``device``, as it is set now."""
+    """Return the class that this process computes in on ``device``, as it is set now."""
     return NumericsClass(
         device=_device_model(torch.device(device)),
         cpu_capability=_cpu_capability(),
@@ -103,7 +107,7 @@ def current_numerics(device: str | torch.device) -> NumericsClass:
 
 
 def _cpu_capability() -> str:
-    """ATen's instruction set and the limits of other libraries, for example ``AVX2 ONEDNN_MAX_CPU_ISA=AVX2``."""
+    """Return ATen's instruction set and the limits of other libraries, for example ``AVX2 ONEDNN_MAX_CPU_ISA=AVX2``."""
     limits = [f"{name}={os.environ[name]}" for name in _DISPATCH_VARIABLES if name in os.environ]
     return " ".join([torch.backends.cpu.get_cpu_capability(), *limits])
 
@@ -121,7 +125,7 @@ def _device_model(device: torch.device) -> str:
 
 @cache
 def _cpu_model() -> str:
-    """Vendor, family and model of the first CPU, or the architecture's name where the kernel does not tell."""
+    """Return vendor, family and model of the first CPU, or the architecture's name where the kernel does not tell."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

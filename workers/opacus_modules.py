@@ -1,11 +1,10 @@
-"""Opacus, of which a process loads only what it uses.
+"""The loader of Opacus, which lets a process load only the parts that it uses.
 
-Opacus' packages import all of it: its optimizers, and through them torch.distributed, sympy and more of scipy, which
-takes every worker two seconds, and the ledger four, since RDP alone needs no torch. Nothing here trains with those.
+Opacus' packages import all of it: its optimizers, and through them torch.distributed, sympy and more of scipy. That
+takes every worker two seconds, and the ledger four, since RDP alone needs no torch. Nothing here trains with them.
 
 So :func:`opacus_module` puts a deferred package in the place of each of `DEFERRED`. Its own ``__init__`` runs, once,
-when somebody asks it for a name that no loaded module has given it: for a user's ``opacus.PrivacyEngine`` all is as
-it was.
+when it is asked for a name that no loaded module has given it. A user's ``opacus.PrivacyEngine`` works as ever.
 """
 
 import sys
@@ -17,12 +16,13 @@ from typing import Any
 
 DEFERRED = ("opacus", "opacus.accountants", "opacus.accountants.analysis")
 
+# Reentrant: the __init__ of one deferred package asks the others for names.
 _LOADING = RLock()
 _RUNNING: set[str] = set()
 
 
 def opacus_module(name: str) -> Any:
-    """The module of that name, such as ``opacus.grad_sample``; what is imported already stays as it is."""
+    """Return the module of that name, such as ``opacus.grad_sample``; what is imported already stays as it is."""
     for package in DEFERRED:
         if package not in sys.modules:
             _defer(package)
@@ -33,7 +33,7 @@ class _DeferredPackage(ModuleType):
     """A package that has not run its ``__init__`` yet; afterwards it is a module like any other."""
 
     def __getattr__(self, name: str) -> Any:
-        # Python and its libraries look for many such names in every module; that is nobody's wish for the package.
+        # Python and its libraries look for many such names in every module, without a need for the package.
         if not name.startswith("__") or name in ("__all__", "__version__"):
             with _LOADING:
                 if type(self) is _DeferredPackage and self.__name__ not in _RUNNING:

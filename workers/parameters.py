@@ -10,12 +10,12 @@ from workers.manifest import TensorSpec
 
 
 def dimension(tensors: Sequence[TensorSpec]) -> int:
-    """Number of coordinates of all ``tensors`` together."""
+    """Return the number of coordinates of all ``tensors`` together."""
     return sum(tensor.size for tensor in tensors)
 
 
 def split_flat(flat: NDArray[np.float32], tensors: Sequence[TensorSpec]) -> list[NDArray[np.float32]]:
-    """One view of ``flat`` per tensor, in order, each of shape [size]."""
+    """Return one view of ``flat`` per tensor, in order, each of shape [size]."""
     assert flat.shape == (dimension(tensors),), "the vector does not have the tensors' size"
     parts, start = [], 0
     for tensor in tensors:
@@ -25,16 +25,16 @@ def split_flat(flat: NDArray[np.float32], tensors: Sequence[TensorSpec]) -> list
 
 
 def own_copy(ranges: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
-    """The parameters of all ranges as one float32 [d] in this process's own memory.
+    """Return the parameters of all ranges as one float32 [d] in this process's own memory.
 
-    What arrives may be a view of an object store, whose memory every process of the node can write to: verified there,
-    it could be another model by the time it is computed on.
+    The arguments may be views of an object store, whose memory every process of the node can write to. Verified there,
+    they could be another model by the time they are used.
     """
     return np.concatenate(ranges)
 
 
 def tensor_digests(flat: NDArray[np.float32], tensors: Sequence[TensorSpec]) -> list[bytes]:
-    """SHA-256 of each tensor's little-endian float32 bytes, in order.
+    """Return the SHA-256 of each tensor's little-endian float32 bytes, in order.
 
     Args:
         flat: float32 [d], the tensors one after the other, each in C order.
@@ -44,7 +44,7 @@ def tensor_digests(flat: NDArray[np.float32], tensors: Sequence[TensorSpec]) -> 
 
 
 def parameter_digest(tensors: Sequence[TensorSpec], digests: Sequence[bytes]) -> bytes:
-    """SHA-256 over the name, dtype, shape and content digest of every tensor.
+    """Return a SHA-256 over the name, dtype, shape and content digest of every tensor.
 
     Guarantee: equal for equal tensors, however they are cut into ranges, since each tensor enters by its own digest;
     two models that differ in any name, shape or byte have different digests.
@@ -54,6 +54,7 @@ def parameter_digest(tensors: Sequence[TensorSpec], digests: Sequence[bytes]) ->
         digests: their :func:`tensor_digests`, in the same order. A shape is written like ``32,10``; a scalar's is
             empty text.
     """
+    # A length-prefixed list: no name can run into the shape or the digest behind it.
     fields: list[bytes | str] = []
     for tensor, content in zip(tensors, digests, strict=True):
         fields += (tensor.name, "float32", ",".join(map(str, tensor.shape)), content)

@@ -1,4 +1,4 @@
-"""Masked vectors on the wire: keyed tags and the signed header that goes with them.
+"""Masked vectors on the wire: keyed tags, and the signed header that comes with them.
 
 A worker answers one attempt with one signed header and one array per parameter range. The header names everything
 the arrays belong to and carries a Poly1305 tag per array, so the arrays themselves travel as raw ring words.
@@ -20,6 +20,7 @@ from attestation.roster import Member, Roster
 from metrics.errors import ProtocolError
 from workers.ring import RingBits, RingVector, ring_dtype
 
+# Half an HMAC-SHA-256: another vector has the same tag with a chance of 2^-128, and headers stay small.
 VECTOR_TAG_BYTES = 16
 
 # Base64 instead of hexadecimal: eight vector tags and three ranges then fit one kibibyte with the signature.
@@ -28,7 +29,7 @@ _COMPACT_BYTES = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
 @dataclass(frozen=True, slots=True)
 class VectorRange:
-    """Coordinates [offset, offset + length) of the flat vector, owned by the aggregator with this index."""
+    """The coordinates [offset, offset + length) of the flat vector, owned by the aggregator with this index."""
 
     index: int
     offset: int
@@ -48,11 +49,11 @@ class PayloadInfo(Message):
 
 
 class Header(Message):
-    """What a worker's masked arrays of one attempt belong to.
+    """The header of a worker's masked arrays: the attempt that they belong to.
 
     Attributes:
         sender: member id of the worker.
-        virtual_workers: those whose vectors are in the sum, as in the roster.
+        virtual_workers: all whose vectors are in the sum, as in the roster.
         vector_tags: per virtual worker, :func:`vector_tag` of its encoded, noised vector.
         payloads: one per parameter range, in range order.
     """
@@ -74,8 +75,8 @@ class Header(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
-    """One attempt as a worker or aggregator knows it from its own verified inputs; headers are held against it."""
+class VerifiedAttempt:
+    """One attempt of a step, as a member knows it from inputs that it verified; headers are compared with it."""
 
     roster: Roster
     roster_digest: bytes
@@ -86,25 +87,27 @@ class Attempt:
     @classmethod
     def of(
         cls, roster: Roster, parameter_digest: bytes, ranges: Sequence[VectorRange], ring_bits: RingBits
-    ) -> "Attempt":
-        """From a roster that :func:`attestation.roster.open_roster` has verified."""
+    ) -> "VerifiedAttempt":
+        """Return the attempt of a roster that :func:`attestation.roster.open_roster` has verified."""
         return cls(roster, roster.digest(), parameter_digest, tuple(ranges), ring_bits)
 
 
 def vector_tag(key: Secret, vector: RingVector) -> bytes:
-    """HMAC-SHA-256 of an encoded, noised vector, cut to 16 bytes.
+    """Return the HMAC-SHA-256 of an encoded, noised vector, cut to 16 bytes.
 
-    Two hosts of a virtual worker hold the same key, so a recomputation that differs in one bit shows; to everybody
-    else the tag is random. ``key`` must belong to one (virtual worker, step, parameters, slice), else equal vectors
-    of two steps would show.
+    Two hosts of a virtual worker hold the same key, so a recomputation that differs in one bit shows. To everybody
+    else the tag is random. ``key`` must belong to one (virtual worker, step, parameters, slice): otherwise equal
+    vectors of two steps would show.
     """
     mac = HMAC(key.reveal(), SHA256())
     mac.update(_raw(vector))
     return mac.finalize()[:VECTOR_TAG_BYTES]
 
 
-def payload_key(own_key: AgreementKey, peer: Member, attempt: Attempt, *, range_index: int, sender: str) -> Secret:
-    """The one-time Poly1305 key of one array, which its worker and the range's aggregator can both derive.
+def payload_key(
+    own_key: AgreementKey, peer: Member, attempt: VerifiedAttempt, *, range_index: int, sender: str
+) -> Secret:
+    """Return the one-time Poly1305 key of one array, which its worker and the range's aggregator can both derive.
 
     Guarantee: the key differs for every (run, roster, step, attempt, parameters, range, sender). It authenticates
     one array only: a worker must answer a repeated attempt with the same bytes or not at all.
@@ -125,7 +128,7 @@ def payload_key(own_key: AgreementKey, peer: Member, attempt: Attempt, *, range_
 
 
 def tag_payload(key: Secret, array: RingVector) -> bytes:
-    """Poly1305 tag (16 bytes) over the raw words of ``array``, which is not copied."""
+    """Return the Poly1305 tag (16 bytes) over the raw words of ``array``, which is not copied."""
     return Poly1305.generate_tag(key.reveal(), _raw(array))
 
 
@@ -151,7 +154,12 @@ def check_payload(key: Secret, array: RingVector, header: Header, *, range_index
 
 
 def seal_header(
-    attempt: Attempt, sender: str, identity: IdentityKey, *, vector_tags: Sequence[bytes], payload_tags: Sequence[bytes]
+    attempt: VerifiedAttempt,
+    sender: str,
+    identity: IdentityKey,
+    *,
+    vector_tags: Sequence[bytes],
+    payload_tags: Sequence[bytes],
 ) -> Envelope:
     """Sign the header of ``sender``'s arrays.
 
@@ -180,7 +188,7 @@ def seal_header(
     return seal(header, identity)
 
 
-def open_header(envelope: Envelope, attempt: Attempt, sender: str) -> Header:
+def open_header(envelope: Envelope, attempt: VerifiedAttempt, sender: str) -> Header:
     """Verify a header against what its receiver knows.
 
     Guarantee: returns only a header that ``sender``, a worker of the roster, signed for exactly this run, manifest,
@@ -206,6 +214,7 @@ def open_header(envelope: Envelope, attempt: Attempt, sender: str) -> Header:
         "ring_bits": attempt.ring_bits,
     }
     differing = [name for name, value in expected.items() if getattr(header, name) != value]
+    # The length alone: a receiver has no key of a tag. The ledger compares the tags of all attempts at a step.
     if [len(tag) for tag in header.vector_tags] != [VECTOR_TAG_BYTES] * len(member.virtual_workers):
         differing.append("vector_tags")
     if differing:
@@ -229,5 +238,5 @@ def _check_ranges(header: Header, ranges: Sequence[VectorRange]) -> None:
 
 
 def _raw(array: RingVector) -> memoryview:
-    """The bytes of a C-contiguous array, not copied."""
+    """Return the bytes of a C-contiguous array, not copied."""
     return array.data.cast("B")

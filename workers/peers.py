@@ -1,6 +1,6 @@
-"""The other members of a run, as one worker knows them: whose evidence it has appraised, and what it shares with whom.
+"""The other members of a run as one worker knows them: their appraised evidence, and the secrets it shares with them.
 
-What a worker believes of a member comes from evidence that it appraised itself, by the admission that it was given.
+A worker believes of a member only what evidence says that it appraised itself, by the admission that it was given.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,12 +16,12 @@ from attestation.mutual import appraise_orchestrator
 from attestation.roster import Member, Roster
 from metrics.errors import EvidenceError
 from workers.masks import PairSecret, roster_masks
-from workers.payload import Attempt
+from workers.payload import VerifiedAttempt
 from workers.worker_messages import Admission
 
 
 class Peers:
-    """Those of one worker. Rosters and attempts that it is given were verified.
+    """One worker's view of its peers. Expects rosters and attempts that are already verified.
 
     Args:
         attester: the worker's own keys.
@@ -51,7 +51,7 @@ class Peers:
         self._seen.keep(appraisal.facts)
 
     def appraise(self, roster: Roster, presentations: Sequence[Envelope], admission: Admission) -> None:
-        """Appraise every member that the last roster did not have; one without valid evidence refuses the step.
+        """Appraise every member that the last roster did not have; a member without valid evidence refuses the step.
 
         Raises:
             EvidenceError: ``peer_not_bound``, ``peer_expired``, ``key_not_bound``, or why evidence is refused.
@@ -72,7 +72,7 @@ class Peers:
             if (known.mask_key, known.identity_key) != (member.mask_key, member.identity_key):
                 raise EvidenceError("key_not_bound", f"the roster's keys of {member.member_id} are not its evidence's")
         check_enrolment([self._appraisals[member.evidence_digest] for member in roster.members], admission.policy)
-        # Members present anew every epoch: what they showed before would pile up.
+        # Members present themselves again every epoch: appraisals of earlier evidence would pile up.
         self._appraisals = {
             member.evidence_digest: self._appraisals[member.evidence_digest] for member in roster.members
         }
@@ -95,9 +95,10 @@ class Peers:
         return appraisal
 
     def meet(self, roster: Roster) -> None:
-        """Forget workers that the roster does not have, and agree on a secret with those that are new."""
+        """Forget workers that the roster does not have, and agree on a secret with each newcomer."""
         own = roster.member(self._attester.member_id)
         peers = {member.member_id: member for member in roster.workers if member.member_id != own.member_id}
+        # By id and key: a replacement under an old id has another key, and needs another secret.
         self._pairs = {
             place: pair for place, pair in self._pairs.items() if place in {(i, m.mask_key) for i, m in peers.items()}
         }
@@ -111,8 +112,8 @@ class Peers:
                     manifest_digest=roster.manifest_digest,
                 )
 
-    def masks(self, attempt: Attempt) -> Sequence[Sequence[tuple[Secret, int]]]:
-        """Per range, (key, sign) towards every other worker; see `workers.masks.roster_masks`."""
+    def masks(self, attempt: VerifiedAttempt) -> Sequence[Sequence[tuple[Secret, int]]]:
+        """Return (key, sign) towards every other worker, per range; see `workers.masks.roster_masks`."""
         return roster_masks(
             {peer_id: pair for (peer_id, _), pair in self._pairs.items()},
             attempt.roster,

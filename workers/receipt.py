@@ -11,10 +11,10 @@ class Receipt(Message):
     """Proof that a step was durably charged before anything was computed for it.
 
     Attributes:
-        query, step: which release of which mechanism of the run.
+        query, step: the release of the run's mechanism that is paid for.
         parameter_digest: of the parameters the step starts from.
-        account, mechanism_digest: who pays, and for what.
-        dataset_fingerprint: of the data that the ledger registered the run for; the account's, if it is bound to one.
+        account, mechanism_digest: the account that pays, and what it pays for.
+        dataset_fingerprint: of the data that the ledger registered the run for; the account's own, if it has one.
         fencing: number of the ledger instance; later instances have higher numbers.
         sequence, head: position and hash of the charge's entry in the ledger's chain.
         charged_epsilon: the account's epsilon after this charge, at its delta.
@@ -73,6 +73,7 @@ def check_receipt(
     if differing:
         names = ", ".join(differing)
         raise ProtocolError("receipt_mismatch", f"the receipt for step {step} of run {run_id} differs in {names}")
+    # A ledger that was replaced may still answer: its charge is not in the chain that counts.
     if receipt.fencing < lowest_fencing:
         raise ProtocolError("receipt_fenced", f"ledger instance {receipt.fencing} was replaced by {lowest_fencing}")
     return receipt

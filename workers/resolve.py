@@ -1,4 +1,4 @@
-"""User code named ``module:function``: finding it, and naming its source by digest.
+"""User code named ``module:function``: how it is found, and how a digest names its source.
 
 One rule finds a module, in the driver and in every worker alike. For ``a.b:f`` and a base folder (the folder of the
 config file):
@@ -6,8 +6,8 @@ config file):
 1. ``base/a/b.py``, or else ``base/a/b/__init__.py``, is loaded from that file;
 2. only if neither exists, the installed module ``a.b`` is imported.
 
-A relative base is relative to the process's working directory: see :func:`portable_base`. While a file is executed
-the base folder is on ``sys.path``, so it may import its neighbours; afterwards it is not.
+A relative base is relative to the process's working directory: see :func:`portable_base`. The base folder is on
+``sys.path`` only while a file is executed, so the file may import its neighbours.
 """
 
 import ast
@@ -29,9 +29,9 @@ from metrics.errors import ConfigError
 
 
 def portable_base(config_dir: Path) -> str:
-    """``config_dir`` as text that means the same folder in a worker's own copy of the working directory.
+    """Return ``config_dir`` as text that means the same folder in a worker's own copy of the working directory.
 
-    Relative to the working directory if it lies inside, else absolute; every function here takes it as a base.
+    Relative to the working directory if it lies inside, otherwise absolute; every function here takes it as a base.
     """
     resolved = config_dir.resolve()
     working = Path.cwd().resolve()
@@ -39,7 +39,7 @@ def portable_base(config_dir: Path) -> str:
 
 
 def resolve(target: str, base: Path | str) -> Callable[..., Any]:
-    """The callable that ``module:function`` names, by the rule of this module.
+    """Return the callable that ``module:function`` names, by the rule of this module.
 
     Raises:
         ConfigError: ``module_function`` if the text has another form, the module is not found or fails when it is
@@ -57,10 +57,10 @@ def resolve(target: str, base: Path | str) -> Callable[..., Any]:
 
 
 def source_digest(target: str | Callable[..., Any], base: Path | str) -> bytes:
-    """SHA-256 that names the source of ``target``, 32 bytes.
+    """Return a SHA-256 that names the source of ``target``, 32 bytes.
 
     For ``module:function`` it covers the module's file and every file of ``base`` that import statements lead to from
-    there, in whatever function they stand; not what is imported by a computed name, nor installed packages. For a
+    there, also statements inside functions. It does not cover imports by a computed name, nor installed packages. For a
     callable it covers its source text and its pickled form, with the globals it uses if it is not importable.
 
     Raises:
@@ -77,7 +77,7 @@ def source_digest(target: str | Callable[..., Any], base: Path | str) -> bytes:
 
 
 def _files_digest(start: Path, base: Path) -> bytes:
-    """SHA-256 over names and content of ``start`` and of the files of ``base`` that it imports, directly or not."""
+    """Return a SHA-256 over names and content of ``start`` and of all files of ``base`` that it leads to by imports."""
     found, waiting = {start}, [start]
     while waiting:
         for path in _local_imports(waiting.pop(), base) - found:
@@ -88,7 +88,7 @@ def _files_digest(start: Path, base: Path) -> bytes:
 
 
 def _local_imports(path: Path, base: Path) -> set[Path]:
-    """Files of ``base`` that the import statements in ``path`` name, with the packages they lie in."""
+    """Return the files of ``base`` that the import statements in ``path`` name, with the packages they lie in."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
@@ -103,7 +103,7 @@ def _local_imports(path: Path, base: Path) -> set[Path]:
 
 
 def _package_of(path: Path, base: Path, level: int) -> list[str]:
-    """Names of the package that ``level`` leading dots mean in ``path``."""
+    """Return the names of the package that ``level`` leading dots mean in ``path``."""
     inside = list(path.relative_to(base).parts[:-1]) if path.is_relative_to(base) else []
     return inside[: len(inside) - (level - 1)]
 
@@ -172,6 +172,7 @@ def _load_file(path: Path, base: Path | str) -> ModuleType:
     assert spec is not None, "a .py file always has a loader"
     assert spec.loader is not None, "a .py file always has a loader"
     module = importlib.util.module_from_spec(spec)
+    # Registered before it runs, as import does: dataclasses and pickle look a module up by its name.
     sys.modules[name] = module
     try:
         with _importable(base):

@@ -1,4 +1,4 @@
-"""The integer ring: how wide, how fine, and how a clamped float vector becomes ring words and back.
+"""The integer ring: its width and grid step, and how a clamped float vector becomes ring words and back.
 
 The grid step gamma is a power of two, so scaling is exact and the only rounding is one half-to-even rounding per
 coordinate. The bounds used here are proved in `docs/proofs/002-ring-and-sensitivity.md`.
@@ -19,13 +19,15 @@ RingBits = Literal[32, 64]
 RingVector = NDArray[np.uint32] | NDArray[np.uint64]
 FloatVector = NDArray[np.float32] | NDArray[np.float64]
 
-BLOCK_BYTES = 1 << 17
-"""Size of one working block; three of them fit a core's level-2 cache with room to spare."""
+CACHE_BLOCK_BYTES = 1 << 17
+"""The size of one working block; three of them fit a core's level-2 cache with room to spare."""
 
 TAIL_DEVIATIONS = 16
-"""The capacity leaves room for this many standard deviations of the whole noise."""
+"""The standard deviations of the whole noise that the capacity leaves room for."""
 
+# Sensitivity that rounding adds is paid for in noise: 1 % is cheaper than twice the bytes on the wire.
 AUTO_INFLATION = 0.01
+# A grid so coarse that rounding doubles the sensitivity is a configuration that nobody means.
 LARGEST_INFLATION = 1.0
 
 # The scale 2^-gamma_log2 and the clamp must be normal float32 numbers, for float32 input to be scaled exactly.
@@ -34,13 +36,13 @@ _SIGNIFICAND_BITS = 24
 
 
 def ring_dtype(bits: int) -> np.dtype[Any]:
-    """Little-endian unsigned words of the ring Z_{2^bits}."""
+    """Return the dtype of ring words: little-endian, unsigned, of ``bits`` bits."""
     return np.dtype(f"<u{bits // 8}")
 
 
 @dataclass(frozen=True, slots=True)
 class RingSpec:
-    """What encoding and decoding need: the ring Z_{2^bits}, the grid step 2^gamma_log2 and the clamp.
+    """The terms of encoding and decoding: the ring Z_{2^bits}, the grid step 2^gamma_log2 and the clamp.
 
     ``clamp`` is a multiple of gamma and a float32 number, so float32 and float64 input are clamped alike.
     """
@@ -83,7 +85,7 @@ def fit_ring(
     honest_share: float,
     bits: Literal["auto", 32, 64] = "auto",
 ) -> RingFit:
-    """The finest grid on which ``virtual_workers`` clamped, noised vectors can be summed.
+    """Return the finest grid on which ``virtual_workers`` clamped, noised vectors can be summed.
 
     Guarantee: the sum of V clamped vectors cannot overflow, and overflows with noise only beyond 16 standard
     deviations of the whole noise: V·clamp/γ + V/2 + 16·σ·√V < 2^(bits-1). Noise pays for the rounded sensitivity:
@@ -115,7 +117,7 @@ def fit_ring(
 
 @dataclass(frozen=True, slots=True)
 class _Demand:
-    """The inputs of :func:`fit_ring`, and what they ask of a grid step."""
+    """The inputs of :func:`fit_ring`, and their demands on a grid step."""
 
     max_grad_norm: float
     clamp: float
@@ -125,13 +127,13 @@ class _Demand:
     honest_share: float
 
     def clamp_units(self, gamma_log2: int) -> int:
-        """The clamp in ring units, rounded down to an integer of at most 24 significant bits."""
+        """Return the clamp in ring units, rounded down to an integer of at most 24 significant bits."""
         units = math.floor(Fraction(self.clamp) / Fraction(2) ** gamma_log2)
         spare = max(units.bit_length() - _SIGNIFICAND_BITS, 0)
         return units >> spare << spare
 
     def sigma(self, gamma_log2: int) -> float:
-        """The least float that satisfies the variance inequality, exactly and when evaluated in floats.
+        """Return the least float that satisfies the variance inequality, exactly and when evaluated in floats.
 
         Infinite where it would be far beyond ``MAX_SIGMA``.
         """
@@ -155,7 +157,7 @@ class _Demand:
         return self.virtual_workers * self.honest_share * sigma**2 >= needed
 
     def load(self, gamma_log2: int, sigma: float) -> int:
-        """Largest magnitude the decoded sum is sized for, in ring units, rounded up."""
+        """Return the largest magnitude that the decoded sum is sized for, in ring units, rounded up."""
         # A square root of at most 2^63 is off by far less than the unit added here, next to 16·σ.
         tail = math.ceil(TAIL_DEVIATIONS * Fraction(sigma) * Fraction(math.sqrt(self.virtual_workers))) + 1
         return self.virtual_workers * self.clamp_units(gamma_log2) + (self.virtual_workers + 1) // 2 + tail
@@ -177,7 +179,7 @@ def _fit(demand: _Demand, bits: RingBits) -> RingFit:
 
 
 def _accepted(demand: _Demand, bits: RingBits, gamma_log2: int, sigma: float) -> RingFit:
-    """The fit at this grid step, or the refusal that says why the finest step is still too coarse."""
+    """Return the fit at this grid step, or raise the refusal that says why the finest step is still too coarse."""
     inflation = demand.inflation(gamma_log2)
     units = demand.clamp_units(gamma_log2)
     if units == 0:
@@ -226,7 +228,7 @@ def encode_into(values: FloatVector, spec: RingSpec, out: RingVector) -> None:
     assert values.shape == out.shape
     assert out.dtype == ring_dtype(spec.bits)
     assert values.dtype in (np.float32, np.float64)
-    block = BLOCK_BYTES // values.itemsize
+    block = CACHE_BLOCK_BYTES // values.itemsize
     scratch, finite = np.empty(block, values.dtype), np.empty(block, np.bool_)
     # Scalars of the input's own type: each is exact in float32 (see RingSpec).
     high, scale = values.dtype.type(spec.clamp), values.dtype.type(math.ldexp(1.0, -spec.gamma_log2))
@@ -243,9 +245,9 @@ def encode_into(values: FloatVector, spec: RingSpec, out: RingVector) -> None:
 
 
 def decode(total: RingVector, gamma_log2: int) -> NDArray[np.float64]:
-    """The real vector [d] that ring words stand for: centred lift times 2^gamma_log2.
+    """Return the real vector [d] that ring words stand for: centred lift times 2^gamma_log2.
 
-    Exact while the lift fits 53 bits, which a 32-bit ring always does; beyond, correctly rounded to float64.
+    Exact while the lift fits 53 bits, as it always does in a 32-bit ring; beyond that, correctly rounded to float64.
     """
     lifted = total.view(np.int32 if total.itemsize == 4 else np.int64).astype(np.float64)
     return np.multiply(lifted, math.ldexp(1.0, gamma_log2), out=lifted)

@@ -9,11 +9,12 @@ from attestation.keys import Secret
 from metrics.errors import ConfigError
 from workers.streams import KeyStream
 
+# At most 2^-64 of probability is lost to rounding q down; a wider draw would cost keystream for nothing.
 DRAW_BITS = 64
 
 
 def inclusion_threshold(sample_rate: float) -> int:
-    """floor(q * 2^64), exact: an example is in the batch iff its 64-bit draw is below it; 2^64 for q = 1.
+    """Return floor(q * 2^64), exactly; an example is in the batch iff its 64-bit draw is below it.
 
     Raises:
         ConfigError: ``sample_rate`` if q is not in [0, 1].
@@ -24,11 +25,11 @@ def inclusion_threshold(sample_rate: float) -> int:
 
 
 def draw_ids(key: Secret, ids: NDArray[np.int64], sample_rate: float, capacity: int) -> NDArray[np.int64]:
-    """The examples of one virtual worker that take part in one step, ascending.
+    """Return the examples of one virtual worker that take part in one step, ascending.
 
     Guarantee: true Poisson sampling. With an ideal keystream each id is included independently with probability
     floor(q * 2^64) / 2^64, never above q and less than 2^-64 below it. Only if more than ``capacity`` are drawn is
-    anything cut: those with the smallest draws stay, whatever the examples contain.
+    anything cut: the examples with the smallest draws stay, which does not depend on their content.
 
     Args:
         key: sampling key of one (virtual worker, step, parameters).
@@ -48,6 +49,7 @@ def draw_ids(key: Secret, ids: NDArray[np.int64], sample_rate: float, capacity: 
     threshold = inclusion_threshold(sample_rate)
     draws = np.empty(ids.size, "<u8")
     KeyStream(key).into(draws)
+    # 2^64 itself is no uint64: at q = 1 there is nothing to compare.
     drawn = np.arange(ids.size) if threshold == 2**DRAW_BITS else np.flatnonzero(draws < np.uint64(threshold))
     if drawn.size > capacity:
         order = np.argsort(draws[drawn], kind="stable")

@@ -1,4 +1,4 @@
-"""A dataset whose slices are encrypted, and open one by one: :func:`seal` writes one, :class:`SealedDataset` reads it.
+"""Sealed datasets: each slice is encrypted under its own key, and opened by itself.
 
 Guarantee: an example is in memory only in a process that was given the key of its slice.
 """
@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,11 +23,12 @@ from metrics.errors import DatasetError, EvidenceError
 from metrics.file_errors import file_error
 from workers.datasets import Batch, Dataset, DatasetForm, dataset_form, slice_ids
 
+# Rows encrypted at once: bounds the memory of sealing.
 _CHUNK = 1024
 _RESTORE = "Restore the folder as `raycloak data seal` wrote it."
 
 
-def seal(
+def seal_dataset(
     dataset: Dataset,
     virtual_workers: int,
     policy_digest: bytes,
@@ -36,13 +38,13 @@ def seal(
 ) -> SealedHeader:
     """Encrypt ``dataset`` into a new ``folder``, slice by slice; the header is written last.
 
-    Memory: a few thousand examples, whatever the size.
+    Memory: a few thousand examples, for a dataset of any size.
 
     Args:
-        use: what its slices may be opened for; see `attestation.sealed_data`.
+        use: the one purpose that its slices may be opened for; see `attestation.sealed_data`.
 
     Raises:
-        DatasetError: ``dataset_small``, ``dataset_unreadable`` if the folder is there or cannot be written.
+        DatasetError: ``dataset_small``, or ``dataset_unreadable`` if the folder exists or cannot be written.
     """
     form = dataset_form(dataset)
     slices = [slice_ids(v, virtual_workers, len(dataset)) for v in range(virtual_workers)]
@@ -63,6 +65,7 @@ def seal(
             )
             commitments = tuple(key_commitment(key) for key in keys)
             sealed = header.model_copy(update={"key_commitments": commitments, "slices": payloads})
+            # Last: a folder without a header is no sealed dataset, however far the slices came.
             (folder / HEADER_FILE).write_bytes(sealed.encode())
     except OSError as error:
         raise file_error("dataset_unreadable", "write", folder, error, DatasetError) from None
@@ -71,7 +74,7 @@ def seal(
 
 @contextmanager
 def _whole(folder: Path) -> Iterator[None]:
-    """Leave nothing of a new folder if what fills it fails."""
+    """Remove a new folder again if filling it fails."""
     try:
         yield
     except BaseException:
@@ -88,11 +91,30 @@ def _seal_slice(
         return write_payload(file, key, header.context(v), PAYLOAD, pieces)
 
 
+class SliceLocks(Protocol):
+    """The slices of a dataset, as the keys that a worker is given open and lock them."""
+
+    def take(self, keys: Mapping[int, Secret], hosted: Collection[int]) -> None:
+        """Lock the slices of virtual workers that are not ``hosted``, then open those of ``keys``."""
+        ...
+
+
+class ClearSlices:
+    """The slices of data that is not sealed: all are open, and no key changes that."""
+
+    def take(self, keys: Mapping[int, Secret], hosted: Collection[int]) -> None:
+        """Do nothing."""
+
+
 class SealedDataset:
-    """See `workers.datasets.Dataset`; examples of a slice that is locked are refused.
+    """A :class:`workers.datasets.Dataset` whose examples are refused while their slice is locked.
+
+    Args:
+        folder: as :func:`seal_dataset` wrote it.
+        use: the purpose that this process opens it for.
 
     Raises:
-        ConfigError: ``sealed_data`` if there is none in ``folder``, or it was not sealed for ``use``.
+        ConfigError: ``sealed_data`` if ``folder`` has no sealed dataset, or one that was not sealed for ``use``.
     """
 
     def __init__(self, folder: Path, use: Use = "training") -> None:
@@ -106,17 +128,18 @@ class SealedDataset:
         return self._form.num_examples
 
     def take(self, keys: Mapping[int, Secret], hosted: Collection[int]) -> None:
-        """Lock the slices of virtual workers that are not ``hosted``, then :meth:`unlock`."""
+        """Lock the slices of virtual workers that are not ``hosted``, then :meth:`unlock` those of ``keys``."""
         self.lock_all_but(hosted)
         self.unlock(keys)
 
     def unlock(self, keys: Mapping[int, Secret]) -> None:
-        """Decrypt the slices that ``keys`` are of into memory.
+        """Decrypt the slices of ``keys`` into memory.
 
         Raises:
             EvidenceError: ``key_not_committed``.
             DatasetError: ``sealed_changed`` if a file is not what was sealed, ``dataset_unreadable``.
         """
+        # Before a file is read: under a wrong key an honest file would look like a changed one.
         require_committed(self.header, sorted(keys.items()))
         for v, key in keys.items():
             if v not in self._open:
@@ -127,7 +150,7 @@ class SealedDataset:
         self._open = {v: batch for v, batch in self._open.items() if v in slices}
 
     def batch(self, ids: NDArray[np.int64]) -> Batch:
-        """As `workers.datasets.Dataset.batch`; DatasetError ``slice_sealed`` if the slice of an id is locked."""
+        """Return the examples of ``ids``, in order; DatasetError ``slice_sealed`` if the slice of one is locked."""
         features, labels = self._empty(len(ids))
         slices = ids % self.header.virtual_workers
         for v in np.unique(slices):

@@ -1,4 +1,4 @@
-"""ChaCha20 keystreams (RFC 8439): the only source of randomness of sampling, noise and masks.
+"""The keystreams of ChaCha20 (RFC 8439): the only source of randomness of sampling, noise and masks.
 
 A key serves one purpose (see `attestation.keys.Purpose`), so nonce 0 is right wherever one stream per key is enough.
 """
@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from attestation.keys import Secret
 from metrics.errors import RefusedError
 
+# Both are the cipher's: 64-byte blocks, and a block counter of 32 bits.
 BLOCK_BYTES = 64
 MAX_BLOCKS = 2**32
 
@@ -21,7 +22,7 @@ _ZEROS = memoryview(bytes(1 << 16))
 
 
 class KeyStream:
-    """The keystream of one (key, nonce), readable from any 64-byte block on.
+    """The keystream of one (key, nonce), which can be read from any 64-byte block on.
 
     Guarantee: equal (key, nonce, position) gives equal bytes on every platform, and no position is reached twice by
     wrapping: a read past block 2^32 raises and yields nothing. The order of reads and their sizes change nothing.
@@ -63,7 +64,7 @@ class KeyStream:
         self._position += len(target)
 
     def bytes(self, count: int) -> builtins.bytes:
-        """The next ``count`` keystream bytes."""
+        """Return the next ``count`` keystream bytes."""
         self._check(count)
         self._position += count
         return self._encryptor.update(bytes(count))

@@ -1,7 +1,7 @@
 """One virtual worker's vector: a function of its keys, its slice, the step and the parameters, and of nothing else.
 
-Host, attempt, roster and arrival order do not enter, so a vector recomputed elsewhere is the same vector. This is
-what makes recovery safe: two attempts of a step decode to one value.
+Host, attempt, roster and arrival order do not enter, so a vector recomputed elsewhere is the same vector. This makes
+recovery safe: two attempts of a step decode to one value.
 """
 
 from dataclasses import dataclass
@@ -41,25 +41,26 @@ class VirtualWorkerComputer:
     """Computes vectors of any hosted virtual worker, for one mechanism.
 
     Args:
-        mechanism: what is sampled, clipped, encoded and noised.
-        engine: what an example contributes, and its clipping.
-        dataset: all examples this process may open.
+        mechanism: how examples are sampled, clipped, encoded and noised.
+        engine: computes what an example contributes, and clips it.
+        dataset: all examples that this process may open.
+        slices: by virtual worker, those whose digest is known; computers on one dataset may share them.
     """
 
-    def __init__(self, mechanism: Mechanism, engine: SumEngine, dataset: Dataset) -> None:
+    def __init__(
+        self, mechanism: Mechanism, engine: SumEngine, dataset: Dataset, slices: dict[int, Slice] | None = None
+    ) -> None:
         self._mechanism = mechanism
         self._engine = engine
         self._dataset = dataset
-        self._slices: dict[int, Slice] = {}
+        self._slices = {} if slices is None else slices
 
     def beside(self, mechanism: Mechanism, engine: SumEngine) -> "VirtualWorkerComputer":
-        """A computer for another mechanism on the same slices, which are read for their digests only once."""
-        other = VirtualWorkerComputer(mechanism, engine, self._dataset)
-        other._slices = self._slices
-        return other
+        """Return a computer for another mechanism on the same slices, which are read for their digests only once."""
+        return VirtualWorkerComputer(mechanism, engine, self._dataset, self._slices)
 
     def slice(self, v: int) -> Slice:
-        """The slice of virtual worker ``v``; its digest reads every example once."""
+        """Return the slice of virtual worker ``v``; its digest reads every example once."""
         if v not in self._slices:
             ids = slice_ids(v, self._mechanism.virtual_workers, self._mechanism.num_examples)
             self._slices[v] = Slice(ids, slice_digest(self._dataset, ids))
@@ -85,10 +86,12 @@ class VirtualWorkerComputer:
         sampling_key = derive(keys.stream, Purpose.SAMPLING, *context)
         capacity = mechanism.micro_batch_size * mechanism.micro_batches
         drawn = draw_ids(sampling_key, data.ids, mechanism.sample_rate, capacity)
+        # Padding is an own example: of a sealed dataset a worker can read no other.
         batches = micro_batches(self._dataset, drawn, mechanism, padding=int(data.ids[0]))
         clipped_sum = self._engine.clipped_sum(parameters, batches)
         values = np.empty(mechanism.dimension, ring_dtype(mechanism.ring_bits))
         encode_into(clipped_sum, self._ring, values)
+        # After the rounding: noise is an integer, so adding it in the ring is exact.
         if mechanism.private:
             self._noise.add_to(values, derive(keys.stream, Purpose.NOISE, *context))
         tag = vector_tag(derive(keys.stream, Purpose.VECTOR_TAG, *context), values)

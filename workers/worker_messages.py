@@ -1,4 +1,4 @@
-"""What a worker is told, and what it answers: plain records that travel between it and the coordinator."""
+"""The messages of a worker: plain records that travel between it and the coordinator."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import numpy as np
 from attestation.evidence import CollateralBundle
 from attestation.messages import Envelope
 from attestation.policy import Policy
-from workers.datasets import DatasetDescriptor
+from workers.descriptor import DatasetDescriptor
 from workers.manifest import Manifest, NumericsClass, TensorSpec
 from workers.models import ModelSource
 from workers.payload import VectorRange
@@ -15,7 +15,7 @@ from workers.payload import VectorRange
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """What to train on what: everything a worker opens by itself.
+    """The model, loss and data of a run: everything that a worker opens by itself.
 
     Attributes:
         base: directory that relative dataset paths and ``module:function`` names start from.
@@ -38,7 +38,7 @@ class WorkerSetup:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """What the manifest needs to know of a prepared worker.
+    """The facts that a prepared worker contributes to the manifest.
 
     Attributes:
         dataset_fingerprint: keyed, and the only one that depends on the content of examples; empty without a key.
@@ -55,13 +55,13 @@ class WorkerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What a worker needs to attest itself and to appraise its peers.
+    """The documents by which a worker attests itself and appraises its peers.
 
     Attributes:
-        orchestrator: its own evidence, which the worker appraises before it sends anything.
+        orchestrator: the orchestrator's own evidence, which the worker appraises before it sends anything.
         key_service: ``host:port`` of the data owner's key service; needed where the manifest names one.
-        secure_aggregation: whether a roster needs two workers. Without it a single worker may host everything; its
-            vector then carries all the noise. Private vectors of several workers are masked in either case.
+        secure_aggregation: whether a roster needs two workers. Without it a single worker may host everything, and its
+            vector carries all the noise. Private vectors of several workers are masked in either case.
     """
 
     manifest: Manifest
@@ -88,12 +88,12 @@ class StepRequest:
 
 @dataclass(frozen=True, slots=True)
 class StepReply:
-    """A worker's first, small answer: ``code`` is ``ok`` or says why there is nothing else.
+    """A worker's first, small answer: ``code`` is ``ok``, or says why nothing else comes.
 
     Attributes:
         header: signed; None unless ``ok``.
         seconds: the worker's own time for the whole answer.
-        compute_seconds, mask_seconds: of it, computing vectors, and masking, tagging and signing.
+        compute_seconds, mask_seconds: its parts for computing vectors, and for masking, tagging and signing.
         leaving: whether the worker was asked to end and should leave after this step.
     """
 

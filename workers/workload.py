@@ -1,8 +1,9 @@
-"""What a worker computes with: data, model, loss and mechanisms, which it opens, checks and tries by itself.
+"""The workload of a worker: data, model, loss and mechanisms, which it opens, checks and tries by itself.
 
 Nothing of it is taken from a manifest: a manifest is compared with it.
 """
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,17 +12,19 @@ from attestation.canonical import digest
 from attestation.roster import Query
 from metrics.errors import ConfigError, ProtocolError, RefusedError
 from workers.clipping import GradientEngine
-from workers.datasets import Dataset, DatasetForm, dataset_form
+from workers.datasets import Dataset, dataset_form
+from workers.evaluating import open_split
 from workers.fingerprint import dataset_fingerprint
 from workers.known_answer import known_answer
 from workers.manifest import Manifest
 from workers.measurement import Measurement
-from workers.measuring import ClassCounts, PrivateEvaluation, SumEngine, check_measurable
+from workers.measuring import check_measurable, measurement_engine
 from workers.mechanism import Mechanism
 from workers.model_checks import check_trainable
-from workers.models import build_model, loss_function, read_flat, trainable_tensors
+from workers.models import ModelRuntime, build_model, loss_function, read_flat, trainable_tensors
 from workers.numerics import current_numerics, pin_numerics
 from workers.parameters import parameter_digest, tensor_digests
+from workers.sealed_dataset import ClearSlices, SliceLocks
 from workers.virtual_worker import VirtualWorkerComputer
 from workers.worker_messages import WorkerFacts, WorkerSetup
 
@@ -31,9 +34,12 @@ class Workload:
 
     Attributes:
         dataset: all examples that this process may open.
-        facts: what the manifest needs to know.
-        computers: per query of the run, what computes the vector of a virtual worker; see :meth:`take`.
-        known_answer: 32 bytes; see :meth:`take`.
+        slices, evaluation_slices: where keys of training and evaluation slices go.
+        form: the public outline of the dataset.
+        runtime: how its model is built and run.
+        module: the model whose gradients are computed.
+        split: the sealed split that it is to evaluate on, if there is one.
+        facts: its contribution to the manifest.
 
     Raises:
         DatasetError, ModelError, ConfigError: what cannot be trained on, with the layer or array named.
@@ -46,12 +52,18 @@ class Workload:
                 "this worker was given a GPU, but torch sees none.",
                 "Install a CUDA build of torch on the nodes, or set use_gpu: false.",
             )
-        self._setup, self._deterministic = setup, not setup.allow_nondeterministic
-        pin_numerics(self._deterministic)
-        self.dataset: Dataset = setup.dataset.open(Path(setup.base))
-        self.module = build_model(setup.model, setup.base, setup.seed)
-        self.loss, loss_code = loss_function(setup.loss, setup.base)
-        check_trainable(self.module, self.form, self.loss, self._deterministic)
+        self.setup, deterministic = setup, not setup.allow_nondeterministic
+        # First of all: what was computed before it may have other last bits.
+        pin_numerics(deterministic)
+        opened = setup.dataset.open_slices(setup.base)
+        self.dataset: Dataset = opened.examples
+        self.slices: SliceLocks = opened.slices
+        build = partial(build_model, setup.model, setup.base, setup.seed)
+        self.module = build()
+        loss_fn, loss_code = loss_function(setup.loss, setup.base)
+        self.runtime = ModelRuntime(build, loss_fn, setup.device, deterministic)
+        self.form = dataset_form(self.dataset)
+        check_trainable(self.module, self.form, loss_fn, deterministic)
         self.facts = WorkerFacts(
             num_examples=len(self.dataset),
             tensors=trainable_tensors(self.module),
@@ -61,60 +73,61 @@ class Workload:
             numerics=current_numerics(setup.device),
             dataset_fingerprint=dataset_fingerprint(setup.dataset, self.dataset, setup.base),
         )
+        folder = None if setup.evaluation is None else Path(setup.base) / setup.evaluation
+        self.split = None if folder is None else open_split(folder, setup.loss, self.form, self.runtime)
+        self.evaluation_slices: SliceLocks = ClearSlices() if self.split is None else self.split.dataset
 
-    @property
-    def form(self) -> DatasetForm:
-        """The public outline of the dataset."""
-        return dataset_form(self.dataset)
 
-    def take(self, mechanism: Mechanism, measurements: tuple[Measurement, ...]) -> bytes:
-        """Compute with these mechanisms from now on; returns the digest of the public synthetic batch's vectors.
+class PlannedWorkload:
+    """A workload with the mechanisms of a run, each tried on public synthetic data.
 
-        Raises:
-            ConfigError: ``measurement_labels`` or ``measurement_too_large``.
-            RefusedError: ``not_public`` if there is to be no noise on data that is not declared public.
-            ModelError: ``nondeterministic_op``, with the operation's name: no example is in reach of it yet.
-        """
-        setup, start = self._setup, self.facts.initial_parameters
-        if not mechanism.private and not setup.dataset.public:
+    Args:
+        workload: its model becomes that of the gradient's engine.
+        mechanism, measurements: of the run.
+
+    Attributes:
+        computers: per query of the run, the computer of a virtual worker's vector.
+        known_answer: digest of the public synthetic batch's vectors, 32 bytes; see `workers/known_answer.py`.
+
+    Raises:
+        ConfigError: ``measurement_labels`` or ``measurement_too_large``.
+        RefusedError: ``not_public`` if there is to be no noise on data that is not declared public.
+        ModelError: ``nondeterministic_op``, with the operation's name: no example is in reach of it yet.
+    """
+
+    def __init__(self, workload: Workload, mechanism: Mechanism, measurements: tuple[Measurement, ...]) -> None:
+        if not mechanism.private and not workload.setup.dataset.public:
             raise RefusedError("not_public", "this worker's data is not declared public, so it trains only with noise")
-        self.mechanism, self.measurements = mechanism, measurements
-        engine = GradientEngine(self.module, self.loss, mechanism, setup.device, self._deterministic)
-        gradient = VirtualWorkerComputer(mechanism, engine, self.dataset)
+        self.workload, self.mechanism, self.measurements = workload, mechanism, measurements
+        dataset, start, runtime = workload.dataset, workload.facts.initial_parameters, workload.runtime
+        engine = GradientEngine(workload.module, runtime.loss_fn, mechanism, runtime.device, runtime.deterministic)
+        gradient = VirtualWorkerComputer(mechanism, engine, dataset)
         self.computers: dict[Query, VirtualWorkerComputer] = {mechanism.query: gradient}
-        answers = [known_answer(mechanism, engine, self.dataset, start)]
+        answers = [known_answer(mechanism, engine, dataset, start)]
         for measurement in measurements:
-            check_measurable(measurement, self.form)
-            measuring = self._measuring(measurement)
-            self.computers[measurement.query] = gradient.beside(measurement.mechanism, measuring)
-            # One batch tells what the code computes; a whole slice would take as long as an evaluation.
+            check_measurable(measurement, workload.form)
+            counting = measurement_engine(measurement, runtime)
+            self.computers[measurement.query] = gradient.beside(measurement.mechanism, counting)
+            # One batch shows how the code computes; a whole slice would take as long as an evaluation.
             small = measurement.mechanism.model_copy(update={"micro_batches": 1})
-            answers.append(known_answer(small, measuring, self.dataset, start))
+            answers.append(known_answer(small, counting, dataset, start))
         self.known_answer = answers[0] if len(answers) == 1 else digest(b"".join(answers))
-        return self.known_answer
-
-    def _measuring(self, measurement: Measurement) -> SumEngine:
-        if measurement.query == "class_counts":
-            return ClassCounts(measurement)
-        setup = self._setup
-        module = build_model(setup.model, setup.base, setup.seed)
-        return PrivateEvaluation(measurement, module, self.loss, setup.device, self._deterministic)
 
     def check(self, manifest: Manifest) -> None:
-        """Require that ``manifest`` states what this is; ProtocolError ``manifest_mismatch`` names the field."""
-        computation, facts = manifest.computation, self.facts
+        """Require that ``manifest`` states this workload; ProtocolError ``manifest_mismatch`` names the field."""
+        computation, facts, setup = manifest.computation, self.workload.facts, self.workload.setup
         start = parameter_digest(facts.tensors, tensor_digests(facts.initial_parameters, facts.tensors))
         checks = {
             "numerics": (computation.numerics, facts.numerics),
             "num_examples": (computation.mechanism.num_examples, facts.num_examples),
             "mechanism": (computation.mechanism, self.mechanism),
             "measurements": (computation.measurements, self.measurements),
-            "loss": (computation.loss, self._setup.loss),
+            "loss": (computation.loss, setup.loss),
             "tensors": (computation.tensors, facts.tensors),
             "model_code": (computation.model_code, facts.model_code),
             "loss_code": (computation.loss_code, facts.loss_code),
             "initial_parameters": (computation.initial_parameters, start),
-            "dataset": (computation.dataset, self._setup.dataset.identity_digest()),
+            "dataset": (computation.dataset, setup.dataset.identity_digest()),
             "known_answer": (manifest.known_answer, self.known_answer),
             "dataset_fingerprint": (manifest.dataset_fingerprint, facts.dataset_fingerprint),
         }

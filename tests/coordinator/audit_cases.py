@@ -16,7 +16,7 @@ from tests.protocol import examples, secret_file
 from workers import clipping, virtual_worker
 from workers.clipping import ClippedSum
 from workers.noise import NoiseSampler
-from workers.train_worker import TrainWorker
+from workers.run_member import RunMember
 from workers.virtual_worker import VirtualWorkerComputer
 
 EXAMPLES = 200
@@ -127,7 +127,7 @@ def clipping_after_averaging(monkeypatch):
 
 
 def one_worker_that_does_not_clip(monkeypatch):
-    genuine = TrainWorker._compute
+    genuine = RunMember._compute
 
     def compute(self, *arguments):
         with monkeypatch.context() as patch:
@@ -135,7 +135,7 @@ def one_worker_that_does_not_clip(monkeypatch):
                 patch.setattr(clipping, "ClippedSum", Unclipped)
             genuine(self, *arguments)
 
-    monkeypatch.setattr(TrainWorker, "_compute", compute)
+    monkeypatch.setattr(RunMember, "_compute", compute)
 
 
 def noise_key_reused_across_steps(monkeypatch):

@@ -29,7 +29,7 @@ from coordinator.local import LocalPlatform
 from metrics.errors import ConfigError, DatasetError, EvidenceError, RefusedError
 from tests.attestation.collateral_site import published
 from workers.datasets import ArrayDataset
-from workers.sealed_dataset import SealedDataset, seal
+from workers.sealed_dataset import SealedDataset, seal_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
 ANSWER = digest(b"")
@@ -73,8 +73,8 @@ def release_terms(contract, attester):
 def test_a_member_gets_the_keys_of_the_slices_it_hosts(folder):
     policy = simulated_policy(SimulatedVendor.load_or_create(state.simulator_folder()), code_measurement())
     dataset = ArrayDataset(np.arange(18, dtype=np.float32).reshape(9, 2), np.zeros(9, np.int64))
-    seal(dataset, 3, policy.digest(), Secret(b"d" * 32), folder / "sealed")
-    seal(dataset, 3, policy.digest(), Secret(b"d" * 32), folder / "split", "evaluation")
+    seal_dataset(dataset, 3, policy.digest(), Secret(b"d" * 32), folder / "sealed")
+    seal_dataset(dataset, 3, policy.digest(), Secret(b"d" * 32), folder / "split", "evaluation")
     (folder / "data.key").touch(mode=0o600)
     (folder / "data.key").write_text((b"d" * 32).hex())
     sealed = {"sealed": {"path": "sealed", "key_file": "data.key"}}

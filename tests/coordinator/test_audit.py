@@ -24,7 +24,7 @@ from workers.clipping import PerExampleGradients
 from workers.datasets import ArrayDataset
 from workers.fingerprint import dataset_fingerprint
 from workers.models import ModelSource, build_model, read_flat
-from workers.train_worker import TrainWorker
+from workers.run_member import RunMember
 
 ONE_WORKERS_NOISE = {"virtual_workers": 64, "canaries": 2000}
 LARGE_BATCHES = {"virtual_workers": 4}
@@ -197,7 +197,7 @@ def test_what_cannot_be_audited_is_refused_before_anything_is_charged(home, rayc
 
 def test_an_audit_that_fails_is_over_for_good(home, raycloak_home, monkeypatch):
     """What was charged stays charged, and nothing is left to go on with."""
-    genuine, asked = TrainWorker._compute, []
+    genuine, asked = RunMember._compute, []
 
     def compute(self, *arguments):
         asked.append(self)
@@ -205,7 +205,7 @@ def test_an_audit_that_fails_is_over_for_good(home, raycloak_home, monkeypatch):
             raise RuntimeError("a defect")
         genuine(self, *arguments)
 
-    monkeypatch.setattr(TrainWorker, "_compute", compute)
+    monkeypatch.setattr(RunMember, "_compute", compute)
     with pytest.raises(RunFailedError, match="worker_error"):
         audit(small_config(), home, canaries=100)
     (run_dir,) = (raycloak_home / "runs").iterdir()

@@ -9,7 +9,8 @@ import torch
 from coordinator.evaluation import Evaluator, open_public
 from coordinator.outcome import Evaluation
 from metrics.errors import ConfigError
-from workers.datasets import ArrayDataset, DatasetDescriptor
+from workers.datasets import ArrayDataset
+from workers.descriptor import DatasetDescriptor
 from workers.models import ModelSource
 
 

@@ -144,14 +144,14 @@ def test_a_broken_machine_is_tried_again_at_growing_intervals_and_ends_no_run(tm
 def test_a_newcomer_with_other_data_or_numerics_is_refused_by_name_and_another_joins(tmp_path, undisturbed_long):
     def other_numerics(self, mechanism) -> bytes:
         answer = TrainWorker.compute_known_answer(self, mechanism)
-        self._work.known_answer = bytes(byte ^ 1 for byte in answer)
-        self._work.check = lambda manifest: None
-        return self._work.known_answer
+        self._stage.known_answer = bytes(byte ^ 1 for byte in answer)
+        self._stage.check = lambda manifest: None
+        return self._stage.known_answer
 
     def other_data(self, setup):
         facts = TrainWorker.prepare(self, setup)
-        self._work.facts = replace(facts, num_examples=facts.num_examples + 1)
-        return self._work.facts
+        self._stage.facts = replace(facts, num_examples=facts.num_examples + 1)
+        return self._stage.facts
 
     def tamper(worker: TrainWorker, member_id: str) -> None:
         if member_id == "worker-3":
@@ -326,11 +326,11 @@ def test_a_worker_drops_keys_and_vectors_of_what_a_roster_gives_to_another(tmp_p
     hand = HandRun(tmp_path)
     worker = hand.workers["worker-0"]
     hand.advance(hand.roster())
-    assert {v for _, v in worker._keys} == {0, 3, 6} == set(worker._vectors)
+    assert {v for _, v in worker._stage._keys} == {0, 3, 6} == set(worker._stage._vectors)
     hosting = {**hand.hosting, "worker-0": (0, 3), "worker-2": (2, 5, 6)}
     hand.place({"worker-2": (6,)})
     hand.ask("worker-0", hand.request(hand.roster(1, hosting), 1))
-    assert {v for _, v in worker._keys} == {0, 3} == set(worker._vectors)
+    assert {v for _, v in worker._stage._keys} == {0, 3} == set(worker._stage._vectors)
     assert hand.code("worker-0", hand.request(hand.roster(1), 1)) == "release_denied", "until they are sent again"
     hand.place({"worker-0": (6,)})
     assert hand.code("worker-0", hand.request(hand.roster(1), 1)) == "ok"

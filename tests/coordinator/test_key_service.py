@@ -149,8 +149,8 @@ def test_the_workers_compute_with_the_combined_keys_alone(owner):
 
         def accepted(release):
             commitments = accept(release)
-            manifests.append(worker._admission.manifest)
-            held.update({v: keys.stream.reveal() for (epoch, v), keys in worker._keys.items()})
+            manifests.append(worker._stage._admission.manifest)
+            held.update({v: keys.stream.reveal() for (epoch, v), keys in worker._stage._keys.items()})
             return commitments
 
         worker.accept_keys = accepted

@@ -71,9 +71,11 @@ def test_physical_shape_and_dtypes_are_in_the_manifest(hand):
     assert (computation.parameter_dtype, computation.accumulation_dtype) == ("float32", "float64")
     others = [{"parameter_dtype": "float64"}, {"accumulation_dtype": "float32"}]
     assert len({computation.model_copy(update=each).digest() for each in others} | {computation.digest()}) == 3
-    clipped = hand.workers["worker-0"]._work.computers["gradient"]._engine.clipped_sum
+    clipped = hand.workers["worker-0"]._stage.planned.computers["gradient"]._engine.clipped_sum
     nothing = np.zeros(0, np.int64)
-    batches = micro_batches(hand.workers["worker-0"]._work.dataset, nothing, computation.mechanism, padding=0)
+    batches = micro_batches(
+        hand.workers["worker-0"]._stage.planned.workload.dataset, nothing, computation.mechanism, padding=0
+    )
     assert str(clipped(hand.facts.initial_parameters, batches).dtype) == computation.accumulation_dtype
     assert str(hand.facts.initial_parameters.dtype) == computation.parameter_dtype
 

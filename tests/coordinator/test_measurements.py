@@ -32,6 +32,7 @@ from tests.protocol import HandRun, WholeRun, config, examples, on, orchestrator
 from workers.measurement import Released, released
 from workers.models import cross_entropy
 from workers.payload import VectorRange
+from workers.run_member import RunMember
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 MEASURED: dict[str, Any] = {
@@ -206,23 +207,21 @@ def test_a_killed_driver_resumes_with_the_same_values_and_no_second_charge(tmp_p
     assert charges(second) == RELEASES
 
 
-def test_a_release_that_does_not_reproduce_stops_the_run_before_it_is_decoded(tmp_path, measured: WholeRun):
+def test_a_release_that_does_not_reproduce_stops_the_run_before_it_is_decoded(tmp_path, measured, monkeypatch):
     first = whole_run(tmp_path, assignment=NewRun(archive(tmp_path)), disturb=killed_at("measure", 1), **MEASURED)
     with pytest.raises(Killed):
         first.train()
 
-    def tamper(worker, member_id):
-        unchanged = worker._compute
+    unchanged = RunMember._compute
 
-        def compute(roster, model, flat):
-            unchanged(roster, model, flat)
-            if roster.query == "evaluation":
-                worker._vectors = {v: replace(each, tag=bytes(16)) for v, each in worker._vectors.items()}
+    def compute(self, roster, model, flat):
+        unchanged(self, roster, model, flat)
+        if roster.query == "evaluation":
+            self._vectors = {v: replace(each, tag=bytes(16)) for v, each in self._vectors.items()}
 
-        worker._compute = compute
-
+    monkeypatch.setattr(RunMember, "_compute", compute)
     again = ResumedRun(manifest_of(first), archive(tmp_path))
-    second = whole_run(tmp_path, assignment=again, tamper=tamper, **MEASURED)
+    second = whole_run(tmp_path, assignment=again, **MEASURED)
     with pytest.raises(RunFailedError, match="not_reproducible"):
         second.train()
     assert [call.index for call in second.stage.calls("measure")] in ([], [0])

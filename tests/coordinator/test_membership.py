@@ -50,13 +50,14 @@ def tampered(name: str, **methods):
 
 def other_numerics(self: TrainWorker, mechanism) -> bytes:
     answer = TrainWorker.compute_known_answer(self, mechanism)
-    self._work.known_answer = bytes(byte ^ 1 for byte in answer)
-    return self._work.known_answer
+    self._stage.known_answer = bytes(byte ^ 1 for byte in answer)
+    return self._stage.known_answer
 
 
 def hidden_numerics(self: TrainWorker, mechanism) -> bytes:
-    self._work.check = lambda manifest: None
-    return other_numerics(self, mechanism)
+    answer = other_numerics(self, mechanism)
+    self._stage.check = lambda manifest: None
+    return answer
 
 
 def test_an_honest_worker_of_another_numerics_class_leaves_by_itself(tmp_path, undisturbed):
@@ -78,8 +79,8 @@ def test_the_majority_decides_what_the_manifest_says(tmp_path, undisturbed):
 
     def prepare(self: TrainWorker, setup):
         facts = TrainWorker.prepare(self, setup)
-        self._work.facts = replace(facts, numerics=facts.numerics.model_copy(update={"cpu_capability": "ANOTHER"}))
-        return self._work.facts
+        self._stage.facts = replace(facts, numerics=facts.numerics.model_copy(update={"cpu_capability": "ANOTHER"}))
+        return self._stage.facts
 
     run = trained(tmp_path, tamper=tampered("worker-0", prepare=prepare))
     assert run.left == [("worker-0", "manifest_mismatch")]
@@ -196,11 +197,11 @@ def test_a_worker_that_opened_other_data_leaves_and_its_part_is_placed_again(tmp
     features, labels = examples()
     changed = features.copy()
     changed[7, 0] += 1
-    dataset = HandRun(tmp_path / "other", data=(changed, labels)).workers["worker-0"]._work.dataset
+    dataset = HandRun(tmp_path / "other", data=(changed, labels)).workers["worker-0"]._stage.planned.workload.dataset
 
     def tamper(worker: TrainWorker, member_id: str) -> None:
         def known(self, mechanism):
-            self._work.dataset = dataset
+            self._stage.dataset = dataset
             return TrainWorker.compute_known_answer(self, mechanism)
 
         if member_id == "worker-2":

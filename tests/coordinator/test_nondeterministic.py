@@ -123,8 +123,8 @@ def test_the_known_answer_must_agree_still(tmp_path):
     def tamper(worker: TrainWorker, member_id: str) -> None:
         def varying(self, mechanism):
             answer = TrainWorker.compute_known_answer(self, mechanism)
-            self._work.known_answer = bytes(byte ^ 1 for byte in answer)
-            return self._work.known_answer
+            self._stage.known_answer = bytes(byte ^ 1 for byte in answer)
+            return self._stage.known_answer
 
         if member_id == "worker-2":
             worker.compute_known_answer = varying.__get__(worker)

@@ -26,7 +26,7 @@ from tests.protocol import SECRET, VIRTUAL_WORKERS, Call, Fate, WholeRun, config
 from workers.datasets import ArrayDataset
 from workers.evaluating import EvaluationAnswer, EvaluationReply
 from workers.manifest import Manifest
-from workers.sealed_dataset import seal as seal_dataset
+from workers.sealed_dataset import seal_dataset
 
 KEY, COUNT = Secret(b"e" * 32), 30
 NOBODY_JOINS = ["failure.join_timeout_s=0"]

@@ -6,10 +6,19 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from metrics.collectors import AccountView, GpuCollector, LedgerCollector, LedgerView, RunFacts, RunMetrics, spent_ratio
+from metrics.collectors import (
+    AccountFigures,
+    GpuReadingCollector,
+    LedgerCollector,
+    LedgerFigures,
+    RunFacts,
+    RunMetrics,
+    spent_ratio,
+)
 from metrics.exporter import Exporter
-from metrics.gpu import GpuReading
+from metrics.gpu_readings import GpuReading
 from metrics.registry import ACCOUNT, BY_NAME, RUN_SERIES
+from tests.samples import sample_names
 
 FACTS = RunFacts(
     run="0123456789abcdef",
@@ -41,7 +50,7 @@ def names(read):
 
 
 def account(name="digits", spent=0.25, steps=50):
-    return AccountView(name, 8.0, 1e-5, epsilon_spent=3.5, budget_spent_ratio=spent, steps_charged=steps)
+    return AccountFigures(name, 8.0, 1e-5, epsilon_spent=3.5, budget_spent_ratio=spent, steps_charged=steps)
 
 
 def test_a_run_exports_its_facts_before_the_first_step():
@@ -92,7 +101,7 @@ def test_every_run_series_is_reachable_through_a_method():
     metrics.checkpoint_written()
     read = scrape(metrics)
     run = ("run", FACTS.run)
-    assert names(read) == {name for series in RUN_SERIES for name in series.sample_names}
+    assert names(read) == {name for series in RUN_SERIES for name in sample_names(series)}
     assert read["raycloak_steps_committed_total", run] == 1
     assert read["raycloak_step_attempts_total", run] == 1
     assert read["raycloak_steps_refused_total", ("code", "cap_exceeded"), run] == 1
@@ -113,7 +122,7 @@ def test_every_run_series_is_reachable_through_a_method():
 
 def test_privacy_series_are_read_at_every_scrape():
     spent = iter((0.25, 0.5))
-    collector = LedgerCollector(lambda: LedgerView((account(spent=next(spent)),), entries=51, fencing=3))
+    collector = LedgerCollector(lambda: LedgerFigures((account(spent=next(spent)),), entries=51, fencing=3))
     exporter = Exporter()
     exporter.add(collector)
     first, second = (generate_latest(exporter.registry).decode() for _ in range(2))
@@ -122,7 +131,7 @@ def test_privacy_series_are_read_at_every_scrape():
 
 
 def test_an_answering_ledger_shows_all_its_series():
-    read = scrape(LedgerCollector(lambda: LedgerView((account(),), entries=51, fencing=3)))
+    read = scrape(LedgerCollector(lambda: LedgerFigures((account(),), entries=51, fencing=3)))
     label = ("account", "digits")
     assert read == {
         ("raycloak_ledger_up",): 1,
@@ -138,7 +147,7 @@ def test_an_answering_ledger_shows_all_its_series():
 
 
 def test_an_absent_ledger_shows_no_privacy_series():
-    answers = iter((LedgerView((account(),), 51, 3), None))
+    answers = iter((LedgerFigures((account(),), 51, 3), None))
 
     def view():
         answer = next(answers)
@@ -153,7 +162,7 @@ def test_an_absent_ledger_shows_no_privacy_series():
 
 def test_of_many_accounts_the_ones_that_spent_most_are_named():
     accounts = tuple(account(f"a{i}", spent=i / 1000) for i in range(ACCOUNT.at_most + 20))
-    read = scrape(LedgerCollector(lambda: LedgerView(accounts, 0, 1)))
+    read = scrape(LedgerCollector(lambda: LedgerFigures(accounts, 0, 1)))
     shown = {dict(key[1:])["account"] for key in read if key[0] == "raycloak_privacy_epsilon_spent"}
     assert shown == {f"a{i}" for i in range(20, ACCOUNT.at_most + 20)}
     assert read["raycloak_ledger_accounts",] == ACCOUNT.at_most + 20
@@ -177,7 +186,7 @@ def test_gpu_readings_become_series_and_what_is_unsupported_is_left_out():
         GpuReading("n0", 0, 0.5, 10, 80, 300.5, 41.0, 2, 0, "on"),
         GpuReading("n1", 0, memory_total_bytes=80),
     )
-    read = scrape(GpuCollector(lambda: readings))
+    read = scrape(GpuReadingCollector(lambda: readings))
     n0 = (("gpu", "0"), ("node", "n0"))
     assert read["raycloak_gpu_utilization_ratio", *n0] == 0.5
     assert read["raycloak_gpu_memory_used_bytes", *n0] == 10
@@ -193,13 +202,13 @@ def test_gpu_readings_become_series_and_what_is_unsupported_is_left_out():
 
 @pytest.mark.parametrize("read", [tuple, pytest.param(lambda: 1 / 0, id="lost")])
 def test_no_gpu_or_no_sampler_exports_no_gpu_series(read):
-    assert scrape(GpuCollector(read)) == {}
+    assert scrape(GpuReadingCollector(read)) == {}
 
 
 def test_all_sources_of_a_run_share_one_page():
     exporter = Exporter()
     exporter.add(RunMetrics(FACTS))
-    exporter.add(LedgerCollector(lambda: LedgerView((account(),), 51, 3)))
-    exporter.add(GpuCollector(tuple))
+    exporter.add(LedgerCollector(lambda: LedgerFigures((account(),), 51, 3)))
+    exporter.add(GpuReadingCollector(tuple))
     page = generate_latest(exporter.registry).decode()
     assert {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")} <= set(BY_NAME)

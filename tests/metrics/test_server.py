@@ -5,7 +5,7 @@ import urllib.request
 import pytest
 from prometheus_client import CollectorRegistry
 
-from metrics.collectors import LedgerCollector, LedgerView
+from metrics.collectors import LedgerCollector, LedgerFigures
 from metrics.errors import ConfigError
 from metrics.exporter import Exporter
 from metrics.server import MetricsServer, parse_bind
@@ -19,7 +19,7 @@ def get(url):
 @pytest.fixture
 def exporter():
     exporter = Exporter()
-    exporter.add(LedgerCollector(lambda: LedgerView((), entries=4, fencing=2)))
+    exporter.add(LedgerCollector(lambda: LedgerFigures((), entries=4, fencing=2)))
     return exporter
 
 

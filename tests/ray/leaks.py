@@ -75,15 +75,16 @@ def worker_needles(worker) -> dict[str, bytes]:
     needles |= key_needles("identity key", attester.identity._key.private_bytes_raw())
     for (peer, _), pair in worker._peers._pairs.items():
         needles |= key_needles(f"pair secret with {peer}", pair._secret.reveal())
-    query, step, model = worker._vectors_of
+    member = worker._stage
+    query, step, model = member._vectors_of
     assert query == "gradient", "the last thing computed was a training step"
     sizes, clear = [], []
-    for (_, v), keys in worker._keys.items():
+    for (_, v), keys in member._keys.items():
         found, size, total = _virtual_worker(worker, v, keys, step, model)
         needles |= found
         sizes.append(size)
         clear.append(total)
-    noised = [vector.values for vector in worker._vectors.values()]
+    noised = [vector.values for vector in member._vectors.values()]
     needles |= array_needles("unmasked sum of the hosted vectors", np.sum(noised, axis=0, dtype=noised[0].dtype))
     needles |= array_needles("clear sum of the hosted sums", np.sum(clear, axis=0))
     return needles | number_needles("realised batch sizes", np.array(sizes))
@@ -118,20 +119,21 @@ def run_needles(manifest: Manifest, dataset: Dataset, secret: Secret, digests: S
 
 
 def _virtual_worker(worker, v, keys, step, model):
-    computer, mechanism = worker._work.computers["gradient"], worker._work.mechanism
+    member, workload = worker._stage, worker._stage.planned.workload
+    computer, mechanism = member.planned.computers["gradient"], member.planned.mechanism
     data = computer.slice(v)
     context = (mechanism.query, step, model, data.digest)
     sampling, noise = (derive(keys.stream, purpose, *context) for purpose in (Purpose.SAMPLING, Purpose.NOISE))
     capacity = mechanism.micro_batch_size * mechanism.micro_batches
     ids = draw_ids(sampling, data.ids, mechanism.sample_rate, capacity)
-    parameters = read_flat(worker._work.module)
-    batches = micro_batches(worker._work.dataset, ids, mechanism, padding=int(data.ids[0]))
+    parameters = read_flat(workload.module)
+    batches = micro_batches(workload.dataset, ids, mechanism, padding=int(data.ids[0]))
     clear = computer._engine.clipped_sum(parameters, batches)
     encoded = np.empty(mechanism.dimension, ring_dtype(mechanism.ring_bits))
     encode_into(clear, computer._ring, encoded)
     again = computer.vector(v, keys, step, model, parameters)
-    assert again.tag == worker._vectors[v].tag, "these are the values the worker used"
-    losses = _losses(worker, ids)
+    assert again.tag == member._vectors[v].tag, "these are the values the worker used"
+    losses = _losses(workload, ids)
     needles = {}
     named = {"stream": keys.stream, "data": keys.data, "sampling": sampling, "noise": noise}
     for name, key in named.items():
@@ -139,20 +141,20 @@ def _virtual_worker(worker, v, keys, step, model):
     needles |= array_needles(f"clear sum of {v}, float64", clear)
     needles |= array_needles(f"clear sum of {v}, float32", clear.astype(np.float32))
     needles |= array_needles(f"encoded sum of {v} without noise", encoded)
-    needles |= array_needles(f"encoded sum of {v} with noise", worker._vectors[v].values)
+    needles |= array_needles(f"encoded sum of {v} with noise", member._vectors[v].values)
     needles |= number_needles(f"sampled ids of {v}", ids)
     needles |= array_needles(f"losses of {v}", losses.astype(np.float32))
     needles |= float_needles(f"mean loss of {v}", float(losses.mean()))
     return needles, len(ids), clear
 
 
-def _losses(worker, ids) -> np.ndarray:
+def _losses(workload, ids) -> np.ndarray:
     import torch
 
-    features, labels = (torch.tensor(part) for part in worker._work.dataset.batch(ids))
-    load_flat(worker._work.module, read_flat(worker._work.module))
+    features, labels = (torch.tensor(part) for part in workload.dataset.batch(ids))
+    load_flat(workload.module, read_flat(workload.module))
     with torch.no_grad():
-        return worker._work.loss(worker._work.module(features), labels).double().numpy()
+        return workload.runtime.loss_fn(workload.module(features), labels).double().numpy()
 
 
 def leaks(needles: Needles, places: Iterable[tuple[str, bytes]]) -> list[str]:

@@ -25,7 +25,7 @@ from coordinator.trainer import Trainer
 from metrics.errors import RunFailedError
 from tests.protocol import RENYI
 from tests.ray import leaks
-from workers.datasets import DatasetDescriptor
+from workers.descriptor import DatasetDescriptor
 from workers.guard import _silenced
 from workers.manifest import Manifest
 
@@ -90,7 +90,7 @@ def _search_inside(worker, home, tests):
 
 def _plant(worker, home):
     """Runs in a worker's process; leaves there what must not leave it."""
-    values = next(iter(worker._vectors.values())).values
+    values = next(iter(worker._stage._vectors.values())).values
     (Path(home) / "planted").write_bytes(values.tobytes())
 
 

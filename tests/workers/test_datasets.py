@@ -13,15 +13,8 @@ from sklearn.datasets import load_digits
 from torch.utils.data import TensorDataset
 
 from metrics.errors import ConfigError, DatasetError
-from workers.datasets import (
-    ArrayDataset,
-    Dataset,
-    DatasetDescriptor,
-    dataset_form,
-    export_in_memory,
-    slice_digest,
-    slice_ids,
-)
+from workers.datasets import ArrayDataset, Dataset, dataset_form, slice_digest, slice_ids
+from workers.descriptor import DatasetDescriptor, export_in_memory
 
 IMAGES = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
 LABELS = np.array([2, 0, 1], dtype=np.uint8)

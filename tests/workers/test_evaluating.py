@@ -19,7 +19,7 @@ from tests.protocol import VIRTUAL_WORKERS, HandRun, examples, orchestrator_key
 from workers.datasets import ArrayDataset, dataset_form, slice_ids
 from workers.evaluating import EvaluationAnswer, EvaluationReply, Scorer, SliceScore, check_evaluation_form, open_answer
 from workers.models import ModelSource, build_model, cross_entropy
-from workers.sealed_dataset import seal as seal_dataset
+from workers.sealed_dataset import seal_dataset
 
 KEY, COUNT = Secret(b"e" * 32), 30
 COUNTS = {v: len(slice_ids(v, VIRTUAL_WORKERS, COUNT)) for v in range(VIRTUAL_WORKERS)}
@@ -201,7 +201,7 @@ def test_evaluation_keys_have_a_quota_and_log_entries_of_their_own(tmp_path):
 
 def test_a_worker_forgets_the_slices_that_it_has_no_keys_of_in_the_next_epoch(tmp_path):
     run = EvaluatedRun(tmp_path, workers=2, epoch_steps=1)
-    opened = run.workers["worker-0"]._evaluating._dataset
+    opened = run.workers["worker-0"]._stage.planned.workload.split.dataset
     assert set(opened._open) == set(run.hosting["worker-0"])
     run.admit("worker-0")
     run.place({"worker-0": run.hosting["worker-0"][:1]}, epoch=1)
@@ -211,7 +211,7 @@ def test_a_worker_forgets_the_slices_that_it_has_no_keys_of_in_the_next_epoch(tm
 def test_a_worker_takes_no_evaluation_keys_in_the_place_of_others(run):
     """Nor those of another split."""
     name, hosted = "worker-0", run.hosting["worker-0"]
-    release = run.orchestrator.release(name, 0, hosted, run.workers[name]._watch.length)
+    release = run.orchestrator.release(name, 0, hosted, run.workers[name]._stage._watch.length)
     for wrong in (
         replace(release, evaluation=replace(release, evaluation=None)),
         replace(release, slices=release.evaluation),

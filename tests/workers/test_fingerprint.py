@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from metrics.errors import ConfigError, DatasetError
-from workers.datasets import DatasetDescriptor
+from workers.descriptor import DatasetDescriptor
 from workers.fingerprint import dataset_fingerprint
 
 KEY = "0f" * 32

@@ -46,23 +46,23 @@ def copied(run):
 
 
 def test_a_worker_takes_the_next_release_of_the_log_it_saw_and_none_without_the_proof(run):
-    worker, seen = run.workers["worker-0"], run.workers["worker-0"]._watch.length
+    worker, seen = run.workers["worker-0"], run.workers["worker-0"]._stage._watch.length
     assert seen > 0
     unproven = release(run)
     assert unproven.extends == ()
     assert code(worker.accept_keys, unproven) == "log_forked"
-    assert worker._watch.length == seen
+    assert worker._stage._watch.length == seen
     proven = release(run, seen=seen)
     worker.accept_keys(proven)
-    assert worker._watch.length == proven.log_length > seen
+    assert worker._stage._watch.length == proven.log_length > seen
     assert code(worker.accept_keys, unproven) == "log_forked", "an older head than the newest one"
 
 
 def test_a_log_that_was_put_back_is_refused_by_the_worker_that_saw_more_of_it(run):
     """Rolled back and grown again under the same keys, so that every signature holds."""
     worker, before = run.workers["worker-0"], copied(run)
-    worker.accept_keys(release(run, seen=worker._watch.length))
-    seen = worker._watch.length
+    worker.accept_keys(release(run, seen=worker._stage._watch.length))
+    seen = worker._stage._watch.length
     put_back(run, before)
     assert code(release, run, "worker-0", seen) == "log_forked", "it has less than the worker saw, and says so"
     while run.orchestrator.log_position().length < seen + 3:

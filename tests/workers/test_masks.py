@@ -16,7 +16,7 @@ from attestation.canonical import digest
 from attestation.keys import AgreementKey, Secret
 from attestation.roster import Member, Roster
 from metrics.errors import ProtocolError
-from workers.masks import PairSecret, apply_masks, mask_key, masked_sum, roster_masks
+from workers.masks import PairSecret, apply_masks, keystream_key, masked_sum, roster_masks
 from workers.payload import VectorRange
 
 MANIFEST = digest(b"manifest")
@@ -230,11 +230,11 @@ def test_every_part_of_the_context_changes_the_mask_key():
         "cut": b"d" * 32,
         "range_index": 1,
     }
-    key = mask_key(secret, **base).reveal()
-    assert mask_key(secret, **base).reveal() == key
-    assert mask_key(Secret(digest(b"another pair")), **base).reveal() != key
+    key = keystream_key(secret, **base).reveal()
+    assert keystream_key(secret, **base).reveal() == key
+    assert keystream_key(Secret(digest(b"another pair")), **base).reveal() != key
     for name, value in changes.items():
-        assert mask_key(secret, **{**base, name: value}).reveal() != key, name
+        assert keystream_key(secret, **{**base, name: value}).reveal() != key, name
 
 
 def test_no_mask_key_repeats_over_pairs_steps_attempts_models_and_ranges():
@@ -317,7 +317,7 @@ def test_a_split_view_does_not_cancel(split):
 
 
 def key_at(secret: PairSecret) -> bytes:
-    return secret.mask_key(
+    return secret.keystream_key(
         roster_digest=MANIFEST, step=0, attempt=0, parameter_digest=PARAMETERS, cut=bytes(32), range_index=0
     ).reveal()
 

@@ -15,7 +15,7 @@ from tests.models import small_model
 from tests.protocol import computer, examples, initial_parameters, keys_of, mechanism
 from workers.datasets import ArrayDataset, dataset_form
 from workers.measurement import LARGEST_NORM, Measurement, released
-from workers.measuring import ClassCounts, PrivateEvaluation, SumEngine, check_measurable
+from workers.measuring import ClassCountEngine, PrivateEvaluationEngine, SumEngine, check_measurable
 from workers.models import ModelSource, build_model, cross_entropy, mse
 from workers.ring import decode
 from workers.virtual_worker import VirtualWorkerComputer
@@ -45,8 +45,8 @@ EVALUATION = measurement("evaluation", 2)
 
 def engine(of: Measurement, loss=cross_entropy) -> SumEngine:
     if of.query == "class_counts":
-        return ClassCounts(of)
-    return PrivateEvaluation(of, build_model(ModelSource.of("tests.models:small_model"), ".", 0), loss)
+        return ClassCountEngine(of)
+    return PrivateEvaluationEngine(of, build_model(ModelSource.of("tests.models:small_model"), ".", 0), loss)
 
 
 def clear_sum(of: Measurement, data, without: int | None = None) -> np.ndarray:
@@ -160,7 +160,7 @@ def test_a_loss_without_classes_is_released_alone():
 def test_the_noise_of_a_released_count_vector_is_what_the_ledger_charged_for():
     """Chi-square over 4,000 counts, and their mean; false-alarm rate 1e-6."""
     of = measurement("class_counts", 4000)
-    vectors = VirtualWorkerComputer(of.mechanism, ClassCounts(of), ArrayDataset(*examples()))
+    vectors = VirtualWorkerComputer(of.mechanism, ClassCountEngine(of), ArrayDataset(*examples()))
     total = sum(vectors.vector(v, keys_of(COMPUTATION, v), 0, MODEL, PARAMETERS).values for v in range(8))
     values = np.array(list(released(of, 0, 3, decode(total, of.mechanism.gamma_log2)).values.values()))
     truth = np.bincount(examples()[1], minlength=4000)

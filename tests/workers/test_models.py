@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from metrics.errors import ConfigError, ModelError
-from workers.datasets import ArrayDataset, DatasetDescriptor, DatasetForm, dataset_form
+from workers.datasets import ArrayDataset, DatasetForm, dataset_form
+from workers.descriptor import DatasetDescriptor
 from workers.model_checks import check_trainable
 from workers.models import (
     LossFn,

@@ -12,6 +12,7 @@ import pytest
 
 from attestation.keys import Purpose, Secret, derive
 from metrics.errors import ConfigError, RefusedError
+from tests.noise import draws
 from workers import noise
 from workers.noise import (
     BLOCK,
@@ -276,7 +277,7 @@ def reference_draws(sigma: float, key: Secret, blocks: int) -> list[int]:
 
 @pytest.mark.parametrize("sigma", [16.0, LARGE_SIGMA, 2.0**40])
 def test_draws_follow_the_documented_layout(sigma: float) -> None:
-    assert NoiseSampler(sigma, 32).draws(KEY, 0, 2 * BLOCK).tolist() == reference_draws(sigma, KEY, 2)
+    assert draws(sigma, KEY, 0, 2 * BLOCK).tolist() == reference_draws(sigma, KEY, 2)
 
 
 GOLDEN = {
@@ -298,20 +299,19 @@ GOLDEN = {
 @pytest.mark.parametrize("sigma", GOLDEN)
 def test_draws_of_a_fixed_key_never_change(sigma: float) -> None:
     first, digest = GOLDEN[sigma]
-    drawn = NoiseSampler(sigma, 64).draws(KEY, 0, 20_000)
+    drawn = draws(sigma, KEY, 0, 20_000)
     assert drawn[:6].tolist() == first
     assert hashlib.sha256(drawn.astype("<i8").tobytes()).hexdigest() == digest
 
 
 @pytest.mark.parametrize("sigma", [16.0, LARGE_SIGMA, 2.0**33 / 3])
 def test_draw_i_depends_on_i_alone(sigma: float) -> None:
-    sampler = NoiseSampler(sigma, 64)
-    whole = sampler.draws(KEY, 0, 4 * BLOCK + 17)
+    whole = draws(sigma, KEY, 0, 4 * BLOCK + 17)
     cuts = [0, 1, 5, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3000, 4 * BLOCK, whole.size]
     for start, stop in pairwise(cuts):
-        assert np.array_equal(sampler.draws(KEY, start, stop - start), whole[start:stop])
-    assert np.array_equal(sampler.draws(KEY, 3 * BLOCK + 9, BLOCK), whole[3 * BLOCK + 9 : 4 * BLOCK + 9])
-    assert sampler.draws(KEY, 77, 0).size == 0
+        assert np.array_equal(draws(sigma, KEY, start, stop - start), whole[start:stop])
+    assert np.array_equal(draws(sigma, KEY, 3 * BLOCK + 9, BLOCK), whole[3 * BLOCK + 9 : 4 * BLOCK + 9])
+    assert draws(sigma, KEY, 77, 0).size == 0
 
 
 @pytest.mark.parametrize("sigma", SIGMAS)
@@ -319,7 +319,7 @@ def test_rings_agree_and_add_modulo_their_size(sigma: float) -> None:
     count, start = BLOCK + 1000, 123
     vector = np.frombuffer(KeyStream(key_of(1)).bytes(8 * count), np.uint64).copy()
     narrow = vector.astype(np.uint32)
-    exact = [int(x) + int(n) for x, n in zip(vector, NoiseSampler(sigma, 64).draws(KEY, start, count), strict=True)]
+    exact = [int(x) + int(n) for x, n in zip(vector, draws(sigma, KEY, start, count), strict=True)]
     NoiseSampler(sigma, 64).add_to(vector, KEY, start=start)
     NoiseSampler(sigma, 32).add_to(narrow, KEY, start=start)
     assert vector.tolist() == [x % 2**64 for x in exact]
@@ -328,7 +328,7 @@ def test_rings_agree_and_add_modulo_their_size(sigma: float) -> None:
 
 def test_extreme_vectors_wrap() -> None:
     sampler = NoiseSampler(50.0, 32)
-    drawn = sampler.draws(KEY, 0, 1000)
+    drawn = draws(50.0, KEY, 0, 1000)
     for extreme in (0, 2**31 - 1, 2**31, 2**32 - 1):
         vector = np.full(1000, extreme, np.uint32)
         sampler.add_to(vector, KEY)
@@ -340,7 +340,7 @@ def test_strided_and_empty_vectors_are_served() -> None:
     wide = np.zeros((500, 2), np.uint32)
     sampler.add_to(wide[:, 1], KEY)
     assert not wide[:, 0].any()
-    assert np.array_equal(wide[:, 1].view(np.int32), sampler.draws(KEY, 0, 500))
+    assert np.array_equal(wide[:, 1].view(np.int32), draws(LARGE_SIGMA, KEY, 0, 500))
     sampler.add_to(np.zeros(0, np.uint32), KEY)
 
 
@@ -355,7 +355,7 @@ def test_a_range_beyond_the_stream_is_refused_and_changes_nothing() -> None:
     assert vector.any()
 
 
-def test_describe_names_the_decomposition() -> None:
-    parts = NoiseSampler(2.0**20, 32).describe()
+def test_a_decomposition_names_its_parts() -> None:
+    parts = decompose(2.0**20)
     assert (parts.draws, parts.multiplier) == (3, 79)
     assert str(parts) == "sigma 1.04858e+06 = 3 draws of sigma 168.00, factor 79"

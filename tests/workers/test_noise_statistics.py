@@ -11,6 +11,7 @@ from scipy.special import ndtr
 from scipy.stats import chi2, poisson
 
 from attestation.keys import Secret
+from tests.noise import draws
 from workers.noise import BLOCK, MIN_SIGMA, NoiseSampler, decompose
 
 LARGE_SIGMA = 2.0**20 + 12_345.678
@@ -23,7 +24,7 @@ def key_of(number: int) -> Secret:
 
 @cache
 def many_draws(sigma: float) -> np.ndarray:
-    drawn = NoiseSampler(sigma, 64).draws(key_of(0), 0, MANY)
+    drawn = draws(sigma, key_of(0), 0, MANY)
     drawn.flags.writeable = False
     return drawn
 
@@ -129,7 +130,7 @@ def test_streams_are_independent() -> None:
     """
     count = 1_000_000
     drawn = many_draws(LARGE_SIGMA)[: 2 * count] / LARGE_SIGMA
-    other = NoiseSampler(LARGE_SIGMA, 64).draws(key_of(7), 0, count) / LARGE_SIGMA
+    other = draws(LARGE_SIGMA, key_of(7), 0, count) / LARGE_SIGMA
     pairs = [(drawn[:count], other), (drawn[:count] ** 2 - 1, other**2 - 1)]
     pairs += [(drawn[:count], drawn[lag : count + lag]) for lag in (1, 2, 3, BLOCK, 3 * BLOCK)]
     for left, right in pairs:

@@ -13,9 +13,9 @@ from attestation.messages import Envelope, seal
 from attestation.roster import Member, Roster
 from metrics.errors import ProtocolError
 from workers.payload import (
-    Attempt,
     Header,
     VectorRange,
+    VerifiedAttempt,
     check_payload,
     open_header,
     payload_key,
@@ -58,8 +58,8 @@ def roster(**changes) -> Roster:
     return Roster(**{**fields, **changes})
 
 
-def attempt_of(view: Roster | None = None, parameters=b"p" * 32, ranges=RANGES, bits=32) -> Attempt:
-    return Attempt.of(view or roster(), parameters, ranges, bits)
+def attempt_of(view: Roster | None = None, parameters=b"p" * 32, ranges=RANGES, bits=32) -> VerifiedAttempt:
+    return VerifiedAttempt.of(view or roster(), parameters, ranges, bits)
 
 
 def arrays_of(bits=32) -> list[np.ndarray]:
@@ -67,17 +67,17 @@ def arrays_of(bits=32) -> list[np.ndarray]:
     return [generator.integers(0, 2**bits - 1, part.length, ring_dtype(bits).type) for part in RANGES]
 
 
-def worker_key(attempt: Attempt, index: int, sender="worker-0") -> Secret:
+def worker_key(attempt: VerifiedAttempt, index: int, sender="worker-0") -> Secret:
     aggregator = attempt.roster.aggregators[index]
     return payload_key(AGREEMENTS[sender], aggregator, attempt, range_index=index, sender=sender)
 
 
-def aggregator_key(attempt: Attempt, index: int, sender="worker-0") -> Secret:
+def aggregator_key(attempt: VerifiedAttempt, index: int, sender="worker-0") -> Secret:
     own = AGREEMENTS[f"aggregator-{index}"]
     return payload_key(own, attempt.roster.member(sender), attempt, range_index=index, sender=sender)
 
 
-def answer(attempt: Attempt, arrays) -> Envelope:
+def answer(attempt: VerifiedAttempt, arrays) -> Envelope:
     tags = [tag_payload(worker_key(attempt, index), array) for index, array in enumerate(arrays)]
     return seal_header(attempt, "worker-0", IDENTITIES["worker-0"], vector_tags=VECTOR_TAGS, payload_tags=tags)
 
@@ -210,7 +210,7 @@ def test_framing_stays_below_one_kibibyte():
 # --- payload tags
 
 
-def opened(attempt: Attempt, arrays) -> Header:
+def opened(attempt: VerifiedAttempt, arrays) -> Header:
     return open_header(answer(attempt, arrays), attempt, "worker-0")
 
 
@@ -274,7 +274,7 @@ def test_each_part_of_the_context_is_in_the_one_time_key():
     base = attempt_of()
     seen = {worker_key(base, 0).reveal()}
     for changes in ({"run_id": "another"}, {"step": 8}, {"attempt": 2}):
-        same_digest = Attempt(roster(**changes), base.roster_digest, base.parameter_digest, RANGES, 32)
+        same_digest = VerifiedAttempt(roster(**changes), base.roster_digest, base.parameter_digest, RANGES, 32)
         seen.add(worker_key(same_digest, 0).reveal())
     aggregator = base.roster.aggregators[0]
     own = AGREEMENTS["worker-0"]

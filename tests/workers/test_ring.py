@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metrics.errors import ConfigError, ProtocolError
-from workers.ring import BLOCK_BYTES, RingFit, RingSpec, decode, encode_into, fit_ring, ring_dtype
+from workers.ring import CACHE_BLOCK_BYTES, RingFit, RingSpec, decode, encode_into, fit_ring, ring_dtype
 
 RINGS = (32, 64)
 FLOATS = (np.float32, np.float64)
@@ -81,7 +81,7 @@ def test_words_are_exact_at_the_ends_of_the_float32_range(gamma_log2):
 @pytest.mark.parametrize("float_type", FLOATS)
 def test_block_boundaries_do_not_show(bits, float_type):
     spec = fit(bits=bits).spec
-    size = 2 * BLOCK_BYTES // np.dtype(float_type).itemsize + 17
+    size = 2 * CACHE_BLOCK_BYTES // np.dtype(float_type).itemsize + 17
     values = np.random.default_rng(2).standard_normal(size).astype(float_type)
     whole = encoded(values, spec)
     pieces = [encoded(values[a : a + 1001], spec) for a in range(0, size, 1001)]
@@ -106,7 +106,7 @@ def test_encoding_is_within_half_a_step_of_what_is_decoded():
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("float_type", FLOATS)
 def test_a_non_finite_sum_is_refused_without_data(poison, float_type):
-    size = BLOCK_BYTES // np.dtype(float_type).itemsize + 5
+    size = CACHE_BLOCK_BYTES // np.dtype(float_type).itemsize + 5
     spec = fit().spec
     for position in (0, size - 6, size - 1):
         values = np.ones(size, float_type)
@@ -125,7 +125,7 @@ def test_encoding_has_no_full_size_temporary():
     encode_into(values, spec, out)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 4 * BLOCK_BYTES
+    assert peak < 4 * CACHE_BLOCK_BYTES
 
 
 @pytest.mark.parametrize("bits", RINGS)

@@ -18,8 +18,9 @@ from attestation.simulator import SimulatedVendor, code_measurement
 from coordinator.cli_tables import evaluation_text, plan_rows, sealed_text
 from metrics.errors import ConfigError, DatasetError, EvidenceError, RaycloakError
 from tests.protocol import NOW, VIRTUAL_WORKERS, examples, whole_run
-from workers.datasets import ArrayDataset, DatasetDescriptor, dataset_form, slice_ids
-from workers.sealed_dataset import SealedDataset, seal
+from workers.datasets import ArrayDataset, dataset_form, slice_ids
+from workers.descriptor import DatasetDescriptor
+from workers.sealed_dataset import SealedDataset, seal_dataset
 
 KEY, POLICY, COUNT = Secret(b"d" * 32), b"p" * 32, 3
 
@@ -31,7 +32,7 @@ def plain() -> ArrayDataset:
 
 @pytest.fixture
 def folder(plain, tmp_path):
-    seal(plain, COUNT, POLICY, KEY, tmp_path / "sealed")
+    seal_dataset(plain, COUNT, POLICY, KEY, tmp_path / "sealed")
     return tmp_path / "sealed"
 
 
@@ -86,7 +87,7 @@ def test_a_slice_belongs_to_its_dataset_and_policy(folder, change):
 
 def test_a_key_of_a_training_slice_opens_no_evaluation_slice_and_the_other_way(plain, folder, tmp_path):
     """Sealed with one key of the owner, for the same policy, from the same examples."""
-    seal(plain, COUNT, POLICY, KEY, tmp_path / "split", "evaluation")
+    seal_dataset(plain, COUNT, POLICY, KEY, tmp_path / "split", "evaluation")
     training, evaluation = (SealedHeader.load(each) for each in (folder, tmp_path / "split"))
     assert (training.use, evaluation.use) == ("training", "evaluation")
     with pytest.raises(EvidenceError, match="key_not_committed"):
@@ -111,7 +112,7 @@ def test_a_dataset_is_opened_for_the_use_that_it_was_sealed_for_alone(plain, fol
     key_file = tmp_path / "data.key"
     key_file.touch(mode=0o600)
     key_file.write_text(KEY.reveal().hex())
-    seal(plain, COUNT, POLICY, KEY, tmp_path / "split", "evaluation")
+    seal_dataset(plain, COUNT, POLICY, KEY, tmp_path / "split", "evaluation")
     uses: list[Use] = ["training", "evaluation"]
     for use, other, path in zip(uses, uses[::-1], (folder, tmp_path / "split"), strict=True):
         terms = SealedTerms(SealedHeader.load(path), str(key_file))
@@ -142,8 +143,8 @@ def sealed_run(home, policy_digest=None, **arguments):
     """A run on sealed examples; sealed for its own policy unless another is given."""
     vendor = SimulatedVendor.load_or_create(home / "simulator")
     own = simulated_policy(vendor, code_measurement()).digest()
-    seal(ArrayDataset(*examples()), VIRTUAL_WORKERS, policy_digest or own, KEY, home / "sealed")
-    seal(ArrayDataset(*split()), VIRTUAL_WORKERS, own, KEY, home / "split", "evaluation")
+    seal_dataset(ArrayDataset(*examples()), VIRTUAL_WORKERS, policy_digest or own, KEY, home / "sealed")
+    seal_dataset(ArrayDataset(*split()), VIRTUAL_WORKERS, own, KEY, home / "split", "evaluation")
     (home / "data.key").touch(mode=0o600)
     (home / "data.key").write_text(KEY.reveal().hex())
     dataset = {"kind": "sealed", "path": str(home / "sealed"), "key_file": str(home / "data.key")}
@@ -196,7 +197,8 @@ def test_a_run_trains_on_sealed_data_and_its_driver_opens_none(tmp_path):
     assert later
     assert "worker-1" not in later
     for name, worker in opened.items():
-        assert set(worker._work.dataset._open) == set(worker._evaluating._dataset._open) == given[name]
+        assert set(worker._stage.planned.workload.dataset._open) == given[name]
+        assert set(worker._stage.planned.workload.split.dataset._open) == given[name]
     features = np.concatenate([examples()[0], split()[0]])
     talks = [talk for talk in run.stage.log if talk[0].member_id.startswith(("worker", "aggregator"))]
     sent = [pickle.dumps((call.arguments, [each.value for each in references])) for call, references in talks]

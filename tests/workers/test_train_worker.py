@@ -24,9 +24,10 @@ from workers.parameters import parameter_digest, tensor_digests
 from workers.payload import Header, VectorRange
 from workers.receipt import Receipt
 from workers.ring import decode
-from workers.train_worker import TrainWorker, check_partition
+from workers.run_member import check_partition
+from workers.train_worker import TrainWorker
 from workers.virtual_worker import VirtualWorkerComputer
-from workers.worker_messages import StepReply
+from workers.worker_messages import StepReply, StepRequest
 
 COMPUTATION_CHANGES = {
     "numerics": lambda c: {"numerics": c.numerics.model_copy(update={"cpu_capability": "ANOTHER"})},
@@ -128,7 +129,7 @@ def test_parameters_that_change_after_they_were_verified_reach_no_gradient(hand,
 
     monkeypatch.setattr(VirtualWorkerComputer, "vector", changed_meanwhile)
     assert hand.ask("worker-0", hand.request(hand.roster()))[0].code == "ok"
-    kept = hand.workers["worker-0"]._vectors
+    kept = hand.workers["worker-0"]._stage._vectors
     assert all(np.array_equal(kept[v].values, clear) for v, clear in expected.items())
 
 
@@ -183,6 +184,21 @@ def test_what_cannot_be_trained_on_is_the_users_error(tmp_path, overrides, kind,
     with pytest.raises(kind) as error:
         worker.prepare(worker_setup(config(overrides), tmp_path))
     assert error.value.code == code
+
+
+def test_what_is_asked_out_of_order_is_answered_by_a_code(still):
+    worker = TrainWorker("worker-9", still.source, still.clock)
+    challenge = still.orchestrator.challenge("worker-9", "worker")
+    assert refused(worker.compute_known_answer, still.mechanism) == "worker_error"
+    assert refused(worker.present, challenge, still.admission) == "worker_error"
+    worker.prepare(still.setup)
+    assert refused(worker.present, challenge, still.admission) == "worker_error"
+    worker.compute_known_answer(still.mechanism)
+    assert refused(worker.accept_keys, KeyRelease(Envelope(b"", b""), b"")) == "worker_error"
+    asked = still.request(Envelope(b"", b""))
+    reply, _ = worker.step(asked.receipt, StepRequest(asked.roster, asked.presentations, asked.ranges))
+    assert reply.code == "worker_error"
+    assert worker.evaluate(Envelope(b"", b"")).code == "evaluation_unknown"
 
 
 @pytest.mark.parametrize("field", COMPUTATION_CHANGES)
@@ -264,7 +280,7 @@ def test_keys_of_a_past_epoch_are_dropped(tmp_path):
 def test_commitments_to_data_are_signed_and_keyed(still):
     """Whoever lacks the key cannot tell a guessed slice from another by its commitment."""
     worker = still.workers["worker-2"]
-    envelope = worker.accept_keys(still.orchestrator.release("worker-2", 0, (2,), worker._watch.length))
+    envelope = worker.accept_keys(still.orchestrator.release("worker-2", 0, (2,), worker._stage._watch.length))
     member = next(each for each in members(still.roster()) if each.member_id == "worker-2")
     body = open_envelope(DataCommitments, envelope, member.identity_key)
     slice_digest = computer(still.mechanism).slice(2).digest
@@ -426,7 +442,7 @@ def test_keys_and_vectors_of_a_virtual_worker_are_dropped_when_another_hosts_it(
     elsewhere = hand.hosting | {"worker-0": own[1:], "worker-1": tuple(sorted((own[0], *hand.hosting["worker-1"])))}
     hand.place({"worker-1": own[:1]})
     assert hand.code("worker-0", hand.request(hand.roster(hosting=elsewhere))) == "ok"
-    assert {v for _, v in worker._keys} == set(worker._vectors) == set(own[1:])
+    assert {v for _, v in worker._stage._keys} == set(worker._stage._vectors) == set(own[1:])
     assert hand.code("worker-0", hand.request(hand.roster())) == "release_denied", "it has no key to compute it again"
 
 
@@ -597,7 +613,7 @@ def test_an_error_of_ours_leaves_the_other_methods_as_itself_and_any_other_witho
     def fail(*_):
         raise KeyError("patient 4711")
 
-    monkeypatch.setattr("workers.train_worker.open_keys", fail)
+    monkeypatch.setattr("workers.run_member.open_keys", fail)
     with pytest.raises(RunFailedError) as error:
         worker.accept_keys(KeyRelease(Envelope(b"", b""), b""))
     assert error.value.code == "worker_error"

@@ -1,4 +1,4 @@
-"""NVML readings of one node's GPUs."""
+"""NVML readings of one node's GPUs: load, memory, health and confidential-compute state."""
 
 import ctypes
 from collections.abc import Callable
@@ -39,7 +39,7 @@ class GpuReading:
 
 
 class GpuSampler:
-    """Reads every GPU of the node it runs on. It needs no GPU of its own and creates no CUDA context.
+    """Reads every GPU of the node that it runs on. It needs no GPU of its own and creates no CUDA context.
 
     Args:
         node: label put on each reading.
@@ -56,12 +56,12 @@ class GpuSampler:
             self._reason = f"no GPU metrics from {node}: {error}"
 
     def unavailable_reason(self) -> str | None:
-        """Why this node has no readings, told to the first caller only; None afterwards and where NVML works."""
+        """Return why this node has no readings, to the first caller only; None afterwards and where NVML works."""
         reason, self._reason = self._reason, None
         return reason
 
     def sample(self) -> tuple[GpuReading, ...]:
-        """One reading per GPU in NVML's order; empty on a machine without NVML."""
+        """Return one reading per GPU in NVML's order; empty on a machine without NVML."""
         if not self._ready:
             return ()
         state = confidential_state()
@@ -69,7 +69,7 @@ class GpuSampler:
         return tuple(self._read(index, state) for index in range(count))
 
     def close(self) -> None:
-        """Let go of NVML; later samples are empty."""
+        """Release NVML; later samples are empty."""
         if self._ready:
             self._ready = False
             pynvml.nvmlShutdown()
@@ -96,7 +96,7 @@ class GpuSampler:
 
 
 def _supported(query: Callable[..., Any], *arguments: Any) -> Any:
-    """The query's answer, or None if NVML refuses it (not supported, lost GPU, function not in this driver)."""
+    """Return the query's answer, or None if NVML refuses it (not supported, lost GPU, not in this driver)."""
     try:
         return query(*arguments)
     except pynvml.NVMLError:
@@ -104,7 +104,7 @@ def _supported(query: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _temperature(handle: Any) -> float | None:
-    # Drivers before 560 lack the versioned call; those after CUDA 14 lack the other.
+    # Drivers before 560 lack the versioned call; drivers after CUDA 14 lack the other.
     celsius = _supported(pynvml.nvmlDeviceGetTemperatureV, handle, pynvml.NVML_TEMPERATURE_GPU)
     if celsius is None:
         celsius = _supported(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
@@ -117,7 +117,8 @@ def _ecc_errors(handle: Any, kind: int) -> int | None:
 
 
 def confidential_state(nvml: Any = pynvml) -> ConfidentialState | None:
-    """The mode of the node as NVML says it, None where it does not; ``nvml`` must be initialised."""
+    """Return the mode of the node as NVML states it, None where it does not; ``nvml`` must be initialised."""
+    # Drivers that lack the settings may have the older state, which knows no protected PCIe.
     settings = _confidential_settings(nvml) or _supported(nvml.nvmlSystemGetConfComputeState)
     if settings is None:
         return None
@@ -126,6 +127,7 @@ def confidential_state(nvml: Any = pynvml) -> ConfidentialState | None:
     protected_pcie = multi_gpu == pynvml.NVML_CC_SYSTEM_MULTIGPU_PROTECTED_PCIE
     if not (enabled or protected_pcie):
         return "off"
+    # First: devtools and the simulator protect nothing, whatever else is on.
     if settings.devToolsMode == pynvml.NVML_CC_SYSTEM_DEVTOOLS_MODE_ON:
         return "devtools"
     if settings.environment == pynvml.NVML_CC_SYSTEM_ENVIRONMENT_SIM:

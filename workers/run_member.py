@@ -1,0 +1,243 @@
+"""A worker's part in one run, from its first presentation on: its keys, the vectors it keeps, and one masked answer.
+
+Guarantee: nothing is computed before a receipt and a roster for exactly the given parameters were verified. One masked
+vector leaves per (run, query, step, attempt); a repeat gets the same bytes or a refusal.
+Assumes: its caller, `workers.train_worker.TrainWorker`, lets no text of an exception out.
+"""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from attestation.attester import Attester
+from attestation.canonical import digest
+from attestation.key_policy import KeyKind
+from attestation.key_release import KeyRelease, ReleaseTerms, VirtualWorkerKeys, open_keys, open_slice_keys
+from attestation.keys import Purpose, Secret, derive
+from attestation.log_watch import LogWatch
+from attestation.messages import Envelope, seal
+from attestation.roster import Query, Roster, open_roster
+from attestation.slices import DataCommitments
+from metrics.errors import EvidenceError, ProtocolError
+from workers.evaluating import SliceEvaluator
+from workers.halves import SecondHalves
+from workers.masks import masked_sum
+from workers.parameters import own_copy, parameter_digest, tensor_digests
+from workers.payload import VectorRange, VerifiedAttempt, payload_key, seal_header, tag_payload
+from workers.peers import Peers
+from workers.receipt import check_receipt
+from workers.ring import RingVector, ring_dtype
+from workers.virtual_worker import EncodedVector
+from workers.worker_messages import Admission, StepReply, StepRequest
+from workers.workload import PlannedWorkload
+
+
+class RunMember:
+    """A worker that is bound to one manifest.
+
+    Args:
+        attester: the worker's own keys.
+        planned: its mechanisms and data; the manifest of ``admission`` was checked to state them.
+        peers: has appraised the orchestrator of ``admission``.
+        halves: its side of the key service that the manifest may name.
+        admission: the first one; :meth:`renew` takes the next.
+
+    Attributes:
+        evaluator: answers orders to evaluate; None if the run has no sealed split.
+    """
+
+    def __init__(
+        self, attester: Attester, planned: PlannedWorkload, peers: Peers, halves: SecondHalves, admission: Admission
+    ) -> None:
+        split = planned.workload.split
+        self.planned = planned
+        self.evaluator = None if split is None else SliceEvaluator(attester, admission.manifest, split)
+        self.manifest_digest = admission.manifest.digest()
+        self._attester, self._peers, self._halves = attester, peers, halves
+        self._admission = admission
+        self._watch = LogWatch()
+        self._keys: dict[tuple[int, int], VirtualWorkerKeys] = {}
+        # Kept until another step or model is asked for: a new attempt masks them again without computing them.
+        self._vectors: dict[int, EncodedVector] = {}
+        self._vectors_of: tuple[Query, int, bytes] | None = None
+        # The last answer, by the digest of its roster: a reply that was lost on its way is given again.
+        self._last: tuple[bytes, StepReply, tuple[RingVector, ...]] | None = None
+        self._positions: dict[Query, tuple[int, int]] = {}
+        self._ratchet = 0
+        self._fencing = 0
+
+    def renew(self, admission: Admission) -> None:
+        """Take a later admission by the same manifest, for evidence of another epoch."""
+        assert admission.manifest.digest() == self.manifest_digest, "a member has one manifest for life"
+        self._admission = admission
+
+    def accept_keys(self, release: KeyRelease) -> Envelope:
+        """Take keys of virtual workers; returns signed keyed commitments to their slices.
+
+        See `workers.train_worker.TrainWorker.accept_keys`.
+        """
+        manifest, policy = self._admission.manifest, self._admission.policy
+        member_id, hpke_key = self._attester.member_id, self._attester.hpke
+        of_run = manifest.log_owner, manifest.run_id
+        terms = ReleaseTerms(*of_run, member_id, self.manifest_digest, policy, self._watch)
+        # All packages are opened before a key is kept: a release that is refused leaves the keys as they were.
+        slice_keys = open_slice_keys(release.slices, KeyKind.DATASET, terms, hpke_key)
+        evaluation_keys = open_slice_keys(release.evaluation, KeyKind.EVALUATION, terms, hpke_key)
+        epoch, keys = open_keys(release, terms, hpke_key=hpke_key, key_commitments=manifest.key_commitments)
+        keys = self._halves.complete(self._admission, epoch, keys)
+        self._keys = {place: key for place, key in self._keys.items() if place[0] == epoch}
+        self._keys |= {(epoch, v): key for v, key in keys.items()}
+        hosted = {v for _, v in self._keys}
+        workload = self.planned.workload
+        workload.slices.take(slice_keys, hosted)
+        workload.evaluation_slices.take(evaluation_keys, hosted)
+        gradient = self.planned.computers["gradient"]
+        commitments = tuple(
+            derive(key.data, Purpose.DATA_COMMITMENT, gradient.slice(v).digest).reveal()
+            for v, key in sorted(keys.items())
+        )
+        body = DataCommitments(
+            run_id=manifest.run_id,
+            member_id=member_id,
+            virtual_workers=tuple(sorted(keys)),
+            commitments=commitments,
+        )
+        return seal(body, self._attester.identity)
+
+    def step(
+        self, receipt: Envelope, request: StepRequest, parameters: Sequence[np.ndarray]
+    ) -> tuple[StepReply, tuple[RingVector, ...]]:
+        """Compute, mask and sign one attempt; see `workers.train_worker.TrainWorker.step`.
+
+        Raises:
+            RaycloakError: why there is no vector; anything else is a defect, or comes from user code.
+        """
+        began = time.perf_counter()
+        roster = self._open_roster(request.roster)
+        # Before the position is checked: a repeat of the last request is no step back.
+        if self._last and self._last[0] == digest(request.roster.body):
+            return self._last[1], self._last[2]
+        self._check_position(roster)
+        flat = own_copy(parameters)
+        model = self._check_parameters(receipt, roster, flat)
+        self._peers.appraise(roster, request.presentations, self._admission)
+        # All checks are done. The position moves before anything is computed, so a failure cannot reopen the attempt.
+        self._advance(roster)
+        mechanism = self._admission.manifest.computation.mechanism_of(roster.query)
+
+        started = time.perf_counter()
+        self._compute(roster, model, flat)
+        computed = time.perf_counter()
+        vectors, header = self._mask(VerifiedAttempt.of(roster, model, request.ranges, mechanism.ring_bits))
+        masked = time.perf_counter()
+
+        reply = StepReply(self._attester.member_id, "ok", header, masked - began, computed - started, masked - computed)
+        self._last = digest(request.roster.body), reply, vectors
+        return reply, vectors
+
+    def _open_roster(self, envelope: Envelope) -> Roster:
+        manifest = self._admission.manifest
+        roster = open_roster(
+            envelope,
+            orchestrator_key=manifest.orchestrator_key,
+            run_id=manifest.run_id,
+            manifest_digest=self.manifest_digest,
+            virtual_workers=manifest.computation.mechanism.virtual_workers,
+            minimum_workers=2 if self._admission.secure_aggregation else 1,
+        )
+        self._attester.require_own(roster.member(self._attester.member_id))
+        return roster
+
+    def _check_position(self, roster: Roster) -> None:
+        last = self._positions.get(roster.query, (-1, -1))
+        if (roster.step, roster.attempt) <= last or roster.ratchet < self._ratchet:
+            raise ProtocolError("step_fenced", f"step {roster.step} attempt {roster.attempt} is over for this worker")
+
+    def _check_parameters(self, envelope: Envelope, roster: Roster, flat: np.ndarray) -> bytes:
+        """Return the digest of the parameters that really arrived, after the receipt was verified for it."""
+        manifest, tensors = self._admission.manifest, self.planned.workload.facts.tensors
+        model = parameter_digest(tensors, tensor_digests(flat, tensors))
+        receipt = check_receipt(
+            envelope,
+            ledger_key=manifest.ledger_key,
+            run_id=manifest.run_id,
+            query=roster.query,
+            step=roster.step,
+            parameter_digest=model,
+            manifest_digest=self.manifest_digest,
+            account=manifest.account,
+            mechanism_digest=manifest.computation.mechanism_of(roster.query).digest(),
+            lowest_fencing=self._fencing,
+            dataset_fingerprint=manifest.dataset_fingerprint,
+        )
+        self._fencing = receipt.fencing
+        if (roster.query, roster.step) == ("gradient", 0) and model != manifest.computation.initial_parameters:
+            raise ProtocolError("parameters_mismatch", "step 0 does not start from the manifest's parameters")
+        return model
+
+    def _advance(self, roster: Roster) -> None:
+        """Take the position, forget departed peers and what other workers host now, agree with new peers.
+
+        Guarantee: keys and vectors of a virtual worker are dropped at the first roster that gives it to another.
+        """
+        self._positions[roster.query] = (roster.step, roster.attempt)
+        self._ratchet = roster.ratchet
+        self._last = None
+        own = roster.member(self._attester.member_id)
+        self._keys = {place: keys for place, keys in self._keys.items() if place[1] in own.virtual_workers}
+        self._vectors = {v: vector for v, vector in self._vectors.items() if v in own.virtual_workers}
+        self._peers.meet(roster)
+
+    def _compute(self, roster: Roster, model: bytes, flat: np.ndarray) -> None:
+        """Fill ``_vectors`` for all hosted virtual workers; vectors kept for this step are not computed again."""
+        if self._vectors_of != (roster.query, roster.step, model):
+            self._vectors, self._vectors_of = {}, (roster.query, roster.step, model)
+        epoch = self._admission.manifest.computation.epoch_of(roster.query, roster.step)
+        for v in roster.member(self._attester.member_id).virtual_workers:
+            if v not in self._vectors:
+                keys = self._keys.get((epoch, v))
+                if keys is None:
+                    raise EvidenceError("release_denied", f"no key of virtual worker {v} in epoch {epoch}")
+                self._vectors[v] = self.planned.computers[roster.query].vector(v, keys, roster.step, model, flat)
+
+    def _mask(self, attempt: VerifiedAttempt) -> tuple[tuple[RingVector, ...], Envelope]:
+        """Sum the hosted vectors under the masks of each range, tag each for its aggregator, sign the header."""
+        own_id, roster = self._attester.member_id, attempt.roster
+        own = roster.member(own_id).virtual_workers
+        mechanism = self._admission.manifest.computation.mechanism_of(roster.query)
+        check_partition(attempt.ranges, mechanism.dimension)
+        masks = self._masks(attempt, mechanism.private)
+        vectors, tags = [], []
+        for part, aggregator in zip(attempt.ranges, roster.aggregators, strict=True):
+            hosted = [self._vectors[v].values[part.offset : part.offset + part.length] for v in own]
+            vector = np.empty(part.length, ring_dtype(attempt.ring_bits))
+            masked_sum(hosted, masks[part.index], vector)
+            key = payload_key(self._attester.agreement, aggregator, attempt, range_index=part.index, sender=own_id)
+            vectors.append(vector)
+            tags.append(tag_payload(key, vector))
+        vector_tags = [self._vectors[v].tag for v in own]
+        header = seal_header(attempt, own_id, self._attester.identity, vector_tags=vector_tags, payload_tags=tags)
+        return tuple(vectors), header
+
+    def _masks(self, attempt: VerifiedAttempt, private: bool) -> Sequence[Sequence[tuple[Secret, int]]]:
+        """Return (key, sign) towards every peer, per range.
+
+        Without secure aggregation there are none for public data, nor for a lone worker, whose vector carries all
+        the noise.
+        """
+        needless = len(attempt.roster.workers) == 1 or not private
+        if needless and not self._admission.secure_aggregation:
+            return [()] * len(attempt.ranges)
+        return self._peers.masks(attempt)
+
+
+def check_partition(ranges: Sequence[VectorRange], dimension: int) -> None:
+    """Require ``ranges`` to cut [0, dimension) into consecutive pieces; ProtocolError ``range_mismatch``."""
+    position = 0
+    for index, part in enumerate(ranges):
+        if (part.index, part.offset) != (index, position) or part.length <= 0:
+            raise ProtocolError("range_mismatch", "the ranges do not partition the parameters")
+        position += part.length
+    if position != dimension:
+        raise ProtocolError("range_mismatch", "the ranges do not partition the parameters")
