@@ -1,4 +1,4 @@
-"""`raycloak discard`: gives an unfinished run up, so that nobody can go on with it or replay it."""
+"""`raycloak discard`: gives up an unfinished run, so that nobody can resume or replay it."""
 
 import time
 from pathlib import Path
