@@ -44,7 +44,7 @@ from attestation.slices import DataCommitments, most_hosted
 from attestation.static_hosting import RunHosting, StaticHosting, TableRosters
 from metrics.errors import ConfigError, EvidenceError, ProtocolError
 
-# A step that is tried so often never ends. A standalone service goes on to the next step instead.
+# A step that is tried so often never ends. A standalone service takes the next step instead.
 MAX_ATTEMPTS_PER_STEP: Final = 4096
 _RUN_ID: Final = re.compile(r"[0-9a-f]{16}")
 
@@ -198,6 +198,7 @@ class RunSession:
     A step concerns all members at once, so rosters, orders, data commitments and commits belong to no face.
 
     Attributes:
+        run: the open run that it is a session of.
         admission: challenges, appraisals and members.
         keys: releases to admitted workers.
         packages: sealed packages.

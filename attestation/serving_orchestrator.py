@@ -1,6 +1,6 @@
 """EvidenceOrchestrator: the orchestrator of one run as a process of its own, which is told to open the run.
 
-It gives every question a name of its own and a turn, and may answer peers over gRPC while the run goes on:
+It gives every question a name of its own and a turn, and may answer peers over gRPC during the run:
 
     driver (actor method)  --.                                      .-- present, view: beside everything
                               >-- Turn: first come, first served --<
@@ -123,7 +123,8 @@ class EvidenceOrchestrator:
     def open_run(self, secret_file: str | None, run_id: str | None = None) -> tuple[str, SignerPublic]:
         """Open the run, as `attestation.orchestrator.open_run`; returns (run id, the orchestrator's public keys)."""
         with self._turn_of_run():
-            self._run = run = open_run(self._directory, self._clock, secret_file, run_id)
+            run = open_run(self._directory, self._clock, secret_file, run_id)
+            self._run, self._session = run, None
         return run.run_id, run.public
 
     key_commitments = _in_turn(_run_of, OpenRun.key_commitments)
@@ -248,7 +249,7 @@ def _former_port(port_file: Path, session: str) -> int | None:
     return int(port) if of == session else None
 
 
+# A question travels under the name of its function, and a part may have another name for it.
 for _name, _method in vars(EvidenceOrchestrator).items():
     if isfunction(_method):
-        # A backend sends a method by its function's name, and `wraps` has given it that of the part's method.
         _method.__name__ = _name

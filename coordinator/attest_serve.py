@@ -145,7 +145,7 @@ def load_service(path: Path) -> ServiceConfig:
 
 
 def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, RunSession, ServiceFacts]:
-    """Open the orchestrator below ``RAYCLOAK_HOME/service`` and serve it. A restarted service resumes where it was.
+    """Open the orchestrator below ``RAYCLOAK_HOME/service`` and serve it; a restart resumes its session.
 
     Args:
         base: folder that relative paths start from.

@@ -1,4 +1,4 @@
-"""`raycloak discard`: ends an unfinished run for good, so that it can neither be resumed nor replayed."""
+"""`raycloak discard`: gives up an unfinished run, so that nobody can resume or replay it."""
 
 import time
 from pathlib import Path

@@ -16,6 +16,7 @@ from attestation.hybrid_signature import HybridSigner
 from attestation.key_release import ReleaseTerms, hpke_seal, key_commitment, open_keys
 from attestation.keys import IdentityKey, Purpose, Secret, derive
 from attestation.messages import Envelope, open_envelope, seal
+from attestation.orchestrator import open_run
 from attestation.policy import KeyQuotas, Policy, simulated_policy
 from attestation.roster import Roster
 from attestation.run_secret import run_id_of
@@ -137,6 +138,23 @@ def test_run_id_and_key_follow_from_the_secret_so_a_restart_is_the_same_orchestr
     assert key == HybridSigner(*(derive(SECRET, Purpose(f"raycloak/orchestrator-{each}/v1")) for each in KEYS)).public
     desk.start()
     assert (desk.run_id, desk.key) == (run_id, key)
+
+
+def test_a_run_and_its_session_are_whole_after_their_constructors(desk, tmp_path):
+    run = open_run(str(desk.home), lambda: NOW, str(desk.home / "secret"))
+    terms = RunTerms(MANIFEST, COMPUTATION, COUNT, ANSWER, desk.policy(), desk.session.collateral)
+    opened = set(vars(run))
+    begun = run.begin(terms, "execution")
+    parts = [begun, begun.admission, begun.keys]
+    made = [set(vars(part)) for part in parts]
+    attester = Attester("worker-0", Source(desk.session.platform))
+    begun.admission.admit(attester.present(begun.admission.challenge("worker-0", "worker"), MANIFEST, ANSWER))
+    begun.keys.release("worker-0", 0, (0,))
+    begun.commit((commit(0, b"p" * 32, 1),))
+    run.finish((), str(tmp_path / "evidence.jsonl"), destroy=False)
+    assert [set(vars(part)) for part in parts] == made
+    assert set(vars(run)) == opened
+    run.close()
 
 
 def test_its_state_is_private(session, tmp_path):

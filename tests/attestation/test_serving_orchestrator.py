@@ -266,6 +266,7 @@ def test_every_public_method_takes_its_turn_but_those_that_are_asked_beside_othe
     public = {name: each for name, each in vars(EvidenceOrchestrator).items() if not name.startswith("_")}
     written_here = {name for name, each in public.items() if each.__module__ == EvidenceOrchestrator.__module__}
     assert written_here == {"open_run", "begin", "finish", "close", "service_address", "view", "present"}
+    assert all(each.__name__ == name for name, each in public.items()), "each is sent under the name of its function"
     with ThreadPoolExecutor(1) as pool:
         with run.orchestrator._turn:
             asked = pool.submit(run.orchestrator.log_position)
