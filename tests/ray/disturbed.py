@@ -80,11 +80,11 @@ class Disturbances:
 
     def ask_to_end(self):
         handle = Watched.current.workers["worker-0"].handle
-        os.kill(ray.get(handle.__ray_call__.remote(lambda _: os.getpid()), timeout=30), signal.SIGTERM)
+        os.kill(ray.get(handle.__ray_call__.remote(lambda _: os.getpid()), timeout=120), signal.SIGTERM)
 
     def drain(self):
         client = GcsClient(address=os.environ["RAY_ADDRESS"])
-        deadline_ms = int(1000 * (time.time() + 120))
+        deadline_ms = int(1000 * (time.time() + 600))
         node = Watched.current.node(Watched.current.workers["worker-1"])
         assert client.drain_node(node, DRAIN_PREEMPTION, "taken away", deadline_ms)[0]
 
