@@ -25,8 +25,9 @@ from coordinator.trainer import Trainer
 from tests.protocol import RENYI, trained
 
 STEPS = 50
-SLOWED_S = 1.0
-"""A step takes as long while the run is disturbed, so that it has enough of them for three recoveries."""
+SLOWED_S, LATER_S = 1.0, 10.0
+"""A step takes as long while the run is disturbed, so that it has enough of them for three recoveries. The later steps
+are for a busy machine, where these take longer."""
 RAYLETS = json.loads(os.environ["RAYLETS"])
 
 
@@ -73,7 +74,7 @@ class Disturbances:
     def after(self, report):
         if self.done == 3 and self.detected_s is not None:
             return
-        time.sleep(SLOWED_S)
+        time.sleep(SLOWED_S if report.step < STEPS // 2 else LATER_S)
         if report.workers == 3 and len(self.departed) == self.done < 3:
             (self.ask_to_end, self.drain, self.kill)[self.done]()
             self.done += 1

@@ -21,7 +21,7 @@ from tests.conftest import ROOT
 from tests.protocol import RENYI
 
 DEADLINE_S = 600
-STEPS = 24
+STEPS = 40
 """More than a run takes between two looks at its events."""
 
 
