@@ -49,6 +49,26 @@ def test_a_line_that_cannot_be_read_is_named(tmp_path, line):
         recorded(record)
 
 
+@pytest.mark.parametrize("exceeds", [0, 1, 2])
+def test_a_test_above_the_limit_is_run_again_since_the_first_one_pays_for_what_others_share(monkeypatch, exceeds):
+    limit, runs, told = Limit(), [], []
+
+    def run(item, log, nextitem):
+        runs.append(item)
+        limit._exceeded = len(runs) <= exceeds
+        return [f"run {len(runs)}"]
+
+    monkeypatch.setattr(marks, "runtestprotocol", run)
+    hooks = {
+        "pytest_runtest_logstart": lambda **_: None,
+        "pytest_runtest_logreport": lambda report: told.append(report),
+        "pytest_runtest_logfinish": lambda **_: None,
+    }
+    item = SimpleNamespace(nodeid="a", location=(), ihook=SimpleNamespace(**hooks), _initrequest=lambda: None)
+    assert limit.pytest_runtest_protocol(item, None)
+    assert told == [f"run {1 + min(exceeds, 1)}"]
+
+
 @pytest.mark.parametrize(
     ("own_s", "shared_s", "names", "fails"),
     [
@@ -60,10 +80,12 @@ def test_a_line_that_cannot_be_read_is_named(tmp_path, line):
         (1.1 * LIMIT_S, 0.0, ["server", "parametrize"], False),
     ],
 )
-def test_an_unmarked_test_above_the_limit_fails(monkeypatch, own_s, shared_s, names, fails):
+def test_an_unmarked_test_above_the_limit_fails(own_s, shared_s, names, fails):
     clock = SimpleNamespace(now=7.0)
-    monkeypatch.setattr(marks, "processor_s", lambda: clock.now)
-    limit, item = Limit(), SimpleNamespace(iter_markers=lambda: [SimpleNamespace(name=name) for name in names])
+    limit, item = (
+        Limit(lambda: clock.now),
+        SimpleNamespace(iter_markers=lambda: [SimpleNamespace(name=name) for name in names]),
+    )
     limit.pytest_runtest_setup()
     for scope, cost_s in (("session", shared_s), ("function", own_s / 2)):
         fixture = limit.pytest_fixture_setup(SimpleNamespace(scope=scope))
