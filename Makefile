@@ -1,30 +1,40 @@
-# `make demo` and `make test` each work alone on a fresh clone: both first make .venv with the pinned packages.
+# Each target works alone on a fresh clone: it first makes .venv with the pinned packages.
 
 PYTHON ?= $(shell command -v python3.11 || echo python3)
 BIN := .venv/bin
 INSTALLED := .venv/installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-ON_RAY := tests/ray tests/test_snippets.py
+PYTEST := $(BIN)/python -m pytest --durations=25
+ON_RAY := $(shell awk '$$1 == "ray" { print $$2 }' tests/marks.txt)
 
-.PHONY: demo test test-plain test-ray lint format fuzz proto clean
+.PHONY: demo check test test-fast test-plain test-ray format fuzz proto clean
 
 demo: $(INSTALLED)
 	$(BIN)/raycloak demo
 
-test: $(INSTALLED)
-	MAKE=$(MAKE) exec $(BIN)/python -m tests.both_parts
-
-test-plain: $(INSTALLED)
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(addprefix --ignore=,$(ON_RAY))
-
-test-ray: $(INSTALLED)
-	$(BIN)/python -m pytest $(ON_RAY)
-
-lint: $(INSTALLED)
+check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+# The tests without a mark; tests/marks.py says what the marks are.
+test-fast: $(INSTALLED)
+	$(PYTEST) --numprocesses 2 --dist worksteal -m "not (ray or process or server or slow)"
+
+# ROOM=coordinator/ledger runs the tests of one room.
+test: $(INSTALLED)
+ifdef ROOM
+	$(PYTEST) tests/$(ROOM)
+else
+	MAKE=$(MAKE) exec $(BIN)/python -m tests.both_parts
+endif
+
+test-plain: $(INSTALLED)
+	$(PYTEST) --numprocesses 2 --dist worksteal -m "not ray"
+
+test-ray: $(INSTALLED)
+	$(PYTEST) $(ON_RAY)
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

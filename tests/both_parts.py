@@ -1,7 +1,7 @@
-"""Runs both parts of the suite at once: the tests on Ray, and the others with what these leave of the processors.
+"""Runs both parts of the suite at once: the tests on Ray, and the others mostly with the time that these leave.
 
-Tests on Ray wait for a good part of their time, and some hold the product to deadlines, so they go first. What the
-others print follows when all is done.
+Tests on Ray wait for a good part of their time, and come one after the other, so they go first. What the others print
+follows when all is done.
 """
 
 import os
@@ -13,7 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 MAKE = os.environ.get("MAKE", "make")
-LOWEST = 19
+BEHIND = 5
+"""A third of the weight of the other part. The lowest priority would starve this part beside a busy program."""
 END_DEADLINE_S = 60.0
 
 
@@ -23,11 +24,11 @@ def heed() -> None:
 
 
 def step_back() -> None:
-    """Give this process and all it starts the lowest priority, also where Linux shares processors among sessions."""
+    """Lower the priority of this process and all it starts, also where Linux shares processors among sessions."""
     heed()
-    os.nice(LOWEST)
+    os.nice(BEHIND)
     with suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(LOWEST))
+        Path("/proc/self/autogroup").write_text(str(BEHIND))
 
 
 def end(part: subprocess.Popen[bytes]) -> None:

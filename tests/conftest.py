@@ -16,6 +16,7 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from coordinator.raylets import Raylets
 
+pytest_plugins = ["tests.marks"]
 ROOT = Path(__file__).resolve().parent.parent
 QUICK_START = ROOT / "tests" / "quick_start"
 """On the path of Ray's processes: see `sitecustomize.py` there."""
@@ -131,7 +132,7 @@ class Runner:
     folder: Path
 
     def __call__(
-        self, *arguments: str, environment: Mapping[str, str] | None = None, path: Path = ROOT, deadline_s: float = 120
+        self, *arguments: str, environment: Mapping[str, str] | None = None, path: Path = ROOT, deadline_s: float = 600
     ) -> Finished:
         """Run ``python *arguments`` with ``path`` as PYTHONPATH.
 

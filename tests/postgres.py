@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-_START_DEADLINE_S = 60.0
+_START_DEADLINE_S = 300.0
 _ROOM = 2**30
 
 

@@ -31,7 +31,7 @@ FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>[\w-]*)[^\n]*\n(?P<body>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL
 )
 ACTORS_OUTPUT = re.compile(r"(\x1b\[\d+m)?\(\w+ pid=")
-DEADLINE_S = 240
+DEADLINE_S = 900
 FOREIGN = {"apiVersion", "scrape_configs"}
 """Keys that mark a file of Kubernetes, Grafana or Prometheus."""
 

@@ -84,4 +84,4 @@ def published(collateral: Collateral, context: Any = None) -> Iterator[Collatera
     finally:
         server.shutdown()
         server.server_close()
-        thread.join(10)
+        thread.join(60)

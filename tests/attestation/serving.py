@@ -73,7 +73,7 @@ class Site:
 
     def connect(self) -> socket.socket:
         """A bare TCP connection."""
-        return socket.create_connection(("127.0.0.1", self.server.port), timeout=10)
+        return socket.create_connection(("127.0.0.1", self.server.port), timeout=60)
 
 
 def answer(client: EvidenceClient, attester: Attester) -> Envelope:
@@ -81,7 +81,7 @@ def answer(client: EvidenceClient, attester: Attester) -> Envelope:
     return attester.present(client.challenge("worker"), MANIFEST, ANSWER)
 
 
-def eventually(condition: Callable[[], bool], deadline_s: float = 20.0) -> None:
+def eventually(condition: Callable[[], bool], deadline_s: float = 120.0) -> None:
     """Wait until ``condition`` holds."""
     end = time.monotonic() + deadline_s
     while not condition():

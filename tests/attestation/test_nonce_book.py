@@ -172,14 +172,14 @@ def test_of_concurrent_presentations_one_wins(connection: sqlite3.Connection, me
     barrier, codes = threading.Barrier(6), []
 
     def present() -> None:
-        with closing(sqlite3.connect(tmp_path / "state.sqlite", timeout=30)) as own:
+        with closing(sqlite3.connect(tmp_path / "state.sqlite", timeout=120)) as own:
             book = NonceBook(own)
-            barrier.wait(30)
+            barrier.wait(120)
             codes.append(refusal(book, presentation))
 
     threads = [threading.Thread(target=present) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert sorted(codes, key=str) == [None] + ["nonce_replayed"] * 5

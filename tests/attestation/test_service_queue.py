@@ -24,7 +24,7 @@ class Book:
     @contextmanager
     def transaction(self):
         self.entered.set()
-        assert self.may_go_on.wait(20)
+        assert self.may_go_on.wait(120)
         yield
         if self.fails:
             raise OSError("disk full")
@@ -47,9 +47,9 @@ def calls(book):
 def test_calls_that_wait_together_share_a_transaction_and_are_answered_after_it(book, calls):
     async def ask():
         book.may_go_on.clear()
-        first = asyncio.ensure_future(calls.run(lambda: book.ended, 20))
+        first = asyncio.ensure_future(calls.run(lambda: book.ended, 120))
         await asyncio.to_thread(book.entered.wait)
-        later = [asyncio.ensure_future(calls.run(lambda i=i: (i, book.ended), 20)) for i in range(3)]
+        later = [asyncio.ensure_future(calls.run(lambda i=i: (i, book.ended), 120)) for i in range(3)]
         await asyncio.sleep(0)
         assert not first.done()
         book.may_go_on.set()
@@ -68,9 +68,9 @@ def test_what_is_put_off_happens_once_all_of_its_batch_is_on_disk(book, calls):
 
     async def ask():
         book.may_go_on.clear()
-        first = asyncio.ensure_future(calls.run(lambda: None, 20))
+        first = asyncio.ensure_future(calls.run(lambda: None, 120))
         await asyncio.to_thread(book.entered.wait)
-        later = [asyncio.ensure_future(calls.run(lambda i=i: put_off(i), 20)) for i in range(3)]
+        later = [asyncio.ensure_future(calls.run(lambda i=i: put_off(i), 120)) for i in range(3)]
         await asyncio.sleep(0)
         book.may_go_on.set()
         await first
@@ -86,11 +86,11 @@ def test_what_is_put_off_is_not_done_without_a_record_and_fails_for_its_call_alo
         raise ProtocolError("malformed", "no")
 
     async def ask():
-        putting_off = (calls.run(lambda each=each: Afterwards(each), 20) for each in (refuse, lambda: 7))
+        putting_off = (calls.run(lambda each=each: Afterwards(each), 120) for each in (refuse, lambda: 7))
         error, answer = await asyncio.gather(*putting_off, return_exceptions=True)
         book.fails = True
         with pytest.raises(EvidenceError, match="release_denied"):
-            await calls.run(lambda: Afterwards(lambda: done.append(1)), 20)
+            await calls.run(lambda: Afterwards(lambda: done.append(1)), 120)
         return error.code, answer, done
 
     assert asyncio.run(ask()) == ("malformed", 7, [])
@@ -101,7 +101,7 @@ def test_an_error_belongs_to_its_call_alone(calls):
         raise ProtocolError("malformed", "no")
 
     async def ask():
-        return await asyncio.gather(calls.run(refuse, 20), calls.run(lambda: 7, 20), return_exceptions=True)
+        return await asyncio.gather(calls.run(refuse, 120), calls.run(lambda: 7, 120), return_exceptions=True)
 
     error, answer = asyncio.run(ask())
     assert (error.code, answer) == ("malformed", 7)
@@ -112,13 +112,13 @@ def test_a_call_whose_time_is_over_is_not_executed(book, calls):
 
     async def ask():
         book.may_go_on.clear()
-        first = asyncio.ensure_future(calls.run(lambda: None, 20))
+        first = asyncio.ensure_future(calls.run(lambda: None, 120))
         await asyncio.to_thread(book.entered.wait)
         with pytest.raises(EvidenceError, match="deadline"):
             await calls.run(lambda: done.append(1), 0.01)
         book.may_go_on.set()
         await first
-        await calls.run(lambda: None, 20)
+        await calls.run(lambda: None, 120)
 
     asyncio.run(ask())
     assert done == []
@@ -127,12 +127,12 @@ def test_a_call_whose_time_is_over_is_not_executed(book, calls):
 def test_more_calls_than_may_wait_are_refused(book, calls):
     async def ask():
         book.may_go_on.clear()
-        first = asyncio.ensure_future(calls.run(lambda: None, 20))
+        first = asyncio.ensure_future(calls.run(lambda: None, 120))
         await asyncio.to_thread(book.entered.wait)
-        waiting = [asyncio.ensure_future(calls.run(lambda: None, 20)) for _ in range(3)]
+        waiting = [asyncio.ensure_future(calls.run(lambda: None, 120)) for _ in range(3)]
         await asyncio.sleep(0)
         with pytest.raises(EvidenceError, match="busy"):
-            await calls.run(lambda: None, 20)
+            await calls.run(lambda: None, 120)
         book.may_go_on.set()
         await asyncio.gather(first, *waiting)
 
@@ -146,10 +146,10 @@ def test_after_a_record_that_could_not_be_written_nothing_is_answered(book, call
     async def ask():
         book.fails = True
         with pytest.raises(EvidenceError, match="release_denied"):
-            await calls.run(lambda: "keys", 20)
+            await calls.run(lambda: "keys", 120)
         book.fails = False
         with pytest.raises(EvidenceError, match="release_denied"):
-            await calls.run(lambda: "keys", 20)
+            await calls.run(lambda: "keys", 120)
 
     asyncio.run(ask())
     assert told == [1]

@@ -10,7 +10,7 @@ import pytest
 
 from attestation.sqlite_files import enter_wal
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 
 
 class Counted(sqlite3.Connection):

@@ -28,7 +28,7 @@ def test_whoever_waits_is_next_and_nobody_overtakes_by_asking_again():
     with turn:  # asked for after the five
         order.append("me again")
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert order == [*"abcde", "me again"]
 
 
@@ -45,7 +45,7 @@ def test_a_thread_that_has_its_turn_may_take_it_again():
             other.start()
             eventually(lambda: waiting(turn) == 1)
         assert not others
-    other.join(10)
+    other.join(60)
     assert others == ["in"]
 
 
@@ -63,7 +63,7 @@ def test_only_one_thread_at_a_time_is_inside():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert len(most) == 1200
     assert max(most) == 1
 
@@ -76,7 +76,7 @@ def test_whoever_is_interrupted_while_it_waits_holds_up_nobody(given, monkeypatc
         def wait(self, timeout=None):
             if given:
                 helper_may_end.set()
-                super().wait(10)
+                super().wait(60)
             raise KeyboardInterrupt
 
     helper_may_end, taken = threading.Event(), threading.Event()
@@ -84,17 +84,17 @@ def test_whoever_is_interrupted_while_it_waits_holds_up_nobody(given, monkeypatc
     def hold():
         with turn:
             taken.set()
-            helper_may_end.wait(10)
+            helper_may_end.wait(60)
 
     helper = threading.Thread(target=hold)
     helper.start()
-    taken.wait(10)
+    taken.wait(60)
     with monkeypatch.context() as patch:
         patch.setattr("attestation.turns.threading.Event", Interrupted)
         with pytest.raises(KeyboardInterrupt), turn:
             pass
     helper_may_end.set()
-    helper.join(10)
+    helper.join(60)
     assert not helper.is_alive()
     assert (turn._owner, waiting(turn)) == (None, 0)
     with turn:

@@ -53,7 +53,7 @@ class Deaf:
         context.set_alpn_protocols(["h2"])
         (folder / "end.pem").write_bytes(end.chain_pem + end.key_pem)
         context.load_cert_chain(folder / "end.pem")
-        bare = socket.create_connection(("127.0.0.1", port), timeout=10)
+        bare = socket.create_connection(("127.0.0.1", port), timeout=60)
         self._socket = context.wrap_socket(bare, server_hostname=SERVER_NAME)
         settings = struct.pack(">HI", _INITIAL_WINDOW, 0)
         self._socket.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS, 0, 0, settings))

@@ -50,7 +50,7 @@ def postgres(postgres_binaries: Path) -> Iterator[PostgresServer]:
     server.stop()
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.server)])
 def ledger_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """URL of a ledger that does not exist yet, on each kind of database."""
     if request.param == "sqlite":

@@ -62,7 +62,8 @@ CHARGES = [act for kind, act in ACTS if kind == "step_charged"]
 def kill_sweep(url: str) -> list[int]:
     """Kill a process before its k-th statement, for every k until it survives; acts acknowledged each time.
 
-    Before that, it is killed between the commit of each act and its reply.
+    Before that, it is killed between the commit of each act and its reply. A server rolls back whatever its client was
+    at, so every third k is enough there.
     """
     for number in range(len(ACTS)):
         acknowledged, killed = act_until_killed(empty(url, f"reply{number}"), 0, mute_from=number)
@@ -70,7 +71,7 @@ def kill_sweep(url: str) -> list[int]:
         assert len(acknowledged) == number
         assert check_after_kill(empty(url, f"reply{number}", new=False), acknowledged) == number + 1
     counts = []
-    for k in range(1, 1000):
+    for k in range(1, 1000, 1 if url.startswith("sqlite:") else 3):
         where = empty(url, str(k))
         acknowledged, killed = act_until_killed(where, k)
         check_after_kill(where, acknowledged)

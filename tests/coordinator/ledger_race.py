@@ -17,7 +17,7 @@ from tests.coordinator.ledger_cases import DELTA, MANIFEST, PARAMETERS, expected
 RACERS = 8
 FINGERPRINT = b"f" * 32
 NOISE = 60.0
-DEADLINE_S = 120.0
+DEADLINE_S = 600.0
 FORKING = multiprocessing.get_context("fork")
 
 

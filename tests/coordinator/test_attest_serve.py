@@ -224,6 +224,6 @@ def test_the_command_says_where_it_listens_and_ends_with_sigterm(folder):
         with client:
             assert client.is_serving()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        assert process.wait(300) == 0
         assert process.stdout.read() == ""
     assert facts["evidence"] == "SIMULATED"

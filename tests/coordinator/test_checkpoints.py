@@ -28,7 +28,7 @@ from tests.coordinator.tssp_cases import TENSORS, Site, run_manifest, snapshot
 from tests.protocol import secret_file
 from workers.manifest import TensorSpec
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 
 
 class Stuck(PackageStorage):
@@ -182,7 +182,8 @@ def test_a_package_restores_the_run_bit_for_bit(bench):
 def test_due_follows_the_frequency(make):
     keeper = make(checkpoint_frequency=4).keeper
     assert [step for step in range(13) if keeper.due(step)] == [4, 8, 12]
-    assert not any(make(checkpoint_frequency=0).keeper.due(step) for step in range(100))
+    never = make(checkpoint_frequency=0).keeper
+    assert not any(never.due(step) for step in range(100))
 
 
 def test_offering_and_polling_never_wait_for_the_storage(make, tmp_path):

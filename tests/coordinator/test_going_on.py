@@ -312,7 +312,7 @@ def finished(tmp_path) -> WholeRun:
 
     def wait(call) -> None:
         """Until the package of 4 steps is out, so that the next one does not take its place."""
-        end = time.monotonic() + 60
+        end = time.monotonic() + 300
         checkpoints = run.coordinator._conclusion.training.checkpoints if run.coordinator._conclusion else None
         while (call.method, call.index) == ("charge", 4) and (checkpoints._job or checkpoints._waiting):
             assert time.monotonic() < end

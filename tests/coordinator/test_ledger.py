@@ -316,7 +316,7 @@ def test_a_new_instance_goes_on_without_the_accountant_once_its_predecessors_loc
     release.start()
     monkeypatch.setattr("coordinator.ledger_rules.step_rdp", lambda *_: pytest.fail("the accountant is not needed"))
     successor = PrivacyLedger(ledger_url)
-    release.join(10)
+    release.join(60)
     again = receipt_of(successor, successor.charge("run-a", 0, PARAMETERS, MANIFEST))
     assert (again.sequence, again.head) == (receipt_of(former, first).sequence, receipt_of(former, first).head)
     assert again.fencing > receipt_of(former, first).fencing
@@ -420,8 +420,8 @@ def test_measurements_and_steps_share_one_cap(ledger_url: str):
 
 def test_a_lock_that_is_not_given_in_time_is_a_refusal(ledger_url: str, monkeypatch: pytest.MonkeyPatch):
     holder, waiting = opened(ledger_url), opened(ledger_url, "run-b")
-    with holder._store.write():
-        monkeypatch.setattr("coordinator.ledger_engine.LOCK_DEADLINE_S", 0.1)
+    with holder._store.write(), monkeypatch.context() as patch:
+        patch.setattr("coordinator.ledger_engine.LOCK_DEADLINE_S", 0.1)
         with pytest.raises(BudgetError, match=r"ledger_unavailable.*lock"):
             waiting.charge("run-b", 0, PARAMETERS, MANIFEST)
     waiting.charge("run-b", 0, PARAMETERS, MANIFEST)

@@ -179,7 +179,7 @@ def test_an_instance_that_is_paused_inside_its_transaction_leaves_no_half(
     instance: Callable[..., Instance], reader: PrivacyLedger, ledger_url: str
 ):
     """A server takes the lock from who does nothing. A file's lock ends with its holder, who first finishes."""
-    paused = instance(deadline_s=0.5)
+    paused = instance(deadline_s=2.0)
     other = instance(deadline_s=0.5 if ledger_url.startswith("sqlite") else 30.0)
     paused.ask("register run-a")
     paused.tell("stop run-a")

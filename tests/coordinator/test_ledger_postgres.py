@@ -223,9 +223,10 @@ def test_the_database_itself_refuses_a_step_twice(postgres: PostgresServer):
 def test_a_writer_that_stops_in_its_transaction_is_rolled_back_by_the_server(
     postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("coordinator.ledger_engine.LOCK_DEADLINE_S", 0.3)
     url = postgres.url()
     stopped, other = opened(url), opened(url, "run-b")
+    # Long enough for a busy machine to get from one statement to the next.
+    monkeypatch.setattr("coordinator.ledger_engine.LOCK_DEADLINE_S", 2.0)
 
     def stops() -> None:
         with stopped._store.write() as rows:

@@ -22,5 +22,5 @@ sys.meta_path.insert(0, PressCtrlC())
 from coordinator.__main__ import main
 main()
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=60, capture_output=True, check=False)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=300, capture_output=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")

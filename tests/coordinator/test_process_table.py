@@ -40,6 +40,6 @@ def test_end_session_ends_a_stopped_grandchild_too():
         assert grandchild.session == child.pid
         os.kill(grandchild.pid, signal.SIGSTOP)
         end_session(child.pid)
-        assert child.wait(timeout=10) == -signal.SIGKILL
+        assert child.wait(timeout=120) == -signal.SIGKILL
     left = {each.pid: each.state for each in process_table()}
     assert left.get(grandchild.pid, "Z") in "ZX"

@@ -94,5 +94,5 @@ def witness_server() -> Iterator[WitnessServer]:
         yield server
     finally:
         server.shutdown()
-        thread.join(10)
+        thread.join(60)
         server.server_close()

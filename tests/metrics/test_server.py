@@ -12,7 +12,7 @@ from metrics.server import MetricsServer, parse_bind
 
 
 def get(url):
-    with urllib.request.urlopen(url, timeout=5) as response:
+    with urllib.request.urlopen(url, timeout=60) as response:
         return response.read().decode()
 
 

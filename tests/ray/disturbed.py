@@ -26,8 +26,9 @@ from coordinator.trainer import Trainer
 from tests.protocol import RENYI, trained
 
 STEPS = 50
-SLOWED_S = 1.0
-"""A step takes as long while the run is disturbed, so that it has enough of them for three recoveries."""
+SLOWED_S, LATER_S = 1.0, 10.0
+"""A step takes as long while the run is disturbed, so that it has enough of them for three recoveries. The later steps
+are for a busy machine, where these take longer."""
 RAYLETS = json.loads(os.environ["RAYLETS"])
 
 
@@ -74,18 +75,18 @@ class Disturbances:
     def after(self, report):
         if self.done == 3 and self.detected_s is not None:
             return
-        time.sleep(SLOWED_S)
+        time.sleep(SLOWED_S if report.step < STEPS // 2 else LATER_S)
         if report.workers == 3 and len(self.departed) == self.done < 3:
             (self.ask_to_end, self.drain, self.kill)[self.done]()
             self.done += 1
 
     def ask_to_end(self):
         handle = Watched.current.workers["worker-0"].handle
-        os.kill(ray.get(handle.__ray_call__.remote(lambda _: os.getpid()), timeout=30), signal.SIGTERM)
+        os.kill(ray.get(handle.__ray_call__.remote(lambda _: os.getpid()), timeout=120), signal.SIGTERM)
 
     def drain(self):
         client = GcsClient(address=os.environ["RAY_ADDRESS"])
-        deadline_ms = int(1000 * (time.time() + 120))
+        deadline_ms = int(1000 * (time.time() + 600))
         node = Watched.current.node(Watched.current.workers["worker-1"])
         assert client.drain_node(node, DRAIN_PREEMPTION, "taken away", deadline_ms)[0]
 

@@ -17,14 +17,15 @@ from metrics.errors import ConfigError
 
 
 def placed(num_workers, **config):
-    """Node of each bundle, by label, after the placement was taken and given back."""
+    """Return each bundle's zone and the group's strategy, after the placement was taken and given back."""
     placement = Placement(PlacementConfig(**config), num_workers, use_gpu=False)
     groups = {placement.take(f"worker-{index}").placement_group for index in range(num_workers)}
     (group,) = groups
-    nodes = placement_group_table(group)["bundles_to_node_id"]
+    table = placement_group_table(group)
+    nodes = table["bundles_to_node_id"]
     placement.close()
     zones = {node.node_id: node.labels.get("zone") for node in cluster_nodes()}
-    return [zones[nodes[index]] for index in range(num_workers)]
+    return {"zones": [zones[nodes[index]] for index in range(num_workers)], "strategy": table["strategy"]}
 
 
 def refused(num_workers, **config):
@@ -36,30 +37,37 @@ def refused(num_workers, **config):
     return None
 
 
-def settled(placement, wanted, deadline_s=10.0):
-    """Room once it is ``wanted``, or at the deadline."""
+def settled(look, wanted, deadline_s=120.0):
+    """Return what ``look`` sees once it is ``wanted``, or at the deadline; Ray's tables follow when they can."""
     end = time.monotonic() + deadline_s
-    while (room := placement.room()) != wanted and time.monotonic() < end:
+    while (seen := look()) != wanted and time.monotonic() < end:
         time.sleep(0.1)
-    return room
+    return seen
 
 
 def joiners():
-    """Room with two workers of two CPUs on three nodes, after a joiner, after one left, and who sits where."""
-    placement = Placement(PlacementConfig(resources_per_worker={"CPU": 2}, deadline_s=1.0), 2, use_gpu=False)
+    """Return the room with two workers on three nodes, after a joiner, and after one left; and who sits where."""
+    placement = Placement(PlacementConfig(resources_per_worker={"CPU": 2}), 2, use_gpu=False)
     shared = {placement.take(f"worker-{index}").placement_group.id.hex() for index in range(2)}
-    rooms = [settled(placement, 1)]
+    rooms = [settled(placement.room, 1)]
     own = placement.take("worker-2").placement_group.id.hex()
-    rooms.append(settled(placement, 0))
+    rooms.append(settled(placement.room, 0))
     placement.release("worker-0")
-    rooms.append(settled(placement, 1))
+    rooms.append(settled(placement.room, 1))
     again = placement.take("worker-3").placement_group.id.hex()
     placement.take("worker-4")
-    time.sleep(1.1)
     placement.expire()
-    left = [info["state"] for info in placement_group_table().values() if info["state"] != "REMOVED"]
+    waiting = settled(reserved, ["CREATED", "CREATED", "PENDING"])
+    placement._pending["worker-4"] = time.monotonic()  # its deadline has come
+    placement.expire()
+    left = settled(reserved, ["CREATED", "CREATED"])
     placement.close()
-    return {"rooms": rooms, "own": own not in shared, "again": again in shared, "left": sorted(left)}
+    return {"rooms": rooms, "own": own not in shared, "again": again in shared, "waiting": waiting, "left": left}
+
+
+def reserved():
+    """Return the states of all groups that hold or want resources."""
+    return sorted(info["state"] for info in placement_group_table().values() if info["state"] != "REMOVED")
 
 
 def main():
@@ -78,7 +86,7 @@ def main():
         "wrong_selector": refused(1, labels={"zone": "in()"}),
         "joiners": joiners(),
     }
-    answers["left"] = [info["state"] for info in placement_group_table().values() if info["state"] != "REMOVED"]
+    answers["left"] = settled(reserved, [])
     print(json.dumps(answers))
     ray.shutdown()
 

@@ -18,6 +18,7 @@ from coordinator.config import load_config
 from coordinator.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 900
 PROMISED = {
     "run_dir", "steps", "privacy_epsilon", "privacy_epsilon_one_worker", "privacy_delta", "epsilon_cap",
     "evaluation_accuracy", "evidence_class", "parameter_digest", "num_workers", "virtual_workers", "masked_bytes",
@@ -28,7 +29,7 @@ PROMISED = {
 def test_demo_prints_one_json_object_and_ends_with_a_private_accurate_model(run_python, ray_environment):
     """On a Ray as a user's, which starts its workers by itself."""
     environment = {**ray_environment, "PYTHONPATH": str(ROOT)}
-    done = run_python("-m", "coordinator", "demo", "--json", environment=environment, deadline_s=300)
+    done = run_python("-m", "coordinator", "demo", "--json", environment=environment, deadline_s=DEADLINE_S)
     assert done.code == 0, done.stderr
     result = json.loads(done.stdout)
     assert result.keys() >= PROMISED
@@ -76,11 +77,11 @@ def head(ray_environment, tmp_path):
         yield f"http://127.0.0.1:{dashboard}", environment
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(timeout=60)
+        process.wait(timeout=DEADLINE_S)
 
 
-def _wait_until_served(url, process, deadline_s=90):
-    end = time.monotonic() + deadline_s
+def _wait_until_served(url, process):
+    end = time.monotonic() + DEADLINE_S
     while time.monotonic() < end:
         assert process.poll() is None, "the head ended"
         try:
@@ -109,7 +110,7 @@ def test_a_ray_job_ends_with_the_same_verdict_as_a_local_run(head, ray_cluster, 
     ]  # fmt: skip
     done = subprocess.run(
         submit, cwd=checkout, env=environment | {"RAYCLOAK_HOME": str(raycloak_home)}, capture_output=True, text=True,
-        timeout=300, check=False,
+        timeout=DEADLINE_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = (line for line in done.stdout.splitlines() if line.startswith('{"') and "parameter_digest" in line)
@@ -123,7 +124,9 @@ def test_a_ray_job_ends_with_the_same_verdict_as_a_local_run(head, ray_cluster, 
 
 
 def test_the_loop_by_hand_runs_as_written(run_python, ray_cluster):
-    done = run_python(str(ROOT / "examples" / "actors_by_hand.py"), environment=ray_cluster.environment, deadline_s=300)
+    done = run_python(
+        str(ROOT / "examples" / "actors_by_hand.py"), environment=ray_cluster.environment, deadline_s=DEADLINE_S
+    )
     assert done.code == 0, done.stderr
     steps = [line for line in done.stdout.splitlines() if line.startswith("SIMULATED step")]
     assert len(steps) == len(set(steps)) == 5
@@ -133,7 +136,7 @@ def test_bench_step_measures_on_a_ledger_of_its_own(run_python, ray_cluster, ray
     config = str(ROOT / "benchmarks" / "step.yaml")
     done = run_python(
         "-m", "coordinator", "bench", "step", config, "--json", "--set", "steps=12", "--set", "num_workers=2",
-        environment=ray_cluster.environment, deadline_s=300,
+        environment=ray_cluster.environment, deadline_s=DEADLINE_S,
     )  # fmt: skip
     assert done.code == 0, done.stderr
     figures = json.loads(done.stdout)

@@ -20,8 +20,8 @@ from metrics.errors import ConfigError
 from tests.conftest import ROOT
 from tests.protocol import RENYI
 
-DEADLINE_S = 180
-STEPS = 24
+DEADLINE_S = 600
+STEPS = 40
 """More than a run takes between two looks at its events."""
 
 
@@ -60,7 +60,14 @@ def stopped_by_a_signal(arguments, environment, home):
 @pytest.fixture
 def config_file(tmp_path):
     path = tmp_path / "config.yaml"
-    changes = {"num_workers": 2, "steps": STEPS, "expected_batch_size": 64, "evaluation": None, "dp_config": RENYI}
+    changes = {
+        "num_workers": 1,
+        "secure_aggregation": False,
+        "steps": STEPS,
+        "expected_batch_size": 64,
+        "evaluation": None,
+        "dp_config": RENYI,
+    }
     path.write_text(yaml.safe_dump(demo_config() | changes | {"checkpoint": {"checkpoint_frequency": 0}}))
     return path
 

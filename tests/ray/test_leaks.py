@@ -8,6 +8,7 @@ the way. The search itself is tested by planting.
 
 import json
 import shutil
+import time
 import urllib.request
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from workers.guard import _silenced
 from workers.manifest import Manifest
 
 STEPS = 3
+DEADLINE_S = 240
 EXAMPLES = 600
 SECRET = bytes(range(100, 132))
 HERE = Path(__file__).resolve().parent
@@ -123,7 +125,7 @@ class _Searching:
 
     def after(self, report):
         (url,) = (line.removeprefix("metrics: ") for line in self.said if line.startswith("metrics: "))
-        with urllib.request.urlopen(url, timeout=10) as page:
+        with urllib.request.urlopen(url, timeout=DEADLINE_S) as page:
             content = page.read()
         self.pages.append(content)
         (self.home / f"page-{report.step}").write_bytes(content)
@@ -136,11 +138,13 @@ class _Searching:
 
     def _search(self, *handles):
         root = str(HERE.parents[1])
-        return ray.get([each.__ray_call__.remote(_search_inside, str(self.home), root) for each in handles], timeout=60)
+        return ray.get(
+            [each.__ray_call__.remote(_search_inside, str(self.home), root) for each in handles], timeout=DEADLINE_S
+        )
 
     def _plant_and_search(self, handle):
         """The same search in the same process, now that there is something to be found."""
-        ray.get(handle.__ray_call__.remote(_plant, str(self.home)), timeout=30)
+        ray.get(handle.__ray_call__.remote(_plant, str(self.home)), timeout=DEADLINE_S)
         ((_, _, self.planted),) = self._search(handle)
         (self.home / "planted").unlink()
 
@@ -245,6 +249,11 @@ def test_the_search_finds_what_a_deleted_object_left_behind_and_in_a_log(ray_clu
     def careless():
         print(bytes(range(60, 92)).hex())
 
-    ray.get(careless.remote(), timeout=60)
-    found = leaks.leaks(needles, leaks.files_below(_session()))
-    assert any("hexadecimal in" in line and "/logs/worker" in line for line in found)
+    ray.get(careless.remote(), timeout=DEADLINE_S)
+    end = time.monotonic() + DEADLINE_S
+    while not any(
+        "hexadecimal in" in line and "/logs/worker" in line
+        for line in leaks.leaks(needles, leaks.files_below(_session()))
+    ):
+        assert time.monotonic() < end, "it is not found in the log"
+        time.sleep(0.1)

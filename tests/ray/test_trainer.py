@@ -36,6 +36,8 @@ from workers.manifest import Manifest
 from workers.parameters import parameter_digest, tensor_digests
 
 STEPS = 4
+DEATH_NOTICED_S = 60
+"""Half of the deadline by which a worker that only hangs is given up. An idle machine takes less than 2 s."""
 
 
 def digits(**changes):
@@ -62,8 +64,7 @@ def secret(tmp_path_factory):
 
 
 def train(config, **options):
-    trainer = Trainer(config, notice=lambda line: None, **options)
-    return trainer, trainer.train()
+    return Trainer(config, notice=lambda line: None, **options).train()
 
 
 def digests(result):
@@ -87,7 +88,7 @@ def observed(ray_cluster, secret, tmp_path_factory):
         config = digits(**OBSERVED, **SERVED)
         trainer = Trainer(config, run_secret=secret, notice=scraping.notices.append, progress=look)
         result = trainer.train()
-        vectors = [ray.get(list(references), timeout=30) for references in watching.seen]
+        vectors = [ray.get(list(references), timeout=120) for references in watching.seen]
     return Observed(trainer, result, scraping.pages, processes, vectors, evidence, scraping.notices)
 
 
@@ -100,16 +101,11 @@ def _members():
     }
 
 
-def test_three_workers_and_one_give_the_same_bytes_and_charges(observed, secret):
-    masked = observed.result
-    _, alone = train(digits(**ALONE, **MEASURED), run_secret=secret)
-    assert digests(masked) == digests(alone)
-    assert len(digests(masked)) == STEPS
+def test_every_vector_of_a_step_and_of_a_measurement_is_masked(observed):
     words = STEPS * 4810 + 10 + 2 * 2
-    assert (masked["metrics"]["masked_bytes"], alone["metrics"]["masked_bytes"]) == (3 * 4 * words, 0)
-    assert len(masked["metrics"]["measurements"]) == 3
-    assert masked["metrics"]["measurements"] == alone["metrics"]["measurements"]
-    assert masked["metrics"]["privacy_epsilon_charged"] == alone["metrics"]["privacy_epsilon_charged"]
+    assert len(digests(observed.result)) == STEPS
+    assert observed.result["metrics"]["masked_bytes"] == 3 * 4 * words
+    assert len(observed.result["metrics"]["measurements"]) == 3
 
 
 def test_run_directory_holds_what_a_third_party_needs(observed):
@@ -184,7 +180,7 @@ def test_roster_and_log_are_served_while_the_run_goes_on(observed):
 def test_a_run_goes_on_without_a_bad_a_killed_and_a_revoked_worker_on_renewed_evidence_with_the_same_bytes(
     observed, secret, tmp_path
 ):
-    """Of five workers one is refused, and one is killed in the first step, which is noticed within 2 s and costs one
+    """Of five workers one is refused, and one is killed in the first step, which is noticed by its death and costs one
     attempt; evidence ages after that step, and another worker is revoked after the second."""
     noticed = []
 
@@ -203,8 +199,10 @@ def test_a_run_goes_on_without_a_bad_a_killed_and_a_revoked_worker_on_renewed_ev
             notice=lambda line: noticed.append(time.monotonic()) if "died" in line else None,
         )
         result = trainer.train()
-        assert 0 < noticed[0] - watching.killed_time < 2
+        assert 0 < noticed[0] - watching.killed_time < DEATH_NOTICED_S
     assert digests(result) == digests(observed.result)
+    for same in ("measurements", "privacy_epsilon_charged"):
+        assert result["metrics"][same] == observed.result["metrics"][same]
     assert trainer.finished.outcomes[0].commit.attempts == 2
     assert result["metrics"]["num_workers"] == 2
     left = [line for line in result["metrics"]["warnings"] if " left: " in line]
@@ -270,51 +268,37 @@ def test_a_policy_for_hardware_is_met_by_no_machine_without_a_tee(ray_cluster, t
         train(config, config_dir=tmp_path)
 
 
-def test_in_memory_dataset_is_said_to_be_visible_and_its_file_is_removed_and_a_kept_secret_stays(
+def test_an_in_memory_dataset_and_a_loose_result_are_said_and_data_and_generated_secret_go_with_the_run(
     ray_cluster, raycloak_home
 ):
+    """A run without noise is tested on plain objects, in test_public_run.py, as is a secret that is kept."""
     generator = torch.Generator().manual_seed(7)
     features = torch.rand(160, 64, generator=generator)
     dataset = torch.utils.data.TensorDataset(features, torch.arange(160) % 10)
-    changes = {"expected_batch_size": 40, "steps": 2, "evaluation": None, "secret_retention": "keep"}
+    changes = {"expected_batch_size": 40, "steps": 2, "evaluation": None, "allow_nondeterministic": True}
     config = digits(**ALONE, **changes, dp_config=RENYI).model_copy(update={"dataset": None})
-    _, result = train(config, train_dataset=dataset)
-    assert any("the driver has seen the examples" in line for line in result["metrics"]["warnings"])
-    assert not list(raycloak_home.rglob("*.npz"))
-    (kept,) = raycloak_home.rglob("*.secret")
-    assert kept.stat().st_mode & 0o777 == 0o600
-
-
-def test_not_private_and_not_exact_are_said_noise_is_off_only_for_public_data_and_the_secret_goes_with_the_run(
-    ray_cluster, raycloak_home
-):
-    with pytest.raises(RefusedError, match="not_public"):
-        train(digits(dp_config={"enabled": False}))
-    scraping, secrets = Scraping(), []
+    scraping, modes = Scraping(), []
 
     def look(report):
         scraping(report)
-        secrets.extend(raycloak_home.rglob("*.secret"))
+        modes.extend(path.stat().st_mode & 0o777 for path in raycloak_home.rglob("*.secret"))
 
-    public = {"kind": "digits", "public": True}
-    changes = {"steps": 1, "dp_config": {"enabled": False}}
-    config = digits(**ALONE, **changes, dataset=public, allow_nondeterministic=True)
-    result = Trainer(config, notice=scraping.notices.append, progress=look).train()
-    assert len(secrets) == 1, "a generated secret lies in a file while the run goes on"
-    assert not secrets[0].exists()
-    assert result["metrics"]["private"] is False
-    assert result["metrics"]["privacy_epsilon"] is None
+    trainer = Trainer(config, train_dataset=dataset, notice=scraping.notices.append, progress=look)
+    result = trainer.train()
+    assert result["metrics"]["masked_bytes"] == 0
+    assert any("the driver has seen the examples" in line for line in result["metrics"]["warnings"])
+    assert not list(raycloak_home.rglob("*.npz"))
+    assert modes == [0o600, 0o600], "a generated secret lies in a file while the run goes on"
+    assert not list(raycloak_home.rglob("*.secret"))
     assert result["metrics"]["exact"] is False
-    assert re.search(
-        r'^raycloak_run_claims_info\{exactness="NOT_EXACT",privacy="NOT_PRIVATE"', scraping.pages[0], re.MULTILINE
-    )
+    assert re.search(r'^raycloak_run_claims_info\{exactness="NOT_EXACT"', scraping.pages[0], re.MULTILINE)
     manifest = Manifest.model_validate_json((Path(result["run_dir"]) / "manifest.json").read_bytes())
     assert not manifest.computation.exact
 
 
 def test_no_worker_or_aggregator_outlives_its_run(observed):
     assert len(observed.processes) >= 4
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while (left := observed.processes & _members()) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left

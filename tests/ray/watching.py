@@ -37,7 +37,9 @@ class Watching(RayBackend):
     def call(self, actor, method, *args, **options):
         if method is Worker.step:
             if self.doomed == (actor.member_id, self.asked.count(actor.member_id)):
-                os.kill(ray.get(actor.handle.__ray_call__.remote(lambda self: os.getpid()), timeout=30), signal.SIGKILL)
+                os.kill(
+                    ray.get(actor.handle.__ray_call__.remote(lambda self: os.getpid()), timeout=120), signal.SIGKILL
+                )
                 Watching.killed_time = time.monotonic()
             self.asked.append(actor.member_id)
         references = super().call(actor, method, *args, **options)
@@ -65,7 +67,7 @@ class Scraping:
 
     def __call__(self, report):
         (url,) = (line.removeprefix("metrics: ") for line in self.notices if line.startswith("metrics: "))
-        with urllib.request.urlopen(url, timeout=10) as page:
+        with urllib.request.urlopen(url, timeout=120) as page:
             self.pages.append(page.read().decode())
 
 

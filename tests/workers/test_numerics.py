@@ -36,7 +36,7 @@ def child(capability: str) -> list[str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=600,
     )
     return done.stdout.split()
 
