@@ -16,13 +16,14 @@ from opacus import GradSampleModule
 from opacus.optimizers import DPOptimizer
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 
-from coordinator.config import RunConfig, load_config
-from coordinator.evaluation import Evaluator, open_public
-from coordinator.optimizers import learning_rate
-from coordinator.plan import Plan
-from coordinator.plan_command import descriptor, plan_of
-from workers.manifest import OptimizerSpec
-from workers.models import ModelSource, build_model, loss_function, read_flat
+from raycloak.coordinator.aggregation.update_rules import learning_rate
+from raycloak.coordinator.config.run import RunConfig, load_config
+from raycloak.coordinator.planning.dry_run import plan_of
+from raycloak.coordinator.planning.plan import Plan
+from raycloak.coordinator.planning.references import descriptor
+from raycloak.coordinator.training.public_evaluation import Evaluator, open_public
+from raycloak.workers.inputs.models import ModelSource, build_model, loss_function, read_flat
+from raycloak.workers.terms.manifest import OptimizerSpec
 
 
 def main() -> None:

@@ -77,7 +77,7 @@ def _raycloak(config: str, recipe: str, seed: int) -> dict[str, object]:
         secret = Path(folder) / "secret"
         secret.touch(mode=0o600)
         secret.write_text(hashlib.sha256(f"{recipe}/{seed}".encode()).hexdigest())
-        command = ["-m", "coordinator", "run", config, "--run-secret", str(secret), "--json"]
+        command = ["-m", "raycloak", "run", config, "--run-secret", str(secret), "--json"]
         result = _json_of(command)
     evidence = "SIMULATED" if result["evidence_class"] == "simulated" else result["evidence_class"]
     shown = f"raycloak run {config} --run-secret FILE --json, FILE holding sha256('{recipe}/{seed}') in hexadecimal"

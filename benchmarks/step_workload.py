@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from workers.datasets import ArrayDataset
+from raycloak.workers.inputs.datasets import ArrayDataset
 
 
 def dataset() -> ArrayDataset:

@@ -7,7 +7,7 @@ from typing import NoReturn
 def main() -> NoReturn:
     """Load the command and run it. Ctrl-C while it loads ends the process at once: nothing has begun."""
     former = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from coordinator.cli import main as command
+    from raycloak.coordinator.cli.app import main as command
 
     signal.signal(signal.SIGINT, former)
     command()

@@ -41,7 +41,7 @@ workers = {name: worker.remote(name, source, time.time) for name in ("worker-0",
 # Everybody opens the data and builds the model; the manifest fixes what they agree on.
 data = rc.DatasetDescriptor(kind="digits", scale=16.0)
 setup = rc.WorkerSetup(
-    rc.ModelSource("coordinator.demo:digits_model"), "cross_entropy", data, home, seed=0, device="cpu"
+    rc.ModelSource("raycloak.coordinator.runs.demo:digits_model"), "cross_entropy", data, home, seed=0, device="cpu"
 )
 facts = get(*(w.prepare.remote(setup) for w in workers.values()))[0]
 plan = rc.make_plan(config, facts.num_examples, sum(tensor.size for tensor in facts.tensors))

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from prometheus_client.core import Metric
 
-from metrics.exporter import Values
-from metrics.gpu_readings import GpuReading
-from metrics.registry import (
+from raycloak.metrics.exporter import Values
+from raycloak.metrics.gpu_readings import GpuReading
+from raycloak.metrics.registry import (
     ACCOUNT,
     GPU_SERIES,
     GPU_STATES,

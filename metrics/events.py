@@ -14,10 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from metrics.errors import RefusedError
-from metrics.file_errors import file_error
-from metrics.privacy_class import PrivacyClass
-from metrics.registry import is_identifier
+from raycloak.metrics.errors import RefusedError
+from raycloak.metrics.file_errors import file_error
+from raycloak.metrics.privacy_class import PrivacyClass
+from raycloak.metrics.registry import is_identifier
 
 Value = str | int | float | None
 _INDEPENDENT, _RELEASED, _SECRET = PrivacyClass.DATA_INDEPENDENT, PrivacyClass.RELEASED, PrivacyClass.SECRET

@@ -16,8 +16,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from metrics.errors import RefusedError
-from metrics.registry import BY_NAME, OTHER, Kind, Label, Series
+from raycloak.metrics.errors import RefusedError
+from raycloak.metrics.registry import BY_NAME, OTHER, Kind, Label, Series
 
 LabelValues = tuple[str, ...]
 _FAMILIES: Mapping[Kind, Callable[..., Metric]] = {

@@ -3,7 +3,7 @@
 import errno
 from pathlib import Path
 
-from metrics.errors import ConfigError
+from raycloak.metrics.errors import ConfigError
 
 _OTHERWISE = "Check the path and the disk."
 _REMEDIES = {

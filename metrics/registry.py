@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
-from metrics.privacy_class import PrivacyClass
+from raycloak.metrics.privacy_class import PrivacyClass
 
 Kind = Literal["counter", "gauge", "histogram"]
 Unit = Literal["", "seconds", "bytes", "ratio", "watts", "celsius"]
@@ -322,7 +322,7 @@ BY_NAME = {series.name: series for series in SERIES}
 
 
 def markdown_table() -> str:
-    """Return all series as the table of docs/metrics.md; ``python -m metrics.registry`` prints it."""
+    """Return all series as the table of docs/metrics.md; ``python -m raycloak.metrics.registry`` prints it."""
     rows = ["| series | kind | labels | class | meaning |", "|---|---|---|---|---|"]
     for series in SERIES:
         labels = ", ".join(f"`{name}`" for name in series.label_names) or "none"

@@ -7,7 +7,7 @@ from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
 
-from metrics.errors import ConfigError
+from raycloak.metrics.errors import ConfigError
 
 
 def parse_bind(bind: str) -> tuple[str, int]:

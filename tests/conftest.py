@@ -14,7 +14,7 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
-    from coordinator.raylets import Raylets
+    from raycloak.coordinator.bench.chaos.raylets import Raylets
 
 pytest_plugins = ["tests.marks"]
 ROOT = Path(__file__).resolve().parent.parent
@@ -110,7 +110,7 @@ def raylets(ray_environment: Mapping[str, str]) -> Iterator["Raylets"]:
 
     No process is a driver of it but the children that tests start with its ``environment``.
     """
-    from coordinator.raylets import Raylets
+    from raycloak.coordinator.bench.chaos.raylets import Raylets
 
     with Raylets(ray_environment) as cluster:
         yield cluster

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from attestation.keys import Secret
-from workers.noise import NoiseSampler
+from raycloak.attestation.core.keys import Secret
+from raycloak.workers.vectors.noise import NoiseSampler
 
 
 def draws(sigma: float, key: Secret, start: int, count: int) -> np.ndarray:

@@ -17,50 +17,49 @@ import numpy as np
 import torch
 from torch import nn
 
-from attestation.commit_book import StepCommit
-from attestation.evidence import CollateralBundle
-from attestation.evidence_log import verify_exported_log
-from attestation.key_release import VirtualWorkerKeys, virtual_worker_keys
-from attestation.keys import IdentityKey, Purpose, Secret, derive
-from attestation.messages import Envelope, seal
-from attestation.policy import Policy, simulated_policy
-from attestation.roster import Member, Roster
-from attestation.run_secret import run_id_of
-from attestation.serving_orchestrator import EvidenceOrchestrator
-from attestation.simulator import SimulatedVendor, code_measurement
-from coordinator.aggregator import MaskedAggregator, ReduceReport, ReduceRequest
-from coordinator.assignment import Assignment, NewRun, Order, Session
-from coordinator.backend import ActorLost, LocalBackend
-from coordinator.config import RunConfig, parse_config
-from coordinator.coordinator import Coordinator
-from coordinator.departures import Departure
-from coordinator.evaluation import public_evaluator
-from coordinator.ledger import PrivacyLedger
-from coordinator.local import LocalPlatform, local_session
-from coordinator.manifest import build_computation, build_manifest, epochs, run_terms
-from coordinator.outcome import Finished
-from coordinator.plan import make_plan, plan_mechanism
-from coordinator.plan_command import descriptor
-from coordinator.ranges import split_ranges
-from coordinator.remote import Actor, Worker
-from coordinator.reporting import Reporting, StepReport
-from coordinator.run_folder import RunFolder, RunRecord
-from coordinator.sealed_terms import evaluation_folder, sealed_terms
-from coordinator.timing import Timer
-from metrics.collectors import RunFacts, RunMetrics
-from metrics.events import EventWriter
+from raycloak.attestation.core.evidence import CollateralBundle
+from raycloak.attestation.core.keys import IdentityKey, Purpose, Secret, derive
+from raycloak.attestation.core.messages import Envelope, seal
+from raycloak.attestation.core.roster import Member, Roster
+from raycloak.attestation.keys.release import VirtualWorkerKeys, virtual_worker_keys
+from raycloak.attestation.keys.run_secret import run_id_of
+from raycloak.attestation.log.evidence_log import verify_exported_log
+from raycloak.attestation.orchestrator.commits import StepCommit
+from raycloak.attestation.policy.policy import Policy, simulated_policy
+from raycloak.attestation.service.serving_orchestrator import EvidenceOrchestrator
+from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
+from raycloak.coordinator.aggregation.aggregator import MaskedAggregator, ReduceReport, ReduceRequest
+from raycloak.coordinator.aggregation.ranges import split_ranges
+from raycloak.coordinator.cluster.backend import ActorLost, LocalBackend
+from raycloak.coordinator.cluster.remote import Actor, Worker
+from raycloak.coordinator.config.run import RunConfig, parse_config
+from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.membership.departures import Departure
+from raycloak.coordinator.membership.timing import Timer
+from raycloak.coordinator.planning.manifest import build_computation, build_manifest, epochs, run_terms
+from raycloak.coordinator.planning.plan import make_plan, plan_mechanism
+from raycloak.coordinator.planning.references import descriptor, evaluation_folder, sealed_terms
+from raycloak.coordinator.record.folder import RunFolder, RunRecord
+from raycloak.coordinator.record.outcome import Finished
+from raycloak.coordinator.runs.local_session import LocalPlatform, local_session
+from raycloak.coordinator.training.assignment import Assignment, NewRun, Order, Session
+from raycloak.coordinator.training.coordinator import Coordinator
+from raycloak.coordinator.training.public_evaluation import public_evaluator
+from raycloak.coordinator.training.reporting import Reporting, StepReport
+from raycloak.metrics.collectors import RunFacts, RunMetrics
+from raycloak.metrics.events import EventWriter
+from raycloak.workers.gradients.clipping import GradientEngine
+from raycloak.workers.inputs.datasets import ArrayDataset
+from raycloak.workers.inputs.models import ModelSource, build_model, cross_entropy
+from raycloak.workers.messages import Admission, StepReply, StepRequest, WorkerSetup
+from raycloak.workers.terms.manifest import Manifest, key_context
+from raycloak.workers.terms.mechanism import Mechanism
+from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
+from raycloak.workers.terms.receipt import Receipt
+from raycloak.workers.train_worker import TrainWorker
+from raycloak.workers.vectors.payload import VectorRange
+from raycloak.workers.virtual_worker import VirtualWorkerComputer
 from tests.models import small_model, wide_model
-from workers.clipping import GradientEngine
-from workers.datasets import ArrayDataset
-from workers.manifest import Manifest, key_context
-from workers.mechanism import Mechanism
-from workers.models import ModelSource, build_model, cross_entropy
-from workers.parameters import parameter_digest, tensor_digests
-from workers.payload import VectorRange
-from workers.receipt import Receipt
-from workers.train_worker import TrainWorker
-from workers.virtual_worker import VirtualWorkerComputer
-from workers.worker_messages import Admission, StepReply, StepRequest, WorkerSetup
 
 NOW = 1_800_000_000
 SECRET = "ab" * 32

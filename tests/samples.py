@@ -1,6 +1,6 @@
 """Names of the samples of a series, as a query writes them."""
 
-from metrics.registry import Series
+from raycloak.metrics.registry import Series
 
 
 def sample_names(series: Series) -> tuple[str, ...]:

@@ -84,7 +84,7 @@ def test_the_check_sees_what_is_missing():
     assert mentions("`a/b.py`\n```\n`c`\n```\nand `D.e`, `a/b.py`") == ["a/b.py", "D.e"]
     assert exists("docs/architecture.md")
     assert exists("RaycloakError")
-    assert exists("metrics.errors.RaycloakError")
+    assert exists("raycloak.metrics.errors.RaycloakError")
     assert not exists("docs/no_such_page.md")
     assert not exists("NoSuchClass")
     assert not exists("RaycloakError.no_such_method")

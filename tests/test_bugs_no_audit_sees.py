@@ -8,12 +8,12 @@ released), or what only destroys the sum (masks). Keys are fixed, so nothing her
 import numpy as np
 import pytest
 
+from raycloak.workers import peers, run_member, virtual_worker
+from raycloak.workers.gradients.clipping import GradientEngine
+from raycloak.workers.inputs.datasets import slice_ids
+from raycloak.workers.vectors.ring import decode
+from raycloak.workers.virtual_worker import VirtualWorkerComputer
 from tests.protocol import VIRTUAL_WORKERS, HandRun, computer, examples, initial_parameters, keys_of, mechanism, trained
-from workers import peers, run_member, virtual_worker
-from workers.clipping import GradientEngine
-from workers.datasets import slice_ids
-from workers.ring import decode
-from workers.virtual_worker import VirtualWorkerComputer
 
 RUN, MODEL = b"c" * 32, b"p" * 32
 START = initial_parameters()

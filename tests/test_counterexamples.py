@@ -12,12 +12,26 @@ import numpy as np
 import pytest
 import torch
 
-from attestation.keys import AgreementKey, derive
-from attestation.roster import Member, Roster
-from coordinator.calibration import epsilon_against, epsilon_of
-from coordinator.manifest import run_terms
-from metrics.errors import BudgetError
-from tests.coordinator.ledger_cases import MANIFEST, PARAMETERS, opened
+from raycloak.attestation.core.keys import AgreementKey, derive
+from raycloak.attestation.core.roster import Member, Roster
+from raycloak.coordinator.accounting.calibration import epsilon_against, epsilon_of
+from raycloak.coordinator.planning.manifest import run_terms
+from raycloak.metrics.errors import BudgetError
+from raycloak.workers import virtual_worker
+from raycloak.workers.gradients.clipping import ClippedSum, GradientEngine
+from raycloak.workers.gradients.numerics import pin_numerics
+from raycloak.workers.gradients.sum_engines import ClassCountEngine
+from raycloak.workers.inputs.datasets import ArrayDataset
+from raycloak.workers.inputs.models import ModelSource, build_model, cross_entropy
+from raycloak.workers.known_answer import known_answer
+from raycloak.workers.run_member import RunMember
+from raycloak.workers.train_worker import TrainWorker
+from raycloak.workers.vectors import masks
+from raycloak.workers.vectors.masks import PairSecret, masked_sum, roster_masks
+from raycloak.workers.vectors.payload import VectorRange
+from raycloak.workers.vectors.ring import decode
+from raycloak.workers.virtual_worker import VirtualWorkerComputer
+from tests.coordinator.ledger.ledger_cases import MANIFEST, PARAMETERS, opened
 from tests.models import wide_model
 from tests.noise import draws
 from tests.protocol import (
@@ -30,20 +44,7 @@ from tests.protocol import (
     mechanism,
     trained,
 )
-from tests.workers.test_measurement import measurement
-from workers import masks, virtual_worker
-from workers.clipping import ClippedSum, GradientEngine
-from workers.datasets import ArrayDataset
-from workers.known_answer import known_answer
-from workers.masks import PairSecret, masked_sum, roster_masks
-from workers.measuring import ClassCountEngine
-from workers.models import ModelSource, build_model, cross_entropy
-from workers.numerics import pin_numerics
-from workers.payload import VectorRange
-from workers.ring import decode
-from workers.run_member import RunMember
-from workers.train_worker import TrainWorker
-from workers.virtual_worker import VirtualWorkerComputer
+from tests.workers.terms.test_measurement import measurement
 
 DELTA = 1e-5
 RUN = b"c" * 32
@@ -81,7 +82,7 @@ def forget(monkeypatch, *, query: bool = False, model: bool = False, data: bool 
         fields = ((name, query), (model_digest, model), (slice_digest, data))
         return derive(secret, purpose, step, *(field for field, dropped in fields if not dropped))
 
-    monkeypatch.setattr("workers.virtual_worker.derive", weaker)
+    monkeypatch.setattr("raycloak.workers.virtual_worker.derive", weaker)
 
 
 # --- noise that depends on less than the gradient does

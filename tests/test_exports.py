@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import raycloak
-from metrics import errors
+from raycloak.metrics import errors
 from raycloak_layout import PACKAGES
 
 

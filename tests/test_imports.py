@@ -31,7 +31,7 @@ def test_every_module_of_the_package_imports_without_torch_and_ray(package, run_
 
 
 CHEAP = [
-    "coordinator.cli", "coordinator.config", "coordinator.doctor", "coordinator.run_folder", "coordinator.bench_chaos",
+    "raycloak.coordinator.cli.app", "raycloak.coordinator.config.run", "raycloak.coordinator.cli.doctor", "raycloak.coordinator.record.folder", "raycloak.coordinator.bench.chaos.chaos",
     "raycloak",
 ]  # fmt: skip
 

@@ -79,7 +79,7 @@ def test_a_wheel_carries_the_dashboards_and_the_command(source, tmp_path, run_py
     with zipfile.ZipFile(_build("build_wheel", source, tmp_path, run_python)) as archive:
         names = set(archive.namelist())
         (entry_points,) = (name for name in names if name.endswith("entry_points.txt"))
-        assert "raycloak = coordinator.__main__:main" in archive.read(entry_points).decode()
+        assert "raycloak = raycloak.coordinator.__main__:main" in archive.read(entry_points).decode()
     dashboards = {f"metrics/dashboards/{path.name}" for path in (ROOT / "metrics" / "dashboards").glob("*.json")}
     assert dashboards <= names
     assert not [name for name in names if name.startswith(("tests/", "docs/", "examples/", "benchmarks/"))]

@@ -18,12 +18,12 @@ import pytest
 import typer.main
 import yaml
 
-from attestation.policy import load_policy
-from coordinator.attest_serve import ServiceConfig
-from coordinator.cli import app
-from coordinator.config import parse_config, validated
-from coordinator.demo import demo_config
-from metrics.errors import ConfigError
+from raycloak.attestation.policy.policy import load_policy
+from raycloak.coordinator.cli.app import app
+from raycloak.coordinator.config.run import parse_config, validated
+from raycloak.coordinator.evidence.standalone_service import ServiceConfig
+from raycloak.coordinator.runs.demo import demo_config
+from raycloak.metrics.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*ROOT.glob("README.md"), *(ROOT / "docs").rglob("*.md")])

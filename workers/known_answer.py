@@ -6,14 +6,14 @@ noise, so it is refused at admission.
 
 import numpy as np
 
-from attestation.canonical import digest
-from attestation.key_release import VirtualWorkerKeys
-from attestation.keys import Purpose, Secret, derive
-from workers.datasets import Dataset
-from workers.measuring import SumEngine
-from workers.mechanism import Mechanism
-from workers.streams import KeyStream
-from workers.virtual_worker import VirtualWorkerComputer
+from raycloak.attestation.core.canonical import digest
+from raycloak.attestation.core.keys import Purpose, Secret, derive
+from raycloak.attestation.keys.release import VirtualWorkerKeys
+from raycloak.workers.gradients.sum_engines import SumEngine
+from raycloak.workers.inputs.datasets import Dataset
+from raycloak.workers.terms.mechanism import Mechanism
+from raycloak.workers.vectors.streams import KeyStream
+from raycloak.workers.virtual_worker import VirtualWorkerComputer
 
 # Known to everybody: the answer must be reproducible, and there is nothing to protect in a synthetic batch.
 _PUBLIC_KEY = Secret(bytes(32))

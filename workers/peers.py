@@ -5,19 +5,19 @@ A worker believes of a member only what evidence says that it appraised itself, 
 
 from collections.abc import Callable, Sequence
 
-from attestation.appraisal import Appraisal, appraise
-from attestation.attester import Attester
-from attestation.canonical import digest
-from attestation.enrolment import check_enrolment
-from attestation.floors import SeenFacts
-from attestation.keys import Secret
-from attestation.messages import Envelope
-from attestation.mutual import appraise_orchestrator
-from attestation.roster import Member, Roster
-from metrics.errors import EvidenceError
-from workers.masks import PairSecret, roster_masks
-from workers.payload import VerifiedAttempt
-from workers.worker_messages import Admission
+from raycloak.attestation.appraisal.appraisal import Appraisal, appraise
+from raycloak.attestation.appraisal.enrolment import check_enrolment
+from raycloak.attestation.appraisal.mutual import appraise_orchestrator
+from raycloak.attestation.attester.attester import Attester
+from raycloak.attestation.core.canonical import digest
+from raycloak.attestation.core.keys import Secret
+from raycloak.attestation.core.messages import Envelope
+from raycloak.attestation.core.roster import Member, Roster
+from raycloak.attestation.trust.floors import SeenFacts
+from raycloak.metrics.errors import EvidenceError
+from raycloak.workers.messages import Admission
+from raycloak.workers.vectors.masks import PairSecret, roster_masks
+from raycloak.workers.vectors.payload import VerifiedAttempt
 
 
 class Peers:
@@ -113,7 +113,8 @@ class Peers:
                 )
 
     def masks(self, attempt: VerifiedAttempt) -> Sequence[Sequence[tuple[Secret, int]]]:
-        """Return (key, sign) towards every other worker, per range; see `workers.masks.roster_masks`."""
+        """Return (key, sign) towards every other worker, per range; see
+        `raycloak.workers.vectors.masks.roster_masks`."""
         return roster_masks(
             {peer_id: pair for (peer_id, _), pair in self._pairs.items()},
             attempt.roster,

@@ -2,7 +2,7 @@
 
 Guarantee: nothing is computed before a receipt and a roster for exactly the given parameters were verified. One masked
 vector leaves per (run, query, step, attempt); a repeat gets the same bytes or a refusal.
-Assumes: its caller, `workers.train_worker.TrainWorker`, lets no text of an exception out.
+Assumes: its caller, `raycloak.workers.train_worker.TrainWorker`, lets no text of an exception out.
 """
 
 import time
@@ -10,27 +10,27 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from attestation.attester import Attester
-from attestation.canonical import digest
-from attestation.key_policy import KeyKind
-from attestation.key_release import KeyRelease, ReleaseTerms, VirtualWorkerKeys, open_keys, open_slice_keys
-from attestation.keys import Purpose, Secret, derive
-from attestation.log_watch import LogWatch
-from attestation.messages import Envelope, seal
-from attestation.roster import Query, Roster, open_roster
-from attestation.slices import DataCommitments
-from metrics.errors import EvidenceError, ProtocolError
-from workers.evaluating import SliceEvaluator
-from workers.halves import SecondHalves
-from workers.masks import masked_sum
-from workers.parameters import own_copy, parameter_digest, tensor_digests
-from workers.payload import VectorRange, VerifiedAttempt, payload_key, seal_header, tag_payload
-from workers.peers import Peers
-from workers.receipt import check_receipt
-from workers.ring import RingVector, ring_dtype
-from workers.virtual_worker import EncodedVector
-from workers.worker_messages import Admission, StepReply, StepRequest
-from workers.workload import PlannedWorkload
+from raycloak.attestation.attester.attester import Attester
+from raycloak.attestation.core.canonical import digest
+from raycloak.attestation.core.keys import Purpose, Secret, derive
+from raycloak.attestation.core.messages import Envelope, seal
+from raycloak.attestation.core.roster import Query, Roster, open_roster
+from raycloak.attestation.keys.release import KeyRelease, ReleaseTerms, VirtualWorkerKeys, open_keys, open_slice_keys
+from raycloak.attestation.log.watch import LogWatch
+from raycloak.attestation.orchestrator.data_commitments import DataCommitments
+from raycloak.attestation.policy.key_policy import KeyKind
+from raycloak.metrics.errors import EvidenceError, ProtocolError
+from raycloak.workers.evaluation import SliceEvaluator
+from raycloak.workers.messages import Admission, StepReply, StepRequest
+from raycloak.workers.peers import Peers
+from raycloak.workers.second_halves import SecondHalves
+from raycloak.workers.terms.parameter_digest import own_copy, parameter_digest, tensor_digests
+from raycloak.workers.terms.receipt import check_receipt
+from raycloak.workers.vectors.masks import masked_sum
+from raycloak.workers.vectors.payload import VectorRange, VerifiedAttempt, payload_key, seal_header, tag_payload
+from raycloak.workers.vectors.ring import RingVector, ring_dtype
+from raycloak.workers.virtual_worker import EncodedVector
+from raycloak.workers.workload import PlannedWorkload
 
 
 class RunMember:
@@ -75,7 +75,7 @@ class RunMember:
     def accept_keys(self, release: KeyRelease) -> Envelope:
         """Take keys of virtual workers; returns signed keyed commitments to their slices.
 
-        See `workers.train_worker.TrainWorker.accept_keys`.
+        See `raycloak.workers.train_worker.TrainWorker.accept_keys`.
         """
         manifest, policy = self._admission.manifest, self._admission.policy
         member_id, hpke_key = self._attester.member_id, self._attester.hpke
@@ -108,7 +108,7 @@ class RunMember:
     def step(
         self, receipt: Envelope, request: StepRequest, parameters: Sequence[np.ndarray]
     ) -> tuple[StepReply, tuple[RingVector, ...]]:
-        """Compute, mask and sign one attempt; see `workers.train_worker.TrainWorker.step`.
+        """Compute, mask and sign one attempt; see `raycloak.workers.train_worker.TrainWorker.step`.
 
         Raises:
             RaycloakError: why there is no vector; anything else is a defect, or comes from user code.

@@ -8,28 +8,28 @@ A plain class behind a narrow message interface, so that it can be moved into a 
     compute_known_answer  PlannedWorkload    the mechanisms are chosen, and tried on public data
     present               RunMember          bound to one manifest for life
 
-A wrong or failing step is answered by one code; no text of an exception leaves (see `workers/guard.py`).
+A wrong or failing step is answered by one code; no text of an exception leaves (see `workers/answer_codes.py`).
 """
 
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from attestation.attester import Attester, EvidenceSource, GpuSource
-from attestation.evidence import Challenge
-from attestation.key_release import KeyRelease
-from attestation.messages import Envelope
-from metrics.errors import ProtocolError
-from workers.evaluating import EvaluationReply
-from workers.guard import answer_code, guarded
-from workers.halves import SecondHalves, check_key_address
-from workers.measurement import Measurement
-from workers.mechanism import Mechanism
-from workers.peers import Peers
-from workers.ring import RingVector
-from workers.run_member import RunMember
-from workers.worker_messages import Admission, StepReply, StepRequest, WorkerFacts, WorkerSetup
-from workers.workload import PlannedWorkload, Workload
+from raycloak.attestation.attester.attester import Attester, EvidenceSource, GpuSource
+from raycloak.attestation.core.evidence import Challenge
+from raycloak.attestation.core.messages import Envelope
+from raycloak.attestation.keys.release import KeyRelease
+from raycloak.metrics.errors import ProtocolError
+from raycloak.workers.answer_codes import answer_code, guarded
+from raycloak.workers.evaluation import EvaluationReply
+from raycloak.workers.messages import Admission, StepReply, StepRequest, WorkerFacts, WorkerSetup
+from raycloak.workers.peers import Peers
+from raycloak.workers.run_member import RunMember
+from raycloak.workers.second_halves import SecondHalves, check_key_address
+from raycloak.workers.terms.measurement import Measurement
+from raycloak.workers.terms.mechanism import Mechanism
+from raycloak.workers.vectors.ring import RingVector
+from raycloak.workers.workload import PlannedWorkload, Workload
 
 
 class TrainWorker:
@@ -133,7 +133,7 @@ class TrainWorker:
         failure is answered by a code.
 
         Args:
-            receipt: the ledger's, for the step; see `workers.receipt`.
+            receipt: the ledger's, for the step; see `raycloak.workers.terms.receipt`.
             parameters: the float32 parameters of each range, in range order.
 
         Returns:
@@ -150,7 +150,7 @@ class TrainWorker:
     def evaluate(self, order: Envelope, *parameters: np.ndarray) -> EvaluationReply:
         """Score parameters on the hosted slices of a sealed split.
 
-        Guarantee: that of `workers.evaluating.SliceEvaluator.answer`. Every failure is answered by a code.
+        Guarantee: that of `raycloak.workers.evaluation.SliceEvaluator.answer`. Every failure is answered by a code.
 
         Args:
             order: the orchestrator's, for these parameters.

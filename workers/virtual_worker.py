@@ -9,16 +9,16 @@ from functools import cached_property
 
 import numpy as np
 
-from attestation.key_release import VirtualWorkerKeys
-from attestation.keys import Purpose, derive
-from workers.clipping import micro_batches
-from workers.datasets import Dataset, slice_digest, slice_ids
-from workers.measuring import SumEngine
-from workers.mechanism import Mechanism
-from workers.noise import NoiseSampler
-from workers.payload import vector_tag
-from workers.ring import RingSpec, encode_into, ring_dtype
-from workers.sampling import draw_ids
+from raycloak.attestation.core.keys import Purpose, derive
+from raycloak.attestation.keys.release import VirtualWorkerKeys
+from raycloak.workers.gradients.clipping import micro_batches
+from raycloak.workers.gradients.sum_engines import SumEngine
+from raycloak.workers.inputs.datasets import Dataset, slice_digest, slice_ids
+from raycloak.workers.terms.mechanism import Mechanism
+from raycloak.workers.vectors.noise import NoiseSampler
+from raycloak.workers.vectors.payload import vector_tag
+from raycloak.workers.vectors.ring import RingSpec, encode_into, ring_dtype
+from raycloak.workers.vectors.sampling import draw_ids
 
 
 @dataclass(frozen=True, slots=True)

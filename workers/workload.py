@@ -8,25 +8,25 @@ from pathlib import Path
 
 import torch
 
-from attestation.canonical import digest
-from attestation.roster import Query
-from metrics.errors import ConfigError, ProtocolError, RefusedError
-from workers.clipping import GradientEngine
-from workers.datasets import Dataset, dataset_form
-from workers.evaluating import open_split
-from workers.fingerprint import dataset_fingerprint
-from workers.known_answer import known_answer
-from workers.manifest import Manifest
-from workers.measurement import Measurement
-from workers.measuring import check_measurable, measurement_engine
-from workers.mechanism import Mechanism
-from workers.model_checks import check_trainable
-from workers.models import ModelRuntime, build_model, loss_function, read_flat, trainable_tensors
-from workers.numerics import current_numerics, pin_numerics
-from workers.parameters import parameter_digest, tensor_digests
-from workers.sealed_dataset import ClearSlices, SliceLocks
-from workers.virtual_worker import VirtualWorkerComputer
-from workers.worker_messages import WorkerFacts, WorkerSetup
+from raycloak.attestation.core.canonical import digest
+from raycloak.attestation.core.roster import Query
+from raycloak.metrics.errors import ConfigError, ProtocolError, RefusedError
+from raycloak.workers.evaluation import open_split
+from raycloak.workers.gradients.clipping import GradientEngine
+from raycloak.workers.gradients.model_checks import check_trainable
+from raycloak.workers.gradients.numerics import current_numerics, pin_numerics
+from raycloak.workers.gradients.sum_engines import check_measurable, measurement_engine
+from raycloak.workers.inputs.datasets import Dataset, dataset_form
+from raycloak.workers.inputs.fingerprint import dataset_fingerprint
+from raycloak.workers.inputs.models import ModelRuntime, build_model, loss_function, read_flat, trainable_tensors
+from raycloak.workers.inputs.sealed import ClearSlices, SliceLocks
+from raycloak.workers.known_answer import known_answer
+from raycloak.workers.messages import WorkerFacts, WorkerSetup
+from raycloak.workers.terms.manifest import Manifest
+from raycloak.workers.terms.measurement import Measurement
+from raycloak.workers.terms.mechanism import Mechanism
+from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
+from raycloak.workers.virtual_worker import VirtualWorkerComputer
 
 
 class Workload:

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from attestation.evidence import Collateral
+from raycloak.attestation.core.evidence import Collateral
 
 
 @dataclass

@@ -3,20 +3,20 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from attestation.appraisal import Appraisal
-from attestation.evidence import CollateralBundle, EvidenceClass, Presentation
-from attestation.gpu_rules import GpuRules
-from attestation.gpu_set import gpu_nonce
-from attestation.gpu_simulator import SimulatedGpu, SimulatedGpuVendor
-from attestation.messages import seal
-from attestation.policy import Policy
-from attestation.report_data import report_data
-from attestation.roots import Anchor
-from attestation.snp_rules import SnpRules
-from attestation.snp_simulator import GENUINE_REPORT, ReportVariant, SimulatedAmd, SimulatedMachine
-from attestation.snp_simulator_pki import AuthorityKeys
-from metrics.errors import EvidenceError
+from raycloak.attestation.appraisal.appraisal import Appraisal
+from raycloak.attestation.core.evidence import CollateralBundle, EvidenceClass, Presentation
+from raycloak.attestation.core.messages import seal
+from raycloak.attestation.core.report_data import report_data
+from raycloak.attestation.gpu.gpu_set import gpu_nonce
+from raycloak.attestation.gpu.rules import GpuRules
+from raycloak.attestation.policy.policy import Policy
+from raycloak.attestation.snp.rules import SnpRules
+from raycloak.attestation.trust.roots import Anchor
+from raycloak.metrics.errors import EvidenceError
 from tests.attestation.conftest import MEASUREMENT, NOW, Member, Session
+from tests.simulators.gpu import SimulatedGpu, SimulatedGpuVendor
+from tests.simulators.snp import GENUINE_REPORT, ReportVariant, SimulatedAmd, SimulatedMachine
+from tests.simulators.snp_pki import AuthorityKeys
 
 NONCE = b"n" * 32
 

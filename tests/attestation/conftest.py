@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.rsa import generate_private_key
 
-from attestation.appraisal import Appraisal, appraise
-from attestation.evidence import CollateralBundle, Presentation, Role
-from attestation.key_release import HpkeKey
-from attestation.keys import AgreementKey, IdentityKey
-from attestation.messages import Envelope, seal
-from attestation.policy import Policy, simulated_policy
-from attestation.report_data import report_data
-from attestation.simulator import SimulatedVendor
-from attestation.simulator_platform import GENUINE, QuoteVariant, SimulatedPlatform
-from attestation.snp_simulator_pki import RSA_BITS, AuthorityKeys
+from raycloak.attestation.appraisal.appraisal import Appraisal, appraise
+from raycloak.attestation.core.evidence import CollateralBundle, Presentation, Role
+from raycloak.attestation.core.hpke import HpkeKey
+from raycloak.attestation.core.keys import AgreementKey, IdentityKey
+from raycloak.attestation.core.messages import Envelope, seal
+from raycloak.attestation.core.report_data import report_data
+from raycloak.attestation.policy.policy import Policy, simulated_policy
+from raycloak.attestation.simulators.tdx_platform import GENUINE, QuoteVariant, SimulatedPlatform
+from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
+from tests.simulators.snp_pki import RSA_BITS, AuthorityKeys
 
 NOW = 1_800_000_000
 MEASUREMENT = bytes(range(48))

@@ -7,18 +7,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from attestation.attester import Attester
-from attestation.canonical import digest
-from attestation.client import EvidenceClient
-from attestation.messages import Envelope
-from attestation.orchestrator import open_run
-from attestation.policy import simulated_policy
-from attestation.run_terms import RunTerms
-from attestation.service import EvidenceServer
-from attestation.service_limits import ServiceLimits
-from attestation.static_hosting import StaticHosting
+from raycloak.attestation.attester.attester import Attester
+from raycloak.attestation.core.canonical import digest
+from raycloak.attestation.core.messages import Envelope
+from raycloak.attestation.orchestrator.hosting import StaticHosting
+from raycloak.attestation.orchestrator.orchestrator import open_run
+from raycloak.attestation.orchestrator.run_terms import RunTerms
+from raycloak.attestation.policy.policy import simulated_policy
+from raycloak.attestation.service.client import EvidenceClient
+from raycloak.attestation.service.limits import ServiceLimits
+from raycloak.attestation.service.server import EvidenceServer
+from tests.attestation.attester.test_attester import Source
 from tests.attestation.conftest import MANIFEST, MEASUREMENT, NOW, Session
-from tests.attestation.test_attester import Source
 
 ANSWER = b"k" * 32
 HOSTING = {"worker-0": (0, 2), "worker-1": (1, 3)}

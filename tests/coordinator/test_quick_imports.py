@@ -4,11 +4,11 @@ import gc
 import json
 from importlib import import_module
 
-from coordinator.quick_imports import quickly
+from raycloak.coordinator.quick_imports import quickly
 
 IMPORTS = """
 import gc, json
-from coordinator.quick_imports import quickly
+from raycloak.coordinator.quick_imports import quickly
 with quickly():
     during = gc.isenabled()
     import email.mime.text

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 import yaml
 
-from coordinator.ray_health import DEAD_NODE_S, HEALTH_CHECKS
+from raycloak.coordinator.bench.chaos.ray_health import DEAD_NODE_S, HEALTH_CHECKS
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFINITIONS = ROOT.parent / "shared" / "crds"
@@ -259,7 +259,7 @@ def test_manifests_speak_of_one_cluster_one_image_and_the_pinned_ray(cluster):
 def test_the_job_serves_its_metrics_on_the_port_that_is_scraped():
     (job,) = load("deploy/ray-job.yaml")
     assert f"--set metrics.bind=0.0.0.0:{RAYCLOAK_PORT}" in job["spec"]["entrypoint"]
-    assert job["spec"]["entrypoint"].startswith("python -m coordinator run /opt/raycloak/examples/digits.yaml")
+    assert job["spec"]["entrypoint"].startswith("python -m raycloak run /opt/raycloak/examples/digits.yaml")
 
 
 def test_the_image_copies_only_what_the_repository_has():

@@ -5,15 +5,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from attestation.evidence import CollateralBundle, Presentation
-from attestation.gpu_simulator import SimulatedGpuVendor
-from attestation.key_release import HpkeKey
-from attestation.keys import AgreementKey, IdentityKey
-from attestation.policy import simulated_policy
-from attestation.simulator import SimulatedVendor
-from attestation.vector_gpu import answers_of, references_of
-from attestation.vector_index import Case, read_index
-from metrics.errors import RaycloakError
+from raycloak.attestation.core.evidence import CollateralBundle, Presentation
+from raycloak.attestation.core.hpke import HpkeKey
+from raycloak.attestation.core.keys import AgreementKey, IdentityKey
+from raycloak.attestation.policy.policy import simulated_policy
+from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
+from raycloak.attestation.vectors.check import answers_of, references_of
+from raycloak.attestation.vectors.index import Case, read_index
+from raycloak.metrics.errors import RaycloakError
+from tests.simulators.gpu import SimulatedGpuVendor
 
 NOW = 1_800_000_000
 Seed = tuple[str, bytes]

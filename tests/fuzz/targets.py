@@ -7,20 +7,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from attestation.appraisal import open_presentation
-from attestation.canonical import read_json
-from attestation.evidence import Collateral, CollateralBundle, GpuEvidence
-from attestation.gpu_ocsp import find_answers
-from attestation.gpu_report import parse_gpu_report
-from attestation.gpu_rim import read_rim
-from attestation.messages import Envelope, parse
-from attestation.policy import load_policy
-from attestation.quote_format import parse_quote
-from attestation.snp_cert_table import certificates_in, read_table
-from attestation.snp_report import parse_report
-from attestation.vector_encoding import bytes_of, decode
-from attestation.vector_index import read_index
-from metrics.errors import ConfigError, EvidenceError, ProtocolError
+from raycloak.attestation.appraisal.appraisal import open_presentation
+from raycloak.attestation.collateral.encoding import bytes_of, decode
+from raycloak.attestation.core.canonical import read_json
+from raycloak.attestation.core.evidence import Collateral, CollateralBundle, GpuEvidence
+from raycloak.attestation.core.messages import Envelope, parse
+from raycloak.attestation.gpu.ocsp import find_answers
+from raycloak.attestation.gpu.report import parse_gpu_report
+from raycloak.attestation.gpu.rim import read_rim
+from raycloak.attestation.policy.policy import load_policy
+from raycloak.attestation.snp.cert_table import certificates_in, read_table
+from raycloak.attestation.snp.report import parse_report
+from raycloak.attestation.tdx.quote import parse_quote
+from raycloak.attestation.vectors.index import read_index
+from raycloak.metrics.errors import ConfigError, EvidenceError, ProtocolError
 
 SLOW_S = 0.1
 

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from metrics.collectors import (
+from raycloak.metrics.collectors import (
     AccountFigures,
     GpuReadingCollector,
     LedgerCollector,
@@ -15,9 +15,9 @@ from metrics.collectors import (
     RunMetrics,
     spent_ratio,
 )
-from metrics.exporter import Exporter
-from metrics.gpu_readings import GpuReading
-from metrics.registry import ACCOUNT, BY_NAME, RUN_SERIES
+from raycloak.metrics.exporter import Exporter
+from raycloak.metrics.gpu_readings import GpuReading
+from raycloak.metrics.registry import ACCOUNT, BY_NAME, RUN_SERIES
 from tests.samples import sample_names
 
 FACTS = RunFacts(

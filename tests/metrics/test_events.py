@@ -3,8 +3,8 @@ import math
 
 import pytest
 
-from metrics.errors import ConfigError, RefusedError
-from metrics.events import FIELDS, EventWriter
+from raycloak.metrics.errors import ConfigError, RefusedError
+from raycloak.metrics.events import FIELDS, EventWriter
 
 
 @pytest.fixture

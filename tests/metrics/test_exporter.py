@@ -6,9 +6,9 @@ from prometheus_client import generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
-from metrics.errors import RefusedError
-from metrics.exporter import Exporter, Values, check_exportable
-from metrics.registry import BY_NAME, OTHER, SERIES, Series
+from raycloak.metrics.errors import RefusedError
+from raycloak.metrics.exporter import Exporter, Values, check_exportable
+from raycloak.metrics.registry import BY_NAME, OTHER, SERIES, Series
 
 UP = BY_NAME["raycloak_ledger_up"]
 REFUSED = BY_NAME["raycloak_steps_refused_total"]

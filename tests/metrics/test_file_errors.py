@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from metrics.errors import ConfigError, DatasetError
-from metrics.file_errors import file_error
+from raycloak.metrics.errors import ConfigError, DatasetError
+from raycloak.metrics.file_errors import file_error
 from raycloak_layout import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[2]

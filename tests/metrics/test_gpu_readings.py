@@ -7,7 +7,7 @@ import ctypes
 import pynvml
 import pytest
 
-from metrics.gpu_readings import GpuReading, GpuSampler
+from raycloak.metrics.gpu_readings import GpuReading, GpuSampler
 
 
 def written(pointer):

@@ -2,8 +2,8 @@ import re
 
 import pytest
 
-from metrics.privacy_class import PrivacyClass
-from metrics.registry import BY_NAME, GPU_STATES, OTHER, SERIES, Label, is_identifier
+from raycloak.metrics.privacy_class import PrivacyClass
+from raycloak.metrics.registry import BY_NAME, GPU_STATES, OTHER, SERIES, Label, is_identifier
 
 UNIT_IN_NAME = {"seconds": "seconds", "bytes": "bytes", "ratio": "ratio", "watts": "watts", "celsius": "celsius"}
 FORBIDDEN_LABELS = {"worker", "worker_id", "example", "user", "host", "pid", "message"}

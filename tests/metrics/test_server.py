@@ -5,10 +5,10 @@ import urllib.request
 import pytest
 from prometheus_client import CollectorRegistry
 
-from metrics.collectors import LedgerCollector, LedgerFigures
-from metrics.errors import ConfigError
-from metrics.exporter import Exporter
-from metrics.server import MetricsServer, parse_bind
+from raycloak.metrics.collectors import LedgerCollector, LedgerFigures
+from raycloak.metrics.errors import ConfigError
+from raycloak.metrics.exporter import Exporter
+from raycloak.metrics.server import MetricsServer, parse_bind
 
 
 def get(url):

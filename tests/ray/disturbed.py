@@ -16,13 +16,13 @@ from pathlib import Path
 import ray
 from ray._raylet import GcsClient
 
-from coordinator.actors import connect
-from coordinator.config import parse_config
-from coordinator.demo import demo_config
-from coordinator.ray_backend import RayBackend
-from coordinator.raylets import DRAIN_PREEMPTION
-from coordinator.remote import Worker
-from coordinator.trainer import Trainer
+from raycloak.coordinator.bench.chaos.raylets import DRAIN_PREEMPTION
+from raycloak.coordinator.cluster.actors import connect
+from raycloak.coordinator.cluster.ray_backend import RayBackend
+from raycloak.coordinator.cluster.remote import Worker
+from raycloak.coordinator.config.run import parse_config
+from raycloak.coordinator.runs.demo import demo_config
+from raycloak.coordinator.runs.trainer import Trainer
 from tests.protocol import RENYI, trained
 
 STEPS = 50

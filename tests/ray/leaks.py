@@ -11,15 +11,15 @@ from pathlib import Path
 
 import numpy as np
 
-from attestation.key_release import RunKeys
-from attestation.keys import Purpose, Secret, derive
-from coordinator.process_table import process_table
-from workers.clipping import micro_batches
-from workers.datasets import Dataset, slice_digest, slice_ids
-from workers.manifest import Manifest, key_context
-from workers.models import load_flat, read_flat
-from workers.ring import encode_into, ring_dtype
-from workers.sampling import draw_ids
+from raycloak.attestation.core.keys import Purpose, Secret, derive
+from raycloak.attestation.keys.release import RunKeys
+from raycloak.coordinator.cluster.process_table import process_table
+from raycloak.workers.gradients.clipping import micro_batches
+from raycloak.workers.inputs.datasets import Dataset, slice_digest, slice_ids
+from raycloak.workers.inputs.models import load_flat, read_flat
+from raycloak.workers.terms.manifest import Manifest, key_context
+from raycloak.workers.vectors.ring import encode_into, ring_dtype
+from raycloak.workers.vectors.sampling import draw_ids
 
 Needles = Mapping[str, bytes]
 WINDOW = 32

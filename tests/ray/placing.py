@@ -10,10 +10,10 @@ import time
 import ray
 from ray.util.placement_group import placement_group_table
 
-from coordinator.actors import connect
-from coordinator.config_sections import PlacementConfig
-from coordinator.placement import Placement, cluster_nodes
-from metrics.errors import ConfigError
+from raycloak.coordinator.cluster.actors import connect
+from raycloak.coordinator.cluster.placement import Placement, cluster_nodes
+from raycloak.coordinator.config.sections import PlacementConfig
+from raycloak.metrics.errors import ConfigError
 
 
 def placed(num_workers, **config):

@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 
-from coordinator.chaos_schedule import KILLED_ROLES
+from raycloak.coordinator.bench.chaos.schedule import KILLED_ROLES
 from tests.conftest import QUICK_START
 
 CONFIG = Path(__file__).resolve().parents[2] / "benchmarks" / "chaos.yaml"
@@ -18,7 +18,7 @@ STEPS_PER_KILL = 1000
 
 def test_a_run_under_chaos_has_the_bytes_and_the_charges_of_the_undisturbed_one(run_python):
     done = run_python(
-        "-m", "coordinator", "bench", "chaos", str(CONFIG), "--kills", str(KILLS), "--seed", "4", "--json",
+        "-m", "raycloak", "bench", "chaos", str(CONFIG), "--kills", str(KILLS), "--seed", "4", "--json",
         "--set", "num_workers=3", "--set", f"steps={STEPS_PER_KILL * KILLS}", "--set", "dp_config.accountant=rdp",
         "--set", f"failure.step_deadline_s={DEADLINE_S}", "--set", f"failure.control_deadline_s={DEADLINE_S}",
         environment={"PYTHONPATH": str(QUICK_START)}, deadline_s=KILLS * SECONDS_PER_KILL,

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.config import load_config
-from coordinator.trainer import Trainer
+from raycloak.coordinator.config.run import load_config
+from raycloak.coordinator.runs.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 900
@@ -29,7 +29,7 @@ PROMISED = {
 def test_demo_prints_one_json_object_and_ends_with_a_private_accurate_model(run_python, ray_environment):
     """On a Ray as a user's, which starts its workers by itself."""
     environment = {**ray_environment, "PYTHONPATH": str(ROOT)}
-    done = run_python("-m", "coordinator", "demo", "--json", environment=environment, deadline_s=DEADLINE_S)
+    done = run_python("-m", "raycloak", "demo", "--json", environment=environment, deadline_s=DEADLINE_S)
     assert done.code == 0, done.stderr
     result = json.loads(done.stdout)
     assert result.keys() >= PROMISED
@@ -43,7 +43,7 @@ def test_demo_prints_one_json_object_and_ends_with_a_private_accurate_model(run_
 
 
 def test_bad_input_is_one_line_with_exit_code_2(run_python):
-    wrong = run_python("-m", "coordinator", "demo", "--set", "stepz=3")
+    wrong = run_python("-m", "raycloak", "demo", "--set", "stepz=3")
     assert (wrong.code, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("error: config: stepz")
 
@@ -105,7 +105,7 @@ def test_a_ray_job_ends_with_the_same_verdict_as_a_local_run(head, ray_cluster, 
     (checkout / "secret.hex").write_text("7a" * 32)
     submit = [
         str(Path(sys.executable).parent / "ray"), "job", "submit", "--address", address, "--working-dir", ".", "--",
-        "python", "-m", "coordinator", "run", "examples/digits.yaml", "--json", "--set", "steps=5",
+        "python", "-m", "raycloak", "run", "examples/digits.yaml", "--json", "--set", "steps=5",
         "--set", "num_workers=2", "--run-secret", "secret.hex",
     ]  # fmt: skip
     done = subprocess.run(
@@ -135,7 +135,7 @@ def test_the_loop_by_hand_runs_as_written(run_python, ray_cluster):
 def test_bench_step_measures_on_a_ledger_of_its_own(run_python, ray_cluster, raycloak_home):
     config = str(ROOT / "benchmarks" / "step.yaml")
     done = run_python(
-        "-m", "coordinator", "bench", "step", config, "--json", "--set", "steps=12", "--set", "num_workers=2",
+        "-m", "raycloak", "bench", "step", config, "--json", "--set", "steps=12", "--set", "num_workers=2",
         environment=ray_cluster.environment, deadline_s=DEADLINE_S,
     )  # fmt: skip
     assert done.code == 0, done.stderr

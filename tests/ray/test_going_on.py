@@ -10,13 +10,13 @@ import time
 import pytest
 import yaml
 
-from coordinator.config import load_config
-from coordinator.demo import demo_config
-from coordinator.ledger import PrivacyLedger
-from coordinator.replay import replay
-from coordinator.state import ledger_url
-from coordinator.trainer import Trainer
-from metrics.errors import ConfigError
+from raycloak.coordinator.config.home import ledger_url
+from raycloak.coordinator.config.run import load_config
+from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.runs.demo import demo_config
+from raycloak.coordinator.runs.replay import replay
+from raycloak.coordinator.runs.trainer import Trainer
+from raycloak.metrics.errors import ConfigError
 from tests.conftest import ROOT
 from tests.protocol import RENYI
 
@@ -43,7 +43,7 @@ def wait_for(condition, process):
 
 def stopped_by_a_signal(arguments, environment, home):
     """Run the command, send SIGTERM after its second step, and return (run directory, exit code, JSON, stderr)."""
-    command = [sys.executable, "-m", "coordinator", *arguments, "--json"]
+    command = [sys.executable, "-m", "raycloak", *arguments, "--json"]
     with subprocess.Popen(
         command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

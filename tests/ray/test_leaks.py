@@ -16,19 +16,19 @@ import numpy as np
 import pytest
 import ray
 
-from attestation.keys import Secret
-from attestation.sealed_data import SealedHeader, SealedTerms, SliceKeys
-from coordinator.config import parse_config
-from coordinator.demo import demo_config
-from coordinator.ray_backend import RayBackend
-from coordinator.sealing import seal_for
-from coordinator.trainer import Trainer
-from metrics.errors import RunFailedError
+from raycloak.attestation.core.keys import Secret
+from raycloak.attestation.sealed.sealed_data import SealedHeader, SealedTerms, SliceKeys
+from raycloak.coordinator.cluster.ray_backend import RayBackend
+from raycloak.coordinator.config.run import parse_config
+from raycloak.coordinator.planning.sealing import seal_for
+from raycloak.coordinator.runs.demo import demo_config
+from raycloak.coordinator.runs.trainer import Trainer
+from raycloak.metrics.errors import RunFailedError
+from raycloak.workers.answer_codes import _silenced
+from raycloak.workers.inputs.descriptor import DatasetDescriptor
+from raycloak.workers.terms.manifest import Manifest
 from tests.protocol import RENYI
 from tests.ray import leaks
-from workers.descriptor import DatasetDescriptor
-from workers.guard import _silenced
-from workers.manifest import Manifest
 
 STEPS = 3
 DEADLINE_S = 240
@@ -51,7 +51,7 @@ class _Watching(RayBackend):
 @pytest.fixture
 def watching(monkeypatch):
     monkeypatch.setattr(_Watching, "workers", {})
-    monkeypatch.setattr("coordinator.launch.RayBackend", _Watching)
+    monkeypatch.setattr("raycloak.coordinator.runs.ray_session.RayBackend", _Watching)
     return _Watching
 
 

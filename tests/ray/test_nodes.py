@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.chaos_victims import role
-from coordinator.config import parse_config
-from coordinator.config_sections import FailureConfig
-from coordinator.demo import demo_config
-from coordinator.process_table import process_table
-from coordinator.raylets import Node
-from workers.numerics import worker_environment
+from raycloak.coordinator.bench.chaos.cluster import role
+from raycloak.coordinator.bench.chaos.raylets import Node
+from raycloak.coordinator.cluster.process_table import process_table
+from raycloak.coordinator.config.run import parse_config
+from raycloak.coordinator.config.sections import FailureConfig
+from raycloak.coordinator.runs.demo import demo_config
+from raycloak.workers.gradients.numerics import worker_environment
 
 HERE = Path(__file__).parent
 DEADLINE_S = 120

@@ -17,23 +17,23 @@ import torch
 import yaml
 from safetensors.numpy import load_file
 
-from attestation.evidence_log import read_exported_log, verify_exported_log
-from attestation.simulator import SimulatedVendor
-from attestation.tsm import tee_nodes
-from coordinator.actors import GpuSamplers, fetch, kill_all, start_platforms
-from coordinator.backend import ActorLost
-from coordinator.chaos_victims import role
-from coordinator.config import parse_config
-from coordinator.demo import demo_config
-from coordinator.process_table import descendants, process_table
-from coordinator.run_service import manifest_in
-from coordinator.trainer import Trainer
-from metrics.errors import ModelError, RefusedError
+from raycloak.attestation.attester.tsm import tee_nodes
+from raycloak.attestation.log.evidence_log import read_exported_log, verify_exported_log
+from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
+from raycloak.coordinator.bench.chaos.cluster import role
+from raycloak.coordinator.cluster.actors import GpuSamplers, fetch, kill_all, start_platforms
+from raycloak.coordinator.cluster.backend import ActorLost
+from raycloak.coordinator.cluster.process_table import descendants, process_table
+from raycloak.coordinator.config.run import parse_config
+from raycloak.coordinator.runs.demo import demo_config
+from raycloak.coordinator.runs.evidence_address import manifest_in
+from raycloak.coordinator.runs.trainer import Trainer
+from raycloak.metrics.errors import ModelError, RefusedError
+from raycloak.workers.terms.manifest import Manifest
+from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
 from tests.protocol import RENYI
 from tests.ray.unruly import AGED_S, BAD, revoke, unruly
 from tests.ray.watching import Observed, Scraping, observe, watched
-from workers.manifest import Manifest
-from workers.parameters import parameter_digest, tensor_digests
 
 STEPS = 4
 DEATH_NOTICED_S = 60

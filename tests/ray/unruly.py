@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from attestation.admissions import RENEWED_AFTER
-from attestation.policy import DEFAULT_LIFETIME_S
-from attestation.simulator import SimulatedVendor
-from coordinator.actors import NodeEvidenceSource, kill_all, start_platforms
-from coordinator.timing import Timer
-from metrics.errors import RunFailedError
+from raycloak.attestation.orchestrator.admissions import RENEWED_AFTER
+from raycloak.attestation.policy.policy import DEFAULT_LIFETIME_S
+from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
+from raycloak.coordinator.cluster.actors import NodeEvidenceSource, kill_all, start_platforms
+from raycloak.coordinator.membership.timing import Timer
+from raycloak.metrics.errors import RunFailedError
 from tests.ray.watching import Watching
 
 BAD = "worker-4"
@@ -76,14 +76,14 @@ def unruly(folder: Path) -> Iterator[Passing]:
     """Every trainer has `OneBad` for its backend meanwhile, and the time that is yielded."""
     passing = Passing(folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("coordinator.launch.RayBackend", OneBad)
-        patch.setattr("coordinator.ray_control.time", types.SimpleNamespace(time=passing.clock()))
-        patch.setattr("coordinator.coordinator.Timer", passing.timer)
+        patch.setattr("raycloak.coordinator.runs.ray_session.RayBackend", OneBad)
+        patch.setattr("raycloak.coordinator.cluster.ray_control.time", types.SimpleNamespace(time=passing.clock()))
+        patch.setattr("raycloak.coordinator.training.coordinator.Timer", passing.timer)
         yield passing
 
 
 def revoke(run_dir: Path, member_id: str) -> None:
     """By the command, in a process of its own."""
-    command = [sys.executable, "-m", "coordinator", "attest", "revoke", str(run_dir), "--member", member_id, "--json"]
+    command = [sys.executable, "-m", "raycloak", "attest", "revoke", str(run_dir), "--member", member_id, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     assert json.loads(done.stdout)["name"] == member_id

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import pytest
 import ray
 
-from attestation.policy import simulated_policy
-from attestation.simulator import SimulatedVendor, code_measurement
-from coordinator import state
-from coordinator.local import LocalPlatform
-from coordinator.observing import Observer
-from coordinator.ray_backend import RayBackend
-from coordinator.remote import Aggregator, Worker
-from coordinator.run_service import manifest_in, served_at
-from coordinator.trainer import Trainer
+from raycloak.attestation.policy.policy import simulated_policy
+from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
+from raycloak.coordinator.cluster.ray_backend import RayBackend
+from raycloak.coordinator.cluster.remote import Aggregator, Worker
+from raycloak.coordinator.config import home
+from raycloak.coordinator.evidence.observer import Observer
+from raycloak.coordinator.runs.evidence_address import manifest_in, served_at
+from raycloak.coordinator.runs.local_session import LocalPlatform
+from raycloak.coordinator.runs.trainer import Trainer
 
 
 class Watching(RayBackend):
@@ -55,7 +55,7 @@ def watched():
         patch.setattr(Watching, "seen", [])
         patch.setattr(Watching, "asked", [])
         patch.setattr(Watching, "doomed", None)
-        patch.setattr("coordinator.launch.RayBackend", Watching)
+        patch.setattr("raycloak.coordinator.runs.ray_session.RayBackend", Watching)
         yield Watching
 
 
@@ -87,7 +87,7 @@ class Observed:
 def observe(trainer, name, scratch):
     """What an observer on this machine sees of a run that goes on."""
     folder = trainer._execution.folder.path
-    vendor = SimulatedVendor.load_or_create(state.simulator_folder())
+    vendor = SimulatedVendor.load_or_create(home.simulator_folder())
     policy, collateral = simulated_policy(vendor, code_measurement()), vendor.collateral(int(time.time()))
     source = LocalPlatform(vendor.platform())
     observer = Observer(served_at(folder), name, manifest_in(folder), source, policy, collateral)

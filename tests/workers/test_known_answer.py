@@ -2,11 +2,11 @@
 
 import numpy as np
 
+from raycloak.workers.gradients.clipping import GradientEngine
+from raycloak.workers.inputs.datasets import ArrayDataset
+from raycloak.workers.inputs.models import ModelSource, build_model, cross_entropy, mse
+from raycloak.workers.known_answer import known_answer
 from tests.protocol import Arrays, examples, initial_parameters, mechanism
-from workers.clipping import GradientEngine
-from workers.datasets import ArrayDataset
-from workers.known_answer import known_answer
-from workers.models import ModelSource, build_model, cross_entropy, mse
 
 PARAMETERS = initial_parameters()
 

@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
-from coordinator.handout import Handout
-from metrics.errors import EvidenceError, RefusedError
+from raycloak.coordinator.membership.hosting import Handout
+from raycloak.metrics.errors import EvidenceError, RefusedError
 from tests.protocol import HandRun, trained, whole_run
 
 

@@ -4,17 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from attestation.attester import Attester
-from attestation.evidence import Challenge, CollateralBundle
-from attestation.evidence_log import Entry
-from attestation.gpu_simulator import SimulatedGpu, SimulatedGpus, SimulatedGpuVendor
-from attestation.policy import Policy
-from attestation.roster import Roster
-from attestation.simulator import CollateralVariant
-from coordinator.local import LocalPlatform
-from metrics.errors import EvidenceError
+from raycloak.attestation.attester.attester import Attester
+from raycloak.attestation.core.evidence import Challenge, CollateralBundle
+from raycloak.attestation.core.roster import Roster
+from raycloak.attestation.log.evidence_log import Entry
+from raycloak.attestation.policy.policy import Policy
+from raycloak.attestation.simulators.tdx_vendor import CollateralVariant
+from raycloak.coordinator.runs.local_session import LocalPlatform
+from raycloak.metrics.errors import EvidenceError
+from raycloak.workers.train_worker import TrainWorker
 from tests.protocol import NOW, HandRun
-from workers.train_worker import TrainWorker
+from tests.simulators.gpu import SimulatedGpu, SimulatedGpus, SimulatedGpuVendor
 
 SPARE = "spare"
 

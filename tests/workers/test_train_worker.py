@@ -7,27 +7,34 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from attestation.attester import Attester
-from attestation.evidence import Challenge
-from attestation.key_release import KeyRelease
-from attestation.keys import IdentityKey, Purpose, derive
-from attestation.messages import Envelope, open_envelope, parse, seal
-from attestation.mutual import present_orchestrator
-from attestation.roster import Member, Roster
-from attestation.simulator import SimulatedVendor
-from attestation.slices import DataCommitments
-from coordinator.local import LocalPlatform
-from metrics.errors import DatasetError, EvidenceError, ModelError, ProtocolError, RaycloakError, RunFailedError
+from raycloak.attestation.appraisal.mutual import present_orchestrator
+from raycloak.attestation.attester.attester import Attester
+from raycloak.attestation.core.evidence import Challenge
+from raycloak.attestation.core.keys import IdentityKey, Purpose, derive
+from raycloak.attestation.core.messages import Envelope, open_envelope, parse, seal
+from raycloak.attestation.core.roster import Member, Roster
+from raycloak.attestation.keys.release import KeyRelease
+from raycloak.attestation.orchestrator.data_commitments import DataCommitments
+from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
+from raycloak.coordinator.runs.local_session import LocalPlatform
+from raycloak.metrics.errors import (
+    DatasetError,
+    EvidenceError,
+    ModelError,
+    ProtocolError,
+    RaycloakError,
+    RunFailedError,
+)
+from raycloak.workers.messages import StepReply, StepRequest
+from raycloak.workers.run_member import check_partition
+from raycloak.workers.terms.manifest import TensorSpec
+from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
+from raycloak.workers.terms.receipt import Receipt
+from raycloak.workers.train_worker import TrainWorker
+from raycloak.workers.vectors.payload import Header, VectorRange
+from raycloak.workers.vectors.ring import decode
+from raycloak.workers.virtual_worker import VirtualWorkerComputer
 from tests.protocol import VIRTUAL_WORKERS, HandRun, computer, config, correlation, worker_setup
-from workers.manifest import TensorSpec
-from workers.parameters import parameter_digest, tensor_digests
-from workers.payload import Header, VectorRange
-from workers.receipt import Receipt
-from workers.ring import decode
-from workers.run_member import check_partition
-from workers.train_worker import TrainWorker
-from workers.virtual_worker import VirtualWorkerComputer
-from workers.worker_messages import StepReply, StepRequest
 
 COMPUTATION_CHANGES = {
     "numerics": lambda c: {"numerics": c.numerics.model_copy(update={"cpu_capability": "ANOTHER"})},
@@ -613,7 +620,7 @@ def test_an_error_of_ours_leaves_the_other_methods_as_itself_and_any_other_witho
     def fail(*_):
         raise KeyError("patient 4711")
 
-    monkeypatch.setattr("workers.run_member.open_keys", fail)
+    monkeypatch.setattr("raycloak.workers.run_member.open_keys", fail)
     with pytest.raises(RunFailedError) as error:
         worker.accept_keys(KeyRelease(Envelope(b"", b""), b""))
     assert error.value.code == "worker_error"

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from attestation.keys import Purpose, derive
+from raycloak.attestation.core.keys import Purpose, derive
+from raycloak.workers.inputs.datasets import slice_ids
+from raycloak.workers.vectors.noise import NoiseSampler
+from raycloak.workers.virtual_worker import VirtualWorkerComputer
 from tests.protocol import Arrays, computer, examples, initial_parameters, keys_of, mechanism
-from workers.datasets import slice_ids
-from workers.noise import NoiseSampler
-from workers.virtual_worker import VirtualWorkerComputer
 
 COMPUTATION, MODEL = b"c" * 32, b"p" * 32
 KEYS = keys_of(COMPUTATION, 0)
@@ -71,7 +71,7 @@ def test_sampling_noise_and_tag_share_no_key(monkeypatch):
         derived.append(purpose)
         return derive(secret, purpose, *fields)
 
-    monkeypatch.setattr("workers.virtual_worker.derive", spy)
+    monkeypatch.setattr("raycloak.workers.virtual_worker.derive", spy)
     vector(computer(mechanism()))
     assert derived == [Purpose.SAMPLING, Purpose.NOISE, Purpose.VECTOR_TAG]
 
@@ -116,7 +116,7 @@ def test_sampling_is_keyed_like_the_noise(monkeypatch):
     drawn = []
     genuine = VirtualWorkerComputer.vector.__globals__["draw_ids"]
     monkeypatch.setattr(
-        "workers.virtual_worker.draw_ids", lambda *arguments: drawn.append(genuine(*arguments)) or drawn[-1]
+        "raycloak.workers.virtual_worker.draw_ids", lambda *arguments: drawn.append(genuine(*arguments)) or drawn[-1]
     )
     each = computer(mechanism())
     for step in range(20):

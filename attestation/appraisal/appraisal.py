@@ -1,0 +1,270 @@
+"""Appraises a presentation: pure functions from evidence, collateral, policy and time to a result or a refusal.
+
+The orchestrator calls :func:`open_presentation`, consumes the nonce (`raycloak.attestation.orchestrator.nonces`) and
+then appraises. Workers appraise every peer in the same way, without the nonces. There is no network, clock or state in
+here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+from raycloak.attestation.appraisal.composite import (
+    GuestClaims,
+    classes_of,
+    measurements_of,
+    verify_guest,
+    verify_own_gpus,
+)
+from raycloak.attestation.core.canonical import digest, length_prefixed
+from raycloak.attestation.core.evidence import (
+    MLKEM_BYTES,
+    CollateralBundle,
+    EvidenceClass,
+    Presentation,
+    Refusal,
+    Role,
+    refuse,
+)
+from raycloak.attestation.core.keys import mlkem_public, signature_is_valid
+from raycloak.attestation.core.messages import Envelope, parse
+from raycloak.attestation.core.report_data import expected_report_data
+from raycloak.attestation.gpu.verify import GpuClaims
+from raycloak.attestation.policy.policy import Policy
+from raycloak.attestation.tdx.quote import MAX_QUOTE_BYTES
+from raycloak.attestation.tdx.verify import TdxClaims, check_registers
+from raycloak.attestation.trust.floors import NO_FLOORS, Fact, Floors
+from raycloak.metrics.errors import ProtocolError
+
+# A quote, and sixteen GPUs of which each takes some forty thousand characters.
+MAX_PRESENTATION_BYTES: Final = 16 * MAX_QUOTE_BYTES
+
+# The y coordinates of the Ed25519 points of order 1, 2, 4 and 8, in every encoding.
+_P = 2**255 - 19
+_ORDER_8 = (
+    "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05",
+    "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a",
+)
+_LOW_ORDER_Y: Final = frozenset(
+    {0, 1, _P - 1, _P, _P + 1} | {int.from_bytes(bytes.fromhex(y), "little") for y in _ORDER_8}
+)
+# The u coordinates of the points of low order on curve25519 and its twist, the same way (RFC 7748 ignores the top bit).
+_LOW_ORDER_U: Final = frozenset(
+    {0, 1, _P - 1, _P, _P + 1}
+    | {
+        int.from_bytes(bytes.fromhex(u), "little")
+        for u in (
+            "e0eb7a7c3b41b8ae1656e3faf19fc46ada098deb9c32b1fd866205165f49b800",
+            "5f9c95bca3508c24b1d0b1559c83ef5b04445cc4581c8e86d8224eddd09f1157",
+        )
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Appraisal:
+    """The result of an appraisal that found nothing to refuse.
+
+    Attributes:
+        evidence_class: class of the root that verified the quote.
+        evidence_digest: SHA-256 of the signed body, for logs and rosters; never an identity or replay key, since
+            quotes are malleable.
+        evidence_classes: that class, and the classes of the GPUs.
+        platform_id: names the machine, 16 bytes for TDX and up to 64 for SEV-SNP.
+        gpus: the worker's GPUs, in the order in which it presented them.
+        facts: numbers of the collateral; the verifier keeps the highest of each as its next floor.
+        hwmodel, dbgstat: of the guest's platform; see `raycloak.attestation.appraisal.eat`.
+        expires_at: unix seconds after which fresh evidence is needed.
+        steps: (step, verdict) in the order in which they were taken.
+    """
+
+    member_id: str
+    role: Role
+    hpke_key: bytes
+    mask_key: bytes
+    identity_key: bytes
+    known_answer: bytes
+    nonce: bytes
+    evidence_class: EvidenceClass
+    evidence_classes: tuple[EvidenceClass, ...]
+    evidence_digest: bytes
+    measurement: bytes
+    tcb_status: str
+    platform_id: bytes
+    gpus: tuple[GpuClaims, ...]
+    facts: tuple[Fact, ...]
+    hwmodel: str
+    dbgstat: str
+    expires_at: int
+    policy_digest: bytes
+    steps: tuple[tuple[str, str], ...]
+
+
+@lru_cache(maxsize=16)  # one admission opens it several times
+def open_presentation(envelope: Envelope) -> Presentation:
+    """Return the presentation in ``envelope``, provided that the key it presents has signed it.
+
+    Guarantee: the sender held the private half of ``identity_key``.
+
+    Raises:
+        EvidenceError: ``evidence_malformed``, ``peer_not_bound`` or ``key_not_bound``.
+    """
+    if len(envelope.body) > MAX_PRESENTATION_BYTES:
+        refuse(Refusal.EVIDENCE_MALFORMED, f"a presentation of {len(envelope.body)} bytes is too large")
+    try:
+        presentation = parse(Presentation, envelope.body)
+    except ProtocolError as error:
+        refuse(Refusal.EVIDENCE_MALFORMED, f"{error.message}.")
+    if not _is_strong_ed25519(presentation.identity_key):
+        refuse(Refusal.KEY_NOT_BOUND, f"the identity_key of '{presentation.member_id}' is not a usable public key")
+    # The caller uses up the nonce next, which only the holder of the presented key may do.
+    signed = length_prefixed(Presentation.DOMAIN, envelope.body)
+    if not signature_is_valid(presentation.identity_key, signed, envelope.signature):
+        refuse(Refusal.PEER_NOT_BOUND, f"'{presentation.member_id}' did not prove that it holds its identity key")
+    return presentation
+
+
+def appraise(
+    envelope: Envelope,
+    *,
+    run_id: str,
+    member_id: str,
+    role: Role,
+    manifest_digest: bytes,
+    policy: Policy,
+    collateral: CollateralBundle,
+    now: int,
+    floors: Floors = NO_FLOORS,
+) -> Appraisal:
+    """Judge a member's evidence at unix second ``now``.
+
+    Guarantee: returns only if a root of a class that ``policy`` accepts vouches for accepted code. That code bound
+    exactly this run, member, role, manifest, these keys and these GPUs into its quote. There are exactly as many GPUs
+    as the policy asks for.
+
+    Args:
+        run_id, member_id, role, manifest_digest: the session the evidence must be for.
+        collateral: obtained by the verifier itself, never from the member.
+        floors: highest numbers of collateral seen so far.
+
+    Raises:
+        EvidenceError: with one code of `raycloak.attestation.core.evidence.Refusal`.
+    """
+    presentation = open_presentation(envelope)
+    # Each stage sets one code, and the first that fails decides: the order is that of docs/attestation.md.
+    claims = verify_guest(presentation, policy, collateral, now, floors)
+    _check_measurement(claims, presentation, policy)
+    _check_session(presentation, run_id, member_id, role, manifest_digest)
+    _check_keys(presentation)
+    if claims.report_data != expected_report_data(presentation):
+        refuse(Refusal.KEY_NOT_BOUND, f"the quote of '{member_id}' does not vouch for this session and these keys")
+    gpus = verify_own_gpus(presentation, policy, collateral, now)
+    # A masked chip id names only the guest, so a list of machines refuses such a report.
+    if policy.platforms is not None and claims.platform_id not in policy.platforms:
+        refuse(Refusal.PEER_NOT_BOUND, f"the platform {claims.platform_id.hex()} is not on the policy's list")
+    return _result(envelope, presentation, claims, gpus, policy, now)
+
+
+@lru_cache(maxsize=16)
+def _digest_of(policy: Policy) -> bytes:
+    return policy.digest()
+
+
+def _check_measurement(claims: GuestClaims, presentation: Presentation, policy: Policy) -> None:
+    if claims.measurement not in measurements_of(policy, presentation.quote_family):
+        refuse(Refusal.MEASUREMENT_UNKNOWN, f"{claims.measurement.hex()} is not a measurement that the policy accepts")
+    if isinstance(claims, TdxClaims):
+        check_registers(claims, policy.tdx)
+
+
+def _check_session(found: Presentation, run_id: str, member_id: str, role: Role, manifest_digest: bytes) -> None:
+    differing = {
+        "run": found.run_id != run_id,
+        "member": found.member_id != member_id,
+        "role": found.role != role,
+        "manifest": found.manifest_digest != manifest_digest,
+    }
+    for what, differs in differing.items():
+        if differs:
+            refuse(Refusal.NONCE_FOREIGN, f"the evidence of '{found.member_id}' was made for another {what}")
+
+
+def _check_keys(presentation: Presentation) -> None:
+    checks: dict[str, Callable[[], bool]] = {
+        "mask_key": lambda: _is_strong_x25519(presentation.mask_key),
+        "hpke_key": lambda: (
+            _is_strong_x25519(presentation.hpke_key[MLKEM_BYTES:]) and _is_mlkem(presentation.hpke_key[:MLKEM_BYTES])
+        ),
+    }
+    for name, is_strong in checks.items():
+        if not is_strong():
+            refuse(Refusal.KEY_NOT_BOUND, f"the {name} of '{presentation.member_id}' is not a usable public key")
+
+
+def _is_strong_ed25519(public: bytes) -> bool:
+    """Refuse the points of low order: anybody can make signatures that verify under them."""
+    y = int.from_bytes(public, "little") & (2**255 - 1)
+    return y not in _LOW_ORDER_Y
+
+
+def _is_strong_x25519(public: bytes) -> bool:
+    """Refuse the points of low order: with them every agreed secret is zero."""
+    return int.from_bytes(public, "little") & (2**255 - 1) not in _LOW_ORDER_U
+
+
+def _is_mlkem(public: bytes) -> bool:
+    try:
+        mlkem_public(public)
+    except ValueError:
+        return False
+    return any(public[:-32])
+
+
+def _result(
+    envelope: Envelope,
+    presentation: Presentation,
+    claims: GuestClaims,
+    gpus: tuple[GpuClaims, ...],
+    policy: Policy,
+    now: int,
+) -> Appraisal:
+    return Appraisal(
+        member_id=presentation.member_id,
+        role=presentation.role,
+        hpke_key=presentation.hpke_key,
+        mask_key=presentation.mask_key,
+        identity_key=presentation.identity_key,
+        known_answer=presentation.known_answer,
+        nonce=presentation.nonce,
+        evidence_class=claims.evidence_class,
+        evidence_classes=classes_of(claims, gpus),
+        evidence_digest=digest(envelope.body),
+        measurement=claims.measurement,
+        tcb_status=claims.tcb_status if isinstance(claims, TdxClaims) else claims.firmware,
+        platform_id=claims.platform_id,
+        gpus=gpus,
+        facts=claims.facts,
+        hwmodel=claims.hwmodel,
+        dbgstat=claims.dbgstat,
+        expires_at=min(claims.expires_at, *(gpu.expires_at for gpu in gpus), now + policy.evidence_lifetime_s),
+        policy_digest=_digest_of(policy),
+        steps=_steps(presentation, claims, gpus, policy),
+    )
+
+
+def _steps(
+    presentation: Presentation, claims: GuestClaims, gpus: tuple[GpuClaims, ...], policy: Policy
+) -> tuple[tuple[str, str], ...]:
+    of_gpus = ((f"GPU {i} {step}", verdict) for i, gpu in enumerate(gpus) for step, verdict in gpu.steps)
+    compared = ", ".join(name for name, accepted in policy.tdx.registers.items() if accepted is not None)
+    return (
+        ("possession", "signed by the presented identity key"),
+        *claims.steps,
+        ("measurement", claims.measurement.hex()),
+        *([("registers", compared or "not compared")] if isinstance(claims, TdxClaims) else []),
+        ("session", f"{presentation.run_id} {presentation.member_id} {presentation.role}"),
+        ("binding", f"three keys, known answer and {len(gpus)} GPUs"),
+        *of_gpus,
+        ("machine", claims.platform_id.hex()),
+    )

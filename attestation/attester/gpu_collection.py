@@ -1,0 +1,125 @@
+"""Collects the evidence of a node's confidential GPUs through NVML, the driver's management library.
+
+Nothing here is verified: the receiver of the evidence appraises it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import pynvml
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from raycloak.attestation.core.evidence import GpuEvidence
+from raycloak.attestation.gpu.report import NONCE_BYTES
+from raycloak.attestation.gpu.verify import CHAIN_LENGTH
+from raycloak.attestation.trust.certificates import read_certificates
+from raycloak.metrics.errors import EvidenceError
+from raycloak.metrics.gpu_readings import confidential_state
+
+_DRIVER_REMEDY: Final = (
+    "Run the worker where the NVIDIA driver (R535 or later) and a Hopper or Blackwell GPU are, or declare no GPU."
+)
+_MODE_REMEDY: Final = "Turn confidential computing on for the GPU from the host, and start the guest again."
+
+
+def visible_devices(environment: Mapping[str, str]) -> tuple[int, ...] | None:
+    """Return the GPU indices that a scheduler set in ``CUDA_VISIBLE_DEVICES``; None if it is unset.
+
+    Raises:
+        EvidenceError: ``gpu_unavailable`` if GPUs are named in another way.
+    """
+    given = environment.get("CUDA_VISIBLE_DEVICES")
+    if given is None:
+        return None
+    names = [name.strip() for name in given.split(",") if name.strip()]
+    if not all(name.isascii() and name.isdigit() for name in names):
+        raise EvidenceError(
+            "gpu_unavailable",
+            f"CUDA_VISIBLE_DEVICES is '{given}', which names no indices of GPUs.",
+            "Name GPUs by their indices; parts of a GPU give no evidence.",
+        )
+    return tuple(int(name) for name in names)
+
+
+class GpuCollector:
+    """The `raycloak.attestation.attester.attester.GpuSource` of this machine's GPUs.
+
+    Args:
+        devices: NVML indices of the worker's declared GPUs, in the order of presentation. None takes every GPU.
+        nvml: the ``pynvml`` module.
+    """
+
+    def __init__(self, devices: Sequence[int] | None = None, nvml: Any = pynvml) -> None:
+        self._devices = devices
+        self._nvml = nvml
+
+    def collect(self, nonce: bytes) -> tuple[bytes, ...]:
+        """Return one encoded `GpuEvidence` per GPU over ``nonce`` (32 bytes).
+
+        Raises:
+            EvidenceError: ``gpu_unavailable`` if there is no driver, no such GPU, confidential computing is off, or
+                the driver gives no report.
+        """
+        if len(nonce) != NONCE_BYTES:
+            raise ValueError(f"a GPU reports over {NONCE_BYTES} bytes, not {len(nonce)}")
+        try:
+            self._nvml.nvmlInit()
+        except pynvml.NVMLError as error:
+            raise EvidenceError(
+                "gpu_unavailable", f"there is no NVIDIA driver to ask for GPU evidence: {error}.", _DRIVER_REMEDY
+            ) from None
+        try:
+            return self._collect(nonce)
+        finally:
+            self._nvml.nvmlShutdown()
+
+    def _collect(self, nonce: bytes) -> tuple[bytes, ...]:
+        self._check_mode()
+        return tuple(self._evidence(index, nonce) for index in self._indices())
+
+    def _check_mode(self) -> None:
+        state = confidential_state(self._nvml)
+        if state not in ("on", "ppcie"):
+            found = {None: "cannot be asked for its mode", "off": "is not in confidential-computing mode"}
+            what = found.get(state, f"is in mode '{state}', which protects nothing")
+            raise EvidenceError("gpu_unavailable", f"the machine's NVIDIA driver {what}.", _MODE_REMEDY)
+
+    def _indices(self) -> Sequence[int]:
+        try:
+            count = int(self._nvml.nvmlDeviceGetCount())
+        except pynvml.NVMLError as error:
+            raise EvidenceError("gpu_unavailable", f"the GPUs cannot be counted: {error}.", _DRIVER_REMEDY) from None
+        if self._devices is None:
+            return range(count)
+        missing = [index for index in self._devices if not 0 <= index < count]
+        if missing:
+            raise EvidenceError(
+                "gpu_unavailable", f"the worker declares GPU {missing[0]}, and the machine has {count}.", _DRIVER_REMEDY
+            )
+        return self._devices
+
+    def _evidence(self, index: int, nonce: bytes) -> bytes:
+        try:
+            handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
+            report = self._nvml.nvmlDeviceGetConfComputeGpuAttestationReport(handle, nonce)
+            certificate = self._nvml.nvmlDeviceGetConfComputeGpuCertificate(handle)
+        except pynvml.NVMLError as error:
+            raise EvidenceError("gpu_unavailable", f"GPU {index} gives no evidence: {error}.", _MODE_REMEDY) from None
+        pem = bytes(certificate.attestationCertChain[: certificate.attestationCertChainSize])
+        chain = _leaf_first(pem.rstrip(b"\0"), index)
+        return GpuEvidence(report=bytes(report.attestationReport[: report.attestationReportSize]), chain=chain).encode()
+
+
+def _leaf_first(pem: bytes, index: int) -> tuple[bytes, ...]:
+    try:
+        certificates = list(read_certificates(pem))
+    except ValueError:
+        certificates = []
+    if len(certificates) != CHAIN_LENGTH:
+        raise EvidenceError(
+            "gpu_unavailable", f"GPU {index} has no chain of {CHAIN_LENGTH} certificates.", _DRIVER_REMEDY
+        )
+    # The verifier expects the leaf first.
+    if certificates[0].subject == certificates[0].issuer:
+        certificates.reverse()
+    return tuple(each.public_bytes(Encoding.DER) for each in certificates)

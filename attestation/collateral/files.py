@@ -1,0 +1,78 @@
+"""Reads the collateral of a run on real hardware from files that its verifiers obtained from the vendors.
+
+One YAML file names them, by paths relative to itself. Nothing is fetched from the network.
+"""
+
+from pathlib import Path
+from typing import Final
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from raycloak.attestation.collateral.encoding import decode
+from raycloak.attestation.core.evidence import Collateral, CollateralBundle
+from raycloak.attestation.files.yaml_reader import read_yaml
+from raycloak.attestation.trust.certificates import crl_der
+from raycloak.metrics.errors import ConfigError, EvidenceError
+from raycloak.metrics.file_errors import file_error
+
+CODE: Final = "collateral"
+
+
+class _Files(BaseModel):
+    """The fields of `CollateralBundle`, each a list of files."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    tdx: list[str] = []
+    snp_crls: list[str] = []
+    gpu_rims: list[str] = []
+    gpu_ocsp: list[str] = []
+
+
+def load_collateral(path: Path) -> CollateralBundle:
+    """Load the files that ``path`` names.
+
+    TDX collateral is JSON in dcap-qvl's form; revocation lists are PEM or DER; reference values are XML; OCSP answers
+    are DER, bare or in base64.
+
+    Raises:
+        ConfigError: ``collateral`` if a file cannot be read or is not of its form.
+    """
+    try:
+        files = _Files.model_validate(read_yaml(path, CODE))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        field = ".".join(str(part) for part in first["loc"]) or "the document"
+        raise ConfigError(CODE, f"{path}: {field}: {first['msg']}.", "See docs/attestation.md.") from None
+    folder = path.parent
+    return CollateralBundle(
+        tdx=tuple(_tdx(folder / name) for name in files.tdx),
+        snp_crls=tuple(crl_der(_content(folder / name)) for name in files.snp_crls),
+        gpu_rims=tuple(_content(folder / name) for name in files.gpu_rims),
+        gpu_ocsp=tuple(_bare(_content(folder / name)) for name in files.gpu_ocsp),
+    )
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise file_error(CODE, "read", path, error) from None
+    except ValueError as error:
+        raise ConfigError(CODE, f"{path} is no path: {error}.", "Check it.") from None
+
+
+def _tdx(path: Path) -> Collateral:
+    try:
+        return Collateral.from_json(_content(path).decode())
+    except (EvidenceError, UnicodeDecodeError):
+        raise ConfigError(
+            CODE, f"{path} is not TDX collateral in dcap-qvl's JSON form.", "Fetch it in that form."
+        ) from None
+
+
+def _bare(content: bytes) -> bytes:
+    try:
+        return decode(content, "base64")
+    except ValueError:
+        return content

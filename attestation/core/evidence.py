@@ -1,0 +1,259 @@
+"""The messages of attestation: challenge, presentation and collateral; and the codes a refusal may have.
+
+The roles are RFC 9334's. A challenge goes to an attester, whose presentation comes back in an envelope signed by the
+identity key it presents. The verifier appraises it with collateral that it obtained over a channel of its own.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Annotated, ClassVar, Final, Literal, NoReturn, Self
+
+from pydantic import Field, model_validator
+
+from raycloak.attestation.core.canonical import read_json
+from raycloak.attestation.core.messages import Message
+from raycloak.metrics.errors import EvidenceError
+
+NONCE_BYTES = 32
+MLKEM_BYTES = 1184  # an ML-KEM-768 public key (FIPS 203)
+HPKE_KEY_BYTES = MLKEM_BYTES + 32
+REPORT_DATA_BYTES = 64  # in TDX quotes and SEV-SNP reports alike
+MEASUREMENT_BYTES = 48  # SHA-384, in both formats
+
+Role = Literal["worker", "aggregator", "orchestrator", "observer"]
+QuoteFamily = Literal["tdx", "sev_snp"]
+Bytes32 = Annotated[bytes, Field(min_length=32, max_length=32)]
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class EvidenceClass(StrEnum):
+    """The kind of root that vouches for a piece of evidence."""
+
+    SIMULATED = "simulated"
+    INTEL_TDX = "intel_tdx"
+    AMD_SEV_SNP = "amd_sev_snp"
+    NVIDIA_GPU = "nvidia_gpu"
+
+
+class Refusal(StrEnum):
+    """A code of refused evidence. The first stage that fails sets exactly one."""
+
+    EVIDENCE_TAMPERED = "evidence_tampered"
+    EVIDENCE_MALFORMED = "evidence_malformed"
+    ROOT_UNKNOWN = "root_unknown"
+    SIMULATOR_NOT_ALLOWED = "simulator_not_allowed"
+    CHAIN_BROKEN = "chain_broken"
+    SIGNER_ROLE = "signer_role"
+    ATTESTATION_KEY_UNCERTIFIED = "attestation_key_uncertified"
+    REVOKED = "revoked"
+    COLLATERAL_STALE = "collateral_stale"
+    COLLATERAL_ROLLBACK = "collateral_rollback"
+    PLATFORM_MISMATCH = "platform_mismatch"
+    TCB_STATUS = "tcb_status"
+    TCB_UNACCEPTABLE = "tcb_unacceptable"
+    FIRMWARE_FLOOR = "firmware_floor"
+    DEBUG = "debug"
+    ATTRIBUTES = "attributes"
+    PRIVILEGE_LEVEL = "privilege_level"
+    MEASUREMENT_UNKNOWN = "measurement_unknown"
+    NONCE_REPLAYED = "nonce_replayed"
+    NONCE_FOREIGN = "nonce_foreign"
+    KEY_NOT_BOUND = "key_not_bound"
+    PEER_NOT_BOUND = "peer_not_bound"
+    GPU_NOT_BOUND = "gpu_not_bound"
+    GPU_STATE = "gpu_state"
+    RELEASE_DENIED = "release_denied"
+
+
+STAGES: Final[Mapping[Refusal, str]] = MappingProxyType(
+    {
+        Refusal.EVIDENCE_MALFORMED: "format",
+        Refusal.ROOT_UNKNOWN: "root",
+        Refusal.SIMULATOR_NOT_ALLOWED: "root",
+        Refusal.CHAIN_BROKEN: "chain",
+        Refusal.PLATFORM_MISMATCH: "platform",
+        Refusal.ATTESTATION_KEY_UNCERTIFIED: "attestation key",
+        Refusal.EVIDENCE_TAMPERED: "signatures",
+        Refusal.SIGNER_ROLE: "signer roles",
+        Refusal.REVOKED: "revocation",
+        Refusal.COLLATERAL_STALE: "validity",
+        Refusal.COLLATERAL_ROLLBACK: "rollback",
+        Refusal.TCB_UNACCEPTABLE: "TCB level",
+        Refusal.TCB_STATUS: "TCB status",
+        Refusal.FIRMWARE_FLOOR: "firmware",
+        Refusal.DEBUG: "debug",
+        Refusal.ATTRIBUTES: "attributes",
+        Refusal.PRIVILEGE_LEVEL: "privilege level",
+        Refusal.MEASUREMENT_UNKNOWN: "measurement",
+        Refusal.NONCE_REPLAYED: "nonce",
+        Refusal.NONCE_FOREIGN: "nonce",
+        Refusal.KEY_NOT_BOUND: "binding",
+        Refusal.PEER_NOT_BOUND: "peer",
+        Refusal.GPU_NOT_BOUND: "GPU binding",
+        Refusal.GPU_STATE: "GPU state",
+        Refusal.RELEASE_DENIED: "release",
+    }
+)
+"""Maps each code to its stage, in the order in which stages are judged."""
+
+_REMEDIES = {
+    Refusal.ROOT_UNKNOWN: "Compare the anchors of the policy with the hardware that is used.",
+    Refusal.SIMULATOR_NOT_ALLOWED: "Run on hardware of an accepted class, or accept simulated evidence on purpose.",
+    Refusal.COLLATERAL_STALE: "Fetch current collateral and check the verifier's clock.",
+    Refusal.COLLATERAL_ROLLBACK: "Fetch current collateral from the vendor.",
+    Refusal.TCB_STATUS: "Update the platform's firmware, or list the status in the policy on purpose.",
+    Refusal.TCB_UNACCEPTABLE: "Update the platform's firmware.",
+    Refusal.DEBUG: "Launch the guest without the debug attribute.",
+    Refusal.MEASUREMENT_UNKNOWN: "Deploy the measured code, or add its measurement to the policy after review.",
+    Refusal.NONCE_REPLAYED: "Ask for a new challenge.",
+    Refusal.NONCE_FOREIGN: "Ask for a new challenge.",
+}
+
+
+def refuse(code: Refusal, message: str) -> NoReturn:
+    """Raise EvidenceError with ``code``, ``message`` and the code's remedy."""
+    raise EvidenceError(code.value, message, _REMEDIES.get(code, "")) from None
+
+
+def require_class(evidence_class: EvidenceClass, accepted: Collection[EvidenceClass]) -> None:
+    """Refuse evidence that verified under an anchor whose class is not ``accepted``.
+
+    Raises:
+        EvidenceError: ``simulator_not_allowed``, or ``root_unknown`` for a hardware class.
+    """
+    if evidence_class in accepted:
+        return
+    if evidence_class is EvidenceClass.SIMULATED:
+        refuse(
+            Refusal.SIMULATOR_NOT_ALLOWED, "the evidence comes from a simulator and the policy accepts hardware only"
+        )
+    refuse(Refusal.ROOT_UNKNOWN, f"the policy does not accept evidence of class {evidence_class}")
+
+
+class Challenge(Message):
+    """A nonce for one member of one run, in one role.
+
+    Attributes:
+        nonce: 32 random bytes, used once.
+        expires_at: unix seconds from which the nonce is no longer accepted.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/challenge/v1"
+
+    nonce: Bytes32
+    run_id: Name
+    member_id: Name
+    role: Role
+    manifest_digest: Bytes32
+    expires_at: int
+
+
+class GpuEvidence(Message):
+    """The evidence that one GPU presents.
+
+    Attributes:
+        report: SPDM request and response, as the device answers.
+        chain: the device's certificates in DER, leaf first.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/gpu-evidence/v1"
+
+    report: bytes
+    chain: tuple[bytes, ...]
+
+
+class Presentation(Message):
+    """The evidence for a member's keys. It travels in an envelope signed by ``identity_key``.
+
+    Attributes:
+        hpke_key: ML-KEM-768 raw (1,184 bytes) followed by X25519 raw (32 bytes).
+        mask_key: X25519 raw, 32 bytes.
+        identity_key: Ed25519 raw, 32 bytes.
+        known_answer: 32-byte digest of the numerics known answer; empty for an aggregator.
+        quote: the TEE's quote or report. Its report data binds every field except this one, ``quote_family`` and
+            ``certificates``, which only help to read it.
+        quote_family: the format of ``quote``. It selects the parser; the class follows from the root.
+        certificates: in DER, the endorsement key of an SEV-SNP report first. Empty for TDX, whose quotes carry theirs.
+        gpu_evidence: one encoded :class:`GpuEvidence` per GPU in a fixed order; empty without a confidential GPU.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/presentation/v2"
+
+    nonce: Bytes32
+    run_id: Name
+    member_id: Name
+    role: Role
+    manifest_digest: Bytes32
+    hpke_key: Annotated[bytes, Field(min_length=HPKE_KEY_BYTES, max_length=HPKE_KEY_BYTES)]
+    mask_key: Bytes32
+    identity_key: Bytes32
+    known_answer: Annotated[bytes, Field(max_length=32)]
+    quote: bytes
+    quote_family: QuoteFamily = "tdx"
+    certificates: tuple[bytes, ...] = ()
+    gpu_evidence: tuple[bytes, ...] = ()
+
+    @model_validator(mode="after")
+    def _known_answer_fits_role(self) -> Self:
+        if len(self.known_answer) != (32 if self.role == "worker" else 0):
+            raise ValueError("a worker presents a 32-byte known answer, any other role none")
+        return self
+
+
+class Collateral(Message):
+    """The vendor's published data about a platform family, as needed to judge a TDX quote.
+
+    A PCK certificate chain is left out on purpose: the verifier would prefer it to the quote's own.
+
+    Attributes:
+        pck_crl_issuer_chain, tcb_info_issuer_chain, qe_identity_issuer_chain: PEM, signer first, root last.
+        root_ca_crl, pck_crl: DER.
+        tcb_info, qe_identity: the exact JSON text that is signed.
+        tcb_info_signature, qe_identity_signature: ECDSA P-256, r and s as 64 raw bytes.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/collateral/v1"
+
+    pck_crl_issuer_chain: str
+    root_ca_crl: bytes
+    pck_crl: bytes
+    tcb_info_issuer_chain: str
+    tcb_info: str
+    tcb_info_signature: bytes
+    qe_identity_issuer_chain: str
+    qe_identity: str
+    qe_identity_signature: bytes
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read dcap-qvl's JSON form. Other fields, such as a PCK certificate chain, are dropped.
+
+        Raises:
+            EvidenceError: ``collateral_stale`` if the text is not collateral.
+        """
+        try:
+            fields = read_json(text)
+            known = {name: fields[name] for name in cls.model_fields}
+            return cls.model_validate_json(json.dumps(known))
+        except (LookupError, TypeError, ValueError):
+            refuse(Refusal.COLLATERAL_STALE, "the collateral is not in the expected form")
+
+
+class CollateralBundle(Message):
+    """The vendors' published data, as a run's verifiers hold it. They obtain it themselves, never from a member.
+
+    Attributes:
+        tdx: one entry per platform family.
+        snp_crls: AMD's revocation lists, DER.
+        gpu_rims: NVIDIA's signed reference values, XML. A report names the versions to compare it with.
+        gpu_ocsp: NVIDIA's OCSP answers about device certificates, DER.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/collateral-bundle/v1"
+
+    tdx: tuple[Collateral, ...] = ()
+    snp_crls: tuple[bytes, ...] = ()
+    gpu_rims: tuple[bytes, ...] = ()
+    gpu_ocsp: tuple[bytes, ...] = ()

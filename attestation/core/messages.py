@@ -1,0 +1,134 @@
+"""Typed messages and the signed envelope they travel in.
+
+A message is a frozen pydantic model. Its bytes are canonical JSON with hexadecimal byte strings. A signature covers
+``LP(domain, body)``, so a message of one type never verifies as another. A receiver parses only verified bytes.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from json.encoder import encode_basestring_ascii
+from typing import Any, ClassVar, Final, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import from_json
+
+from raycloak.attestation.core.canonical import canonical_json, digest, length_prefixed
+from raycloak.attestation.core.keys import IdentityKey, signature_is_valid
+from raycloak.metrics.errors import ProtocolError
+
+M = TypeVar("M", bound="Message")
+
+
+class Message(BaseModel):
+    """The base of every message: frozen, unknown fields refused, types strict."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, ser_json_bytes="hex", val_json_bytes="hex", allow_inf_nan=False
+    )
+    DOMAIN: ClassVar[str]
+
+    def encode(self) -> bytes:
+        """Return the canonical bytes."""
+        try:
+            return _text(self).encode()
+        except _NotPlainError:
+            return canonical_json(from_json(self.model_dump_json()))
+
+    def digest(self) -> bytes:
+        """Return SHA-256 of ``LP(domain, bytes)``."""
+        return digest(length_prefixed(self.DOMAIN, self.encode()))
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """A message's bytes and an Ed25519 signature over ``LP(domain, body)``."""
+
+    body: bytes
+    signature: bytes
+
+
+def parse(cls: type[M], body: bytes) -> M:
+    """Parse ``body``; ProtocolError ``malformed`` if it is not a message of type ``cls`` in canonical form."""
+    try:
+        message = cls.model_validate_json(body)
+    except ValidationError as error:
+        raise ProtocolError("malformed", f"not a {cls.__name__}: {error.error_count()} invalid fields") from None
+    # A second encoding of one message would have another digest and signature.
+    if message.encode() != body:
+        raise ProtocolError("malformed", f"a {cls.__name__} that is not in canonical form")
+    return message
+
+
+def seal(message: Message, key: IdentityKey) -> Envelope:
+    """Sign ``message`` with ``key``."""
+    body = message.encode()
+    return Envelope(body, key.sign(length_prefixed(message.DOMAIN, body)))
+
+
+def open_envelope(cls: type[M], envelope: Envelope, public: bytes) -> M:
+    """Verify that ``public`` signed the message, then parse it; ProtocolError ``signature`` otherwise."""
+    if not signature_is_valid(public, length_prefixed(cls.DOMAIN, envelope.body), envelope.signature):
+        raise ProtocolError("signature", f"a {cls.__name__} that its signer did not sign")
+    return parse(cls, envelope.body)
+
+
+# Writing a message's few fields one by one is several times faster than sorting a document afterwards. The bytes are
+# the same in both ways. A value of any other type makes the message take the slower way.
+
+
+class _NotPlainError(Exception):
+    """An error for a value whose text only pydantic knows."""
+
+
+def _text(value: Any) -> str:
+    return (_WRITERS.get(type(value)) or _writer_of(type(value)))(value)
+
+
+def _writer_of(kind: type) -> Callable[[Any], str]:
+    """Find the writer of a class, once for each class that is written here."""
+    if issubclass(kind, Message) and kind.model_config == Message.model_config and not _serializes_itself(kind):
+        _WRITERS[kind] = _message_writer(kind)
+    elif issubclass(kind, StrEnum):
+        _WRITERS[kind] = lambda value: encode_basestring_ascii(value.value)
+    else:
+        raise _NotPlainError
+    return _WRITERS[kind]
+
+
+def _serializes_itself(kind: type[Message]) -> bool:
+    found = kind.__pydantic_decorators__
+    return bool(found.field_serializers or found.model_serializers or found.computed_fields)
+
+
+def _message_writer(kind: type[Message]) -> Callable[[Message], str]:
+    named = [(name, f"{encode_basestring_ascii(name)}:") for name in sorted(kind.model_fields)]
+
+    def write(message: Message) -> str:
+        values = message.__dict__
+        return f"{{{','.join([start + _text(values[name]) for name, start in named])}}}"
+
+    return write
+
+
+def _list_text(values: tuple[Any, ...] | list[Any]) -> str:
+    return f"[{','.join([_text(value) for value in values])}]"
+
+
+def _object_text(fields: Mapping[Any, Any]) -> str:
+    if any(type(name) is not str for name in fields):
+        raise _NotPlainError
+    return f"{{{','.join([f'{encode_basestring_ascii(name)}:{_text(fields[name])}' for name in sorted(fields)])}}}"
+
+
+# Keyed by exact type. A float is not among them, because it may stand where an integer was given.
+_WRITERS: Final[dict[type, Callable[[Any], str]]] = {
+    str: encode_basestring_ascii,
+    bytes: lambda value: f'"{value.hex()}"',
+    int: int.__repr__,
+    bool: lambda value: "true" if value else "false",
+    type(None): lambda _: "null",
+    tuple: _list_text,
+    list: _list_text,
+    dict: _object_text,
+}

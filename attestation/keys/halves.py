@@ -1,0 +1,102 @@
+"""Keys in two halves: one from the run's orchestrator, one from a key service of the data owner.
+
+Each side derives its halves from a secret of its own and commits to them before the run begins. The manifest pins both
+commitments. Only the worker that hosts a virtual worker receives both halves, each sealed to a key that its evidence
+binds. It alone combines them: HKDF over their concatenation, as a key combiner of SP 800-56C.
+
+Guarantee: a party that knows one half alone, orchestrator or owner, cannot tell the combined key from random bytes.
+The same holds for what follows from it: a virtual worker's noise, sampling and tags, and its data commitment's key.
+"""
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from raycloak.attestation.core.canonical import digest, length_prefixed
+from raycloak.attestation.core.evidence import Bytes32
+from raycloak.attestation.core.hybrid_signature import SignerPublic
+from raycloak.attestation.core.keys import Purpose, Secret, derive
+from raycloak.attestation.core.messages import Message
+from raycloak.attestation.keys.release import VirtualWorkerKeys
+from raycloak.metrics.errors import EvidenceError
+
+
+class ServiceContract(Message):
+    """The terms of a service.
+
+    Attributes:
+        orchestrator_key: the Ed25519 key that certifies the service's channels and signs its packages and rosters.
+        orchestrator_ml_dsa: the ML-DSA-65 key that co-signs the heads of its evidence log.
+        policy_digest: digest of the policy that evidence is judged by.
+        virtual_workers: number of key owners.
+        known_answer: the digest of its result on a public input that every worker must present.
+        key_commitments: per epoch, digest of the commitments to all keys.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/service-contract/v1"
+
+    run_id: str
+    orchestrator_key: Bytes32
+    orchestrator_ml_dsa: bytes
+    policy_digest: Bytes32
+    virtual_workers: Annotated[int, Field(gt=0)]
+    known_answer: Bytes32
+    key_commitments: tuple[bytes, ...]
+
+    @property
+    def orchestrator(self) -> SignerPublic:
+        """Both public keys; pydantic's ValidationError if one has a wrong length."""
+        return SignerPublic(ed25519=self.orchestrator_key, ml_dsa_65=self.orchestrator_ml_dsa)
+
+
+def contract_context(virtual_workers: int, known_answer: bytes) -> bytes:
+    """Return the context that a contract's keys derive from, beside the run secret."""
+    return digest(length_prefixed("raycloak/service-key-context/v1", virtual_workers, known_answer))
+
+
+def combine_halves(
+    first: VirtualWorkerKeys, second: VirtualWorkerKeys, *, run_id: str, key_context: bytes, v: int, epoch: int
+) -> VirtualWorkerKeys:
+    """Combine the orchestrator's and the owner's halves into the keys of virtual worker ``v`` in ``epoch``.
+
+    Args:
+        run_id, key_context: of the run. The owner's half is for no run in particular, so this binds the result.
+    """
+    stream = Secret(first.stream.reveal() + second.stream.reveal())
+    data = Secret(first.data.reveal() + second.data.reveal())
+    return VirtualWorkerKeys(
+        stream=derive(stream, Purpose.VIRTUAL_WORKER_HALVES, run_id, key_context, v, epoch),
+        data=derive(data, Purpose.DATA_COMMITMENT_HALVES, run_id, v),
+    )
+
+
+def check_contract(
+    contract: ServiceContract,
+    *,
+    run_id: str,
+    orchestrator_key: bytes,
+    policy_digest: bytes,
+    virtual_workers: int,
+    epochs: int,
+) -> None:
+    """Require that ``contract`` is of a key service that can provide the second halves of this run.
+
+    Raises:
+        EvidenceError: ``key_service_mismatch`` if its policy or its virtual workers differ, or its epochs are too few.
+            Also if it derives from the run's own secret, so that there is only one half.
+    """
+    remedy = "Let the owner of the data make a contract for this run, from a secret of the key service's own."
+    differing = {
+        "is under another policy than the run": contract.policy_digest != policy_digest,
+        f"is for {contract.virtual_workers} virtual workers and the run has {virtual_workers}": (
+            contract.virtual_workers != virtual_workers
+        ),
+        f"has {len(contract.key_commitments)} of the {epochs} key epochs of the run": (
+            len(contract.key_commitments) < epochs
+        ),
+        # If both halves came from one secret, its holder would know both.
+        "comes from the run secret itself": contract.run_id == run_id or contract.orchestrator_key == orchestrator_key,
+    }
+    for what, differs in differing.items():
+        if differs:
+            raise EvidenceError("key_service_mismatch", f"the contract of the key service {what}.", remedy)

@@ -1,0 +1,374 @@
+"""Admissions: the members of a session, each with evidence that was accepted.
+
+Nonce, decision and log entry of an admission are one transaction. A member is admitted once they are on disk.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final
+
+from raycloak.attestation.appraisal.appraisal import Appraisal, appraise, open_presentation
+from raycloak.attestation.appraisal.eat import claims_set
+from raycloak.attestation.appraisal.enrolment import Enrolment
+from raycloak.attestation.core.evidence import Challenge, CollateralBundle, Presentation, Role
+from raycloak.attestation.core.messages import Envelope
+from raycloak.attestation.core.roster import Member
+from raycloak.attestation.orchestrator.books import RunBooks
+from raycloak.attestation.orchestrator.hosting import RunHosting
+from raycloak.attestation.orchestrator.run_terms import OBSERVER, RunTerms
+from raycloak.attestation.orchestrator.state import MemberRow, SessionId
+from raycloak.metrics.errors import EvidenceError
+
+# Anybody with accepted evidence may observe, so their number bounds the memory that they take.
+MAX_OBSERVERS: Final = 256
+# Members that the run does not depend on; see `RunTerms.lasting`. Anybody with accepted evidence may become one.
+MAX_PASSING: Final = 4096
+# Share of its life after which evidence is renewed; the rest is for members that are slow to answer.
+RENEWED_AFTER: Final = 2 / 3
+
+
+@dataclass(frozen=True, slots=True)
+class OrchestratorView:
+    """The members of a session, as metrics show them."""
+
+    admitted: Mapping[str, str]
+    evidence_class: str
+    earliest_expiry: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class MemberReview:
+    """The members of a session that need attention.
+
+    Attributes:
+        revoked: (member id, message) of members that were revoked since they were admitted.
+        renew_in_s: seconds until the first other member should present anew; zero or less if it should now.
+    """
+
+    revoked: tuple[tuple[str, str], ...]
+    renew_in_s: float
+
+    @property
+    def ages(self) -> bool:
+        """Return whether a member needs fresh evidence now."""
+        return self.renew_in_s <= 0
+
+
+@dataclass(slots=True)
+class Admitted:
+    """An admitted member.
+
+    Attributes:
+        row: the part that is on disk.
+        since: unix seconds of its appraisal.
+    """
+
+    appraisal: Appraisal
+    presentation: Presentation
+    row: MemberRow
+    since: int
+
+
+class Admissions:
+    """The admission face of a session: challenges, decisions, and the members that they leave.
+
+    A resumed session has its members back. A member whose evidence is no longer accepted presents anew.
+
+    Args:
+        terms: of the run; they say how evidence is judged.
+        hosting: told of each expelled member.
+        clock: unix seconds.
+    """
+
+    def __init__(
+        self,
+        books: RunBooks,
+        *,
+        run_id: str,
+        session: SessionId,
+        terms: RunTerms,
+        hosting: RunHosting,
+        clock: Callable[[], int],
+    ) -> None:
+        self._transaction = partial(books.transaction_of, session)
+        self._state = books.state
+        self._facts = books.state.facts
+        self._log = books.log
+        self._refusals = books.refusals
+        self._nonces = books.nonces
+        self._revocations = books.revocations
+        self._run_id = run_id
+        self._terms = terms
+        self._hosting = hosting
+        self._clock = clock
+        self._members: dict[str, Admitted] = {}
+        self._enrolment = Enrolment()
+        self._swept_at = 0
+        self._nonces.forget_expired(clock())
+        self._restore()
+
+    def take_collateral(self, collateral: CollateralBundle) -> None:
+        """Judge evidence by newer ``collateral`` from now on; members stay admitted until their evidence expires."""
+        self._terms = replace(self._terms, collateral=collateral)
+
+    def challenge(self, member_id: str, role: Role, identity_key: bytes = b"") -> Challenge:
+        """Issue a fresh nonce for one presentation by ``member_id`` in ``role``.
+
+        Args:
+            identity_key: the only key that can use the nonce; empty for any key.
+        """
+        with self._transaction():
+            if member_id in self._members:
+                self.keep(replace(self._members[member_id].row, superseded=True))
+            return self._nonces.issue(
+                run_id=self._run_id,
+                member_id=member_id,
+                role=role,
+                manifest_digest=self._terms.manifest_digest,
+                now=self._clock(),
+                identity_key=identity_key,
+            )
+
+    def admit(self, envelope: Envelope) -> Appraisal:
+        """Appraise a presentation and admit its sender; logged either way (refusals:
+        `raycloak.attestation.orchestrator.refusal_log`).
+
+        Guarantee: returns only for evidence that the policy accepts, that answers an unused challenge of this
+        orchestrator issued to the same member, role and run, and that binds the presented keys. The first presentation
+        that proves possession of its key consumes the nonce, whatever the outcome. Nonce, decision and log entry are
+        one transaction.
+
+        The presentation that admitted a member gives the same appraisal again, until the member is challenged anew.
+
+        Raises:
+            EvidenceError: with the code of the first failing check.
+            ProtocolError: ``session_over`` once another session has begun.
+        """
+        admitted: Admitted | EvidenceError | None = self._admitted_by(envelope)
+        if admitted is None:
+            with self._transaction():
+                admitted = self._decide(envelope)
+        if isinstance(admitted, EvidenceError):
+            raise admitted
+        self._enter(admitted)
+        return admitted.appraisal
+
+    def find(self, member_id: str) -> Admitted | None:
+        """Return the member if it is admitted and not revoked since; its evidence may have expired."""
+        admitted = self._members.get(member_id)
+        return None if admitted is None or self._revoked(admitted) else admitted
+
+    def evidence_of(self, member_id: str) -> bytes | None:
+        """Return the digest of the member's evidence; None where :meth:`find` has no member."""
+        admitted = self.find(member_id)
+        return None if admitted is None else admitted.appraisal.evidence_digest
+
+    def entry(self, member_id: str, virtual_workers: tuple[int, ...]) -> Member:
+        """Return the member's place in a roster or order; EvidenceError ``evidence_expired`` without valid evidence."""
+        admitted = self.find(member_id)
+        if admitted is None or admitted.appraisal.expires_at <= self._clock():
+            raise EvidenceError("evidence_expired", f"{member_id} has no valid evidence", "Present fresh evidence.")
+        return Member(
+            member_id=member_id,
+            role=admitted.appraisal.role,
+            mask_key=admitted.presentation.mask_key,
+            identity_key=admitted.presentation.identity_key,
+            evidence_digest=admitted.appraisal.evidence_digest,
+            virtual_workers=tuple(sorted(virtual_workers)),
+            joined=admitted.row.joined,
+        )
+
+    def keep(self, row: MemberRow) -> None:
+        """Record how a member's evidence was used, in a transaction of the caller's."""
+        self._state.mark_member(row)
+        self._members[row.member_id].row = row
+
+    def expel(self, member_id: str, cause: str) -> None:
+        """Remove a member; it gets no more keys and no place in a roster."""
+        if self._members.pop(member_id, None) is not None:
+            self._enrolment.drop(member_id)
+            with self._transaction():
+                self._state.drop_member(member_id)
+                self._log.append("expelled", {"member_id": member_id, "cause": cause})
+        self._hosting.expelled(member_id)
+
+    def review(self) -> MemberReview:
+        """Log new revocations, and report which members are revoked and when the others have to present anew.
+
+        Guarantee: a revoked member gets no keys and no roster entry, whether or not this is called.
+        """
+        with self._transaction():
+            self._revocations.record()
+            refusals = {i: self._revoked(each) for i, each in self._participants()}
+            ages = [
+                each.since + RENEWED_AFTER * (each.appraisal.expires_at - each.since)
+                for i, each in self._participants()
+                if refusals[i] is None
+            ]
+            revoked = tuple((i, refusal.message) for i, refusal in refusals.items() if refusal is not None)
+            return MemberReview(revoked, min(ages, default=math.inf) - self._clock())
+
+    def view(self) -> OrchestratorView:
+        """Return facts for metrics: the participants' roles, evidence class, and earliest expiry per role."""
+        members = [admitted.appraisal for _, admitted in self._participants()]
+        expiry: dict[str, int] = {}
+        for appraisal in members:
+            expiry[appraisal.role] = min(appraisal.expires_at, expiry.get(appraisal.role, appraisal.expires_at))
+        classes = sorted({each for appraisal in members for each in appraisal.evidence_classes})
+        return OrchestratorView(
+            admitted={a.member_id: a.role for a in members},
+            evidence_class="+".join(classes),
+            earliest_expiry=expiry,
+        )
+
+    def _restore(self) -> None:
+        """Admit again the members of this session that are on disk."""
+        with self._state.transaction():
+            known = [row for row in self._state.members() if not self._is_over(row)]
+        for row in known:
+            try:
+                presentation = open_presentation(row.presentation)
+                self._facts.check_clock(self._clock())
+                appraisal = self._appraise(row.presentation, presentation)
+            except EvidenceError:
+                continue
+            # The evidence is no younger than it was: appraising it again must not prolong it.
+            appraisal = replace(appraisal, expires_at=min(row.expires_at, appraisal.expires_at))
+            self._enter(Admitted(appraisal, presentation, row, self._clock()))
+
+    def _enter(self, admitted: Admitted) -> None:
+        if self._terms.lasting is not None:
+            # Moved to the end, so that the member that attested longest ago comes first and is forgotten first.
+            self._members.pop(admitted.row.member_id, None)
+        self._members[admitted.row.member_id] = admitted
+        self._enrolment.put(admitted.appraisal)
+
+    def _participants(self) -> Iterator[tuple[str, Admitted]]:
+        """Yield all members but observers, which renew their evidence on their own or leave."""
+        # A copy: `view` runs beside other calls, which may admit or forget members meanwhile.
+        return ((i, each) for i, each in list(self._members.items()) if each.appraisal.role != OBSERVER)
+
+    def _make_room(self, newcomer: Appraisal) -> None:
+        """Forget observers whose evidence expired; EvidenceError ``busy`` if there is still no room for another."""
+        if newcomer.role != OBSERVER:
+            return
+        known = {i: each.appraisal for i, each in self._members.items() if each.appraisal.role == OBSERVER}
+        expired = {i for i, appraisal in known.items() if appraisal.expires_at <= self._clock()}
+        for member_id in expired:
+            self._forget(member_id)
+        if len(known.keys() - expired - {newcomer.member_id}) >= MAX_OBSERVERS:
+            raise EvidenceError("busy", f"there are {MAX_OBSERVERS} observers already.", "Ask again later.")
+
+    def _forget_passing(self) -> None:
+        """Forget passing members whose evidence expired, and the oldest beyond ``MAX_PASSING``.
+
+        Guarantee: after a sweep there are at most ``MAX_PASSING`` of them, in memory and on disk.
+        """
+        now = self._clock()
+        # One sweep a second: each costs a pass over all members, and a flood of admissions would ask for it each time.
+        if self._terms.lasting is None or now == self._swept_at:
+            return
+        self._swept_at = now
+        passing = [(i, each.appraisal) for i, each in self._participants() if not self._terms.lasts(i)]
+        valid = [i for i, appraisal in passing if appraisal.expires_at > now]
+        for member_id in {i for i, _ in passing}.difference(valid):
+            self._forget(member_id)
+        for member_id in valid[: max(0, len(valid) - MAX_PASSING)]:
+            self._forget(member_id)
+            self._log.append("expelled", {"member_id": member_id, "cause": f"{MAX_PASSING} attested after it"})
+
+    def _is_over(self, row: MemberRow) -> bool:
+        """Return whether a row's evidence has expired; drops a passing member, in a transaction of the caller's."""
+        if row.expires_at > self._clock():
+            return False
+        if not self._terms.lasts(row.member_id):
+            self._state.drop_member(row.member_id)
+        return True
+
+    def _displace(self, newcomer: Appraisal) -> None:
+        """Forget the members that ``newcomer`` displaces under the terms, in a transaction of the caller's."""
+        if self._terms.displaces:
+            for member_id in self._enrolment.in_the_way(newcomer, self._terms.policy):
+                self._forget(member_id)
+                cause = f"{newcomer.member_id} attested on its machine"
+                self._log.append("expelled", {"member_id": member_id, "cause": cause})
+
+    def _forget(self, member_id: str) -> None:
+        self._state.drop_member(member_id)
+        del self._members[member_id]
+        self._enrolment.drop(member_id)
+
+    def _revoked(self, admitted: Admitted) -> EvidenceError | None:
+        return self._revocations.find(admitted.appraisal.member_id, admitted.appraisal.platform_id)
+
+    def _admitted_by(self, envelope: Envelope) -> Admitted | None:
+        """Return the member that this very presentation admitted; None once a newer challenge asks for another."""
+        try:
+            member = self._members.get(open_presentation(envelope).member_id)
+        except EvidenceError:
+            return None  # _decide finds the same error, and logs it.
+        if member is None or member.row.presentation != envelope or member.row.superseded:
+            return None
+        return member
+
+    def _decide(self, envelope: Envelope) -> Admitted | EvidenceError:
+        """Use up the nonce, appraise, and log the decision; see `raycloak.attestation.orchestrator.refusal_log` for
+        refusals."""
+        claimed = ""
+        try:
+            presentation = open_presentation(envelope)
+            claimed = presentation.member_id
+            self._nonces.consume(presentation, self._clock())
+            self._facts.check_clock(self._clock())
+            appraisal = self._appraise(envelope, presentation)
+            self._facts.keep(appraisal.facts)
+            self._make_room(appraisal)
+            self._forget_passing()
+            if (revoked := self._revocations.find(claimed, appraisal.platform_id)) is not None:
+                raise revoked
+            self._displace(appraisal)
+            self._enrolment.check(appraisal, self._terms.policy)
+        except EvidenceError as refusal:
+            self._refusals.append("refused", claimed, refusal.code)
+            return refusal
+        self._log.append(
+            "admitted",
+            {
+                "member_id": claimed,
+                "role": appraisal.role,
+                "evidence_class": appraisal.evidence_class,
+                "evidence_digest": appraisal.evidence_digest.hex(),
+                "platform_id": appraisal.platform_id.hex(),
+                "identity_key": presentation.identity_key.hex(),
+                "mask_key": presentation.mask_key.hex(),
+                "expires_at": appraisal.expires_at,
+                "claims": claims_set(appraisal),
+            },
+        )
+        known = self._members.get(claimed)
+        joined = known.row.joined if known else self._state.ratchet
+        row = MemberRow(claimed, envelope, appraisal.expires_at, joined)
+        self._state.keep_member(row)
+        return Admitted(appraisal, presentation, row, self._clock())
+
+    def _appraise(self, envelope: Envelope, presentation: Presentation) -> Appraisal:
+        appraisal = appraise(
+            envelope,
+            run_id=self._run_id,
+            member_id=presentation.member_id,
+            role=presentation.role,
+            manifest_digest=self._terms.manifest_digest,
+            policy=self._terms.policy,
+            collateral=self._terms.collateral,
+            now=self._clock(),
+            floors=self._facts.floors(),
+        )
+        if presentation.role == "worker" and presentation.known_answer != self._terms.known_answer:
+            raise EvidenceError(
+                "numerics_mismatch",
+                f"{presentation.member_id} computes other bytes than this run's numerics class",
+                "Run all workers on the same device model, instruction set and library versions.",
+            )
+        return appraisal

@@ -1,0 +1,89 @@
+"""The book of committed steps and their parameters, behind the promise that one run has one result.
+
+The book lives in the state of its orchestrator, and logs every commit in the evidence log.
+"""
+
+from dataclasses import dataclass
+
+from pydantic import JsonValue
+
+from raycloak.attestation.core.roster import Query
+from raycloak.attestation.log.evidence_log import EvidenceLog
+from raycloak.attestation.orchestrator.state import CommitRow, OrchestratorState, SessionId
+from raycloak.metrics.errors import ProtocolError
+
+
+@dataclass(frozen=True, slots=True)
+class StepCommit:
+    """A finished step, with what it released and the ledger entry that charged it.
+
+    Attributes:
+        parameter_digest: of the released parameters; for a measurement, SHA-256 of its values.
+        query: the mechanism that this is a step of.
+        ledger_sequence, ledger_hash: position and hash of the charge's entry in the ledger's chain.
+    """
+
+    step: int
+    parameter_digest: bytes
+    attempts: int
+    ledger_sequence: int
+    ledger_hash: bytes
+    query: Query = "gradient"
+
+
+class CommitBook:
+    """The committed steps of one run."""
+
+    def __init__(self, state: OrchestratorState, log: EvidenceLog) -> None:
+        self._state = state
+        self._log = log
+
+    def steps(self) -> tuple[StepCommit, ...]:
+        """Return every step that any session of the run has committed, in order."""
+        return tuple(StepCommit(*row) for row in self._state.commits())
+
+    def of(self, step: int) -> StepCommit | None:
+        """Return the commit of training step ``step`` in any session; None if it was not committed."""
+        known = self._state.commit_of("gradient", step)
+        return StepCommit(*known[0]) if known else None
+
+    def record(self, commits: tuple[StepCommit, ...], session: SessionId) -> None:
+        """Log steps that ``session`` finished, in a transaction of the caller's; skip those that it has logged.
+
+        Guarantee: a step is committed with one parameter digest only, in whatever session of the run.
+
+        Raises:
+            ProtocolError: ``not_reproducible`` if a step was committed with other parameters; nothing is logged then.
+        """
+        for commit in commits:
+            known = self._state.commit_of(commit.query, commit.step)
+            if known is not None and StepCommit(*known[0]).parameter_digest != commit.parameter_digest:
+                raise _not_reproducible(commit, StepCommit(*known[0]))
+            if known is None or known[1] != session.name:
+                self._state.keep_commit(_row_of(commit), session)
+                self._log.append("reproduced" if known else "committed", _body_of(commit))
+
+
+def _row_of(commit: StepCommit) -> CommitRow:
+    paid = commit.ledger_sequence, commit.ledger_hash
+    return commit.step, commit.parameter_digest, commit.attempts, *paid, commit.query
+
+
+def _body_of(commit: StepCommit) -> dict[str, JsonValue]:
+    return {
+        "query": commit.query,
+        "step": commit.step,
+        "parameter_digest": commit.parameter_digest.hex(),
+        "attempts": commit.attempts,
+        "ledger_sequence": commit.ledger_sequence,
+        "ledger_hash": commit.ledger_hash.hex(),
+    }
+
+
+def _not_reproducible(commit: StepCommit, known: StepCommit) -> ProtocolError:
+    return ProtocolError(
+        "not_reproducible",
+        f"{commit.query} step {commit.step} now gives {commit.parameter_digest.hex()}, but "
+        f"{known.parameter_digest.hex()} were committed.",
+        "Use the kind of machine and the library versions of the first time, or start a new run.",
+    )

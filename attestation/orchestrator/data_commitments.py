@@ -1,0 +1,112 @@
+"""The book of the slices and vectors of a run: one set of examples, and one vector per virtual worker and step.
+
+The book lives in the state of its orchestrator.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+from raycloak.attestation.core.evidence import Bytes32
+from raycloak.attestation.core.messages import Message
+from raycloak.attestation.core.roster import Query
+from raycloak.attestation.log.entries import Entry
+from raycloak.attestation.log.evidence_log import EvidenceLog
+from raycloak.attestation.orchestrator.state import OrchestratorState
+from raycloak.metrics.errors import EvidenceError, ProtocolError
+
+
+class DataCommitments(Message):
+    """A worker's keyed commitments to the slices it opened, by virtual worker."""
+
+    DOMAIN: ClassVar[str] = "raycloak/data-commitments/v1"
+
+    run_id: str
+    member_id: str
+    virtual_workers: tuple[int, ...]
+    commitments: tuple[Bytes32, ...]
+
+
+class SliceBook:
+    """The slices and vectors of one run. Methods that write expect a transaction of the caller's."""
+
+    def __init__(self, state: OrchestratorState, log: EvidenceLog) -> None:
+        self._state = state
+        self._log = log
+
+    def record(self, body: DataCommitments, virtual_workers: int) -> None:
+        """Record the slices that a member has opened; the first commitment to each binds the run.
+
+        Args:
+            virtual_workers: of the run, which has one slice for each.
+
+        Raises:
+            EvidenceError: ``data_changed``, with both commitments; nothing is recorded then.
+            ProtocolError: ``malformed``.
+        """
+        if len(body.commitments) != len(body.virtual_workers):
+            raise ProtocolError("malformed", f"{body.member_id} does not commit to one slice per virtual worker")
+        if not all(0 <= v < virtual_workers for v in body.virtual_workers):
+            raise ProtocolError("malformed", f"{body.member_id} commits to slices that the run does not have")
+        for v, commitment in zip(body.virtual_workers, body.commitments, strict=True):
+            self._bind(v, commitment)
+            self._state.note_opened(body.member_id, v)
+
+    def require_opened(self, hosting: Mapping[str, tuple[int, ...]]) -> None:
+        """Require that every host has committed to the slices it is to compute on.
+
+        Guarantee: no roster lets a member compute on other examples than those the run began with.
+
+        Raises:
+            EvidenceError: ``data_unknown``.
+        """
+        for member_id, virtual_workers in hosting.items():
+            if missing := set(virtual_workers) - self._state.opened(member_id):
+                raise EvidenceError(
+                    "data_unknown", f"{member_id} has not said what the examples of {sorted(missing)} are"
+                )
+
+    def bind_vectors(self, query: Query, step: int, vectors: bytes) -> None:
+        """Bind the run to the vectors of a step, by the digest of their keyed tags, before they are summed.
+
+        Guarantee: vectors that differ from those of an earlier execution of the step are refused before anybody can
+        decode them. The difference of the two sums would carry no noise.
+
+        Raises:
+            ProtocolError: ``not_reproducible``, with both digests.
+        """
+        bound = self._state.bound_vectors(query, step)
+        if bound is None:
+            self._state.bind_vectors(query, step, vectors)
+        elif bound != vectors:
+            raise ProtocolError(
+                "not_reproducible",
+                f"{query} step {step} now gives vectors {vectors.hex()}, but {bound.hex()} were computed before.",
+                "Use the kind of machine and the library versions of the first time, or start a new run.",
+            )
+
+    def _bind(self, v: int, commitment: bytes) -> None:
+        bound = self._state.bound_data(v)
+        if bound is None:
+            self._state.bind_data(v, commitment)
+            self._log.append("data", {"virtual_worker": v, "commitment": commitment.hex()})
+        elif bound != commitment:
+            raise EvidenceError(
+                "data_changed",
+                f"the examples of virtual worker {v} are not those this run began with: the commitment to them was "
+                f"{bound.hex()}, now {commitment.hex()}",
+                "Start a new run: it draws fresh noise and is charged in full.",
+            )
+
+
+def most_hosted(entries: Iterable[Entry]) -> int:
+    """Return the most virtual workers whose keys one member ever got, in any session in the log."""
+    most, held = 0, dict[str, set[int]]()
+    for entry in entries:
+        if entry.kind == "session":
+            held = {}  # the same name may be another worker's in the next session
+        elif entry.kind == "released":
+            body = entry.content
+            own = held.setdefault(body["member_id"], set())
+            own.update(body["virtual_workers"])
+            most = max(most, len(own))
+    return most

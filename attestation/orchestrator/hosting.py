@@ -1,0 +1,123 @@
+"""Hosting: which member may have the keys of which virtual workers over the evidence service, and the newest roster.
+
+In a run, both follow from what the run decides. At a standalone service no coordinator decides, so the operator fixes
+a table.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from raycloak.attestation.core.messages import Envelope
+from raycloak.metrics.errors import ConfigError, EvidenceError, ProtocolError
+
+
+class RunHosting:
+    """The hosting of a run, as its decisions have left it: keys released, rosters opened, members expelled.
+
+    Guarantee: a virtual worker belongs to the one member that the run gave its keys to last. A new incarnation of the
+    orchestrator knows no hosts until the run names them again.
+    """
+
+    def __init__(self) -> None:
+        self._host: dict[int, str] = {}
+        self._roster: Envelope | None = None
+
+    def released(self, member_id: str, virtual_workers: Iterable[int]) -> None:
+        """Note that ``member_id`` has the keys of ``virtual_workers``; their former hosts lose them."""
+        self._host |= dict.fromkeys(virtual_workers, member_id)
+
+    def rostered(self, hosting: Mapping[str, Iterable[int]], roster: Envelope) -> None:
+        """Note the newest roster, and the hosts that it names."""
+        self._host = {v: member_id for member_id, hosted in hosting.items() for v in hosted}
+        self._roster = roster
+
+    def expelled(self, member_id: str) -> None:
+        """Forget a member that has left."""
+        self._host = {v: host for v, host in self._host.items() if host != member_id}
+
+    def hosted(self, member_id: str) -> tuple[int, ...]:
+        """Return the virtual workers of a member, ascending."""
+        return tuple(sorted(v for v, host in self._host.items() if host == member_id))
+
+    def newest_roster(self) -> Envelope | None:
+        """Return the newest roster; None before the first."""
+        return self._roster
+
+
+@dataclass(frozen=True, slots=True)
+class StaticHosting:
+    """The table of a standalone service: virtual workers by member id.
+
+    Attributes:
+        workers: the virtual workers of each host.
+        aggregators: in range order.
+    """
+
+    workers: Mapping[str, tuple[int, ...]]
+    aggregators: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, workers: Mapping[str, tuple[int, ...]], aggregators: tuple[str, ...], count: int) -> "StaticHosting":
+        """Check a table; ConfigError ``hosting`` unless each of ``count`` virtual workers is hosted once."""
+        covered = sorted(v for hosted in workers.values() for v in hosted)
+        if covered != list(range(count)):
+            raise ConfigError(
+                "hosting",
+                f"hosting must name each of {count} virtual workers once; it names {covered}.",
+                "Give each to one worker.",
+            )
+        return cls(workers, aggregators)
+
+    def hosted(self, member_id: str) -> tuple[int, ...]:
+        """Return the virtual workers of a member; none if the table does not have it."""
+        return self.workers.get(member_id, ())
+
+
+class TableRosters:
+    """The rosters of a table, opened as its members present fresh evidence.
+
+    The rosters are of step 0. A service that runs for long uses up the attempts of a step, as each fresh piece of
+    evidence takes one; the rosters are then of the next step.
+
+    Args:
+        open_step: opens the next roster of a step of this table.
+        evidence_of: the evidence digest of an admitted member; None if the member is not admitted.
+    """
+
+    def __init__(
+        self,
+        table: StaticHosting,
+        open_step: Callable[[int], Envelope],
+        evidence_of: Callable[[str], bytes | None],
+    ) -> None:
+        self._members = (*table.workers, *table.aggregators)
+        self._open_step = open_step
+        self._evidence_of = evidence_of
+        self._step = 0
+        self._newest: tuple[frozenset[bytes], Envelope] | None = None
+
+    def newest_roster(self) -> Envelope | None:
+        """Return the newest roster, opened anew if a member's evidence is; None until all members are admitted.
+
+        Raises:
+            ProtocolError: ``no_roster`` if a roster cannot be opened now.
+        """
+        found = [self._evidence_of(name) for name in self._members]
+        evidence = frozenset(each for each in found if each is not None)
+        if len(evidence) < len(found):
+            return None
+        if self._newest is None or self._newest[0] != evidence:
+            try:
+                self._newest = evidence, self._opened()
+            except EvidenceError as refusal:
+                raise ProtocolError("no_roster", refusal.message, "Ask again later.") from None
+        return self._newest[1]
+
+    def _opened(self) -> Envelope:
+        while True:
+            try:
+                return self._open_step(self._step)
+            except ProtocolError as refusal:
+                if refusal.code != "attempts_exhausted":
+                    raise
+            self._step += 1

@@ -1,0 +1,257 @@
+"""The desk that releases keys to entitled members, and logs each release before it leaves.
+
+Guarantee: a key leaves only for a member whose evidence is accepted and not expired. It is sealed to the key that the
+evidence binds, no more often than its quota, and after the log has the release; the member gets the proof of that.
+All releases of a session are under the policy that the session began with. A refused release is in the log before the
+refusal is told, or counted there: see `raycloak.attestation.orchestrator.refusal_log`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache, partial
+from typing import NamedTuple
+
+from raycloak.attestation.core.canonical import digest
+from raycloak.attestation.core.keys import IdentityKey
+from raycloak.attestation.core.messages import Envelope
+from raycloak.attestation.keys.release import KeyPackage, KeyRelease, RunKeys, released_body, seal_package
+from raycloak.attestation.log.entries import Entry
+from raycloak.attestation.log.evidence_log import EvidenceLog
+from raycloak.attestation.log.watch import forked
+from raycloak.attestation.orchestrator.admissions import Admissions, Admitted
+from raycloak.attestation.orchestrator.books import RunBooks
+from raycloak.attestation.orchestrator.hosting import RunHosting
+from raycloak.attestation.orchestrator.refusal_log import RefusalLog
+from raycloak.attestation.orchestrator.run_terms import RunTerms
+from raycloak.attestation.orchestrator.state import SessionId
+from raycloak.attestation.policy.key_policy import KeyKind, KeyPolicy
+from raycloak.attestation.policy.policy import Policy
+from raycloak.attestation.sealed.sealed_data import SliceKeys
+from raycloak.metrics.errors import EvidenceError
+
+
+@contextmanager
+def refusals_logged(
+    refusals: RefusalLog, transaction: Callable[[], AbstractContextManager[None]], member_id: str, kind: KeyKind
+) -> Iterator[None]:
+    """Log a refusal to release keys of ``kind`` to ``member_id`` that is raised inside, as ``release_refused``.
+
+    Guarantee: before the refusal leaves, the entry is durable or part of the caller's transaction. Beyond its budget,
+    ``refusals`` counts the refusal instead. A ``transaction`` that was open inside is undone.
+    """
+    try:
+        yield
+    except EvidenceError as refusal:
+        with transaction():
+            refusals.append("release_refused", member_id, refusal.code, kind=kind.value)
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A release that is logged but not proved yet: one head that is signed later proves many at once.
+
+    Attributes:
+        entry: the release in the log.
+        slices, evaluation: see `KeyRelease`.
+        seen: entries under the newest head that the member was shown.
+    """
+
+    package: Envelope
+    entry: Entry
+    slices: "Grant | None" = None
+    evaluation: "Grant | None" = None
+    seen: int = 0
+
+    def proved(self, log: EvidenceLog) -> KeyRelease:
+        """Return the release, with the proof that ``log`` has it and extends what the member has seen."""
+        # The member opens slices first, then evaluation slices, then these keys. All are under one head, so only the
+        # first package that it opens has to prove that this head extends what the member has seen.
+        extends = log.prove_extends(self.seen, len(log))
+        slices = evaluation = None
+        if self.slices is not None:
+            slices, extends = self.slices._shown(log, extends), ()
+        if self.evaluation is not None:
+            evaluation, extends = self.evaluation._shown(log, extends), ()
+        return replace(self._shown(log, extends), slices=slices, evaluation=evaluation)
+
+    def _shown(self, log: EvidenceLog, extends: tuple[bytes, ...]) -> KeyRelease:
+        return KeyRelease(self.package, log.prove(self.entry).encode(), extends=extends)
+
+
+class _KeyTerms(NamedTuple):
+    policy: KeyPolicy
+    digest: bytes
+
+
+def _key_terms(policy: Policy, kind: KeyKind) -> _KeyTerms:
+    terms = KeyPolicy.of(kind, policy)
+    return _KeyTerms(terms, terms.digest())
+
+
+class ReleaseDesk:
+    """The keys face of a session: it releases the keys of the run to admitted workers.
+
+    Args:
+        keys: of the run.
+        signer: the orchestrator's identity key, which signs each package.
+        terms: of the session; its releases stay under the policy that it began with.
+        hosting: told who has the keys of which virtual workers.
+        clock: unix seconds.
+
+    Raises:
+        ConfigError: if sealed data that ``terms`` name cannot be opened.
+    """
+
+    def __init__(
+        self,
+        books: RunBooks,
+        *,
+        keys: RunKeys,
+        signer: IdentityKey,
+        session: SessionId,
+        terms: RunTerms,
+        admissions: Admissions,
+        hosting: RunHosting,
+        clock: Callable[[], int],
+    ) -> None:
+        self._transaction = partial(books.transaction_of, session)
+        self._draws = books.draws
+        self._log = books.log
+        self._refusals = books.refusals
+        self._keys = keys
+        self._signer = signer
+        self._session = session.name
+        self._terms = terms
+        self._admissions = admissions
+        self._hosting = hosting
+        self._clock = clock
+        self._slices = {
+            KeyKind.DATASET: SliceKeys.open(terms.sealed, "training") if terms.sealed else None,
+            KeyKind.EVALUATION: SliceKeys.open(terms.evaluation, "evaluation") if terms.evaluation else None,
+        }
+        # All members of an epoch are told the same, and hardly any two epochs are under way at once.
+        self._commitments = lru_cache(maxsize=4)(partial(keys.commitments, terms.key_context, terms.virtual_workers))
+        self._key_policy = cache(partial(_key_terms, terms.policy))
+        # From the log, not from the terms: a restarted driver may bring another policy to the same session.
+        begun = next(self._log.newest("session")).content
+        self._policy_of_session = bytes.fromhex(begun["policy_digest"])
+
+    def release(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...], seen: int = 0) -> KeyRelease:
+        """Seal the keys of ``virtual_workers`` in ``epoch`` to an admitted worker, logged before they leave.
+
+        Args:
+            seen: entries under the newest head of the log that the member was shown.
+
+        Returns:
+            The sealed keys, and the proof that the log has the release and extends what the member has seen.
+
+        Raises:
+            EvidenceError: ``release_denied`` if the member is not an admitted worker, its evidence has expired, served
+                another epoch or was appraised by another policy, or a key was drawn as often as its quota says;
+                ``log_forked`` if the member has seen more of the log than there is. The log has the refusal.
+        """
+        return self.grant(member_id, epoch, virtual_workers, seen).proved(self._log)
+
+    def grant(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...], seen: int = 0) -> Grant:
+        """Release keys as :meth:`release`, for a caller that proves several grants later under one signed head."""
+        self._require_seen(member_id, seen)
+        slices = self._grant_slices(KeyKind.DATASET, member_id, epoch, virtual_workers)
+        evaluation = self._grant_slices(KeyKind.EVALUATION, member_id, epoch, virtual_workers)
+        with refusals_logged(self._refusals, self._transaction, member_id, KeyKind.VIRTUAL_WORKER):
+            key_terms = self._key_policy(KeyKind.VIRTUAL_WORKER)
+            admitted = self._entitled(member_id, epoch, key_terms.policy)
+            keys = [self._keys.of(self._terms.key_context, v, epoch) for v in virtual_workers]
+            plaintext = b"".join(key.stream.reveal() + key.data.reveal() for key in keys)
+            grant = self._send(key_terms, admitted, epoch, virtual_workers, self._commitments(epoch), plaintext)
+        self._hosting.released(member_id, virtual_workers)
+        return replace(grant, slices=slices, evaluation=evaluation, seen=seen)
+
+    def draw_checkpoint_key(self, info: bytes) -> None:
+        """Count and log that the data key of a sealed package of the run leaves.
+
+        Args:
+            info: what the key is bound to; it names the package.
+
+        Raises:
+            EvidenceError: ``release_denied`` if the key was drawn as often as its quota says.
+        """
+        name = digest(info).hex()
+        terms, terms_digest = self._key_policy(KeyKind.CHECKPOINT)
+        with refusals_logged(self._refusals, self._transaction, "", terms.kind), self._transaction():
+            self._draws.draw(terms, 0, (name,), self._session, "")
+            self._log.append("opened", {"kind": terms.kind.value, "package": name, "policy": terms_digest.hex()})
+
+    def _require_seen(self, member_id: str, seen: int) -> None:
+        with refusals_logged(self._refusals, self._transaction, member_id, KeyKind.VIRTUAL_WORKER):
+            if seen > len(self._log):
+                raise forked(f"{member_id} has seen {seen} entries, and there are {len(self._log)}")
+
+    def _grant_slices(
+        self, kind: KeyKind, member_id: str, epoch: int, virtual_workers: tuple[int, ...]
+    ) -> Grant | None:
+        """Release the slice keys of the dataset of ``kind``; None if the run has no such sealed dataset."""
+        keys = self._slices[kind]
+        if keys is None:
+            return None
+        with refusals_logged(self._refusals, self._transaction, member_id, kind):
+            key_terms = self._key_policy(kind)
+            keys.require_policy(key_terms.policy.evidence_policy)
+            admitted = self._entitled(member_id, epoch, key_terms.policy)
+            plaintext = b"".join(keys.of(v).reveal() for v in virtual_workers)
+            commitments = keys.header.key_commitments
+            return self._send(key_terms, admitted, epoch, virtual_workers, commitments, plaintext)
+
+    def _send(
+        self,
+        key_terms: _KeyTerms,
+        admitted: Admitted,
+        epoch: int,
+        virtual_workers: tuple[int, ...],
+        commitments: tuple[bytes, ...],
+        plaintext: bytes,
+    ) -> Grant:
+        """Log the release of the keys in ``plaintext``, and seal them to an entitled member."""
+        member_id = admitted.row.member_id
+        package = KeyPackage(
+            kind=key_terms.policy.kind,
+            run_id=self._keys.run_id,
+            session=self._session,
+            member_id=member_id,
+            manifest_digest=self._terms.manifest_digest,
+            policy_digest=key_terms.digest,
+            nonce=admitted.presentation.nonce,
+            evidence_digest=admitted.appraisal.evidence_digest,
+            epoch=epoch,
+            virtual_workers=virtual_workers,
+            commitments=commitments,
+            ciphertext=b"",
+        )
+        with self._transaction():
+            self._draws.draw(key_terms.policy, epoch, map(str, virtual_workers), self._session, member_id)
+            self._admissions.keep(replace(admitted.row, epoch=epoch))
+            entry = self._log.append("released", released_body(package))
+        return Grant(seal_package(package, plaintext, admitted.presentation.hpke_key, self._signer), entry)
+
+    def _entitled(self, member_id: str, epoch: int, terms: KeyPolicy) -> Admitted:
+        admitted = self._admissions.find(member_id)
+        if admitted is None or admitted.appraisal.role != terms.role:
+            raise EvidenceError("release_denied", f"{member_id} is not an admitted worker")
+        if epoch >= self._terms.epochs:
+            raise EvidenceError("release_denied", f"there are keys of {self._terms.epochs} epochs, none of {epoch}")
+        if not terms.evidence_policy == admitted.appraisal.policy_digest == self._policy_of_session:
+            raise EvidenceError(
+                "release_denied",
+                f"the policy was changed since {member_id} was appraised, or since the session began",
+                "Start a new run under the new policy.",
+            )
+        if admitted.appraisal.expires_at <= self._clock():
+            raise EvidenceError("release_denied", f"the evidence of {member_id} expired", "Present fresh evidence.")
+        if admitted.row.epoch not in (None, epoch):
+            raise EvidenceError(
+                "release_denied",
+                f"the evidence of {member_id} was for epoch {admitted.row.epoch}, not {epoch}",
+                "Present fresh evidence.",
+            )
+        return admitted

@@ -1,0 +1,374 @@
+"""Open runs and their sessions: which members take part, and which keys they get.
+
+The orchestrator of a run holds the run secret. It issues challenges, appraises evidence, releases virtual-worker keys
+to admitted workers and signs one roster per attempt. It writes every decision to the evidence log before the decision
+takes effect. It never sees data, gradients or masked sums.
+
+    open_run(...)  ->  OpenRun     identity, key commitments, books       before the manifest is known
+    .begin(terms)  ->  RunSession  .admission  .keys  .packages, steps    from then on
+
+Two objects, because the manifest names the orchestrator's key and commits to the run's keys, while evidence is for a
+manifest: the run has to be open before the terms of its session exist. Both are plain classes for one caller at a time.
+
+The process may die at any moment. A new instance that opens the run again and begins the same session resumes it, and
+every question may be asked again. `attestation/orchestrator/books.py` holds all that must survive.
+"""
+
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from raycloak.attestation.appraisal.mutual import present_orchestrator
+from raycloak.attestation.attester.attester import EvidenceSource
+from raycloak.attestation.core.hybrid_signature import HybridSigner
+from raycloak.attestation.core.keys import IdentityKey, Purpose, Secret, derive
+from raycloak.attestation.core.messages import Envelope, open_envelope, parse, seal
+from raycloak.attestation.core.roster import Query, Roster
+from raycloak.attestation.keys.release import RunKeys, commitments_digest
+from raycloak.attestation.keys.run_secret import create_secret, destroy_secret, kept_secret, load_secret, run_id_of
+from raycloak.attestation.orchestrator.admissions import Admissions
+from raycloak.attestation.orchestrator.books import RunBooks
+from raycloak.attestation.orchestrator.commits import StepCommit
+from raycloak.attestation.orchestrator.data_commitments import DataCommitments, most_hosted
+from raycloak.attestation.orchestrator.evaluation_order import EvaluationOrder, place_order
+from raycloak.attestation.orchestrator.hosting import RunHosting, StaticHosting, TableRosters
+from raycloak.attestation.orchestrator.key_desk import ReleaseDesk
+from raycloak.attestation.orchestrator.package_desk import PackageDesk
+from raycloak.attestation.orchestrator.peer_desk import Decisions, EvidenceDesk
+from raycloak.attestation.orchestrator.run_terms import RunTerms
+from raycloak.attestation.orchestrator.state import SessionId, state_file
+from raycloak.attestation.sealed.package_keys import run_recipient_key
+from raycloak.attestation.trust.channel import server_end
+from raycloak.metrics.errors import ConfigError, EvidenceError, ProtocolError
+
+# A step that is tried so often never ends. A standalone service takes the next step instead.
+MAX_ATTEMPTS_PER_STEP: Final = 4096
+_RUN_ID: Final = re.compile(r"[0-9a-f]{16}")
+
+
+def open_run(
+    state_directory: str, clock: Callable[[], float], secret_file: str | None, run_id: str | None = None
+) -> "OpenRun":
+    """Read the run secret, or generate one, and open the books of its run.
+
+    Args:
+        state_directory: local directory for ``<run id>.sqlite`` and generated secrets; created 0700. The site's package
+            signer lives beside it, in ``signer/``.
+        clock: seconds since the epoch; a parameter so that tests own the time.
+        secret_file: the user's own secret; None for a generated one.
+        run_id: opens a run that exists, with the secret that was generated for it unless a file is given.
+
+    Raises:
+        ConfigError: ``run_secret`` if the file cannot be used or is another run's, ``run_unknown``,
+            ``secret_destroyed``.
+        EvidenceError: ``log_broken`` or ``log_format``.
+    """
+    directory = Path(state_directory)
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if run_id is not None and not (_RUN_ID.fullmatch(run_id) and state_file(directory, run_id).is_file()):
+        raise ConfigError("run_unknown", f"there is no run '{run_id}' in {directory}.", "Check RAYCLOAK_HOME.")
+    generated: Path | None = None
+    if secret_file is not None:
+        secret = load_secret(Path(secret_file))
+    elif run_id is not None:
+        generated, secret = kept_secret(directory, run_id)
+    else:
+        generated, secret = create_secret(directory)
+    if run_id not in (None, run_id_of(secret)):
+        raise ConfigError(
+            "run_secret",
+            f"{secret_file} is the secret of run {run_id_of(secret)}, not of {run_id}.",
+            "Give the file that the run began with.",
+        )
+    return OpenRun(directory, secret, clock, generated=generated, is_new=run_id is None)
+
+
+class OpenRun:
+    """A run whose secret was read and whose books are open; it begins sessions, and it ends the run.
+
+    Args:
+        directory: of the books.
+        generated: the file of a secret that was generated; None for a secret of the user's own.
+        is_new: whether the next session is a new one, whatever its name.
+
+    Attributes:
+        identity: the key that certifies channels and signs packages, rosters and orders.
+        public: the keys that members verify by: that of ``identity``, and the log's ML-DSA key.
+        keys: the virtual-worker keys.
+        recipient_key: opens packages that are sealed to the run.
+        signer_folder: holds the site's package signer.
+    """
+
+    def __init__(
+        self, directory: Path, secret: Secret, clock: Callable[[], float], *, generated: Path | None, is_new: bool
+    ) -> None:
+        self.run_id = run_id_of(secret)
+        seed = derive(secret, Purpose.ORCHESTRATOR_IDENTITY)
+        signer = HybridSigner(seed, derive(secret, Purpose.ORCHESTRATOR_ML_DSA))
+        self.identity = IdentityKey.from_seed(seed)
+        self.public = signer.public
+        self.keys = RunKeys(secret, self.run_id)
+        self.recipient_key = run_recipient_key(secret)
+        self.signer_folder = directory.parent / "signer"
+        self.books = RunBooks(state_file(directory, self.run_id), self.run_id, signer)
+        self._clock = clock
+        self._generated = generated
+        # A run that is opened as new may be under way elsewhere; that session ends when the next one begins.
+        self._is_new = is_new
+        self._session = SessionId()
+
+    def now(self) -> int:
+        """Return the time in unix seconds."""
+        return int(self._clock())
+
+    def key_commitments(self, key_context: bytes, virtual_workers: int, epochs: int) -> tuple[bytes, ...]:
+        """Return, per epoch, the digest of the commitments to all its keys, for the manifest."""
+        return tuple(
+            commitments_digest(self.keys.commitments(key_context, virtual_workers, epoch)) for epoch in range(epochs)
+        )
+
+    def begin(self, terms: RunTerms, session: str) -> "RunSession":
+        """Fix the terms of the run, and start a session or resume it.
+
+        Args:
+            session: text that the driver draws for one execution of the run. The session on disk is resumed: members
+                whose evidence is still valid, their epochs and the ratchet are restored. Any other starts afresh.
+        """
+        self._session = SessionId(session, terms.manifest_digest)
+        if self._is_new or not self.books.state.is_current(self._session):
+            self._start_session(terms)
+        self._is_new = False
+        return RunSession(self, self._session, terms)
+
+    def most_hosted(self) -> int:
+        """Return the most virtual workers whose keys one worker ever got, in any session of the run."""
+        return most_hosted(self.books.log.entries())
+
+    def finish(self, commits: tuple[StepCommit, ...], log_file: str, destroy: bool) -> None:
+        """Commit the last steps, export the log with its signed head, and destroy a generated secret if asked.
+
+        A run that failed is finished too, even if it has begun no session. A repeat adds nothing to the log, and does
+        what may be missing of the rest.
+
+        Raises:
+            ProtocolError: ``not_reproducible`` as :meth:`RunSession.commit`.
+        """
+        state = self.books.state
+        destroys = None if self._is_new else state.destroys(self._session)
+        self._is_new = False
+        if destroys is None:
+            destroys = destroy and self._generated is not None
+            with state.transaction():
+                self.books.commits.record(commits, self._session)
+                self.books.refusals.settle()
+                self.books.log.append("finished", {"secret_destroyed": destroys})
+                state.finish_session(self._session, destroys)
+        self.books.log.export(Path(log_file))
+        # Last, as nobody can open the run afterwards: a crash before this line leaves a run that can be finished again.
+        if destroys and self._generated is not None and self._generated.exists():
+            destroy_secret(self._generated)
+
+    def export_log(self, log_file: str) -> None:
+        """Write the log so far, with its signed head, of a run that is not finished."""
+        self.books.refusals.settle()
+        self.books.log.export(Path(log_file))
+
+    def close(self) -> None:
+        """Close the books; another instance may open the run."""
+        self.books.close()
+
+    def _start_session(self, terms: RunTerms) -> None:
+        with self.books.state.transaction():
+            self.books.nonces.forget_unused()
+            self.books.state.start_session(self._session)
+            body = {
+                "session": self._session.name,
+                "manifest_digest": terms.manifest_digest.hex(),
+                "policy_digest": terms.policy.digest().hex(),
+            }
+            self.books.log.append("session", {**body, "virtual_workers": terms.virtual_workers})
+
+
+class RunSession:
+    """One session of a run. It decides on the steps itself, and on all else through its three faces.
+
+    A step concerns all members at once, so rosters, orders, data commitments and commits belong to no face.
+
+    Attributes:
+        run: the open run that it is a session of.
+        admission: challenges, appraisals and members.
+        keys: releases to admitted workers.
+        packages: sealed packages.
+    """
+
+    def __init__(self, run: OpenRun, session: SessionId, terms: RunTerms) -> None:
+        self.run = run
+        self._books = run.books
+        self._id = session
+        self._terms = terms
+        self._hosting = RunHosting()
+        self.admission = Admissions(
+            run.books, run_id=run.run_id, session=session, terms=terms, hosting=self._hosting, clock=run.now
+        )
+        self.keys = ReleaseDesk(
+            run.books,
+            keys=run.keys,
+            signer=run.identity,
+            session=session,
+            terms=terms,
+            admissions=self.admission,
+            hosting=self._hosting,
+            clock=run.now,
+        )
+        self.packages = PackageDesk(
+            run_id=run.run_id,
+            manifest_digest=terms.manifest_digest,
+            recipient_key=run.recipient_key,
+            log=run.books.log,
+            commits=run.books.commits,
+            transaction=run.books.state.transaction,
+            draw_key=self.keys.draw_checkpoint_key,
+            signer_folder=run.signer_folder,
+        )
+
+    def present(self, source: EvidenceSource) -> Envelope:
+        """Return the orchestrator's own evidence for the manifest of the session; see
+        `raycloak.attestation.appraisal.mutual`."""
+        return present_orchestrator(self.run.identity, self.run.run_id, self._terms.manifest_digest, source)
+
+    def record_data(self, envelope: Envelope) -> None:
+        """Record a worker's data commitments; the first of each virtual worker binds the run.
+
+        Raises:
+            EvidenceError: ``data_changed`` if a slice differs from the one first opened in this run,
+                ``release_denied`` if the sender is not an admitted worker.
+            ProtocolError: ``signature``, or ``malformed`` if it names no slices of this run.
+        """
+        body = parse(DataCommitments, envelope.body)
+        admitted = self.admission.find(body.member_id)
+        if admitted is None or admitted.appraisal.role != "worker" or body.run_id != self.run.run_id:
+            raise EvidenceError("release_denied", f"{body.member_id} is not an admitted worker of this run")
+        with self._books.transaction_of(self._id):
+            body = open_envelope(DataCommitments, envelope, admitted.presentation.identity_key)
+            self._books.slices.record(body, self._terms.virtual_workers)
+
+    def open_step(
+        self,
+        step: int,
+        hosting: Mapping[str, tuple[int, ...]],
+        aggregators: tuple[str, ...],
+        commits: tuple[StepCommit, ...],
+        query: Query = "gradient",
+    ) -> Envelope:
+        """Commit the given finished steps, and sign the roster of the next attempt of ``step`` of ``query``.
+
+        Guarantee: no two rosters of a (run, query, step) ever carry the same attempt, also across restarts: the
+        counter is on disk before the roster returns. Asked again, it signs the next attempt and commits nothing twice.
+
+        Raises:
+            EvidenceError: ``evidence_expired`` if a member's evidence is no longer valid, ``data_unknown`` if a host
+                has not committed to the slices it is to compute on.
+            ProtocolError: ``attempts_exhausted``, ``session_over`` once another session has begun, or as
+                :meth:`commit`.
+        """
+        members = tuple(self.admission.entry(i, hosting[i]) for i in sorted(hosting))
+        members += tuple(self.admission.entry(i, ()) for i in aggregators)
+        with self._books.transaction_of(self._id):
+            self._books.slices.require_opened(hosting)
+            self._books.commits.record(commits, self._id)
+            attempt = self._books.state.next_attempt(query, step)
+            if attempt >= MAX_ATTEMPTS_PER_STEP:
+                raise ProtocolError("attempts_exhausted", f"step {step} was tried {attempt} times")
+            roster = Roster(
+                run_id=self.run.run_id,
+                manifest_digest=self._terms.manifest_digest,
+                query=query,
+                step=step,
+                attempt=attempt,
+                ratchet=self._books.state.ratchet,
+                nonce=secrets.token_bytes(32),
+                members=members,
+            )
+            body = {"query": query, "step": step, "attempt": attempt, "digest": roster.digest().hex()}
+            self._books.log.append("roster", body)
+        # Signed after the transaction: the masks of an attempt that is not on disk could be used twice.
+        signed = seal(roster, self.run.identity)
+        self._hosting.rostered(hosting, signed)
+        return signed
+
+    def order_evaluation(
+        self, finished_steps: int, parameter_digest: bytes, hosting: Mapping[str, tuple[int, ...]]
+    ) -> Envelope:
+        """Log and sign the order to evaluate the model after ``finished_steps``.
+
+        Raises:
+            EvidenceError: ``evidence_expired`` as :meth:`open_step`.
+            ProtocolError: ``not_committed`` or ``order_mismatch``, as
+            `raycloak.attestation.orchestrator.evaluation_order.place_order`.
+        """
+        order = EvaluationOrder(
+            run_id=self.run.run_id,
+            manifest_digest=self._terms.manifest_digest,
+            finished_steps=finished_steps,
+            parameter_digest=parameter_digest,
+            members=tuple(self.admission.entry(i, hosting[i]) for i in sorted(hosting)),
+        )
+        with self._books.transaction_of(self._id):
+            place_order(order, self._terms.virtual_workers, self._books.commits, self._books.log)
+        return seal(order, self.run.identity)
+
+    def bind_vectors(self, step: int, vectors: bytes, query: Query = "gradient") -> None:
+        """Bind the run to the vectors of a step before they are summed, by the digest of their keyed tags.
+
+        Raises:
+            ProtocolError: ``not_reproducible`` if the run is bound to other vectors of this step.
+        """
+        with self._books.transaction_of(self._id):
+            self._books.slices.bind_vectors(query, step, vectors)
+
+    def commit(self, commits: tuple[StepCommit, ...]) -> None:
+        """Log finished steps as :meth:`open_step` does, except those that this session has logged already.
+
+        Guarantee: a step is committed with one parameter digest only, in whatever session of the run.
+
+        Raises:
+            ProtocolError: ``not_reproducible`` if a step was committed with other parameters; nothing is logged then.
+        """
+        with self._books.transaction_of(self._id):
+            self._books.commits.record(commits, self._id)
+
+    def evidence_desk(self, table: StaticHosting | None = None) -> EvidenceDesk:
+        """Return the desk that the gRPC service of this session answers from.
+
+        Args:
+            table: the hosting where no coordinator decides. None in a run: a member gets over the service only the
+                keys that the run gave it, and the newest roster that was opened.
+        """
+        desk = EvidenceDesk(
+            run_id=self.run.run_id,
+            end=server_end(self.run.identity),
+            decisions=Decisions(
+                challenge=self.admission.challenge,
+                admit=self.admission.admit,
+                grant=self.keys.grant,
+                record_data=self.record_data,
+            ),
+            admissions=self.admission,
+            log=self._books.log,
+            refusals=self._books.refusals,
+            transaction=self._books.state.transaction,
+            hosted=self._hosting.hosted,
+            newest_roster=self._hosting.newest_roster,
+            now=self.run.now,
+        )
+        if table is None:
+            return desk
+        rosters = TableRosters(
+            table,
+            open_step=lambda step: self.open_step(step, table.workers, table.aggregators, ()),
+            evidence_of=self.admission.evidence_of,
+        )
+        return replace(desk, hosted=table.hosted, newest_roster=rosters.newest_roster)

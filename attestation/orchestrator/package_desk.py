@@ -1,0 +1,147 @@
+"""The orchestrator's part in sealed packages: it signs, remembers and opens them.
+
+Guarantee: the desk signs a package only of its own run and manifest. Its log must say that the step was committed with
+exactly those parameters after that entry of the ledger, and must have the entry that the package was sealed after. The
+log names the package before the signature leaves.
+Not guaranteed: the rest of what a package states (epsilon, evidence class, metrics). That is the coordinator's word.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from raycloak.attestation.core.hpke import HpkeKey
+from raycloak.attestation.core.hybrid_signature import SignerPublic
+from raycloak.attestation.core.messages import parse
+from raycloak.attestation.log.entries import Entry
+from raycloak.attestation.log.evidence_log import EvidenceLog
+from raycloak.attestation.orchestrator.commits import CommitBook
+from raycloak.attestation.sealed.package_keys import RUN_RECIPIENT, PackageSigner, RecipientPublic
+from raycloak.attestation.sealed.package_manifest import PackageManifest
+from raycloak.metrics.errors import EvidenceError
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedPackage:
+    """A package that reached its storage: number of finished steps, and its digest."""
+
+    step: int
+    digest: bytes
+
+
+class PackageDesk:
+    """The packages face of a session: it signs, remembers and opens the sealed packages of the run.
+
+    Args:
+        manifest_digest: of the manifest that the session began with.
+        recipient_key: opens the packages that are sealed to the run.
+        transaction: opens a transaction of the log's database.
+        draw_key: counts and logs that the key of a package leaves; EvidenceError ``release_denied`` beyond its quota.
+        signer_folder: holds the site's signer; created when the signer is first needed.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        manifest_digest: bytes,
+        recipient_key: HpkeKey,
+        log: EvidenceLog,
+        commits: CommitBook,
+        transaction: Callable[[], AbstractContextManager[None]],
+        draw_key: Callable[[bytes], None],
+        signer_folder: Path,
+    ) -> None:
+        self._run_id = run_id
+        self._manifest_digest = manifest_digest
+        self._recipient_key = recipient_key
+        self._log = log
+        self._commits = commits
+        self._transaction = transaction
+        self._draw_key = draw_key
+        self._signer_folder = signer_folder
+
+    @cached_property
+    def _signer(self) -> PackageSigner:
+        # Not in the constructor: a run that seals nothing leaves no signer behind.
+        return PackageSigner.load_or_create(self._signer_folder)
+
+    def signer(self) -> SignerPublic:
+        """Return the public keys under which this run's packages verify."""
+        return self._signer.public
+
+    def recipient(self) -> RecipientPublic:
+        """Return the run as a recipient of its own packages."""
+        return RecipientPublic(name=RUN_RECIPIENT, key=self._recipient_key.public)
+
+    def sign(self, manifest_bytes: bytes) -> bytes:
+        """Return the bytes of ``manifest.sig`` for a package of this run; logged as ``sealed`` before they return.
+
+        Raises:
+            EvidenceError: ``not_committed`` if the step is not committed yet, ``seal_refused`` if the package is
+                of another run or manifest, has other parameters or another ledger entry than were committed, or
+                states a log head that is not in the log.
+            ProtocolError: ``malformed``.
+        """
+        manifest = parse(PackageManifest, manifest_bytes)
+        if manifest.run_id != self._run_id:
+            raise EvidenceError("seal_refused", f"the package is of run {manifest.run_id}, not {self._run_id}")
+        if manifest.manifest_digest != self._manifest_digest:
+            raise EvidenceError("seal_refused", "the package is of another manifest than the run's")
+        self._check_committed(manifest)
+        if self._log.root_at(manifest.log_length) != manifest.log_hash:
+            raise EvidenceError("seal_refused", "the package states an evidence log head that is not in the log")
+        self._record("sealed", PublishedPackage(manifest.step, manifest.digest()))
+        return self._signer.sign(manifest_bytes).encode()
+
+    def _check_committed(self, manifest: PackageManifest) -> None:
+        step = manifest.step - 1
+        committed = self._commits.of(step)
+        if committed is None:
+            raise EvidenceError("not_committed", f"step {step} was not committed yet")
+        if committed.parameter_digest != manifest.parameter_digest:
+            raise EvidenceError("seal_refused", f"step {step} was committed with other parameters than the package's")
+        if (committed.ledger_sequence, committed.ledger_hash) != (manifest.ledger_sequence, manifest.ledger_hash):
+            raise EvidenceError("seal_refused", f"step {step} was charged by another entry of the ledger")
+
+    def record_published(self, step: int, package_digest: bytes) -> None:
+        """Log that a sealed package reached its storage; a repeat does nothing.
+
+        Raises:
+            EvidenceError: ``seal_refused`` if this run never sealed it.
+        """
+        package = PublishedPackage(step, package_digest)
+        if package not in map(_package, self._log.newest("sealed")):
+            raise EvidenceError("seal_refused", "a package was published that this run never sealed")
+        self._record("published", package)
+
+    def newest_published(self) -> PublishedPackage | None:
+        """Return the published package of the highest step; of several, the last."""
+        return max(map(_package, self._log.newest("published")), key=lambda package: package.step, default=None)
+
+    def open(self, info: bytes, wrapped_key: bytes) -> bytes:
+        """Open the data key that was sealed to this run; logged before it returns.
+
+        Args:
+            info: what the key is bound to; it names the package.
+
+        Raises:
+            EvidenceError: ``key_not_for_us``, or ``release_denied`` if the key was opened as often as its quota says.
+        """
+        data_key = self._recipient_key.open(wrapped_key, info)
+        self._draw_key(info)
+        return data_key
+
+    def _record(self, kind: str, package: PublishedPackage) -> None:
+        """Log ``package``, unless the newest entry of ``kind`` is the same."""
+        newest = next(map(_package, self._log.newest(kind)), None)
+        if newest != package:
+            with self._transaction():
+                self._log.append(kind, {"step": package.step, "package_digest": package.digest.hex()})
+
+
+def _package(entry: Entry) -> PublishedPackage:
+    content = entry.content
+    return PublishedPackage(content["step"], bytes.fromhex(content["package_digest"]))

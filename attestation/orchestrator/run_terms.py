@@ -1,0 +1,46 @@
+"""The terms that the orchestrator of a run, or of a standalone service, is told once."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from raycloak.attestation.core.evidence import CollateralBundle
+from raycloak.attestation.policy.policy import Policy
+from raycloak.attestation.sealed.sealed_data import SealedTerms
+
+MAX_EPOCHS: Final = 65_536
+# An observer may look; it gets no keys and no place in a roster.
+OBSERVER: Final = "observer"
+# Only observers have such names, so that none of them can take the name of another member.
+OBSERVER_PREFIX: Final = "observer-"
+
+
+@dataclass(frozen=True, slots=True)
+class RunTerms:
+    """The terms of a run: the policy that evidence is judged by, and the manifest that it is for.
+
+    Attributes:
+        sealed, evaluation: the training examples and the evaluation split, where they are sealed.
+        displaces: whether a newcomer takes the place of the members on its machine or its GPUs, instead of being
+            refused. At a key service members come one after the other, so a member that is still there has died.
+        epochs: number of epochs of keys that the manifest or the contract commits to; no later key is released.
+        lasting: names of the members that are kept when their evidence expires; None for all but observers. A
+            standalone service admits any name with accepted evidence, so it keeps only the members of its table.
+    """
+
+    manifest_digest: bytes
+    key_context: bytes
+    virtual_workers: int
+    known_answer: bytes
+    policy: Policy
+    collateral: CollateralBundle
+    sealed: SealedTerms | None = None
+    evaluation: SealedTerms | None = None
+    displaces: bool = False
+    lasting: frozenset[str] | None = None
+    epochs: int = MAX_EPOCHS
+
+    def lasts(self, member_id: str) -> bool:
+        """Return whether a member is kept when its evidence expires; an observer, known by its name, never is."""
+        if member_id.startswith(OBSERVER_PREFIX):
+            return False
+        return self.lasting is None or member_id in self.lasting

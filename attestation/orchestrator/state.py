@@ -1,0 +1,235 @@
+"""The durable state of one run, from which the next incarnation of its orchestrator resumes.
+
+The module hides the SQLite file and its tables. One run has one file. The evidence log and the nonces are in it too, so
+that a decision, its record and the nonce it used up are one transaction. State that outlives the run is in the file of
+`raycloak.attestation.orchestrator.collateral_memory`.
+
+Guarantee: once a transaction has ended, its writes survive a crash of process and machine (WAL with full sync). If it
+has not ended, none of them exist.
+Not guaranteed: that an older copy of the file is noticed; compare the log's head with one kept elsewhere.
+"""
+
+import sqlite3
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from raycloak.attestation.core.messages import Envelope
+from raycloak.attestation.core.roster import Query
+from raycloak.attestation.files.sqlite import BUSY_DEADLINE_S, Transactions, enter_wal
+from raycloak.attestation.orchestrator.collateral_memory import FACTS_FILE, FactBook
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS session (
+    only INTEGER PRIMARY KEY CHECK (only = 0), name TEXT NOT NULL, manifest BLOB NOT NULL,
+    ratchet INTEGER NOT NULL, destroys INTEGER
+);
+CREATE TABLE IF NOT EXISTS members (
+    member_id TEXT PRIMARY KEY, body BLOB NOT NULL, signature BLOB NOT NULL,
+    expires_at INTEGER NOT NULL, joined INTEGER NOT NULL, epoch INTEGER, superseded INTEGER NOT NULL
+);
+CREATE TABLE IF NOT EXISTS attempts (
+    query TEXT NOT NULL, step INTEGER NOT NULL, attempt INTEGER NOT NULL, PRIMARY KEY (query, step)
+);
+CREATE TABLE IF NOT EXISTS opened (member_id TEXT NOT NULL, v INTEGER NOT NULL, PRIMARY KEY (member_id, v));
+CREATE TABLE IF NOT EXISTS vectors (
+    query TEXT NOT NULL, step INTEGER NOT NULL, digest BLOB NOT NULL, PRIMARY KEY (query, step)
+);
+CREATE TABLE IF NOT EXISTS data (v INTEGER PRIMARY KEY, commitment BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS commits (
+    step INTEGER NOT NULL, parameter_digest BLOB NOT NULL, attempts INTEGER NOT NULL,
+    ledger_sequence INTEGER NOT NULL, ledger_hash BLOB NOT NULL, query TEXT NOT NULL, session TEXT NOT NULL,
+    PRIMARY KEY (query, step)
+);
+"""
+
+
+CommitRow = tuple[int, bytes, int, int, bytes, Query]
+"""Step, parameter digest, attempts, ledger sequence, ledger hash and query of a committed step."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionId:
+    """One execution of a run: the text that its driver chose, and its manifest's digest. Empty before one begins."""
+
+    name: str = ""
+    manifest: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRow:
+    """An admitted member: the presentation that admitted it, and the use of its evidence.
+
+    Attributes:
+        expires_at: unix seconds, as the appraisal at its admission said.
+        joined: ratchet index at its first admission.
+        epoch: the epoch whose keys it was given; None before any.
+        superseded: whether it was challenged again since, and so has to present fresh evidence.
+    """
+
+    member_id: str
+    presentation: Envelope
+    expires_at: int
+    joined: int
+    epoch: int | None = None
+    superseded: bool = False
+
+
+def state_file(directory: Path, run_id: str) -> Path:
+    """Return the file of a run in an orchestrator's folder."""
+    return directory / f"{run_id}.sqlite"
+
+
+class OrchestratorState:
+    """The file of one run, mode 0600; created if absent.
+
+    Methods that write expect an open :meth:`transaction`.
+
+    Attributes:
+        transactions: of ``db``.
+        facts: shared by all runs of the folder; a file of its own, and no part of a transaction here.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.touch(mode=0o600)  # before SQLite, which would create it readable by others
+        self.db = sqlite3.connect(path, timeout=BUSY_DEADLINE_S, isolation_level=None, check_same_thread=False)
+        enter_wal(self.db)
+        self.db.execute("PRAGMA synchronous = FULL")
+        self.db.executescript(_SCHEMA)
+        self.transactions = Transactions(self.db)
+        self.facts = FactBook(path.parent / FACTS_FILE)
+
+    def close(self) -> None:
+        """Close the file; the state cannot be used afterwards."""
+        self.facts.close()
+        self.db.close()
+
+    def transaction(self) -> AbstractContextManager[None]:
+        """Open a transaction, or a part of the one that is open, as `Transactions.transaction`."""
+        return self.transactions.transaction()
+
+    # --- the session
+
+    def forget_session(self) -> None:
+        """Forget the session and its members; the next session is another one."""
+        self.db.execute("DELETE FROM session")
+        self.db.execute("DELETE FROM members")
+        self.db.execute("DELETE FROM opened")
+
+    def start_session(self, session: SessionId) -> None:
+        """Begin a session without members, in place of the one before."""
+        self.forget_session()
+        self.db.execute("INSERT INTO session VALUES (0, ?, ?, 0, NULL)", (session.name, session.manifest))
+
+    def is_current(self, session: SessionId) -> bool:
+        """Return whether this is the newest session that was started."""
+        return self._column(session, "1") is not None
+
+    @property
+    def ratchet(self) -> int:
+        """Return the number of steps that the newest session has committed, of all queries together."""
+        row = self.db.execute("SELECT ratchet FROM session").fetchone()
+        return row[0] if row else 0
+
+    def destroys(self, session: SessionId) -> bool | None:
+        """Return whether a finished session destroys its secret; None if it is not finished."""
+        recorded = self._column(session, "destroys")
+        return None if recorded is None else bool(recorded)
+
+    def finish_session(self, session: SessionId, destroys: bool) -> None:
+        """Record that a session is finished."""
+        # A run that fails early is finished before it has started a session.
+        if not self.is_current(session):
+            self.start_session(session)
+        self.db.execute("UPDATE session SET destroys = ?", (destroys,))
+
+    def _column(self, session: SessionId, name: str) -> int | None:
+        row = self.db.execute(
+            f"SELECT {name} FROM session WHERE name = ? AND manifest = ?", (session.name, session.manifest)
+        ).fetchone()
+        return row[0] if row else None
+
+    # --- members
+
+    def members(self) -> list[MemberRow]:
+        """Return all members of the session, in no order."""
+        query = "SELECT member_id, body, signature, expires_at, joined, epoch, superseded FROM members"
+        rows = self.db.execute(query).fetchall()
+        return [MemberRow(name, Envelope(body, signature), *rest) for name, body, signature, *rest in rows]
+
+    def keep_member(self, row: MemberRow) -> None:
+        """Add a member, or replace its row."""
+        self.db.execute(
+            "INSERT OR REPLACE INTO members VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (
+                row.member_id,
+                row.presentation.body,
+                row.presentation.signature,
+                row.expires_at,
+                row.joined,
+                row.epoch,
+                row.superseded,
+            ),
+        )
+
+    def mark_member(self, row: MemberRow) -> None:
+        """Change ``epoch`` and ``superseded`` of a member."""
+        values = (row.epoch, row.superseded, row.member_id)
+        self.db.execute("UPDATE members SET epoch = ?, superseded = ? WHERE member_id = ?", values)
+
+    def drop_member(self, member_id: str) -> None:
+        """Forget a member."""
+        self.db.execute("DELETE FROM members WHERE member_id = ?", (member_id,))
+        self.db.execute("DELETE FROM opened WHERE member_id = ?", (member_id,))
+
+    # --- steps
+
+    def next_attempt(self, query: Query, step: int) -> int:
+        """Issue the next attempt of a step of ``query``: the first that was never issued."""
+        known = self.db.execute("SELECT attempt FROM attempts WHERE query = ? AND step = ?", (query, step)).fetchone()
+        attempt = int(known[0]) + 1 if known else 0
+        self.db.execute("INSERT OR REPLACE INTO attempts VALUES (?, ?, ?)", (query, step, attempt))
+        return attempt
+
+    def commits(self) -> list[CommitRow]:
+        """Return every step ever committed, in order for each query."""
+        columns = "step, parameter_digest, attempts, ledger_sequence, ledger_hash, query"
+        return self.db.execute(f"SELECT {columns} FROM commits ORDER BY query, step").fetchall()
+
+    def commit_of(self, query: Query, step: int) -> tuple[CommitRow, str] | None:
+        """Return a row of :meth:`commits`, and the newest session that committed the step."""
+        row = self.db.execute("SELECT * FROM commits WHERE query = ? AND step = ?", (query, step)).fetchone()
+        return (row[:6], row[6]) if row else None
+
+    def keep_commit(self, row: CommitRow, session: SessionId) -> None:
+        """Record that ``session``, the newest, committed a step; ``row`` as in :meth:`commits`."""
+        self.db.execute("INSERT OR REPLACE INTO commits VALUES (?, ?, ?, ?, ?, ?, ?)", (*row, session.name))
+        self.db.execute("UPDATE session SET ratchet = ratchet + 1")
+
+    # --- data
+
+    def bound_data(self, v: int) -> bytes | None:
+        """Return the first commitment to the slice of a virtual worker; None if the slice was never opened."""
+        row = self.db.execute("SELECT commitment FROM data WHERE v = ?", (v,)).fetchone()
+        return bytes(row[0]) if row else None
+
+    def bind_data(self, v: int, commitment: bytes) -> None:
+        """Bind the run to a slice."""
+        self.db.execute("INSERT INTO data VALUES (?, ?)", (v, commitment))
+
+    def note_opened(self, member_id: str, v: int) -> None:
+        """Record that a member has committed to the slice of a virtual worker."""
+        self.db.execute("INSERT OR IGNORE INTO opened VALUES (?, ?)", (member_id, v))
+
+    def opened(self, member_id: str) -> set[int]:
+        """Return the virtual workers whose slices a member has committed to."""
+        return {v for (v,) in self.db.execute("SELECT v FROM opened WHERE member_id = ?", (member_id,))}
+
+    def bound_vectors(self, query: Query, step: int) -> bytes | None:
+        """Return the digest of the vectors of a step; None if they were never computed."""
+        row = self.db.execute("SELECT digest FROM vectors WHERE query = ? AND step = ?", (query, step)).fetchone()
+        return bytes(row[0]) if row else None
+
+    def bind_vectors(self, query: Query, step: int, vectors: bytes) -> None:
+        """Bind the run to the vectors of a step."""
+        self.db.execute("INSERT INTO vectors VALUES (?, ?, ?)", (query, step, vectors))

@@ -1,0 +1,245 @@
+"""A vendor of simulated TDX platforms, for machines without a TEE.
+
+It has a root of its own, which it keeps in a file that only its owner may read. It certifies platforms and publishes
+collateral. Its evidence has the genuine format and goes through the verifier of hardware evidence. It proves nothing
+about a machine: a reader of the file can sign anything. Every subject says ``O=SIMULATOR - NOT A TEE``.
+"""
+
+import hashlib
+import threading
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, Final, Self
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from raycloak.attestation.core.canonical import canonical_json, length_prefixed
+from raycloak.attestation.core.evidence import Collateral, CollateralBundle
+from raycloak.attestation.core.messages import Message, parse
+from raycloak.attestation.files.private import publish, read_private
+from raycloak.attestation.simulators.tdx_pki import (
+    Credential,
+    StoredCredential,
+    new_crl,
+    new_platform_ca,
+    new_root,
+    new_tcb_signer,
+)
+from raycloak.attestation.simulators.tdx_platform import (
+    COMPONENT_SVNS,
+    FMSPC,
+    PCE_SVN,
+    QE_ATTRIBUTES,
+    QE_MRSIGNER,
+    QE_PRODUCT,
+    QE_SVN,
+    TEE_TCB_SVN,
+    SimulatedPlatform,
+)
+from raycloak.metrics.errors import ConfigError, ProtocolError
+from raycloak.metrics.file_errors import file_error
+from raycloak_layout import PACKAGES
+
+VENDOR_FILE: Final = "vendor.json"
+EVALUATION_NUMBER: Final = 18
+COLLATERAL_AGE_S: Final = 3600  # so that nodes' clocks may differ
+COLLATERAL_LIFETIME_S: Final = 30 * 24 * 3600
+_TCB_DATE = "2026-01-01T00:00:00Z"
+
+
+class VendorKeys(Message):
+    """The vendor file's content."""
+
+    DOMAIN: ClassVar[str] = "raycloak/simulator/vendor/v1"
+
+    root: StoredCredential
+    platform_ca: StoredCredential
+    tcb_signer: StoredCredential
+
+
+@dataclass(frozen=True, slots=True)
+class CollateralVariant:
+    """The collateral's content. The defaults pass, any other value is for testing refusals.
+
+    Attributes:
+        old_module_status: status of the TDX module one version below the newest, which is unknown if None.
+        signer: a platform whose PCK key signs TCB info and QE identity in place of the TCB signer.
+        revoked_platforms: the platforms whose PCK certificates are on the PCK revocation list.
+        revoke_tcb_signer, revoke_platform_ca: put it on the root's revocation list.
+    """
+
+    fmspc: bytes = FMSPC
+    evaluation_number: int = EVALUATION_NUMBER
+    tcb_status: str = "UpToDate"
+    advisory_ids: tuple[str, ...] = ()
+    component_svns: bytes = COMPONENT_SVNS
+    old_module_status: str | None = None
+    signer: SimulatedPlatform | None = None
+    revoked_platforms: tuple[SimulatedPlatform, ...] = ()
+    revoke_tcb_signer: bool = False
+    revoke_platform_ca: bool = False
+
+
+CURRENT: Final = CollateralVariant()
+
+
+class SimulatedVendor:
+    """The root, platform CA and TCB signer of one simulated vendor."""
+
+    def __init__(self, root: Credential, platform_ca: Credential, tcb_signer: Credential) -> None:
+        self._root = root
+        self._platform_ca = platform_ca
+        self._tcb_signer = tcb_signer
+
+    @classmethod
+    def create(cls) -> Self:
+        """Make a new vendor, held in memory only."""
+        root = new_root()
+        return cls(root, new_platform_ca(root), new_tcb_signer(root))
+
+    @classmethod
+    def load_or_create(cls, directory: Path) -> Self:
+        """Load the vendor whose keys are in ``directory``; the first caller creates it.
+
+        Guarantee: all callers, also concurrent ones, get the same root. Only the owner can read the file.
+
+        Raises:
+            ConfigError: ``simulator_state`` if the file is damaged, cannot be used, or others may read it.
+        """
+        path = directory / VENDOR_FILE
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not path.exists():
+                publish(path, cls.create()._stored().encode())
+            return cls._from_stored(read_private(path, "simulator_state"))
+        except OSError as error:
+            raise file_error("simulator_state", "use", path, error) from None
+        except (ProtocolError, ValueError, TypeError, UnsupportedAlgorithm):
+            raise ConfigError("simulator_state", f"{path} is damaged.", "Remove it to get a new simulator.") from None
+
+    @property
+    def root_der(self) -> bytes:
+        """The root certificate, which a policy names as anchor of class ``simulated``."""
+        return self._root.certificate.public_bytes(Encoding.DER)
+
+    def platform(self) -> SimulatedPlatform:
+        """Make a new platform under this vendor. A node needs one."""
+        return SimulatedPlatform.create(self._platform_ca, self._root)
+
+    def collateral(self, now: int, variant: CollateralVariant = CURRENT) -> CollateralBundle:
+        """Return everything the vendor publishes at unix second ``now``; see :meth:`tdx_collateral`."""
+        return CollateralBundle(tdx=(self.tdx_collateral(now, variant),))
+
+    def tdx_collateral(self, now: int, variant: CollateralVariant = CURRENT) -> Collateral:
+        """Return what the vendor publishes about its TDX platforms at unix second ``now``.
+
+        Valid from one hour before, so that nodes' clocks may differ, to 30 days after.
+        """
+        instant = datetime.fromtimestamp(now, UTC)
+        start, end = instant - timedelta(seconds=COLLATERAL_AGE_S), instant + timedelta(seconds=COLLATERAL_LIFETIME_S)
+        signer = variant.signer.pck if variant.signer else self._tcb_signer
+        signer_chain = variant.signer.chain_pem if variant.signer else self._tcb_signer.pem + self._root.pem
+        tcb_info = canonical_json(_tcb_info(variant, start, end))
+        qe_identity = canonical_json(_qe_identity(variant, start, end))
+        number = variant.evaluation_number
+        revoked_platforms = tuple(p.pck.certificate.serial_number for p in variant.revoked_platforms)
+        return Collateral(
+            pck_crl_issuer_chain=self._platform_ca.pem + self._root.pem,
+            root_ca_crl=new_crl(self._root, self._revoked_by_root(variant), start, end, number),
+            pck_crl=new_crl(self._platform_ca, revoked_platforms, start, end, number),
+            tcb_info_issuer_chain=signer_chain,
+            tcb_info=tcb_info.decode(),
+            tcb_info_signature=signer.sign(tcb_info),
+            qe_identity_issuer_chain=signer_chain,
+            qe_identity=qe_identity.decode(),
+            qe_identity_signature=signer.sign(qe_identity),
+        )
+
+    def _revoked_by_root(self, variant: CollateralVariant) -> tuple[int, ...]:
+        choices = ((variant.revoke_tcb_signer, self._tcb_signer), (variant.revoke_platform_ca, self._platform_ca))
+        return tuple(credential.certificate.serial_number for chosen, credential in choices if chosen)
+
+    def _stored(self) -> VendorKeys:
+        return VendorKeys(
+            root=self._root.store(), platform_ca=self._platform_ca.store(), tcb_signer=self._tcb_signer.store()
+        )
+
+    @classmethod
+    def _from_stored(cls, data: bytes) -> Self:
+        keys = parse(VendorKeys, data)
+        return cls(Credential.load(keys.root), Credential.load(keys.platform_ca), Credential.load(keys.tcb_signer))
+
+
+def _tcb_info(variant: CollateralVariant, start: datetime, end: datetime) -> dict[str, Any]:
+    module = {"mrsigner": "00" * 48, "attributes": "00" * 8, "attributesMask": "ff" * 8}
+    module_levels = [{"tcb": {"isvsvn": TEE_TCB_SVN[0]}, "tcbDate": _TCB_DATE, "tcbStatus": "UpToDate"}]
+    if variant.old_module_status is not None:
+        older = {"isvsvn": TEE_TCB_SVN[0] - 1}
+        module_levels.append({"tcb": older, "tcbDate": _TCB_DATE, "tcbStatus": variant.old_module_status})
+    tcb = {
+        "sgxtcbcomponents": [{"svn": svn} for svn in variant.component_svns],
+        "tdxtcbcomponents": [{"svn": svn} for svn in TEE_TCB_SVN],
+        "pcesvn": PCE_SVN,
+    }
+    advisories = {"advisoryIDs": list(variant.advisory_ids)} if variant.advisory_ids else {}
+    return {
+        "id": "TDX",
+        "version": 3,
+        **_validity(variant, start, end),
+        "fmspc": variant.fmspc.hex(),
+        "pceId": "0000",
+        "tcbType": 0,
+        "tdxModule": module,
+        "tdxModuleIdentities": [{"id": f"TDX_{TEE_TCB_SVN[1]:02X}", **module, "tcbLevels": module_levels}],
+        "tcbLevels": [{"tcb": tcb, "tcbDate": _TCB_DATE, "tcbStatus": variant.tcb_status, **advisories}],
+    }
+
+
+def _qe_identity(variant: CollateralVariant, start: datetime, end: datetime) -> dict[str, Any]:
+    return {
+        "id": "TD_QE",
+        "version": 2,
+        **_validity(variant, start, end),
+        "miscselect": "00" * 4,
+        "miscselectMask": "ff" * 4,
+        "attributes": QE_ATTRIBUTES[:8].hex() + "00" * 8,
+        "attributesMask": "fb" + "ff" * 7 + "00" * 8,
+        "mrsigner": QE_MRSIGNER.hex(),
+        "isvprodid": QE_PRODUCT,
+        "tcbLevels": [{"tcb": {"isvsvn": QE_SVN}, "tcbDate": _TCB_DATE, "tcbStatus": "UpToDate"}],
+    }
+
+
+def _validity(variant: CollateralVariant, start: datetime, end: datetime) -> dict[str, Any]:
+    times = {"issueDate": start.strftime("%Y-%m-%dT%H:%M:%SZ"), "nextUpdate": end.strftime("%Y-%m-%dT%H:%M:%SZ")}
+    return {**times, "tcbEvaluationDataNumber": variant.evaluation_number}
+
+
+def code_measurement(root: Path | None = None) -> bytes:
+    """Compute SHA-384 (48 bytes) over names and content of raycloak's own Python files below ``root``.
+
+    A simulated platform reports it as ``mr_td``, and the default policy pins it. So two machines with different
+    versions of the code refuse each other. The files are read once per process, also if several threads ask first.
+
+    Args:
+        root: folder that holds the packages; by default the one this module was imported from.
+    """
+    with _MEASURING:
+        return _measured(root)
+
+
+# Two threads that ask first would each read all files.
+_MEASURING: Final = threading.Lock()
+
+
+@cache
+def _measured(root: Path | None) -> bytes:
+    base = root or Path(__file__).resolve().parent.parent
+    modules = [base / "raycloak.py", base / "raycloak_layout.py"]
+    files = [path for package in PACKAGES for path in (base / package).rglob("*.py")]
+    named = sorted((path.relative_to(base).as_posix(), path) for path in (*files, *modules) if path.is_file())
+    fields = [field for name, path in named for field in (name, path.read_bytes())]
+    return hashlib.sha384(length_prefixed("raycloak/code-measurement/v1", *fields)).digest()

@@ -1,0 +1,320 @@
+"""Verifies an AMD SEV-SNP attestation report with the certificate of the key that signed it.
+
+Hardware and simulated evidence take the same path. The class of the result is the class of the anchor. Form, root,
+chain, machine, signature, revocation, validity, firmware and guest are judged in this order, and the first failure sets
+the code. Not checked here: measurement, freshness and report data, which `raycloak.attestation.appraisal.appraisal`
+compares.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Final
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ec import SECP384R1, EllipticCurvePublicKey
+
+from raycloak.attestation.core.evidence import EvidenceClass, Refusal, refuse, require_class
+from raycloak.attestation.snp.endorsement import LAYOUTS, Layout, certified_hardware_id, certified_tcb, issuer_role
+from raycloak.attestation.snp.report import KeyKind, SnpReport, parse_report
+from raycloak.attestation.snp.rules import Generation, SnpRules
+from raycloak.attestation.trust.certificates import (
+    check_certificate_windows,
+    check_crl_window,
+    check_links,
+    check_not_revoked,
+    common_name,
+    crl_issuer,
+    crl_number,
+    crl_scope,
+    key_id,
+    load_crl,
+    order_chain,
+    read_presented,
+    signed_by,
+)
+from raycloak.attestation.trust.floors import NO_FLOORS, Fact, Floors, check_not_older, crl_fact, highest
+from raycloak.attestation.trust.roots import Anchor, amd_intermediates, amd_roots, anchor_of
+
+MAX_CERTIFICATES: Final = 8
+
+# Bits of a guest's policy, and of the word about the machine (AMD's document 56860).
+_SMT = 1 << 16
+_MIGRATE_MA = 1 << 18
+_DEBUG = 1 << 19
+_ALIAS_CHECK_COMPLETE = 1 << 5
+
+
+@dataclass(frozen=True, slots=True)
+class SnpClaims:
+    """The claims of a verified report.
+
+    Attributes:
+        evidence_class: class of the anchor whose root verified the report.
+        measurement: launch measurement of the guest, 48 bytes.
+        report_data: 64 bytes that the guest chose.
+        platform_id: the chip's id, 64 bytes, of which a Turin chip uses 8. If a provider masks it, which only a VLEK
+            admits, the 32-byte report id: it names the guest and says nothing about the machine.
+        generation, key_kind: of the machine and of the endorsement key.
+        reported_tcb: 8 bytes; ``firmware`` has them in words.
+        policy: 64-bit guest policy. host_data: 32 bytes that the host chose at launch.
+        facts: numbers of the root's revocation lists, if any. They may only rise.
+        expires_at: unix seconds at which a certificate or a revocation list stops being valid.
+        hwmodel, dbgstat: the claims of RFC 9711 of these names.
+    """
+
+    evidence_class: EvidenceClass
+    measurement: bytes
+    report_data: bytes
+    platform_id: bytes
+    generation: Generation
+    key_kind: KeyKind
+    reported_tcb: bytes
+    firmware: str
+    policy: int
+    vmpl: int
+    host_data: bytes
+    root_key_id: bytes
+    facts: tuple[Fact, ...]
+    expires_at: int
+    hwmodel: str
+    dbgstat: str
+    steps: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Endorsement:
+    """A chain from an endorsement key to an anchor: the key's certificate, its CA (ASK) and the root (ARK)."""
+
+    anchor: Anchor
+    chain: tuple[x509.Certificate, ...]
+    generation: Generation
+    layout: Layout
+
+
+def verify_snp(
+    report: bytes,
+    certificates: Sequence[bytes],
+    *,
+    anchors: Sequence[Anchor],
+    accepted: Collection[EvidenceClass],
+    rules: SnpRules,
+    crls: Sequence[bytes],
+    now: int,
+    floors: Floors = NO_FLOORS,
+) -> SnpClaims:
+    """Verify ``report`` at unix second ``now``.
+
+    Guarantee: returns only for a canonical report that ``rules`` accept. AMD's CA of the machine's generation certified
+    the signing key for this chip and the reported TCB version; a VLEK is for one provider instead of a chip. The chain
+    ends in one of ``anchors`` of an accepted class, and nothing in it is revoked or out of its validity.
+
+    Args:
+        certificates: the endorsement key's first, PEM or DER, then any others presented. Its CA must be among them
+            only if it is not pinned.
+        crls: revocation lists in DER, obtained by the verifier. Lists of other issuers are ignored.
+        floors: highest numbers of revocation lists seen so far. Lists below them are refused.
+
+    Raises:
+        EvidenceError: the code of the first stage that fails, one of `raycloak.attestation.core.evidence.Refusal`.
+    """
+    parsed = parse_report(report)
+    endorsement = _endorsement(parsed, certificates, anchors, accepted)
+    _check_machine(parsed, endorsement)
+    if not signed_by(endorsement.chain[0], parsed.signature, parsed.signed):
+        refuse(Refusal.EVIDENCE_TAMPERED, "the signature over the report does not hold")
+    lists, unreadable = _own_crls(crls, endorsement.chain)
+    # Every edition counts for revocation. Only the newest edition of each list must be current.
+    for crl in lists:
+        check_not_revoked(crl, endorsement.chain)
+    if unreadable:
+        refuse(Refusal.COLLATERAL_STALE, "a revocation list cannot be read")
+    lists = _newest_editions(lists)
+    expires_at = _check_windows(endorsement, lists, rules, now)
+    facts = _crl_facts(endorsement, lists)
+    check_not_older(facts, floors)
+    # A rollback of lists is judged before the firmware, as the order of stages demands.
+    _check_firmware(parsed, endorsement, rules)
+    _check_guest(parsed, rules)
+    return _claims(parsed, endorsement, facts, expires_at)
+
+
+def _endorsement(
+    report: SnpReport, certificates: Sequence[bytes], anchors: Sequence[Anchor], accepted: Collection[EvidenceClass]
+) -> _Endorsement:
+    """Build the chain of the presented key up to an anchor of an accepted class.
+
+    Guarantee: a report under a simulator's root never passes where only hardware is accepted. Under AMD's roots only
+    the pinned CAs count.
+    """
+    vek, *others = _presented(certificates)
+    roots = [anchor.root for anchor in anchors if anchor.family == "sev_snp"]
+    chain = order_chain(vek, (*amd_intermediates(), *amd_roots(), *roots, *others))
+    check_links(chain, "endorsement")
+    anchor = anchor_of(anchors, "sev_snp", chain[-1])
+    if anchor is None:
+        refuse(Refusal.ROOT_UNKNOWN, f"'{common_name(chain[-1])}' is not a root that the policy trusts")
+    require_class(anchor.evidence_class, accepted)
+    role = issuer_role(chain[1])
+    # Under AMD's roots only the pinned CAs count. A simulator's are not pinned.
+    pinned = anchor.evidence_class is EvidenceClass.SIMULATED or key_id(chain[1]) in map(key_id, amd_intermediates())
+    if len(chain) != 3 or role is None or not pinned:
+        refuse(Refusal.CHAIN_BROKEN, f"'{common_name(chain[1])}' is not a CA of endorsement keys")
+    generation, kind = role
+    if kind != report.key_kind:
+        refuse(Refusal.CHAIN_BROKEN, f"the report is signed by a {report.key_kind}, the certificate is of a {kind}")
+    key = vek.public_key()
+    if not isinstance(key, EllipticCurvePublicKey) or not isinstance(key.curve, SECP384R1):
+        refuse(Refusal.CHAIN_BROKEN, "the endorsement key is not a P-384 key")
+    return _Endorsement(anchor, chain, generation, LAYOUTS[generation])
+
+
+def _presented(certificates: Sequence[bytes]) -> tuple[x509.Certificate, ...]:
+    """Return the endorsement key's certificate, and the readable ones among the others, which are hints.
+
+    Raises:
+        EvidenceError: ``chain_broken`` if the first cannot be read. ``evidence_malformed`` for too many.
+    """
+    presented: list[x509.Certificate] = []
+    for position, each in enumerate(certificates):
+        try:
+            presented += read_presented(each)
+        except ValueError:
+            # The others are hints: AMD's CAs are pinned.
+            if position == 0:
+                refuse(Refusal.CHAIN_BROKEN, "the certificate of the endorsement key cannot be read")
+        if max(len(presented), position + 1) > MAX_CERTIFICATES:
+            refuse(Refusal.EVIDENCE_MALFORMED, f"more than {MAX_CERTIFICATES} certificates are presented")
+    if not presented:
+        refuse(Refusal.CHAIN_BROKEN, "no certificate of the endorsement key is presented")
+    return tuple(presented)
+
+
+def _check_machine(report: SnpReport, endorsement: _Endorsement) -> None:
+    """Require that the key is of the chip and the TCB version that the report names."""
+    hardware_id = certified_hardware_id(endorsement.chain[0], endorsement.layout)
+    if report.key_kind == "VCEK":
+        if not any(report.chip_id):
+            refuse(Refusal.PLATFORM_MISMATCH, "the host masks the chip id, so the report names no machine")
+        if hardware_id is None or len(hardware_id) != endorsement.layout.hardware_id_bytes:
+            refuse(Refusal.PLATFORM_MISMATCH, "the endorsement certificate does not name its chip")
+    # A Turin chip's id has 8 bytes, and the report's field 64.
+    if hardware_id is not None and report.chip_id != hardware_id.ljust(len(report.chip_id), b"\0"):
+        refuse(Refusal.PLATFORM_MISMATCH, "the endorsement key is of another chip than the report")
+    certified = certified_tcb(endorsement.chain[0], endorsement.layout)
+    if certified is None:
+        refuse(Refusal.PLATFORM_MISMATCH, "the endorsement certificate does not name its TCB version")
+    if certified != report.reported_tcb:
+        versions = f"{certified.hex()}, the report of {report.reported_tcb.hex()}"
+        refuse(Refusal.PLATFORM_MISMATCH, f"the endorsement key is of TCB version {versions}")
+
+
+def _own_crls(
+    crls: Sequence[bytes], chain: Sequence[x509.Certificate]
+) -> tuple[list[x509.CertificateRevocationList], bool]:
+    """Return the lists of the chain's issuers, and whether one of ``crls`` could not be read.
+
+    Raises:
+        EvidenceError: ``evidence_tampered`` for a list in an issuer's name that it did not sign.
+    """
+    names = [crl_issuer(der) for der in crls]
+    issuers = {issuer.subject: issuer for issuer in chain[1:]}
+    own = [load_crl(der, issuers[name], "AMD") for der, name in zip(crls, names, strict=True) if name in issuers]
+    return own, None in names
+
+
+def _newest_editions(lists: Sequence[x509.CertificateRevocationList]) -> list[x509.CertificateRevocationList]:
+    """Keep the newest of one issuer's lists from one address, and every list without an address.
+
+    Lists without an address may be of different kinds of key, so none of them replaces another.
+    """
+    newest: dict[tuple[x509.Name, str], x509.CertificateRevocationList] = {}
+    others = []
+    for crl in sorted(lists, key=lambda each: crl_number(each) or 0):
+        if scope := crl_scope(crl):
+            newest[crl.issuer, scope] = crl
+        else:
+            others.append(crl)
+    return [*newest.values(), *others]
+
+
+def _check_windows(
+    endorsement: _Endorsement, lists: Sequence[x509.CertificateRevocationList], rules: SnpRules, now: int
+) -> int:
+    instant = datetime.fromtimestamp(now, UTC)
+    root = endorsement.chain[-1]
+    if rules.require_crl and not any(crl.issuer == root.subject for crl in lists):
+        refuse(Refusal.COLLATERAL_STALE, f"there is no revocation list of '{common_name(root)}'")
+    ends = [check_certificate_windows(endorsement.chain, instant, "endorsement")]
+    ends += [check_crl_window(crl, instant, "AMD") for crl in lists]
+    return int(min(ends).timestamp())
+
+
+def _crl_facts(endorsement: _Endorsement, lists: Sequence[x509.CertificateRevocationList]) -> tuple[Fact, ...]:
+    """Return the number of each list of the root, which publishes one for each kind of key."""
+    root = endorsement.chain[-1]
+    own = [(crl_scope(crl), crl_number(crl)) for crl in lists if crl.issuer == root.subject]
+    return highest([crl_fact(key_id(root), scope, number) for scope, number in own if number is not None])
+
+
+def _check_firmware(report: SnpReport, endorsement: _Endorsement, rules: SnpRules) -> None:
+    generation = endorsement.generation
+    if generation not in rules.allowed_generations:
+        refuse(Refusal.FIRMWARE_FLOOR, f"the policy does not admit {generation} processors")
+    floor = rules.min_snp_svn.get(generation)
+    if floor is None:
+        refuse(Refusal.FIRMWARE_FLOOR, f"the policy sets no firmware floor for {generation} processors")
+    versions = {"reported": report.reported_tcb, "committed": report.committed_tcb, "launch": report.launch_tcb}
+    for name, tcb in versions.items():
+        svn = endorsement.layout.snp_svn(tcb)
+        if svn < floor:
+            refuse(Refusal.FIRMWARE_FLOOR, f"SNP firmware {svn} in the {name} TCB is below the floor {floor}")
+    if rules.require_alias_check and not report.platform_info & _ALIAS_CHECK_COMPLETE:
+        refuse(Refusal.FIRMWARE_FLOOR, "the firmware has not checked the memory for aliases (CVE-2024-21944)")
+
+
+def _check_guest(report: SnpReport, rules: SnpRules) -> None:
+    if report.policy & _DEBUG and not rules.allow_debug:
+        refuse(Refusal.DEBUG, "the guest was launched with the debug policy, so the host can read its memory")
+    if report.policy & _MIGRATE_MA and not rules.allow_migrate_ma:
+        refuse(Refusal.ATTRIBUTES, "the guest's policy lets a migration agent move it")
+    if report.policy & _SMT and not rules.allow_smt:
+        refuse(Refusal.ATTRIBUTES, "the guest's policy lets it run beside another hardware thread (SMT)")
+    if report.vmpl not in rules.allowed_vmpl:
+        levels = ", ".join(map(str, rules.allowed_vmpl))
+        refuse(Refusal.PRIVILEGE_LEVEL, f"the report is of privilege level {report.vmpl}, accepted: {levels or 'none'}")
+
+
+def _claims(report: SnpReport, endorsement: _Endorsement, facts: tuple[Fact, ...], expires_at: int) -> SnpClaims:
+    root, firmware = key_id(endorsement.chain[-1]), endorsement.layout.describe(report.reported_tcb)
+    platform_id = report.chip_id if any(report.chip_id) else report.report_id
+    hwmodel = f"AMD EPYC {endorsement.generation}"
+    debug = bool(report.policy & _DEBUG)
+    return SnpClaims(
+        evidence_class=endorsement.anchor.evidence_class,
+        measurement=report.measurement,
+        report_data=report.report_data,
+        platform_id=platform_id,
+        generation=endorsement.generation,
+        key_kind=report.key_kind,
+        reported_tcb=report.reported_tcb,
+        firmware=firmware,
+        policy=report.policy,
+        vmpl=report.vmpl,
+        host_data=report.host_data,
+        root_key_id=root,
+        facts=facts,
+        expires_at=expires_at,
+        hwmodel=hwmodel,
+        dbgstat="enabled" if debug else "disabled-since-boot",
+        steps=(
+            ("format", f"SEV-SNP report of version {report.version}"),
+            ("root", f"{endorsement.anchor.evidence_class} {root.hex()[:16]}"),
+            ("chain", f"{hwmodel}, {report.key_kind}; chip, TCB version and signature hold"),
+            ("revocation", ", ".join(f"{name}: {number}" for name, number in facts) or "no list"),
+            ("collateral", f"until {expires_at}"),
+            ("tcb", firmware),
+            ("attributes", "debug" if debug else "no debug"),
+            ("privilege", f"level {report.vmpl}"),
+        ),
+    )

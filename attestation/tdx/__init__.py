@@ -1,0 +1,5 @@
+"""The verifier of Intel TDX quotes against collateral, with a second opinion by dcap-qvl.
+
+Doors: quote, rules, verify.
+May import: log, trust, files, core; metrics.
+"""

@@ -1,0 +1,153 @@
+"""Roots that vouch for evidence: the vendors' pinned certificates, and the anchors of a policy.
+
+Guarantee: a root counts as hardware only if its public key is pinned here. So no policy file can declare a simulator's
+root to be hardware. Roots are compared by public key, because a vendor may issue a root certificate again with the same
+key.
+"""
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import ClassVar, Final, Literal, Self
+
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+from pydantic import model_validator
+
+from raycloak.attestation.core.evidence import EvidenceClass
+from raycloak.attestation.core.messages import Message
+from raycloak.attestation.trust.certificates import key_id, read_root
+
+_FOLDER: Final = Path(__file__).resolve().parent / "anchors"
+
+
+@cache
+def amd_intermediates() -> tuple[x509.Certificate, ...]:
+    """Return the six CAs that issue endorsement certificates: for VCEK and VLEK of Milan, Genoa and Turin."""
+    return tuple(intermediate for intermediate, _ in _pairs())
+
+
+@cache
+def amd_roots() -> tuple[x509.Certificate, ...]:
+    """Return the three roots, of Milan, Genoa and Turin."""
+    by_der = {root.public_bytes(Encoding.DER): root for _, root in _pairs()}
+    return tuple(by_der.values())
+
+
+def _pairs() -> list[tuple[x509.Certificate, x509.Certificate]]:
+    files = sorted(_FOLDER.glob("ask_ark_*.pem"))
+    chains = [x509.load_pem_x509_certificates(path.read_bytes()) for path in files]
+    return [(intermediate, root) for intermediate, root in chains]
+
+
+_ANCHORS: Final = Path(__file__).resolve().parent / "anchors"
+
+
+def _read(name: str) -> bytes:
+    return x509.load_pem_x509_certificate((_ANCHORS / name).read_bytes()).public_bytes(Encoding.DER)
+
+
+NVIDIA_DEVICE_ROOT_DER: Final = _read("nvidia_device_identity_ca.pem")
+NVIDIA_RIM_ROOT_DER: Final = _read("nvidia_corim_signing_root_ca.pem")
+
+Family = Literal["tdx", "sev_snp", "nvidia_gpu", "nvidia_rim"]
+"""The format of the data that a root vouches for: evidence, and so its verifier, or signed reference values."""
+
+# Intel SGX Root CA, valid 2018-05-21 to 2049-12-31; it vouches for SGX and TDX alike.
+INTEL_SGX_ROOT_DER: Final = base64.b64decode(
+    "MIICjzCCAjSgAwIBAgIUImUM1lqdNInzg7SVUr9QGzknBqwwCgYIKoZIzj0EAwIwaDEaMBgGA1UEAwwRSW50ZWwgU0dYIFJvb3QgQ0ExGjAYBgNV"
+    "BAoMEUludGVsIENvcnBvcmF0aW9uMRQwEgYDVQQHDAtTYW50YSBDbGFyYTELMAkGA1UECAwCQ0ExCzAJBgNVBAYTAlVTMB4XDTE4MDUyMTEwNDUx"
+    "MFoXDTQ5MTIzMTIzNTk1OVowaDEaMBgGA1UEAwwRSW50ZWwgU0dYIFJvb3QgQ0ExGjAYBgNVBAoMEUludGVsIENvcnBvcmF0aW9uMRQwEgYDVQQH"
+    "DAtTYW50YSBDbGFyYTELMAkGA1UECAwCQ0ExCzAJBgNVBAYTAlVTMFkwEwYHKoZIzj0CAQYIKoZIzj0DAQcDQgAEC6nEwMDIYZOj/iPWsCzaEKi7"
+    "1OiOSLRFhWGjbnBVJfVnkY4u3IjkDYYL0MxO4mqsyYjlBalTVYxFP2sJBK5zlKOBuzCBuDAfBgNVHSMEGDAWgBQiZQzWWp00ifODtJVSv1AbOScG"
+    "rDBSBgNVHR8ESzBJMEegRaBDhkFodHRwczovL2NlcnRpZmljYXRlcy50cnVzdGVkc2VydmljZXMuaW50ZWwuY29tL0ludGVsU0dYUm9vdENBLmRl"
+    "cjAdBgNVHQ4EFgQUImUM1lqdNInzg7SVUr9QGzknBqwwDgYDVR0PAQH/BAQDAgEGMBIGA1UdEwEB/wQIMAYBAf8CAQEwCgYIKoZIzj0EAwIDSQAw"
+    "RgIhAOW/5QkR+S9CiSDcNoowLuPRLsWGf/Yi7GSX94BgwTwgAiEA4J0lrHoMs+Xo5o/sX6O9QWxHRAvZUGOdRQ7cvqRXaqI="
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedRoot:
+    """A vendor's root certificate, and the one class and family that it vouches for."""
+
+    evidence_class: EvidenceClass
+    family: Family
+    root_der: bytes
+
+
+# To add a root of another family, unpack here what the family's own module reads from `attestation/anchors/`.
+_PINNED_ROOTS: Final[tuple[PinnedRoot, ...]] = (
+    PinnedRoot(EvidenceClass.INTEL_TDX, "tdx", INTEL_SGX_ROOT_DER),
+    *(PinnedRoot(EvidenceClass.AMD_SEV_SNP, "sev_snp", root.public_bytes(Encoding.DER)) for root in amd_roots()),
+    PinnedRoot(EvidenceClass.NVIDIA_GPU, "nvidia_gpu", NVIDIA_DEVICE_ROOT_DER),
+    PinnedRoot(EvidenceClass.NVIDIA_GPU, "nvidia_rim", NVIDIA_RIM_ROOT_DER),
+)
+
+PINNED: Final[Mapping[bytes, PinnedRoot]] = MappingProxyType(
+    {key_id(read_root(root.root_der)): root for root in _PINNED_ROOTS}
+)
+"""Maps :func:`key_id` to the pinned root."""
+
+
+@lru_cache(maxsize=64)
+def _loaded(der: bytes) -> tuple[x509.Certificate, bytes]:
+    root = read_root(der)
+    return root, key_id(root)
+
+
+class Anchor(Message):
+    """A root that the verifier trusts to vouch for one class of evidence of one family.
+
+    Attributes:
+        root_der: the self-signed root certificate.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/anchor/v2"
+
+    evidence_class: EvidenceClass
+    family: Family = "tdx"
+    root_der: bytes
+
+    @classmethod
+    def simulated(cls, family: Family, root: x509.Certificate) -> Self:
+        """Make the anchor of class ``simulated`` with that root; ValidationError if the root is a vendor's."""
+        der = root.public_bytes(Encoding.DER)
+        return cls(evidence_class=EvidenceClass.SIMULATED, family=family, root_der=der)
+
+    @property
+    def root(self) -> x509.Certificate:
+        return _loaded(self.root_der)[0]
+
+    @property
+    def root_key_id(self) -> bytes:
+        """The root's :func:`key_id`, 48 bytes."""
+        return _loaded(self.root_der)[1]
+
+    @model_validator(mode="after")
+    def _class_follows_root(self) -> Self:
+        pinned = PINNED.get(self.root_key_id)
+        expected = (pinned.evidence_class, pinned.family) if pinned else (EvidenceClass.SIMULATED, self.family)
+        if (self.evidence_class, self.family) != expected:
+            raise ValueError(f"this root does not vouch for {self.evidence_class} evidence of family {self.family}")
+        return self
+
+
+def pinned_anchors(evidence_class: EvidenceClass) -> tuple[Anchor, ...]:
+    """Return the anchors of a hardware class: every pinned root of it."""
+    return tuple(
+        Anchor(evidence_class=root.evidence_class, family=root.family, root_der=root.root_der)
+        for root in PINNED.values()
+        if root.evidence_class is evidence_class
+    )
+
+
+def anchor_of(anchors: Sequence[Anchor], family: Family, root: x509.Certificate) -> Anchor | None:
+    """Return the anchor of ``family`` with the public key of ``root``, if any."""
+    wanted = key_id(root)
+    return next((anchor for anchor in anchors if anchor.family == family and anchor.root_key_id == wanted), None)
+
+
+INTEL_TDX_ANCHOR: Final = pinned_anchors(EvidenceClass.INTEL_TDX)[0]

@@ -1,0 +1,178 @@
+"""Judges the cases of an index of evidence, each by the verifier of its family.
+
+Guarantee: a case's verdict depends on that case and its files alone, not on the cases before it.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Final, Protocol
+
+from raycloak.attestation.core.evidence import STAGES, Collateral, EvidenceClass, Refusal, refuse
+from raycloak.attestation.gpu.rules import GpuRules
+from raycloak.attestation.gpu.verify import GpuClaims, GpuReferences, verify_gpu
+from raycloak.attestation.snp.rules import SnpRules
+from raycloak.attestation.snp.verify import SnpClaims, verify_snp
+from raycloak.attestation.tdx.rules import TdxRules
+from raycloak.attestation.tdx.verify import TdxClaims, check_registers, verify_tdx
+from raycloak.attestation.trust.certificates import crl_der
+from raycloak.attestation.vectors.index import Case
+from raycloak.metrics.errors import ConfigError, EvidenceError
+
+
+class GuestClaims(Protocol):
+    """The result of every guest verifier: 48 bytes of measurement and 64 of report data."""
+
+    @property
+    def measurement(self) -> bytes: ...
+    @property
+    def report_data(self) -> bytes: ...
+
+
+def compare(case: Case, claims: GuestClaims, measurements: Sequence[bytes] | None) -> None:
+    """Refuse a measurement that is not one of ``measurements``, and unexpected report data.
+
+    Raises:
+        EvidenceError: ``measurement_unknown`` or ``key_not_bound``.
+    """
+    if measurements is not None and claims.measurement not in [value for value in measurements if any(value)]:
+        refuse(Refusal.MEASUREMENT_UNKNOWN, f"measurement {claims.measurement.hex()} is not a reference value")
+    if case.report_data is not None and claims.report_data != case.report_data:
+        refuse(Refusal.KEY_NOT_BOUND, "the report data is not the expected one")
+
+
+def appraise_tdx(case: Case) -> TdxClaims:
+    """Verify the case's quote and return its claims; EvidenceError if it is refused."""
+    rules = case.without("tcb_statuses", "Revoked").rules(TdxRules)
+    claims = verify_tdx(
+        case.evidence(),
+        _collateral(case),
+        anchors=case.anchors("tdx"),
+        accepted=case.accepted,
+        rules=rules,
+        now=case.now,
+    )
+    check_registers(claims, rules)
+    compare(case, claims, rules.measurements)
+    return claims
+
+
+def _collateral(case: Case) -> tuple[Collateral, ...]:
+    """Read the collateral; none if it cannot be read, which the verifier refuses in its turn."""
+    if case.fields.collateral is None:
+        return ()
+    content = case.file(case.fields.collateral)
+    try:
+        return (Collateral.from_json(content.decode()),)
+    except (EvidenceError, UnicodeDecodeError):
+        return ()
+
+
+def appraise_snp(case: Case) -> SnpClaims:
+    """Verify the case's report and return its claims; EvidenceError if it is refused."""
+    rules = case.rules(SnpRules)
+    claims = verify_snp(
+        case.evidence(),
+        case.chain(),
+        anchors=case.anchors("sev_snp"),
+        accepted=case.accepted,
+        rules=rules,
+        crls=tuple(crl_der(case.base64_file(name)) for name in case.fields.crl or ()),
+        now=case.now,
+    )
+    compare(case, claims, rules.measurements)
+    return claims
+
+
+def appraise_gpu(case: Case) -> GpuClaims:
+    """Verify the case's report and return its claims; EvidenceError if it is refused."""
+    return verify_gpu(
+        case.evidence(),
+        case.chain(),
+        anchors=(*case.anchors("nvidia_gpu"), *case.anchors("nvidia_rim")),
+        accepted=case.accepted,
+        rules=case.rules(GpuRules),
+        nonce=case.nonce,
+        rims=references_of(case),
+        ocsp=answers_of(case),
+        now=case.now,
+    )
+
+
+def references_of(case: Case) -> GpuReferences:
+    """Read the manifests that the case names."""
+    named = case.fields.rim
+    if named is None:
+        return GpuReferences()
+    driver, vbios = (None if name is None else case.file(name) for name in (named.driver, named.vbios))
+    return GpuReferences(driver, vbios)
+
+
+def answers_of(case: Case) -> tuple[bytes, ...]:
+    """Read the OCSP answers that the case names, in base64 or DER."""
+    return tuple(case.base64_file(name) for name in case.fields.ocsp or ())
+
+
+Claims = TdxClaims | SnpClaims | GpuClaims
+
+# One line per family: a function that returns the evidence's claims, or raises EvidenceError.
+FAMILIES: Final[Mapping[str, Callable[[Case], Claims]]] = MappingProxyType(
+    {
+        "sev_snp": appraise_snp,
+        "nvidia_gpu": appraise_gpu,
+        "tdx": appraise_tdx,
+    }
+)
+LAST_STEP: Final = "result"
+
+
+@dataclass(frozen=True, slots=True)
+class CaseVerdict:
+    """The verdict on a case.
+
+    Attributes:
+        accepted: None if the case could not be appraised.
+        evidence_class: class of accepted evidence.
+        refusal: code of the first stage that failed; None if none did.
+        step: name of that stage, or of the last.
+        detail: one sentence for a person; empty for accepted evidence.
+        milliseconds: time from reading the case's files to its verdict.
+    """
+
+    case: Case
+    accepted: bool | None
+    evidence_class: EvidenceClass | None
+    refusal: str | None
+    step: str
+    detail: str
+    milliseconds: float = 0.0
+
+    @property
+    def as_expected(self) -> bool | None:
+        """Whether this is the verdict the index expects; None if it expects none."""
+        fields = self.case.fields
+        if fields.expect is None:
+            return None
+        return self.accepted is (fields.expect == "accept") and self.refusal == fields.refusal
+
+
+def check(case: Case) -> CaseVerdict:
+    """Appraise one case."""
+    started = time.perf_counter()
+    verdict = _judge(case)
+    return replace(verdict, milliseconds=(time.perf_counter() - started) * 1000)
+
+
+def _judge(case: Case) -> CaseVerdict:
+    appraise = FAMILIES.get(case.fields.family)
+    if appraise is None:
+        unknown = f"there is no verifier for evidence of family '{case.fields.family}'"
+        return CaseVerdict(case, None, None, None, "", case.flaw or unknown)
+    try:
+        claims = appraise(case)
+    except EvidenceError as error:
+        return CaseVerdict(case, False, None, error.code, STAGES[Refusal(error.code)], error.message)
+    except ConfigError as error:
+        return CaseVerdict(case, None, None, None, "", error.message)
+    return CaseVerdict(case, True, claims.evidence_class, None, LAST_STEP, "")

@@ -1,0 +1,237 @@
+"""Reads an index of evidence. Each case says what is presented, with what, when, and under which policy.
+
+The format is described in `docs/attestation-index.md`. Paths are relative to the index. Anchors are raycloak's pinned
+ones, and any that a case names as ``simulator_root``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from raycloak.attestation.collateral.encoding import bytes_of, certificate_text, decode, resolve
+from raycloak.attestation.core.canonical import canonical_json, read_json
+from raycloak.attestation.core.evidence import EvidenceClass, Refusal, refuse
+from raycloak.attestation.core.messages import Message
+from raycloak.attestation.trust.certificates import read_presented
+from raycloak.attestation.trust.roots import PINNED, Anchor, Family, pinned_anchors
+from raycloak.metrics.errors import ConfigError
+from raycloak.metrics.file_errors import file_error
+
+Rules = TypeVar("Rules", bound=Message)
+_ABOUT_ROOTS = ("simulator_root", "allow_simulator")
+_FORMAT = 1
+_END_OF_TIME = 253_402_300_800  # unix seconds: the year 10000, which certificates cannot express either
+
+
+class RimFiles(BaseModel):
+    """The files with the reference values for a GPU; None where there are none."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    driver: str | None = None
+    vbios: str | None = None
+
+
+class CaseFields(BaseModel):
+    """One entry of ``cases``. Fields that only describe a case are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    id: str
+    family: str
+    evidence: str
+    encoding: str
+    at: str
+    collateral: str | None = None
+    chain: list[str] | None = None
+    rim: RimFiles | None = None
+    ocsp: list[str] | None = None
+    crl: list[str] | None = None
+    nonce: str | None = None
+    report_data: str | None = None
+    expect: Literal["accept", "refuse"] | None = None
+    refusal: str | None = None
+    policy: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A case with its policy and the folder its paths are relative to.
+
+    Every method that reads a file or a field raises ConfigError ``index`` if that fails. Evidence whose content is not
+    of the stated encoding is different: it is refused as ``evidence_malformed``.
+
+    Attributes:
+        flaw: why the entry of the index is not of the format; empty if it is. A flawed case has only its id.
+    """
+
+    fields: CaseFields
+    policy: Mapping[str, Any]
+    folder: Path
+    flaw: str = ""
+
+    @property
+    def now(self) -> int:
+        """The verifier's clock in unix seconds. A fraction of a second is cut off."""
+        try:
+            instant = datetime.fromisoformat(self.fields.at.upper())
+        except ValueError:
+            instant = None
+        seconds = instant.timestamp() if instant is not None and instant.tzinfo is not None else None
+        if seconds is None or not 0 <= seconds < _END_OF_TIME:
+            raise self._unusable(f"its time '{self.fields.at}' is not an RFC 3339 time of 1970 to 9999")
+        return int(seconds)
+
+    @property
+    def nonce(self) -> bytes:
+        """The nonce that was issued; empty if the case names none."""
+        return self._hex("nonce", self.fields.nonce) or b""
+
+    @property
+    def report_data(self) -> bytes | None:
+        """The expected report data; None if it is not compared."""
+        return self._hex("report_data", self.fields.report_data)
+
+    def without(self, rule: str, value: Any) -> "Case":
+        """Return the case with ``value`` taken off its policy's list ``rule``, because no policy can accept it."""
+        listed = self.policy.get(rule)
+        if not isinstance(listed, list) or value not in listed:
+            return self
+        return replace(self, policy={**self.policy, rule: [each for each in listed if each != value]})
+
+    def evidence(self) -> bytes:
+        """Read the presented evidence."""
+        content = self.file(self.fields.evidence)
+        try:
+            return decode(content, self.fields.encoding)
+        except LookupError as error:
+            raise self._unusable(str(error.args[0])) from None
+        except ValueError as error:
+            refuse(Refusal.EVIDENCE_MALFORMED, f"the evidence is not {self.fields.encoding}: {error}")
+
+    def chain(self) -> tuple[bytes, ...]:
+        """Read the certificates, each entry PEM or DER, in the order of the case."""
+        return tuple(self._certificates(entry) for entry in self.fields.chain or ())
+
+    def file(self, name: str) -> bytes:
+        """Read a file that the case names."""
+        try:
+            return (self.folder / name).read_bytes()
+        except (OSError, ValueError) as error:
+            cause = error.strerror if isinstance(error, OSError) else str(error)
+            raise self._unusable(f"cannot read {name}: {cause}") from None
+
+    def base64_file(self, name: str) -> bytes:
+        """Decode a base64 file; return the content of any other file as it is."""
+        content = self.file(name)
+        try:
+            return decode(content, "base64")
+        except ValueError:
+            return content
+
+    def rules(self, kind: type[Rules]) -> Rules:
+        """Return the family's acceptance rules: the index's default policy, overridden by the case's."""
+        given = {name: value for name, value in self.policy.items() if name not in _ABOUT_ROOTS}
+        try:
+            return kind.model_validate_json(canonical_json(given))
+        except (ValidationError, TypeError, ValueError) as error:
+            raise self._unusable(f"its policy cannot be used: {_first_line(error)}") from None
+
+    def anchors(self, family: Family) -> tuple[Anchor, ...]:
+        """Return the pinned roots, and the simulator's root of class ``simulated`` if the policy names one."""
+        classes = sorted({root.evidence_class for root in PINNED.values() if root.family == family})
+        pinned = [anchor for each in classes for anchor in pinned_anchors(each)]
+        name = self.policy.get("simulator_root")
+        if name is None:
+            return tuple(pinned)
+        try:
+            roots = read_presented(self.file(str(name)))
+            return (*pinned, *(Anchor.simulated(family, root) for root in roots))
+        except ValueError:
+            raise self._unusable(f"{name} is not a root that can be a simulator's") from None
+
+    @property
+    def accepted(self) -> frozenset[EvidenceClass]:
+        """The admitted classes: hardware, and simulated evidence if the policy says so."""
+        every = frozenset(EvidenceClass)
+        return every if self.policy.get("allow_simulator") is True else every - {EvidenceClass.SIMULATED}
+
+    def _certificates(self, entry: str) -> bytes:
+        name, found, pointer = entry.partition("#")
+        content = self.file(name)
+        if not found:
+            return content
+        try:
+            return certificate_text(resolve(read_json(content), pointer))
+        except ValueError as error:
+            refuse(Refusal.EVIDENCE_MALFORMED, f"the certificates cannot be read: {error}")
+
+    def _hex(self, name: str, text: str | None) -> bytes | None:
+        if text is None:
+            return None
+        try:
+            return bytes_of(text) if text else b""
+        except ValueError:
+            raise self._unusable(f"its {name} is not hexadecimal") from None
+
+    def _unusable(self, message: str) -> ConfigError:
+        return ConfigError("index", f"case '{self.fields.id}': {message}.", "See docs/attestation-index.md.")
+
+
+def read_index(path: Path) -> tuple[Case, ...]:
+    """Read the cases of the index at ``path``, in its order.
+
+    An entry that is not of the format becomes a case with a flaw, so the other cases can still be judged.
+
+    Raises:
+        ConfigError: ``index`` if it cannot be read, is not of the format, has no case, or names an id twice.
+    """
+    try:
+        document = read_json(path.read_bytes())
+    except OSError as error:
+        raise file_error("index", "read", path, error) from None
+    except ValueError as error:
+        raise _no_index(path, _first_line(error)) from None
+    fields: dict[str, Any] = document if isinstance(document, dict) else {}
+    if (stated := fields.get("format", _FORMAT)) != _FORMAT:
+        raise ConfigError(
+            "index",
+            f"{path} is of format {stated}; this version reads format {_FORMAT}.",
+            "Use the version of raycloak for it.",
+        )
+    entries, given = fields.get("cases"), fields.get("default_policy")
+    defaults = {} if given is None else given
+    if not isinstance(entries, list) or not entries:
+        raise _no_index(path, "it has no list 'cases' with a case in it")
+    if any(not isinstance(entry, dict) or "id" not in entry for entry in entries):
+        raise _no_index(path, "each of its 'cases' must be an object with an 'id'")
+    if not isinstance(defaults, dict) or any(not isinstance(rules, dict) for rules in defaults.values()):
+        raise _no_index(path, "its 'default_policy' must be an object of rules per family")
+    named = [(str(entry["id"]), entry) for entry in entries]
+    if len(dict(named)) != len(named):
+        raise ConfigError("index", f"{path} names a case twice.", "Give each an id of its own.")
+    return tuple(_case(name, entry, defaults, path.parent) for name, entry in named)
+
+
+def _no_index(path: Path, why: str) -> ConfigError:
+    return ConfigError("index", f"{path} is not an index of evidence: {why}.", "See docs/attestation-index.md.")
+
+
+def _case(name: str, entry: Any, defaults: Mapping[str, Mapping[str, Any]], folder: Path) -> Case:
+    try:
+        fields = CaseFields.model_validate(entry)
+    except ValidationError as error:
+        nothing = CaseFields(id=name, family="", evidence="", encoding="", at="")
+        return Case(nothing, {}, folder, flaw=_first_line(error))
+    return Case(fields, {**defaults.get(fields.family, {}), **(fields.policy or {})}, folder)
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_input=False)[0]
+        return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,252 @@
+"""The accountants that an account may be held with: they compute composed epsilon, behind one interface.
+
+``rdp`` is a Renyi filter: it adds up, and holds for runs that are chosen after others were seen. ``pld`` is tight, and
+holds for one plan that was fixed before its first step; a run may only end early. Every value either gives is an upper
+bound on the same quantity, so the smaller of two bounds is one too.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import ClassVar, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raycloak.coordinator.accounting import pld
+from raycloak.coordinator.accounting import renyi as accounting
+from raycloak.coordinator.accounting.releases import Release, Releases
+from raycloak.metrics.collectors import spent_ratio
+from raycloak.workers.terms.mechanism import AccountantName
+
+QUOTE_POINTS = 16
+"""Points of a quote: epsilon is stated after every sixteenth of the plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class AccountLimits:
+    """What may be spent from an account.
+
+    Attributes:
+        epsilon_cap: most that all its charges may come to.
+        delta: the accountant's share of the account's.
+        orders: Renyi orders that the account was opened with, and keeps.
+    """
+
+    epsilon_cap: float
+    delta: float
+    orders: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Quote:
+    """The costs of parts of a fixed plan, computed once and then only looked up.
+
+    Attributes:
+        counts: per point, how often each mechanism has been released; growing in every component.
+        epsilon: per point, an upper bound, never decreasing.
+    """
+
+    counts: tuple[tuple[int, ...], ...] = ()
+    epsilon: tuple[float, ...] = ()
+
+    def at(self, counts: tuple[int, ...]) -> float:
+        """Return epsilon at the first point with at least ``counts`` of everything; infinite if there is none."""
+        if not any(counts):
+            return 0.0
+        for point, value in zip(self.counts, self.epsilon, strict=True):
+            if all(had <= allowed for had, allowed in zip(counts, point, strict=True)):
+                return value
+        return math.inf
+
+    def within(self, cap: float) -> tuple[int, ...]:
+        """Return the counts of the last point that ``cap`` allows; empty if it allows none."""
+        fitting = [point for point, value in zip(self.counts, self.epsilon, strict=True) if value <= cap]
+        return fitting[-1] if fitting else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Spend:
+    """The charges of one run.
+
+    Attributes:
+        rdp: at the account's orders, of all its charges.
+        counts: per private mechanism of the run, its charges.
+        releases: the same charges as releases, without those that were never made.
+        quote: what its registration recorded.
+    """
+
+    rdp: NDArray[np.float64]
+    counts: tuple[int, ...]
+    releases: Releases
+    quote: Quote
+
+
+class Accountant(Protocol):
+    """An accountant: computes epsilon of an account, and the quote that a registration records.
+
+    Attributes:
+        name: in configuration, mechanism and account.
+        shareable: whether several runs may spend from one account.
+    """
+
+    name: ClassVar[AccountantName]
+    shareable: ClassVar[bool]
+
+    def version(self) -> str:
+        """Return names and versions of the libraries that compute."""
+        ...
+
+    def load(self) -> None:
+        """Import those libraries, which takes seconds; optional."""
+        ...
+
+    def curve(self, points: Sequence[Releases], delta: float) -> tuple[float, ...]:
+        """Return epsilon of each of several growing compositions at ``delta``, the accountant's share."""
+        ...
+
+    def quote(self, plan: Sequence[Release], limits: AccountLimits) -> Quote:
+        """Return what a registration records of a run that plans these releases, one element per mechanism."""
+        ...
+
+    def spent(self, spends: Sequence[Spend], limits: AccountLimits) -> float:
+        """Return epsilon of all charges to an account; infinite for releases that no run of it planned."""
+        ...
+
+    def ratio(self, spends: Sequence[Spend], limits: AccountLimits) -> float:
+        """Return the spent share of the account, linear in the steps of a run; infinite if it admits nothing."""
+        ...
+
+
+class RenyiAccountant:
+    """The sum of Opacus' RDP at fixed orders: a Renyi filter (Feldman and Zrnic, arXiv 2008.11193)."""
+
+    name: ClassVar[AccountantName] = "rdp"
+    shareable: ClassVar[bool] = True
+
+    def version(self) -> str:
+        """Return the version of Opacus."""
+        return accounting.accountant_version()
+
+    def load(self) -> None:
+        """Import Opacus."""
+        accounting.step_rdp(0.5, 1.0, (2.0,))
+
+    def curve(self, points: Sequence[Releases], delta: float) -> tuple[float, ...]:
+        """Convert the summed RDP of each composition."""
+        return tuple(accounting.epsilon(accounting.composed_rdp(point), delta) for point in points)
+
+    def quote(self, plan: Sequence[Release], limits: AccountLimits) -> Quote:
+        """Return an empty quote: a filter needs no plan."""
+        return Quote()
+
+    def spent(self, spends: Sequence[Spend], limits: AccountLimits) -> float:
+        """Convert the summed RDP of all runs."""
+        return accounting.epsilon(_total(spends, limits), limits.delta, limits.orders)
+
+    def ratio(self, spends: Sequence[Spend], limits: AccountLimits) -> float:
+        """Return the spent share at the order that admits most."""
+        caps = accounting.order_caps(limits.epsilon_cap, limits.delta, limits.orders)
+        return spent_ratio(_total(spends, limits).tolist(), caps)
+
+
+class PrivacyLossAccountant:
+    """The privacy loss distributions of dp-accounting, for the one plan that an account was opened for."""
+
+    name: ClassVar[AccountantName] = "pld"
+    shareable: ClassVar[bool] = False
+
+    def version(self) -> str:
+        """Return the versions of dp-accounting and Opacus."""
+        return f"{pld.library_version()}, {accounting.accountant_version()}"
+
+    def load(self) -> None:
+        """Import dp-accounting and Opacus."""
+        pld.epsilon((Release(0.5, 1.0, 1),), 1e-5)
+        RENYI.load()
+
+    def curve(self, points: Sequence[Releases], delta: float) -> tuple[float, ...]:
+        """Compose the privacy loss distributions, most exactly for the last."""
+        return pld.curve(tuple(points), delta)
+
+    def quote(self, plan: Sequence[Release], limits: AccountLimits) -> Quote:
+        """Quote sixteen parts of the plan within the cap, and sixteen of the rest, in case the cap is raised."""
+        allowed, whole = largest_part(self, plan, limits.epsilon_cap, limits.delta), most_frequent(plan)
+        within = [part_of(plan, share) for share in _sixteenths(0, allowed)]
+        beyond = [part_of(plan, share) for share in _sixteenths(allowed, whole)]
+        counts = tuple(tuple(release.count for release in point) for point in (*within, *beyond))
+        epsilon = (*self.curve(within, limits.delta), *self.curve(beyond, limits.delta))
+        return Quote(counts, tuple(accumulate(epsilon, max)))
+
+    def spent(self, spends: Sequence[Spend], limits: AccountLimits) -> float:
+        """Return the recorded epsilon of the next point of the plan, or Renyi's value where that is smaller.
+
+        Where both are above the cap, the charges themselves are composed, so that none is refused that fits: points
+        have every mechanism in proportion, and a run may be ahead with one of them.
+        """
+        made = [spend for spend in spends if spend.releases]
+        renyi = RENYI.spent(spends, limits)
+        if len(made) != 1:
+            return renyi
+        looked_up = min(renyi, made[0].quote.at(made[0].counts))
+        if looked_up <= limits.epsilon_cap:
+            return looked_up
+        return min(looked_up, pld.epsilon(made[0].releases, limits.delta))
+
+    def ratio(self, spends: Sequence[Spend], limits: AccountLimits) -> float:
+        """Return the largest share of its quote that any run has used."""
+        return max((_share(spend, limits.epsilon_cap) for spend in spends), default=0.0)
+
+
+RENYI = RenyiAccountant()
+_ACCOUNTANTS: dict[AccountantName, Accountant] = {"rdp": RENYI, "pld": PrivacyLossAccountant()}
+
+
+def accountant_of(name: AccountantName) -> Accountant:
+    """Return the accountant of that name."""
+    return _ACCOUNTANTS[name]
+
+
+def most_frequent(plan: Sequence[Release]) -> int:
+    """Return the count of a plan's most frequent release, by which :func:`part_of` divides it."""
+    return max(release.count for release in plan)
+
+
+def part_of(plan: Sequence[Release], share: int) -> Releases:
+    """Return the part of a plan with ``share`` of its most frequent release, and the others in proportion.
+
+    Rounded up, so that releases spread evenly over a run are inside the part at every moment.
+    """
+    most = most_frequent(plan)
+    return tuple(replace(release, count=-(-release.count * share // most)) for release in plan)
+
+
+def largest_part(accountant: Accountant, plan: Sequence[Release], cap: float, delta: float) -> int:
+    """Return the largest share, as in :func:`part_of`, whose epsilon does not exceed ``cap``."""
+    low, high = 0, most_frequent(plan)
+    middle = high
+    while low < high:
+        if accountant.curve([part_of(plan, middle)], delta)[0] <= cap:
+            low = middle
+        else:
+            high = middle - 1
+        middle = (low + high + 1) // 2
+    return low
+
+
+def _total(spends: Sequence[Spend], limits: AccountLimits) -> NDArray[np.float64]:
+    return sum((spend.rdp for spend in spends), np.zeros(len(limits.orders)))
+
+
+def _sixteenths(start: int, end: int) -> list[int]:
+    """Return the ends of sixteen parts of the whole numbers above ``start`` up to ``end``; fewer if there are fewer."""
+    points = range(1, QUOTE_POINTS + 1)
+    return sorted({start - -(end - start) * point // QUOTE_POINTS for point in points} - {start})
+
+
+def _share(spend: Spend, cap: float) -> float:
+    """Return the largest share that a run has used of any of the counts that ``cap`` allows it."""
+    admitted = spend.quote.within(cap) or (0,) * len(spend.counts)
+    shares = (had / most if most else math.inf for had, most in zip(spend.counts, admitted, strict=True) if had)
+    return max(shares, default=0.0)

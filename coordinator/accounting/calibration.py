@@ -1,0 +1,163 @@
+"""The cost of mechanisms under an accountant, and the noise that a target needs."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from raycloak.coordinator.accounting import renyi
+from raycloak.coordinator.accounting.accountants import accountant_of
+from raycloak.coordinator.accounting.releases import Release, Releases
+from raycloak.coordinator.accounting.renyi import (
+    ORDERS,
+    SLACK_SHARE,
+    SMALLEST_NOISE_MULTIPLIER,
+    WHOLE_ORDERS,
+    accountant_delta,
+    effective_noise_multiplier,
+    total_slack,
+)
+from raycloak.metrics.errors import ConfigError
+from raycloak.workers.terms.mechanism import AccountantName, Mechanism
+
+LARGEST_NOISE_MULTIPLIER = 2.0**14
+"""Where the search ends: a target that needs more noise leaves nothing to learn."""
+
+# Share of the target to aim at, and share at which the search stops: the pld accountant jumps by up to 0.2 %, so a
+# search for 1 itself would overshoot it. Four trials are usual; the limit only ends a search that cannot settle.
+_AIM, _CLOSE, _MOST_TRIALS = 0.9988, 0.997, 16
+
+
+def epsilon_of(
+    sample_rate: float, noise_multiplier: float, steps: int, delta: float, accountant: AccountantName = "rdp"
+) -> float:
+    """Return epsilon of ``steps`` steps at an account's ``delta``, after the slack reserve is taken off."""
+    return composed_epsilon((Release(sample_rate, noise_multiplier, steps),), delta, accountant)
+
+
+def composed_epsilon(releases: Releases, delta: float, accountant: AccountantName = "rdp") -> float:
+    """Return epsilon of ``releases`` at an account's ``delta``, after the slack reserve is taken off."""
+    return composed_curve([releases], delta, accountant)[0]
+
+
+def composed_curve(points: Sequence[Releases], delta: float, accountant: AccountantName = "rdp") -> tuple[float, ...]:
+    """Return the same for several growing compositions; the last is the most exact."""
+    return accountant_of(accountant).curve(points, accountant_delta(delta))
+
+
+def epsilon_against(
+    mechanism: Mechanism,
+    missing_virtual_workers: float,
+    delta: float,
+    steps: int,
+    beside: Sequence[tuple[Mechanism, int]] = (),
+) -> float:
+    """Return epsilon of ``steps`` steps for an adversary who knows the noise of ``missing_virtual_workers``.
+
+    Infinite if no unknown noise is left, or if the slack at that epsilon does not fit its share of ``delta``.
+
+    Args:
+        beside: what else was released: measurements, and how often each.
+    """
+    made = [(each, count) for each, count in ((mechanism, steps), *beside) if each.private and count]
+    if not made:
+        return 0.0
+    noises = [effective_noise_multiplier(each, missing_virtual_workers) for each, _ in made]
+    if min(noises) < SMALLEST_NOISE_MULTIPLIER:
+        return math.inf
+    releases = (Release(each.sample_rate, z, count) for (each, count), z in zip(made, noises, strict=True))
+    spent = composed_epsilon(tuple(releases), delta, mechanism.accountant)
+    slack = total_slack((each for each, _ in made), spent).total
+    return spent if slack <= SLACK_SHARE * delta else math.inf
+
+
+def solve_noise_multiplier(
+    target_epsilon: float,
+    delta: float,
+    sample_rate: float,
+    steps: int,
+    accountant: AccountantName = "rdp",
+    others: Releases = (),
+) -> float:
+    """Return the smallest noise multiplier that keeps ``steps`` steps within the target, to five digits, rounded up.
+
+    Guarantee: with ``others``, ``steps`` releases at the result cost at most the target, and at least 99.7 % of it
+    (99.9 % under ``rdp``), unless the result is the floor ``SMALLEST_NOISE_MULTIPLIER``.
+
+    Args:
+        delta: of the account, before the slack reserve is taken off.
+        others: what else the plan releases, with noise of its own.
+
+    Raises:
+        ConfigError: ``epsilon_unreachable`` if no noise is enough.
+    """
+
+    def share(noise: float) -> float:
+        releases = (*others, Release(sample_rate, noise, steps))
+        return composed_epsilon(releases, delta, accountant) / target_epsilon
+
+    def renyi_share(noise: float) -> float:
+        rdp = renyi.composed_rdp((*others, Release(sample_rate, noise, steps)), orders)
+        return renyi.epsilon(rdp, accountant_delta(delta), orders) / target_epsilon
+
+    # A tighter accountant refines the result, so its search only has to begin near it: few orders will do.
+    orders = ORDERS if accountant == "rdp" else WHOLE_ORDERS
+    enough = _smallest(renyi_share) or LARGEST_NOISE_MULTIPLIER
+    if share(enough) > 1:
+        raise ConfigError(
+            "epsilon_unreachable",
+            f"no noise multiplier up to {LARGEST_NOISE_MULTIPLIER:g} keeps {steps} steps at sampling rate "
+            f"{sample_rate:.4g} within epsilon {target_epsilon:g} at delta {delta:g}.",
+            "Ask for a larger epsilon or fewer steps.",
+        )
+    return _tightened(share, enough)
+
+
+def _smallest(share: Callable[[float], float]) -> float | None:
+    """Return the smallest noise, rounded up, whose ``share`` is at most 1; None if there is none.
+
+    Assumes that ``share`` is continuous and decreasing.
+    """
+    from scipy.optimize import brentq
+
+    low, high = SMALLEST_NOISE_MULTIPLIER, 1.0
+    while share(high) > 1:
+        low, high = high, high * 4
+        if high > LARGEST_NOISE_MULTIPLIER:
+            return None
+    if share(low) <= 1:
+        return SMALLEST_NOISE_MULTIPLIER
+    noise = _round_up(
+        math.exp(brentq(lambda log: math.log(share(math.exp(log))), math.log(low), math.log(high), xtol=1e-6))
+    )
+    while share(noise) > 1:
+        noise = _round_up(noise * (1 + 1e-5))
+    return noise
+
+
+def _tightened(share: Callable[[float], float], enough: float) -> float:
+    """Return a smaller noise than ``enough`` with a share just below 1, by interpolating logarithms.
+
+    Takes about four values of ``share``, which may be costly and jump by up to 0.2 %.
+    """
+    low, best, at_best = SMALLEST_NOISE_MULTIPLIER, enough, share(enough)
+    slope = -1.5
+    for _ in range(_MOST_TRIALS):
+        if at_best >= _CLOSE or best <= SMALLEST_NOISE_MULTIPLIER:
+            break
+        guess = best * (_AIM / at_best) ** (1 / slope) if at_best > 0 else 0.0
+        noise = _round_up(max(guess, math.sqrt(low * best) if guess <= low else low))
+        if noise >= best:
+            break
+        value = share(noise)
+        if value > 0 < at_best:
+            slope = min(math.log(value / at_best) / math.log(noise / best), -0.1)
+        if value <= 1:
+            best, at_best = noise, value
+        else:
+            low = noise
+    return best
+
+
+def _round_up(value: float) -> float:
+    """Return ``value`` rounded up to five decimal digits after the leading one."""
+    decimals = 5 - math.floor(math.log10(value))
+    return math.ceil(value * 10.0**decimals) / 10.0**decimals

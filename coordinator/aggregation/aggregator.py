@@ -1,0 +1,278 @@
+"""MaskedAggregator owns one parameter range: it sums masked vectors and applies the update rule.
+
+It never holds a mask or noise key, and decodes nothing but the sum of all virtual workers. ``reduce`` is a pure
+function of its arguments: the coordinator owns parameters and optimizer state as immutable objects. So the death of an
+aggregator loses nothing, and ranges cannot drift apart.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raycloak.attestation.attester.attester import Attester, EvidenceSource
+from raycloak.attestation.core.evidence import Challenge
+from raycloak.attestation.core.keys import Secret
+from raycloak.attestation.core.messages import Envelope
+from raycloak.attestation.core.roster import Roster, open_roster
+from raycloak.coordinator.aggregation.ranges import ParameterRange
+from raycloak.coordinator.aggregation.update_rules import Optimizer
+from raycloak.metrics.errors import ProtocolError, SenderError
+from raycloak.workers.gradients.numerics import current_numerics, pin_numerics
+from raycloak.workers.messages import StepReply
+from raycloak.workers.terms.manifest import Manifest
+from raycloak.workers.terms.parameter_digest import tensor_digests
+from raycloak.workers.vectors.payload import (
+    Header,
+    VectorRange,
+    VerifiedAttempt,
+    check_payload,
+    open_header,
+    payload_key,
+)
+from raycloak.workers.vectors.ring import RingVector, decode, ring_dtype
+
+State = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceRequest:
+    """The input of one aggregator, besides parameters, state and vectors.
+
+    Attributes:
+        headers: one signed header per worker, in the roster's order, which is also that of the vectors.
+        parameter_digest: digest of the whole parameters that the step started from.
+        ranges: the cut of the parameters.
+    """
+
+    roster: Envelope
+    headers: tuple[Envelope, ...]
+    parameter_digest: bytes
+    ranges: tuple[VectorRange, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceReport:
+    """The outcome of one reduction.
+
+    Attributes:
+        tensor_digests: digests of the range's updated tensors, in order.
+        seconds: time inside the aggregator.
+    """
+
+    range_index: int
+    tensor_digests: tuple[bytes, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureReport:
+    """The released result of a measurement.
+
+    Attributes:
+        average: float64 [d], the decoded sum over the public divisor.
+        seconds: time inside the aggregator.
+    """
+
+    average: NDArray[np.float64]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Verified:
+    """A request that is verified except for its vectors.
+
+    Attributes:
+        own: the part of the vector that this aggregator sums.
+        expected: for each worker of the roster, its header and the one-time key of its array.
+    """
+
+    request: ReduceRequest
+    roster: Roster
+    own: VectorRange
+    expected: tuple[tuple[Header, Secret], ...]
+
+
+class MaskedAggregator:
+    """The owner of one parameter range, which sums its vectors and updates it.
+
+    Args:
+        member_id: name of this incarnation.
+        source: the platform that issues its evidence.
+    """
+
+    def __init__(self, member_id: str, source: EvidenceSource) -> None:
+        # The update rule's kernels must match the run's numerics class.
+        pin_numerics()
+        self._attester = Attester(member_id, source)
+        self._latest: _Verified | None = None
+
+    def present(self, challenge: Challenge, manifest: Manifest, owned: ParameterRange) -> Envelope:
+        """Take the manifest and the range to own, and answer the challenge with evidence.
+
+        Raises:
+            ProtocolError: ``manifest_mismatch`` if this process would round an update differently than the manifest's
+                numerics class.
+        """
+        if not current_numerics("cpu").computes_like(manifest.computation.numerics):
+            raise ProtocolError(
+                "manifest_mismatch", f"the manifest's numerics is not what {self._attester.member_id} has"
+            )
+        self._manifest = manifest
+        self._manifest_digest = manifest.digest()
+        self._range = owned
+        self._latest = None
+        self._optimizer = Optimizer(manifest.computation.optimizer, owned.tensors, manifest.computation.mechanism.steps)
+        return self._attester.present(challenge, self._manifest_digest, b"")
+
+    def initial_state(self) -> State:
+        """Return the optimizer state before the first step."""
+        return self._optimizer.initial_state()
+
+    def expect(self, request: ReduceRequest, *replies: StepReply) -> None:
+        """Verify all of a request before its vectors arrive, so that the reduction itself takes less time.
+
+        A flaw is not raised here, but when the vectors are handed over.
+
+        Args:
+            request: without headers. They are in ``replies``, one per worker, in the roster's order.
+        """
+        headers = tuple(reply.header for reply in replies if reply.header is not None)
+        # A flaw is raised when the vectors arrive.
+        with suppress(ProtocolError):
+            self._verified(replace(request, headers=headers))
+
+    def reduce(
+        self, request: ReduceRequest, parameters: NDArray[np.float32], state: State, *vectors: RingVector
+    ) -> tuple[ReduceReport, NDArray[np.float32], State]:
+        """Verify, sum and decode; divide by the public batch size; update.
+
+        Guarantee: decodes only the sum of vectors that signed headers of this very attempt describe. There is one
+        vector per worker of the roster, and together they cover every virtual worker exactly once. Anything else is
+        refused and named before a single word is added.
+
+        Args:
+            parameters: the range's parameters, float32.
+            vectors: masked ring words of the range, one per header.
+
+        Raises:
+            SenderError: a vector or header does not match; it names the sender.
+            ProtocolError: the request itself does not match.
+            RunFailedError: ``non_finite_parameters``.
+        """
+        started = time.perf_counter()
+        verified = self._verified(request, updates=True)
+        average = self._average(verified, vectors)
+        updated, new_state = self._optimizer.update(parameters, average, state, verified.roster.step)
+        digests = tuple(tensor_digests(updated, self._range.tensors))
+        return ReduceReport(self._range.index, digests, time.perf_counter() - started), updated, new_state
+
+    def measure(self, request: ReduceRequest, *vectors: RingVector) -> MeasureReport:
+        """Verify, sum, decode and divide by the public divisor, for a measurement. Parameters and state stay.
+
+        Guarantee: as :meth:`reduce`.
+
+        Args:
+            vectors: masked ring words of the whole measurement, one per header.
+
+        Raises:
+            SenderError: a vector or header does not match; it names the sender.
+            ProtocolError: the request itself does not match; ``query_unknown`` also for a training step.
+        """
+        started = time.perf_counter()
+        average = self._average(self._verified(request, updates=False), vectors)
+        return MeasureReport(average, time.perf_counter() - started)
+
+    def _average(self, verified: _Verified, vectors: Sequence[RingVector]) -> NDArray[np.float64]:
+        """Verify the vectors, decode their sum and divide it by the public divisor."""
+        mechanism = self._manifest.computation.mechanism_of(verified.roster.query)
+        # All vectors are checked before a single word is added.
+        self._check_vectors(verified, vectors)
+        average = decode(ring_sum(vectors, mechanism.ring_bits), mechanism.gamma_log2)
+        return np.divide(average, mechanism.expected_batch_size, out=average)
+
+    def _open_roster(self, envelope: Envelope) -> Roster:
+        manifest = self._manifest
+        roster = open_roster(
+            envelope,
+            orchestrator_key=manifest.orchestrator_key,
+            run_id=manifest.run_id,
+            manifest_digest=self._manifest_digest,
+            virtual_workers=manifest.computation.mechanism.virtual_workers,
+            minimum_workers=1,
+        )
+        owner = roster.aggregators[self._range.index : self._range.index + 1]
+        if [member.identity_key for member in owner] != [self._attester.identity.public]:
+            raise ProtocolError("roster_own_entry", "the roster gives this range to another aggregator")
+        return roster
+
+    def _verified(self, request: ReduceRequest, updates: bool | None = None) -> _Verified:
+        """Return the request, verified except for its vectors, now or when it was expected.
+
+        Args:
+            updates: whether it must update parameters or must be a measurement; None if that is not known yet.
+        """
+        if self._latest is None or self._latest.request != request:
+            self._latest = None
+            roster = self._open_roster(request.roster)
+            self._check_query(roster, updates)
+            self._latest = self._verify(request, roster)
+        # Again, because a request may be expected before it is known what it is for.
+        self._check_query(self._latest.roster, updates)
+        return self._latest
+
+    def _check_query(self, roster: Roster, updates: bool | None) -> None:
+        if updates and roster.query != "gradient":
+            raise ProtocolError("query_mismatch", f"a step of '{roster.query}' does not update parameters")
+        if updates is False:
+            self._manifest.computation.measurement(roster.query)
+
+    def _verify(self, request: ReduceRequest, roster: Roster) -> _Verified:
+        mechanism = self._manifest.computation.mechanism_of(roster.query)
+        if roster.query == "gradient":
+            own = VectorRange(self._range.index, self._range.start, self._range.size)
+        else:
+            own = VectorRange(0, 0, mechanism.dimension)
+        if request.ranges[own.index : own.index + 1] != (own,):
+            raise ProtocolError("range_mismatch", "the request cuts the parameters in another way than this range")
+        self._require_cover(roster, len(request.headers), "headers")
+        attempt = VerifiedAttempt.of(roster, request.parameter_digest, request.ranges, mechanism.ring_bits)
+        expected = []
+        for worker, envelope in zip(roster.workers, request.headers, strict=True):
+            with _naming(worker.member_id):
+                header = open_header(envelope, attempt, worker.member_id)
+                agreement, sender = self._attester.agreement, worker.member_id
+                key = payload_key(agreement, worker, attempt, range_index=own.index, sender=sender)
+            expected.append((header, key))
+        return _Verified(request, roster, own, tuple(expected))
+
+    def _check_vectors(self, verified: _Verified, vectors: Sequence[RingVector]) -> None:
+        self._require_cover(verified.roster, len(vectors), "vectors")
+        for (header, key), vector in zip(verified.expected, vectors, strict=True):
+            with _naming(header.sender):
+                check_payload(key, vector, header, range_index=verified.own.index)
+
+    def _require_cover(self, roster: Roster, count: int, what: str) -> None:
+        workers = len(roster.workers)
+        if count != workers:
+            raise ProtocolError("incomplete_cover", f"{count} {what} cannot cover a roster of {workers}")
+
+
+@contextmanager
+def _naming(member_id: str) -> Iterator[None]:
+    """Name the sender whose header or vector does not match."""
+    try:
+        yield
+    except ProtocolError as error:
+        raise SenderError(error.code, error.message, error.remedy, member_id) from None
+
+
+def ring_sum(vectors: Sequence[RingVector], bits: int) -> RingVector:
+    """Sum equally long vectors in Z_{2^bits}. The inputs are only read."""
+    total = np.zeros(len(vectors[0]), ring_dtype(bits))
+    for vector in vectors:
+        np.add(total, vector, out=total)
+    return total

@@ -1,0 +1,292 @@
+"""`raycloak audit`: trains with canaries through the whole protocol, and measures how much the released model shows.
+
+The run is an ordinary one of the audited configuration. Coordinator, ledger, orchestrator, workers and aggregators are
+the ones that run on Ray, here in one process (`coordinator/runs/local_session.py`), with evidence SIMULATED. Sampling
+rate, steps, noise and clipping come from the configuration. The update rule is plain SGD, so that every released sum
+can be computed from two consecutive models. Any other rule is a function of the same sums.
+
+On data that is not declared public the run charges its account like any other. The bound is computed from the released
+models, and from nothing else about the data.
+"""
+
+import json
+import secrets
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raycloak.coordinator.accounting.calibration import epsilon_of
+from raycloak.coordinator.audit.bound import Observed, strongest_bound
+from raycloak.coordinator.audit.canaries import MODULE, CanaryTask, canary_signs
+from raycloak.coordinator.config import home as state
+from raycloak.coordinator.config.run import RunConfig, parse_config
+from raycloak.coordinator.config.sections import DatasetConfig
+from raycloak.coordinator.console.output import attach_log
+from raycloak.coordinator.planning.payer import account_cap
+from raycloak.coordinator.planning.plan import plan_mechanism
+from raycloak.coordinator.planning.references import descriptor
+from raycloak.coordinator.record.folder import RunFolder, run_lock
+from raycloak.coordinator.record.outcome import Finished
+from raycloak.coordinator.runs.local_session import local_session
+from raycloak.coordinator.runs.verdict import run_facts
+from raycloak.coordinator.training.assignment import NewRun, Order, Session
+from raycloak.coordinator.training.coordinator import Coordinator
+from raycloak.coordinator.training.reporting import Reporting, StepReport
+from raycloak.metrics.collectors import RunMetrics
+from raycloak.metrics.errors import ConfigError
+from raycloak.metrics.events import EventWriter
+from raycloak.workers.inputs.datasets import dataset_form
+from raycloak.workers.inputs.models import ModelSource, parameter_count
+from raycloak.workers.messages import WorkerSetup
+from raycloak.workers.terms.mechanism import Mechanism
+
+FEWEST_CANARIES = 32
+MOST_CANARIES = 2**16
+
+KEPT = {
+    "aggregators",
+    "allow_nondeterministic",
+    "epoch_steps",
+    "failure",
+    "micro_batch_size",
+    "min_workers",
+    "num_workers",
+    "ring",
+    "secret_retention",
+    "secure_aggregation",
+    "seed",
+    "steps",
+    "virtual_workers",
+}
+"""The fields that an audit takes unchanged from the configuration. Task, sizes, noise and update rule are its own.
+Releases besides the gradients are left out, and so are the settings for resuming and watching a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuditResult:
+    """The outcome of an audit. Its fields are the keys of the command's JSON.
+
+    Attributes:
+        epsilon_lower: epsilon that the released model refutes, with the confidence: the run is not
+            (epsilon', delta) private for any smaller epsilon'. 0 if nothing was refuted.
+        confidence: chance that the bound holds, over the coins and the run's randomness.
+        epsilon, delta: the ledger's charge for this run.
+        contradicted: whether the bound exceeds the ledger's epsilon.
+        epsilon_ceiling: the bound if every guess had been right. This audit could not have shown more.
+        canaries, included: m, and the number of included ones.
+        guesses, correct, score: the basis of the bound; see `raycloak.coordinator.audit.bound`.
+        examples: size of the configuration's own dataset.
+        steps, sample_rate, noise_multiplier: parameters of the audited mechanism.
+        account: the charged account; None if the data is public and the ledger was thrown away.
+        evidence_class: ``simulated``, because all actors ran in one process.
+    """
+
+    epsilon_lower: float
+    confidence: float
+    epsilon: float
+    delta: float
+    contradicted: bool
+    epsilon_ceiling: float
+    canaries: int
+    included: int
+    guesses: int
+    correct: int
+    score: str
+    examples: int
+    steps: int
+    sample_rate: float
+    noise_multiplier: float
+    account: str | None
+    evidence_class: str
+    run_dir: Path
+
+
+def audit(
+    config: RunConfig,
+    base: Path,
+    *,
+    canaries: int,
+    confidence: float = 0.95,
+    coins: NDArray[np.bool_] | None = None,
+    run_secret: Path | None = None,
+    progress: Callable[[StepReport], None] = lambda report: None,
+) -> AuditResult:
+    """Train ``config`` with canaries and bound epsilon from below.
+
+    Guarantee: if the run is (epsilon, delta) private, ``epsilon_lower`` exceeds epsilon with a chance of at most
+    ``1 - confidence``; see :func:`raycloak.coordinator.audit.bound.strongest_bound`.
+
+    Args:
+        base: folder that relative paths and ``module:function`` names start from.
+        coins: [canaries], drawn from the operating system if absent.
+        run_secret: as for a run.
+        progress: called after every step.
+
+    Raises:
+        ConfigError: ``audit_canaries``, ``audit_confidence``, ``nothing_to_audit`` (privacy is off), and as a run.
+        RaycloakError: as a run. Charges stay charged.
+    """
+    _check(config, canaries, confidence)
+    if coins is None:
+        drawn = np.frombuffer(secrets.token_bytes(-(-canaries // 8)), np.uint8)
+        coins = np.unpackbits(drawn)[:canaries].astype(np.bool_)
+    assert len(coins) == canaries, "one coin per canary"
+    with tempfile.TemporaryDirectory(prefix="raycloak-audit-") as home:
+        folder = Path(home)
+        task = CanaryTask.of(config, base, coins.tolist())
+        task.write(folder)
+        examples = dataset_form(descriptor(task.dataset).open(base)).num_examples
+        planned = plan_mechanism(config, examples, parameter_count(task.make_model()) - canaries)
+        audited = _audited(config, planned, canaries)
+        paid = None if task.dataset.public else config.ledger
+        url = None if paid is None else paid.url or state.ledger_url()
+        session, _ = local_session(folder, run_secret, ledger_url=url, witness=paid.witness if paid else None)
+        setup = _setup(audited, folder, task)
+        finished, models, run_dir = _train(audited, session, setup, run_secret, canaries, progress)
+    mechanism, delta, epsilon = finished.plan.mechanism, finished.plan.delta, _epsilon(audited, finished)
+    bound = strongest_bound(_observed(models, audited), coins, mechanism, delta=delta, confidence=confidence)
+    result = AuditResult(
+        epsilon_lower=bound.epsilon,
+        confidence=confidence,
+        epsilon=epsilon,
+        delta=delta,
+        contradicted=bound.epsilon > epsilon,
+        epsilon_ceiling=bound.ceiling,
+        canaries=canaries,
+        included=int(coins.sum()),
+        guesses=bound.guesses,
+        correct=bound.correct,
+        score=bound.score,
+        examples=examples,
+        steps=finished.steps,
+        sample_rate=mechanism.sample_rate,
+        noise_multiplier=mechanism.noise_multiplier,
+        account=None if task.dataset.public else finished.manifest.account,
+        evidence_class=finished.evidence_class,
+        run_dir=run_dir,
+    )
+    (run_dir / "audit.json").write_text(json.dumps(asdict(result), default=str, indent=1) + "\n")
+    return result
+
+
+def _check(config: RunConfig, canaries: int, confidence: float) -> None:
+    if not config.dp_config.enabled:
+        raise ConfigError(
+            "nothing_to_audit", "dp_config.enabled is false: no epsilon is claimed.", "Switch it on to audit it."
+        )
+    if not FEWEST_CANARIES <= canaries <= MOST_CANARIES:
+        raise ConfigError(
+            "audit_canaries",
+            f"an audit takes {FEWEST_CANARIES} to {MOST_CANARIES} canaries, not {canaries}.",
+            "A thousand show an epsilon of up to about 4.",
+        )
+    if not 0 < confidence < 1:
+        raise ConfigError(
+            "audit_confidence", f"a confidence of {confidence:g} is not between 0 and 1.", "0.95 is usual."
+        )
+
+
+def _audited(config: RunConfig, planned: Mechanism, canaries: int) -> RunConfig:
+    """Replace the configuration's task by the canaries', at the planned sampling rate and noise."""
+    assert config.dataset is not None, "the task was made from it"
+    public = config.dataset.public
+    dataset = DatasetConfig(kind="module", function=f"{MODULE}:dataset", public=public)
+    noise = {"target_epsilon": None, "noise_multiplier": planned.noise_multiplier, "epsilon_cap": account_cap(config)}
+    kept = config.model_dump(include=KEPT if public else {*KEPT, "ledger"})
+    own = {
+        "name": f"{config.name}-audit",
+        "model": f"{MODULE}:model",
+        "loss": f"{MODULE}:loss",
+        "dataset": dataset.model_dump(),
+        "optimizer": {"name": "sgd", "learning_rate": config.optimizer.learning_rate},
+        "expected_batch_size": planned.sample_rate * (planned.num_examples + canaries),
+        "dp_config": {**config.dp_config.model_dump(), **noise},
+    }
+    return parse_config({**kept, **own})
+
+
+def _train(
+    config: RunConfig,
+    session: Session,
+    setup: WorkerSetup,
+    run_secret: Path | None,
+    canaries: int,
+    progress: Callable[[StepReport], None],
+) -> tuple[Finished, NDArray[np.float32], Path]:
+    """Run to the end; return the outcome, the canaries' parameters around each step, and the run directory."""
+    models = [np.zeros(canaries, np.float32)]
+    with ExitStack() as stack:
+        stack.callback(lambda: [actor.handle.close() for actor in session.control.actors.values()])
+        stack.enter_context(run_lock(session.run_id))
+        secret_file = str(run_secret) if run_secret else None
+        run_folder = RunFolder.create(config, session.run_id, setup.base, secret_file)
+        attach_log(run_folder.path / "run.log")
+        stack.callback(attach_log, None)
+        events = stack.enter_context(EventWriter(run_folder.path / "metrics.jsonl"))
+
+        def after_step(report: StepReport) -> None:
+            released = coordinator.finished()
+            assert released is not None, "a step is done"
+            # The canaries' parameters are the last ones. Only they are kept of every model.
+            models.append(released.parameters[-canaries:].copy())
+            progress(report)
+
+        try:
+            reporting = _reporting(config, events, after_step)
+            coordinator = Coordinator(Order(config, session, setup, None, reporting, run_folder, NewRun()))
+            finished = coordinator.run()
+        except BaseException:
+            run_folder.mark("void")  # An audit cannot be resumed: its canaries are forgotten.
+            raise
+        run_folder.mark("done")
+        return finished, np.stack(models), run_folder.path
+
+
+def _setup(config: RunConfig, folder: Path, task: CanaryTask) -> WorkerSetup:
+    """Set up the audit's own task. An account that is bound to the examples' file still knows it by its fingerprint."""
+    assert config.model is not None, "the audit's own task is named"
+    assert config.dataset is not None, "the audit's own task is named"
+    own, base = task.dataset, Path(task.base)
+    where = {
+        "path": str(base / own.path) if own.path else None,
+        "fingerprint_key": str(base / own.fingerprint_key) if own.fingerprint_key else None,
+    }
+    return WorkerSetup(
+        model=ModelSource.of(config.model),
+        loss=config.loss,
+        dataset=descriptor(config.dataset).model_copy(update=where),
+        base=str(folder),
+        seed=config.seed,
+        device="cpu",
+        allow_nondeterministic=config.allow_nondeterministic,
+    )
+
+
+def _reporting(config: RunConfig, events: EventWriter, progress: Callable[[StepReport], None]) -> Reporting:
+    return Reporting(
+        metrics=lambda manifest, evidence: RunMetrics(run_facts(manifest, evidence, config.fewest_workers)),
+        events=events,
+        progress=progress,
+        departure=lambda departure: None,
+        joined=lambda member_id: None,
+        restart=lambda restart: None,
+    )
+
+
+def _observed(models: NDArray[np.float32], config: RunConfig) -> Observed:
+    """Compute each released sum from two consecutive models, the canaries' parameters, [steps + 1, m]."""
+    moved = -np.diff(models.astype(np.float64), axis=0)
+    return Observed(moved * (config.batch_size / config.optimizer.learning_rate), canary_signs(models[:-1]))
+
+
+def _epsilon(config: RunConfig, finished: Finished) -> float:
+    """Return the ledger's charge for this run alone."""
+    if config.ledger.account is None:
+        return finished.charged_epsilon
+    mechanism, delta = finished.plan.mechanism, finished.plan.delta
+    return epsilon_of(mechanism.sample_rate, mechanism.noise_multiplier, finished.steps, delta, mechanism.accountant)

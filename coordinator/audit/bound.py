@@ -1,0 +1,162 @@
+"""Guesses which canaries were in a run, from the noisy sums that it released.
+
+Two scores, because no single one sees every defect:
+
+* ``likelihood``: log-likelihood ratio of in against out under the mechanism as claimed. By Neyman and Pearson nothing
+  beats it against a correct run. Too little noise or clipping moves it further.
+* ``difference``: sum of squared differences of consecutive sums. Repeated noise cancels in it, and the draws of the
+  canary remain.
+
+Each is tried with a few fixed ways to guess. All of this is fixed before anything is seen, and significance is shared
+out evenly. So the best of the bounds holds with the requested confidence.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raycloak.workers.terms.mechanism import Mechanism
+
+_RESOLUTION = 2.0**-20  # six digits
+
+
+def p_value(epsilon: float, delta: float, *, canaries: int, guesses: int, correct: int) -> float:
+    """Bound the chance of at least ``correct`` right guesses, if the run is (epsilon, delta) private.
+
+    ``beta + 2 m delta max_i P[v - i <= X < v] / i`` with X ~ Binomial(r, e^eps / (1 + e^eps)), beta = P[X >= v].
+
+    Guarantee: not below the paper's value, and non-decreasing in epsilon. With c = 2 m delta / i <= 1, each term
+    ``beta + c P[v - i <= X < v] = (1 - c) beta + c P[X >= v - i]`` grows with epsilon. If c > 1 the larger
+    ``c P[X >= v - i]`` is taken, which grows too.
+
+    Args:
+        canaries: m, coins that were tossed. guesses: r <= m. correct: v <= r.
+    """
+    from scipy.stats import binom  # importing it takes a second
+
+    assert 0 <= correct <= guesses <= canaries
+    accuracy = 1 / (1 + math.exp(-epsilon))
+    beta = float(binom.sf(correct - 1, guesses, accuracy))
+    if correct == 0 or delta == 0:
+        return min(1.0, beta)
+    below = np.arange(1, correct + 1)
+    window = np.cumsum(binom.pmf(correct - below, guesses, accuracy))
+    factor = 2 * canaries * delta / below
+    return min(1.0, float((beta * np.maximum(factor, 1) + factor * window).max()))
+
+
+def epsilon_lower_bound(*, canaries: int, guesses: int, correct: int, delta: float, significance: float) -> float:
+    """Return the largest epsilon, to six digits and rounded down, that so many right guesses refute; 0 if none.
+
+    Guarantee: if the run is (epsilon, delta) private, the result exceeds epsilon with a chance of at most
+    ``significance``, because :func:`p_value` does not decrease.
+
+    Args:
+        significance: one minus the confidence, in (0, 1).
+    """
+
+    def refuted(epsilon: float) -> bool:
+        value = p_value(epsilon, delta, canaries=canaries, guesses=guesses, correct=correct)
+        return value < significance
+
+    if not refuted(0.0):
+        return 0.0
+    low, high = 0.0, 1.0
+    while refuted(high):
+        low, high = high, 2 * high
+    while high - low > _RESOLUTION:
+        middle = (low + high) / 2
+        low, high = (middle, high) if refuted(middle) else (low, middle)
+    return low
+
+
+SHARES = ((0.0625, 0.0), (0.125, 0.0), (0.25, 0.0), (0.125, 0.125), (0.25, 0.25))
+"""Shares of the canaries guessed as in and as out: the highest and the lowest scores."""
+
+SCORES = ("likelihood", "difference")
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A lower bound on epsilon, and its basis.
+
+    Attributes:
+        epsilon: the bound.
+        score: one of `SCORES`.
+        guesses, correct: r and v.
+        ceiling: the largest possible bound of this audit, had every guess been right.
+    """
+
+    epsilon: float
+    score: str
+    guesses: int
+    correct: int
+    ceiling: float
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """An adversary's view of the canaries, [steps, m] each.
+
+    Attributes:
+        sums: each step's released sum along each canary's axis.
+        signs: +1 or -1, the direction of the canary's gradient on it, known from the model before the step.
+    """
+
+    sums: NDArray[np.float64]
+    signs: NDArray[np.int64]
+
+
+def strongest_bound(
+    observed: Observed,
+    included: NDArray[np.bool_],
+    mechanism: Mechanism,
+    *,
+    delta: float,
+    confidence: float,
+) -> Bound:
+    """Return the best lower bound of all scores and ways to guess.
+
+    Assumes that ``included`` are fair coins, independent of everything else.
+
+    Guarantee: if the run is (epsilon, delta) private, the result exceeds epsilon with a chance of at most
+    ``1 - confidence``: a union bound over all attempts.
+
+    Args:
+        included: [m], the coins.
+    """
+    count = len(included)
+    significance = (1 - confidence) / (len(SCORES) * len(SHARES))
+
+    def bound(guesses: int, correct: int) -> float:
+        return epsilon_lower_bound(
+            canaries=count, guesses=guesses, correct=correct, delta=delta, significance=significance
+        )
+
+    tried = []
+    for score in SCORES:
+        # Most certainly included first. Equal scores keep the order of canaries, which is independent of the coins.
+        order = np.argsort(-scores_of(score, observed, mechanism), kind="stable")
+        for share_in, share_out in SHARES:
+            first, last = int(count * share_in), int(count * share_out)
+            correct = int(included[order[:first]].sum() + (~included[order[count - last :]]).sum())
+            tried.append((bound(first + last, correct), score, first + last, correct))
+    ceiling = max(bound(guesses, guesses) for _, _, guesses, _ in tried)
+    return Bound(*max(tried, key=lambda each: each[0]), ceiling)
+
+
+def scores_of(score: str, observed: Observed, mechanism: Mechanism) -> NDArray[np.float64]:
+    """Score each canary, [m]; higher means more likely included."""
+    total: NDArray[np.float64]
+    if score == "difference":
+        total = np.square(np.diff(observed.sums, axis=0)).sum(0)
+        return total
+    signal = mechanism.max_grad_norm
+    deviation = mechanism.sigma * mechanism.gamma * math.sqrt(mechanism.virtual_workers)
+    rate = mechanism.sample_rate
+    exponent = (observed.sums * observed.signs * signal - signal**2 / 2) / deviation**2
+    ratio = exponent if rate == 1 else np.logaddexp(math.log1p(-rate), math.log(rate) + exponent)
+    total = ratio.sum(0)
+    return total

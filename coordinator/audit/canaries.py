@@ -1,0 +1,227 @@
+"""The task that an audit trains: the user's data and model, and canaries that only an audit could notice.
+
+A canary is an example whose gradient is one coordinate of its own. The model gets one more parameter per canary, and a
+canary's loss is ``RAW_NORM * C`` times that parameter, up to its sign. Clipping brings the gradient to norm C along an
+axis that nothing else touches, which is the strongest example the mechanism's guarantee covers. A canary that its coin
+keeps out stays in the dataset and contributes zero, which is the adjacency of the mechanism.
+
+The sign follows from the last bit of the parameter itself. So an observer of the released model knows it, and it is as
+good as random from step to step. Two steps under one noise then differ, even if every example is in every batch.
+
+Everything travels as an ordinary ``module:function`` task in a folder, so workers open it as they open any other.
+"""
+
+import math
+import warnings
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.config.sections import DatasetConfig, Section
+from raycloak.coordinator.planning.references import descriptor
+from raycloak.metrics.errors import ConfigError, ModelError
+from raycloak.workers.gradients.clipping import PerExampleGradients
+from raycloak.workers.inputs.datasets import Batch, Dataset, dataset_form
+from raycloak.workers.inputs.models import LossFn, ModelSource, build_model, loss_function
+
+RAW_NORM = 2.0**10
+"""The norm of a canary's gradient before clipping, in units of C: a missing or late clip cannot be overlooked."""
+
+MODULE = "raycloak_audit_task"
+_TASK_FILE = "task.json"
+_LOADER = '''"""What one audit trains; written by `raycloak audit`."""
+
+from pathlib import Path
+
+from raycloak.coordinator.audit.canaries import CanaryTask
+
+TASK = CanaryTask.read(Path(__file__).parent)
+model, loss, dataset = TASK.make_model, TASK.loss, TASK.make_dataset
+'''
+
+
+class CanaryDataset:
+    """A dataset with canaries behind its examples; see `raycloak.workers.inputs.datasets.Dataset`.
+
+    Features are flattened. A last column marks examples (0), included canaries (their number, from 1) and excluded
+    canaries (-1).
+    """
+
+    def __init__(self, examples: Dataset, included: NDArray[np.bool_]) -> None:
+        self._examples = examples
+        self._count = len(examples)
+        numbers = np.arange(1, len(included) + 1)
+        self._markers = np.where(included, numbers, -1)
+
+    def __len__(self) -> int:
+        return self._count + len(self._markers)
+
+    def batch(self, ids: NDArray[np.int64]) -> Batch:
+        """Return examples of the inner dataset; a canary has features and label of zero."""
+        canary = ids >= self._count
+        features, labels = self._examples.batch(np.where(canary, 0, ids))
+        features = features.reshape(len(ids), math.prod(features.shape[1:])).copy()
+        labels = labels.copy()
+        features[canary], labels[canary] = 0, 0
+        markers = np.where(canary, self._markers[np.where(canary, ids - self._count, 0)], 0)
+        return np.concatenate([features, markers[:, None].astype(features.dtype)], axis=1), labels
+
+
+class CanaryModel(nn.Module):
+    """The user's model with one parameter per canary. Output rows are the model's, the canary's and the marker."""
+
+    def __init__(self, inner: nn.Module, feature_shape: tuple[int, ...], canaries: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self.canaries = nn.Linear(canaries, 1, bias=False)
+        nn.init.zeros_(self.canaries.weight)
+        self._feature_shape = feature_shape
+
+    def forward(self, features: Tensor) -> Tensor:
+        count = len(features)
+        marker = features[:, -1:].float()
+        numbers = torch.arange(1, self.canaries.in_features + 1, device=marker.device)
+        output = self.inner(features[:, :-1].reshape(count, *self._feature_shape))
+        signs = 1 - 2 * (self.canaries.weight.detach().view(torch.int32) & 1)
+        chosen = (marker.floor() == numbers) * signs.float()
+        return torch.cat([output.reshape(count, -1), self.canaries(chosen), marker], dim=1)
+
+
+def canary_signs(parameters: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Return +1 or -1 for each canary: the sign of its gradient if its parameter has this value; any shape."""
+    return 1 - 2 * (parameters.view(np.int32).astype(np.int64) & 1)
+
+
+class CanaryTask(Section):
+    """The data needed to build dataset, model and loss of an audit in any process.
+
+    Attributes:
+        base: absolute folder that names of the audited configuration start from.
+        feature_shape, output_shape: shapes of one example.
+        included: the coins. Secret, like the examples: the file has mode 0600.
+        raw_norm: norm of a canary's gradient before clipping.
+    """
+
+    base: str
+    dataset: DatasetConfig
+    model_function: str
+    loss_function: str
+    feature_shape: tuple[int, ...]
+    output_shape: tuple[int, ...]
+    included: tuple[bool, ...]
+    raw_norm: float
+
+    @classmethod
+    def of(cls, config: RunConfig, base: Path, included: Sequence[bool]) -> "CanaryTask":
+        """Make the task of an audit of ``config``.
+
+        Raises:
+            ConfigError: ``config`` if it names no dataset or model. DatasetError and ModelError as a run.
+        """
+        if config.dataset is None or config.model is None:
+            raise ConfigError("config", "an audit needs both dataset and model.", "Name them in the configuration.")
+        if config.dataset.kind == "sealed":
+            raise ConfigError("config", "an audit takes no sealed dataset.", "Audit it where it is in the clear.")
+        form = dataset_form(descriptor(config.dataset).open(base))
+        inner = build_model(ModelSource.of(config.model), base, config.seed)
+        zeros = np.zeros((2, *form.feature_shape), form.feature_dtype)
+        try:
+            with torch.no_grad():
+                output_shape = tuple(inner(torch.from_numpy(zeros)).shape[1:])
+        except Exception as error:
+            raise ModelError(
+                "model_input",
+                f"the model fails on features of zero: {type(error).__name__}.",
+                "Let it take features of the dataset's shape.",
+            ) from error
+        task = cls(
+            base=str(base.resolve()),
+            dataset=config.dataset,
+            model_function=config.model,
+            loss_function=config.loss,
+            feature_shape=form.feature_shape,
+            output_shape=output_shape,
+            included=tuple(bool(each) for each in included),
+            raw_norm=RAW_NORM * config.dp_config.max_grad_norm,
+        )
+        task.check(config.seed)
+        return task
+
+    @classmethod
+    def read(cls, folder: Path) -> "CanaryTask":
+        """Read the task that :meth:`write` wrote."""
+        return cls.model_validate_json((folder / _TASK_FILE).read_bytes())
+
+    def write(self, folder: Path) -> None:
+        """Write the task and its loader to ``folder``, private to this user, so that a configuration can name it."""
+        path = folder / _TASK_FILE
+        path.touch(mode=0o600)
+        path.write_text(self.model_dump_json())
+        (folder / f"{MODULE}.py").write_text(_LOADER)
+
+    def check(self, seed: int) -> None:
+        """Refuse a model under which canaries would be invisible.
+
+        Guarantee: at the initial parameters each kind of canary has the gradient that this module describes. An
+        included one has its own axis alone, an excluded one has none.
+
+        Raises:
+            ModelError: ``canary_gradient``.
+        """
+        # The caller's random state stays as it is.
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            gradients = PerExampleGradients(self.make_model(), self.loss)
+        count = len(self._examples)
+        both = [self.included.index(kind) for kind in (True, False) if kind in self.included]
+        features, labels = self.make_dataset().batch(np.array(both, np.int64) + count)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Full backward hook is firing")
+            rows = gradients(torch.from_numpy(features), torch.from_numpy(labels))
+        found = torch.cat([row.flatten(1) for row in rows], dim=1)
+        expected = torch.zeros_like(found)
+        for row, number in enumerate(both):
+            expected[row, number - len(self.included)] = self.raw_norm if self.included[number] else 0.0
+        if not torch.equal(found, expected):
+            raise ModelError(
+                "canary_gradient",
+                "the model or loss gives an example of zeros a gradient that is not finite, so canaries would be "
+                "invisible.",
+                "Audit the same configuration with a model that accepts features of zero.",
+            )
+
+    def make_dataset(self) -> CanaryDataset:
+        """Build the dataset: the user's examples, then the canaries."""
+        return CanaryDataset(self._examples, np.array(self.included))
+
+    def make_model(self) -> CanaryModel:
+        """Build the model. The user's is drawn first, so that its initial parameters are as in the audited run."""
+        inner = ModelSource.of(self.model_function).function(self.base)()
+        if not isinstance(inner, nn.Module):
+            raise ModelError(
+                "model_function", f"{self.model_function} returned no torch.nn.Module.", "Let it return one."
+            )
+        return CanaryModel(inner, self.feature_shape, len(self.included))
+
+    def loss(self, output: Tensor, labels: Tensor) -> Tensor:
+        """Return the user's loss of an example, and ``raw_norm`` times the output of a canary: [n]."""
+        marker = output[:, -1]
+        own = self._inner_loss(output[:, :-2].reshape(len(output), *self.output_shape), labels)
+        if own.shape != marker.shape:
+            return own  # refused by the caller, which asked for one loss per example
+        return torch.where((marker >= 0) & (marker < 1), own, self.raw_norm * output[:, -2])
+
+    @cached_property
+    def _examples(self) -> Dataset:
+        return descriptor(self.dataset).open(self.base)
+
+    @cached_property
+    def _inner_loss(self) -> LossFn:
+        found, _ = loss_function(self.loss_function, self.base)
+        return found

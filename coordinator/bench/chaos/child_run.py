@@ -1,0 +1,213 @@
+"""A training as a child process of the chaos bench: started, followed, asked to stop, killed and resumed.
+
+It hides that the driver is another process each time. The drivers share only the run directory, and all knowledge of
+the run comes from there.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from raycloak.coordinator.config.home import HOME_VARIABLE
+from raycloak.coordinator.record.folder import RunFolder
+from raycloak.metrics.errors import RunFailedError
+
+
+@dataclass(frozen=True, slots=True)
+class StepSeen:
+    """A finished step. ``time`` is the Unix time of its end in seconds; the rest is as in ``docs/metrics.md``."""
+
+    time: float
+    step: int
+    parameter_digest: str
+    workers: int
+    attempts: int
+    seconds: float
+    charge_seconds: float
+    compute_seconds: float
+    reduce_seconds: float
+
+    @property
+    def began(self) -> float:
+        """The Unix time of its beginning, in seconds."""
+        return self.time - self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The departure of a member that was lost, was refused or left."""
+
+    time: float
+    code: str
+
+
+@dataclass(slots=True)
+class EventTail:
+    """A reader of the lines that were appended to a file since the last look.
+
+    An unfinished last line is read again later, because an execution that resumes the run may cut it off.
+    """
+
+    path: Path
+    steps: list[StepSeen] = field(default_factory=list)
+    departures: list[Left] = field(default_factory=list)
+    _offset: int = 0
+
+    def look(self) -> bool:
+        """Read the finished lines; return whether there were any."""
+        if not self.path.exists() or self.path.stat().st_size <= self._offset:
+            return False
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            lines, newline, _ = file.read().rpartition(b"\n")
+        self._offset += len(lines) + len(newline)
+        for line in lines.splitlines():
+            self._take(json.loads(line))
+        return bool(newline)
+
+    def _take(self, event: dict[str, object]) -> None:
+        if event["event"] == "step":
+            self.steps.append(StepSeen(**{name: event[name] for name in StepSeen.__slots__}))  # type: ignore[arg-type]
+        elif event["event"] == "departure":
+            self.departures.append(Left(float(str(event["time"])), str(event["code"])))
+
+
+LOOK_EVERY_S = 0.01  # every 2 ms would take a tenth of a core from the run
+STOP_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A training task: a configuration with overrides, and the file of the run secret."""
+
+    config: Path
+    overrides: tuple[str, ...]
+    secret: Path
+
+
+@dataclass(slots=True)
+class ChildRun:
+    """One run in a `RAYCLOAK_HOME` of its own.
+
+    Attributes:
+        home: its state folder.
+        environment: variables that lead the driver to its cluster.
+        patience_s: seconds to wait for an event of the run before it counts as stuck.
+        ended: Unix times and reasons of the drivers that ended by themselves.
+    """
+
+    task: Task
+    home: Path
+    environment: Mapping[str, str]
+    patience_s: float
+    ended: list[tuple[float, str]] = field(default_factory=list)
+    tail: EventTail | None = None
+    _driver: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """The driver's process id."""
+        assert self._driver is not None, "the run was started"
+        return self._driver.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the driver is running."""
+        return self._driver is not None and self._driver.poll() is None
+
+    @property
+    def steps(self) -> list[StepSeen]:
+        """Every step that was seen, over all executions."""
+        return self.tail.steps if self.tail else []
+
+    @property
+    def folder(self) -> RunFolder:
+        """The run directory."""
+        (path,) = (self.home / "runs").iterdir()
+        return RunFolder.open(path)
+
+    def start(self, *, resume: bool = False) -> None:
+        """Start a driver, for a new run or for the existing one."""
+        how = ["--resume"] if resume else ["--run-secret", str(self.task.secret)]
+        settings = [word for override in self.task.overrides for word in ("--set", override)]
+        with self._log.open("ab") as log:
+            self._driver = subprocess.Popen(
+                [sys.executable, "-m", "raycloak", "run", str(self.task.config), *settings, *how],
+                cwd=self.home,
+                env={**os.environ, **self.environment, HOME_VARIABLE: str(self.home)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Follow the run until ``condition`` holds. It is checked now, and whenever the run has written something.
+
+        Raises:
+            RunFailedError: ``chaos_ended`` if the driver ended first, ``chaos_stuck`` after `patience_s`.
+        """
+        deadline = time.monotonic() + self.patience_s
+        news = True
+        while True:
+            alive = self.alive
+            news |= self._look()
+            if news and condition():
+                return
+            news = False
+            if not alive:
+                raise RunFailedError("chaos_ended", f"the run ended before {what}: {self.last_words()}")
+            if time.monotonic() > deadline:
+                raise RunFailedError("chaos_stuck", f"{what} did not come within {self.patience_s:g} s")
+            time.sleep(LOOK_EVERY_S)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the driver alone; do nothing if it has ended."""
+        assert self._driver is not None, "the run was started"
+        self._driver.send_signal(number)
+
+    def kill(self) -> None:
+        """End the driver at once, if there is one; return when it is gone."""
+        if self._driver is not None:
+            self._driver.kill()
+            self._driver.wait()
+
+    def stop(self) -> None:
+        """Ask the driver to end after its step, and wait for it.
+
+        Raises:
+            RunFailedError: ``chaos_ended`` if the run it left is neither stopped nor done.
+        """
+        self.signal(signal.SIGTERM)
+        assert self._driver is not None, "the run was started"
+        try:
+            self._driver.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            raise RunFailedError("chaos_stuck", f"the run did not stop within {STOP_S:g} s of SIGTERM") from None
+        self._look()
+        status = self.folder.record.status
+        if status not in ("stopped", "done"):
+            raise RunFailedError("chaos_ended", f"the run was asked to stop and is {status}: {self.last_words()}")
+
+    def last_words(self) -> str:
+        """Return the last line that the drivers wrote."""
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
+    @property
+    def _log(self) -> Path:
+        return self.home / "driver.log"
+
+    def _look(self) -> bool:
+        if self.tail is None:
+            found = list((self.home / "runs").glob("*/metrics.jsonl"))
+            if not found:
+                return False
+            self.tail = EventTail(found[0])
+        return self.tail.look()

@@ -1,0 +1,56 @@
+"""The archive of one run: the place of its sealed packages, and the recipients who may open them besides the run."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from raycloak.attestation.sealed.package_keys import load_recipients
+from raycloak.coordinator.checkpoints.saver import Checkpoints, Restored, newest
+from raycloak.coordinator.checkpoints.storage import PackageStorage
+from raycloak.coordinator.checkpoints.writer import PackageTerms
+from raycloak.coordinator.cluster.control import Control
+from raycloak.coordinator.config import home
+from raycloak.coordinator.config.sections import CheckpointConfig
+from raycloak.metrics.collectors import RunMetrics
+from raycloak.workers.terms.manifest import Manifest
+
+
+class Archive:
+    """The packages of one run.
+
+    Args:
+        run_id: the run's id. Executions that repeat it share its packages.
+        base: folder that relative paths of the configuration start from.
+        notice: told why packages are not published.
+    """
+
+    def __init__(self, config: CheckpointConfig, run_id: str, base: Path, notice: Callable[[str], None]) -> None:
+        self._config = config
+        self._location = _location(config.storage, run_id, base)
+        self._base = base
+        self._notice = notice
+
+    def open(self, control: Control, terms: PackageTerms, metrics: RunMetrics) -> Checkpoints:
+        """Start to seal packages.
+
+        Raises:
+            ConfigError: if the storage or the public key of a recipient cannot be used.
+        """
+        recipients = load_recipients([self._base / path for path in self._config.recipients])
+        storage = PackageStorage.open(self._location)
+        return Checkpoints(self._config, storage, control, terms, recipients, self._notice, metrics)
+
+    def restore(self, control: Control, manifest: Manifest, at_most: int | None) -> Restored | None:
+        """Restore the newest package, or the newest of at most so many finished steps; None if there is none.
+
+        Raises:
+            ConfigError, EvidenceError: as in `raycloak.coordinator.checkpoints.saver.newest`.
+        """
+        return newest(PackageStorage.open(self._location), control, manifest, at_most)
+
+
+def _location(storage: str | None, run_id: str, base: Path) -> str:
+    """Return the run's storage. A storage that runs share has a folder per run."""
+    if storage is None:
+        return str(home.packages_folder(run_id))
+    shared = storage if "://" in storage else str(base / storage)
+    return f"{shared.rstrip('/')}/{run_id}"

@@ -1,0 +1,250 @@
+"""Reads a package. Everything is verified before anything is decrypted.
+
+First come both signatures over the manifest's bytes, under one entry of the reader's own trust store; then the
+manifest. Next come the run, the heads and the newest package that the reader knows of. The set of files and the bytes
+of every file follow. Only then is a data key unwrapped. Every chunk is authenticated once more when it is decrypted.
+"""
+
+import hashlib
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors import safe_open
+
+from raycloak.attestation.core.hpke import HpkeKey
+from raycloak.attestation.core.hybrid_signature import HybridSignature
+from raycloak.attestation.core.keys import Secret
+from raycloak.attestation.core.messages import parse
+from raycloak.attestation.orchestrator.package_desk import PublishedPackage
+from raycloak.attestation.sealed.chunk_stream import CHUNK_BYTES, read_payload
+from raycloak.attestation.sealed.package_keys import TrustStore, recipient_key_id
+from raycloak.attestation.sealed.package_manifest import PackageManifest, PackageRefusal, Payload, refuse
+from raycloak.coordinator.checkpoints.storage import MANIFEST, RUN_MANIFEST, SIGNATURE, PackageStorage
+from raycloak.coordinator.checkpoints.writer import PARAMETERS
+from raycloak.metrics.errors import ProtocolError
+from raycloak.workers.terms.manifest import Manifest
+from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
+
+_MOST_CLEAR_BYTES = 2**26  # of a file that is read before any signature over it is verified
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """A reader's knowledge from elsewhere. A field that is None is not checked.
+
+    Attributes:
+        run: digest of the run's manifest.
+        newest: the package that was published last, as far as the reader knows.
+        ledger_hash: returns the hash of the ledger's entry at a sequence, None if it has none there.
+        log_root: returns the evidence log's root over its first so many entries, None if it has fewer.
+    """
+
+    run: bytes | None = None
+    newest: PublishedPackage | None = None
+    ledger_hash: Callable[[int], bytes | None] | None = None
+    log_root: Callable[[int], bytes | None] | None = None
+
+
+NOTHING_EXPECTED = Expected()
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedPackage:
+    """A verified package.
+
+    Attributes:
+        signer: the signer's name in the trust store.
+        run_manifest: the run's manifest, as the package contains it.
+    """
+
+    storage: PackageStorage
+    name: str
+    signer: str
+    manifest: PackageManifest
+    run_manifest: Manifest
+
+    def chunks(self, payload_name: str, data_key: Secret) -> Iterator[bytes]:
+        """Yield the plaintext of a payload, in constant memory.
+
+        Raises:
+            EvidenceError: ``package_file_changed`` if the file is no longer the one that was verified.
+        """
+        payload = self._payload(payload_name)
+        with self.storage.reader(self.name, payload_name) as source:
+            yield from read_payload(source, data_key, self.manifest.context(), payload)
+
+    def unwrap(self, key: HpkeKey) -> Secret:
+        """Unwrap the data key for one of the recipients.
+
+        Raises:
+            EvidenceError: ``not_a_recipient``.
+        """
+        wrapped_key = self.wrapped_key(recipient_key_id(key.public))
+        return Secret(key.open(wrapped_key, self.manifest.info()))
+
+    def wrapped_key(self, key_id: bytes) -> bytes:
+        """Return the wrapped data key of the recipient ``key_id``.
+
+        Raises:
+            EvidenceError: ``not_a_recipient``.
+        """
+        for recipient in self.manifest.recipients:
+            if recipient.key_id == key_id:
+                return recipient.wrapped_key
+        names = ", ".join(recipient.name for recipient in self.manifest.recipients)
+        refuse(PackageRefusal.NOT_A_RECIPIENT, f"it was not sealed to this key, but to the keys of: {names}.")
+
+    def _payload(self, name: str) -> Payload:
+        for payload in self.manifest.payloads:
+            if payload.name == name:
+                return payload
+        refuse(PackageRefusal.MALFORMED, f"its manifest has no payload {name}.")
+
+
+def verify_package(
+    storage: PackageStorage, name: str, trust: TrustStore, expected: Expected = NOTHING_EXPECTED
+) -> VerifiedPackage:
+    """Check a package as a whole, without any key that opens it.
+
+    Guarantee: returns only if both signatures verify under one entry of ``trust`` and the package agrees with
+    ``expected``. Its files are then exactly the manifest's, byte for byte. Nothing is decrypted.
+
+    Raises:
+        EvidenceError: with a code of `raycloak.attestation.sealed.package_manifest.PackageRefusal`.
+        STORAGE_ERRORS of `raycloak.coordinator.checkpoints.storage`.
+    """
+    files = storage.files(name)
+    # Nothing else in a package is believed before its signatures hold.
+    signer, manifest = _signed_manifest(storage, name, files, trust)
+    _check_expected(manifest, expected)
+    known = {MANIFEST, SIGNATURE, RUN_MANIFEST, *(payload.name for payload in manifest.payloads)}
+    for stray in sorted(files.keys() - known):
+        refuse(PackageRefusal.STRAY_FILE, f"{stray} is not in its manifest.")
+    run_manifest = _run_manifest(_read_clear(storage, name, RUN_MANIFEST, files), manifest)
+    for payload in manifest.payloads:
+        _check_payload(storage, name, payload, files)
+    return VerifiedPackage(storage, name, signer, manifest, run_manifest)
+
+
+def signed_manifest(storage: PackageStorage, name: str, trust: TrustStore) -> PackageManifest:
+    """Return a package's manifest if both signatures verify. Its other files are not examined.
+
+    Raises:
+        EvidenceError: as :func:`verify_package`.
+    """
+    return _signed_manifest(storage, name, storage.files(name), trust)[1]
+
+
+def _signed_manifest(
+    storage: PackageStorage, name: str, files: Mapping[str, int], trust: TrustStore
+) -> tuple[str, PackageManifest]:
+    body = _read_clear(storage, name, MANIFEST, files)
+    try:
+        signature = parse(HybridSignature, _read_clear(storage, name, SIGNATURE, files))
+        return trust.verify(body, signature), parse(PackageManifest, body)
+    except ProtocolError as error:
+        refuse(PackageRefusal.MALFORMED, f"{error.message}.")
+
+
+def _check_expected(manifest: PackageManifest, expected: Expected) -> None:
+    if expected.run is not None and manifest.manifest_digest != expected.run:
+        refuse(PackageRefusal.OTHER_RUN, f"it belongs to run {manifest.run_id}, or to another manifest of it.")
+    newest = expected.newest
+    if newest and (
+        manifest.step < newest.step or (manifest.step == newest.step and manifest.digest() != newest.digest)
+    ):
+        refuse(
+            PackageRefusal.ROLLED_BACK,
+            f"it is of step {manifest.step}; another one, of step {newest.step}, was published last.",
+        )
+    if expected.ledger_hash and expected.ledger_hash(manifest.ledger_sequence) != manifest.ledger_hash:
+        refuse(
+            PackageRefusal.LEDGER_ROLLED_BACK,
+            f"it was sealed after the ledger's entry {manifest.ledger_sequence}, which this ledger does not have.",
+        )
+    if expected.log_root and expected.log_root(manifest.log_length) != manifest.log_hash:
+        refuse(
+            PackageRefusal.LOG_ROLLED_BACK,
+            f"it was sealed after {manifest.log_length} entries of the evidence log, which this log does not have.",
+        )
+
+
+def _run_manifest(body: bytes, manifest: PackageManifest) -> Manifest:
+    try:
+        run_manifest = parse(Manifest, body)
+    except ProtocolError:
+        refuse(PackageRefusal.FILE_CHANGED, f"{RUN_MANIFEST} cannot be read.")
+    if run_manifest.digest() != manifest.manifest_digest or run_manifest.run_id != manifest.run_id:
+        refuse(PackageRefusal.FILE_CHANGED, f"{RUN_MANIFEST} is not the one the package was sealed with.")
+    return run_manifest
+
+
+def _check_payload(storage: PackageStorage, name: str, payload: Payload, files: Mapping[str, int]) -> None:
+    _check_present(payload.name, files)
+    # The size first, which spares reading a file that cannot be right.
+    if files[payload.name] != payload.cipher_bytes:
+        refuse(
+            PackageRefusal.FILE_CHANGED,
+            f"{payload.name} has {files[payload.name]} bytes, not {payload.cipher_bytes}.",
+        )
+    sha256 = hashlib.sha256()
+    with storage.reader(name, payload.name) as source:
+        while piece := source.read(CHUNK_BYTES):
+            sha256.update(piece)
+    if sha256.digest() != payload.sha256:
+        refuse(PackageRefusal.FILE_CHANGED, f"{payload.name} has other bytes than were sealed.")
+
+
+def _read_clear(storage: PackageStorage, name: str, file: str, files: Mapping[str, int]) -> bytes:
+    _check_present(file, files)
+    if files[file] > _MOST_CLEAR_BYTES:
+        refuse(PackageRefusal.MALFORMED, f"{file} has {files[file]} bytes.")
+    with storage.reader(name, file) as source:
+        return bytes(source.read(files[file]))
+
+
+def _check_present(file: str, files: Mapping[str, int]) -> None:
+    if files.get(file, -1) < 0:
+        refuse(PackageRefusal.FILE_MISSING, f"{file} is not there.")
+
+
+def check_parameters(tensor: Callable[[str], np.ndarray], package: VerifiedPackage) -> None:
+    """Check decrypted parameters against the digest that was signed.
+
+    Args:
+        tensor: returns the float32 array of a name.
+
+    Raises:
+        EvidenceError: ``package_parameters_differ``.
+    """
+    tensors = package.run_manifest.computation.tensors
+    digests = [tensor_digests(tensor(each.name).reshape(-1), (each,))[0] for each in tensors]
+    if parameter_digest(tensors, digests) != package.manifest.parameter_digest:
+        refuse(PackageRefusal.PARAMETERS_DIFFER, "its parameters do not have the digest that its manifest states.")
+
+
+def open_to_file(package: VerifiedPackage, data_key: Secret, out: Path) -> None:
+    """Decrypt the parameters to the safetensors file ``out``, mode 0600.
+
+    The file appears as a whole, once its digest is the signed one.
+
+    Raises:
+        EvidenceError: ``package_file_changed`` or ``package_parameters_differ``.
+        OSError: if ``out`` cannot be written.
+    """
+    draft = out.with_name(f".{out.name}.{secrets.token_hex(8)}")
+    try:
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            for chunk in package.chunks(PARAMETERS, data_key):
+                file.write(chunk)
+        # Read back from the file, so that what is checked is what the reader gets.
+        with safe_open(draft, framework="numpy") as tensors:
+            check_parameters(tensors.get_tensor, package)
+        draft.replace(out)
+    finally:
+        draft.unlink(missing_ok=True)

@@ -1,0 +1,241 @@
+"""The command ``raycloak``.
+
+Exit codes: 0 done, 2 bad input, 3 refused (budget, evidence, policy), 4 failed. Every error is one line,
+``error: <code>: <message> <remedy>``. Heavy libraries are imported inside the commands, so that help is instant.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from typer.exceptions import Abort, TyperException
+
+from raycloak.coordinator.cli.attest import attest
+from raycloak.coordinator.cli.audit import audit_command
+from raycloak.coordinator.cli.bench import bench
+from raycloak.coordinator.cli.budget import budget
+from raycloak.coordinator.cli.data import data
+from raycloak.coordinator.cli.options import AsJson, ConfigFile, Debug, Overrides
+from raycloak.coordinator.cli.options import execute as _execute
+from raycloak.coordinator.cli.package import package
+from raycloak.coordinator.config.run import RunConfig, load_config, parse_config
+from raycloak.coordinator.console.output import Output, command_output, leave_stdout
+from raycloak.coordinator.console.streams import open_missing_streams
+from raycloak.coordinator.quick_imports import quickly
+from raycloak.metrics.errors import ConfigError, RaycloakError
+from raycloak_layout import VERSION
+
+app = typer.Typer(
+    name="raycloak",
+    help="Train a PyTorch model on private data: masked, accounted, attested, exact.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(budget, name="budget")
+app.add_typer(bench, name="bench")
+app.add_typer(package, name="package")
+app.add_typer(attest, name="attest")
+app.add_typer(data, name="data")
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"raycloak {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+RunSecret = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="File of 64 hex digits, mode 0600; the same secret repeats the same run."),
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Resume the newest unfinished run of CONFIG's name.")]
+
+
+@app.command()
+def run(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    run_secret: RunSecret = None,
+    resume: Resume = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Train as CONFIG says; end in a verdict and a run directory. Exit code 4 if it was stopped before its end."""
+    _execute(
+        as_json,
+        debug,
+        lambda output: _train(output, load_config(config, overrides), config.parent, run_secret, resume),
+    )
+
+
+@app.command()
+def demo(
+    overrides: Overrides = None, run_secret: RunSecret = None, as_json: AsJson = False, debug: Debug = False
+) -> None:
+    """Train a small model on scikit-learn's digits with three local workers; evidence is SIMULATED."""
+    from raycloak.coordinator.runs.demo import demo_config
+
+    _execute(
+        as_json,
+        debug,
+        lambda output: _train(output, parse_config(demo_config(), overrides), None, run_secret, resume=False),
+    )
+
+
+def _train(output: Output, config: RunConfig, config_dir: Path | None, run_secret: Path | None, resume: bool) -> int:
+    with quickly():
+        from raycloak.coordinator.cli.progress import ProgressDisplay
+        from raycloak.coordinator.cli.verdict_table import verdict_table, verdict_text
+        from raycloak.coordinator.runs.trainer import Trainer
+        from raycloak.coordinator.runs.verdict import Verdict
+
+    with ProgressDisplay(output.progress, config.name) as display:
+        trainer = Trainer(
+            config,
+            config_dir=config_dir,
+            run_secret=run_secret,
+            resume=resume,
+            progress=display,
+            notice=output.announce,
+            handle_signals=True,
+        )
+        try:
+            result = trainer.train()
+        except RaycloakError as error:
+            if error.result is not None:
+                output.preview(verdict_table(Verdict.of(error.result)))
+            raise
+    verdict = Verdict.of(result)
+    print(verdict_text(verdict))  # noqa: T201 - standard output is the run's log here
+    output.result({**result["metrics"], "run_dir": verdict.run_dir}, verdict_table(verdict))
+    return RaycloakError.exit_code if verdict.ending == "stopped" else 0
+
+
+@app.command("replay")
+def replay_command(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of the run.", show_default=False)],
+    steps: Annotated[str, typer.Option(metavar="FIRST:END", help="Steps to compute again.", show_default=False)],
+    workers: Annotated[int, typer.Option(help="Workers to compute them on.")] = 2,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Compute finished steps of a run again and compare their digests; charges nothing. Exit code 4 if one differs."""
+    _execute(as_json, debug, lambda output: _replay(output, run_dir, steps, workers))
+
+
+def _replay(output: Output, run_dir: Path, steps: str, workers: int) -> int:
+    from raycloak.coordinator.cli.tables import replay_table
+    from raycloak.coordinator.runs.replay import parse_steps, replay
+
+    outcome = replay(run_dir, parse_steps(steps), workers, output.announce)
+    output.result(asdict(outcome), replay_table(outcome))
+    return 0
+
+
+@app.command("discard")
+def discard_command(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of the run.", show_default=False)],
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Discard an unfinished run: destroy its generated secret. What was charged stays charged."""
+    _execute(as_json, debug, lambda output: _discard(output, run_dir))
+
+
+def _discard(output: Output, run_dir: Path) -> int:
+    from raycloak.coordinator.console.tables import fields_table
+    from raycloak.coordinator.runs.discard import discard
+
+    folder = discard(run_dir)
+    output.result(
+        {"run_dir": folder.path, "run_id": folder.record.run_id},
+        fields_table("Discarded", [("run", folder.record.run_id), ("run directory", str(folder.path))]),
+    )
+    return 0
+
+
+@app.command()
+def plan(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    trials: Annotated[
+        int | None, typer.Option(metavar="K", help="Also say what a search of K such runs costs.", min=1)
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Show what CONFIG will spend and need, and refuse what cannot run; charges nothing."""
+    _execute(as_json, debug, lambda output: _plan(output, load_config(config, overrides), config.parent, trials))
+
+
+def _plan(output: Output, config: RunConfig, config_dir: Path, trials: int | None) -> int:
+    from raycloak.coordinator.cli.tables import evidence_text, plan_table, search_rows
+    from raycloak.coordinator.evidence.sources import configured_policy
+    from raycloak.coordinator.planning.dry_run import plan_of
+    from raycloak.coordinator.planning.search_cost import search_of
+
+    policy = configured_policy(config.policy, config.collateral, config_dir)
+    classes = sorted(policy.accepted_classes) if policy is not None else ["simulated"]
+    plan = plan_of(config, config_dir)
+    search = search_of(plan, trials) if trials is not None else None
+    fields = plan.as_json() | {"evidence_classes": classes} | ({"search": search.as_json()} if search else {})
+    rows = [("evidence", evidence_text(classes)), *(search_rows(search) if search else [])]
+    output.result(fields, plan_table(plan, rows))
+    return 0
+
+
+@app.command()
+def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
+    """Check that this machine can run raycloak. Exit code 4 if a check fails."""
+    _execute(as_json, debug, _doctor)
+
+
+def _doctor(output: Output) -> int:
+    from raycloak.coordinator.cli.doctor import checks_table, examine
+
+    checks = examine()
+    failed = any(check.status == "fail" for check in checks)
+    output.result({"ok": not failed, "checks": [asdict(check) for check in checks]}, checks_table(checks))
+    return 4 if failed else 0
+
+
+app.command("audit")(audit_command)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the console script; exits with the command's code."""
+    open_missing_streams()
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    code = _invoke(given)
+    leave_stdout()
+    sys.exit(code)
+
+
+def _invoke(arguments: list[str]) -> int:
+    try:
+        return int(app(args=arguments, prog_name="raycloak", standalone_mode=False) or 0)
+    except TyperException as error:
+        message = " ".join(error.format_message().split()).rstrip(".")
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context is not None else "raycloak"
+        with command_output("--json" in arguments, "--debug" in arguments) as output:
+            output.error(ConfigError("usage", f"{message}.", f"See {command} --help."))
+        return ConfigError.exit_code
+    except Abort:
+        return RaycloakError.exit_code
+    except OSError as error:  # of help or version; a command says it itself
+        with command_output(as_json=False, debug=False) as output:
+            output.error(RaycloakError("output_lost", f"nothing could be written: {error.strerror}.", "Make room."))
+        return RaycloakError.exit_code

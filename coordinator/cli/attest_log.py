@@ -1,0 +1,194 @@
+"""The commands ``raycloak attest log``: check a run's evidence log with the public keys of its owner."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from raycloak.coordinator.cli.options import AsJson, Debug, execute
+from raycloak.coordinator.console.output import Output
+from raycloak.metrics.errors import ConfigError
+from raycloak.metrics.file_errors import file_error
+
+if TYPE_CHECKING:
+    from raycloak.attestation.core.hybrid_signature import SignerPublic
+    from raycloak.attestation.log.evidence_log import ExportedLog
+
+attest_log = typer.Typer(help="The evidence log: check it, or prove one entry of it.")
+
+LOG_FILE = "evidence.jsonl"
+
+LogPath = Annotated[
+    Path, typer.Argument(metavar="RUN_DIR|FILE", help="Run directory, or an exported log.", show_default=False)
+]
+OwnerKey = Annotated[
+    Path | None,
+    typer.Option(
+        "--key",
+        metavar="FILE",
+        help="Both public keys of the log's owner, or a manifest that names them; default: the run's own manifest.",
+        show_default=False,
+    ),
+]
+
+
+@attest_log.command("verify")
+def verify_command(
+    log: LogPath,
+    key: OwnerKey = None,
+    head: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="An older head or log, which this one must extend.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Check every entry and the signed head; name the first entry that is wrong. Exit code 3 if one is."""
+    execute(as_json, debug, lambda output: _verify(output, log, key, head))
+
+
+def _verify(output: Output, path: Path, key: Path | None, older: Path | None) -> int:
+    from raycloak.attestation.log.entries import broken, check_extends
+    from raycloak.attestation.log.evidence_log import read_exported_head
+
+    owner, log = _opened(path, key)
+    facts: dict[str, Any] = {
+        "verified": True,
+        "run_id": log.head.run_id,
+        "entries": log.head.length,
+        "root": log.head.root.hex(),
+        "owner": owner.key_id.hex(),
+        "keys_from": str(key or _manifest_of(path)),
+    }
+    if older is not None:
+        old = read_exported_head(older).open(owner)
+        if old.length > log.head.length:
+            broken(f"it has {log.head.length} entries, the older head {old.length}: it was cut off")
+        check_extends(old, log.head, log.prove_extends(old.length))
+        facts["extends"] = old.length
+    admitted = (entry.content for entry in log.entries if entry.kind == "admitted")
+    classes = sorted({each for content in admitted for each in _classes(content)})
+    facts["evidence_classes"] = classes
+    return _show(output, "Evidence log (SIMULATED evidence)" if "simulated" in classes else "Evidence log", facts)
+
+
+def _classes(admitted: dict[str, Any]) -> list[str]:
+    """Return the evidence classes of a member: its guest's, and its GPUs' where the entry states claims."""
+    gpus = admitted.get("claims", {}).get("submods", {})
+    return [admitted["evidence_class"], *(gpu["evidence_class"] for gpu in gpus.values())]
+
+
+@attest_log.command("prove")
+def prove_command(
+    log: LogPath,
+    sequence: Annotated[int, typer.Argument(metavar="SEQUENCE", help="Position of the entry, from 0.", min=0)],
+    key: OwnerKey = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="New file for the proof.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Prove one entry of a log that verifies: the entry, the hashes up to the root, and the signed head."""
+    execute(as_json, debug, lambda output: _prove(output, log, sequence, key, out))
+
+
+def _prove(output: Output, path: Path, sequence: int, key: Path | None, out: Path | None) -> int:
+    _, log = _opened(path, key)
+    if sequence >= log.head.length:
+        raise ConfigError(
+            "log_entry", f"the log has {log.head.length} entries; there is no entry {sequence}.", "Count from 0."
+        )
+    proof = log.prove(sequence)
+    if out is not None:
+        try:
+            with out.open("xb") as file:
+                file.write(proof.encode() + b"\n")
+        except FileExistsError:
+            raise ConfigError("out_exists", f"{out} is there already.", "Choose another name, or remove it.") from None
+        except OSError as error:
+            raise file_error("out_unwritable", "write", out, error) from None
+    facts = {"sequence": sequence, "kind": proof.entry.kind, "hashes": len(proof.path), "entries": log.head.length}
+    return _show(output, "Proof of an entry", facts | {"proof": proof.model_dump(mode="json")}, hidden=("proof",))
+
+
+@attest_log.command("check")
+def check_command(
+    proof: Annotated[Path, typer.Argument(metavar="PROOF", help="File that prove has written.", show_default=False)],
+    key: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help="Both public keys of the log's owner, or a manifest.", show_default=False),
+    ],
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Check a proof without its log. Exit code 3 if it does not hold."""
+    execute(as_json, debug, lambda output: _check(output, proof, key))
+
+
+def _check(output: Output, path: Path, key: Path) -> int:
+    from raycloak.attestation.log.entries import EntryProof, LogHead, parse_line
+
+    proof = parse_line(EntryProof, _read(path).strip(), "the proof")
+    claimed = parse_line(LogHead, proof.head.head, "the signed head")
+    entry, head = proof.check(_owner(key), claimed.run_id)
+    facts = {"verified": True, "run_id": head.run_id, "sequence": entry.sequence, "kind": entry.kind}
+    return _show(output, "Proof of an entry", facts | {"entries": head.length, "body": entry.content})
+
+
+def _opened(path: Path, key: Path | None) -> tuple["SignerPublic", "ExportedLog"]:
+    from raycloak.attestation.log.evidence_log import read_exported_log
+
+    if not path.exists():
+        raise ConfigError(
+            "log_missing",
+            f"there is no run directory and no log at {path}.",
+            "Name a run directory: runs/ in RAYCLOAK_HOME has them.",
+        )
+    owner = _owner(key or _manifest_of(path))
+    return owner, read_exported_log(path / LOG_FILE if path.is_dir() else path, owner)
+
+
+def _manifest_of(path: Path) -> Path:
+    return (path if path.is_dir() else path.parent) / "manifest.json"
+
+
+def _owner(path: Path) -> "SignerPublic":
+    """Return the log's owner from a file of its two public keys, or from the manifest that names them."""
+    from raycloak.attestation.core.hybrid_signature import SignerPublic
+    from raycloak.attestation.core.messages import parse
+    from raycloak.metrics.errors import ProtocolError
+    from raycloak.workers.terms.manifest import Manifest
+
+    data = _read(path).strip()
+    try:
+        return parse(SignerPublic, data) if b'"run_id"' not in data else parse(Manifest, data).log_owner
+    except ProtocolError as error:
+        raise ConfigError(
+            "log_key",
+            f"{path} does not name the owner of a log: {error.message}.",
+            "Give the run's manifest.json, or a file of both public keys.",
+        ) from None
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        if path.name == "manifest.json":
+            raise ConfigError(
+                "log_key", f"cannot read {path}: {error.strerror}.", "Give the file with --key."
+            ) from None
+        raise file_error("log_key", "read", path, error) from None
+
+
+def _show(output: Output, title: str, facts: dict[str, Any], hidden: tuple[str, ...] = ()) -> int:
+    from raycloak.coordinator.console.tables import fields_table, value_text
+
+    rows = [
+        (name.replace("_", " "), ", ".join(value) if isinstance(value, list) else value_text(value))
+        for name, value in facts.items()
+        if name not in hidden
+    ]
+    output.result(facts, fields_table(title, rows))
+    return 0

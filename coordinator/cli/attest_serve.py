@@ -1,0 +1,55 @@
+"""``raycloak attest serve``: the evidence service as a command."""
+
+import os
+import signal
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raycloak.coordinator.cli.options import AsJson, Debug, execute
+from raycloak.coordinator.console.output import Output
+from raycloak.coordinator.quick_imports import quickly
+from raycloak.metrics.errors import RunFailedError
+
+_LOOK_S = 0.5
+
+
+def serve_command(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the service.", show_default=False)],
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Attest members over gRPC and give them their keys until SIGTERM or Ctrl-C; first prints where it listens."""
+    execute(as_json, debug, lambda output: _serve(output, config))
+
+
+def _serve(output: Output, path: Path) -> int:
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # every refused handshake would be a line
+    with quickly():  # a full collection is a pause for every member
+        from raycloak.attestation.keys.run_secret import exposure
+        from raycloak.coordinator.console.tables import fields_table, value_text
+        from raycloak.coordinator.evidence.standalone_service import load_service, start_service
+
+    ended = threading.Event()
+    former = {each: signal.signal(each, lambda *_: ended.set()) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        config = load_service(path)
+        if (warning := exposure(path.parent / config.run_secret)) is not None:
+            output.note(warning)
+        server, session, facts = start_service(config, path.parent)
+        rows = [(name.replace("_", " "), value_text(value)) for name, value in asdict(facts).items()]
+        output.result(asdict(facts), fields_table(f"Evidence service ({facts.evidence} evidence)", rows))
+        while not ended.wait(_LOOK_S) and server.failure is None:
+            pass
+        server.stop()
+        session.run.close()
+    finally:
+        for each, handler in former.items():
+            signal.signal(each, handler)
+    if server.failure is not None:
+        cause = type(server.failure).__name__
+        raise RunFailedError("service_failed", f"the service could not write its record ({cause}).", "Free the disk.")
+    return 0

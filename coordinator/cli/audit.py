@@ -1,0 +1,78 @@
+"""The command ``raycloak audit``."""
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from raycloak.coordinator.cli.options import AsJson, ConfigFile, Debug, Overrides, execute
+from raycloak.coordinator.config.run import RunConfig, load_config
+from raycloak.coordinator.console.output import Output
+from raycloak.coordinator.console.tables import epsilon_text, fields_table
+from raycloak.metrics.errors import RefusedError
+
+if TYPE_CHECKING:
+    from raycloak.coordinator.audit.audit import AuditResult
+
+
+def audit_command(
+    config: ConfigFile,
+    canaries: Annotated[int, typer.Option(help="Canaries to insert; more can show a larger epsilon.")] = 1000,
+    confidence: Annotated[float, typer.Option(help="Chance that the bound holds.")] = 0.95,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Train CONFIG with canaries, charged like a run, and bound epsilon from below. Exit code 3 if the bound exceeds
+    what the ledger says."""
+    execute(
+        as_json,
+        debug,
+        lambda output: _audit(output, load_config(config, overrides), config.parent, canaries, confidence),
+    )
+
+
+def _audit(output: Output, config: RunConfig, base: Path, canaries: int, confidence: float) -> int:
+    from raycloak.coordinator.audit.audit import audit
+    from raycloak.coordinator.cli.progress import ProgressDisplay
+
+    with ProgressDisplay(output.progress, f"{config.name}-audit") as display:
+        result = audit(config, base, canaries=canaries, confidence=confidence, progress=display)
+    output.result(asdict(result), audit_table(result))
+    if not result.contradicted:
+        return 0
+    output.note(
+        f"error: claim_contradicted: the released model shows an epsilon of at least {_down(result.epsilon_lower)}, "
+        f"but the ledger charged {epsilon_text(result.epsilon)}. Do not rely on this build's epsilon."
+    )
+    return RefusedError.exit_code
+
+
+def audit_table(result: "AuditResult") -> Table:
+    """Build the table of the bound, the claim, and what both rest on."""
+    verdict = "CONTRADICTS the ledger" if result.contradicted else "consistent with the ledger"
+    return fields_table(
+        f"Audit ({result.evidence_class.upper()} evidence, all actors in this process)",
+        [
+            ("ε, shown", f"at least {_down(result.epsilon_lower)} with confidence {result.confidence:g}: {verdict}"),
+            ("ε, charged", f"{epsilon_text(result.epsilon)} at δ = {result.delta:g}, by the ledger"),
+            ("ε, ceiling", f"{_down(result.epsilon_ceiling)}: what so many canaries can show at most"),
+            ("guesses", f"{result.correct} of {result.guesses} right, by {result.score}"),
+            ("canaries", f"{result.canaries}, {result.included} of them in, beside {result.examples:,} examples"),
+            (
+                "mechanism",
+                f"{result.steps} steps, sample rate {result.sample_rate:.4g}, "
+                f"noise multiplier {result.noise_multiplier:.4g}",
+            ),
+            ("account", result.account or "none: the data is public, and the ledger was thrown away"),
+            ("run directory", str(result.run_dir)),
+        ],
+    )
+
+
+def _down(value: float) -> str:
+    """Format three decimals, rounded down: a lower bound is never stated larger than it is."""
+    return f"{math.floor(value * 1000) / 1000:.3f}"

@@ -1,0 +1,135 @@
+"""The commands ``raycloak bench ...``: measurements on this machine."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from raycloak.coordinator.cli.options import AsJson, ConfigFile, Debug, Overrides, execute
+from raycloak.coordinator.config.run import RunConfig, load_config
+from raycloak.coordinator.console.output import Output
+from raycloak.metrics.errors import ConfigError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from raycloak.coordinator.bench.chaos.chaos import Damage
+
+bench = typer.Typer(help="Measurements on this machine.")
+
+Bits = Annotated[int, typer.Option(help="Width of the ring, 32 or 64.")]
+
+
+@bench.command("mask")
+def mask_command(
+    params: Annotated[int, typer.Option(help="Coordinates of the vector.")] = 10_000_000,
+    workers: Annotated[int, typer.Option(help="Workers of the roster.")] = 8,
+    bits: Bits = 32,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Clamp, encode, mask and tag one worker's vector on one core, compared with bare ChaCha20 keystreams."""
+    execute(as_json, debug, lambda output: _bench_mask(output, params, workers, _ring_bits(bits)))
+
+
+def _bench_mask(output: Output, params: int, workers: int, bits: Literal[32, 64]) -> int:
+    from raycloak.coordinator.bench.mask import bench_mask
+
+    return _measured(output, "bench mask", bench_mask(params, workers, bits))
+
+
+@bench.command("noise")
+def noise_command(
+    draws: Annotated[int, typer.Option(help="Draws per run.")] = 1_000_000,
+    sigma: Annotated[float, typer.Option(help="Standard deviation in ring units.")] = 1e4,
+    bits: Bits = 32,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Draw integer Gaussian noise on one core."""
+    execute(as_json, debug, lambda output: _bench_noise(output, draws, sigma, _ring_bits(bits)))
+
+
+def _bench_noise(output: Output, draws: int, sigma: float, bits: Literal[32, 64]) -> int:
+    from raycloak.coordinator.bench.noise import bench_noise
+
+    return _measured(output, "bench noise", bench_noise(draws, sigma, bits))
+
+
+@bench.command("step")
+def step_command(
+    config: ConfigFile, overrides: Overrides = None, as_json: AsJson = False, debug: Debug = False
+) -> None:
+    """Time the phases of CONFIG's steps on Ray."""
+    execute(as_json, debug, lambda output: _bench_step(output, load_config(config, overrides), config.parent))
+
+
+def _bench_step(output: Output, config: RunConfig, config_dir: Path) -> int:
+    from raycloak.coordinator.bench.step import bench_step
+
+    return _measured(output, "bench step", bench_step(config, config_dir=config_dir))
+
+
+@bench.command("chaos")
+def chaos_command(
+    config: ConfigFile,
+    kills: Annotated[int, typer.Option(help="Signals to send to processes of the run.")] = 20,
+    seed: Annotated[int, typer.Option(help="Seed of the damage: what is hit, how and when.")] = 0,
+    nodes_lost: Annotated[int, typer.Option(help="Nodes of the cluster to kill as well.")] = 0,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit code 4 also for a missed expectation.")] = False,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Kill and stop processes of a run, and compare it with the undisturbed one; exit code 4 for a broken promise."""
+    from raycloak.coordinator.bench.chaos.chaos import Damage
+
+    damage = Damage(kills, seed, nodes_lost)
+    execute(as_json, debug, lambda output: _bench_chaos(output, config, tuple(overrides or ()), damage, strict))
+
+
+def _bench_chaos(output: Output, path: Path, overrides: tuple[str, ...], damage: "Damage", strict: bool) -> int:
+    from raycloak.coordinator.bench.chaos.chaos import bench_chaos
+    from raycloak.coordinator.bench.chaos.report import chaos_view
+
+    config = load_config(path, list(overrides))
+    result = bench_chaos(config, path, damage, overrides=overrides, notice=output.announce)
+    output.result(asdict(result), chaos_view(result))
+    missed = strict and not all(each.met for each in result.expectations)
+    return 4 if result.breaches or missed else 0
+
+
+@bench.command("attest")
+def attest_command(
+    connections: Annotated[int, typer.Option(help="Workers to attest, each over a connection of its own.")] = 2000,
+    concurrency: Annotated[int, typer.Option(help="Workers at a time.")] = 16,
+    held: Annotated[int, typer.Option(help="Idle, half-open and slow connections to hold meanwhile.")] = 0,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Attest simulated workers over the gRPC evidence service: handshake, challenge, appraisal, keys. SIMULATED."""
+    execute(as_json, debug, lambda output: _bench_attest(output, connections, concurrency, held))
+
+
+def _bench_attest(output: Output, connections: int, concurrency: int, held: int) -> int:
+    from raycloak.coordinator.bench.attest import bench_attest
+
+    return _measured(output, "bench attest (SIMULATED)", bench_attest(connections, concurrency, held))
+
+
+def _ring_bits(bits: int) -> Literal[32, 64]:
+    if bits == 32:
+        return 32
+    if bits == 64:
+        return 64
+    raise ConfigError("ring_bits", f"a ring of {bits} bits does not exist.", "Give 32 or 64.")
+
+
+def _measured(output: Output, title: str, result: "DataclassInstance") -> int:
+    from raycloak.coordinator.console.tables import fields_table, value_text
+
+    figures = asdict(result)
+    rows = [(name.replace("_", " "), value_text(value)) for name, value in figures.items()]
+    output.result(figures, fields_table(title, rows))
+    return 0

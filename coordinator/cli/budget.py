@@ -1,0 +1,337 @@
+"""The commands ``raycloak budget`` about accounts: opening, showing, changing and closing them."""
+
+import math
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from raycloak.coordinator.cli.budget_record import export_command, history_command, verify_command
+from raycloak.coordinator.cli.options import (
+    Account,
+    AsJson,
+    ConfigFile,
+    Debug,
+    LedgerUrl,
+    SomeAccount,
+    Witness,
+    execute,
+    existing_ledger,
+    hexadecimal,
+    ledger_at,
+)
+from raycloak.coordinator.console.output import Output
+from raycloak.metrics.errors import BudgetError, ConfigError
+from raycloak.metrics.file_errors import file_error
+from raycloak.workers.terms.mechanism import AccountantName
+
+if TYPE_CHECKING:
+    from raycloak.coordinator.ledger.cap_authority import CapAuthorisation
+    from raycloak.coordinator.ledger.ledger import PrivacyLedger
+
+budget = typer.Typer(help="The ledger: what each account may spend and has spent.")
+budget.command("history")(history_command)
+budget.command("export")(export_command)
+budget.command("verify")(verify_command)
+
+_DAY_S = 86_400
+
+
+@budget.command("show")
+def show_command(
+    account: SomeAccount = None, ledger: LedgerUrl = None, as_json: AsJson = False, debug: Debug = False
+) -> None:
+    """Show what each account may spend, has spent, and on which runs."""
+    execute(as_json, debug, lambda output: _show(output, account, ledger))
+
+
+def _show(output: Output, name: str | None, url: str | None) -> int:
+    from raycloak.coordinator.cli.tables import accounts_view
+
+    with ledger_at(url, create=False) as ledger:
+        view = ledger.view()
+    accounts = [account for account in view.accounts if name in (None, account.name)]
+    if name is not None and not accounts:
+        raise BudgetError("account_unknown", f"there is no account '{name}'.", f"Open it: raycloak budget open {name}")
+    output.result({**asdict(view), "accounts": [asdict(account) for account in accounts]}, accounts_view(accounts))
+    return 0
+
+
+@budget.command("open")
+def open_command(
+    account: Account,
+    epsilon_cap: Annotated[float, typer.Option(help="Epsilon that all runs together may spend.", show_default=False)],
+    delta: Annotated[float, typer.Option(help="Delta of the cap.")] = 1e-5,
+    accountant: Annotated[
+        AccountantName, typer.Option(help="Accountant: rdp for many runs, pld for one with a fixed plan.")
+    ] = "rdp",
+    authority: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Public key of the authority that may raise the cap.")
+    ] = None,
+    dataset: Annotated[
+        Path | None, typer.Option(metavar="CONFIG", help="Bind the account to the dataset of this configuration.")
+    ] = None,
+    fingerprint: Annotated[
+        str | None,
+        typer.Option(metavar="HEX", help="Bind it by what `budget fingerprint` printed."),
+    ] = None,
+    ledger: LedgerUrl = None,
+    witness: Witness = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Open an account that runs may name; opening it again with the same terms changes nothing."""
+    terms = epsilon_cap, delta, accountant
+    execute(
+        as_json, debug, lambda output: _open(output, account, terms, authority, dataset, fingerprint, ledger, witness)
+    )
+
+
+def _open(
+    output: Output,
+    name: str,
+    terms: tuple[float, float, AccountantName],
+    authority: Path | None,
+    dataset: Path | None,
+    fingerprint: str | None,
+    url: str | None,
+    witness: str | None,
+) -> int:
+    from raycloak.coordinator.ledger.cap_authority import load_authority
+
+    if dataset is not None and fingerprint is not None:
+        raise ConfigError("usage", "give --dataset or --fingerprint, not both.", "Leave one out.")
+    key = load_authority(authority).key if authority else b""
+    bound = _fingerprint_of(dataset) if dataset else hexadecimal(fingerprint) or b""
+    with ledger_at(url, create=True, witness=witness) as ledger:
+        epsilon_cap, delta, accountant = terms
+        ledger.open_account(name, epsilon_cap, delta, key, bound, accountant)
+        return _account(output, ledger, name)
+
+
+def _account(output: Output, ledger: "PrivacyLedger", *names: str) -> int:
+    """Show accounts as they are now; a single one is the JSON itself."""
+    from raycloak.coordinator.cli.tables import accounts_view
+
+    accounts = [account for account in ledger.view().accounts if account.name in names]
+    shown = [asdict(account) for account in accounts]
+    output.result(shown[0] if len(names) == 1 else {"accounts": shown}, accounts_view(accounts))
+    return 0
+
+
+@budget.command("fingerprint")
+def fingerprint_command(config: ConfigFile, as_json: AsJson = False, debug: Debug = False) -> None:
+    """Compute the keyed fingerprint of CONFIG's dataset; needs the data and its key."""
+    execute(as_json, debug, lambda output: _fingerprint(output, config))
+
+
+def _fingerprint(output: Output, config: Path) -> int:
+    from raycloak.coordinator.console.tables import fields_table
+
+    found = _fingerprint_of(config)
+    output.result({"fingerprint": found}, fields_table("Dataset", [("fingerprint", found.hex())]))
+    return 0
+
+
+def _fingerprint_of(path: Path) -> bytes:
+    from raycloak.coordinator.config.run import load_config
+    from raycloak.coordinator.planning.references import descriptor
+    from raycloak.workers.inputs.fingerprint import dataset_fingerprint
+
+    config = load_config(path)
+    if config.dataset is None or config.dataset.fingerprint_key is None:
+        raise ConfigError(
+            "fingerprint_key",
+            f"{path} names no dataset with a fingerprint_key.",
+            "Make a key beside the data: (umask 077; openssl rand -hex 32 > FILE).",
+        )
+    described = descriptor(config.dataset)
+    return dataset_fingerprint(described, described.open(path.parent), path.parent)
+
+
+@budget.command("keygen")
+def keygen_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="New private key file.", show_default=False)],
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Make an authority's key pair: FILE stays with its owner, FILE.pub is named when an account is opened."""
+    execute(as_json, debug, lambda output: _keygen(output, file))
+
+
+def _keygen(output: Output, file: Path) -> int:
+    from raycloak.coordinator.console.tables import fields_table
+    from raycloak.coordinator.ledger.cap_authority import create_authority
+
+    public, public_path = create_authority(file)
+    facts = {"name": public.name, "key": public.key.hex(), "private": str(file), "public": str(public_path)}
+    output.result(facts, fields_table("Authority", list(facts.items())))
+    return 0
+
+
+@budget.command("authorize")
+def authorize_command(
+    account: Account,
+    epsilon_cap: Annotated[float, typer.Option(help="The higher cap.", show_default=False)],
+    key: Annotated[Path, typer.Option(metavar="FILE", help="Private key of the authority.", show_default=False)],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="New file with the authorisation.", show_default=False)],
+    days: Annotated[float, typer.Option(help="Days within which it can be used.")] = 7.0,
+    ledger: LedgerUrl = None,
+    export: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="An exported ledger to check and use instead.")
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Sign one raise of an account's cap from its present value. With --export, no ledger is needed."""
+    execute(as_json, debug, lambda output: _authorize(output, account, epsilon_cap, key, out, days, ledger, export))
+
+
+def _authorize(
+    output: Output,
+    account: str,
+    epsilon_cap: float,
+    key: Path,
+    out: Path,
+    days: float,
+    url: str | None,
+    export: Path | None,
+) -> int:
+    from raycloak.attestation.files.private import publish
+    from raycloak.coordinator.console.tables import fields_table
+    from raycloak.coordinator.ledger.cap_authority import authorise, load_authority_key
+
+    if url is not None and export is not None:
+        raise ConfigError("usage", "give --ledger or --export, not both.", "Leave one out.")
+    own, lasts_s = load_authority_key(key), days * _DAY_S
+    if not (math.isfinite(lasts_s) and math.isfinite(epsilon_cap)):
+        raise ConfigError(
+            "usage", f"cap and days must be finite numbers, not {epsilon_cap:g} and {days:g}.", "Write both as numbers."
+        )
+    change, authority = _change(account, epsilon_cap, int(time.time() + lasts_s), url, export)
+    if not epsilon_cap > change.old_cap:
+        raise ConfigError(
+            "authorisation",
+            f"the cap of account '{account}' is {change.old_cap:g} already.",
+            "A lower one needs no signature: raycloak budget cap.",
+        )
+    if authority != own.public:
+        raise ConfigError(
+            "authority",
+            f"{key} is not the key of account '{account}', which was opened with "
+            f"{f'the authority {authority.hex()}' if authority else 'none, so that its cap can only be lowered'}.",
+            "Sign with that key." if authority else "Open another account for another promise.",
+        )
+    try:
+        is_new = publish(out, authorise(change, own).encode() + b"\n", mode=0o644)
+    except OSError as error:
+        raise file_error("authorisation", "write", out, error) from None
+    if not is_new:
+        raise ConfigError("out_exists", f"{out} is there already.", "Choose another name, or remove it.")
+    facts = {**change.model_dump(mode="json"), "out": str(out)}
+    output.result(facts, fields_table("Authorisation", [(name, str(value)) for name, value in facts.items()]))
+    return 0
+
+
+def _change(
+    account: str, epsilon_cap: float, expires_at: int, url: str | None, export: Path | None
+) -> tuple["CapAuthorisation", bytes]:
+    """Return what is to be signed and with which key, from the ledger or from a checked export."""
+    from raycloak.coordinator.ledger.cap_authority import CapAuthorisation
+
+    if export is None:
+        with ledger_at(url, create=False) as ledger:
+            view = ledger.view()
+        now = {each.name: (each.epsilon_cap, each.terms_hash, each.authority) for each in view.accounts}
+        ledger_key = view.public_key
+    else:
+        from raycloak.coordinator.ledger.export import check_export
+
+        checked = check_export(export)
+        found = checked.replay.accounts.items()
+        now = {name: (each.terms.epsilon_cap, each.changed.hash, each.opened.authority) for name, each in found}
+        ledger_key = checked.public_key
+    if account not in now:
+        raise BudgetError("account_unknown", f"there is no account '{account}'.", "See them: raycloak budget show")
+    old_cap, follows, authority = now[account]
+    change = CapAuthorisation(
+        account=account,
+        ledger_key=ledger_key,
+        old_cap=old_cap,
+        new_cap=epsilon_cap,
+        follows=follows,
+        expires_at=expires_at,
+    )
+    return change, authority
+
+
+@budget.command("cap")
+def cap_command(
+    account: Account,
+    epsilon_cap: Annotated[float, typer.Option(help="The new cap.", show_default=False)],
+    authorisation: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="From `budget authorize`; a higher cap needs it.")
+    ] = None,
+    ledger: LedgerUrl = None,
+    witness: Witness = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Lower the cap of an account, or raise it as its authority has signed."""
+    execute(as_json, debug, lambda output: _cap(output, account, epsilon_cap, authorisation, ledger, witness))
+
+
+def _cap(
+    output: Output,
+    account: str,
+    epsilon_cap: float,
+    authorisation: Path | None,
+    url: str | None,
+    witness: str | None,
+) -> int:
+    from raycloak.coordinator.ledger.cap_authority import load_authorisation
+
+    signed = load_authorisation(authorisation) if authorisation else None
+    with existing_ledger(url, witness) as ledger:
+        ledger.change_cap(account, epsilon_cap, signed)
+        return _account(output, ledger, account)
+
+
+@budget.command("transfer")
+def transfer_command(
+    source: Annotated[str, typer.Argument(help="The account that gives.", show_default=False)],
+    target: Annotated[str, typer.Argument(help="The account that gets.", show_default=False)],
+    epsilon: Annotated[float, typer.Option(help="Part of the cap to move.", show_default=False)],
+    ledger: LedgerUrl = None,
+    witness: Witness = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Move unspent epsilon between two accounts of one dataset; what both may spend together stays the same."""
+    execute(as_json, debug, lambda output: _transfer(output, source, target, epsilon, ledger, witness))
+
+
+def _transfer(output: Output, source: str, target: str, epsilon: float, url: str | None, witness: str | None) -> int:
+    with existing_ledger(url, witness) as ledger:
+        ledger.transfer(source, target, epsilon)
+        return _account(output, ledger, source, target)
+
+
+@budget.command("close")
+def close_command(
+    account: Account,
+    ledger: LedgerUrl = None,
+    witness: Witness = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Close an account for good: nothing more is charged to it."""
+    execute(as_json, debug, lambda output: _close(output, account, ledger, witness))
+
+
+def _close(output: Output, account: str, url: str | None, witness: str | None) -> int:
+    with existing_ledger(url, witness) as ledger:
+        ledger.close_account(account)
+        return _account(output, ledger, account)

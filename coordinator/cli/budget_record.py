@@ -1,0 +1,150 @@
+"""The commands ``raycloak budget`` about the record: history, export and verification."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from raycloak.coordinator.cli.options import (
+    AsJson,
+    Debug,
+    LedgerUrl,
+    SomeAccount,
+    Witness,
+    execute,
+    hexadecimal,
+    ledger_at,
+)
+from raycloak.coordinator.console.output import Output
+from raycloak.metrics.errors import BudgetError, ConfigError
+
+if TYPE_CHECKING:
+    from raycloak.coordinator.ledger.audit import Replay
+
+
+def history_command(
+    account: SomeAccount = None, ledger: LedgerUrl = None, as_json: AsJson = False, debug: Debug = False
+) -> None:
+    """Check the ledger's whole chain, then list its entries, of one account or all."""
+    execute(as_json, debug, lambda output: _history(output, account, ledger))
+
+
+def _history(output: Output, account: str | None, url: str | None) -> int:
+    from raycloak.coordinator.cli.tables import history_view
+
+    with ledger_at(url, create=False) as ledger:
+        known = ledger.verify().accounts
+        entries = ledger.history(account)
+    if account not in (None, *known):
+        raise BudgetError("account_unknown", f"there is no account '{account}'.", "See them: raycloak budget show")
+    records = [
+        {"sequence": entry.sequence, "kind": entry.kind, **entry.event.model_dump(mode="json"), "hash": entry.hash}
+        for entry in entries
+    ]
+    output.result({"verified": True, "entries": records}, history_view(entries))
+    return 0
+
+
+def export_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="New file of JSON lines.", show_default=False)],
+    ledger: LedgerUrl = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Check the ledger, then write its whole chain to FILE; `verify --export` needs FILE alone."""
+    execute(as_json, debug, lambda output: _export(output, file, ledger))
+
+
+def _export(output: Output, file: Path, url: str | None) -> int:
+    from raycloak.coordinator.console.tables import fields_table
+
+    with ledger_at(url, create=False) as ledger:
+        head = ledger.export(file)
+        key = ledger.public_key.hex()
+    facts = {"file": str(file), "entries": head.sequence, "head": head.hash.hex(), "public_key": key}
+    output.result(facts, fields_table("Exported ledger", [(name, str(value)) for name, value in facts.items()]))
+    return 0
+
+
+def verify_command(
+    ledger: LedgerUrl = None,
+    export: Annotated[Path | None, typer.Option(metavar="FILE", help="An exported ledger to check instead.")] = None,
+    public_key: Annotated[str | None, typer.Option(metavar="HEX", help="The key that the ledger must have.")] = None,
+    packages: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Sealed packages by run; default: those in RAYCLOAK_HOME.")
+    ] = None,
+    runs: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Run directories; default: those in RAYCLOAK_HOME.")
+    ] = None,
+    witness: Witness = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Check every entry of the ledger, and compare it with its heads in packages, evidence logs and its witness.
+
+    Writes nothing. Exit code 3 if an entry was changed, dropped, moved or rolled back; it is named.
+    """
+    execute(as_json, debug, lambda output: _verify(output, ledger, export, public_key, packages, runs, witness))
+
+
+def _verify(
+    output: Output,
+    url: str | None,
+    export: Path | None,
+    public_key: str | None,
+    packages: Path | None,
+    runs: Path | None,
+    witness: str | None,
+) -> int:
+    from raycloak.coordinator.cli.tables import verified_view
+    from raycloak.coordinator.config import home as state
+    from raycloak.coordinator.runs.rollback import check_pins, log_pins, package_pins, require_key, witness_pins
+
+    for place in (packages, runs):
+        if place is not None and not place.is_dir():
+            # A mistyped folder holds no heads: nothing would be compared, and no rollback found.
+            raise ConfigError("usage", f"there is no folder {place}.", "Name the folder of the packages or runs.")
+    with _record(url, export) as (key, replay, hash_at):
+        require_key(hexadecimal(public_key), key)
+        home = state.home()
+        pins = [
+            *package_pins(packages or home / "packages", home / "signer", key),
+            *log_pins(runs or home / "runs", key),
+            *witness_pins(witness, key),
+        ]
+        check_pins(pins, hash_at)
+    used = [pin for pin in pins if not pin.unusable]
+    facts = {
+        "verified": True,
+        "entries": replay.head.sequence,
+        "head": replay.head.hash,
+        "public_key": key,
+        "accounts": len(replay.accounts),
+        "runs": len(replay.runs),
+        "rollback_covered_to": max((pin.newest for pin in used), default=0),
+        "checked": [
+            {"kind": pin.kind, "source": pin.source, "heads": len(pin.heads), "newest": pin.newest} for pin in used
+        ],
+        "not_checked": [
+            {"kind": pin.kind, "source": pin.source, "reason": pin.unusable} for pin in pins if pin.unusable
+        ],
+    }
+    output.result(facts, verified_view(facts))
+    return 0
+
+
+@contextmanager
+def _record(url: str | None, export: Path | None) -> Iterator[tuple[bytes, "Replay", Callable[[int], bytes | None]]]:
+    """Return key, content and hashes of a ledger that was checked, or of an exported one."""
+    if export is None:
+        with ledger_at(url, create=False) as ledger:
+            yield ledger.public_key, ledger.verify(), ledger.hash_at
+        return
+    if url is not None:
+        raise ConfigError("usage", "give --ledger or --export, not both.", "Leave one out.")
+    from raycloak.coordinator.ledger.export import check_export
+
+    checked = check_export(export)
+    yield checked.public_key, checked.replay, checked.hash_at

@@ -1,0 +1,236 @@
+"""`raycloak doctor`: finds what on this machine stands in the way of a run, and says what to do about it.
+
+Checks only look, except that the state folder is created as a run would create it. A ``fail`` means that a run would
+stop or leak. A ``warn`` names a weaker guarantee.
+"""
+
+import os
+import shutil
+import socket
+import stat
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from rich.table import Table
+from rich.text import Text
+
+from raycloak.attestation.attester.tsm import TSM_REMEDY, TSM_REPORTS, tee_nodes
+from raycloak.coordinator.config import home
+from raycloak.coordinator.ledger.location import file_system, refuse_network_file_system
+from raycloak.coordinator.ledger.store import LedgerStore
+from raycloak.metrics.errors import RaycloakError
+from raycloak.metrics.gpu_readings import GpuSampler
+from raycloak_layout import PackageShadowedError, check_siblings
+
+Status = Literal["ok", "warn", "fail"]
+
+PYTHON = ((3, 11), (3, 13))
+SUPPORTED = {"opacus": "1.6", "ray": "2.60", "torch": "2.13"}
+"""The release series that the distribution is made for."""
+
+PORTS = {6379: "Ray's control store", 8265: "Ray's dashboard and jobs", 9464: "raycloak's metrics"}
+SHARED_MEMORY_BYTES = 2**30
+MEMORY_FILE_SYSTEMS = ("ramfs", "tmpfs")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding. ``remedy`` is empty if there is nothing to do."""
+
+    name: str
+    status: Status
+    finding: str
+    remedy: str = ""
+
+
+def examine() -> list[Check]:
+    """Run every check on this machine, in the order in which to fix problems."""
+    mounts = Path("/proc/mounts").read_text()
+    checks: list[Callable[[], Check]] = [
+        partial(check_python, sys.version_info[:2]),
+        *(partial(check_version, name, installed_version(name)) for name in SUPPORTED),
+        check_packages,
+        partial(check_auth_mode, os.environ),
+        partial(check_token, os.environ),
+        check_home,
+        partial(check_ledger, mounts),
+        partial(check_ray_temp, Path(os.environ.get("RAY_TMPDIR", "/tmp")), mounts),
+        partial(check_shared_memory, Path("/dev/shm")),
+        *(partial(check_port, port) for port in PORTS),
+        check_gpu,
+        partial(check_tee, Path("/")),
+    ]
+    return [check() for check in checks]
+
+
+def check_python(version: tuple[int, ...]) -> Check:
+    """Check that the distribution supports the interpreter."""
+    lowest, highest = PYTHON
+    text = ".".join(map(str, version))
+    if lowest <= tuple(version[:2]) <= highest:
+        return Check("python", "ok", text)
+    wanted = f"{lowest[0]}.{lowest[1]} to {highest[0]}.{highest[1]}"
+    return Check("python", "fail", f"{text} is not supported", f"Use Python {wanted}.")
+
+
+def installed_version(distribution: str) -> str | None:
+    """Read the version of an installed distribution from its metadata, without importing it."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_version(distribution: str, installed: str | None) -> Check:
+    """Check that ``installed`` is of the supported release series."""
+    series = SUPPORTED[distribution]
+    if installed is not None and f"{installed}.".startswith(f"{series}."):
+        return Check(distribution, "ok", installed)
+    found = f"{installed} is not of series {series}" if installed else "not installed"
+    return Check(distribution, "fail", found, f"pip install '{distribution}=={series}.*'")
+
+
+def check_packages() -> Check:
+    """Check that no file of the user takes the name of one of our packages."""
+    try:
+        check_siblings()
+    except PackageShadowedError as error:
+        return Check("packages", "fail", str(error), "Rename the file that stands in the way.")
+    return Check("packages", "ok", f"imported from {Path(__file__).resolve().parent.parent}")
+
+
+def check_auth_mode(environ: Mapping[str, str]) -> Check:
+    """Check that Ray asks its clients for a token. Otherwise any client of a Ray port may run code in every worker."""
+    mode = environ.get("RAY_AUTH_MODE")
+    if mode == "token":
+        return Check("ray auth", "ok", "RAY_AUTH_MODE=token")
+    if mode is None:
+        finding = "RAY_AUTH_MODE is not set; a local Ray turns tokens on, one started by ray start may not"
+        return Check("ray auth", "warn", finding, "export RAY_AUTH_MODE=token")
+    finding = f"RAY_AUTH_MODE={mode}: anybody who reaches a port of Ray can run code in every worker"
+    return Check("ray auth", "fail", finding, "export RAY_AUTH_MODE=token")
+
+
+def check_token(environ: Mapping[str, str]) -> Check:
+    """Check that only its owner can read the token file that Ray uses."""
+    if environ.get("RAY_AUTH_TOKEN"):
+        finding = "RAY_AUTH_TOKEN is in the environment, which child processes and exported events inherit"
+        return Check("ray token", "warn", finding, "Use RAY_AUTH_TOKEN_PATH and a file of mode 0600.")
+    setting = environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(setting) if setting else Path.home() / ".ray" / "auth_token"
+    if not path.exists():
+        if setting:
+            return Check("ray token", "fail", f"RAY_AUTH_TOKEN_PATH names {path}, which does not exist", "Create it.")
+        return Check("ray token", "ok", f"{path} does not exist yet; Ray makes it, readable by all: look again after")
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & 0o077:
+        return Check("ray token", "fail", f"{path} has mode {mode:04o}: others can read it", f"chmod 600 {path}")
+    return Check("ray token", "ok", f"{path} has mode {mode:04o}")
+
+
+def check_home() -> Check:
+    """Check that the state folder is absolute, ours to write, and closed to others."""
+    try:
+        path = home.home()
+    except RaycloakError as error:
+        return Check("state", "fail", error.message, error.remedy)
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if not os.access(path, os.W_OK | os.X_OK):
+        return Check("state", "fail", f"{path} is not writable", f"Set {home.HOME_VARIABLE} to a folder of your own.")
+    if mode & 0o077:
+        return Check("state", "warn", f"{path} has mode {mode:04o}: others can look into it", f"chmod 700 {path}")
+    return Check("state", "ok", str(path))
+
+
+def check_ledger(mounts: str) -> Check:
+    """Check that the embedded ledger opens, or could be made in its place."""
+    try:
+        url = home.ledger_url()
+        path = Path(url.removeprefix("sqlite:///"))
+        refuse_network_file_system(path, mounts)
+        if not path.exists():
+            return Check("ledger", "ok", f"none yet at {path}; the file system is local")
+        LedgerStore(url, create=False).close()
+    except RaycloakError as error:
+        return Check("ledger", "fail", error.message, error.remedy)
+    return Check("ledger", "ok", f"{path} opens, is private and on a local file system")
+
+
+def check_ray_temp(folder: Path, mounts: str) -> Check:
+    """Check that Ray's temporary folder is in memory, because Ray spills objects there as plain files."""
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        return Check("ray temp", "fail", f"{folder} is not a writable folder", "Set RAY_TMPDIR to one.")
+    kind = file_system(folder.resolve(), mounts)
+    if kind in MEMORY_FILE_SYSTEMS:
+        return Check("ray temp", "ok", f"{folder} is on {kind}")
+    finding = f"{folder} is on {kind}: masked vectors and parameters that Ray spills stay there as plain files"
+    return Check("ray temp", "warn", finding, "Set RAY_TMPDIR to a short path on tmpfs or an encrypted volume.")
+
+
+def check_shared_memory(folder: Path) -> Check:
+    """Check that the object store fits into shared memory. Otherwise Ray puts it on a disk."""
+    if not folder.is_dir():
+        return Check("object store", "warn", f"{folder} is missing: Ray keeps objects on disk", "Mount a tmpfs there.")
+    free = shutil.disk_usage(folder).free
+    if free < SHARED_MEMORY_BYTES:
+        finding = f"{folder} has {free / 2**20:.0f} MiB free: Ray keeps on disk what does not fit"
+        return Check("object store", "warn", finding, "Give the container more shared memory (--shm-size).")
+    return Check("object store", "ok", f"{folder} has {free / 2**30:.1f} GiB free")
+
+
+def check_port(port: int) -> Check:
+    """Check that a server could take ``port`` on loopback."""
+    name = f"port {port}"
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # A port that a server has just left is free, although the kernel still holds it.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            user = PORTS.get(port, "a server")
+            finding = f"not free for {user}: {error.strerror}"
+            return Check(name, "warn", finding, "Nothing to do if that server already runs here.")
+    return Check(name, "ok", "free")
+
+
+def check_gpu() -> Check:
+    """Report what NVML sees. A machine without it runs on the CPU."""
+    sampler = GpuSampler("localhost")
+    try:
+        reason = sampler.unavailable_reason()
+        if reason is not None:
+            return Check("gpu", "ok", f"none: runs use the CPU ({reason})")
+        readings = sampler.sample()
+    finally:
+        sampler.close()
+    states = sorted({str(reading.confidential_state or "unknown") for reading in readings})
+    return Check("gpu", "ok", f"{len(readings)} GPUs, confidential computing: {', '.join(states) or 'none'}")
+
+
+def check_tee(root: Path) -> Check:
+    """Check which interface and device nodes of a trusted execution environment exist below ``root``."""
+    found = tee_nodes(root)
+    named = ", ".join(f"/{node} ({meaning})" for node, meaning in found.items())
+    if TSM_REPORTS in found:
+        return Check("tee", "ok", named)
+    if found:
+        return Check("tee", "warn", f"{named}, but /{TSM_REPORTS} is missing: no evidence can be collected", TSM_REMEDY)
+    finding = "no device of a trusted execution environment: evidence of workers here is SIMULATED"
+    return Check("tee", "warn", finding, "Run the workers in Intel TDX or AMD SEV-SNP guests for hardware evidence.")
+
+
+def checks_table(checks: list[Check]) -> Table:
+    """Render the findings for a person."""
+    table = Table(title="raycloak doctor", title_justify="left", title_style="bold")
+    for header in ("check", "status", "finding", "remedy"):
+        table.add_column(header, overflow="fold")
+    styles: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+    for check in checks:
+        status = Text(check.status, style=styles[check.status])
+        table.add_row(check.name, status, Text(check.finding), Text(check.remedy))
+    return table

@@ -1,0 +1,94 @@
+"""The frame of every ``raycloak`` command: shared options, owned streams, and errors as exit codes."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from raycloak.coordinator.console.output import Output, command_output
+from raycloak.metrics.errors import ConfigError, RaycloakError
+from raycloak_layout import PackageShadowedError
+
+if TYPE_CHECKING:
+    from raycloak.coordinator.ledger.ledger import PrivacyLedger
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a dotted key; may be repeated.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print exactly one JSON object on standard output.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def execute(as_json: bool, debug: bool, body: Callable[[Output], int]) -> NoReturn:
+    """Run ``body`` with the standard streams owned by the command; every outcome becomes an exit code."""
+    with command_output(as_json, debug) as output:
+        code = _guard(output, body)
+    raise typer.Exit(code)
+
+
+def _guard(output: Output, body: Callable[[Output], int]) -> int:
+    try:
+        return body(output)
+    except RaycloakError as error:
+        output.error(error)
+        return error.exit_code
+    except PackageShadowedError as error:
+        output.error(ConfigError("package_shadowed", str(error)), error)
+        return ConfigError.exit_code
+    except KeyboardInterrupt as error:
+        output.error(
+            RaycloakError(
+                "interrupted", "stopped by the user.", "What was charged stays charged; resume a run with --resume."
+            ),
+            error,
+        )
+        return RaycloakError.exit_code
+    except MemoryError as error:
+        output.error(RaycloakError("out_of_memory", "there is not enough memory for that.", "Ask for less."), error)
+        return RaycloakError.exit_code
+    except Exception as error:  # noqa: BLE001 - the last resort: a defect still ends in one line
+        output.unexpected(error)
+        return RaycloakError.exit_code
+
+
+Account = Annotated[str, typer.Argument(help="Name of the account.", show_default=False)]
+SomeAccount = Annotated[str | None, typer.Argument(help="Name of an account; default: all.")]
+LedgerUrl = Annotated[str | None, typer.Option(help="URL of the ledger; default: the one in RAYCLOAK_HOME.")]
+Witness = Annotated[
+    str | None, typer.Option(metavar="PLACE", help="The ledger's witness: absolute folder, or http(s) URL.")
+]
+
+
+@contextmanager
+def ledger_at(url: str | None, create: bool, witness: str | None = None) -> Iterator["PrivacyLedger"]:
+    """Open the ledger at ``url``, or that of the state folder, for as long as the block lasts."""
+    from raycloak.coordinator.config.home import ledger_url
+    from raycloak.coordinator.ledger.ledger import PrivacyLedger
+
+    ledger = PrivacyLedger(ledger_url() if url is None else url, create, witness)
+    try:
+        yield ledger
+    finally:
+        ledger.close()
+
+
+@contextmanager
+def existing_ledger(url: str | None, witness: str | None) -> Iterator["PrivacyLedger"]:
+    """Open a ledger as :func:`ledger_at` does, to write to it; a missing one is refused."""
+    with ledger_at(url, create=False):
+        pass
+    with ledger_at(url, create=True, witness=witness) as ledger:
+        yield ledger
+
+
+def hexadecimal(text: str | None) -> bytes | None:
+    """Return the bytes of hexadecimal text; ConfigError ``usage`` if it is none."""
+    try:
+        return None if text is None else bytes.fromhex(text)
+    except ValueError:
+        raise ConfigError(
+            "usage", f"'{text}' is not hexadecimal.", "Copy it whole: digits and a to f, an even number."
+        ) from None

@@ -1,0 +1,143 @@
+"""The commands ``raycloak package``: keys and trust of sealed packages, and reading one without its run."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from raycloak.coordinator.cli.options import AsJson, Debug, execute
+from raycloak.coordinator.console.output import Output
+from raycloak.metrics.errors import ConfigError
+
+if TYPE_CHECKING:
+    from raycloak.coordinator.checkpoints.reader import VerifiedPackage
+
+package = typer.Typer(help="Sealed packages: recipients, trusted signers, verification.")
+
+PackagePath = Annotated[
+    str, typer.Argument(metavar="PATH", help="Folder or s3:// URL of one package.", show_default=False)
+]
+Trust = Annotated[Path, typer.Option("--trust", metavar="STORE", help="Trust store of the reader.", show_default=False)]
+
+
+@package.command("keygen")
+def keygen_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="New private key file.", show_default=False)],
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Make a recipient's key pair: FILE stays with its owner, FILE.pub goes into checkpoint.recipients of a run."""
+    execute(as_json, debug, lambda output: _keygen(output, file))
+
+
+def _keygen(output: Output, file: Path) -> int:
+    from raycloak.attestation.sealed.package_keys import create_recipient
+
+    public, public_path = create_recipient(file)
+    return _show(
+        output,
+        "Recipient",
+        {"name": public.name, "key_id": public.key_id.hex(), "private": str(file), "public": str(public_path)},
+    )
+
+
+@package.command("trust")
+def trust_command(
+    store: Annotated[Path, typer.Argument(metavar="STORE", help="Trust store; created if missing.")],
+    signer: Annotated[Path, typer.Option(metavar="FILE", help="Public file of the signer.", show_default=False)],
+    name: Annotated[str, typer.Option(help="Name of this signer in the store.", show_default=False)],
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Add a signer to a trust store. Get the signer's file over a channel that you trust."""
+    execute(as_json, debug, lambda output: _trust(output, store, signer, name))
+
+
+def _trust(output: Output, path: Path, signer: Path, name: str) -> int:
+    from raycloak.attestation.sealed.package_keys import TrustStore, load_signer
+
+    known = TrustStore.load(path) if path.exists() else TrustStore()
+    public = load_signer(signer)
+    known.with_signer(name, public).save(path)
+    return _show(output, "Trusted signer", {"name": name, "key_id": public.key_id.hex(), "store": str(path)})
+
+
+@package.command("verify")
+def verify_command(path: PackagePath, trust: Trust, as_json: AsJson = False, debug: Debug = False) -> None:
+    """Check signatures and every byte of a package; needs no key. Exit code 3 if it is refused."""
+    execute(as_json, debug, lambda output: _verify(output, path, trust))
+
+
+def _verify(output: Output, path: str, trust: Path) -> int:
+    with _verified(path, trust) as found:
+        return _show(output, _title(found), _facts(found))
+
+
+@package.command("open")
+def open_command(
+    path: PackagePath,
+    trust: Trust,
+    key: Annotated[Path, typer.Option(metavar="FILE", help="Private key of a recipient.", show_default=False)],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="New safetensors file.", show_default=False)],
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Verify a package, and decrypt its parameters to a safetensors file."""
+    execute(as_json, debug, lambda output: _open(output, path, trust, key, out))
+
+
+def _open(output: Output, path: str, trust: Path, key: Path, out: Path) -> int:
+    from raycloak.attestation.sealed.package_keys import load_recipient_key
+    from raycloak.coordinator.checkpoints.reader import open_to_file
+
+    own = load_recipient_key(key)
+    if out.exists():
+        raise ConfigError("out_exists", f"{out} is there already.", "Choose another name, or remove it.")
+    with _verified(path, trust) as found:
+        open_to_file(found, found.unwrap(own), out)
+        return _show(output, _title(found), _facts(found) | {"out": str(out)})
+
+
+@contextmanager
+def _verified(path: str, trust: Path) -> Iterator["VerifiedPackage"]:
+    from raycloak.attestation.sealed.package_keys import TrustStore
+    from raycloak.coordinator.checkpoints.reader import verify_package
+    from raycloak.coordinator.checkpoints.storage import STORAGE_ERRORS, PackageStorage, one_line, split_location
+
+    store = TrustStore.load(trust)
+    location, name = split_location(path)
+    try:
+        yield verify_package(PackageStorage.open(location), name, store)
+    except STORAGE_ERRORS as error:
+        raise ConfigError(
+            "storage", f"cannot read or write: {one_line(error)}.", "Check the paths and the storage."
+        ) from None
+
+
+def _facts(found: "VerifiedPackage") -> dict[str, Any]:
+    """Return what the package states, without keys and payload tables."""
+    stated = found.manifest.model_dump(mode="json", exclude={"format", "payloads", "recipients"})
+    return {
+        "verified": True,
+        "signer": found.signer,
+        **stated,
+        "package_digest": found.manifest.digest().hex(),
+        "recipients": [recipient.name for recipient in found.manifest.recipients],
+    }
+
+
+def _title(found: "VerifiedPackage") -> str:
+    return "Package (SIMULATED evidence)" if "simulated" in found.manifest.evidence_class else "Package"
+
+
+def _show(output: Output, title: str, facts: dict[str, Any]) -> int:
+    from raycloak.coordinator.console.tables import fields_table, value_text
+
+    rows = [
+        (name.replace("_", " "), ", ".join(value) if isinstance(value, list) else value_text(value))
+        for name, value in facts.items()
+    ]
+    output.result(facts, fields_table(title, rows))
+    return 0

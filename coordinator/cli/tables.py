@@ -1,0 +1,199 @@
+"""Results of the commands as tables for a person.
+
+A cell is a figure or a short phrase. What the phrase means for a claim is said in docs/operations.md.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+from rich.text import Text
+
+from raycloak.coordinator.console.tables import epsilon_text, fields_table, size_text
+
+if TYPE_CHECKING:
+    from raycloak.coordinator.ledger.entries import LedgerEntry
+    from raycloak.coordinator.ledger.leases import Lease
+    from raycloak.coordinator.ledger.view import AccountView
+    from raycloak.coordinator.planning.plan import Plan
+    from raycloak.coordinator.planning.search_cost import SearchCost
+    from raycloak.coordinator.runs.replay import Replay
+    from raycloak.workers.terms.measurement import Released
+
+
+def plan_table(plan: "Plan", more: Iterable[tuple[str, str]] = ()) -> Table:
+    """Return what a run will spend and need, and ``more`` rows below."""
+    return fields_table("Plan (nothing is charged yet)", [*plan_rows(plan), *more])
+
+
+def plan_rows(plan: "Plan") -> list[tuple[str, str]]:
+    """Return label and text of each line of a plan, in order."""
+    mechanism = plan.mechanism
+    rounded = f"rounding adds {100 * plan.sensitivity_inflation:.2g} % to the sensitivity"
+    return [
+        ("noise multiplier", f"{mechanism.noise_multiplier:.4g}, clipping norm {mechanism.max_grad_norm:g}"),
+        ("sample rate", f"{mechanism.sample_rate:.4g} of {mechanism.num_examples:,} examples"),
+        *_mechanism_rows(plan),
+        ("steps", f"{plan.steps_within_cap} of {mechanism.steps} fit the cap {plan.epsilon_cap:g}"),
+        ("ε charged", f"{epsilon_text(plan.epsilon)} at δ = {plan.delta:g} ({mechanism.accountant} accountant)"),
+        *accountant_rows(plan.epsilon_by_accountant, plan.accountants_not_computed),
+        ("ε spent", f"{epsilon_text(plan.epsilon_outsiders)}, against outsiders and the aggregator"),
+        ("ε with one worker", f"{epsilon_text(plan.epsilon_one_worker)}, if it helps the aggregator"),
+        ("ε by step", ", ".join(f"{step}: {epsilon_text(value)}" for step, value in _some(plan.epsilon_curve))),
+        ("δ slack", f"{plan.delta_terms.total:.2g} of δ, for cut batches, rounding and sampling"),
+        ("ring", f"{mechanism.ring_bits} bits, {rounded}"),
+        ("masked bytes", f"{size_text(plan.bytes_per_step)} per step"),
+        ("data", sealed_text(plan.data_sealed)),
+        *([("evaluation data", evaluation_text(plan.evaluation_data))] if plan.evaluation_data else []),
+        *keys_rows(plan.key_service),
+        ("object store", f"{size_text(plan.object_store_bytes)} at most"),
+        *(("warning", warning) for warning in plan.warnings),
+    ]
+
+
+def _mechanism_rows(plan: "Plan") -> list[tuple[str, str]]:
+    """Return each mechanism with what it would cost alone; nothing where there is only training."""
+    if len(plan.mechanism_costs) < 2:
+        return []
+    rows = []
+    for each in plan.mechanism_costs:
+        times = "once" if each.releases == 1 else f"{each.releases} times"
+        cost = f"ε {epsilon_text(each.epsilon_alone)} alone"
+        rows.append((each.query.replace("_", " "), f"{times} at noise multiplier {each.noise_multiplier:.4g}: {cost}"))
+    return rows
+
+
+def _some(curve: tuple[tuple[int, float], ...], points: int = 8) -> list[tuple[int, float]]:
+    """Return at most ``points`` points of ``curve``, evenly spread, the last included."""
+    count = min(points, len(curve))
+    return [curve[(index + 1) * len(curve) // count - 1] for index in range(count)]
+
+
+def accountant_rows(epsilon: Mapping[str, float], missing: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return one line with what each accountant says, or why it says nothing; none where they were not asked."""
+    said = [f"{name.replace('_', ' ')} {epsilon_text(value)}" for name, value in epsilon.items()]
+    said += [f"{name.replace('_', ' ')} not computed: {reason}" for name, reason in missing.items()]
+    return [("ε by accountant", ", ".join(said))] if said else []
+
+
+def evidence_text(classes: Sequence[str]) -> str:
+    """Return which classes of evidence a run admits."""
+    return ", ".join("SIMULATED (proves nothing about a machine)" if each == "simulated" else each for each in classes)
+
+
+def sealed_text(sealed: bool) -> str:
+    """Return who can open the examples."""
+    return "sealed: each worker opens only its slices" if sealed else "not sealed"
+
+
+def evaluation_text(kept: str) -> str:
+    """Return how public an evaluation split is that is kept ``sealed`` or ``clear``."""
+    return "sealed: its results are public" if kept == "sealed" else "public, in the clear"
+
+
+def keys_rows(key_service: str | None) -> list[tuple[str, str]]:
+    """Return where the second half of each key comes from, if keys have halves."""
+    return [("keys", f"half of each from {key_service}")] if key_service else []
+
+
+def released_text(released: "Released", most: int = 12) -> str:
+    """Return at most ``most`` values of a measurement, each with one standard deviation of its noise."""
+    shown = list(released.values.items())[:most]
+    texts = [f"{name.removeprefix('count_')}: {value:.4g} ± {released.deviation[name]:.2g}" for name, value in shown]
+    more = len(released.values) - len(shown)
+    rest = f" and {more} more" if more else ""
+    return f"{', '.join(texts)}{rest}; noised, after {released.after} steps"
+
+
+def search_rows(cost: "SearchCost") -> list[tuple[str, str]]:
+    """Return label and text of each line that ``plan --trials`` adds to the plan's table."""
+    enough = (
+        f"{cost.noise_multiplier:.4g} would let all fit the cap {cost.epsilon_cap:g}"
+        if cost.noise_multiplier is not None
+        else f"no noise multiplier lets all fit the cap {cost.epsilon_cap:g}"
+    )
+    return [
+        ("search", f"{cost.trials} trials cost ε {epsilon_text(cost.epsilon)} together, one {cost.epsilon_one:.3f}"),
+        ("trials that fit", f"{cost.trials_within_cap} of {cost.trials}, on one shared account (rdp accountant)"),
+        ("search noise", enough),
+    ]
+
+
+def replay_table(replay: "Replay") -> Table:
+    """Return the outcome of a replay."""
+    title = "Replay (SIMULATED evidence)" if replay.evidence_class == "simulated" else "Replay"
+    return fields_table(
+        title,
+        [
+            ("steps", f"{replay.first} to {replay.last - 1}, all digests as logged"),
+            ("workers", str(replay.workers)),
+            ("keys", f"of {replay.most_hosted} of {replay.virtual_workers} virtual workers at most in one worker"),
+            ("charged", f"nothing ({replay.charged_steps} steps, as before)"),
+            ("last digest", replay.digests[-1]),
+            ("run directory", str(replay.run_dir)),
+        ],
+    )
+
+
+def accounts_view(accounts: Iterable["AccountView"]) -> Table:
+    """Return the accounts, each with its runs below it."""
+    table = Table(title="Budget", title_justify="left", title_style="bold")
+    for header in ("account", "ε spent", "ε cap", "δ", "accountant", "run", "steps charged", "held by"):
+        table.add_column(header, overflow="fold")
+    for account in accounts:
+        spent = epsilon_text(account.spent_epsilon)
+        name = f"{account.name} (closed)" if account.closed else account.name
+        table.add_row(Text(name), spent, f"{account.epsilon_cap:g}", f"{account.delta:g}", account.accountant)
+        for run in account.runs:
+            steps = f"{run.charged_steps} of {run.planned_steps}"
+            steps = steps if run.private else f"{steps}, NOT PRIVATE"
+            table.add_row("", "", "", "", "", run.run_id, steps, _lease_text(run.lease))
+            for each in run.queries:
+                if each.query != "gradient":
+                    table.add_row("", "", "", "", "", "", f"{each.query}: {each.charged} of {each.planned}")
+    return table
+
+
+def _lease_text(lease: "Lease | None") -> Text:
+    """Return which instance holds a run, and when it last charged one."""
+    if lease is None:
+        return Text("")
+    renewed = datetime.fromtimestamp(lease.renewed_at, UTC).isoformat(timespec="seconds")
+    return Text(f"instance {lease.fencing}, {lease.holder}, {renewed}")
+
+
+def verified_view(facts: Mapping[str, Any]) -> Table:
+    """Return what `raycloak budget verify` found, and what it could not compare with."""
+    covered, entries = facts["rollback_covered_to"], facts["entries"]
+    rollback = f"noticed up to entry {covered}" if covered else "NOT COVERED: no head kept elsewhere"
+    rows = [
+        ("chain", f"{entries} entries of {facts['accounts']} accounts and {facts['runs']} runs, all signatures valid"),
+        ("head", facts["head"].hex()),
+        ("public key", facts["public_key"].hex()),
+        ("rollback", rollback),
+        *((each["kind"], f"{each['heads']} heads in {each['source']}, all in the chain") for each in facts["checked"]),
+        *(("not checked", f"{each['kind']} {each['source']}: {each['reason']}") for each in facts["not_checked"]),
+    ]
+    return fields_table("Ledger (verified)", rows)
+
+
+def history_view(entries: Iterable["LedgerEntry"]) -> Table:
+    """Return one row per entry, with the account's epsilon after each charge."""
+    table = Table(title="Ledger (chain verified)", title_justify="left", title_style="bold")
+    for header in ("entry", "time", "event", "run or account", "query", "step", "ε after it", "hash"):
+        table.add_column(header, overflow="fold")
+    for entry in entries:
+        fields = entry.event.model_dump()
+        charged = fields.get("charged_epsilon")
+        table.add_row(
+            str(entry.sequence),
+            datetime.fromtimestamp(entry.event.recorded_at, UTC).isoformat(timespec="seconds"),
+            entry.kind.replace("_", " "),
+            Text(fields.get("run_id") or fields.get("account") or f"{fields['source']} to {fields['target']}"),
+            fields.get("query", ""),
+            str(fields.get("step", "")),
+            "" if charged is None else epsilon_text(charged),
+            entry.hash.hex()[:16],
+        )
+    return table

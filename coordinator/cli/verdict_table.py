@@ -1,0 +1,119 @@
+"""The verdict of a run as a table.
+
+Every limit of a claim stands in the same table as the claim: which adversary an epsilon holds against, whose word the
+evidence is, and whether a rollback of the ledger would be noticed.
+"""
+
+import io
+
+from rich.console import Console
+from rich.table import Table
+
+from raycloak.coordinator.cli.tables import accountant_rows, evaluation_text, keys_rows, released_text, sealed_text
+from raycloak.coordinator.console.tables import epsilon_text, fields_table, size_text
+from raycloak.coordinator.runs.verdict import Verdict
+
+
+def verdict_table(verdict: Verdict) -> Table:
+    """Return the verdict for a person."""
+    return fields_table(_title(verdict), verdict_rows(verdict))
+
+
+def verdict_text(verdict: Verdict, width: int = 120) -> str:
+    """Return the same table as plain text of at most ``width`` columns, for the run's log."""
+    text = io.StringIO()
+    Console(file=text, width=width, color_system=None, highlight=False).print(verdict_table(verdict))
+    return text.getvalue()
+
+
+def verdict_rows(verdict: Verdict) -> list[tuple[str, str]]:
+    """Return label and text of each line, in order."""
+    return [
+        *(_budget_rows(verdict) if verdict.private else [("privacy", "NOT PRIVATE: differential privacy was off")]),
+        ("steps", _steps(verdict)),
+        _evaluation_row(verdict),
+        *_measurement_rows(verdict),
+        ("evidence", _evidence(verdict)),
+        ("workers", f"{verdict.num_workers}, hosting {verdict.virtual_workers} virtual workers"),
+        ("masked", _masked(verdict)),
+        ("data", sealed_text(verdict.data_sealed)),
+        *([("evaluation data", evaluation_text(verdict.evaluation_data))] if verdict.evaluation_data else []),
+        *keys_rows(verdict.key_service),
+        ("ledger rollback", _rollback(verdict)),
+        *([("colocated", "orchestrator and aggregator on one node")] if verdict.colocated else []),
+        *([] if verdict.exact else [("exact", "NOT EXACT: a repeat may differ in last bits, which no noise covers")]),
+        ("parameters", verdict.parameter_digest),
+        ("run directory", str(verdict.run_dir)),
+        *(("warning", warning) for warning in verdict.warnings),
+    ]
+
+
+def _steps(verdict: Verdict) -> str:
+    text = f"{verdict.steps} of {verdict.planned_steps} in {verdict.wall_seconds:.1f} s"
+    match verdict.ending:
+        case "complete":
+            return text
+        case "cap_exceeded":
+            return f"{text}: the cap is reached"
+        case "stopped":
+            return f"{text}: stopped, resume with --resume"
+        case code:
+            return f"{text}: ended by {code}"
+
+
+def _title(verdict: Verdict) -> str:
+    marks = [] if verdict.private else ["NOT PRIVATE"]
+    marks += [] if verdict.exact else ["NOT EXACT"]
+    marks += ["SIMULATED evidence"] if verdict.simulated else []
+    return f"Verdict ({', '.join(marks)})" if marks else "Verdict"
+
+
+def _budget_rows(verdict: Verdict) -> list[tuple[str, str]]:
+    spent, cap = epsilon_text(verdict.privacy_epsilon), epsilon_text(verdict.epsilon_cap)
+    return [
+        ("ε spent", f"{spent} of {cap}, against outsiders and the aggregator"),
+        ("ε with one worker", f"{epsilon_text(verdict.privacy_epsilon_one_worker)}, if it helps the aggregator"),
+        ("ε charged", _charged(verdict)),
+        *accountant_rows(verdict.epsilon_by_accountant, verdict.accountants_not_computed),
+        ("δ", "unknown" if verdict.privacy_delta is None else f"{verdict.privacy_delta:g}"),
+    ]
+
+
+def _charged(verdict: Verdict) -> str:
+    accountant = f" ({verdict.accountant} accountant)" if verdict.accountant else ""
+    return f"{epsilon_text(verdict.privacy_epsilon_charged)} by all runs of the account{accountant}"
+
+
+def _evaluation_row(verdict: Verdict) -> tuple[str, str]:
+    split = "sealed evaluation split" if verdict.evaluation_data == "sealed" else "public split"
+    if verdict.evaluation_loss is not None:
+        return "loss", f"{verdict.evaluation_loss:.6g}, mean over the {split}"
+    if verdict.evaluation_accuracy is None:
+        return "accuracy", f"not measured: {_unmeasured(verdict)}"
+    return "accuracy", f"{verdict.evaluation_accuracy:.1%} on the {split}"
+
+
+def _unmeasured(verdict: Verdict) -> str:
+    return "the run failed first" if verdict.evaluation_data else "no evaluation data"
+
+
+def _measurement_rows(verdict: Verdict) -> list[tuple[str, str]]:
+    """Return the newest release of each measurement; all of them are in the JSON."""
+    newest = {released.query: released for released in verdict.measurements}
+    return [(f"private {query.replace('_', ' ')}", released_text(released)) for query, released in newest.items()]
+
+
+def _evidence(verdict: Verdict) -> str:
+    if verdict.simulated:
+        return "SIMULATED: no hardware vouches for the workers"
+    return verdict.evidence_class
+
+
+def _masked(verdict: Verdict) -> str:
+    if verdict.masked_bytes == 0:
+        return "nothing: secure aggregation was off"
+    return f"{size_text(verdict.masked_bytes)} reached the aggregator, all masked"
+
+
+def _rollback(verdict: Verdict) -> str:
+    return "a witness would notice it" if verdict.rollback_witness else "not covered: no witness on other storage"

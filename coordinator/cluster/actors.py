@@ -1,0 +1,294 @@
+"""The wiring on Ray: the one module that makes actors of the plain classes.
+
+Each actor class has a module of its own (`coordinator/cluster/ledger_actor.py` and others);
+`coordinator/cluster/processes.py` has the questions that any actor answers. An actor's process imports these and no
+more: it starts sooner without torch, SQLAlchemy or the verifiers that it has no use for.
+`coordinator/cluster/ray_backend.py` starts workers and aggregators.
+
+Rules of every actor:
+
+* ``max_restarts=0``, because a restarted actor would keep an identity without fresh evidence;
+* no secret in a constructor argument, because those stay readable in Ray's control store;
+* no GPU is visible unless the actor was given one;
+* no call without a deadline.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+import ray
+from ray.exceptions import (
+    ActorPlacementGroupRemoved,
+    ActorUnavailableError,
+    GetTimeoutError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raycloak.attestation.service.serving_orchestrator import EvidenceOrchestrator
+from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
+from raycloak.coordinator.cluster.backend import ActorLost
+from raycloak.coordinator.cluster.ledger_actor import LedgerActor
+from raycloak.coordinator.cluster.node_evidence import NodeEvidenceSource
+from raycloak.coordinator.cluster.orchestrator_actor import OrchestratorActor
+from raycloak.coordinator.cluster.platform_actor import NodePlatform
+from raycloak.coordinator.cluster.processes import nvml_missing, own_node
+from raycloak.coordinator.cluster.remote import Reference
+from raycloak.coordinator.console.output import divert_logger
+from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.metrics.errors import RaycloakError, RunFailedError
+from raycloak.metrics.gpu_readings import GpuReading, GpuSampler
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+START_DEADLINE_S = 120.0
+"""Time for a process to start and import. On a busy machine that takes tens of seconds."""
+_WIRED = {EvidenceOrchestrator: OrchestratorActor, PrivacyLedger: LedgerActor}
+
+
+def actor(cls: type, **options: Any) -> Any:
+    """Make an actor class of a plain class, under the rules above.
+
+    ``view`` of orchestrator and ledger runs beside their other methods.
+
+    Args:
+        options: options of Ray, such as ``num_cpus``. ``environment`` holds variables that are set before the actor's
+            process imports anything. ``sees_gpus`` leaves the node's GPUs visible without reserving one.
+    """
+    environment = options.pop("environment", {})
+    if not options.get("num_gpus") and not options.pop("sees_gpus", False):
+        environment = {"CUDA_VISIBLE_DEVICES": "", **environment}
+    settings = {"max_restarts": 0, "max_task_retries": 0, "num_cpus": 0, **options}
+    if cls in _WIRED:
+        settings["concurrency_groups"] = {"control": 1}
+    return ray.remote(**settings, runtime_env={"env_vars": environment})(_WIRED.get(cls, cls))
+
+
+def on_this_node() -> NodeAffinitySchedulingStrategy:
+    """Return the placement on the driver's node, where RAYCLOAK_HOME is."""
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
+def ask(handle: Any, method: Callable[Concatenate[Any, P], T], *args: P.args, **keywords: P.kwargs) -> Reference[T]:
+    """Call a method of the actor behind ``handle``, given as a function of its class so that mypy checks the call."""
+    answer: Reference[T] = getattr(handle, method.__name__).remote(*args, **keywords)
+    return answer
+
+
+def ask_process(
+    handle: Any, question: Callable[Concatenate[Any, P], T], *args: P.args, **keywords: P.kwargs
+) -> Reference[T]:
+    """Call a function in an actor's process, such as one of `raycloak.coordinator.cluster.processes`; it gets the
+    actor first."""
+    answer: Reference[T] = handle.__ray_call__.remote(question, *args, **keywords)
+    return answer
+
+
+def ask_node(handle: Any) -> Reference[str]:
+    """Ask on which node an actor runs; returns a reference to the node's id."""
+    return ask_process(handle, own_node)
+
+
+def alive_nodes() -> list[str]:
+    """Return the ids of the nodes that can run actors."""
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    return [node["NodeID"] for node in nodes if node["Alive"]]
+
+
+class Platforms:
+    """The simulated platforms, one per node, also on nodes that join later."""
+
+    def __init__(self, vendor: SimulatedVendor) -> None:
+        self._vendor = vendor
+        self._installing: list[Reference[None]] = []
+        self.handles: dict[str, Any] = {}
+        self.extend()
+
+    def extend(self) -> None:
+        """Start a platform on each node that has none yet."""
+        for node in alive_nodes():
+            if node not in self.handles:
+                self.handles[node] = _on_node(node, NodePlatform).remote()
+                keys = self._vendor.platform().to_bytes()
+                self._installing.append(ask(self.handles[node], NodePlatform.install, keys))
+
+    def wait(self) -> None:
+        """Wait until every platform that was started has its keys; raises as :func:`fetch`."""
+        installing, self._installing = self._installing, []
+        fetch_all(installing, START_DEADLINE_S)
+
+    def source(self) -> NodeEvidenceSource:
+        """Return an evidence source for an actor that is started now, on any present node."""
+        self.extend()
+        return NodeEvidenceSource(dict(self.handles))
+
+    def gpus(self) -> None:
+        """Return None: a simulated node has no confidential GPU."""
+
+    def close(self) -> None:
+        """Kill every platform."""
+        kill_all(self.handles.values())
+
+
+def start_platforms(vendor: SimulatedVendor) -> dict[str, Any]:
+    """Start one simulated platform per node; returns them by node id, once they have their keys."""
+    platforms = Platforms(vendor)
+    platforms.wait()
+    return platforms.handles
+
+
+class GpuSamplers:
+    """The GPU samplers, one per node with NVML, also on nodes that join later.
+
+    Each sees all GPUs of its node and uses none.
+
+    Args:
+        present: actors that run anyway, by node id. They are asked whether their node has NVML: a process started only
+            to find none would cost a second of CPU.
+    """
+
+    def __init__(self, present: Mapping[str, Any] | None = None) -> None:
+        self._handles: dict[str, Any] = {}
+        self._asked = {node: ask_process(actor, nvml_missing, node[:12]) for node, actor in (present or {}).items()}
+        self._seen = set(self._asked)
+        self._extend()
+
+    def _extend(self) -> None:
+        for node in alive_nodes():
+            if node not in self._seen:
+                self._seen.add(node)
+                self._start(node)
+
+    def _start(self, node: str) -> None:
+        self._handles[node] = _on_node(node, GpuSampler, sees_gpus=True).remote(node[:12])
+
+    def unavailable_reasons(self) -> list[str]:
+        """Return why nodes have no readings, and end their samplers, which would never have any."""
+        asked, self._asked = self._asked, {}
+        asked |= {node: ask(handle, GpuSampler.unavailable_reason) for node, handle in self._handles.items()}
+        answers = {node: fetch(reference, START_DEADLINE_S) for node, reference in asked.items()}
+        reasons = {node: reason for node, reason in answers.items() if reason}
+        kill_all(self._handles.pop(node) for node in reasons if node in self._handles)
+        for node in answers.keys() - reasons.keys() - self._handles.keys():
+            self._start(node)
+        return list(reasons.values())
+
+    def sample(self, deadline_s: float = 2.0) -> tuple[GpuReading, ...]:
+        """Return the readings of all nodes that answer in time."""
+        self._extend()
+        references = [ask(handle, GpuSampler.sample) for handle in self._handles.values()]
+        readings: list[GpuReading] = []
+        for reference in wait(references, deadline_s, fetch_local=True):
+            # A sampler is lost with its node; the page still has to show the other nodes.
+            with suppress(ActorLost):
+                readings.extend(fetch(reference, deadline_s))
+        return tuple(readings)
+
+    def close(self) -> None:
+        """Kill every sampler."""
+        kill_all(self._handles.values())
+
+
+def _on_node(node: str, cls: type, **options: Any) -> Any:
+    return actor(cls, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False), **options)
+
+
+def kill_all(handles: Iterable[Any]) -> None:
+    """Kill actors at once, without letting their processes finish anything."""
+    for handle in handles:
+        ray.kill(handle)
+
+
+def wait(references: Sequence[Reference[T]], deadline_s: float, *, fetch_local: bool = False) -> list[Reference[T]]:
+    """Return the references that are ready, successfully or not, when all are or the deadline has passed.
+
+    Args:
+        fetch_local: also wait until their values have arrived on this node.
+    """
+    asked: list[Any] = list(references)
+    ready: list[Any] = ray.wait(asked, num_returns=len(asked), timeout=deadline_s, fetch_local=fetch_local)[0]
+    return ready
+
+
+def fetch(reference: Reference[T], deadline_s: float) -> T:
+    """Return an answer, as ``ray.get`` with a deadline and raycloak's errors.
+
+    Raises:
+        ActorLost: the actor died, cannot be reached, did not answer in time, or lacks an object that was lost with its
+            node.
+        RaycloakError: what the actor raised.
+        RunFailedError: ``actor_error`` if the actor raised anything else.
+    """
+    try:
+        value: T = ray.get(cast("ray.ObjectRef[T]", reference), timeout=deadline_s)
+        return value
+    except GetTimeoutError:
+        raise ActorLost("deadline") from None
+    except (OutOfMemoryError, MemoryError):
+        raise ActorLost("out_of_memory") from None
+    except ObjectLostError:
+        raise ActorLost("object_lost") from None
+    except ActorUnavailableError:
+        raise ActorLost("unreachable") from None
+    except RayActorError:
+        raise ActorLost("died") from None
+    except RayTaskError as error:
+        if isinstance(error.cause, RaycloakError):
+            raise error.cause from None
+        raise RunFailedError(
+            "actor_error", f"an actor failed with {type(error.cause).__name__}", "See the log of the run for its trace."
+        ) from error
+    except ActorPlacementGroupRemoved:
+        raise ActorLost("unplaceable") from None
+    except RayError:
+        raise ActorLost("unreachable") from None
+
+
+def fetch_all(references: Sequence[Reference[T]], deadline_s: float) -> list[T]:
+    """Return every value, in order; raises as :func:`fetch`."""
+    return [fetch(reference, deadline_s) for reference in references]
+
+
+def cluster_gpus() -> float:
+    """Return the number of GPUs in the cluster, as Ray counts them."""
+    resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return float(resources.get("GPU", 0.0))
+
+
+def connect(num_cpus: int) -> bool:
+    """Join the cluster of RAY_ADDRESS, or start a local one; returns whether this call connected.
+
+    A local cluster gets a token of its own in the environment, so that nothing is written to the user's home.
+    """
+    if ray.is_initialized():
+        return False
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    divert_logger("ray")
+    if address := os.environ.get("RAY_ADDRESS"):
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+        return True
+    # Ray authenticates a new local cluster by token unless RAY_AUTH_MODE says otherwise.
+    if not os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
+        os.environ["RAY_AUTH_TOKEN"] = os.urandom(32).hex()
+    ray.init(
+        address="local",
+        num_cpus=num_cpus,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+        # Ray would start processes ahead for tasks. There are none: every actor has a process of its own.
+        _system_config={"prestart_worker_first_driver": False},
+    )
+    return True
+
+
+def disconnect() -> None:
+    """Leave the cluster, which ends a local one; for the caller whose :func:`connect` returned True."""
+    ray.shutdown()

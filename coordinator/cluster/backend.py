@@ -1,0 +1,190 @@
+"""The interface between the coordinator and its actors: start, wait, fetch, stop. An actor's methods are its own.
+
+:class:`LocalBackend` runs the plain classes in this process, for tests and for breakpoints in a debugger.
+`coordinator/cluster/ray_backend.py` has the implementation on Ray. The coordinator knows neither.
+"""
+
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, cast
+
+import numpy as np
+
+from raycloak.coordinator.cluster.remote import Actor, Aggregator, AggregatorActor, Reference, Worker, WorkerActor
+from raycloak.coordinator.config.run import RunConfig
+
+T = TypeVar("T")
+
+
+class ActorLost(Exception):
+    """An actor cannot answer any more.
+
+    Args:
+        cause: ``died``, ``unreachable``, ``deadline``, ``out_of_memory``, ``unplaceable`` or ``object_lost``. With the
+            last, the actor may be well, but an object that it was to be given is gone.
+    """
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+
+class Backend(Protocol):
+    """The part of an actor system that the coordinator needs. No call blocks without a deadline."""
+
+    def start_worker(self, member_id: str) -> WorkerActor:
+        """Start a worker; the backend chooses its node."""
+        ...
+
+    def start_aggregator(self, member_id: str) -> AggregatorActor:
+        """Start an aggregator."""
+        ...
+
+    def wait(self, references: Sequence[Reference[object]], deadline_s: float) -> Collection[Reference[object]]:
+        """Return the references that are ready, successfully or not, when all are or the deadline has passed."""
+        ...
+
+    def fetch(self, reference: Reference[T], deadline_s: float) -> T:
+        """Return the value.
+
+        Raises:
+            ActorLost: the actor cannot answer, or not within the deadline.
+            RaycloakError: what the actor raised.
+        """
+        ...
+
+    def put(self, value: T) -> Reference[T]:
+        """Return a reference to a public value."""
+        ...
+
+    def stop(self, actor: Actor) -> None:
+        """End the actor at once."""
+        ...
+
+    def node(self, actor: Actor) -> str:
+        """Return the id of the node that the actor runs on."""
+        ...
+
+    def room(self) -> int:
+        """Return how many more workers could be started now without waiting for resources."""
+        ...
+
+    def departing(self) -> Collection[str]:
+        """Return the member ids of workers on a draining node; they should leave at the next step boundary."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class _Settled(Reference[Any]):
+    """The outcome of a local call."""
+
+    value: Any = None
+    error: Exception | None = None
+
+
+class LocalBackend:
+    """A backend that runs every call at once in this process.
+
+    Arrays are passed read-only, as Ray passes them: code that writes into an argument fails here too.
+    """
+
+    def __init__(self, make_worker: Callable[[str], Worker], make_aggregator: Callable[[str], Aggregator]) -> None:
+        self._make_worker = make_worker
+        self._make_aggregator = make_aggregator
+        self._stopped: set[str] = set()
+
+    def start_worker(self, member_id: str) -> WorkerActor:
+        return WorkerActor(member_id, self._make_worker(member_id), self.call)
+
+    def start_aggregator(self, member_id: str) -> AggregatorActor:
+        return AggregatorActor(member_id, self._make_aggregator(member_id), self.call)
+
+    def call(
+        self,
+        actor: Actor,
+        method: Callable[..., Any],
+        *args: Any,
+        returns: int = 1,
+        after: Reference[object] | None = None,
+    ) -> tuple[Reference[Any], ...]:
+        """Run a method; its outcome is kept for :meth:`fetch`. See `raycloak.coordinator.cluster.remote.Caller`."""
+        values = [arg.value if isinstance(arg, _Settled) else arg for arg in args]
+        failed = (each.error for each in (*args, after) if isinstance(each, _Settled) and each.error)
+        refusal = ActorLost("died") if actor.member_id in self._stopped else next(failed, None)
+        if refusal is not None:
+            return tuple(_Settled(error=refusal) for _ in range(returns))
+        try:
+            result = getattr(actor.handle, method.__name__)(*values)
+        except Exception as error:  # noqa: BLE001 - raised again where the reference is fetched
+            return tuple(_Settled(error=error) for _ in range(returns))
+        results = (result,) if returns == 1 else result
+        return tuple(_Settled(value=_read_only(value)) for value in results)
+
+    def wait(self, references: Sequence[Reference[object]], deadline_s: float) -> Collection[Reference[object]]:
+        return list(references)
+
+    def fetch(self, reference: Reference[T], deadline_s: float) -> T:
+        settled = cast("_Settled", reference)
+        if settled.error is not None:
+            raise settled.error
+        value: T = settled.value
+        return value
+
+    def put(self, value: T) -> Reference[T]:
+        return _Settled(value=_read_only(value))
+
+    def stop(self, actor: Actor) -> None:
+        self._stopped.add(actor.member_id)
+
+    def node(self, actor: Actor) -> str:
+        return "local"
+
+    def room(self) -> int:
+        return sys.maxsize
+
+    def departing(self) -> Collection[str]:
+        return ()
+
+
+def _read_only(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        value = value.view()
+        value.flags.writeable = False
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """The first members, whose processes have been started but may not be up yet.
+
+    Attributes:
+        workers: by member id.
+        aggregators: in range order.
+    """
+
+    workers: Mapping[str, WorkerActor]
+    aggregators: Sequence[AggregatorActor]
+
+
+def worker_id(serial: int) -> str:
+    """Return the member id of the run's worker number ``serial``."""
+    return f"worker-{serial}"
+
+
+def aggregator_id(index: int, serial: int) -> str:
+    """Return the member id of the run's aggregator number ``serial``, which owns range ``index``."""
+    return f"aggregator-{index}-{serial}"
+
+
+def start_crew(backend: Backend, config: RunConfig) -> Crew:
+    """Start ``num_workers`` workers and one aggregator per range, and wait for none of them.
+
+    Raises:
+        ConfigError: ``unplaceable`` if there is no room for them.
+    """
+    names = [worker_id(serial) for serial in range(config.num_workers)]
+    workers = {name: backend.start_worker(name) for name in names}
+    # Workers first, since they have to open the data. Aggregators are needed later, so they start meanwhile.
+    aggregators = [backend.start_aggregator(aggregator_id(index, index)) for index in range(config.aggregators)]
+    return Crew(workers, aggregators)

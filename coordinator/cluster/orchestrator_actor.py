@@ -1,0 +1,24 @@
+"""EvidenceOrchestrator as an actor."""
+
+from collections.abc import Callable
+
+import ray
+
+from raycloak.coordinator.cluster.processes import forbid_core_dump
+from raycloak.coordinator.quick_imports import quickly
+
+with quickly():
+    from raycloak.attestation.orchestrator.admissions import OrchestratorView
+    from raycloak.attestation.service.serving_orchestrator import EvidenceOrchestrator
+
+
+class OrchestratorActor(EvidenceOrchestrator):
+    """An EvidenceOrchestrator whose view answers while another method runs."""
+
+    def __init__(self, state_directory: str, clock: Callable[[], float], bind: str | None = None) -> None:
+        forbid_core_dump()
+        super().__init__(state_directory, clock, bind)
+
+    @ray.method(concurrency_group="control")
+    def view(self) -> OrchestratorView:  # type: ignore[override]  # Ray changes the type
+        return super().view()

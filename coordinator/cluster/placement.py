@@ -1,0 +1,235 @@
+"""Placement reserves the nodes on which workers run, by Ray's placement groups.
+
+The initial workers share one group, one bundle each. A worker that joins later takes the bundle of one that left, if
+its node still exists. Otherwise it gets a group of its own with one bundle, because groups cannot grow. This module
+hides groups, bundles and Ray's tables of nodes.
+
+Guarantee: anything that cannot be placed is named within ``placement.deadline_s``, and leaves nothing reserved. The
+initial workers are refused. A joiner is named in the log and counts as lost.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from raycloak.coordinator.cluster.bundles import NodeView, Request, even_share
+from raycloak.coordinator.config.sections import PlacementConfig
+from raycloak.metrics.errors import ConfigError
+
+LOGGER = logging.getLogger("raycloak.placement")
+POLL_S = 1.0
+SETTLE_S = 1.0
+"""The seconds after which Ray's table of free resources shows a new reservation."""
+
+
+class Draining:
+    """The ids of draining nodes, asked for at most once per second.
+
+    Ray keeps that table for its own trainer and promises nothing about it. If it is missing, that is logged once and no
+    node counts as draining. The workers of a drained node then leave when it dies.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._asked_at: float | None = None
+        self._nodes: frozenset[str] = frozenset()
+
+    def nodes(self) -> frozenset[str]:
+        """Return the ids as of at most a second ago."""
+        if self._asked_at is None or self._clock() - self._asked_at >= POLL_S:
+            self._asked_at = self._clock()
+            self._nodes = self._read()
+        return self._nodes
+
+    def _read(self) -> frozenset[str]:
+        try:
+            return frozenset(ray._private.state.state.get_draining_nodes())
+        except AttributeError as error:
+            # Never ask again: this version of Ray has no such table.
+            self._asked_at = float("inf")
+            LOGGER.warning("Ray %s has no table of draining nodes, drains are not seen: %s", ray.__version__, error)
+            return frozenset()
+
+
+class Placement:
+    """The placement groups of one run.
+
+    Args:
+        config: strategy, resources, labels and deadline.
+        num_workers: number of bundles of the shared group.
+        use_gpu: whether each worker reserves a share of the cluster's GPUs.
+    """
+
+    def __init__(self, config: PlacementConfig, num_workers: int, use_gpu: bool) -> None:
+        self._config = config
+        self._strategy = config.strategy
+        self._num_workers = num_workers
+        self._draining = Draining()
+        self._request = self._make_request(use_gpu)
+        self._shared: PlacementGroup | None = None
+        self._seats: dict[str, int] = {}
+        self._seated = 0
+        self._own: dict[str, PlacementGroup] = {}
+        self._pending: dict[str, float] = {}
+        self._reserved_at = 0.0
+
+    @property
+    def num_gpus(self) -> float:
+        """The GPUs that each worker reserves."""
+        return self._request.bundle.get("GPU", 0.0)
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """The resources that each worker reserves."""
+        return dict(self._request.bundle)
+
+    def draining(self) -> frozenset[str]:
+        """Return the ids of draining nodes."""
+        return self._draining.nodes()
+
+    def take(self, member_id: str) -> PlacementGroupSchedulingStrategy:
+        """Take a place for a new worker: a bundle of the shared group, or a group of its own.
+
+        Only the first call waits, for the shared group.
+
+        Raises:
+            ConfigError: ``unplaceable``, with the request, the cluster's resources and the bundle that does not fit.
+        """
+        if self._shared is None:
+            self._shared = self._reserve_shared()
+        seat = self._free_seat(self._shared)
+        if seat is None:
+            own = self._own[member_id] = self._group(1, "PACK")
+            self._pending[member_id] = self._reserved_at + self._config.deadline_s
+            return PlacementGroupSchedulingStrategy(own, placement_group_bundle_index=0)
+        self._seats[member_id] = seat
+        return PlacementGroupSchedulingStrategy(self._shared, placement_group_bundle_index=seat)
+
+    def release(self, member_id: str) -> None:
+        """Give back the place of a stopped worker. Another worker may take its bundle."""
+        self._seats.pop(member_id, None)
+        self._pending.pop(member_id, None)
+        group = self._own.pop(member_id, None)
+        if group is not None:
+            remove_placement_group(group)
+
+    def room(self) -> int:
+        """Return how many more workers fit now: in vacated bundles, and in new ones on the nodes' free resources.
+
+        Draining nodes do not count. The result is 0 while a new reservation may not be visible yet.
+        """
+        if time.monotonic() - self._reserved_at < SETTLE_S:
+            return 0
+        nodes = self._usable_nodes()
+        return sum(self._is_free(seat, nodes) for seat in self._vacated()) + self._request.alone().fitting(nodes)
+
+    def expire(self) -> None:
+        """Give up on groups of joiners that were not placed in time. The workers for them are lost."""
+        for member_id, deadline in list(self._pending.items()):
+            if placement_group_table(self._own[member_id])["state"] != "PENDING":
+                self._pending.pop(member_id)
+            elif time.monotonic() >= deadline:
+                LOGGER.warning("%s was not placed. %s", member_id, self._request.alone().refusal(self._usable_nodes()))
+                self.release(member_id)
+
+    def close(self) -> None:
+        """Remove every group. Processes that still run in one end."""
+        groups = [*self._own.values(), *([self._shared] if self._shared else [])]
+        self._own, self._pending, self._seats, self._shared = {}, {}, {}, None
+        for group in groups:
+            remove_placement_group(group)
+
+    def _make_request(self, use_gpu: bool) -> Request:
+        config = self._config
+        given = config.resources_per_worker
+        if given.get("GPU") and not use_gpu:
+            raise ConfigError(
+                "config",
+                "placement.resources_per_worker reserves GPUs, but use_gpu is false.",
+                "Set use_gpu: true, or leave GPU out.",
+            )
+        bundle = dict(given)
+        if config.accelerator_type is not None:
+            # The amount that Ray itself takes for a type of accelerator.
+            bundle[f"accelerator_type:{config.accelerator_type}"] = 0.001
+        request = Request({}, dict(config.labels), self._num_workers, self._strategy)
+        nodes = cluster_nodes()
+        if "CPU" not in given:
+            bundle["CPU"] = even_share(nodes, "CPU", request) or 1.0
+        if use_gpu and "GPU" not in given:
+            bundle["GPU"] = even_share(nodes, "GPU", request)
+        bundle = {name: amount for name, amount in bundle.items() if amount}
+        if not bundle or min(bundle.values()) < 0:
+            raise ConfigError(
+                "config",
+                f"placement.resources_per_worker reserves nothing that Ray can place: {given}.",
+                "Give each resource a number above 0.",
+            )
+        return Request(bundle, dict(config.labels), self._num_workers, self._strategy)
+
+    def _reserve_shared(self) -> PlacementGroup:
+        group = self._group(self._num_workers, self._strategy)
+        if group.wait(self._config.deadline_s):
+            return group
+        remove_placement_group(group)
+        raise ConfigError(
+            "unplaceable",
+            f"{self._request.refusal(self._usable_nodes())} Waited {self._config.deadline_s:g} s.",
+            "Change placement, num_workers or the cluster.",
+        )
+
+    def _group(self, bundles: int, strategy: str) -> PlacementGroup:
+        self._reserved_at = time.monotonic()
+        selector = [dict(self._request.labels)] * bundles if self._request.labels else None
+        try:
+            group: PlacementGroup = placement_group([self.bundle] * bundles, strategy, bundle_label_selector=selector)
+        except ValueError as error:
+            raise ConfigError(
+                "config", f"placement: {' '.join(str(error).split())}", "See docs/operations.md, Where workers run."
+            ) from None
+        return group
+
+    def _free_seat(self, shared: PlacementGroup) -> int | None:
+        """Find a bundle of the shared group: in turn for the initial workers, later one whose worker has left.
+
+        A bundle on a draining node is not taken. A bundle that lost its node waits for Ray to place it again, which the
+        strict strategies may never allow.
+        """
+        if self._seated < self._num_workers:
+            self._seated += 1
+            return self._seated - 1
+        nodes = placement_group_table(shared)["bundles_to_node_id"]
+        usable = {node.node_id for node in self._usable_nodes()} | ({""} if "STRICT" not in self._strategy else set())
+        return next((seat for seat in self._vacated() if nodes[seat] in usable), None)
+
+    def _vacated(self) -> list[int]:
+        taken = set(self._seats.values())
+        return [seat for seat in range(self._seated) if seat not in taken]
+
+    def _is_free(self, seat: int, nodes: list[NodeView]) -> bool:
+        """Return whether Ray shows the resources of a bundle of the shared group as free."""
+        assert self._shared is not None, "seats belong to the shared group"
+        bundle = {f"{name}_group_{seat}_{self._shared.id.hex()}": amount for name, amount in self.bundle.items()}
+        return any(all(node.free.get(name, 0.0) >= amount for name, amount in bundle.items()) for node in nodes)
+
+    def _usable_nodes(self) -> list[NodeView]:
+        return [node for node in cluster_nodes() if node.node_id not in self.draining()]
+
+
+def cluster_nodes() -> list[NodeView]:
+    """Return every live node: its resources, the free ones as of about a second ago, and its labels."""
+    free = ray._private.state.available_resources_per_node()  # type: ignore[no-untyped-call]
+    return [
+        NodeView(node["NodeID"], node["Resources"], free.get(node["NodeID"], {}), node["Labels"])
+        for node in ray.nodes()  # type: ignore[no-untyped-call]
+        if node["Alive"]
+    ]

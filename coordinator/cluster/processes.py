@@ -1,0 +1,64 @@
+"""An actor's own process: answers questions asked by ``__ray_call__``, and leaves no core file behind."""
+
+import os
+import resource
+import signal
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+
+@dataclass(frozen=True, slots=True)
+class ActorProcess:
+    """An actor's process. ``started`` is its start in kernel ticks, so that a reused id is another process."""
+
+    pid: int
+    started: str
+
+    @classmethod
+    def find(cls, pid: int) -> "ActorProcess | None":
+        """Return the process with that id, if it is running or stopped."""
+        try:
+            state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return None
+        return None if state in "ZX" else cls(pid, fields[18])
+
+    def kill(self) -> None:
+        """End it at once, even if it is stopped."""
+        # The id may belong to another process by now.
+        if ActorProcess.find(self.pid) == self:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+def forbid_core_dump() -> None:
+    """Have the kernel write no core file of this process, because keys and examples would be in it.
+
+    If ``kernel.core_pattern`` names a program, that program is told the limit and has to respect it.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def own_process(_: Any) -> ActorProcess | None:
+    """Return the process of the actor that is asked."""
+    return ActorProcess.find(os.getpid())
+
+
+def nvml_missing(_: Any, node: str) -> str | None:
+    """Return why the node of the asked actor, called ``node``, has no GPU readings; None if it has NVML."""
+    from raycloak.metrics.gpu_readings import GpuSampler  # late: most actors are never asked this
+
+    sampler = GpuSampler(node)
+    try:
+        return sampler.unavailable_reason()
+    finally:
+        sampler.close()
+
+
+def own_node(_: Any) -> str:
+    """Return the id of the node of the actor that is asked."""
+    return str(ray.get_runtime_context().get_node_id())

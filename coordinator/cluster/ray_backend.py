@@ -1,0 +1,180 @@
+"""The backend on Ray: starts workers and aggregators, sends them calls and fetches their answers."""
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, cast
+
+import ray
+
+from raycloak.attestation.attester.attester import EvidenceSource, GpuSource
+from raycloak.coordinator.cluster.actors import actor, ask, ask_node, fetch, kill_all, wait
+from raycloak.coordinator.cluster.aggregator_actor import MaskedAggregatorActor
+from raycloak.coordinator.cluster.backend import ActorLost
+from raycloak.coordinator.cluster.placement import Placement
+from raycloak.coordinator.cluster.remote import Actor, Aggregator, AggregatorActor, Reference, Worker, WorkerActor
+from raycloak.coordinator.cluster.worker_actor import TrainWorkerActor
+from raycloak.workers.gradients.numerics import worker_environment
+
+T = TypeVar("T")
+
+# Annotated, so that mypy compares the real classes with the methods that callers see.
+_WORKER: type[Worker] = TrainWorkerActor
+_AGGREGATOR: type[Aggregator] = MaskedAggregatorActor
+
+NODE_DEADLINE_S = 30.0
+"""Time to say on which node an actor runs. It is asked first of all, so only a start on a busy machine delays it."""
+SPARE_DEADLINE_S = 1.0
+"""Time for a spare process to answer. It has nothing else to do, and a dead one must not hold up a recovery."""
+SPARE_AFTER_S = 15.0
+"""Training time before a spare is kept. Starting a process takes seconds of CPU, too much for a short run."""
+
+
+class EvidenceSources(Protocol):
+    """The platforms that evidence comes from: `raycloak.coordinator.cluster.actors.Platforms` or
+    `raycloak.coordinator.evidence.sources.Guests`."""
+
+    def source(self) -> EvidenceSource: ...
+
+    def gpus(self) -> GpuSource | None: ...
+
+    def wait(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """An actor and a reference to its node.
+
+    An actor is asked for its node before anything else, so the answer does not wait for a busy actor later.
+    """
+
+    handle: Any
+    node: Reference[str]
+
+    @classmethod
+    def of(cls, handle: Any) -> "_Started":
+        return cls(handle, ask_node(handle))
+
+    def is_up(self) -> bool:
+        """Return whether the actor has started, or was lost."""
+        return bool(wait([self.node], 0))
+
+    def is_on(self, nodes: Collection[str]) -> bool:
+        """Return whether the actor runs on one of ``nodes``. One that has not started, or was lost, runs on none."""
+        try:
+            return bool(nodes) and self.is_up() and fetch(self.node, NODE_DEADLINE_S) in nodes
+        except ActorLost:
+            return False
+
+
+class RayBackend:
+    """The workers and aggregators of one run on Ray.
+
+    A spare aggregator process is kept while the run trains, because importing torch takes longer than the rest of a
+    recovery. The spare is no member and has no keys.
+
+    Args:
+        platforms: sources of evidence.
+        placement: chooses the workers' nodes.
+        cpu_capability: instruction set of workers and aggregators.
+    """
+
+    def __init__(self, platforms: EvidenceSources, placement: Placement, *, cpu_capability: str) -> None:
+        self._platforms = platforms
+        self._placement = placement
+        self._environment = worker_environment(cpu_capability)
+        self._members: dict[str, _Started] = {}
+        self._spare: _Started | None = None
+        self._first_reduce: float | None = None
+        self._aggregator = actor(_AGGREGATOR, scheduling_strategy="SPREAD", environment=self._environment)
+
+    def start_worker(self, member_id: str) -> WorkerActor:
+        bundle = self._placement.bundle
+        options = {"num_cpus": bundle.pop("CPU", 0.0), "num_gpus": bundle.pop("GPU", 0.0), "resources": bundle}
+        worker = actor(
+            _WORKER,
+            **options,
+            scheduling_strategy=self._placement.take(member_id),
+            environment=self._environment,
+        )
+        evidence = (self._platforms.source(), time.time, self._platforms.gpus())
+        started = self._members[member_id] = _Started.of(worker.remote(member_id, *evidence))
+        return WorkerActor(member_id, started.handle, self.call)
+
+    def start_aggregator(self, member_id: str) -> AggregatorActor:
+        spare, self._spare = self._spare or self._new_aggregator(), None
+        if not self._answers(spare):
+            ray.kill(spare.handle)
+            spare = self._new_aggregator()
+        ask(spare.handle, MaskedAggregatorActor.take_part, member_id)
+        self._members[member_id] = spare
+        return AggregatorActor(member_id, spare.handle, self.call)
+
+    def _new_aggregator(self) -> _Started:
+        return _Started.of(self._aggregator.remote(self._platforms.source()))
+
+    def _answers(self, started: _Started) -> bool:
+        """Return whether a process answers, or is still starting."""
+        if not started.is_up():
+            return True
+        try:
+            fetch(ask_node(started.handle), SPARE_DEADLINE_S)
+        except ActorLost:
+            return False
+        return True
+
+    def _keep_spare(self) -> None:
+        now = time.monotonic()
+        self._first_reduce = self._first_reduce or now
+        if self._spare is None and now - self._first_reduce >= SPARE_AFTER_S:
+            self._spare = self._new_aggregator()
+
+    def close(self) -> None:
+        """Kill every actor, so that keys and clear updates are gone at once and no process lingers in its exit."""
+        kill_all(started.handle for started in (*self._members.values(), self._spare) if started is not None)
+        self._placement.close()
+
+    def call(
+        self,
+        actor: Actor,
+        method: Callable[..., Any],
+        *args: Any,
+        returns: int = 1,
+        after: Reference[object] | None = None,
+    ) -> tuple[Reference[Any], ...]:
+        """Send a call; see `raycloak.coordinator.cluster.remote.Caller`."""
+        asked, given = method, args
+        if after is not None:
+            # Ray delivers a call when its arguments are ready, so `after` has to be one of them.
+            asked, given = MaskedAggregatorActor.after, (after, method.__name__, *args)
+        result = getattr(actor.handle, asked.__name__).options(num_returns=returns).remote(*given)
+        if method is Aggregator.reduce:
+            self._keep_spare()
+        return (result,) if returns == 1 else tuple(result)
+
+    def wait(self, references: Sequence[Reference[object]], deadline_s: float) -> Collection[Reference[object]]:
+        return wait(references, deadline_s)
+
+    def fetch(self, reference: Reference[T], deadline_s: float) -> T:
+        return fetch(reference, deadline_s)
+
+    def put(self, value: T) -> Reference[T]:
+        reference: Any = ray.put(value)
+        return cast("Reference[T]", reference)
+
+    def stop(self, actor: Actor) -> None:
+        ray.kill(actor.handle)
+        self._members.pop(actor.member_id, None)
+        self._placement.release(actor.member_id)
+
+    def node(self, actor: Actor) -> str:
+        started = self._members.get(actor.member_id) or _Started.of(actor.handle)
+        return str(fetch(started.node, NODE_DEADLINE_S))
+
+    def room(self) -> int:
+        return self._placement.room()
+
+    def departing(self) -> Collection[str]:
+        self._placement.expire()
+        draining = self._placement.draining()
+        return [member_id for member_id, started in self._members.items() if started.is_on(draining)]

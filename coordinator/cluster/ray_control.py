@@ -1,0 +1,139 @@
+"""Ledger and orchestrator of one run on Ray: two actors on the driver's node, which are replaced when they are lost.
+
+They run on the driver's node because their state is on its disk. The driver can therefore end an actor by a signal to
+its process. The signal also ends a suspended process at once; Ray alone takes seconds, and its files stay locked for
+so long.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import ray
+
+from raycloak.attestation.core.hybrid_signature import SignerPublic
+from raycloak.attestation.service.serving_orchestrator import EvidenceOrchestrator
+from raycloak.coordinator.cluster.actors import START_DEADLINE_S, actor, ask, ask_process, fetch, on_this_node
+from raycloak.coordinator.cluster.backend import ActorLost
+from raycloak.coordinator.cluster.control import START_AGAIN, Control, ControlRole
+from raycloak.coordinator.cluster.processes import ActorProcess, own_process
+from raycloak.coordinator.cluster.remote import Actor, Reference
+from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.metrics.errors import RunFailedError
+from raycloak.workers.terms.mechanism import AccountantName
+
+T = TypeVar("T")
+
+
+class RayControl:
+    """The backend of ledger and orchestrator. It starts and ends them when
+    `raycloak.coordinator.cluster.control.Control` says so.
+
+    Args:
+        ledger_url: absolute URL, as `raycloak.coordinator.ledger.ledger.PrivacyLedger` takes it.
+        orchestrator_folder: absolute folder of the orchestrator's state.
+        witness: witness of the ledger, as `raycloak.coordinator.ledger.ledger.PrivacyLedger` takes it.
+        bind: address that the orchestrator serves at, as `EvidenceOrchestrator` takes it.
+        accountant: the accountant that the run will most likely use; the ledger imports it ahead.
+    """
+
+    def __init__(
+        self,
+        ledger_url: str,
+        orchestrator_folder: str,
+        witness: str | None = None,
+        bind: str | None = None,
+        accountant: AccountantName = "pld",
+    ) -> None:
+        self._accountant = accountant
+        self._arguments: Mapping[ControlRole, tuple[Any, ...]] = {
+            "ledger": (ledger_url, True, witness),
+            "orchestrator": (orchestrator_folder, time.time, bind),
+        }
+        self._processes: dict[str, ActorProcess | None] = {}
+        self._serial = 0
+        self.actors: dict[ControlRole, Actor] = {role: self._launch(role) for role in self._arguments}
+
+    def open_run(self, secret_file: str | None, run_id: str | None = None) -> tuple[str, SignerPublic]:
+        """Open the run; returns what `EvidenceOrchestrator.open_run` returns. To be called once.
+
+        Raises:
+            RaycloakError: what keeps either actor from opening its files.
+        """
+        for role, each in self.actors.items():
+            try:
+                self._identify(each)
+            except ActorLost as lost:
+                self._explain(role)
+                raise RunFailedError(
+                    "unreachable", f"the {role} could not be started ({lost.cause}).", START_AGAIN
+                ) from None
+        self._secret_file = secret_file
+        self.run_id, key = self._open(self.actors["orchestrator"], run_id)
+        # Not waited for: the import takes seconds of CPU, and overlaps with the workers' start.
+        ask(self.actors["ledger"].handle, PrivacyLedger.load_accountant, self._accountant)
+        return self.run_id, key
+
+    def control(self, deadline_s: float, max_restarts: int) -> Control:
+        """Return the control of the run."""
+        return Control(self, self.actors, self._restart, deadline_s, max_restarts)
+
+    def close(self) -> None:
+        """End both actors."""
+        for each in self.actors.values():
+            self.stop(each)
+
+    # --- `raycloak.coordinator.cluster.control.ControlBackend`
+
+    def call(self, actor: Actor, method: Callable[..., Any], *args: Any) -> tuple[Reference[Any], ...]:
+        """Send a call; see `raycloak.coordinator.cluster.remote.Caller`."""
+        return (ask(actor.handle, method, *args),)
+
+    def fetch(self, reference: Reference[T], deadline_s: float) -> T:
+        """Wait for an answer; see `raycloak.coordinator.cluster.actors.fetch`."""
+        return fetch(reference, deadline_s)
+
+    def node(self, actor: Actor) -> str:
+        """Return the id of the driver's node, where both run."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    def stop(self, actor: Actor) -> None:
+        """End an actor and its process at once."""
+        process = self._processes.pop(actor.member_id, None)
+        if process is not None:
+            process.kill()
+        ray.kill(actor.handle)
+
+    def _launch(self, role: ControlRole) -> Actor:
+        cls: type = PrivacyLedger if role == "ledger" else EvidenceOrchestrator
+        handle = actor(cls, scheduling_strategy=on_this_node()).remote(*self._arguments[role])
+        self._serial += 1
+        return Actor(f"{role}-{self._serial}", handle)
+
+    def _restart(self, role: ControlRole) -> Actor:
+        """Start another incarnation on the same files; raises ActorLost if it dies at once."""
+        each = self._launch(role)
+        try:
+            self._identify(each)
+            if role == "orchestrator":
+                self._open(each, self.run_id)
+        except ActorLost:
+            self.stop(each)
+            self._explain(role)
+            raise
+        return each
+
+    def _identify(self, each: Actor) -> None:
+        """Wait until an actor is up, and note its process."""
+        process = fetch(ask_process(each.handle, own_process), START_DEADLINE_S)
+        # Where this process cannot see the other, as in another container of the node, only Ray can end the actor.
+        self._processes[each.member_id] = process if process and ActorProcess.find(process.pid) == process else None
+
+    def _open(self, orchestrator: Actor, run_id: str | None) -> tuple[str, SignerPublic]:
+        opening = ask(orchestrator.handle, EvidenceOrchestrator.open_run, self._secret_file, run_id)
+        return fetch(opening, START_DEADLINE_S)
+
+    def _explain(self, role: ControlRole) -> None:
+        """Raise what keeps the ledger from opening. Ray reports a constructor's error as text only, so open it here."""
+        if role == "ledger":
+            PrivacyLedger(*self._arguments[role]).close()

@@ -1,0 +1,248 @@
+"""Workers and aggregators as their callers see them: typed methods that return a reference at once.
+
+This module hides that a method travels by its name. A caller writes ``worker.accept_keys(release)``, and only the
+backend turns that into a message.
+
+Guarantee: mypy refuses a call that the actor's class would not take. The protocols :class:`Worker` and
+:class:`Aggregator` list the methods. `raycloak.coordinator.runs.local_session` and
+`raycloak.coordinator.cluster.ray_backend` start the real classes as these types, so mypy compares them there.
+
+The real classes are not imported here, because they bring torch, which a caller does not need.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from raycloak.attestation.core.evidence import Challenge
+    from raycloak.attestation.core.messages import Envelope
+    from raycloak.attestation.keys.release import KeyRelease
+    from raycloak.coordinator.aggregation.aggregator import MeasureReport, ReduceReport, ReduceRequest, State
+    from raycloak.coordinator.aggregation.ranges import ParameterRange
+    from raycloak.workers.evaluation import EvaluationReply
+    from raycloak.workers.messages import Admission, StepReply, StepRequest, WorkerFacts, WorkerSetup
+    from raycloak.workers.terms.manifest import Manifest
+    from raycloak.workers.terms.measurement import Measurement
+    from raycloak.workers.terms.mechanism import Mechanism
+    from raycloak.workers.vectors.ring import RingVector
+
+P = ParamSpec("P")
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+Parameters = NDArray[np.float32]
+
+
+class Reference(Generic[T_co]):
+    """An answer that may still be on its way, or a value that was put into the backend.
+
+    This is only a type. Each backend hands out objects of its own, and only its ``fetch`` looks into them.
+    """
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """A started actor: its member id, and the object by which its backend reaches it."""
+
+    member_id: str
+    handle: Any
+
+
+class Caller(Protocol):
+    """The dispatch of a backend, the one place where a method becomes a name."""
+
+    def __call__(
+        self,
+        actor: Actor,
+        method: Callable[..., Any],
+        *args: Any,
+        returns: int = 1,
+        after: Reference[object] | None = None,
+    ) -> tuple[Reference[Any], ...]:
+        """Send a call to ``actor``, and return one reference per return value at once.
+
+        The actor gets the call when every reference in ``args`` and ``after`` is ready. If one of these has failed,
+        the call fails with the same error, and the method is not entered.
+
+        Args:
+            method: a function of the actor's class or protocol.
+            after: a reference to another call that must succeed first; for aggregators only.
+        """
+        ...
+
+
+class Worker(Protocol):
+    """The methods of `raycloak.workers.train_worker.TrainWorker` that are called remotely."""
+
+    def prepare(self, setup: "WorkerSetup") -> "WorkerFacts": ...
+
+    def compute_known_answer(self, mechanism: "Mechanism", *measurements: "Measurement") -> bytes: ...
+
+    def present(self, challenge: "Challenge", admission: "Admission") -> "Envelope": ...
+
+    def accept_keys(self, release: "KeyRelease") -> "Envelope": ...
+
+    def step(
+        self, receipt: "Envelope", request: "StepRequest", *parameters: Parameters
+    ) -> "tuple[StepReply, *tuple[RingVector, ...]]": ...
+
+    def evaluate(self, order: "Envelope", *parameters: Parameters) -> "EvaluationReply": ...
+
+
+class Aggregator(Protocol):
+    """The methods of `raycloak.coordinator.aggregation.aggregator.MaskedAggregator` that are called remotely."""
+
+    def present(self, challenge: "Challenge", manifest: "Manifest", owned: "ParameterRange") -> "Envelope": ...
+
+    def initial_state(self) -> "State": ...
+
+    def expect(self, request: "ReduceRequest", *replies: "StepReply") -> None: ...
+
+    def reduce(
+        self, request: "ReduceRequest", parameters: Parameters, state: "State", *vectors: "RingVector"
+    ) -> "tuple[ReduceReport, Parameters, State]": ...
+
+    def measure(self, request: "ReduceRequest", *vectors: "RingVector") -> "MeasureReport": ...
+
+
+def positional(method: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, ...]:
+    """Return a call's arguments in the order of the method's parameters, defaults included.
+
+    A backend takes no keywords: its own would be confused with those of the method.
+    """
+    bound = inspect.signature(method).bind(None, *args, **keywords)
+    bound.apply_defaults()
+    return bound.args[1:]
+
+
+@dataclass(frozen=True, slots=True)
+class _MemberActor(Actor):
+    call: Caller = field(repr=False, compare=False)
+
+    def _ask(
+        self,
+        method: Callable[Concatenate[Any, P], object],
+        returns: int,
+        after: Reference[object] | None,
+        *args: P.args,
+        **keywords: P.kwargs,
+    ) -> tuple[Reference[Any], ...]:
+        return self.call(self, method, *positional(method, args, keywords), returns=returns, after=after)
+
+    def _ask_one(self, method: Callable[Concatenate[Any, P], T], *args: P.args, **keywords: P.kwargs) -> Reference[T]:
+        return self._ask(method, 1, None, *args, **keywords)[0]
+
+
+class _Asked(Generic[P, T]):
+    """A method of an actor that takes plain values and returns one."""
+
+    def __init__(self, method: Callable[Concatenate[Any, P], T]) -> None:
+        self._method = method
+
+    def __get__(self, actor: _MemberActor, _: type) -> Callable[P, Reference[T]]:
+        return partial(actor._ask_one, self._method)
+
+
+def _given(reference: Reference[T]) -> T:
+    """Pass a reference where mypy expects the value, which is what the actor will get in its place."""
+    return cast("T", reference)
+
+
+@dataclass(frozen=True, slots=True)
+class StepAnswer:
+    """A worker's answer to one attempt.
+
+    Attributes:
+        vectors: one reference per range.
+    """
+
+    reply: "Reference[StepReply]"
+    vectors: "tuple[Reference[RingVector], ...]"
+
+    @property
+    def parts(self) -> tuple[Reference[object], ...]:
+        """Every reference of the answer, to wait for."""
+        return (self.reply, *self.vectors)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """An aggregator's answer to one attempt.
+
+    Attributes:
+        updated: new parameters and state of the aggregator's range; None for a measurement.
+    """
+
+    report: "Reference[ReduceReport | MeasureReport]"
+    updated: "tuple[Reference[Parameters], Reference[State]] | None" = None
+
+    @property
+    def parts(self) -> tuple[Reference[object], ...]:
+        """Every reference of the answer, to wait for."""
+        return (self.report, *(self.updated or ()))
+
+
+class WorkerActor(_MemberActor):
+    """A started worker."""
+
+    __slots__ = ()
+
+    prepare = _Asked(Worker.prepare)
+    compute_known_answer = _Asked(Worker.compute_known_answer)
+    present = _Asked(Worker.present)
+    accept_keys = _Asked(Worker.accept_keys)
+
+    def step(
+        self, receipt: "Envelope | Reference[Envelope]", request: "StepRequest", *parameters: Reference[Parameters]
+    ) -> StepAnswer:
+        """Have one attempt of a step computed and masked."""
+        returns, paid = 1 + len(request.ranges), cast("Envelope", receipt)
+        reply, *vectors = self._ask(Worker.step, returns, None, paid, request, *map(_given, parameters))
+        return StepAnswer(reply, tuple(vectors))
+
+    def evaluate(self, order: "Envelope", *parameters: Reference[Parameters]) -> "Reference[EvaluationReply]":
+        """Have a model measured on the hosted slices of a sealed split."""
+        return self._ask_one(Worker.evaluate, order, *map(_given, parameters))
+
+
+class AggregatorActor(_MemberActor):
+    """A started aggregator."""
+
+    __slots__ = ()
+
+    present = _Asked(Aggregator.present)
+    initial_state = _Asked(Aggregator.initial_state)
+
+    def expect(self, request: "ReduceRequest", *replies: "Reference[StepReply]") -> Reference[None]:
+        """Have headers verified before the vectors are there; nothing is returned, and nothing need be awaited."""
+        return self._ask_one(Aggregator.expect, request, *map(_given, replies))
+
+    def reduce(
+        self,
+        request: "ReduceRequest",
+        parameters: Reference[Parameters],
+        state: "Reference[State]",
+        vectors: "Sequence[Reference[RingVector]]",
+        after: Reference[object] | None = None,
+    ) -> Reduction:
+        """Have the aggregator's range updated, once ``after`` has succeeded."""
+        own = _given(parameters), _given(state)
+        report, *updated = self._ask(Aggregator.reduce, 3, after, request, *own, *map(_given, vectors))
+        return Reduction(report, (updated[0], updated[1]))
+
+    def measure(
+        self,
+        request: "ReduceRequest",
+        vectors: "Sequence[Reference[RingVector]]",
+        after: Reference[object] | None = None,
+    ) -> Reduction:
+        """Have a measurement's average released, once ``after`` has succeeded."""
+        return Reduction(self._ask(Aggregator.measure, 1, after, request, *map(_given, vectors))[0])

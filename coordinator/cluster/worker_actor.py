@@ -1,0 +1,45 @@
+"""TrainWorker as an actor: when its process is asked to end, it finishes its step and says that it leaves."""
+
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from types import FrameType
+
+import numpy as np
+
+from raycloak.coordinator.cluster.processes import forbid_core_dump
+from raycloak.coordinator.quick_imports import quickly
+
+with quickly():
+    from raycloak.attestation.attester.attester import EvidenceSource, GpuSource
+    from raycloak.attestation.core.messages import Envelope
+    from raycloak.workers.messages import StepReply, StepRequest
+    from raycloak.workers.train_worker import TrainWorker
+    from raycloak.workers.vectors.ring import RingVector
+
+
+class TrainWorkerActor(TrainWorker):
+    """A TrainWorker that leaves when its process is asked to end.
+
+    Guarantee: after SIGTERM the task under way finishes, and the next `StepReply` says ``leaving``. A second SIGTERM
+    ends the process at once.
+    """
+
+    def __init__(
+        self, member_id: str, source: EvidenceSource, clock: Callable[[], float], gpus: GpuSource | None
+    ) -> None:
+        forbid_core_dump()
+        super().__init__(member_id, source, clock, gpus)
+        self._leaving = False
+        # The former handler, which ends the process, is put back at the first signal.
+        self._before = signal.signal(signal.SIGTERM, self._asked_to_end)
+
+    def _asked_to_end(self, _: int, __: FrameType | None) -> None:
+        self._leaving = True
+        signal.signal(signal.SIGTERM, self._before)
+
+    def step(
+        self, receipt: Envelope, request: StepRequest, *parameters: np.ndarray
+    ) -> tuple[StepReply, *tuple[RingVector, ...]]:
+        reply, *vectors = super().step(receipt, request, *parameters)
+        return (replace(reply, leaving=self._leaving), *vectors)

@@ -1,0 +1,5 @@
+"""The typed configuration of a run and its sections, and the paths below RAYCLOAK_HOME.
+
+Doors: home, run, sections.
+May import: console, quick_imports; workers, attestation, metrics.
+"""

@@ -1,0 +1,97 @@
+"""The state folder: ``RAYCLOAK_HOME``, and the paths below it.
+
+The home is absolute because the working directory of a Ray job is temporary: a ledger there would start the budget
+at zero. Layout: ``ledger.sqlite``, ``simulator/``, ``signer/``, ``orchestrator/<run_id>.sqlite``,
+``packages/<run_id>/``, ``runs/<name>-<run_id>[-k]/``, ``service/``, ``collateral/``.
+"""
+
+import itertools
+import os
+from pathlib import Path
+
+from raycloak.attestation.orchestrator.state import state_file
+from raycloak.metrics.errors import ConfigError
+from raycloak.metrics.file_errors import file_error
+
+HOME_VARIABLE = "RAYCLOAK_HOME"
+
+
+def home() -> Path:
+    """Return the state folder, created with mode 0700 if it is missing.
+
+    Raises:
+        ConfigError: ``relative_home`` if ``RAYCLOAK_HOME`` is not absolute, ``home_unusable`` if it cannot be made.
+    """
+    setting = os.environ.get(HOME_VARIABLE)
+    path = Path(setting) if setting else Path.home() / ".local" / "share" / "raycloak"
+    if not path.is_absolute():
+        raise ConfigError(
+            "relative_home",
+            f"{HOME_VARIABLE} is '{path}', which is relative to a folder that may be temporary.",
+            "Set it to an absolute path.",
+        )
+    return _folder(path)
+
+
+def ledger_url() -> str:
+    """Return the URL of the embedded ledger."""
+    return f"sqlite:///{home() / 'ledger.sqlite'}"
+
+
+def simulator_folder() -> Path:
+    """Return the folder of the simulated platform's root and keys, mode 0700."""
+    return _folder(home() / "simulator")
+
+
+def service_folder() -> Path:
+    """Return the folder of the standalone evidence service: its orchestrator's state and contracts, mode 0700."""
+    return _folder(home() / "service")
+
+
+def collateral_folder() -> Path:
+    """Return the folder of collateral that was fetched from policies' collateral services, mode 0700."""
+    return _folder(home() / "collateral")
+
+
+def run_lock(run_id: str) -> Path:
+    """Return the file whose lock the one process that executes the run holds."""
+    return _folder(home() / "orchestrator") / f"{run_id}.lock"
+
+
+def orchestrator_file(run_id: str) -> Path:
+    """Return the file of a run's orchestrator."""
+    return state_file(_folder(home() / "orchestrator"), run_id)
+
+
+def packages_folder(run_id: str) -> Path:
+    """Return the folder of a run's sealed packages, the same for all its run directories, mode 0700."""
+    return _folder(_folder(home() / "packages") / run_id)
+
+
+def runs_folder() -> Path:
+    """Return the folder of all run directories, mode 0700."""
+    return _folder(home() / "runs")
+
+
+def create_run_folder(name: str, run_id: str) -> Path:
+    """Make and return ``runs/<name>-<run_id>``; a repeat of the run gets the first free ``-2``, ``-3`` ... suffix.
+
+    Guarantee: the folder is new and empty, also when several processes ask at once.
+    """
+    base = runs_folder() / f"{name}-{run_id}"
+    for number in itertools.count(1):
+        path = base if number == 1 else base.with_name(f"{base.name}-{number}")
+        try:
+            path.mkdir(mode=0o700)
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("unreachable: the count does not end")
+
+
+def _folder(path: Path) -> Path:
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise file_error("home_unusable", "create the state folder", path, error) from None
+    return path

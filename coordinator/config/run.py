@@ -1,0 +1,192 @@
+"""RunConfig: the one typed configuration, the same from Python and YAML.
+
+Unknown fields are refused. Contradictions between fields are refused here and in `coordinator/config/sections.py`.
+Checks that need the data or the model (capacity, budget, layers) are in `coordinator/planning/plan.py`.
+"""
+
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar
+
+from pydantic import Field, ValidationError, model_validator
+
+from raycloak.attestation.files.yaml_reader import parse_yaml, read_yaml
+from raycloak.coordinator.config.sections import (
+    AttestationConfig,
+    CheckpointConfig,
+    DatasetConfig,
+    DPConfig,
+    EvaluationConfig,
+    FailureConfig,
+    KeyServiceConfig,
+    LedgerConfig,
+    MeasurementsConfig,
+    MetricsConfig,
+    OptimizerConfig,
+    PlacementConfig,
+    RingConfig,
+    Section,
+)
+from raycloak.metrics.errors import ConfigError
+
+S = TypeVar("S", bound=Section)
+
+
+class RunConfig(Section):
+    """A training run.
+
+    Attributes:
+        name: prefix of the run directory.
+        num_workers: TrainWorkers to start, and to keep.
+        min_workers: fewest that the run continues with.
+        max_workers: most that it grows to where the cluster has room; ``num_workers`` by default.
+        virtual_workers: V, fixed for the run; the result does not depend on how workers host them.
+        batch_size_per_worker, expected_batch_size: the public batch size, one of the two.
+        micro_batch_size: physical rows per forward pass.
+        steps: planned steps.
+        model: ``module:function`` that returns a ``torch.nn.Module``; a Trainer may be given a callable instead.
+        loss: ``cross_entropy``, ``mse`` or ``module:function`` of (output, label) giving one loss per example.
+        seed: public seed of the model's initial parameters.
+        aggregators: S, number of parameter ranges.
+        epoch_steps: E; virtual-worker keys change every E steps, on fresh evidence.
+        secret_retention: whether a generated run secret is destroyed (``run``) or kept (``keep``) when the run is
+            complete.
+        policy: evidence policy file; without one, simulated evidence is accepted and the run says SIMULATED.
+        collateral: file that names the vendors' collateral; needed where the policy accepts hardware only.
+        key_service: of the data owner; without one, every key comes from the run secret alone.
+        attestation: whether others can follow the run's evidence over gRPC.
+        cpu_capability: instruction set the CPU kernels are held to, ``avx2`` or ``avx512`` or ``default``.
+        allow_nondeterministic: lets operations without a deterministic kernel run; the run is then marked NOT EXACT.
+    """
+
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$", max_length=100)
+    num_workers: int = Field(default=3, gt=0)
+    min_workers: int | None = Field(default=None, gt=0)
+    max_workers: int | None = Field(default=None, gt=0)
+    virtual_workers: int = Field(default=8, gt=0)
+    use_gpu: bool = False
+    batch_size_per_worker: int | None = Field(default=None, gt=0)
+    expected_batch_size: float | None = Field(default=None, gt=0)
+    micro_batch_size: int = Field(default=64, gt=0)
+    steps: int = Field(default=200, gt=0)
+    model: str | None = None
+    loss: str = "cross_entropy"
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    dataset: DatasetConfig | None = None
+    evaluation: EvaluationConfig | None = None
+    measurements: MeasurementsConfig = MeasurementsConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    dp_config: DPConfig
+    secure_aggregation: bool = True
+    ring: RingConfig = RingConfig()
+    aggregators: int = Field(default=1, gt=0)
+    epoch_steps: int = Field(default=100, gt=0)
+    ledger: LedgerConfig = LedgerConfig()
+    policy: str | None = None
+    collateral: str | None = None
+    key_service: KeyServiceConfig | None = None
+    attestation: AttestationConfig = AttestationConfig()
+    secret_retention: Literal["run", "keep"] = "run"
+    failure: FailureConfig = FailureConfig()
+    placement: PlacementConfig = PlacementConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    cpu_capability: Literal["default", "avx2", "avx512"] = "avx2"
+    allow_nondeterministic: bool = False
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.batch_size_per_worker is None) == (self.expected_batch_size is None):
+            raise ValueError("give exactly one of batch_size_per_worker and expected_batch_size")
+        if self.virtual_workers < self.num_workers:
+            raise ValueError(
+                f"virtual_workers ({self.virtual_workers}) must be at least num_workers ({self.num_workers})"
+            )
+        if self.fewest_workers > self.num_workers:
+            raise ValueError(f"min_workers ({self.fewest_workers}) must not exceed num_workers ({self.num_workers})")
+        if self.most_workers < self.num_workers:
+            raise ValueError(f"max_workers ({self.most_workers}) must be at least num_workers ({self.num_workers})")
+        if self.most_workers > self.virtual_workers:
+            raise ValueError(
+                f"max_workers ({self.most_workers}) must not exceed virtual_workers ({self.virtual_workers})"
+            )
+        if self.secure_aggregation and self.fewest_workers < 2:
+            raise ValueError(
+                "secure_aggregation needs min_workers of at least 2: a single worker has no peer to mask with"
+            )
+        if not self.secure_aggregation and self.dp_config.enabled and self.most_workers > 1:
+            raise ValueError(
+                "secure_aggregation: false with several workers would show the aggregator vectors that carry only a "
+                "share of the noise; use one worker, or leave it on"
+            )
+        if self.optimizer.warmup_steps > self.steps:
+            raise ValueError(f"optimizer.warmup_steps ({self.optimizer.warmup_steps}) exceeds steps ({self.steps})")
+        if self.placement.resources_per_worker.get("GPU") and not self.use_gpu:
+            raise ValueError("placement.resources_per_worker reserves GPUs, but use_gpu is false")
+        if self.dataset is not None and self.dataset.kind == "sealed" and self.dataset.public:
+            raise ValueError("dataset: sealed training data is not public; train on it in the clear if it is")
+        if not self.dp_config.enabled and self.measurements != MeasurementsConfig():
+            raise ValueError("measurements are noised and need dp_config.enabled; measure public data with evaluation")
+        if self.dp_config.enabled and self.dp_config.colluding_workers >= max(self.fewest_workers - 1, 1):
+            raise ValueError("colluding_workers must leave two honest workers out of min_workers")
+        return self
+
+    @property
+    def fewest_workers(self) -> int:
+        """The ``min_workers``, or its default: 2 with secure aggregation, else 1."""
+        if self.min_workers is not None:
+            return self.min_workers
+        return 2 if self.secure_aggregation else 1
+
+    @property
+    def most_workers(self) -> int:
+        """The ``max_workers``, or its default: ``num_workers``."""
+        return self.max_workers if self.max_workers is not None else self.num_workers
+
+    @property
+    def batch_size(self) -> float:
+        """The public divisor: expected number of examples in a step."""
+        if self.expected_batch_size is not None:
+            return self.expected_batch_size
+        assert self.batch_size_per_worker is not None
+        return float(self.num_workers * self.batch_size_per_worker)
+
+
+def parse_config(raw: Any, overrides: list[str] | None = None) -> RunConfig:
+    """Return a RunConfig from plain data, after ``dotted.key=value`` overrides (values are YAML).
+
+    Raises:
+        ConfigError: ``config``, with every wrong field named on one line.
+    """
+    if not isinstance(raw, dict):
+        raise ConfigError("config", "the configuration must be a mapping of fields.", "See docs/configuration.md.")
+    for override in overrides or []:
+        _apply_override(raw, override)
+    return validated(RunConfig, raw)
+
+
+def validated(section: type[S], raw: Any, described_in: str = "docs/configuration.md") -> S:
+    """Return a section from plain data; errors as :func:`parse_config`."""
+    try:
+        return section.model_validate(raw)
+    except ValidationError as error:
+        found = ((".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, ")) for e in error.errors())
+        wrong = "; ".join(f"{field}: {problem}" if field else problem for field, problem in found)
+        raise ConfigError("config", f"{wrong}.", f"See {described_in}.") from None
+
+
+def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a YAML file; the same errors as :func:`parse_config`."""
+    return parse_config(read_yaml(path, "config"), overrides)
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    key, separator, value = override.partition("=")
+    if not separator:
+        raise ConfigError("config", f"--set {override}: expected dotted.key=value.", "For example --set steps=10.")
+    node = raw
+    *parents, last = key.split(".")
+    for parent in parents:
+        node = node.setdefault(parent, {})
+        if not isinstance(node, dict):
+            raise ConfigError("config", f"--set {key}: {parent} is not a section.", "See docs/configuration.md.")
+    node[last] = parse_yaml(value, f"--set {override}", "config")

@@ -1,0 +1,296 @@
+"""The sections of a configuration: fields, defaults, bounds, and contradictions within one section."""
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+Kept = Literal["sealed", "clear"]
+
+
+def _address(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if not host or (":" in host and not bracketed) or not (port.isascii() and port.isdigit() and int(port) < 65536):
+        raise ValueError(f"'{text}' is not an address; write host:port, for example 127.0.0.1:9464")
+    return text
+
+
+Address = Annotated[str, AfterValidator(_address)]
+
+
+class Section(BaseModel):
+    """The base of all sections: frozen, no unknown fields, no infinities, no booleans for numbers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        kind = cls.model_fields[info.field_name].annotation if info.field_name else None
+        if isinstance(value, bool) and kind is not bool:
+            raise ValueError(f"{str(value).lower()} is not a valid value here")
+        return value
+
+
+class DPConfig(Section):
+    """Differential privacy. Either ``target_epsilon`` or ``noise_multiplier``, never both.
+
+    Attributes:
+        enabled: False needs a dataset declared public; the run is then marked NOT PRIVATE.
+        target_epsilon: epsilon the planned steps may spend; the noise multiplier is solved from it.
+        target_delta: delta of every stated epsilon.
+        noise_multiplier: z, if it is given instead of solved.
+        epsilon_cap: hard cap of the run's own account; ``target_epsilon`` if absent.
+        max_grad_norm: C.
+        colluding_workers: T, workers whose noise is not counted on.
+        accountant: with which noise is solved and the account is held. ``auto`` is ``pld`` for the run's own account
+            and the named account's for one that runs share.
+    """
+
+    enabled: bool = True
+    target_epsilon: float | None = Field(default=None, gt=0)
+    target_delta: float = Field(default=1e-5, gt=0, lt=1)
+    noise_multiplier: float | None = Field(default=None, gt=0)
+    epsilon_cap: float | None = Field(default=None, gt=0)
+    max_grad_norm: float = Field(
+        default=1.0, ge=2.0**-100, le=2.0**100
+    )  # see `raycloak.workers.gradients.clipping.ClippedSum`
+    colluding_workers: int = Field(default=0, ge=0)
+    accountant: Literal["auto", "rdp", "pld"] = "auto"
+
+    @model_validator(mode="after")
+    def _one_dial(self) -> Self:
+        if self.enabled and (self.target_epsilon is None) == (self.noise_multiplier is None):
+            raise ValueError("give exactly one of target_epsilon and noise_multiplier")
+        if self.enabled and self.target_epsilon is None and self.epsilon_cap is None:
+            raise ValueError("noise_multiplier needs an epsilon_cap")
+        return self
+
+
+class DatasetConfig(Section):
+    """The place of the examples, and how they are read.
+
+    Attributes:
+        kind: ``digits`` (scikit-learn's 1,797 images), ``npz``, ``parquet``, ``module`` (``module:function``) or
+            ``sealed`` (what ``raycloak data seal`` wrote).
+        path: file of an npz or parquet dataset, folder of a sealed one, relative to the config file.
+        function: ``module:function`` that returns a `raycloak.workers.inputs.datasets.Dataset`.
+        split: ``train`` or ``public`` for ``digits``.
+        features, labels: array or column names of npz and parquet.
+        scale: public constant that every feature is divided by.
+        public: declares that the data needs no protection; of a sealed evaluation split, that results on it need none.
+        fingerprint_key: file of 64 hexadecimal digits beside the data, with which every worker computes the
+            fingerprint that an account may be bound to; relative to the config file.
+        key_file: the data owner's key of a sealed dataset, which the orchestrator alone reads; relative to the config
+            file.
+    """
+
+    kind: Literal["digits", "npz", "parquet", "module", "sealed"]
+    path: str | None = None
+    function: str | None = None
+    split: Literal["train", "public"] = "train"
+    features: str | list[str] = "images"
+    labels: str = "labels"
+    scale: float = Field(default=1.0, gt=0)
+    public: bool = False
+    fingerprint_key: str | None = None
+    key_file: str | None = None
+
+    @model_validator(mode="after")
+    def _fields_of_kind(self) -> Self:
+        if (self.kind in ("npz", "parquet", "sealed")) != (self.path is not None):
+            raise ValueError("path belongs to kind npz, parquet or sealed, and is needed there")
+        if (self.kind == "sealed") != (self.key_file is not None):
+            raise ValueError("key_file belongs to kind sealed, and is needed there")
+        if self.kind == "sealed" and (self.fingerprint_key is not None or self.scale != 1.0):
+            raise ValueError("a sealed dataset has no fingerprint_key or scale; apply them before sealing")
+        if (self.kind == "module") != (self.function is not None):
+            raise ValueError("function belongs to kind module, and is needed there")
+        return self
+
+
+class EvaluationConfig(Section):
+    """A split on which accuracy, or the loss, is measured every ``every`` steps and at the end.
+
+    Results are exact and shown to everybody. So ``dataset.public`` must declare them public, even where the examples
+    themselves are sealed.
+    """
+
+    dataset: DatasetConfig
+    every: int = Field(default=10, gt=0)
+
+    @property
+    def kept(self) -> Kept:
+        """The way the examples are kept."""
+        return "sealed" if self.dataset.kind == "sealed" else "clear"
+
+
+class ClassCountsConfig(Section):
+    """The count of private examples of each class, released once, before the first step.
+
+    Attributes:
+        classes: K; labels outside [0, K) are not counted.
+        noise_multiplier: standard deviation of the noise in each count, in examples.
+    """
+
+    classes: int = Field(gt=0, le=10_000)
+    noise_multiplier: float = Field(gt=0)
+
+
+class PrivateEvaluationConfig(Section):
+    """The model's mean loss, and accuracy under ``cross_entropy``, on the private training examples.
+
+    Attributes:
+        every: steps between two releases; the last is made at the end.
+        noise_multiplier: noise of each release, in units of what one example contributes at most.
+        loss_bound: B; each example's loss is cut to [-B, B].
+    """
+
+    every: int = Field(default=50, gt=0)
+    noise_multiplier: float = Field(gt=0)
+    loss_bound: float = Field(default=5.0, ge=1e-6, le=1e6)
+
+
+class MeasurementsConfig(Section):
+    """The measurements on private examples beside the gradients, each with noise and a cost of its own."""
+
+    class_counts: ClassCountsConfig | None = None
+    evaluation: PrivateEvaluationConfig | None = None
+
+
+class OptimizerConfig(Section):
+    """The aggregator's update rule, applied to the released average."""
+
+    name: Literal["sgd", "adam", "adamw", "adafactor"] = "sgd"
+    learning_rate: float = Field(default=0.5, gt=0, le=3e38)
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+    weight_decay: float = Field(default=0.0, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _momentum_of_sgd(self) -> Self:
+        if self.momentum and self.name != "sgd":
+            raise ValueError(f"momentum belongs to sgd; {self.name} has no such setting, so set it to 0")
+        return self
+
+
+class RingConfig(Section):
+    """The integer ring of the updates.
+
+    Attributes:
+        bits: width; ``auto`` takes 32 where rounding costs less than 1 % of the sensitivity.
+        clamp: bound of a coordinate of one virtual worker's sum; by default it never binds.
+    """
+
+    bits: Literal["auto", 32, 64] = "auto"
+    clamp: float | None = Field(default=None, gt=0)
+
+
+class LedgerConfig(Section):
+    """The ledger and the account that pay.
+
+    Attributes:
+        url: of the ledger; the file in the state folder if absent. A password in it is written and shown nowhere.
+        account: that pays; without a name the run opens its own.
+        witness: absolute folder on other storage, or http(s) URL, that is told every head of the ledger.
+    """
+
+    url: str | None = Field(default=None, min_length=1, repr=False)
+    account: str | None = None
+    witness: str | None = None
+
+
+class KeyServiceConfig(Section):
+    """The data owner's key service, which gives the second half of every virtual-worker key.
+
+    Attributes:
+        address: ``host:port``, as the workers reach it.
+        contract: file that the service wrote, from the owner of the data; relative to the config file.
+    """
+
+    address: Address
+    contract: str
+
+
+class AttestationConfig(Section):
+    """The service that shows a run's evidence to others while it runs.
+
+    Attributes:
+        bind: ``host:port`` where the orchestrator serves the evidence service, on the driver's node; port 0 takes a
+            free one. Without it nothing is served.
+    """
+
+    bind: Address | None = None
+
+
+class FailureConfig(Section):
+    """The deadlines in seconds, and how many failures a run survives.
+
+    Attributes:
+        admission_deadline_s: for a member to open its data and to present its evidence.
+        step_deadline_s: for a worker or aggregator to answer in a step; one that does not is killed and replaced.
+        control_deadline_s: for the ledger or the orchestrator to answer; one that does not is restarted from disk.
+        join_timeout_s: how long a run with fewer than ``min_workers`` waits for replacements before it ends.
+        max_failures: members that may be lost before the run gives up.
+    """
+
+    admission_deadline_s: float = Field(default=120.0, gt=0)
+    step_deadline_s: float = Field(default=120.0, gt=0)
+    control_deadline_s: float = Field(default=30.0, gt=0)
+    join_timeout_s: float = Field(default=120.0, ge=0)
+    max_failures: int = Field(default=100, ge=0)
+
+
+class PlacementConfig(Section):
+    """The nodes that workers run on, in the terms of Ray's placement groups.
+
+    Attributes:
+        strategy: how the initial workers spread over nodes; a joiner gets a group of its own.
+        accelerator_type: model of the accelerator that each worker needs, as Ray names it.
+        resources_per_worker: what each worker reserves; ``CPU`` and ``GPU`` replace the even share.
+        labels: labels that a worker's node must carry, with Ray's selector syntax.
+        deadline_s: after which what cannot be placed is named and refused.
+    """
+
+    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    accelerator_type: str | None = None
+    resources_per_worker: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
+    labels: dict[str, str] = Field(default_factory=dict)
+    deadline_s: float = Field(default=60.0, gt=0)
+
+
+class CheckpointConfig(Section):
+    """The sealed packages of the released model; see `docs/tssp.md`.
+
+    Attributes:
+        checkpoint_frequency: steps between two packages; 0 seals one only when the run ends or is stopped.
+        num_to_keep: packages that stay; the newest and the best always do.
+        keep_best: released metric of which the best package stays as well.
+        storage: folder or ``s3://bucket/prefix`` of all packages; ``packages/`` in the state
+            folder if absent.
+        recipients: files with the public keys of those who may open a package, besides the run itself.
+    """
+
+    checkpoint_frequency: int = Field(default=50, ge=0)
+    num_to_keep: int = Field(default=2, gt=0)
+    keep_best: Literal["evaluation_accuracy", "evaluation_loss"] | None = None
+    storage: str | None = Field(default=None, min_length=1)
+    recipients: list[str] = Field(default_factory=list)
+
+    @field_validator("storage")
+    @classmethod
+    def _path_or_bucket(cls, storage: str | None) -> str | None:
+        if storage is not None and "://" in storage and not re.match(r"s3://[^/?]", storage):
+            raise ValueError("neither a path nor s3://bucket/prefix")
+        return storage
+
+
+class MetricsConfig(Section):
+    """The address of the `/metrics` endpoint, ``host:port``; port 0 takes a free one."""
+
+    bind: Address = "127.0.0.1:0"

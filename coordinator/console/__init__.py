@@ -1,0 +1,5 @@
+"""The output of a command: one JSON object or tables for a person, on streams that may be closed or lost.
+
+Doors: output, streams, tables.
+May import: quick_imports; workers, attestation, metrics.
+"""

@@ -1,0 +1,283 @@
+"""A standalone evidence service: an orchestrator without a cluster. It attests members and gives them their keys."""
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from raycloak.attestation.collateral.files import load_collateral
+from raycloak.attestation.collateral.keeper import CollateralKeeper, CollateralRefresh
+from raycloak.attestation.core.canonical import digest
+from raycloak.attestation.core.evidence import CollateralBundle
+from raycloak.attestation.core.messages import parse
+from raycloak.attestation.files.whole import write_whole
+from raycloak.attestation.files.yaml_reader import read_yaml
+from raycloak.attestation.keys.halves import ServiceContract, contract_context
+from raycloak.attestation.keys.run_secret import load_secret, run_id_of
+from raycloak.attestation.orchestrator.hosting import StaticHosting
+from raycloak.attestation.orchestrator.orchestrator import OpenRun, RunSession, open_run
+from raycloak.attestation.orchestrator.run_terms import RunTerms
+from raycloak.attestation.policy.policy import Policy, load_policy, simulated_policy
+from raycloak.attestation.sealed.sealed_data import SealedTerms, Use
+from raycloak.attestation.service.fair_lock import Turn
+from raycloak.attestation.service.key_service import key_service_desk
+from raycloak.attestation.service.limits import ServiceLimits
+from raycloak.attestation.service.server import EvidenceServer
+from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
+from raycloak.coordinator.config import home
+from raycloak.coordinator.config.run import validated
+from raycloak.coordinator.config.sections import Section
+from raycloak.coordinator.planning.references import load_terms
+from raycloak.metrics.errors import ConfigError, ProtocolError
+from raycloak.metrics.file_errors import file_error
+from raycloak.workers.terms.manifest import Manifest, key_context
+
+SESSION = "evidence service"
+
+
+class ContractConfig(Section):
+    """The terms of a service that is not for a run of raycloak's own workers.
+
+    Attributes:
+        virtual_workers, epochs: the number of keys.
+        known_answer: 64 hexadecimal digits that every worker must present; by default the digest of no bytes.
+    """
+
+    virtual_workers: int = Field(gt=0, le=65_536)
+    epochs: int = Field(default=1, gt=0, le=65_536)
+    known_answer: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] = digest(b"").hex()
+
+
+class SealedConfig(Section):
+    """The sealed examples whose slice keys are given with the virtual-worker keys.
+
+    Attributes:
+        path: folder that ``raycloak data seal`` wrote.
+        key_file: the data owner's key.
+    """
+
+    path: str
+    key_file: str
+
+
+class ServiceConfig(Section):
+    """The file of ``raycloak attest serve``; paths are relative to it.
+
+    Attributes:
+        bind: ``host:port`` to listen on.
+        run_secret: file of 64 hexadecimal digits, which all keys derive from.
+        hosting: the virtual workers that each member hosts; every one is hosted once. ``any`` makes it a key service:
+            any worker may have any key of the contract, and there are no rosters; see
+            `raycloak.attestation.service.key_service`.
+        aggregators: member ids, in range order.
+        policy, collateral: files to judge evidence by. Without them, simulated evidence is accepted, which proves
+            nothing about a machine. A policy that names a collateral service needs no file of collateral.
+        manifest: the manifest of a run whose keys are given; or ``contract``.
+        sealed, evaluation: examples to train on and to evaluate on, if they are sealed.
+        limits: limits of the service, by name.
+    """
+
+    bind: str = "127.0.0.1:7443"
+    run_secret: str
+    hosting: dict[str, tuple[int, ...]] | Literal["any"]
+    aggregators: tuple[str, ...] = ()
+    policy: str | None = None
+    collateral: str | None = None
+    manifest: str | None = None
+    contract: ContractConfig | None = None
+    sealed: SealedConfig | None = None
+    evaluation: SealedConfig | None = None
+    limits: ServiceLimits = ServiceLimits()
+
+    @field_validator("hosting", mode="before")
+    @classmethod
+    def _tuples(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: tuple(each) if isinstance(each, list) else each for name, each in value.items()}
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "ServiceConfig":
+        if (self.manifest is None) == (self.contract is None):
+            raise ValueError("give exactly one of manifest and contract")
+        if self.policy is None and self.collateral is not None:
+            raise ValueError("collateral goes with a policy")
+        if self.hosting == "any" and (self.contract is None or self.aggregators):
+            raise ValueError("a key service (hosting: any) has a contract, and no aggregators")
+        if self.hosting == "any" and (self.sealed or self.evaluation):
+            raise ValueError(
+                "slice keys (sealed, evaluation) go to workers that hosting names; with any, each would get all"
+            )
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceFacts:
+    """The facts about a service that members and readers of its output need.
+
+    Attributes:
+        evidence: ``SIMULATED`` if the policy accepts simulated evidence.
+        manifest_digest: digest of the manifest or the contract.
+        contract: file with the contract, if any.
+    """
+
+    evidence: str
+    address: str
+    run_id: str
+    manifest_digest: bytes
+    orchestrator_key: bytes
+    contract: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """What the service gives keys of: a run by its manifest, or a contract of its own."""
+
+    run: RunTerms
+    contract: ServiceContract | None
+
+
+def load_service(path: Path) -> ServiceConfig:
+    """Read the service's file; ConfigError ``config``."""
+    return validated(ServiceConfig, read_yaml(path, "config"), "docs/evidence-service.md")
+
+
+def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, RunSession, ServiceFacts]:
+    """Open the orchestrator below ``RAYCLOAK_HOME/service`` and serve it; a restart resumes its session.
+
+    Args:
+        base: folder that relative paths start from.
+
+    Raises:
+        ConfigError: a part that cannot be used, by name.
+    """
+    policy, collateral, keeper = _policy(config, base)
+    secret = base / config.run_secret
+    run_id = run_id_of(load_secret(secret))
+    folder = home.service_folder()
+    # A service that is started again with the same secret resumes its run.
+    known = (folder / "orchestrator" / f"{run_id}.sqlite").is_file()
+    run = open_run(str(folder / "orchestrator"), time.time, str(secret), run_id if known else None)
+    try:
+        served = _with_sealed(_served(config, base, run, policy, collateral), config, base)
+        hosting = _hosting(config, served.run.virtual_workers)
+        # Members that the table names are kept. Others are forgotten when their evidence expires.
+        lasting = frozenset() if hosting is None else frozenset((*hosting.workers, *hosting.aggregators))
+        session = run.begin(replace(served.run, lasting=lasting), SESSION)
+        if hosting is None:
+            desk = key_service_desk(session, served.run.virtual_workers)
+        else:
+            desk = session.evidence_desk(hosting)
+        # The server's calls and the refresh of collateral take turns at the orchestrator.
+        turn = Turn()
+        server = EvidenceServer.start(desk, served.run.manifest_digest, config.bind, config.limits, turn)
+    except BaseException:
+        run.close()
+        raise
+    if keeper is not None:
+        refresh = CollateralRefresh(keeper, session.admission.take_collateral, turn)
+        server.at_stop(refresh.stop)
+        refresh.start()
+    facts = ServiceFacts(
+        evidence="SIMULATED" if policy.accepts_simulated else "hardware",
+        address=f"{config.bind.rpartition(':')[0]}:{server.port}",
+        run_id=run_id,
+        manifest_digest=served.run.manifest_digest,
+        orchestrator_key=run.public.ed25519,
+        contract=_write(served.contract, folder / f"{run_id}.contract.json"),
+    )
+    return server, session, facts
+
+
+def _hosting(config: ServiceConfig, virtual_workers: int) -> StaticHosting | None:
+    """Return the hosting; None if the service does not decide it."""
+    if config.hosting == "any":
+        return None
+    return StaticHosting.of(config.hosting, config.aggregators, virtual_workers)
+
+
+def _policy(config: ServiceConfig, base: Path) -> tuple[Policy, CollateralBundle, CollateralKeeper | None]:
+    if config.policy is None:
+        vendor = SimulatedVendor.load_or_create(home.simulator_folder())
+        return simulated_policy(vendor, code_measurement()), vendor.collateral(int(time.time())), None
+    given = load_collateral(base / config.collateral) if config.collateral is not None else None
+    policy = load_policy(base / config.policy)
+    if policy.collateral_service is not None:
+        keeper = CollateralKeeper(policy, home.collateral_folder(), given)
+        return policy, keeper.current(), keeper
+    if given is None:
+        raise ConfigError(
+            "collateral",
+            "there is none to judge evidence with, and the policy names no service of it.",
+            "Name the file of it as collateral, or a collateral_service in the policy.",
+        )
+    return policy, given, None
+
+
+def _served(
+    config: ServiceConfig,
+    base: Path,
+    run: OpenRun,
+    policy: Policy,
+    collateral: CollateralBundle,
+) -> _Served:
+    run_id, key = run.run_id, run.public
+    if config.manifest is not None:
+        manifest = _manifest(base / config.manifest)
+        stated = (manifest.run_id, manifest.orchestrator_key, manifest.policy_digest)
+        if stated != (run_id, key.ed25519, policy.digest()):
+            raise ConfigError(
+                "manifest",
+                "the manifest names another run secret or another policy than this file.",
+                "Name the secret and the policy of that run.",
+            )
+        answer, count = manifest.known_answer, manifest.computation.mechanism.virtual_workers
+        context = key_context(manifest.computation, answer)
+        epochs = len(manifest.key_commitments)
+        return _Served(RunTerms(manifest.digest(), context, count, answer, policy, collateral, epochs=epochs), None)
+    assert config.contract is not None  # the configuration has one of the two
+    answer, count = bytes.fromhex(config.contract.known_answer), config.contract.virtual_workers
+    context = contract_context(count, answer)
+    contract = ServiceContract(
+        run_id=run_id,
+        orchestrator_key=key.ed25519,
+        orchestrator_ml_dsa=key.ml_dsa_65,
+        policy_digest=policy.digest(),
+        virtual_workers=count,
+        known_answer=answer,
+        key_commitments=run.key_commitments(context, count, config.contract.epochs),
+    )
+    terms = contract.digest(), context, count, answer, policy, collateral
+    # At a key service, a worker that died before its release makes room on its machine.
+    of_run = RunTerms(*terms, displaces=config.hosting == "any", epochs=config.contract.epochs)
+    return _Served(of_run, contract)
+
+
+def _with_sealed(served: _Served, config: ServiceConfig, base: Path) -> _Served:
+    def load(sealed: SealedConfig | None, use: Use) -> SealedTerms | None:
+        if sealed is None:
+            return None
+        return load_terms(base / sealed.path, base / sealed.key_file, served.run.virtual_workers, use)
+
+    sealed, evaluation = load(config.sealed, "training"), load(config.evaluation, "evaluation")
+    return replace(served, run=replace(served.run, sealed=sealed, evaluation=evaluation))
+
+
+def _manifest(path: Path) -> Manifest:
+    try:
+        return parse(Manifest, path.read_bytes().strip())
+    except OSError as error:
+        raise file_error("manifest", "read", path, error) from None
+    except ProtocolError:
+        raise ConfigError(
+            "manifest", f"{path} is not the manifest of a run.", "It is manifest.json in a run directory."
+        ) from None
+
+
+def _write(contract: ServiceContract | None, path: Path) -> Path | None:
+    if contract is None:
+        return None
+    write_whole(path, contract.encode() + b"\n")
+    return path

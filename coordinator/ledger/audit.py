@@ -1,0 +1,238 @@
+"""Replays a ledger's chain: checks that its events could have happened, and adds them up.
+
+It works on any copy of the entries. A third party needs only the ledger's public key.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from raycloak.attestation.core.roster import Query
+from raycloak.coordinator.accounting.accountants import Quote, Spend
+from raycloak.coordinator.accounting.renyi import step_rdp
+from raycloak.coordinator.ledger.accounts import Account, Standing, check_cap_change, check_transfer, named
+from raycloak.coordinator.ledger.entries import (
+    AccountClosed,
+    AccountOpened,
+    CapChanged,
+    CapTransferred,
+    Head,
+    LedgerEntry,
+    RunRegistered,
+    StepCharged,
+    broken,
+    check_chain,
+)
+from raycloak.coordinator.ledger.rules import (
+    PricedRun,
+    check_accountant,
+    check_claims,
+    check_dataset,
+    check_reserve,
+    check_shareable,
+    epsilon_at,
+    quoted,
+)
+from raycloak.coordinator.ledger.store import AccountRow, Rows
+from raycloak.metrics.errors import BudgetError
+from raycloak.workers.terms.mechanism import Mechanism
+
+_TOLERANCE = 1e-6
+"""The relative difference that is allowed between versions of the accountant."""
+
+
+@dataclass(slots=True)
+class ReplayedRun:
+    """A run, as its events define it. ``charges`` maps the charged steps of each query to their entries."""
+
+    sequence: int
+    registered: RunRegistered
+    priced: PricedRun
+    fencing: int = 0
+    charges: dict[Query, dict[int, int]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Replay:
+    """The totals of a chain: accounts by name, and runs by id. ``public_key`` is the ledger's."""
+
+    public_key: bytes
+    accounts: dict[str, Account] = field(default_factory=dict)
+    runs: dict[str, ReplayedRun] = field(default_factory=dict)
+    head: Head = field(default_factory=Head)
+
+    def add(self, entry: LedgerEntry) -> None:
+        """Add the next event; BudgetError ``chain_broken`` if it cannot follow the events before it."""
+        event = entry.event
+        if isinstance(event, AccountOpened):
+            _require(event.account not in self.accounts, entry, "it opens an account a second time")
+            self.accounts[event.account] = Account.of(event, _head(entry))
+        elif isinstance(event, RunRegistered):
+            self._register(entry, event)
+        elif isinstance(event, StepCharged):
+            self._charge(entry, event)
+        else:
+            self._change(entry, event)
+
+    def spent(self, account: str) -> list[Spend]:
+        """Return the charges of each run of an account."""
+        return [
+            run.priced.spend({query: len(charges) for query, charges in run.charges.items()})
+            for run in self.runs.values()
+            if run.registered.account == account
+        ]
+
+    def standing(self, account: str) -> Standing:
+        """Return an account with its charges."""
+        registered = [run.registered for run in self.runs.values() if run.registered.account == account]
+        return Standing(self.accounts[account], self.spent(account), registered)
+
+    def _change(self, entry: LedgerEntry, event: CapChanged | CapTransferred | AccountClosed) -> None:
+        for name in named(event):
+            _require(name in self.accounts, entry, "its account was never opened")
+        with _held_to(entry):
+            if isinstance(event, CapChanged):
+                check_cap_change(self.standing(event.account), event, self.public_key)
+            elif isinstance(event, CapTransferred):
+                check_transfer(self.standing(event.source), self.standing(event.target), event)
+            else:
+                self.accounts[event.account].require_open()
+                same = self.accounts[event.account].terms.epsilon_cap == event.epsilon_cap
+                _require(same, entry, "it closes the account with another cap")
+        for name in named(event):
+            self.accounts[name] = self.accounts[name].after(event, _head(entry))
+
+    def _register(self, entry: LedgerEntry, event: RunRegistered) -> None:
+        _require(event.run_id not in self.runs, entry, "it registers a run a second time")
+        _require(event.account in self.accounts, entry, "its account was never opened")
+        account = self.accounts[event.account].terms
+        charges: dict[Query, dict[int, int]] = {mechanism.query: {} for mechanism in event.mechanisms}
+        _require(len(charges) == len(event.mechanisms) > 0, entry, "it does not name each mechanism once")
+        _require(event.epsilon_cap == account.epsilon_cap, entry, "it states another cap than its account has")
+        private = [mechanism for mechanism in event.mechanisms if mechanism.private]
+        with _held_to(entry):
+            self.accounts[event.account].require_open()
+            check_dataset(account, event.dataset_fingerprint)
+            for mechanism in private:
+                check_claims(event.run_id, mechanism)
+                check_accountant(event.run_id, mechanism, account)
+            registered = [*self.standing(event.account).registered, event]
+            check_reserve(account, registered)
+            if private:
+                check_shareable(account, registered)
+        _require(_same_cost(event, account.orders), entry, "its cost per step is not that of its mechanism")
+        _require(_same_quote(event, quoted(account, event.mechanisms)), entry, "its quote is not what its plan costs")
+        self.runs[event.run_id] = ReplayedRun(entry.sequence, event, PricedRun.of(event), charges=charges)
+
+    def _charge(self, entry: LedgerEntry, event: StepCharged) -> None:
+        run = self.runs.get(event.run_id)
+        if run is None:
+            raise broken(entry.sequence, "its run was never registered")
+        registered, charges = run.registered, run.charges.get(event.query)
+        mechanism = next((each for each in registered.mechanisms if each.query == event.query), None)
+        if mechanism is None or charges is None:
+            raise broken(entry.sequence, "its run has no such mechanism")
+        _require(event.step not in charges, entry, f"it charges step {event.step} a second time")
+        _require(0 <= event.step < mechanism.steps, entry, "its step was not planned")
+        named = (event.manifest_digest, event.mechanism_digest)
+        _require(named == (registered.manifest_digest, mechanism.digest()), entry, "it charges for another mechanism")
+        _require(event.fencing >= run.fencing, entry, "it comes from an instance that had been replaced")
+        charges[event.step], run.fencing = entry.sequence, event.fencing
+        _require(not self.accounts[registered.account].closed, entry, "its account was closed")
+        account = self.accounts[registered.account].terms
+        spent = epsilon_at(account, self.spent(registered.account))
+        close = math.isclose(spent, event.charged_epsilon, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+        _require(close, entry, "its epsilon is not what the charges add up to")
+        within = not mechanism.private or spent <= account.epsilon_cap * (1 + _TOLERANCE)
+        _require(within, entry, "it crosses the cap of its account")
+
+
+def audit(entries: Iterable[LedgerEntry], public_key: bytes) -> Replay:
+    """Check chain, signatures and meaning of a whole ledger, from its first entry.
+
+    Guarantee: returns only if ``public_key`` signed every entry and none is missing before the last. No step was
+    charged twice, and each charge costs what its mechanism costs. Each mechanism has the noise it claims. No private
+    charge crosses its account's cap. Every cap was set by the opening, a lowering, a signature of the account's
+    authority, or a transfer.
+
+    Raises:
+        BudgetError: ``chain_broken``, naming the first entry that is wrong.
+    """
+    replay = Replay(public_key)
+
+    def replayed() -> Iterator[LedgerEntry]:
+        # A generator resumes only after the chain check has accepted the entry it was given.
+        for entry in entries:
+            yield entry
+            replay.add(entry)
+
+    replay.head = check_chain(replayed(), public_key)
+    return replay
+
+
+def check_tables(rows: Rows, replay: Replay) -> None:
+    """Check that every table agrees with the chain; BudgetError ``chain_broken`` otherwise."""
+    accounts = [AccountRow(name, each.opened_at, each.changed.sequence) for name, each in replay.accounts.items()]
+    if rows.accounts() != accounts:
+        raise broken(replay.head.sequence, "the table of accounts does not follow from the chain")
+    found = {row.run_id: row for row in rows.runs()}
+    for run_id, run in replay.runs.items():
+        row = found.pop(run_id, None)
+        counts = {query: len(charges) for query, charges in run.charges.items()}
+        expected = (run.registered.account, run.sequence, counts)
+        # An instance that owns a run, and has not charged it yet, has a higher number than the last charge.
+        if row is None or (row.account, row.sequence, dict(row.charged)) != expected or row.fencing < run.fencing:
+            raise broken(run.sequence, f"the row of run {run_id} does not follow from the chain")
+    charges = {
+        sequence: (run_id, query, step)
+        for run_id, run in replay.runs.items()
+        for query, steps in run.charges.items()
+        for step, sequence in steps.items()
+    }
+    for sequence, *filed in rows.charge_keys():
+        if charges.get(sequence, (None, None, None)) != tuple(filed):
+            raise broken(sequence, "it is filed under another run, query or step")
+    if found:
+        raise broken(replay.head.sequence, "the table of runs holds a run that the chain does not")
+
+
+def _same_cost(event: RunRegistered, orders: tuple[float, ...]) -> bool:
+    expected = tuple(_release_rdp(mechanism, orders) for mechanism in event.mechanisms)
+    same = [len(cost) for cost in event.step_rdp] == [len(cost) for cost in expected]
+    return same and bool(np.allclose(event.step_rdp, expected, rtol=_TOLERANCE, atol=0))
+
+
+def _release_rdp(mechanism: Mechanism, orders: tuple[float, ...]) -> tuple[float, ...]:
+    """Return the cost of one release at an account's orders."""
+    if not mechanism.private:
+        return (0.0,) * len(orders)
+    return step_rdp(mechanism.sample_rate, mechanism.noise_multiplier, orders)
+
+
+def _same_quote(event: RunRegistered, expected: Quote) -> bool:
+    if event.quote_counts != expected.counts or len(event.quote_epsilon) != len(expected.epsilon):
+        return False
+    return bool(np.allclose(event.quote_epsilon, expected.epsilon, rtol=_TOLERANCE, atol=_TOLERANCE))
+
+
+def _head(entry: LedgerEntry) -> Head:
+    return Head(entry.sequence, entry.hash)
+
+
+@contextmanager
+def _held_to(entry: LedgerEntry) -> Iterator[None]:
+    """Turn a refusal by the ledger's own rules into one that names the entry."""
+    try:
+        yield
+    except BudgetError as refusal:
+        if refusal.code == "chain_broken":
+            raise
+        raise broken(entry.sequence, f"the ledger would have refused it with {refusal.code}") from None
+
+
+def _require(condition: bool, entry: LedgerEntry, why: str) -> None:
+    if not condition:
+        raise broken(entry.sequence, why)

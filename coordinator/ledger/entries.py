@@ -1,0 +1,233 @@
+"""Entries of the ledger: signed events in one hash chain, and the check that anyone can make of a copy.
+
+``hash = SHA-256(LP("raycloak/ledger-entry/v1", sequence, previous, kind, body))`` covers every field. The signature
+covers the hash. Sequences count from 1, and the first entry's ``previous`` is ``GENESIS``.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from raycloak.attestation.core.canonical import DIGEST_BYTES, digest, length_prefixed
+from raycloak.attestation.core.keys import IdentityKey, signature_is_valid
+from raycloak.attestation.core.messages import Message, parse
+from raycloak.attestation.core.roster import Query
+from raycloak.coordinator.ledger.cap_authority import SignedCap
+from raycloak.metrics.errors import BudgetError, ProtocolError
+from raycloak.workers.terms.mechanism import AccountantName, Mechanism
+
+GENESIS = bytes(DIGEST_BYTES)
+
+
+class AccountOpened(Message):
+    """The opening of an account.
+
+    In this and the other events, ``recorded_at`` is Unix time in seconds, by the ledger's own clock.
+
+    Attributes:
+        accountant: the accountant that holds its cap.
+        orders: the Renyi orders of its RDP.
+        authority: raw Ed25519 key that may let the cap be raised; empty if it can only be lowered.
+        fingerprint: of the only dataset whose runs may charge, see `workers/inputs/fingerprint.py`; empty for any
+        dataset.
+    """
+
+    DOMAIN: ClassVar[str] = "account_opened"
+
+    recorded_at: int
+    account: str
+    epsilon_cap: float
+    delta: float
+    accountant: AccountantName
+    orders: tuple[float, ...]
+    authority: bytes
+    fingerprint: bytes
+
+
+class CapChanged(Message):
+    """A change of an account's cap.
+
+    Attributes:
+        old_cap, epsilon_cap: before and after.
+        authorisation: the authority's signed permission, if the cap was raised; None if it was lowered.
+    """
+
+    DOMAIN: ClassVar[str] = "cap_changed"
+
+    recorded_at: int
+    account: str
+    old_cap: float
+    epsilon_cap: float
+    authorisation: SignedCap | None
+
+
+class CapTransferred(Message):
+    """A move of epsilon between two accounts' caps. ``source_cap`` and ``target_cap`` are the caps afterwards."""
+
+    DOMAIN: ClassVar[str] = "cap_transferred"
+
+    recorded_at: int
+    source: str
+    target: str
+    source_cap: float
+    target_cap: float
+
+
+class AccountClosed(Message):
+    """The closing of an account, with its last cap. No run is registered and nothing is charged any more."""
+
+    DOMAIN: ClassVar[str] = "account_closed"
+
+    recorded_at: int
+    account: str
+    epsilon_cap: float
+
+
+class RunRegistered(Message):
+    """The registration of a run, which may then charge to an account.
+
+    Attributes:
+        mechanisms: all that the run may release, each with a ``query`` of its own.
+        step_rdp: per mechanism, RDP of one release at the account's orders; zeros where nothing is private.
+        epsilon_cap: the account's cap at the registration. The run was planned for it.
+        delta_slack: part of the account's delta that the run's slack takes at that cap.
+        dataset_fingerprint: from the run's manifest; empty without a key.
+        quote_counts, quote_epsilon: the cost of parts of the run, if the account's accountant holds a fixed plan. Per
+            part: releases of each private mechanism, and epsilon. Empty for a Renyi filter.
+        accountant_version: libraries that computed ``step_rdp`` and ``quote_epsilon``.
+    """
+
+    DOMAIN: ClassVar[str] = "run_registered"
+
+    recorded_at: int
+    run_id: str
+    account: str
+    mechanisms: tuple[Mechanism, ...]
+    manifest_digest: bytes
+    dataset_fingerprint: bytes
+    step_rdp: tuple[tuple[float, ...], ...]
+    quote_counts: tuple[tuple[int, ...], ...]
+    quote_epsilon: tuple[float, ...]
+    epsilon_cap: float
+    delta_slack: float
+    accountant_version: str
+
+
+class StepCharged(Message):
+    """One release of a run's mechanism.
+
+    Attributes:
+        query, step: the mechanism, and the number of its release, from 0.
+        fencing: number of the ledger instance that charged.
+        charged_epsilon: the account's epsilon after this charge: the total of all events up to this one.
+    """
+
+    DOMAIN: ClassVar[str] = "step_charged"
+
+    recorded_at: int
+    run_id: str
+    query: Query
+    step: int
+    parameter_digest: bytes
+    manifest_digest: bytes
+    mechanism_digest: bytes
+    fencing: int
+    charged_epsilon: float
+
+
+Event = AccountOpened | CapChanged | CapTransferred | AccountClosed | RunRegistered | StepCharged
+_KINDS: dict[str, type[Event]] = {
+    kind.DOMAIN: kind for kind in (AccountOpened, CapChanged, CapTransferred, AccountClosed, RunRegistered, StepCharged)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerEntry:
+    """One link of the chain, as stored. ``body`` is the canonical JSON of the event that ``kind`` names."""
+
+    sequence: int
+    previous: bytes
+    kind: str
+    body: bytes
+    hash: bytes
+    signature: bytes
+
+    @property
+    def event(self) -> Event:
+        """The parsed body.
+
+        Raises:
+            BudgetError: ``chain_broken``.
+        """
+        cls = _KINDS.get(self.kind)
+        if cls is None:
+            raise broken(self.sequence, f"its kind '{self.kind}' is unknown")
+        try:
+            return parse(cls, self.body)
+        except ProtocolError as error:
+            raise broken(self.sequence, f"its body is {error.message}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The position and hash of a chain's last entry. Sequence 0 is the empty chain."""
+
+    sequence: int = 0
+    hash: bytes = GENESIS
+
+
+def make_entry(head: Head, event: Event, key: IdentityKey) -> LedgerEntry:
+    """Make the entry that continues the chain at ``head`` with ``event``, signed by ``key``."""
+    sequence, body = head.sequence + 1, event.encode()
+    link = _link(sequence, head.hash, event.DOMAIN, body)
+    return LedgerEntry(sequence, head.hash, event.DOMAIN, body, link, key.sign(_signed(link)))
+
+
+def check_chain(entries: Iterable[LedgerEntry], public_key: bytes, start: Head | None = None) -> Head:
+    """Check that ``entries`` continue ``start`` (default: the beginning) without a gap and are all signed.
+
+    Guarantee: returns the head only if every field of every entry is what ``public_key`` signed, in this order.
+
+    Raises:
+        BudgetError: ``chain_broken``, naming the first entry that is wrong.
+    """
+    head = start or Head()
+    for entry in entries:
+        # First the content: a signature covers only the hash.
+        after = check_link(entry, head)
+        if not signature_is_valid(public_key, _signed(entry.hash), entry.signature):
+            raise broken(entry.sequence, "it is not signed by the ledger's key")
+        head = after
+    return head
+
+
+def check_link(entry: LedgerEntry, head: Head) -> Head:
+    """Check one entry's content and place, but not its signature; return the head after it.
+
+    Raises:
+        BudgetError: ``chain_broken``, naming the entry.
+    """
+    if entry.sequence != head.sequence + 1:
+        raise broken(head.sequence + 1, f"entry {entry.sequence} stands in its place")
+    if entry.previous != head.hash:
+        raise broken(entry.sequence, "it does not follow the entry before it")
+    if entry.hash != _link(entry.sequence, entry.previous, entry.kind, entry.body):
+        raise broken(entry.sequence, "its content does not match its hash")
+    return Head(entry.sequence, entry.hash)
+
+
+def broken(sequence: int, why: str) -> BudgetError:
+    """Build the refusal of a chain at one entry."""
+    return BudgetError(
+        "chain_broken",
+        f"the ledger cannot be trusted at entry {sequence}: {why}.",
+        "Restore the ledger from a copy that verifies; spend nothing until then.",
+    )
+
+
+def _link(sequence: int, previous: bytes, kind: str, body: bytes) -> bytes:
+    return digest(length_prefixed("raycloak/ledger-entry/v1", sequence, previous, kind, body))
+
+
+def _signed(link: bytes) -> bytes:
+    return length_prefixed("raycloak/ledger-signature/v1", link)

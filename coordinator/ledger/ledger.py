@@ -1,0 +1,300 @@
+"""The privacy ledger charges before anything is computed, never twice, never over the cap.
+
+Each dataset has one account, which names its accountant when it is opened. The accountant's total of all charges must
+stay within the cap. It is a Renyi filter for accounts that runs share, or privacy loss distributions for one fixed
+plan.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from raycloak.attestation.core.messages import Envelope, seal
+from raycloak.attestation.core.roster import Query
+from raycloak.coordinator.accounting.accountants import accountant_of
+from raycloak.coordinator.ledger.accounts import cap_change, check_same_terms, closing, opening, transfer
+from raycloak.coordinator.ledger.cap_authority import SignedCap
+from raycloak.coordinator.ledger.entries import Head, LedgerEntry, RunRegistered, StepCharged
+from raycloak.coordinator.ledger.heads import check_links
+from raycloak.coordinator.ledger.reader import LedgerReader
+from raycloak.coordinator.ledger.rules import (
+    PricedRun,
+    check_cap,
+    check_reserve,
+    check_shareable,
+    epsilon_at,
+    now,
+    registration,
+    run_mismatch,
+)
+from raycloak.coordinator.ledger.store import Rows, RunRow
+from raycloak.coordinator.quick_imports import quickly
+from raycloak.metrics.errors import BudgetError
+from raycloak.workers.terms.mechanism import AccountantName, Mechanism
+from raycloak.workers.terms.receipt import Receipt
+
+
+class PrivacyLedger(LedgerReader):
+    """One instance of a ledger. The store outlives it, and several instances may work on one store.
+
+    A run belongs to the newest instance that registered or charged it. Older ones are refused with ``fenced``.
+    All methods may be called from several threads.
+
+    Args:
+        url: ``sqlite:////absolute/file`` or ``postgresql://...``.
+        create: whether a missing ledger may be created. With False this instance takes no fencing number and only
+            reads; a charge by it is refused.
+        witness: absolute folder on other storage, or http(s) URL, that is told every head. See
+            `raycloak.coordinator.ledger.witness`.
+
+    Raises:
+        ConfigError, BudgetError: as in `raycloak.coordinator.ledger.store.LedgerStore`. ConfigError ``witness``.
+            BudgetError ``chain_broken`` if this instance is to write and an entry was changed. BudgetError
+            ``ledger_rolled_back`` or ``witness_unavailable``.
+    """
+
+    def __init__(self, url: str, create: bool = True, witness: str | None = None) -> None:
+        super().__init__(url, create, witness)
+        if create:
+            try:
+                with self._store.read() as rows:
+                    check_links(rows, self.public_key)
+            except BaseException:
+                self.close()
+                raise
+
+    def load_accountant(self, name: AccountantName = "pld") -> None:
+        """Import what computes epsilon, which takes seconds. Calling it early spares a registration that wait."""
+        with quickly():
+            accountant_of(name).load()
+
+    def open_account(
+        self,
+        name: str,
+        epsilon_cap: float,
+        delta: float,
+        authority: bytes = b"",
+        fingerprint: bytes = b"",
+        accountant: AccountantName = "rdp",
+    ) -> None:
+        """Open an account, or check that it was opened with the same terms.
+
+        Args:
+            authority: raw Ed25519 key that may let the cap be raised. Without one the cap can only be lowered.
+            fingerprint: of the only dataset whose runs may charge; see `workers/inputs/fingerprint.py`.
+            accountant: the one that holds the cap. Several runs may share the account under ``rdp`` only.
+
+        Raises:
+            ConfigError: ``account_terms`` if a value makes no sense.
+            BudgetError: ``account_mismatch`` if it was opened with other terms.
+        """
+        event = opening(name, epsilon_cap, delta, authority, fingerprint, accountant)
+        with self._write() as rows:
+            existing = self._book.account(rows, name)
+            if existing is None:
+                self._book.append(rows, event)
+            else:
+                check_same_terms(existing, event)
+
+    def change_cap(self, account: str, epsilon_cap: float, authorisation: SignedCap | None = None) -> None:
+        """Lower an account's cap, or raise it as its authority has signed it.
+
+        Raises:
+            ConfigError, BudgetError: ``account_unknown``, or as in `raycloak.coordinator.ledger.accounts.cap_change`.
+        """
+        with self._write() as rows:
+            standing = self._book.standing(rows, account)
+            event = cap_change(standing, epsilon_cap, authorisation, self.public_key)
+            if event is not None:
+                self._book.append(rows, event)
+
+    def transfer(self, source: str, target: str, amount: float) -> None:
+        """Move unspent epsilon from one account's cap to that of another of the same dataset, in one entry.
+
+        Raises:
+            ConfigError, BudgetError: ``account_unknown``, or as in `raycloak.coordinator.ledger.accounts.transfer`.
+        """
+        with self._write() as rows:
+            giver, taker = (self._book.standing(rows, name) for name in (source, target))
+            self._book.append(rows, transfer(giver, taker, amount))
+
+    def close_account(self, account: str) -> None:
+        """Close an account: no run is registered with it and nothing is charged any more. Repeating does nothing.
+
+        Raises:
+            BudgetError: ``account_unknown``.
+        """
+        with self._write() as rows:
+            event = closing(self._book.known(rows, account))
+            if event is not None:
+                self._book.append(rows, event)
+
+    def register_run(
+        self,
+        run_id: str,
+        account: str,
+        mechanisms: tuple[Mechanism, ...],
+        manifest_digest: bytes,
+        dataset_fingerprint: bytes = b"",
+    ) -> None:
+        """Let a run charge to an account, and make this instance the run's owner. Idempotent for the same arguments.
+
+        Args:
+            mechanisms: all that the run may release. Each has a query of its own, and is paid for release by release.
+            dataset_fingerprint: from the run's manifest; empty without a key.
+
+        Raises:
+            BudgetError: ``account_unknown``, ``account_closed`` or ``fenced``. ``run_mismatch`` if the id belongs to a
+                run of another account, mechanism, dataset or manifest. ``account_not_shared`` if another run has the
+                account's one plan. ``delta_exceeded`` without slack left in delta. ``cap_exceeded`` if not even one
+                release of each mechanism is left. Also as in `raycloak.coordinator.ledger.rules.registration`.
+            ConfigError: ``delta_too_small`` for the account's accountant.
+        """
+        with self._store.read() as rows:
+            terms = self._book.known(rows, account).terms
+        # Price the run before taking the lock: pricing takes seconds the first time, and others wait for the lock.
+        event = registration(run_id, terms, mechanisms, manifest_digest, dataset_fingerprint)
+        with self._write() as rows:
+            row = rows.run(run_id)
+            if row is not None:
+                self._check_same_run(rows, row, event)
+                self._check_fencing(row)
+                self._take(rows, row)
+                return
+            standing = self._book.standing(rows, account)
+            standing.account.require_open()
+            # The account may have changed between the two transactions.
+            if standing.account.terms != terms:
+                terms = standing.account.terms
+                event = registration(run_id, terms, mechanisms, manifest_digest, dataset_fingerprint)
+            check_reserve(terms, [*standing.registered, event])
+            if any(mechanism.private for mechanism in mechanisms):
+                check_shareable(terms, [*standing.registered, event])
+                # A run that could not afford one release of each mechanism is refused before it starts.
+                one_of_each = PricedRun.of(event).spend({mechanism.query: 1 for mechanism in mechanisms})
+                check_cap(terms, [*standing.spent, one_of_each])
+            counts = {mechanism.query: 0 for mechanism in mechanisms}
+            entry = self._book.append(rows, event)
+            rows.add_run(RunRow(run_id, account, entry.sequence, self.fencing, counts))
+            rows.renew_lease(self.fencing)
+
+    def charge(
+        self, run_id: str, step: int, parameter_digest: bytes, manifest_digest: bytes, query: Query = "gradient"
+    ) -> Envelope:
+        """Charge one step of one mechanism and return the signed :class:`raycloak.workers.terms.receipt.Receipt` for
+        it.
+
+        Guarantee: when the receipt is returned its entry is on disk. The witness, if there is one, then holds a head
+        at or behind that entry. The same five arguments give the same entry and charge once, for any caller and any
+        number of calls. For a later instance only the fencing number differs. A charge that would cross the cap is
+        refused and changes nothing.
+
+        Raises:
+            BudgetError: ``run_unknown``, ``run_mismatch``, ``fenced``, ``step_not_planned``,
+                ``step_already_charged`` (for other parameters), ``account_closed``, ``cap_exceeded``,
+                ``ledger_unavailable``, ``ledger_rolled_back`` or ``witness_unavailable``. The step may be charged
+                after the last two: see :meth:`status`.
+        """
+        with self._write() as rows:
+            row = rows.run(run_id)
+            if row is None:
+                raise BudgetError(
+                    "run_unknown", f"run {run_id} is not registered in this ledger.", "Register it first."
+                )
+            run = self._book.run(rows, row)
+            # Ownership is read in the transaction that charges, so it cannot be out of date.
+            self._check_fencing(row)
+            if manifest_digest != run.registered.manifest_digest:
+                raise run_mismatch(run_id)
+            entry = rows.charge(run_id, query, step)
+            if entry is None:
+                entry = self._charge_new(rows, row, run, query, step, parameter_digest)
+            receipt = self._receipt(entry, run.registered, parameter_digest)
+            self._take(rows, row)
+        return receipt
+
+    def _charge_new(
+        self, rows: Rows, row: RunRow, run: PricedRun, query: Query, step: int, parameter_digest: bytes
+    ) -> LedgerEntry:
+        priced = run.priced.get(query)
+        planned = priced.mechanism.steps if priced else 0
+        if priced is None or not 0 <= step < planned:
+            raise BudgetError(
+                "step_not_planned",
+                f"run {row.run_id} planned {planned} releases of its {query}; number {step} is not one of them.",
+            )
+        account = self._book.known(rows, row.account)
+        account.require_open()
+        terms = account.terms
+        spent = self._book.spent(rows, rows.runs(row.account), (row.run_id, query))
+        # A public release costs nothing, so no cap can refuse it.
+        charged = check_cap(terms, spent) if priced.mechanism.private else epsilon_at(terms, spent)
+        event = StepCharged(
+            recorded_at=now(),
+            run_id=row.run_id,
+            query=query,
+            step=step,
+            parameter_digest=parameter_digest,
+            manifest_digest=run.registered.manifest_digest,
+            mechanism_digest=priced.digest,
+            fencing=self.fencing,
+            charged_epsilon=charged,
+        )
+        rows.count_charge(row.run_id, query)
+        rows.renew_lease(self.fencing)
+        return self._book.append(rows, event)
+
+    def _receipt(self, entry: LedgerEntry, run: RunRegistered, parameter_digest: bytes) -> Envelope:
+        event = entry.event
+        assert isinstance(event, StepCharged)
+        # The same keyed noise on another gradient would be a difference without noise.
+        if event.parameter_digest != parameter_digest:
+            raise BudgetError(
+                "step_already_charged",
+                f"step {event.step} of run {event.run_id} was charged for other parameters.",
+                "A rerun that does not reproduce needs a new run id: fresh noise, and a full charge.",
+            )
+        receipt = Receipt(
+            run_id=event.run_id,
+            query=event.query,
+            step=event.step,
+            parameter_digest=event.parameter_digest,
+            manifest_digest=event.manifest_digest,
+            account=run.account,
+            mechanism_digest=event.mechanism_digest,
+            fencing=self.fencing,
+            sequence=entry.sequence,
+            head=entry.hash,
+            charged_epsilon=event.charged_epsilon,
+            dataset_fingerprint=run.dataset_fingerprint,
+        )
+        return seal(receipt, self._store.key)
+
+    @contextmanager
+    def _write(self) -> Iterator[Rows]:
+        """Open a transaction of the store. Once it has committed, give its head to the witness."""
+        with self._store.write() as rows:
+            yield rows
+            head = rows.head() if self._witnessed else Head()
+        # The witness is asked after the commit, so that it never holds a head that the ledger could still undo.
+        if self._witnessed:
+            self._witnessed.keep(head)
+
+    def _check_same_run(self, rows: Rows, row: RunRow, event: RunRegistered) -> None:
+        known = self._book.run(rows, row).registered
+        compared = ("account", "mechanisms", "manifest_digest", "dataset_fingerprint")
+        if any(getattr(known, name) != getattr(event, name) for name in compared):
+            raise run_mismatch(row.run_id)
+
+    def _take(self, rows: Rows, row: RunRow) -> None:
+        """Make this instance the run's owner, if it is not."""
+        if row.fencing != self.fencing:
+            rows.own_run(row.run_id, self.fencing)
+            rows.renew_lease(self.fencing)
+
+    def _check_fencing(self, row: RunRow) -> None:
+        if row.fencing > self.fencing:
+            raise BudgetError(
+                "fenced",
+                f"ledger instance {self.fencing} was replaced by {row.fencing} for run {row.run_id}.",
+                "Another process runs it: raycloak budget show tells which; end one of the two.",
+            )

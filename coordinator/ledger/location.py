@@ -1,0 +1,154 @@
+"""The file of an embedded ledger: private to its owner, on a file system whose locks and syncs can be relied on."""
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raycloak.metrics.errors import BudgetError, ConfigError
+from raycloak.metrics.file_errors import file_error
+
+if TYPE_CHECKING:
+    import sqlalchemy as sa
+
+    from raycloak.coordinator.config.run import RunConfig
+
+_MOUNTS = Path("/proc/mounts")
+_NETWORK = {
+    *("9p", "afs", "beegfs", "ceph", "cifs", "coda", "fuse", "gfs", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs"),
+    *("nfs", "nfs4", "ocfs2", "orangefs", "smb3", "smbfs"),
+    *("vboxsf", "virtiofs"),  # a host's folder in its guest: its locks and syncs do not hold as on a local disk
+}
+
+
+def prepare_file(path: Path, create: bool) -> None:
+    """Create the file with mode 0600 (its folder 0700) if it is missing, and check an existing one.
+
+    Guarantee: on return the file exists, and only its owner can read it, because it holds the signing key. It is not
+    on a network file system, where SQLite's locks and syncs cannot be relied on.
+
+    Raises:
+        ConfigError: ``network_file_system``, ``ledger_missing``, or ``ledger_url`` if the file cannot be made.
+        BudgetError: ``ledger_exposed``.
+    """
+    refuse_network_file_system(path, _MOUNTS.read_text() if _MOUNTS.exists() else "")
+    if create and not path.exists():
+        _create(path)
+    if path.exists() and not path.is_file():
+        raise ConfigError("ledger_url", f"{path} is no file.", "Name the file of a ledger.")
+    if not path.exists():
+        raise ledger_missing(f"there is no ledger at {path}.")
+    mode = path.stat().st_mode & 0o777
+    if mode & 0o077:
+        raise BudgetError(
+            "ledger_exposed",
+            f"{path} has mode {mode:03o}, but a ledger holds a signing key.",
+            f"If nobody else has read or written it: chmod 600 {path}",
+        )
+
+
+def ledger_missing(fact: str) -> ConfigError:
+    """Build the error for a missing ledger: the place is wrong, whereas no budget was refused."""
+    remedy = "The first run makes it, or raycloak budget open; else check RAYCLOAK_HOME and the URL."
+    return ConfigError("ledger_missing", fact, remedy)
+
+
+def _create(path: Path) -> None:
+    missing = [folder for folder in path.parents if not folder.exists()]
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with suppress(FileExistsError):  # another process was first
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+        for folder in (path.parent, *(folder.parent for folder in missing)):
+            _sync(folder)
+    except OSError as error:
+        raise file_error("ledger_url", "create the ledger", path, error) from None
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in a folder durable. A ledger whose folder is lost in a power cut would start again at zero."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def refuse_network_file_system(path: Path, mounts: str) -> None:
+    """Refuse a path below a network or FUSE mount.
+
+    Args:
+        mounts: content of ``/proc/mounts``; empty on a system without it, and then nothing is checked.
+
+    Raises:
+        ConfigError: ``network_file_system``.
+    """
+    # A link may lead from a local disk to a network file system.
+    kind = file_system(Path(os.path.realpath(path)), mounts)
+    if kind in _NETWORK or kind.startswith("fuse."):
+        raise ConfigError(
+            "network_file_system",
+            f"{path} is on a {kind} file system, where a charge may not be durable or may be made twice.",
+            "Keep the ledger on a local disk, or use a PostgreSQL URL.",
+        )
+
+
+def file_system(path: Path, mounts: str) -> str:
+    """Return the type of the innermost mount that holds ``path``; empty if unknown."""
+    best, kind = -1, ""
+    for line in mounts.splitlines():
+        _, point, found, *_ = line.split(" ")
+        folder = Path(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), point))
+        # A later mount on the same point hides the earlier one.
+        if path.is_relative_to(folder) and len(folder.parts) >= best:
+            best, kind = len(folder.parts), found
+    return kind
+
+
+URL_REMEDY = "Use sqlite:////absolute/path/ledger.sqlite or postgresql://user@host/database."
+
+_SECRETS = ("password", "sslpassword")
+"""The secrets that libpq also accepts as parameters of a URL."""
+
+
+def parse_url(url: str) -> "sa.URL":
+    """Parse a ledger's URL; ConfigError ``ledger_url`` if it cannot be parsed. The error never repeats the URL."""
+    import sqlalchemy as sa  # late: runs that keep their ledger in the state folder do not need it
+
+    try:
+        return sa.make_url(url)
+    except (sa.exc.ArgumentError, ValueError):
+        raise ConfigError("ledger_url", "the ledger URL cannot be read.", URL_REMEDY) from None
+
+
+def usable_url(url: str) -> "sa.URL":
+    """Parse a URL under which a ledger can be kept; ConfigError ``ledger_url`` for any other."""
+    parsed = parse_url(url)
+    kind = parsed.get_backend_name()
+    if kind not in ("sqlite", "postgresql"):
+        raise ConfigError("ledger_url", f"a ledger cannot be kept in {kind}.", URL_REMEDY)
+    if kind == "sqlite" and (not parsed.database or not Path(parsed.database).is_absolute() or parsed.query):
+        path = parsed.database or ""
+        raise ConfigError("ledger_url", f"'{path}' is not an absolute path of a ledger.", URL_REMEDY)
+    return parsed
+
+
+def without_secrets(url: str) -> str:
+    """Return the URL without its passwords. The driver then asks ``PGPASSWORD`` and ``~/.pgpass``.
+
+    Guarantee: the result contains no password of the URL, neither before the host nor as a parameter.
+
+    Raises:
+        ConfigError: ``ledger_url``.
+    """
+    bare = parse_url(url)._replace(password=None).difference_update_query(_SECRETS)
+    return bare.render_as_string(hide_password=False)
+
+
+def recorded(config: "RunConfig") -> "RunConfig":
+    """Return the configuration as it may be written down and shown: its ledger's URL is `without_secrets`."""
+    if config.ledger.url is None:
+        return config
+    ledger = config.ledger.model_copy(update={"url": without_secrets(config.ledger.url)})
+    return config.model_copy(update={"ledger": ledger})

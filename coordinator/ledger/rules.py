@@ -1,0 +1,251 @@
+"""The rules by which the ledger admits a run and a charge. Pure functions of events."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raycloak.attestation.core.roster import Query
+from raycloak.coordinator.accounting.accountants import AccountLimits, Quote, Spend, accountant_of
+from raycloak.coordinator.accounting.batch_shape import overflow_bound
+from raycloak.coordinator.accounting.releases import Release
+from raycloak.coordinator.accounting.renyi import (
+    SLACK_SHARE,
+    SMALLEST_NOISE_MULTIPLIER,
+    accountant_delta,
+    delta_slack,
+    effective_noise_multiplier,
+    step_rdp,
+)
+from raycloak.coordinator.ledger.entries import AccountOpened, RunRegistered
+from raycloak.metrics.errors import BudgetError
+from raycloak.workers.terms.mechanism import Mechanism
+from raycloak.workers.vectors.noise import MAX_SIGMA, MIN_SIGMA
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A mechanism, with its digest and the cost of one of its steps."""
+
+    mechanism: Mechanism
+    digest: bytes
+    step_rdp: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class PricedRun:
+    """The parts of a registration that a charge needs, parsed once."""
+
+    registered: RunRegistered
+    priced: Mapping[Query, Priced]
+    quote: Quote
+
+    @classmethod
+    def of(cls, event: RunRegistered) -> Self:
+        """Parse ``event``."""
+        each = zip(event.mechanisms, event.step_rdp, strict=True)
+        priced = {m.query: Priced(m, m.digest(), np.asarray(cost)) for m, cost in each}
+        return cls(event, priced, Quote(event.quote_counts, event.quote_epsilon))
+
+    def spend(self, charged: Mapping[Query, int]) -> Spend:
+        """Return the cost of so many releases of each mechanism. Public ones cost nothing and are not counted."""
+        private = [(charged[query], each) for query, each in self.priced.items() if each.mechanism.private]
+        rdp = sum((count * each.step_rdp for count, each in private), np.zeros(len(self.registered.step_rdp[0])))
+        releases = tuple(
+            Release(each.mechanism.sample_rate, each.mechanism.noise_multiplier, count)
+            for count, each in private
+            if count
+        )
+        return Spend(rdp, tuple(count for count, _ in private), releases, self.quote)
+
+
+def registration(
+    run_id: str,
+    terms: AccountOpened,
+    mechanisms: tuple[Mechanism, ...],
+    manifest_digest: bytes,
+    dataset_fingerprint: bytes,
+) -> RunRegistered:
+    """Build the event of a new run, with its cost.
+
+    Raises:
+        BudgetError: ``dataset_mismatch``, or a flaw of a mechanism: ``mechanism_inconsistent``, ``honest_share``,
+            ``sigma_too_small`` or ``accountant_mismatch``.
+        ConfigError: ``delta_too_small`` for the accountant.
+    """
+    if len({mechanism.query for mechanism in mechanisms}) != len(mechanisms) or not mechanisms:
+        raise BudgetError("mechanism_inconsistent", f"run {run_id} does not name each of its mechanisms once.")
+    check_dataset(terms, dataset_fingerprint)
+    costs = tuple(_cost(run_id, mechanism, terms) for mechanism in mechanisms)
+    quote = quoted(terms, mechanisms)
+    event = RunRegistered(
+        recorded_at=now(),
+        run_id=run_id,
+        account=terms.account,
+        mechanisms=mechanisms,
+        manifest_digest=manifest_digest,
+        dataset_fingerprint=dataset_fingerprint,
+        step_rdp=costs,
+        quote_counts=quote.counts,
+        quote_epsilon=quote.epsilon,
+        epsilon_cap=terms.epsilon_cap,
+        delta_slack=0.0,  # set below, because it follows from the event
+        accountant_version=accountant_of(terms.accountant).version(),
+    )
+    return event.model_copy(update={"delta_slack": slack_at(event, terms.epsilon_cap)})
+
+
+def quoted(terms: AccountOpened, mechanisms: Sequence[Mechanism]) -> Quote:
+    """Return what the account's accountant says beforehand about a run of these mechanisms."""
+    plan = [Release(each.sample_rate, each.noise_multiplier, each.steps) for each in mechanisms if each.private]
+    return accountant_of(terms.accountant).quote(plan, account_limits(terms)) if plan else Quote()
+
+
+def account_limits(terms: AccountOpened) -> AccountLimits:
+    """Return the part of an account's terms that its accountant needs."""
+    return AccountLimits(terms.epsilon_cap, accountant_delta(terms.delta), terms.orders)
+
+
+def check_dataset(terms: AccountOpened, dataset_fingerprint: bytes) -> None:
+    """Refuse a run on data other than the account was opened for; BudgetError ``dataset_mismatch``."""
+    if terms.fingerprint in (b"", dataset_fingerprint):
+        return
+    found = f"is {dataset_fingerprint.hex()}" if dataset_fingerprint else "was not computed"
+    raise BudgetError(
+        "dataset_mismatch",
+        f"account '{terms.account}' is bound to the dataset with fingerprint {terms.fingerprint.hex()}; the "
+        f"fingerprint of the run's data {found}.",
+        "Name the account of this data, and with dataset.fingerprint_key the key the account was opened with.",
+    )
+
+
+def _cost(run_id: str, mechanism: Mechanism, terms: AccountOpened) -> tuple[float, ...]:
+    """Return the RDP of one release, after checking that the mechanism is what it claims to be."""
+    if not mechanism.private:
+        return (0.0,) * len(terms.orders)
+    # First, because the price follows from what the mechanism claims.
+    check_claims(run_id, mechanism)
+    check_accountant(run_id, mechanism, terms)
+    return step_rdp(mechanism.sample_rate, mechanism.noise_multiplier, terms.orders)
+
+
+def check_claims(run_id: str, mechanism: Mechanism) -> None:
+    """Refuse a private mechanism that claims more noise than its shares add up to, or too few cut batches.
+
+    Guarantee: passes only if a release's cost, and its part of delta, follow from the rest of the mechanism.
+
+    Raises:
+        BudgetError: ``mechanism_inconsistent``, or a code of :func:`check_shares`.
+    """
+    check_shares(run_id, mechanism)
+    counted = effective_noise_multiplier(mechanism, mechanism.virtual_workers * (1 - mechanism.honest_share))
+    claimed = mechanism.noise_multiplier
+    usable = 0 < mechanism.sample_rate <= 1 and claimed >= SMALLEST_NOISE_MULTIPLIER
+    if not usable or counted < claimed * (1 - 1e-9):
+        raise BudgetError(
+            "mechanism_inconsistent",
+            f"mechanism {mechanism.query} of run {run_id} claims noise multiplier {claimed:g} at sampling rate "
+            f"{mechanism.sample_rate:g}, but its shares add up to {counted:g}.",
+        )
+    cut = overflow_bound(
+        -(-mechanism.num_examples // mechanism.virtual_workers),
+        mechanism.sample_rate,
+        mechanism.steps * mechanism.virtual_workers,
+        mechanism.micro_batch_size * mechanism.micro_batches,
+    )
+    if mechanism.overflow_probability < cut * (1 - 1e-6):
+        raise BudgetError(
+            "mechanism_inconsistent",
+            f"mechanism {mechanism.query} of run {run_id} claims that a batch is cut with probability "
+            f"{mechanism.overflow_probability:.3g} at most; its sizes imply {cut:.3g}.",
+        )
+
+
+def check_accountant(run_id: str, mechanism: Mechanism, terms: AccountOpened) -> None:
+    """Refuse a mechanism that was planned with another accountant than the one that holds its account."""
+    if mechanism.accountant != terms.accountant:
+        raise BudgetError(
+            "accountant_mismatch",
+            f"mechanism {mechanism.query} of run {run_id} was planned with the {mechanism.accountant} accountant, but "
+            f"account '{terms.account}' is held with {terms.accountant}.",
+            "Set dp_config.accountant to auto, or name another account.",
+        )
+
+
+def check_shareable(terms: AccountOpened, registered: Sequence[RunRegistered]) -> None:
+    """Refuse a second private run on an account whose accountant holds only one fixed plan."""
+    private = [run.run_id for run in registered if any(mechanism.private for mechanism in run.mechanisms)]
+    if len(private) > 1 and not accountant_of(terms.accountant).shareable:
+        raise BudgetError(
+            "account_not_shared",
+            f"account '{terms.account}' is held with {terms.accountant}, for the plan of run {private[0]} alone.",
+            "Open an account with the rdp accountant, and name it in ledger.account.",
+        )
+
+
+def check_shares(run_id: str, mechanism: Mechanism) -> None:
+    """Refuse noise shares that the argument of `docs/privacy.md` does not cover."""
+    if not 0 < mechanism.honest_share <= 1:
+        raise BudgetError(
+            "honest_share",
+            f"mechanism {mechanism.query} of run {run_id} counts on the share {mechanism.honest_share:g} of the "
+            "noise, which is not in (0, 1].",
+        )
+    if not MIN_SIGMA <= mechanism.sigma <= MAX_SIGMA:
+        raise BudgetError(
+            "sigma_too_small" if mechanism.sigma < MIN_SIGMA else "sigma_too_large",
+            f"mechanism {mechanism.query} of run {run_id} gives a virtual worker noise of {mechanism.sigma:.4g} ring "
+            f"units; it must be in [{MIN_SIGMA:g}, {MAX_SIGMA:g}].",
+        )
+
+
+def slack_at(registered: RunRegistered, epsilon_cap: float) -> float:
+    """Return the part of delta that a run's slack takes if epsilon may reach ``epsilon_cap``; at most 1."""
+    return min(sum(delta_slack(mechanism, epsilon_cap).total for mechanism in registered.mechanisms), 1.0)
+
+
+def check_reserve(terms: AccountOpened, registered: Sequence[RunRegistered]) -> None:
+    """Refuse runs whose slack together, at the cap of ``terms``, would not fit the reserve of delta."""
+    total = sum(slack_at(each, terms.epsilon_cap) for each in registered)
+    if total > SLACK_SHARE * terms.delta:
+        raise BudgetError(
+            "delta_exceeded",
+            f"with run {registered[-1].run_id} and cap {terms.epsilon_cap:g} the slack of account '{terms.account}' "
+            f"would take {total:.2g} of its delta {terms.delta:g}; {SLACK_SHARE:.0%} is set aside for it.",
+            "Plan the run for this account's cap, or use another account.",
+        )
+
+
+def check_cap(terms: AccountOpened, spent: Sequence[Spend]) -> float:
+    """Return epsilon once all of ``spent`` is charged; BudgetError ``cap_exceeded`` if it is over the cap."""
+    after = epsilon_at(terms, spent)
+    if after > terms.epsilon_cap:
+        raise BudgetError(
+            "cap_exceeded",
+            f"the step would bring account '{terms.account}' to epsilon {after:.4g}, over its cap "
+            f"{terms.epsilon_cap:g} at delta {terms.delta:g}.",
+            "The budget of this data is spent; another account is another promise to the people in it.",
+        )
+    return after
+
+
+def epsilon_at(terms: AccountOpened, spent: Sequence[Spend]) -> float:
+    """Return epsilon of the spending of all runs of an account, under its terms."""
+    return accountant_of(terms.accountant).spent(spent, account_limits(terms))
+
+
+def run_mismatch(run_id: str) -> BudgetError:
+    """Build the refusal of a run id that something else already has."""
+    return BudgetError(
+        "run_mismatch",
+        f"run {run_id} is registered for another account, mechanism or manifest.",
+        "Resume it with its own configuration, or start a run with a new secret.",
+    )
+
+
+def now() -> int:
+    """Return Unix time in whole seconds."""
+    return int(time.time())

@@ -1,0 +1,350 @@
+"""A witness: storage apart from the ledger that is told every head, so that a ledger put back is noticed.
+
+It keeps signed heads, each of which follows the one before. A head may only replace the newest one, which the ledger
+has checked against its own chain. So two ledgers that diverged cannot both continue under one witness.
+
+It is a folder with one file of JSON lines per ledger, appended to and synced. Or it is an http(s) URL that answers GET
+and conditional PUT (RFC 9110: ETag, If-Match, If-None-Match).
+"""
+
+import fcntl
+import http.client
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import SplitResult, urlsplit
+
+from raycloak.attestation.core.keys import IdentityKey
+from raycloak.coordinator.ledger.entries import Head
+from raycloak.coordinator.ledger.heads import LedgerHead, head_line, read_head_line, rolled_back
+from raycloak.metrics.errors import BudgetError, ConfigError, ProtocolError
+
+TIMEOUT_S = 5.0
+"""Bounds the wait for one answer of a URL, and for another process to release a folder's file."""
+
+_TRIES = 20
+_TAIL_BYTES = 8192  # several times a line with a head
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The state of a witness: its newest head, None without one, and the token that names this state."""
+
+    head: LedgerHead | None
+    token: str
+
+
+class Witness(Protocol):
+    """A place that keeps the heads of one ledger. Every method raises BudgetError ``witness_unavailable``."""
+
+    def newest(self) -> Held:
+        """Return the present state."""
+        ...
+
+    def heads(self) -> tuple[LedgerHead, ...]:
+        """Return all heads that it can still show, oldest first."""
+        ...
+
+    def put(self, line: bytes, token: str) -> str | None:
+        """Keep another head durably, unless the state is no longer ``token``.
+
+        Returns:
+            The token of the new state, empty if it must be asked for. None if nothing was kept.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release open resources. The witness may be asked again."""
+        ...
+
+
+def open_witness(location: str, public_key: bytes) -> Witness:
+    """Open the witness of the ledger with this key.
+
+    Args:
+        location: absolute folder, or http(s) URL.
+
+    Raises:
+        ConfigError: ``witness`` if it is neither.
+    """
+    url = urlsplit(location)
+    if url.scheme in ("http", "https") and url.hostname:
+        return UrlWitness(url, public_key)
+    if not Path(location).is_absolute():
+        raise ConfigError(
+            "witness",
+            f"'{location}' is neither an absolute folder nor an http(s) URL.",
+            "Give a folder on other storage than the ledger's, or the URL of a witness.",
+        )
+    return FolderWitness(Path(location), public_key)
+
+
+def is_apart(location: str, ledger_file: Path | None) -> bool:
+    """Return whether a person who puts an older ledger back does not put back the witness with it.
+
+    A URL and a ledger in PostgreSQL count as apart. A folder does if its file system is not that of the ledger's file.
+    """
+    if ledger_file is None or urlsplit(location).scheme in ("http", "https"):
+        return True
+    return Path(location).stat().st_dev != ledger_file.stat().st_dev
+
+
+class FolderWitness:
+    """A witness in a file of an existing folder."""
+
+    def __init__(self, folder: Path, public_key: bytes) -> None:
+        self._key = public_key
+        self._path = folder / f"{public_key.hex()[:32]}.heads.jsonl"
+
+    def newest(self) -> Held:
+        """Return the last whole line's head, with the file's size as token."""
+        with self._failures():
+            size = self._path.stat().st_size if self._path.exists() else 0
+            if size == 0:
+                self._require_folder()
+                return Held(None, "0")
+            with self._path.open("rb") as file:
+                start = file.seek(max(0, size - _TAIL_BYTES))
+                # A crash cut off a line without a line feed. No ledger was told that it is kept.
+                whole = file.read(size - start).rpartition(b"\n")[0]
+        if not whole:
+            return Held(None, str(size))
+        return Held(self._read(whole.rpartition(b"\n")[2]), str(size))
+
+    def heads(self) -> tuple[LedgerHead, ...]:
+        """Return the heads of all whole lines."""
+        with self._failures():
+            self._require_folder()
+            lines = self._path.read_bytes().split(b"\n")[:-1] if self._path.exists() else []
+        return tuple(self._read(line) for line in lines)
+
+    def put(self, line: bytes, token: str) -> str | None:
+        """Append a head with one write and one fsync, unless the file's size is no longer ``token``."""
+        with self._failures(), self._locked() as descriptor:
+            size = os.fstat(descriptor).st_size
+            # Another instance has put a head since. The caller has to look again.
+            if str(size) != token:
+                return None
+            torn = size - self._whole_bytes(size)
+            # A crash left half a line, which must not become the beginning of the next.
+            if torn:
+                os.ftruncate(descriptor, size - torn)
+            written = os.write(descriptor, line + b"\n")
+            if written != len(line) + 1:
+                raise OSError(f"only {written} bytes of a head could be written")
+            os.fsync(descriptor)
+            return str(size - torn + written)
+
+    def close(self) -> None:
+        """Do nothing, because no resource stays open."""
+
+    def _whole_bytes(self, size: int) -> int:
+        """Return the number of bytes up to the end of the last whole line."""
+        with self._path.open("rb") as file:
+            start = max(0, size - _TAIL_BYTES)
+            file.seek(start)
+            return start + file.read(_TAIL_BYTES).rfind(b"\n") + 1
+
+    @contextmanager
+    def _locked(self) -> Iterator[int]:
+        is_new = not self._path.exists()
+        descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            # The file's name must be as durable as the heads in it.
+            if is_new:
+                _sync_folder(self._path.parent)
+            _lock(descriptor)
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _read(self, line: bytes) -> LedgerHead:
+        try:
+            return read_head_line(line, self._key)
+        except ProtocolError:
+            raise _unavailable(str(self._path), "a line in it is not a head that this ledger signed") from None
+
+    def _require_folder(self) -> None:
+        if not self._path.parent.is_dir():
+            raise NotADirectoryError(f"there is no folder {self._path.parent}")
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise _unavailable(str(self._path.parent), error.strerror or str(error)) from None
+
+
+class UrlWitness:
+    """A witness behind a URL. The newest head is the content of ``URL/<key in hexadecimal>``."""
+
+    def __init__(self, url: SplitResult, public_key: bytes) -> None:
+        self._url = url
+        self._key = public_key
+        self._path = f"{url.path.rstrip('/')}/{public_key.hex()}" + (f"?{url.query}" if url.query else "")
+        self._connection: http.client.HTTPConnection | None = None
+
+    def newest(self) -> Held:
+        """Return the head at the URL, with its ETag as token."""
+        status, etag, body = self._ask("GET", None, {})
+        if status == 404:
+            return Held(None, "")
+        if status != 200 or not etag:
+            raise self._unavailable(f"GET was answered with {status} and ETag '{etag}'")
+        try:
+            return Held(read_head_line(body, self._key), etag)
+        except ProtocolError:
+            raise self._unavailable("its content is not a head that this ledger signed") from None
+
+    def heads(self) -> tuple[LedgerHead, ...]:
+        """Return the newest head alone, because a URL shows no others."""
+        head = self.newest().head
+        return (head,) if head else ()
+
+    def put(self, line: bytes, token: str) -> str | None:
+        """Replace the head at the URL, on condition that its ETag is still ``token``."""
+        condition = {"If-Match": token} if token else {"If-None-Match": "*"}
+        status, etag, _ = self._ask("PUT", line, {"Content-Type": "application/json", **condition})
+        if status in (409, 412):
+            return None
+        if status not in (200, 201, 204):
+            raise self._unavailable(f"PUT was answered with {status}")
+        return etag
+
+    def close(self) -> None:
+        """Close the connection, if one is open."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _ask(self, method: str, body: bytes | None, headers: dict[str, str]) -> tuple[int, str, bytes]:
+        """Send a request; return status, ETag and body of the answer.
+
+        A connection that the other side has closed is opened again, once. If a PUT was done after all, its repetition
+        finds it done.
+        """
+        for is_last in (False, True):
+            kept, connection = self._connection is not None, self._connected()
+            try:
+                connection.request(method, self._path, body, headers)
+                answer = connection.getresponse()
+                return answer.status, answer.headers.get("ETag", ""), answer.read(_TAIL_BYTES)
+            except (OSError, http.client.HTTPException) as error:
+                self.close()
+                if is_last or not kept:
+                    raise self._unavailable(str(error) or type(error).__name__) from None
+        raise AssertionError("unreachable: the second failure is raised")
+
+    def _connected(self) -> http.client.HTTPConnection:
+        if self._connection is None:
+            kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
+            assert self._url.hostname is not None, "checked when it was opened"
+            self._connection = kind(self._url.hostname, self._url.port, timeout=TIMEOUT_S)
+        return self._connection
+
+    def _unavailable(self, why: str) -> BudgetError:
+        return _unavailable(f"{self._url.scheme}://{self._url.hostname}{self._path}", why)
+
+
+class Witnessed:
+    """A ledger's connection to its witness. All methods may be called from several threads.
+
+    Args:
+        hash_at: hash of the ledger's entry at a position, None beyond its end. It must see committed entries.
+        clock: Unix time in whole seconds.
+    """
+
+    def __init__(
+        self, witness: Witness, key: IdentityKey, hash_at: Callable[[int], bytes | None], clock: Callable[[], int]
+    ) -> None:
+        self._witness = witness
+        self._key = key
+        self._hash_at = hash_at
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._held: Held | None = None
+
+    def check(self) -> None:
+        """Refuse a ledger that lacks the witness's newest head.
+
+        Raises:
+            BudgetError: ``ledger_rolled_back`` with both values, or ``witness_unavailable``.
+        """
+        with self._lock:
+            self._known()
+
+    def keep(self, head: Head) -> None:
+        """Have the witness keep ``head``, which is committed, unless it has a later one of this chain.
+
+        Guarantee: on return the witness holds, durably, a head of this chain at or behind ``head``.
+
+        Raises:
+            BudgetError: as :meth:`check`.
+        """
+        with self._lock:
+            for _ in range(_TRIES):
+                held = self._known()
+                if head.sequence <= (held.head.sequence if held.head else 0):
+                    return
+                line = head_line(head, self._key, self._clock())
+                # Until the answer is known, the witness may hold either head.
+                self._held = None
+                token = self._witness.put(line, held.token)
+                if token is not None:
+                    self._held = Held(read_head_line(line, self._key.public), token) if token else None
+                    return
+        raise _unavailable("the witness", f"its newest head changed {_TRIES} times while keeping a head")
+
+    def close(self) -> None:
+        """Release the witness."""
+        with self._lock:
+            self._witness.close()
+
+    def _known(self) -> Held:
+        """Return the witness's state, after checking that its head is of this chain.
+
+        It is compared every time. A ledger may be put back while it is open, for example by a standby that lacks its
+        last entries.
+        """
+        held = self._held or self._witness.newest()
+        if held.head is not None and held.head.sequence:
+            found = self._hash_at(held.head.sequence)
+            if found != held.head.hash:
+                raise rolled_back("the witness", held.head.position, found)
+        self._held = held
+        return held
+
+
+def _lock(descriptor: int) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.005)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _unavailable(where: str, why: str) -> BudgetError:
+    return BudgetError(
+        "witness_unavailable",
+        f"{where} did not keep or show the ledger's head: {why}.",
+        "What was charged stays charged and nothing was released for it; once the witness is back, the same charge "
+        "gives the same receipt.",
+    )

@@ -1,0 +1,135 @@
+"""Admission of members: challenges them, has their evidence appraised, and does so again when it ages or is revoked.
+
+It hides challenges and presentations. A worker that fails leaves; an aggregator that fails is replaced, since every
+range needs one.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+from raycloak.attestation.core.evidence import CollateralBundle
+from raycloak.attestation.core.messages import Envelope
+from raycloak.coordinator.aggregation.ranges import ParameterRange
+from raycloak.coordinator.cluster.backend import ActorLost, aggregator_id
+from raycloak.coordinator.cluster.control import START_AGAIN
+from raycloak.coordinator.cluster.remote import AggregatorActor, Reference, WorkerActor
+from raycloak.coordinator.membership.departures import Departure
+from raycloak.coordinator.membership.evidence_review import Review
+from raycloak.coordinator.membership.members import Members
+from raycloak.metrics.errors import EvidenceError, RunFailedError
+from raycloak.workers.messages import Admission
+
+
+@dataclass(slots=True)
+class MemberAdmission:
+    """Admits members to one run, and keeps their evidence fresh.
+
+    Attributes:
+        terms: what each worker presents itself for; newer collateral replaces the former.
+        ranges: one per aggregator.
+    """
+
+    members: Members
+    terms: Admission
+    ranges: Sequence[ParameterRange]
+    _review: Review
+    _serial: Iterator[int]
+
+    @classmethod
+    def of(cls, members: Members, terms: Admission, ranges: Sequence[ParameterRange], review: Review) -> Self:
+        """Begin after the serial numbers of the first aggregators, one per range."""
+        return cls(members, terms, ranges, review, itertools.count(members.config.aggregators))
+
+    def admit_founders(self) -> None:
+        """Challenge, appraise and admit every worker and one aggregator per range.
+
+        Nobody is waited for yet: what keeps workers out before the first step would keep others out too.
+
+        Raises:
+            RefusedError: ``too_few_workers``, with the code of each refusal.
+        """
+        self._admit_workers()
+        if not self.members.enough:
+            raise self.members.too_few()
+        self.members.departures.check()
+        for owned, actor in zip(self.ranges, self.members.aggregators, strict=True):
+            self._admit_started(actor, owned)
+
+    def challenge(self, worker: WorkerActor) -> Reference[Envelope]:
+        """Ask a worker to present itself; returns the reference to its presentation."""
+        challenge = self.members.control.orchestrator.challenge(worker.member_id, "worker")
+        return worker.present(challenge, self.terms)
+
+    def admit(self, member_id: str, envelope: Envelope) -> None:
+        """Have a presentation appraised; errors as `EvidenceOrchestrator.admit`."""
+        self.members.control.orchestrator.admit(envelope)
+        self.members.presentations[member_id] = envelope
+
+    def take_collateral(self, collateral: CollateralBundle) -> None:
+        """Have the orchestrator, and every worker that presents evidence from now on, judge by newer collateral."""
+        if collateral != self.terms.collateral:
+            self.members.control.orchestrator.take_collateral(collateral)
+            self.terms = replace(self.terms, collateral=collateral)
+
+    def renew(self) -> None:
+        """Admit every member anew, as each epoch needs it.
+
+        A worker that fails leaves, and an aggregator that does is replaced.
+        """
+        self._admit_workers()
+        for index, owned in enumerate(self.ranges):
+            try:
+                self._admit_aggregator(self.members.aggregators[index], owned)
+            except ActorLost as lost:
+                self.replace_aggregator(index, lost.cause)
+            except EvidenceError as refusal:
+                self.replace_aggregator(index, refusal.code)
+
+    def review(self, *, now: bool = False) -> bool:
+        """Let go every member that was revoked; returns whether the evidence of the others has to be renewed.
+
+        Guarantee: between two steps every revocation so far is found; from then on a revoked member is sent nothing.
+
+        Args:
+            now: ask the orchestrator, whether or not there may be something new.
+        """
+        found = self._review.look(now=now)
+        indices = {actor.member_id: index for index, actor in enumerate(self.members.aggregators)}
+        for member_id, message in found.revoked:
+            if member_id in self.members.workers:
+                self.members.lose(member_id, "revoked", message)
+            elif member_id in indices:
+                self.replace_aggregator(indices[member_id], "revoked")
+        return found.ages
+
+    def replace_aggregator(self, index: int, code: str) -> None:
+        """Stop the aggregator of range ``index`` and admit a new one in its place."""
+        members, owned = self.members, self.ranges[index]
+        lost = members.aggregators[index]
+        members.backend.stop(lost)
+        members.presentations.pop(lost.member_id, None)
+        members.depart(Departure(lost.member_id, code, "another took its place"), newcomer=False)
+        successor = members.backend.start_aggregator(aggregator_id(owned.index, next(self._serial)))
+        self._admit_started(successor, owned)
+        members.aggregators[index] = successor
+
+    def _admit_workers(self) -> None:
+        # All are challenged before the first answer is waited for: they collect evidence side by side.
+        asked = {member_id: self.challenge(actor) for member_id, actor in self.members.workers.items()}
+        self.members.collect(asked, self.admit)
+
+    def _admit_started(self, actor: AggregatorActor, owned: ParameterRange) -> None:
+        try:
+            self._admit_aggregator(actor, owned)
+        except ActorLost as lost:
+            raise RunFailedError(
+                "unreachable", f"{actor.member_id} could not be started ({lost.cause}).", START_AGAIN
+            ) from None
+
+    def _admit_aggregator(self, actor: AggregatorActor, owned: ParameterRange) -> None:
+        members = self.members
+        challenge = members.control.orchestrator.challenge(actor.member_id, "aggregator")
+        reference = actor.present(challenge, self.terms.manifest, owned)
+        self.admit(actor.member_id, members.backend.fetch(reference, members.config.failure.admission_deadline_s))

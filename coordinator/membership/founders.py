@@ -1,0 +1,70 @@
+"""The founders of a run: its first workers, from their start to what most of them compute.
+
+A manifest states what the founders agree on. A founder that differs is refused later, when it presents itself for
+that manifest.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Self, TypeVar
+
+from raycloak.coordinator.cluster.backend import Crew, start_crew
+from raycloak.coordinator.cluster.control import START_AGAIN
+from raycloak.coordinator.membership.members import Members
+from raycloak.metrics.errors import RunFailedError
+from raycloak.workers.messages import WorkerFacts, WorkerSetup
+from raycloak.workers.terms.measurement import Measurement
+from raycloak.workers.terms.mechanism import Mechanism
+
+T = TypeVar("T", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Founders:
+    """Workers that have opened their data and built their model, but are not admitted.
+
+    Attributes:
+        facts: of code, data and numerics, as most workers state them.
+    """
+
+    members: Members
+    setup: WorkerSetup
+    facts: WorkerFacts
+
+    @classmethod
+    def prepare(cls, members: Members, setup: WorkerSetup, crew: Crew | None, meanwhile: Callable[[], None]) -> Self:
+        """Take the crew into ``members``, and have every worker prepared.
+
+        Args:
+            crew: processes that were started before; None to start them.
+            meanwhile: what to do while workers open their data.
+
+        Raises:
+            ConfigError: what a worker found wrong with the data or the model.
+            RunFailedError: ``too_few_workers`` if none could be prepared.
+        """
+        crew = crew or start_crew(members.backend, members.config)
+        members.workers.update(crew.workers)
+        members.aggregators.extend(crew.aggregators)
+        facts = members.ask_workers(lambda worker: worker.prepare(setup), meanwhile)
+        if not facts:
+            raise _nobody(members, "no worker could be prepared")
+        wanted = _most_common((fact.numerics, fact.model_code) for fact in facts.values())
+        return cls(members, setup, next(fact for fact in facts.values() if (fact.numerics, fact.model_code) == wanted))
+
+    def known_answer(self, mechanism: Mechanism, measurements: tuple[Measurement, ...]) -> bytes:
+        """Return the known answer that most workers compute."""
+        answers = self.members.ask_workers(lambda worker: worker.compute_known_answer(mechanism, *measurements))
+        if not answers:
+            raise _nobody(self.members, "no worker computed the known answer")
+        return _most_common(answers.values())
+
+
+def _nobody(members: Members, what: str) -> RunFailedError:
+    return RunFailedError("too_few_workers", f"{what}: {members.departures.reasons()}.", START_AGAIN)
+
+
+def _most_common(values: Iterable[T]) -> T:
+    """Return the most frequent value; the first seen of several."""
+    return Counter(values).most_common(1)[0][0]

@@ -1,0 +1,62 @@
+"""Membership: the members of a run from their admission on, by subject.
+
+A worker that fails or is refused is named, with its code, and another is started in its place. Nothing here holds a
+key or an example: keys go from the orchestrator to their host, wrapped for it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from raycloak.coordinator.aggregation.ranges import ParameterRange
+from raycloak.coordinator.membership.admission import MemberAdmission
+from raycloak.coordinator.membership.evidence_review import Review
+from raycloak.coordinator.membership.founders import Founders
+from raycloak.coordinator.membership.growth import Growth
+from raycloak.coordinator.membership.hosting import Hosts
+from raycloak.coordinator.membership.members import Members
+from raycloak.workers.messages import Admission
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """An admitted membership, and the four ways to deal with it.
+
+    Attributes:
+        members: the workers and aggregators that take part right now.
+        admission: admits, renews and revokes members.
+        growth: replaces, adds and lets go workers, and waits for them.
+        hosts: places virtual workers on workers, with their keys.
+    """
+
+    members: Members
+    admission: MemberAdmission
+    growth: Growth
+    hosts: Hosts
+
+    @classmethod
+    def admit(
+        cls,
+        founders: Founders,
+        terms: Admission,
+        ranges: Sequence[ParameterRange],
+        revocations: Callable[[], int],
+        on_join: Callable[[str], None],
+    ) -> Self:
+        """Admit the founders, and be ready for newcomers.
+
+        Args:
+            terms: what each worker presents itself for.
+            ranges: one per aggregator.
+            revocations: counts them so far; see `raycloak.coordinator.membership.evidence_review.Review`.
+            on_join: told the member id of each worker that joins the run after its start.
+
+        Raises:
+            RefusedError: ``too_few_workers``, with the code of each refusal.
+        """
+        members = founders.members
+        review = Review(members.control, members.timer, revocations)
+        admission = MemberAdmission.of(members, terms, ranges, review)
+        admission.admit_founders()
+        growth = Growth.of(members, admission, founders.setup, on_join)
+        return cls(members, admission, growth, Hosts.of(members, growth))

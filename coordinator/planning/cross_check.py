@@ -1,0 +1,210 @@
+"""Four computations of one epsilon, and the refusal of a plan on which they do not agree.
+
+Opacus' RDP and PRV, and dp-accounting's RDP and PLD. The two RDPs share the conversion to epsilon, so that they agree
+shows only that the divergences do; PRV and PLD discretise differently and bound the true value from both sides.
+"""
+
+import logging
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+from raycloak.coordinator.accounting import pld, renyi
+from raycloak.coordinator.accounting.accountants import accountant_of
+from raycloak.coordinator.accounting.releases import Releases, merged
+from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.planning.plan import Plan
+from raycloak.coordinator.quick_imports import quickly
+from raycloak.metrics.errors import ConfigError, RefusedError
+from raycloak.workers.inputs.opacus_modules import opacus_module
+
+RDP_TOLERANCE = 1e-3
+"""Relative difference allowed between the two RDPs at integer orders. At fractional ones dp-accounting's series does
+not converge for larger sampling rates; it then leaves the order out, and its epsilon is larger."""
+
+PRV_ERROR_SHARE = 0.005
+"""PRV is asked for an error of this share of epsilon, where its grid is then small enough."""
+
+PRV_GRID = 2**19
+LARGEST_PRV_GRID = 2**22
+"""Points of PRV's grid: what an error is chosen for, and what is not exceeded for an error of 1."""
+
+LARGEST_PRV_LOSS = 700.0
+"""PRV takes the exponential of every loss on its grid; a float64 holds that of 709."""
+
+_INTEGER_ORDERS = tuple(order for order in renyi.ORDERS if order.is_integer())
+
+_ALMOST_ONE = 1 - 2.0**-40
+"""Stands for sampling rate 1, at which PRV's formulas divide by zero; it changes delta by less than steps * 2^-40."""
+
+
+@dataclass(frozen=True, slots=True)
+class CrossCheck:
+    """The answers of four accountants for the same releases at the same delta.
+
+    Attributes:
+        epsilon: by accountant; ``opacus_prv`` is its estimate.
+        integer_orders: RDP of Opacus and of dp-accounting where only integer orders are used.
+        prv_bounds: what PRV claims the true value lies between; None if it was not computed.
+        not_computed: reason, by accountant that is missing in ``epsilon``.
+    """
+
+    epsilon: dict[str, float]
+    integer_orders: tuple[float, float]
+    prv_bounds: tuple[float, float] | None = None
+    not_computed: dict[str, str] = field(default_factory=dict)
+
+    def disagreement(self) -> str | None:
+        """Return a sentence that names two accountants that contradict each other; None if none do."""
+        opacus, google = self.integer_orders
+        if not math.isclose(opacus, google, rel_tol=RDP_TOLERANCE, abs_tol=1e-9):
+            return f"RDP at integer orders gives {opacus:.6g} in opacus and {google:.6g} in dp-accounting"
+        tight = self.epsilon.get("dp_accounting_pld", 0.0)
+        lower, upper = self.prv_bounds or (0.0, math.inf)
+        least = max(tight * (1 - pld.STATED_ERROR), lower)
+        for name in ("opacus_rdp", "dp_accounting_rdp"):
+            if self.epsilon[name] < least:
+                return f"{name} gives {self.epsilon[name]:.6g}, below the {least:.6g} that PLD or PRV shows"
+        if upper < tight * (1 - pld.STATED_ERROR) or 0 < tight < lower:
+            return f"PRV gives {lower:.6g} to {upper:.6g} and PLD {tight:.6g}"
+        return None
+
+    def require_agreement(self) -> None:
+        """Refuse a plan on which accountants contradict each other; RefusedError ``accountants_disagree``."""
+        problem = self.disagreement()
+        if problem is not None:
+            raise RefusedError(
+                "accountants_disagree",
+                f"the accountants contradict each other on this plan: {problem}.",
+                "Rely on neither; change the sampling rate or the noise, and report it.",
+            )
+
+
+def load_accountants(config: RunConfig) -> None:
+    """Import the libraries that plan a run of ``config`` and check the plan, which takes seconds; optional."""
+    if config.dp_config.enabled:
+        accountant_of("pld").load()
+        _prv_library()
+
+
+def checked(plan: Plan) -> Plan:
+    """Return ``plan`` with what each accountant says of it; unchanged where nothing is private.
+
+    Raises:
+        RefusedError: ``accountants_disagree``.
+    """
+    if not plan.releases:
+        return plan
+    found = cross_check(plan.releases, renyi.accountant_delta(plan.delta))
+    found.require_agreement()
+    return replace(plan, epsilon_by_accountant=found.epsilon, accountants_not_computed=found.not_computed)
+
+
+@lru_cache(maxsize=64)
+def cross_check(releases: Releases, delta: float) -> CrossCheck:
+    """Return epsilon of ``releases`` by all four, at ``delta``, the accountant's share. Takes up to 5 s when new."""
+    missing = {}
+    found = {
+        "opacus_rdp": _opacus_rdp(releases, delta, renyi.ORDERS),
+        "dp_accounting_rdp": _dp_accounting_rdp(releases, delta, renyi.ORDERS),
+    }
+    integers = (
+        _opacus_rdp(releases, delta, _INTEGER_ORDERS),
+        _dp_accounting_rdp(releases, delta, _INTEGER_ORDERS),
+    )
+    try:
+        found["dp_accounting_pld"] = pld.epsilon(releases, delta)
+    except ConfigError as refusal:
+        missing["dp_accounting_pld"] = refusal.message
+    prv, bounds = _opacus_prv(merged(releases), delta, found["opacus_rdp"]), None
+    if isinstance(prv, str):
+        missing["opacus_prv"] = prv
+    else:
+        lower, found["opacus_prv"], upper = prv
+        bounds = lower, upper
+    return CrossCheck(dict(sorted(found.items())), integers, bounds, missing)
+
+
+def _opacus_rdp(releases: Releases, delta: float, orders: tuple[float, ...]) -> float:
+    opacus_rdp = opacus_module("opacus.accountants.analysis.rdp")
+    with _quiet():
+        rdp = renyi.composed_rdp(releases, orders)
+        found, _ = opacus_rdp.get_privacy_spent(orders=list(orders), rdp=rdp, delta=delta)
+    return max(0.0, float(found))
+
+
+def _dp_accounting_rdp(releases: Releases, delta: float, orders: tuple[float, ...]) -> float:
+    import dp_accounting
+    from dp_accounting.rdp import RdpAccountant
+
+    accountant = RdpAccountant(orders, dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
+    with _quiet():
+        for release in releases:
+            gaussian = dp_accounting.GaussianDpEvent(release.noise_multiplier)
+            accountant.compose(dp_accounting.PoissonSampledDpEvent(release.sample_rate, gaussian), release.count)
+        return float(accountant.get_epsilon(delta))
+
+
+def _opacus_prv(releases: Releases, delta: float, expected: float) -> tuple[float, float, float] | str:
+    """Return PRV's lower bound, estimate and upper bound, or why there is none."""
+    prv, delta_error = _prv_library(), delta / 1000
+    with _quiet():
+        length, error, points = _prv_grid(releases, delta_error, expected)
+        if length > LARGEST_PRV_LOSS:
+            return f"losses up to {length:.3g} overflow its float64"
+        if points > LARGEST_PRV_GRID:
+            return f"its grid would need {points:.2g} points"
+        try:
+            domain = prv.Domain.create_aligned(-length, length, 2 * length / points)
+            variables = [
+                prv.PoissonSubsampledGaussianPRV(min(each.sample_rate, _ALMOST_ONE), each.noise_multiplier)
+                for each in releases
+            ]
+            truncated = [prv.TruncatedPrivacyRandomVariable(each, domain.t_min, domain.t_max) for each in variables]
+            discrete = prv.compose_heterogeneous(
+                dprvs=[prv.discretize(each, domain) for each in truncated],
+                num_self_compositions=[each.count for each in releases],
+            )
+            lower, estimate, upper = discrete.compute_epsilon(delta, delta_error, error)
+        except (RuntimeError, ValueError) as error_found:
+            return " ".join(str(error_found).split())
+    return max(0.0, float(lower)), max(0.0, float(estimate)), float(upper)
+
+
+def _prv_library() -> Any:
+    with quickly():
+        return opacus_module("opacus.accountants.analysis.prv")
+
+
+def _prv_grid(releases: Releases, delta_error: float, expected: float) -> tuple[float, float, float]:
+    """Return the largest loss on PRV's grid, an error to ask for, and how many points the grid then has.
+
+    The loss is that of remark 5.6 of Gopi et al. (arXiv 2106.02848), as Opacus' ``compute_safe_domain_size`` has it,
+    but from divergences that are there already: computing them takes a second, and Opacus does it four times.
+    """
+    total = sum(each.count for each in releases)
+    single = [replace(each, count=1) for each in releases]
+    bounds = [renyi.epsilon(renyi.composed_rdp(releases), delta_error / 4)]
+    bounds += [renyi.epsilon(renyi.composed_rdp([each]), delta_error / (8 * total)) for each in single]
+    length = max(*bounds, 1.0) + 3
+    points_at_one = 2 * length * math.sqrt(total * math.log(12 / delta_error) / 2)
+    error = min(max(PRV_ERROR_SHARE * expected, points_at_one / PRV_GRID), 1.0)
+    return length, error, points_at_one / error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the libraries' remarks on orders: their values are compared here, not trusted."""
+    logger: Any = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

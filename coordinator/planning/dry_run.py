@@ -1,0 +1,57 @@
+"""`raycloak plan`: the plan of a configuration, from the sizes of its data and model. It touches no budget."""
+
+from pathlib import Path
+
+from raycloak.coordinator.aggregation.ranges import split_ranges
+from raycloak.coordinator.config import home
+from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.planning.cross_check import checked
+from raycloak.coordinator.planning.payer import NamedAccount, named_account
+from raycloak.coordinator.planning.plan import Plan, make_plan
+from raycloak.coordinator.planning.references import descriptor, evaluation_form, preflight, sealed_terms
+from raycloak.metrics.errors import ConfigError
+from raycloak.workers.evaluation import check_evaluation_form
+from raycloak.workers.gradients.model_checks import check_trainable
+from raycloak.workers.gradients.sum_engines import check_measurable
+from raycloak.workers.inputs.datasets import dataset_form
+from raycloak.workers.inputs.models import ModelSource, build_model, loss_function, parameter_count, trainable_tensors
+
+
+def plan_of(config: RunConfig, config_dir: Path) -> Plan:
+    """Return the plan of ``config``, whose relative paths start at ``config_dir``.
+
+    Guarantee: reads the data's public outline, the model and the ledger's accounts; charges and writes nothing.
+
+    Raises:
+        ConfigError, DatasetError, ModelError: the run cannot be made as configured; ``ledger_missing`` where it names
+            an account.
+        RefusedError: ``not_public`` or ``accountants_disagree``.
+        BudgetError: ``account_unknown`` or ``account_mismatch`` for the named account.
+    """
+    if config.dataset is None or config.model is None:
+        raise ConfigError("config", "a plan needs both dataset and model.", "Name them in the configuration.")
+    preflight(config, config_dir)
+    form = dataset_form(descriptor(config.dataset).open(config_dir))
+    model = build_model(ModelSource.of(config.model), config_dir, config.seed)
+    loss, _ = loss_function(config.loss, config_dir)
+    split_ranges(trainable_tensors(model), config.aggregators)
+    check_trainable(model, form, loss, deterministic=not config.allow_nondeterministic)
+    sealed = sealed_terms(config, config_dir, "evaluation")
+    if sealed is not None:
+        check_evaluation_form(evaluation_form(sealed), form)
+    plan = make_plan(config, form.num_examples, parameter_count(model), _account(config))
+    for measurement in plan.measurements:
+        check_measurable(measurement, form)
+    return checked(plan)
+
+
+def _account(config: RunConfig) -> NamedAccount | None:
+    """Return the named account; None if the run opens its own."""
+    if config.ledger.account is None:
+        return None
+    ledger = PrivacyLedger(config.ledger.url or home.ledger_url(), create=False)
+    try:
+        return named_account(ledger.view(), config)
+    finally:
+        ledger.close()

@@ -1,0 +1,98 @@
+"""Builds the manifest of a run from its configuration and from the facts of its prepared workers."""
+
+from raycloak.attestation.core.evidence import CollateralBundle
+from raycloak.attestation.core.hybrid_signature import SignerPublic
+from raycloak.attestation.keys.halves import ServiceContract
+from raycloak.attestation.orchestrator.run_terms import RunTerms
+from raycloak.attestation.policy.policy import Policy
+from raycloak.attestation.sealed.sealed_data import SealedTerms
+from raycloak.coordinator.config.run import RunConfig
+from raycloak.workers.inputs.descriptor import DatasetDescriptor
+from raycloak.workers.messages import WorkerFacts
+from raycloak.workers.terms.manifest import Computation, Manifest, OptimizerSpec, key_context
+from raycloak.workers.terms.measurement import Measurement
+from raycloak.workers.terms.mechanism import Mechanism
+from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
+
+
+def build_computation(
+    config: RunConfig,
+    model: str,
+    dataset: DatasetDescriptor,
+    facts: WorkerFacts,
+    mechanism: Mechanism,
+    measurements: tuple[Measurement, ...] = (),
+) -> Computation:
+    """Build the part of the manifest that determines the bytes of the weights.
+
+    Guarantee: no part of it depends on the number of workers, ranges or nodes, on paths or on time.
+    """
+    return Computation(
+        mechanism=mechanism,
+        measurements=measurements,
+        model=model,
+        model_code=facts.model_code,
+        loss=config.loss,
+        loss_code=facts.loss_code,
+        tensors=facts.tensors,
+        initial_parameters=parameter_digest(facts.tensors, tensor_digests(facts.initial_parameters, facts.tensors)),
+        optimizer=OptimizerSpec.model_validate(config.optimizer.model_dump()),
+        numerics=facts.numerics,
+        dataset=dataset.identity_digest(),
+        epoch_steps=config.epoch_steps,
+    )
+
+
+def epochs(config: RunConfig) -> int:
+    """Return the number of key epochs of the planned steps."""
+    return -(-config.steps // config.epoch_steps)
+
+
+def build_manifest(
+    computation: Computation,
+    *,
+    run_id: str,
+    account: str,
+    known_answer: bytes,
+    policy_digest: bytes,
+    ledger_key: bytes,
+    orchestrator_key: SignerPublic,
+    key_commitments: tuple[bytes, ...],
+    dataset_fingerprint: bytes = b"",
+    key_service: ServiceContract | None = None,
+) -> Manifest:
+    """Build the run's contract; see `workers/terms/manifest.py`."""
+    return Manifest(
+        run_id=run_id,
+        computation=computation,
+        known_answer=known_answer,
+        policy_digest=policy_digest,
+        account=account,
+        ledger_key=ledger_key,
+        orchestrator_key=orchestrator_key.ed25519,
+        orchestrator_ml_dsa=orchestrator_key.ml_dsa_65,
+        key_commitments=key_commitments,
+        dataset_fingerprint=dataset_fingerprint,
+        key_service=key_service,
+    )
+
+
+def run_terms(
+    manifest: Manifest,
+    policy: Policy,
+    collateral: CollateralBundle,
+    sealed: SealedTerms | None = None,
+    evaluation: SealedTerms | None = None,
+) -> RunTerms:
+    """Return the orchestrator's view of ``manifest``."""
+    return RunTerms(
+        manifest_digest=manifest.digest(),
+        key_context=key_context(manifest.computation, manifest.known_answer),
+        virtual_workers=manifest.computation.mechanism.virtual_workers,
+        known_answer=manifest.known_answer,
+        policy=policy,
+        collateral=collateral,
+        sealed=sealed,
+        evaluation=evaluation,
+        epochs=len(manifest.key_commitments),
+    )

@@ -1,0 +1,411 @@
+"""The plan of a run: its mechanism, what it will spend, and whether it can run at all. Nothing is charged for it.
+
+A plan is made in one pass. Each stage uses only what the stages before it found, and refuses what it cannot serve:
+
+    data facts -> sampling -> noise -> batch shape -> ring       the mechanism, `plan_mechanism`
+        -> measurements -> slack of delta -> reach of the cap    what the account pays, `make_plan`
+        -> other adversaries -> bytes -> warnings                what a reader should know
+
+The batch shape comes after the noise: the chance of a cut batch must fit the epsilon that will be stated.
+
+A plan depends only on public numbers: the configuration, the number of examples and the number of parameters.
+"""
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from raycloak.coordinator.accounting.accountants import accountant_of
+from raycloak.coordinator.accounting.batch_shape import overflow_bound, physical_shape
+from raycloak.coordinator.accounting.calibration import (
+    composed_curve,
+    composed_epsilon,
+    epsilon_against,
+    solve_noise_multiplier,
+)
+from raycloak.coordinator.accounting.releases import Release, Releases, scaled
+from raycloak.coordinator.accounting.renyi import (
+    SLACK_SHARE,
+    SMALLEST_NOISE_MULTIPLIER,
+    DeltaSlack,
+    accountant_delta,
+    total_slack,
+)
+from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.config.sections import Kept
+from raycloak.coordinator.planning.measurements import (
+    MechanismCost,
+    Schedule,
+    mechanism_costs,
+    plan_measurements,
+    planned_measurements,
+)
+from raycloak.coordinator.planning.payer import NamedAccount, accountant_for, cap_for
+from raycloak.metrics.errors import ConfigError, DatasetError, ModelError, RefusedError
+from raycloak.workers.terms.measurement import Measurement
+from raycloak.workers.terms.mechanism import AccountantName, Mechanism
+from raycloak.workers.vectors.ring import RingFit, fit_ring
+
+OVERFLOW_SHARE = 1e-5
+"""Share of delta one run may use for cut batches; the reserve of an account then lasts for a thousand runs."""
+
+PUBLIC_OVERFLOW = 1e-9
+"""Chance of a cut batch that a run on public data accepts."""
+
+PUBLIC_GRADIENT_BOUND = 2.0**16
+"""Bound of one coordinate of one example's gradient on public data, where nothing is clipped."""
+
+STATED_EPSILON_MARGIN = 20.0
+"""How far the epsilon against one worker may lie above the cap for the overflow budget to cover it as well.
+
+The budget shrinks with e^epsilon, and batches grow with it: a larger epsilon says too little to pad them for."""
+
+LARGEST_STATED_EPSILON = 500.0
+"""Keeps e^epsilon, which divides the overflow budget, within a float64."""
+
+CURVE_POINTS = 40
+"""Most points of a plan's epsilon curve."""
+
+_STATE_TENSORS = {"sgd": 1, "adam": 2, "adamw": 2, "adafactor": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A planned run: its mechanism, what it costs and what it needs.
+
+    Attributes:
+        mechanism, measurements: what will run.
+        releases: all releases within the cap, as the accountants count them.
+        mechanism_costs: what each mechanism would cost alone, the gradient's first.
+        epsilon_cap, delta: of the account.
+        steps_within_cap: steps the cap allows, at most the planned ones, if nothing else is charged to the account.
+        epsilon: what the ledger will have charged after those steps, measurements included; it holds even if the
+            noise of ``colluding_workers`` is known.
+        epsilon_outsiders: for outsiders and the aggregator, who know no worker's noise.
+        epsilon_one_worker: for the aggregator together with any one worker of ``num_workers``; None if that leaves
+            no guarantee.
+        delta_terms: what delta covers besides the accountant, all runs of the account together at most 1 % of it.
+        epsilon_curve: (steps done, epsilon) pairs, the last at ``steps_within_cap``.
+        sensitivity_inflation: C'/C - 1, what rounding to the grid costs.
+        bytes_per_step: masked payload of all workers in one attempt.
+        object_store_bytes: most that parameters, optimizer state and masked vectors of two attempts need at once.
+        epsilon_by_accountant: of ``releases``, by four accountants; ``accountants_not_computed`` says why one is not
+            there. Both are empty until `raycloak.coordinator.planning.cross_check.checked` has compared them.
+        exact: False if operations without a deterministic kernel may run.
+        data_sealed: whether the examples are encrypted for the run's policy, so that the driver cannot read them.
+        evaluation_data: how the evaluation split is kept; None without one.
+        key_service: address of the data owner's key service, which gives the second half of every virtual-worker key.
+        warnings: sentences for the reader; nothing here stops a run.
+    """
+
+    mechanism: Mechanism
+    measurements: tuple[Measurement, ...]
+    releases: Releases
+    mechanism_costs: tuple[MechanismCost, ...]
+    epsilon_cap: float
+    delta: float
+    steps_within_cap: int
+    epsilon: float
+    epsilon_outsiders: float
+    epsilon_one_worker: float | None
+    delta_terms: DeltaSlack
+    epsilon_curve: tuple[tuple[int, float], ...]
+    sensitivity_inflation: float
+    bytes_per_step: int
+    object_store_bytes: int
+    exact: bool
+    data_sealed: bool
+    evaluation_data: Kept | None
+    key_service: str | None
+    warnings: tuple[str, ...]
+    epsilon_by_accountant: dict[str, float] = field(default_factory=dict)
+    accountants_not_computed: dict[str, str] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return one flat object for ``raycloak plan --json``: the mechanism's fields, gamma, and the plan's."""
+        own = asdict(self)
+        del own["mechanism"]
+        own["measurements"] = [measurement.model_dump(mode="json") for measurement in self.measurements]
+        return {
+            **self.mechanism.model_dump(mode="json"),
+            "gamma": self.mechanism.gamma,
+            "accountant_version": accountant_of(self.mechanism.accountant).version(),
+            "accountant_delta": accountant_delta(self.delta),
+            **own,
+        }
+
+
+def make_plan(config: RunConfig, num_examples: int, dimension: int, account: NamedAccount | None = None) -> Plan:
+    """Return the mechanism of a run and all that follows from it; arguments as :func:`plan_mechanism`.
+
+    Raises:
+        ConfigError, DatasetError, ModelError, RefusedError: as :func:`plan_mechanism`; also ``delta_slack`` and
+            ``cap_too_small``.
+    """
+    mechanism = plan_mechanism(config, num_examples, dimension, account)
+    run = Schedule(mechanism, plan_measurements(config, mechanism))
+    cap, delta = cap_for(config, account), config.dp_config.target_delta
+    slack = _slack(run, cap, delta)
+    steps, measured = _reach(run, cap, delta)
+    beside = run.measured(measured)
+    one_worker = epsilon_against(mechanism, hosted_at_most(config, config.num_workers), delta, steps, beside)
+    return Plan(
+        mechanism=mechanism,
+        measurements=run.measurements,
+        releases=run.releases(steps, measured),
+        mechanism_costs=mechanism_costs(run, delta),
+        epsilon_cap=cap,
+        delta=delta,
+        steps_within_cap=steps,
+        epsilon=run.epsilon(steps, measured, delta),
+        epsilon_outsiders=epsilon_against(mechanism, 0, delta, steps, beside),
+        epsilon_one_worker=one_worker if math.isfinite(one_worker) else None,
+        delta_terms=slack,
+        epsilon_curve=_epsilon_curve(run, steps, measured, delta),
+        sensitivity_inflation=mechanism.sensitivity / mechanism.max_grad_norm - 1,
+        bytes_per_step=_masked_bytes(config, mechanism),
+        object_store_bytes=_object_store_bytes(config, mechanism),
+        exact=not config.allow_nondeterministic,
+        data_sealed=config.dataset is not None and config.dataset.kind == "sealed",
+        evaluation_data=config.evaluation.kept if config.evaluation else None,
+        key_service=config.key_service.address if config.key_service else None,
+        warnings=_warnings(config, mechanism, steps),
+    )
+
+
+def plan_mechanism(
+    config: RunConfig, num_examples: int, dimension: int, account: NamedAccount | None = None
+) -> Mechanism:
+    """Return the frozen mechanism of a run.
+
+    Guarantee: a function of public numbers only, and of none that may differ between two executions of one run: the
+    number of workers enters only through ``batch_size_per_worker``.
+
+    Args:
+        num_examples: N. dimension: d, number of trainable parameters.
+        account: the named one that pays, if it is not the run's own.
+
+    Raises:
+        ConfigError, DatasetError, ModelError: the configuration does not fit the data or the ring; with numbers.
+        RefusedError: ``not_public``.
+    """
+    check_public(config)
+    _check_sizes(config, num_examples, dimension)
+    sample_rate = _sample_rate(config, num_examples)
+    honest_share = _honest_share(config)
+    private, accountant = config.dp_config.enabled, accountant_for(config, account)
+    noise, overflow_budget = 0.0, PUBLIC_OVERFLOW
+    if private:
+        releases = _noised_releases(config, sample_rate, accountant)
+        noise = releases[0].noise_multiplier
+        overflow_budget = _overflow_budget(config, releases, honest_share, cap_for(config, account))
+    slice_size = -(-num_examples // config.virtual_workers)
+    draws = config.steps * config.virtual_workers
+    rows, batches = physical_shape(slice_size, sample_rate, draws, overflow_budget, config.micro_batch_size)
+    ring = _ring(config, dimension, rows * batches, noise, honest_share)
+    return Mechanism(
+        private=private,
+        num_examples=num_examples,
+        virtual_workers=config.virtual_workers,
+        sample_rate=sample_rate,
+        steps=config.steps,
+        max_grad_norm=config.dp_config.max_grad_norm,
+        noise_multiplier=noise,
+        honest_share=honest_share,
+        expected_batch_size=config.batch_size,
+        dimension=dimension,
+        ring_bits=ring.bits,
+        gamma_log2=ring.gamma_log2,
+        clamp=ring.clamp,
+        sigma=ring.sigma,
+        micro_batch_size=rows,
+        micro_batches=batches,
+        overflow_probability=overflow_bound(slice_size, sample_rate, draws, rows * batches),
+        accountant=accountant,
+    )
+
+
+def check_public(config: RunConfig) -> None:
+    """Refuse to train without noise on data that is not declared public; RefusedError ``not_public``."""
+    if not config.dp_config.enabled and (config.dataset is None or not config.dataset.public):
+        raise RefusedError(
+            "not_public",
+            "dp_config.enabled is false, but the dataset is not declared public.",
+            "Set dataset.public: true if the data needs no protection, else switch privacy on.",
+        )
+
+
+def _check_sizes(config: RunConfig, num_examples: int, dimension: int) -> None:
+    if num_examples <= 0:
+        raise DatasetError("dataset_empty", "the dataset has no examples.", "Name data that has some.")
+    if num_examples < config.virtual_workers:
+        raise DatasetError(
+            "dataset_too_small",
+            f"{num_examples} examples cannot be spread over {config.virtual_workers} virtual workers.",
+            "Lower virtual_workers to at most the number of examples.",
+        )
+    if dimension <= 0:
+        raise ModelError(
+            "no_parameters", "the model has no trainable parameters.", "Set requires_grad on some of them."
+        )
+
+
+def _sample_rate(config: RunConfig, num_examples: int) -> float:
+    if config.batch_size > num_examples:
+        raise ConfigError(
+            "batch_too_large",
+            f"an expected batch of {config.batch_size:g} is more than the {num_examples} examples.",
+            "Lower expected_batch_size or batch_size_per_worker.",
+        )
+    return config.batch_size / num_examples
+
+
+def hosted_at_most(config: RunConfig, workers: int) -> int:
+    """Return the most virtual workers that one of ``workers`` workers hosts when they are spread evenly."""
+    return -(-config.virtual_workers // workers)
+
+
+def _honest_share(config: RunConfig) -> float:
+    colluding = config.dp_config.colluding_workers if config.dp_config.enabled else 0
+    known = colluding * hosted_at_most(config, config.fewest_workers)
+    if known >= config.virtual_workers:
+        raise ConfigError(
+            "colluding_workers",
+            f"{colluding} colluding workers of {config.fewest_workers} may host {known} of "
+            f"{config.virtual_workers} virtual workers, so no noise could be counted on.",
+            "Lower colluding_workers, or raise min_workers.",
+        )
+    return 1 - known / config.virtual_workers
+
+
+def _noised_releases(config: RunConfig, sample_rate: float, accountant: AccountantName) -> Releases:
+    """Return all planned releases, the gradient's first, with the noise that is configured or solved for."""
+    dp = config.dp_config
+    if dp.noise_multiplier is not None:
+        noise = _enough_noise(dp.noise_multiplier)
+        return (Release(sample_rate, noise, config.steps), *planned_measurements(config))
+    assert dp.target_epsilon is not None
+    others = planned_measurements(config)
+    _check_affordable(others, dp.target_epsilon, dp.target_delta, accountant)
+    noise = solve_noise_multiplier(dp.target_epsilon, dp.target_delta, sample_rate, config.steps, accountant, others)
+    return (Release(sample_rate, noise, config.steps), *others)
+
+
+def _enough_noise(noise_multiplier: float) -> float:
+    if noise_multiplier < SMALLEST_NOISE_MULTIPLIER:
+        raise ConfigError(
+            "noise_too_small",
+            f"a noise multiplier of {noise_multiplier:g} is below {SMALLEST_NOISE_MULTIPLIER:g} and hides nothing.",
+            "Raise it, or give target_epsilon instead.",
+        )
+    return noise_multiplier
+
+
+def _check_affordable(others: Releases, target_epsilon: float, delta: float, accountant: AccountantName) -> None:
+    spent = composed_epsilon(others, delta, accountant) if others else 0.0
+    if not math.isfinite(spent) or spent >= target_epsilon:
+        raise ConfigError(
+            "measurements_too_costly",
+            f"the measurements alone cost epsilon {spent:.4g} at delta {delta:g}; the target for all is "
+            f"{target_epsilon:g}.",
+            "Raise their noise_multiplier, or measure less often.",
+        )
+
+
+def _overflow_budget(config: RunConfig, releases: Releases, honest_share: float, cap: float) -> float:
+    """Return the chance of a cut batch that delta can pay for, at the cap and at the epsilon against one worker."""
+    delta = config.dp_config.target_delta
+    # The worst case of two workers, whatever the configuration has: the mechanism must not depend on their number.
+    unknown = config.virtual_workers - hosted_at_most(config, 2)
+    remaining = scaled(releases, math.sqrt(unknown / (config.virtual_workers * honest_share))) if unknown else ()
+    stated = cap
+    if min((each.noise_multiplier for each in remaining), default=0.0) >= SMALLEST_NOISE_MULTIPLIER:
+        stated = max(cap, composed_epsilon(remaining, delta))
+    stated = min(stated, cap + STATED_EPSILON_MARGIN, LARGEST_STATED_EPSILON)
+    return OVERFLOW_SHARE * delta / (1 + math.exp(stated))
+
+
+def _ring(config: RunConfig, dimension: int, capacity: int, noise_multiplier: float, honest_share: float) -> RingFit:
+    """Return the ring; by default its clamp never binds for ``capacity`` examples of one virtual worker."""
+    private, norm = config.dp_config.enabled, config.dp_config.max_grad_norm
+    return fit_ring(
+        max_grad_norm=norm,
+        clamp=config.ring.clamp or capacity * (norm if private else PUBLIC_GRADIENT_BOUND),
+        dimension=dimension,
+        virtual_workers=config.virtual_workers,
+        noise_multiplier=noise_multiplier,
+        honest_share=honest_share,
+        bits=64 if config.ring.bits == "auto" and not private else config.ring.bits,
+    )
+
+
+def _slack(run: Schedule, cap: float, delta: float) -> DeltaSlack:
+    """Return what delta covers besides the accountant at the cap; ConfigError ``delta_slack`` if that is too much."""
+    slack = total_slack(run.mechanisms, cap)
+    if slack.total > SLACK_SHARE * delta:
+        numbers = ", ".join(f"{name} {value:.2g}" for name, value in asdict(slack).items())
+        raise ConfigError(
+            "delta_slack",
+            f"at the cap {cap:g}, slack takes {slack.total:.2g} of delta {delta:g}, over {SLACK_SHARE:.0%} "
+            f"({numbers}).",
+            "Lower the cap, the steps or the size.",
+        )
+    return slack
+
+
+def _reach(run: Schedule, cap: float, delta: float) -> tuple[int, int]:
+    """Return how far the cap reaches: how many steps fit, and the last step whose measurements still fit.
+
+    Raises:
+        ConfigError: ``cap_too_small`` if not even one step fits.
+    """
+    low, high = 0, run.mechanism.steps
+    middle = high  # Most plans fit whole, and one epsilon may take a second.
+    while low < high:
+        # A step is charged before the measurements that are due after it.
+        if run.epsilon(middle, middle - 1, delta) <= cap:
+            low = middle
+        else:
+            high = middle - 1
+        middle = (low + high + 1) // 2
+    if low == 0:
+        raise ConfigError(
+            "cap_too_small",
+            f"one step, with what is measured before it, costs epsilon {run.epsilon(1, 0, delta):.4g} at delta "
+            f"{delta:g}, more than the cap {cap:g}.",
+            "Raise the cap or the noise multiplier, or lower the batch size.",
+        )
+    return low, low if run.epsilon(low, low, delta) <= cap else low - 1
+
+
+def _epsilon_curve(run: Schedule, steps: int, measured: int, delta: float) -> tuple[tuple[int, float], ...]:
+    """Return (steps, epsilon) at up to ``CURVE_POINTS`` points, measurements included; the last at ``steps``."""
+    points = sorted({max(1, round(steps * point / CURVE_POINTS)) for point in range(1, CURVE_POINTS + 1)})
+    releases = [run.releases(step, min(step, measured)) for step in points]
+    return tuple(zip(points, composed_curve(releases, delta, run.mechanism.accountant), strict=True))
+
+
+def _masked_bytes(config: RunConfig, mechanism: Mechanism) -> int:
+    return config.num_workers * mechanism.dimension * mechanism.ring_bits // 8
+
+
+def _object_store_bytes(config: RunConfig, mechanism: Mechanism) -> int:
+    tensors = 1 + _STATE_TENSORS[config.optimizer.name]
+    return 2 * (tensors * 4 * mechanism.dimension + _masked_bytes(config, mechanism))
+
+
+def _warnings(config: RunConfig, mechanism: Mechanism, steps: int) -> tuple[str, ...]:
+    warnings = []
+    delta = config.dp_config.target_delta
+    if not mechanism.private:
+        warnings.append("NOT PRIVATE: privacy is switched off; the data is declared public.")
+    elif delta >= 1 / mechanism.num_examples:
+        warnings.append(
+            f"delta {delta:g} is not below 1/N = {1 / mechanism.num_examples:.3g}: a mechanism that publishes whole "
+            "examples at random would pass as well. Set dp_config.target_delta well below 1/N."
+        )
+    if config.allow_nondeterministic:
+        warnings.append("NOT EXACT: operations without a deterministic kernel are allowed; a repeat may differ.")
+    if steps < mechanism.steps:
+        warnings.append(f"the cap allows {steps} of {mechanism.steps} steps; the run will end there.")
+    return tuple(warnings)

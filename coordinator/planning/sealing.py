@@ -1,0 +1,58 @@
+"""Sealing: the examples of a configuration are encrypted for its policy and its virtual workers."""
+
+import secrets
+from pathlib import Path
+
+from raycloak.attestation.files.private import publish, require_name
+from raycloak.attestation.policy.policy import Policy, load_policy, simulated_policy
+from raycloak.attestation.sealed.sealed_data import SealedHeader, Use, load_dataset_key
+from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
+from raycloak.coordinator.config import home
+from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.planning.references import descriptor, part_of
+from raycloak.metrics.errors import ConfigError, DatasetError
+from raycloak.metrics.file_errors import file_error
+from raycloak.workers.inputs.sealed import seal_dataset
+
+
+def seal_for(
+    config: RunConfig, base: Path, key_file: Path, out: Path, use: Use = "training"
+) -> tuple[SealedHeader, Policy]:
+    """Encrypt the dataset that ``config`` names for ``use``, for its policy and its virtual workers.
+
+    Args:
+        key_file: the data owner's key; made, mode 0600, if there is none.
+
+    Raises:
+        ConfigError, DatasetError: the dataset cannot be sealed.
+    """
+    part = part_of(config, use)
+    if part is None or part.kind == "sealed":
+        field = "dataset" if use == "training" else "evaluation.dataset"
+        raise ConfigError("config", f"there is no {field} to seal.", "Name one that is in the clear.")
+    if config.policy is None:
+        vendor = SimulatedVendor.load_or_create(home.simulator_folder())
+        policy = simulated_policy(vendor, code_measurement())
+    else:
+        policy = load_policy(base / config.policy)
+    dataset = descriptor(part).open(base)
+    if out.exists():  # Checked before a key is made that would open nothing.
+        raise DatasetError("dataset_unreadable", f"cannot write {out}: it is there already.", "Name a new folder.")
+    is_new = _make_key(key_file)
+    try:
+        return seal_dataset(
+            dataset, config.virtual_workers, policy.digest(), load_dataset_key(key_file), out, use
+        ), policy
+    except BaseException:
+        if is_new:
+            key_file.unlink()
+        raise
+
+
+def _make_key(path: Path) -> bool:
+    """Make the data owner's key unless there is one; return whether it was made."""
+    require_name(path, "dataset_key")
+    try:
+        return publish(path, secrets.token_bytes(32).hex().encode() + b"\n")
+    except OSError as error:
+        raise file_error("dataset_key", "write", path, error) from None

@@ -1,0 +1,117 @@
+"""The cost of a hyper-parameter search: every trial is a run of its own on one shared account, and pays in full.
+
+Trials are chosen after earlier ones were seen. So the Renyi filter of a shared account composes them, whatever
+accountant holds a single run. Trials whose results are thrown away cost the same: the one who chose has seen them.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from raycloak.coordinator.accounting.calibration import composed_epsilon, solve_noise_multiplier
+from raycloak.coordinator.accounting.releases import Release, Releases, releases_of
+from raycloak.coordinator.accounting.renyi import SLACK_SHARE
+from raycloak.coordinator.planning.measurements import Schedule
+from raycloak.coordinator.planning.plan import Plan
+from raycloak.metrics.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class SearchCost:
+    """The cost of ``trials`` runs of one plan together, on a shared account.
+
+    Attributes:
+        epsilon: of all trials, at the account's delta.
+        epsilon_one: of one trial, by the same accountant.
+        trials_within_cap: how many fit the cap; of ``trials`` at most.
+        noise_multiplier: of training, at which all trials together fit the cap; None if none is enough, or if the
+            reserve of delta does not last for so many trials.
+        slack_share: share of the account's reserve of delta that all trials take.
+    """
+
+    trials: int
+    epsilon_cap: float
+    epsilon: float
+    epsilon_one: float
+    trials_within_cap: int
+    noise_multiplier: float | None
+    slack_share: float
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields of the JSON of ``plan --trials``."""
+        return {
+            "trials": self.trials,
+            "accountant": "rdp",
+            "epsilon": self.epsilon,
+            "epsilon_one": self.epsilon_one,
+            "trials_within_cap": self.trials_within_cap,
+            "noise_multiplier": self.noise_multiplier,
+            "slack_share": self.slack_share,
+        }
+
+
+def search_cost(
+    training: Release, others: Releases, trials: int, epsilon_cap: float, delta: float, slack: float
+) -> SearchCost:
+    """Return the cost of ``trials`` runs that each release ``training`` and ``others``.
+
+    Args:
+        training: the steps of one trial. others: what else it releases.
+        epsilon_cap, delta: of the account that all trials share.
+        slack: part of delta that one trial's slack takes.
+
+    Raises:
+        ConfigError: ``trials`` if there is none.
+    """
+    if trials < 1:
+        raise ConfigError("trials", f"a search has at least one trial, not {trials}.", "Give --trials 1 or more.")
+    one = (training, *others)
+    slack_share = trials * slack / (SLACK_SHARE * delta)
+    return SearchCost(
+        trials=trials,
+        epsilon_cap=epsilon_cap,
+        epsilon=_epsilon(one, trials, delta),
+        epsilon_one=_epsilon(one, 1, delta),
+        trials_within_cap=_trials_within(one, trials, epsilon_cap, delta),
+        noise_multiplier=_noise(training, others, trials, epsilon_cap, delta) if slack_share <= 1 else None,
+        slack_share=slack_share,
+    )
+
+
+def search_of(plan: Plan, trials: int) -> SearchCost:
+    """Return the cost of ``trials`` runs of a plan, at its account's cap and delta.
+
+    Raises:
+        ConfigError: ``trials``, or ``not_private`` for a plan that charges nothing.
+    """
+    if not plan.mechanism.private:
+        raise ConfigError("not_private", "a search on public data costs no privacy.", "Leave --trials out.")
+    mechanisms = Schedule(plan.mechanism, plan.measurements).mechanisms
+    training, *others = releases_of((each, each.steps) for each in mechanisms)
+    return search_cost(training, tuple(others), trials, plan.epsilon_cap, plan.delta, plan.delta_terms.total)
+
+
+def _times(releases: Releases, trials: int) -> Releases:
+    return tuple(replace(release, count=release.count * trials) for release in releases)
+
+
+def _epsilon(one: Releases, trials: int, delta: float) -> float:
+    return composed_epsilon(_times(one, trials), delta, "rdp")
+
+
+def _trials_within(one: Releases, trials: int, cap: float, delta: float) -> int:
+    low, high = 0, trials
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _epsilon(one, middle, delta) <= cap:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _noise(training: Release, others: Releases, trials: int, cap: float, delta: float) -> float | None:
+    steps = training.count * trials
+    try:
+        return solve_noise_multiplier(cap, delta, training.sample_rate, steps, "rdp", _times(others, trials))
+    except ConfigError:
+        return None

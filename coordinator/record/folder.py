@@ -1,0 +1,194 @@
+"""The run directory, from which a later execution resumes or replays a run, and the lock that keeps two apart.
+
+It holds ``run.json`` (identity and status), ``config.yaml``, ``manifest.json``, ``metrics.jsonl``, ``packages/``, logs.
+A process that is killed leaves the status ``running`` behind; only the lock tells whether that is still true.
+"""
+
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import yaml
+from safetensors.numpy import save_file
+
+from raycloak.attestation.core.messages import Message, parse
+from raycloak.attestation.files.whole import write_whole
+from raycloak.coordinator.config import home
+from raycloak.coordinator.config.run import RunConfig, parse_config
+from raycloak.coordinator.ledger.location import recorded
+from raycloak.metrics.errors import ConfigError, ProtocolError, RefusedError
+from raycloak.workers.terms.manifest import Manifest
+from raycloak.workers.terms.measurement import Released
+from raycloak.workers.terms.parameter_digest import split_flat
+
+if TYPE_CHECKING:
+    from raycloak.coordinator.record.outcome import Finished  # which imports torch, and that takes seconds
+
+Status = Literal["running", "stopped", "failed", "void", "done"]
+"""A ``void`` run ended before anything was charged, or was discarded. Neither it nor a ``done`` one can be resumed."""
+
+
+class RunRecord(Message):
+    """The identity and status of a run directory.
+
+    Attributes:
+        base: folder that relative paths and ``module:function`` names of the configuration start from.
+        secret_file: the user's run-secret file; None if the orchestrator generated one.
+        started_at: Unix time of the first execution, in seconds.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/run-record/v1"
+
+    run_id: str
+    name: str
+    base: str
+    secret_file: str | None
+    started_at: float
+    status: Status
+
+
+class ReleasedValues(Message):
+    """The values that the measurements of a run have released, in the order of release."""
+
+    DOMAIN: ClassVar[str] = "raycloak/released-values/v1"
+
+    releases: tuple[Released, ...] = ()
+
+
+class RunFolder:
+    """One run directory."""
+
+    def __init__(self, path: Path, record: RunRecord) -> None:
+        self.path = path
+        self.record = record
+
+    @classmethod
+    def create(cls, config: RunConfig, run_id: str, base: str, secret_file: str | None) -> "RunFolder":
+        """Make the directory of a run that begins now; the ledger's password is not written into it."""
+        path = home.create_run_folder(config.name, run_id)
+        (path / "config.yaml").write_text(yaml.safe_dump(recorded(config).model_dump(mode="json"), sort_keys=False))
+        record = RunRecord(
+            run_id=run_id,
+            name=config.name,
+            base=base,
+            secret_file=secret_file,
+            started_at=time.time(),
+            status="running",
+        )
+        folder = cls(path, record)
+        folder.mark("running")
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> "RunFolder":
+        """Open an existing directory; ConfigError ``not_a_run`` if it is none."""
+        try:
+            return cls(path, parse(RunRecord, (path / "run.json").read_bytes().strip()))
+        except (OSError, ProtocolError):
+            raise ConfigError(
+                "not_a_run",
+                f"{path} is not a run directory with a readable run.json.",
+                "Name one below runs/ in RAYCLOAK_HOME.",
+            ) from None
+
+    def mark(self, status: Status) -> None:
+        """Write the status; readers see the old record or the new one."""
+        self.record = self.record.model_copy(update={"status": status})
+        write_whole(self.path / "run.json", self.record.encode() + b"\n")
+
+    def config(self) -> RunConfig:
+        """Read the configuration that the run began with, without the password of its ledger's URL."""
+        try:
+            raw = yaml.safe_load((self.path / "config.yaml").read_text())
+        except (OSError, yaml.YAMLError):
+            raise ConfigError(
+                "not_a_run", f"{self.path / 'config.yaml'} cannot be read.", "Restore it as the run wrote it."
+            ) from None
+        return parse_config(raw)
+
+    def manifest(self) -> Manifest | None:
+        """Read the run's manifest; None if it ended before one was made."""
+        path = self.path / "manifest.json"
+        if not path.exists():
+            return None
+        try:
+            return parse(Manifest, path.read_bytes().strip())
+        except (OSError, ProtocolError):
+            raise ConfigError("not_a_run", f"{path} cannot be read.", "Restore it as the run wrote it.") from None
+
+    def write_manifest(self, manifest: Manifest) -> None:
+        """Keep the manifest; it never changes afterwards."""
+        write_whole(self.path / "manifest.json", manifest.encode() + b"\n")
+
+    def released(self) -> tuple[Released, ...]:
+        """Read what the run's measurements have released, in earlier executions too."""
+        path = self.path / "measurements.json"
+        try:
+            return parse(ReleasedValues, path.read_bytes().strip()).releases if path.exists() else ()
+        except (OSError, ProtocolError):
+            raise ConfigError("not_a_run", f"{path} cannot be read.", "Restore it as the run wrote it.") from None
+
+    def keep_released(self, released: Released) -> None:
+        """Add a release to ``measurements.json``; one that was made again takes its former place."""
+        known = {(each.query, each.number): each for each in self.released()}
+        known[released.query, released.number] = released
+        values = ReleasedValues(releases=tuple(known.values()))
+        write_whole(self.path / "measurements.json", values.encode() + b"\n")
+
+    def write_parameters(self, finished: "Finished") -> None:
+        """Keep the released parameters as ``parameters.safetensors``; they are on disk when this returns."""
+        tensors = finished.manifest.computation.tensors
+        parts = split_flat(finished.parameters, tensors)
+        draft = self.path / f".parameters.safetensors.{secrets.token_hex(8)}"
+        save_file(
+            {t.name: part.reshape(t.shape) for t, part in zip(tensors, parts, strict=True)},
+            draft,
+            metadata={"run_id": finished.manifest.run_id, "parameter_digest": finished.parameter_digest.hex()},
+        )
+        with draft.open("rb") as file:
+            os.fsync(file.fileno())
+        draft.replace(self.path / "parameters.safetensors")
+
+
+def unfinished_run(name: str) -> RunFolder:
+    """Return the newest run of that name that can be resumed.
+
+    Raises:
+        ConfigError: ``nothing_to_resume``.
+    """
+    folders = [RunFolder.open(path) for path in home.runs_folder().glob(f"{name}-*") if (path / "run.json").exists()]
+    open_runs = [each for each in folders if each.record.name == name and each.record.status not in ("done", "void")]
+    if not open_runs:
+        raise ConfigError(
+            "nothing_to_resume",
+            f"no run named '{name}' in {home.runs_folder()} was left unfinished.",
+            "Start it without --resume.",
+        )
+    return max(open_runs, key=lambda each: each.record.started_at)
+
+
+@contextmanager
+def run_lock(run_id: str) -> Iterator[None]:
+    """Hold the run for this process; the operating system lets go of it however the process ends.
+
+    Raises:
+        RefusedError: ``run_in_progress`` if another process has it.
+    """
+    path = home.run_lock(run_id)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise RefusedError(
+            "run_in_progress", f"another process is executing run {run_id}.", "Wait for it, or stop it first."
+        ) from None
+    try:
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,112 @@
+"""The records of steps, evaluations and executions; plain data that is passed on."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from raycloak.attestation.core.roster import Query
+from raycloak.attestation.orchestrator.commits import StepCommit
+from raycloak.coordinator.planning.plan import Plan
+from raycloak.workers.evaluation import Metric
+from raycloak.workers.terms.manifest import Manifest
+from raycloak.workers.terms.measurement import Released
+
+
+class Ending(Enum):
+    """The reason why the steps of an execution ended."""
+
+    COMPLETE = "complete"
+    CAP = "cap_exceeded"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A result on an evaluation split, which is public.
+
+    Attributes:
+        metric: ``accuracy``: share of labels that are the largest output, in [0, 1]; or ``loss``: mean over examples.
+        value: of the metric.
+        num_examples: how many it was measured on.
+    """
+
+    metric: Metric
+    value: float
+    num_examples: int
+
+    @property
+    def accuracy(self) -> float | None:
+        """The value if it is an accuracy."""
+        return self.value if self.metric == "accuracy" else None
+
+    @property
+    def loss(self) -> float | None:
+        """The value if it is a loss."""
+        return self.value if self.metric == "loss" else None
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """A step that every aggregator finished.
+
+    Attributes:
+        charged_epsilon: of the account, as the receipt states it.
+        masked_bytes: payload bytes of all vectors that were accepted, if they were masked; else 0.
+        seconds: wall time of the step; ``charge_seconds``, ``compute_seconds`` and ``reduce_seconds`` of it are the
+            receipt and first roster, and asking workers and aggregators in the last attempt.
+        slowest_worker_seconds: the longest any worker took on its own in the last attempt.
+        roster_digest: of the last attempt's roster.
+    """
+
+    commit: StepCommit
+    charged_epsilon: float
+    masked_bytes: int
+    seconds: float
+    charge_seconds: float
+    compute_seconds: float
+    reduce_seconds: float
+    slowest_worker_seconds: float
+    roster_digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The result of an execution so far.
+
+    Attributes:
+        parameters: float32[d] in canonical order.
+        steps: finished steps of the run, in earlier executions too.
+        most_hosted: most virtual workers whose keys any single worker ever held.
+        charged_epsilon: of the account after the last charge.
+        released, measured: by the measurements of the run, earlier executions included: what they say, and how often
+            each was charged.
+        outcomes, measurement_outcomes: of the steps and measurements of this execution.
+        colocated: whether an aggregator ran on the orchestrator's node.
+        ending: why it ended; None if it failed.
+        rollback_witness: whether the ledger had a witness on other storage.
+    """
+
+    manifest: Manifest
+    plan: Plan
+    parameters: np.ndarray
+    parameter_digest: bytes
+    steps: int
+    most_hosted: int
+    workers: int
+    charged_epsilon: float
+    evaluation: Evaluation | None
+    released: tuple[Released, ...]
+    measured: Mapping[Query, int]
+    evidence_class: str
+    outcomes: tuple[StepOutcome, ...]
+    measurement_outcomes: tuple[StepOutcome, ...]
+    colocated: bool
+    ending: Ending | None
+    rollback_witness: bool = False
+
+    @property
+    def masked_bytes(self) -> int:
+        """The payload bytes of all masked vectors that reached the aggregators."""
+        return sum(outcome.masked_bytes for outcome in (*self.outcomes, *self.measurement_outcomes))

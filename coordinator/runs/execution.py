@@ -1,0 +1,316 @@
+"""Execution: one session of a run on the Ray cluster that is there or on a local one.
+
+It hides how actors, platforms, metrics and logs of a session are started and how they end. A new run, a resumed run and
+a replay differ in their assignment only.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from raycloak.attestation.core.hybrid_signature import SignerPublic
+from raycloak.attestation.keys.run_secret import exposure
+from raycloak.coordinator.checkpoints.archive import Archive
+from raycloak.coordinator.cluster.actors import GpuSamplers, alive_nodes, ask, cluster_gpus, connect, disconnect, fetch
+from raycloak.coordinator.cluster.backend import ActorLost
+from raycloak.coordinator.cluster.control import Control, Restart
+from raycloak.coordinator.cluster.placement import Placement
+from raycloak.coordinator.cluster.remote import Actor
+from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.console.output import attach_log
+from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.view import LedgerView
+from raycloak.coordinator.membership.departures import Departure
+from raycloak.coordinator.planning.references import descriptor, evaluation_folder
+from raycloak.coordinator.record.folder import RunFolder, run_lock
+from raycloak.coordinator.record.outcome import Ending, Finished
+from raycloak.coordinator.runs.evidence_address import announce
+from raycloak.coordinator.runs.ray_session import Launched, launch
+from raycloak.coordinator.runs.verdict import metrics_view, run_facts, verdict_of
+from raycloak.coordinator.training.assignment import Assignment, NewRun, Order, ReplayedRun, ResumedRun
+from raycloak.coordinator.training.coordinator import Coordinator
+from raycloak.coordinator.training.public_evaluation import public_evaluator
+from raycloak.coordinator.training.reporting import Reporting, StepReport
+from raycloak.coordinator.training.stop_signals import StopRequest, stop_on_signals
+from raycloak.metrics.collectors import GpuReadingCollector, LedgerCollector, RunMetrics
+from raycloak.metrics.errors import DatasetError, RaycloakError
+from raycloak.metrics.events import EventWriter
+from raycloak.metrics.exporter import Exporter
+from raycloak.metrics.server import MetricsServer
+from raycloak.workers.inputs.descriptor import DatasetDescriptor, export_in_memory
+from raycloak.workers.inputs.models import ModelSource
+from raycloak.workers.messages import WorkerSetup
+from raycloak.workers.terms.manifest import Manifest
+
+
+class Execution:
+    """Executes one run, resumed as often as it is lost.
+
+    Args:
+        model: given by the configuration or by the caller.
+        base: folder that relative paths and ``module:function`` names start from.
+        in_memory: a map-style dataset instead of ``config.dataset``.
+        progress: called after every finished step.
+        notice: told, in one line each, what a watcher needs to know.
+        stop: asked between two steps.
+        handle_signals: whether SIGINT and SIGTERM make ``stop`` while a run executes; main thread only.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model: ModelSource,
+        base: str,
+        *,
+        in_memory: Any | None = None,
+        progress: Callable[[StepReport], None] = lambda report: None,
+        notice: Callable[[str], None],
+        stop: StopRequest | None = None,
+        handle_signals: bool = False,
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._base = base
+        self._in_memory = in_memory
+        self._progress = progress
+        self._notice = notice
+        self._stop = stop or StopRequest()
+        self._handle_signals = handle_signals
+        # Kept over every execution of the run: an outcome warns of what happened in any of them.
+        self.warnings: list[str] = []
+        # None until a run is opened: a resume after a failure needs to know which one it was.
+        self.folder: RunFolder | None = None
+        # The address of the evidence service; None until members are admitted, and where nothing is served.
+        self._served: str | None = None
+
+    def begin(self, secret_file: str | None) -> "Outcome":
+        """Execute a new run, in a directory of its own."""
+        self._warn_of(secret_file)
+        with ExitStack() as stack:
+            launched = self._launch(stack, self._config.attestation.bind)
+            run_id, key = launched.control.open_run(secret_file)
+            stack.enter_context(run_lock(run_id))
+            folder = RunFolder.create(self._config, run_id, self._base, secret_file)
+            return self._conduct(stack, launched, key, folder, NewRun(self._archive(folder), self._stop))
+
+    def resume(self, folder: RunFolder) -> "Outcome":
+        """Resume an unfinished run, from its newest package."""
+        archive, recorded = self._archive(folder), folder.manifest()
+        if recorded is None:  # It ended before it had a manifest, and so before anything was charged.
+            return self._again(folder, NewRun(archive, self._stop))
+        return self._again(folder, ResumedRun(recorded, archive, self._stop))
+
+    def replay(self, folder: RunFolder, recorded: Manifest, first: int, last: int) -> Finished:
+        """Compute finished steps of a run again; its directory stays as it is, but for ``replay.log``.
+
+        Args:
+            recorded: the run's manifest.
+            first, last: the range of steps; it begins earlier if the newest package before ``first`` does.
+        """
+        return self._again(folder, ReplayedRun(recorded, self._archive(folder), first, last, self._stop)).finished
+
+    def _again(self, folder: RunFolder, assignment: Assignment) -> "Outcome":
+        self._warn_of(folder.record.secret_file)
+        with ExitStack() as stack:
+            stack.enter_context(run_lock(folder.record.run_id))
+            launched = self._launch(stack, self._config.attestation.bind if assignment.charges else None)
+            _, key = launched.control.open_run(folder.record.secret_file, folder.record.run_id)
+            return self._conduct(stack, launched, key, folder, assignment)
+
+    def _archive(self, folder: RunFolder) -> Archive:
+        return Archive(self._config.checkpoint, folder.record.run_id, Path(self._base), self._notice)
+
+    def _warn_of(self, secret_file: str | None) -> None:
+        if secret_file is not None and (warning := exposure(Path(secret_file))) is not None:
+            self._notice(warning)
+
+    def _launch(self, stack: ExitStack, bind: str | None) -> Launched:
+        """Join or start Ray, take the signals over from it, and start every process of a session."""
+        if connect(num_cpus=self._config.num_workers + 1):
+            stack.callback(disconnect)
+        if self._handle_signals:
+            stack.enter_context(stop_on_signals(self._stop, self._notice))
+        return launch(stack, self._config, Path(self._base), self._placement(), bind)
+
+    def _conduct(
+        self,
+        stack: ExitStack,
+        launched: Launched,
+        orchestrator_key: SignerPublic,
+        folder: RunFolder,
+        assignment: Assignment,
+    ) -> "Outcome":
+        """Run the coordinator; an error that ends it early carries the result so far."""
+        self.folder, started = folder, launched.began
+        attach_log(folder.path / ("run.log" if assignment.charges else "replay.log"))
+        failure = self._config.failure
+        control = launched.control.control(failure.control_deadline_s, failure.max_failures)
+        coordinator: Coordinator | None = None
+        try:
+            session = launched.session(folder.record.run_id, orchestrator_key, control)
+            reporting = self._reporting(stack, launched.samplers, folder, control, assignment)
+            setup = self._setup(stack, folder, assignment)
+            evaluator = public_evaluator(self._config, self._model, self._base) if assignment.charges else None
+            coordinator = Coordinator(Order(self._config, session, setup, evaluator, reporting, folder, assignment))
+            if assignment.charges:
+                folder.mark("running")
+            finished = coordinator.run()
+        except Exception as error:
+            if assignment.charges and coordinator is not None:
+                self._fail(coordinator, folder, error, started)
+            elif assignment.recorded is None:
+                self._void(control, folder)
+            raise
+        except BaseException:  # An interrupt must end it at once; a resume finds what was sealed before.
+            if assignment.charges:
+                folder.mark("failed")
+            raise
+        assert finished.ending is not None, "it has ended"
+        if assignment.charges:
+            folder.mark("stopped" if finished.ending is Ending.STOPPED else "done")
+        return self._outcome(finished, folder, finished.ending.value, started)
+
+    def _void(self, control: Control, folder: RunFolder) -> None:
+        """End a new run that failed before it had a coordinator."""
+        folder.mark("void")
+        log = str(folder.path / "evidence.jsonl")
+        try:
+            control.orchestrator.finish((), log, self._config.secret_retention == "run")
+        except (ActorLost, RaycloakError) as trouble:
+            self._notice(f"a generated secret was not destroyed: {trouble}")
+
+    def _fail(self, coordinator: Coordinator, folder: RunFolder, error: Exception, started: float) -> None:
+        """Save the result of a failed run so far, and attach it to the error.
+
+        A run that was never charged has nothing to resume, so a generated secret goes at once. A resumed run stays
+        resumable, whatever kept it from training.
+        """
+        begun = coordinator.begun
+        try:
+            folder.mark("failed" if begun else "void")
+        except OSError as trouble:  # a full disk may be what ended the run; a resume takes "running" as well
+            self._notice(f"the run directory was not marked as failed: {trouble.strerror}")
+        try:
+            finished = coordinator.salvage(destroy=not begun and self._config.secret_retention == "run")
+        except (ActorLost, RaycloakError, OSError) as trouble:
+            self._notice(f"not everything could be saved: {trouble}")
+            finished = None
+        if isinstance(error, RaycloakError) and begun:
+            error.step, error.spent_epsilon = coordinator.step, coordinator.charged_epsilon
+            if finished is not None:
+                error.result = self._outcome(finished, folder, error.code, started).result()
+
+    def _outcome(self, finished: Finished, folder: RunFolder, ending: str, started: float) -> "Outcome":
+        seconds = time.monotonic() - started
+        return Outcome(finished, folder, ending, seconds, tuple(self.warnings), self._served)
+
+    def _placement(self) -> Placement:
+        config = self._config
+        placement = Placement(config.placement, config.num_workers, config.use_gpu)
+        if config.use_gpu and not placement.num_gpus:
+            self.warnings.append("use_gpu is set, but the cluster has no GPU: the workers computed on the CPU.")
+        return placement
+
+    def _setup(self, stack: ExitStack, folder: RunFolder, assignment: Assignment) -> WorkerSetup:
+        gpu = self._config.use_gpu and cluster_gpus() > 0
+        return WorkerSetup(
+            model=self._model,
+            loss=self._config.loss,
+            dataset=self._descriptor(stack, folder),
+            base=self._base,
+            seed=self._config.seed,
+            device="cuda" if gpu else "cpu",
+            allow_nondeterministic=self._config.allow_nondeterministic,
+            evaluation=evaluation_folder(self._config) if assignment.charges else None,
+        )
+
+    def _descriptor(self, stack: ExitStack, folder: RunFolder) -> DatasetDescriptor:
+        if self._config.dataset is not None:
+            return descriptor(self._config.dataset)
+        if len(alive_nodes()) > 1:
+            raise DatasetError(
+                "dataset_in_memory",
+                "an in-memory dataset cannot reach the workers of other nodes.",
+                "Give config.dataset, which every worker opens itself.",
+            )
+        self.warnings.append("The dataset was given in memory: the driver has seen the examples.")
+        path = folder.path / "examples.npz"
+        stack.callback(path.unlink, missing_ok=True)
+        return export_in_memory(self._in_memory, path)
+
+    def _reporting(
+        self, stack: ExitStack, samplers: GpuSamplers, folder: RunFolder, control: Control, assignment: Assignment
+    ) -> Reporting:
+        exporter = Exporter()
+        exporter.add(LedgerCollector(lambda: metrics_view(_view(control.actors["ledger"]))))
+        exporter.add(GpuReadingCollector(samplers.sample))
+        server = MetricsServer(exporter.registry, self._config.metrics.bind)
+        stack.callback(server.close)
+        self._notice(f"metrics: {server.url}")
+        for reason in samplers.unavailable_reasons():
+            self._notice(reason)
+        # Steps that a replay repeats are no part of the run's record.
+        path = folder.path / "metrics.jsonl" if assignment.charges else Path(os.devnull)
+        events = stack.enter_context(EventWriter(path))
+        return Reporting(
+            metrics=partial(self._admitted, exporter, control, folder),
+            events=events,
+            progress=self._progress,
+            departure=self._departed,
+            joined=lambda member_id: self._notice(f"{member_id} joined"),
+            restart=self._restarted,
+            warned=lambda warning: self._notice(f"warning: {warning}"),
+        )
+
+    def _admitted(
+        self, exporter: Exporter, control: Control, folder: RunFolder, manifest: Manifest, evidence_class: str
+    ) -> RunMetrics:
+        if (service := announce(control, manifest, evidence_class, folder.path)) is not None:
+            self._served = service.address
+            self._notice(f"evidence service: {service.address} ({service.evidence} evidence)")
+        metrics = RunMetrics(run_facts(manifest, evidence_class, self._config.fewest_workers))
+        exporter.add(metrics)
+        return metrics
+
+    def _departed(self, departure: Departure) -> None:
+        line = f"{departure.member_id} left: {departure.code}: {departure.message}"
+        if not departure.asked_for:
+            self.warnings.append(line)
+        self._notice(line)
+
+    def _restarted(self, restart: Restart) -> None:
+        line = f"the {restart.role} was lost ({restart.cause}) and started again in {restart.seconds:.1f} s"
+        self.warnings.append(line)
+        self._notice(line)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of an execution, where it lies, and how it ended.
+
+    Attributes:
+        ending, evidence_service: see `raycloak.coordinator.runs.verdict.Verdict`.
+    """
+
+    finished: Finished
+    folder: RunFolder
+    ending: str
+    wall_seconds: float
+    warnings: tuple[str, ...]
+    evidence_service: str | None = None
+
+    def result(self) -> dict[str, Any]:
+        """Return ``run_dir`` and ``metrics``, the fields of the verdict."""
+        path, warnings = self.folder.path, (*self.finished.plan.warnings, *self.warnings)
+        verdict = verdict_of(self.finished, path, self.wall_seconds, self.ending, warnings)
+        return {"run_dir": str(path), "metrics": replace(verdict, evidence_service=self.evidence_service).metrics()}
+
+
+def _view(ledger: Actor) -> LedgerView:
+    """Ask the ledger without its `Control`: a thread of the metrics server asks, and must not replace an actor."""
+    return fetch(ask(ledger.handle, PrivacyLedger.view), deadline_s=5.0)

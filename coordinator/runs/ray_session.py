@@ -1,0 +1,103 @@
+"""Launch: every process of a session on Ray, started at once.
+
+A process that starts mostly imports, for seconds of processor time. So no process waits for another to be there: a
+value that one needs of another is waited for where it is used.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from raycloak.attestation.core.evidence import CollateralBundle
+from raycloak.attestation.core.hybrid_signature import SignerPublic
+from raycloak.attestation.orchestrator.revocations import count_revocations
+from raycloak.attestation.policy.policy import Policy, simulated_policy
+from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
+from raycloak.coordinator.cluster.actors import GpuSamplers, Platforms
+from raycloak.coordinator.cluster.backend import Crew, start_crew
+from raycloak.coordinator.cluster.control import Control
+from raycloak.coordinator.cluster.placement import Placement
+from raycloak.coordinator.cluster.ray_backend import EvidenceSources, RayBackend
+from raycloak.coordinator.cluster.ray_control import RayControl
+from raycloak.coordinator.config import home
+from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.evidence.sources import Guests, collateral_of, configured_policy
+from raycloak.coordinator.planning.payer import accountant_for
+from raycloak.coordinator.training.assignment import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """The processes of a session; none of them needs to be there yet.
+
+    Attributes:
+        control: of ledger and orchestrator.
+        collateral: the newest there is.
+        began: on the monotonic clock.
+    """
+
+    control: RayControl
+    policy: Policy
+    collateral: Callable[[], CollateralBundle]
+    sources: EvidenceSources
+    backend: RayBackend
+    crew: Crew
+    samplers: GpuSamplers
+    began: float
+
+    def session(self, run_id: str, orchestrator_key: SignerPublic, control: Control) -> Session:
+        """Wait until evidence can be had, and return the session that a coordinator needs."""
+        self.sources.wait()
+        return Session(
+            run_id=run_id,
+            orchestrator_key=orchestrator_key,
+            backend=self.backend,
+            control=control,
+            policy=self.policy,
+            collateral=self.collateral(),
+            collateral_now=self.collateral,
+            revocations=partial(count_revocations, home.orchestrator_file(run_id)),
+            source=self.sources.source(),
+            crew=self.crew,
+        )
+
+
+def launch(stack: ExitStack, config: RunConfig, base: Path, placement: Placement, bind: str | None) -> Launched:
+    """Start what a session of ``config`` needs; ``stack`` ends it.
+
+    Args:
+        base: folder that relative paths start from.
+        bind: where the orchestrator serves, if it does.
+
+    Raises:
+        ConfigError: what is wrong with policy or collateral; ``unplaceable`` if there is no room for the workers.
+    """
+    began = time.monotonic()
+    policy = configured_policy(config.policy, config.collateral, base)
+    collateral = collateral_of(policy, config.collateral, base)
+    ledger = config.ledger
+    folder = str(home.home() / "orchestrator")
+    url, accountant = ledger.url or home.ledger_url(), accountant_for(config, None)
+    control = RayControl(url, folder, ledger.witness, bind, accountant)
+    stack.callback(control.close)
+    sources: EvidenceSources = Guests(policy.gpus_per_worker if policy else 0)
+    present: Mapping[str, Any] = {}
+    if policy is None or policy.accepts_simulated:
+        vendor = SimulatedVendor.load_or_create(home.simulator_folder())
+        sources = platforms = Platforms(vendor)
+        stack.callback(platforms.close)
+        present = platforms.handles
+        policy = policy or simulated_policy(vendor, code_measurement())
+        made = vendor.collateral(int(time.time()))
+        collateral = collateral or (lambda: made)
+    assert collateral is not None, "hardware has collateral"
+    backend = RayBackend(sources, placement, cpu_capability=config.cpu_capability)
+    stack.callback(backend.close)
+    crew = start_crew(backend, config)
+    samplers = GpuSamplers(present)
+    stack.callback(samplers.close)
+    return Launched(control, policy, collateral, sources, backend, crew, samplers, began)

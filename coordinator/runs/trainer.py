@@ -1,0 +1,139 @@
+"""Trainer: from a configuration to a verdict and a run directory, on the Ray cluster that is there or a local one."""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.planning.plan import check_public
+from raycloak.coordinator.planning.references import preflight
+from raycloak.coordinator.record.folder import unfinished_run
+from raycloak.coordinator.record.outcome import Finished
+from raycloak.coordinator.record.same_run import require_same_config
+from raycloak.coordinator.runs.execution import Execution, Outcome
+from raycloak.coordinator.training.reporting import StepReport
+from raycloak.coordinator.training.stop_signals import StopRequest
+from raycloak.metrics.errors import ConfigError, RunFailedError
+from raycloak.workers.inputs.models import ModelSource
+from raycloak.workers.inputs.user_code import portable_base
+
+
+class Trainer:
+    """Trains one model.
+
+    Args:
+        config: what to train; ``model`` and ``dataset`` may be left out of it if they are given here.
+        model_init_fn: callable without arguments that returns a ``torch.nn.Module``.
+        train_dataset: a map-style PyTorch dataset of (features, label) pairs. It is visible to this process, and
+            workers of a single-node cluster read it from a private file.
+        config_dir: folder that relative paths and ``module:function`` names start from; the working directory if
+            absent.
+        run_secret: file of 64 hexadecimal digits; the same secret repeats the same run.
+        progress: called after every committed step.
+        resume: resume the newest unfinished run of the configuration's name instead of starting one.
+        handle_signals: whether SIGINT and SIGTERM end the run after the step it is in, and at once when they come
+            again; for the main thread.
+        notice: told, in one line each, what a watcher needs to know: the metrics' address, members that left or joined.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        model_init_fn: Callable[[], Any] | None = None,
+        train_dataset: Any | None = None,
+        config_dir: Path | None = None,
+        run_secret: Path | None = None,
+        resume: bool = False,
+        progress: Callable[[StepReport], None] | None = None,
+        notice: Callable[[str], None] | None = None,
+        handle_signals: bool = False,
+    ) -> None:
+        if (model_init_fn is None) == (config.model is None):
+            raise ConfigError(
+                "config",
+                "the model is given twice or not at all.",
+                "Give it once: as config.model or as model_init_fn.",
+            )
+        if (train_dataset is None) == (config.dataset is None):
+            raise ConfigError(
+                "config",
+                "the dataset is given twice or not at all.",
+                "Give it once: as config.dataset or as train_dataset.",
+            )
+        check_public(config)
+        base = config_dir or Path.cwd()
+        preflight(config, base)
+        model = ModelSource.of(model_init_fn if model_init_fn is not None else config.model or "")
+        self._config = config
+        self._secret = str(run_secret.resolve()) if run_secret else None
+        self._resume = resume
+        self._stop = StopRequest()
+        self._notice = notice or _to_stderr
+        self._execution = Execution(
+            config,
+            model,
+            portable_base(base),
+            in_memory=train_dataset,
+            progress=progress or (lambda report: None),
+            notice=self._notice,
+            stop=self._stop,
+            handle_signals=handle_signals,
+        )
+        self.finished: Finished | None = None
+
+    def train(self) -> dict[str, Any]:
+        """Run to the planned steps, to the cap, or until it is asked to stop.
+
+        Returns:
+            ``run_dir`` and ``metrics``, the fields of `raycloak.coordinator.runs.verdict.Verdict`.
+
+        Raises:
+            RaycloakError: ConfigError for bad input, RefusedError if a promise would be broken, RunFailedError if
+                the run could not continue. Its ``result`` is the result so far. What was charged stays charged.
+        """
+        outcome = self._recovered(self._resumed if self._resume else lambda: self._execution.begin(self._secret))
+        self.finished = outcome.finished
+        return outcome.result()
+
+    def stop(self) -> None:
+        """Ask the run to end after the step it is in; from any thread."""
+        self._stop.make()
+
+    def _recovered(self, execute: Callable[[], Outcome]) -> Outcome:
+        """Return the outcome of ``execute``; resume from the newest package if the node with the model is lost."""
+        for _ in range(self._config.failure.max_failures):
+            try:
+                return execute()
+            except RunFailedError as error:
+                if error.code != "state_lost":
+                    raise
+                self._notice(f"{error.message}; resuming from the newest sealed package")
+                assert self._execution.folder is not None, "it has begun"
+                execute = partial(self._execution.resume, self._execution.folder)
+        return execute()
+
+    def _resumed(self) -> Outcome:
+        """Resume the newest unfinished run, with the secret file of this call if one was given."""
+        folder = unfinished_run(self._config.name)
+        require_same_config(folder.config(), self._config)
+        if self._secret is not None:
+            folder.record = folder.record.model_copy(update={"secret_file": self._secret})
+        try:
+            return self._execution.resume(folder)
+        except ConfigError as error:
+            if error.code != "secret_destroyed" or not (folder.path / "parameters.safetensors").exists():
+                raise
+            # The process ended after the run was complete, and before it was marked so.
+            folder.mark("done")
+            raise ConfigError(
+                "nothing_to_resume",
+                f"the run in {folder.path} is complete.",
+                "Run without --resume to start another one.",
+            ) from None
+
+
+def _to_stderr(line: str) -> None:
+    sys.stderr.write(f"{line}\n")

@@ -1,0 +1,199 @@
+"""What a run shows of itself: series while it goes on, and a verdict at its end.
+
+The verdict is what a finished run may claim, and what it may not. The same facts that limit a claim are its fields.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Self
+
+from raycloak.coordinator.accounting.calibration import epsilon_against
+from raycloak.coordinator.accounting.releases import releases_of
+from raycloak.coordinator.accounting.renyi import accountant_delta
+from raycloak.coordinator.config.sections import Kept
+from raycloak.coordinator.ledger.view import LedgerView
+from raycloak.coordinator.planning.cross_check import CrossCheck, cross_check
+from raycloak.coordinator.record.outcome import Finished
+from raycloak.metrics import collectors
+from raycloak.workers.terms.manifest import Manifest
+from raycloak.workers.terms.measurement import Released
+from raycloak.workers.terms.mechanism import AccountantName, Mechanism
+from raycloak_layout import VERSION
+
+SIMULATED = "simulated"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The outcome of a finished run; its fields are the keys of the run's JSON.
+
+    Attributes:
+        run_dir: the run directory.
+        steps: finished steps, those of earlier executions included.
+        planned_steps: what the run was planned for.
+        ending: ``complete``, ``cap_exceeded``, ``stopped``, or the code of the error that ended the execution.
+        private: False if differential privacy was off; then every epsilon is None.
+        privacy_epsilon: spent, against outsiders and the aggregator alone.
+        privacy_epsilon_one_worker: the same for the aggregator together with any one worker.
+        privacy_epsilon_charged: what the account has been charged by all its runs; never below what this run spent.
+        privacy_delta: delta of each epsilon, the design's slack terms included.
+        epsilon_cap: what the account may spend.
+        accountant: with which the account is held.
+        epsilon_by_accountant: of what this run released, by four accountants; the noise of ``colluding_workers`` is
+            not counted on. ``accountants_not_computed`` says why one is not there.
+        exact: False if operations without a deterministic kernel were allowed: a repeat may give other bytes.
+        evaluation_accuracy: share in [0, 1] on the evaluation split; None without one, or where the loss is measured.
+        evaluation_loss: mean over the examples of the evaluation split, for a loss that has no accuracy; else None.
+        measurements: what was released about the private examples, each with the deviation of its noise.
+        evidence_class: ``simulated`` or the hardware class whose root verified.
+        parameter_digest: hexadecimal digest of the final parameters.
+        num_workers, virtual_workers: hosts and V.
+        masked_bytes: bytes of masked vectors that reached the aggregators.
+        wall_seconds: from the start of the run to its verdict.
+        rollback_witness: whether a witness on other storage would notice an older ledger file put back.
+        data_sealed: whether the examples were encrypted for the run's policy.
+        evaluation_data: ``sealed`` or ``clear``, how the evaluation split was kept; None without one.
+        key_service: address of the data owner's key service that gave the second half of every virtual-worker key.
+        colocated: whether orchestrator and aggregator shared a node.
+        evidence_service: ``host:port`` where the evidence was served during the run; None if it was not.
+        warnings: sentences about limits of this run.
+    """
+
+    run_dir: Path
+    steps: int
+    planned_steps: int
+    ending: str
+    private: bool
+    privacy_epsilon: float | None
+    privacy_epsilon_one_worker: float | None
+    privacy_epsilon_charged: float | None
+    privacy_delta: float | None
+    epsilon_cap: float | None
+    evaluation_accuracy: float | None
+    evidence_class: str
+    parameter_digest: str
+    num_workers: int
+    virtual_workers: int
+    masked_bytes: int
+    wall_seconds: float
+    exact: bool = True
+    evaluation_loss: float | None = None
+    measurements: tuple[Released, ...] = ()
+    accountant: AccountantName | None = None
+    epsilon_by_accountant: dict[str, float] = field(default_factory=dict)
+    accountants_not_computed: dict[str, str] = field(default_factory=dict)
+    rollback_witness: bool = False
+    data_sealed: bool = False
+    evaluation_data: Kept | None = None
+    key_service: str | None = None
+    colocated: bool = False
+    evidence_service: str | None = None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def simulated(self) -> bool:
+        """True if no hardware vouches for the workers."""
+        return self.evidence_class.lower() == SIMULATED
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the JSON of the run without ``run_dir``, which `Trainer.train` returns beside it."""
+        own = {key: value for key, value in asdict(self).items() if key != "run_dir"}
+        return own | {"measurements": [released.model_dump(mode="json") for released in self.measurements]}
+
+    @classmethod
+    def of(cls, result: Mapping[str, Any]) -> Self:
+        """Return the verdict in a result of `Trainer.train`; metrics that are not its own are left out."""
+        known = {field.name for field in fields(cls)}
+        metrics = {key: value for key, value in result["metrics"].items() if key in known}
+        released = tuple(Released.model_validate(each) for each in metrics.pop("measurements", ()))
+        return cls(run_dir=Path(result["run_dir"]), measurements=released, **metrics)
+
+
+def verdict_of(
+    finished: Finished, folder: Path, wall_seconds: float, ending: str, warnings: tuple[str, ...]
+) -> Verdict:
+    """Return what a finished run may claim."""
+    mechanism, delta = finished.plan.mechanism, finished.plan.delta
+    private = mechanism.private
+    beside = [(each.mechanism, finished.measured[each.query]) for each in finished.plan.measurements]
+    outsiders = epsilon_against(mechanism, 0, delta, finished.steps, beside) if private else None
+    one_worker = epsilon_against(mechanism, finished.most_hosted, delta, finished.steps, beside) if private else None
+    check = _cross_check([(mechanism, finished.steps), *beside], delta)
+    problem = check.disagreement() if check else None
+    if problem:
+        warnings += (f"THE ACCOUNTANTS DISAGREE: {problem}.",)
+    return Verdict(
+        run_dir=folder,
+        steps=finished.steps,
+        planned_steps=mechanism.steps,
+        ending=ending,
+        private=private,
+        privacy_epsilon=outsiders,
+        privacy_epsilon_one_worker=one_worker if one_worker is not None and math.isfinite(one_worker) else None,
+        privacy_epsilon_charged=finished.charged_epsilon if private else None,
+        privacy_delta=delta if private else None,
+        epsilon_cap=finished.plan.epsilon_cap if private else None,
+        accountant=mechanism.accountant if private else None,
+        epsilon_by_accountant=check.epsilon if check else {},
+        accountants_not_computed=check.not_computed if check else {},
+        exact=finished.manifest.computation.exact,
+        evaluation_accuracy=finished.evaluation.accuracy if finished.evaluation else None,
+        evaluation_loss=finished.evaluation.loss if finished.evaluation else None,
+        measurements=finished.released,
+        evidence_class=finished.evidence_class,
+        parameter_digest=finished.parameter_digest.hex(),
+        num_workers=finished.workers,
+        virtual_workers=mechanism.virtual_workers,
+        masked_bytes=finished.masked_bytes,
+        wall_seconds=wall_seconds,
+        rollback_witness=finished.rollback_witness,
+        data_sealed=finished.plan.data_sealed,
+        evaluation_data=finished.plan.evaluation_data,
+        key_service=finished.plan.key_service,
+        colocated=finished.colocated,
+        warnings=warnings,
+    )
+
+
+def _cross_check(counts: Sequence[tuple[Mechanism, int]], delta: float) -> CrossCheck | None:
+    """Return what four accountants say of what a run released, at its planned noise; None if that is nothing."""
+    releases = releases_of(counts)
+    return cross_check(releases, accountant_delta(delta)) if releases else None
+
+
+def metrics_view(view: LedgerView) -> collectors.LedgerFigures:
+    """Return what a scrape shows of the ledger."""
+    accounts = tuple(
+        collectors.AccountFigures(
+            name=account.name,
+            epsilon_cap=account.epsilon_cap,
+            delta=account.delta,
+            epsilon_spent=account.spent_epsilon,
+            budget_spent_ratio=account.spent_ratio,
+            steps_charged=sum(run.charged_steps for run in account.runs),
+        )
+        for account in view.accounts
+    )
+    return collectors.LedgerFigures(accounts, view.head.sequence, view.fencing)
+
+
+def run_facts(manifest: Manifest, evidence_class: str, workers_required: int) -> collectors.RunFacts:
+    """Return what is known of a run once its members are admitted."""
+    mechanism = manifest.computation.mechanism
+    return collectors.RunFacts(
+        run=manifest.run_id,
+        account=manifest.account,
+        evidence_class=evidence_class,
+        steps_planned=mechanism.steps,
+        virtual_workers=mechanism.virtual_workers,
+        workers_required=workers_required,
+        parameters=mechanism.dimension,
+        noise_multiplier=mechanism.noise_multiplier if mechanism.private else None,
+        exact=manifest.computation.exact,
+        version=VERSION,
+        ray_version=version("ray"),
+        torch_version=manifest.computation.numerics.torch,
+    )

@@ -1,0 +1,184 @@
+"""Admitting: from the founders' facts to a run that may charge its first step.
+
+    plan       what the steps cost, and whether the cap allows for them
+    manifest   what every member has to agree with; a resumed or replayed run must arrive at its own again
+    account    opened or found, and the run registered in it
+    evidence   the orchestrator told of the terms, every member admitted
+
+Nothing is charged here. The order matters: a resumed run that is not the one that was begun is refused before an
+account is opened or evidence is presented.
+"""
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from raycloak.attestation.core.roster import Query
+from raycloak.attestation.orchestrator.commits import StepCommit
+from raycloak.attestation.sealed.sealed_data import SealedTerms
+from raycloak.coordinator.aggregation.ranges import ParameterRange, split_ranges
+from raycloak.coordinator.cluster.backend import ActorLost
+from raycloak.coordinator.cluster.control import START_AGAIN
+from raycloak.coordinator.membership.founders import Founders
+from raycloak.coordinator.membership.membership import Membership
+from raycloak.coordinator.planning.cross_check import checked
+from raycloak.coordinator.planning.manifest import build_computation, build_manifest, epochs, run_terms
+from raycloak.coordinator.planning.payer import NamedAccount, account_cap, named_account
+from raycloak.coordinator.planning.plan import Plan, make_plan
+from raycloak.coordinator.planning.references import given_contract, sealed_terms
+from raycloak.coordinator.record.same_run import require_ledger, require_same_manifest
+from raycloak.coordinator.training.assignment import Order
+from raycloak.coordinator.training.reporting import Reporter
+from raycloak.metrics.collectors import RunMetrics
+from raycloak.metrics.errors import RunFailedError
+from raycloak.workers.messages import Admission, WorkerFacts
+from raycloak.workers.second_halves import check_key_service
+from raycloak.workers.terms.manifest import Manifest, key_context
+
+Committed = Mapping[tuple[Query, int], StepCommit]
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A run whose account is open and whose members are admitted.
+
+    Attributes:
+        facts: of code, data and numerics, as the founders state them.
+        account: the account that pays.
+        committed: steps that earlier executions committed, by query.
+        evaluation: terms of the sealed evaluation split; None if nothing sealed is measured.
+        evidence_class: the weakest that a member presented.
+        colocated: whether an aggregator runs on the orchestrator's node.
+        rollback_witness: whether the ledger has a witness on other storage.
+    """
+
+    facts: WorkerFacts
+    plan: Plan
+    manifest: Manifest
+    account: str
+    committed: Committed
+    evaluation: SealedTerms | None
+    ranges: tuple[ParameterRange, ...]
+    membership: Membership
+    metrics: RunMetrics
+    evidence_class: str
+    colocated: bool
+    rollback_witness: bool
+
+
+def admit(order: Order, founders: Founders, reporter: Reporter, evaluation: SealedTerms | None) -> Admitted:
+    """Plan the run, open its account and admit its members.
+
+    Raises:
+        RaycloakError: what refuses the run; nothing was charged.
+    """
+    config, session, facts = order.config, order.session, founders.facts
+    named = _named_account(order)
+    plan = checked(make_plan(config, facts.num_examples, sum(tensor.size for tensor in facts.tensors), named))
+    reporter.planned(plan)
+    account = config.ledger.account or f"run-{session.run_id}"
+    known_answer = founders.known_answer(plan.mechanism, plan.measurements)
+    manifest, rollback_witness = _manifest(order, facts, plan, account, known_answer)
+    committed = _committed(order, manifest)
+    _open_account(order, plan, manifest, named)
+    sealed = sealed_terms(config, Path(order.setup.base))
+    terms = run_terms(manifest, session.policy, session.collateral, sealed, evaluation)
+    session.control.orchestrator.begin(terms, secrets.token_hex(16))
+    ranges = split_ranges(facts.tensors, config.aggregators)
+    membership = Membership.admit(founders, _terms(order, manifest), ranges, session.revocations, reporter.joined)
+    if order.assignment.recorded is None:
+        order.folder.write_manifest(manifest)
+    view = session.control.orchestrator.view()
+    colocated = _is_colocated(order, membership)
+    return Admitted(
+        facts=facts,
+        plan=plan,
+        manifest=manifest,
+        account=account,
+        committed=committed,
+        evaluation=evaluation,
+        ranges=tuple(ranges),
+        membership=membership,
+        metrics=reporter.admitted(manifest, view, membership.members.departures.all),
+        evidence_class=view.evidence_class,
+        colocated=colocated,
+        rollback_witness=rollback_witness,
+    )
+
+
+def _named_account(order: Order) -> NamedAccount | None:
+    """The named account that pays; None if the run opens its own."""
+    if order.config.ledger.account is None:
+        return None
+    return named_account(order.session.control.ledger.view(), order.config, order.session.run_id)
+
+
+def _manifest(order: Order, facts: WorkerFacts, plan: Plan, account: str, known_answer: bytes) -> tuple[Manifest, bool]:
+    """The run's contract, and whether the ledger it names has a witness on other storage."""
+    config, session, setup = order.config, order.session, order.setup
+    computation = build_computation(config, setup.model.name, setup.dataset, facts, plan.mechanism, plan.measurements)
+    commitments = session.control.orchestrator.key_commitments(
+        key_context(computation, known_answer), config.virtual_workers, epochs(config)
+    )
+    key_service = given_contract(config.key_service, Path(setup.base))
+    view = session.control.ledger.view()
+    manifest = build_manifest(
+        computation,
+        run_id=session.run_id,
+        account=account,
+        known_answer=known_answer,
+        policy_digest=session.policy.digest(),
+        ledger_key=view.public_key,
+        orchestrator_key=session.orchestrator_key,
+        key_commitments=commitments,
+        dataset_fingerprint=facts.dataset_fingerprint,
+        key_service=key_service,
+    )
+    check_key_service(manifest)
+    return manifest, view.rollback_witness
+
+
+def _committed(order: Order, manifest: Manifest) -> Committed:
+    """The steps that earlier executions committed, once it is sure that this is their run and their ledger."""
+    recorded, control = order.assignment.recorded, order.session.control
+    if recorded is None:
+        return {}
+    require_same_manifest(recorded, manifest)
+    committed = {(commit.query, commit.step): commit for commit in control.orchestrator.committed()}
+    require_ledger(committed.values(), control.ledger.hash_at)
+    return committed
+
+
+def _open_account(order: Order, plan: Plan, manifest: Manifest, named: NamedAccount | None) -> None:
+    control = order.session.control
+    if named is None:
+        accountant = plan.mechanism.accountant
+        control.ledger.open_account(manifest.account, account_cap(order.config), plan.delta, accountant=accountant)
+    mechanisms = manifest.computation.mechanisms
+    terms = mechanisms, manifest.digest(), manifest.dataset_fingerprint
+    control.ledger.register_run(order.session.run_id, manifest.account, *terms)
+
+
+def _terms(order: Order, manifest: Manifest) -> Admission:
+    """The terms that each worker presents itself for."""
+    config, session = order.config, order.session
+    return Admission(
+        manifest,
+        session.policy,
+        session.collateral,
+        config.secure_aggregation,
+        session.control.orchestrator.present(session.source),
+        key_service=config.key_service.address if config.key_service else None,
+    )
+
+
+def _is_colocated(order: Order, membership: Membership) -> bool:
+    session = order.session
+    try:
+        nodes = {session.backend.node(each) for each in membership.members.aggregators}
+    except ActorLost as lost:
+        raise RunFailedError(
+            "unreachable", f"an aggregator was lost at admission ({lost.cause}).", START_AGAIN
+        ) from None
+    return session.control.node("orchestrator") in nodes

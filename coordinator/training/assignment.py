@@ -1,0 +1,134 @@
+"""An assignment: the part of a run that one execution does, and the session of actors that it does it with.
+
+There are three kinds. They differ in where the model comes from, where they end, and whether they may charge; each
+kind fixes what its name implies, so that no execution can, for example, charge while it replays.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from raycloak.attestation.attester.attester import EvidenceSource
+from raycloak.attestation.core.evidence import CollateralBundle
+from raycloak.attestation.core.hybrid_signature import SignerPublic
+from raycloak.attestation.policy.policy import Policy
+from raycloak.coordinator.checkpoints.archive import Archive
+from raycloak.coordinator.checkpoints.saver import Restored
+from raycloak.coordinator.cluster.backend import Backend, Crew
+from raycloak.coordinator.cluster.control import Control
+from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.record.folder import RunFolder
+from raycloak.coordinator.training.public_evaluation import Evaluator
+from raycloak.coordinator.training.reporting import Reporting
+from raycloak.coordinator.training.stop_signals import StopRequest
+from raycloak.workers.messages import WorkerSetup
+from raycloak.workers.terms.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """The actors of one execution and the evidence they are judged by, started and owned by the caller.
+
+    Attributes:
+        revocations: counts them so far; see `raycloak.attestation.orchestrator.revocations.count_revocations`.
+        source: of the orchestrator's own evidence, on whatever node it is.
+        collateral_now: gives newer collateral before evidence is renewed; None if there is none but the first.
+        crew: the first members, if they were started already.
+    """
+
+    run_id: str
+    orchestrator_key: SignerPublic
+    backend: Backend
+    control: Control
+    policy: Policy
+    collateral: CollateralBundle
+    revocations: Callable[[], int]
+    source: EvidenceSource
+    collateral_now: Callable[[], CollateralBundle] | None = None
+    crew: Crew | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NewRun:
+    """A run that begins: all planned steps, from the parameters of the manifest it makes.
+
+    Attributes:
+        archive: where its sealed packages go; None to seal none.
+    """
+
+    archive: Archive | None = None
+    stop: StopRequest = field(default_factory=StopRequest)
+
+    recorded: ClassVar[None] = None
+    last_step: ClassVar[None] = None
+    charges: ClassVar[bool] = True
+
+    def restore(self, control: Control) -> Restored | None:
+        """Return None: there is nothing to start from."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedRun:
+    """An unfinished run: the planned steps that are left, from its newest package.
+
+    Attributes:
+        recorded: the run's manifest, which this execution must arrive at again.
+        archive: where its sealed packages are, and new ones go.
+    """
+
+    recorded: Manifest
+    archive: Archive
+    stop: StopRequest = field(default_factory=StopRequest)
+
+    last_step: ClassVar[None] = None
+    charges: ClassVar[bool] = True
+
+    def restore(self, control: Control) -> Restored | None:
+        """Return the newest package; None to start from the manifest's parameters."""
+        return self.archive.restore(control, self.recorded, at_most=None)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedRun:
+    """Finished steps of a run, computed again: nothing is charged, sealed or recorded.
+
+    Attributes:
+        recorded: the run's manifest, which this execution must arrive at again.
+        archive: where its sealed packages are.
+        first_step: the replay starts from the newest package of at most so many finished steps.
+        last_step: finished steps to end at.
+    """
+
+    recorded: Manifest
+    archive: Archive
+    first_step: int
+    last_step: int
+    stop: StopRequest = field(default_factory=StopRequest)
+
+    charges: ClassVar[bool] = False
+
+    def restore(self, control: Control) -> Restored | None:
+        """Return the package to start from; None to start from the manifest's parameters."""
+        return self.archive.restore(control, self.recorded, at_most=self.first_step)
+
+
+Assignment = NewRun | ResumedRun | ReplayedRun
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """All that a coordinator is given; no stage changes it.
+
+    Attributes:
+        setup: what each worker opens.
+        evaluator: measures on public data; None if nothing is measured, or only sealed data is.
+    """
+
+    config: RunConfig
+    session: Session
+    setup: WorkerSetup
+    evaluator: Evaluator | None
+    reporting: Reporting
+    folder: RunFolder
+    assignment: Assignment

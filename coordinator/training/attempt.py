@@ -1,0 +1,278 @@
+"""One attempt of one step: ask every worker, bind the vectors, have them reduced.
+
+A training step and a measurement take the same path. They differ in what an aggregator does with the decoded sum.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from raycloak.attestation.core.canonical import digest, length_prefixed
+from raycloak.attestation.core.messages import Envelope, parse
+from raycloak.attestation.core.roster import Query
+from raycloak.coordinator.aggregation.aggregator import MeasureReport, ReduceReport, ReduceRequest, State
+from raycloak.coordinator.cluster.backend import ActorLost, Backend
+from raycloak.coordinator.cluster.control import Control, Pending
+from raycloak.coordinator.cluster.remote import Parameters, Reduction, Reference, StepAnswer
+from raycloak.coordinator.membership.membership import Membership
+from raycloak.coordinator.training.member_failures import Losses
+from raycloak.coordinator.training.model import Model
+from raycloak.metrics.collectors import RunMetrics
+from raycloak.metrics.errors import ProtocolError, RunFailedError, SenderError
+from raycloak.workers.messages import StepReply, StepRequest
+from raycloak.workers.vectors.payload import Header, VectorRange
+from raycloak.workers.vectors.ring import RingVector
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A step of one of the run's mechanisms.
+
+    Attributes:
+        ranges: the pieces its vector is cut into; the first aggregators take one each.
+    """
+
+    query: Query
+    step: int
+    ranges: tuple[VectorRange, ...]
+
+    @property
+    def name(self) -> str:
+        """The task's name in messages."""
+        return f"step {self.step}" if self.query == "gradient" else f"{self.query} {self.step}"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The answers that workers owe for one attempt.
+
+    Attributes:
+        shown: the presentations that every worker has seen once it has answered.
+        answers: by member id.
+    """
+
+    roster: Envelope
+    shown: tuple[Envelope, ...]
+    answers: Mapping[str, StepAnswer]
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """The complete answers to one attempt, in the order of the roster's workers.
+
+    Attributes:
+        vectors: by range, one reference per worker.
+    """
+
+    roster: Envelope
+    headers: tuple[Envelope, ...]
+    vectors: tuple[tuple[Reference[RingVector], ...], ...]
+    replies: tuple[StepReply, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """The result of the aggregators' work on complete answers.
+
+    Attributes:
+        reports: one per range.
+        updated: new parameters and state of each range; empty for a measurement.
+    """
+
+    reports: tuple[ReduceReport | MeasureReport, ...]
+    updated: tuple[tuple[Reference[Parameters], Reference[State]], ...]
+
+    @property
+    def updates(self) -> tuple[ReduceReport, ...]:
+        """The reports of a training step."""
+        return tuple(report for report in self.reports if isinstance(report, ReduceReport))
+
+    @property
+    def measured(self) -> MeasureReport:
+        """The report of a measurement."""
+        (report,) = self.reports
+        assert isinstance(report, MeasureReport)
+        return report
+
+
+@dataclass(slots=True)
+class AttemptRunner:
+    """The attempts of a session, one after another."""
+
+    backend: Backend
+    control: Control
+    membership: Membership
+    metrics: RunMetrics
+    deadline_s: float
+    _tags: dict[int, bytes] = field(default_factory=dict)
+    _seen: dict[str, tuple[Envelope, ...]] = field(default_factory=dict)
+    _losses: Losses = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._losses = Losses(self.backend, self.membership.members, self.deadline_s)
+
+    def begin(self) -> None:
+        """Forget the vector tags of the step before: the attempts that follow belong to another step."""
+        self._tags = {}
+        self._losses.begin()
+
+    def ask(self, task: Task, model: Model, receipt: Envelope | Reference[Envelope], roster: Envelope) -> Asked:
+        """Ask every worker.
+
+        Args:
+            receipt: the receipt, or a reference to it. With a reference, workers get their question as soon as the
+                ledger has answered, and none if it refuses.
+        """
+        members = self.membership.members
+        # An aggregator outside the roster is not shown: a worker would forget its evidence, and need it again later.
+        absent = {actor.member_id for actor in members.aggregators[len(task.ranges) :]}
+        shown = tuple(proof for member_id, proof in members.presentations.items() if member_id not in absent)
+        answers = {}
+        for member_id in sorted(members.workers):
+            unseen = tuple(envelope for envelope in shown if envelope not in self._seen.get(member_id, ()))
+            request = StepRequest(roster, unseen, task.ranges)
+            answers[member_id] = members.workers[member_id].step(receipt, request, *model.parameters)
+        return Asked(roster, shown, answers)
+
+    def announce(self, task: Task, model: Model, asked: Asked) -> None:
+        """Have aggregators verify the workers' headers as soon as all are there, before any vector is bound.
+
+        Headers reveal nothing about data, so they may arrive before the vectors are bound. A header that never comes
+        holds up an aggregator's next calls too, until the worker that owes it is stopped.
+        """
+        request = ReduceRequest(asked.roster, (), model.digest, task.ranges)
+        replies = [answer.reply for answer in asked.answers.values()]
+        for aggregator, _ in zip(self.membership.members.aggregators, task.ranges, strict=False):
+            aggregator.expect(request, *replies)
+
+    def collect(self, task: Task, model: Model, asked: Asked) -> Answers | None:
+        """Wait for every worker's answer; if any fails, take the failed workers off the run and return None."""
+        answers = asked.answers
+        ready = set(self.backend.wait([part for answer in answers.values() for part in answer.parts], self.deadline_s))
+        replies: dict[str, StepReply] = {}
+        failures: dict[str, str] = {}
+        for member_id, answer in answers.items():
+            try:
+                if not ready.issuperset(answer.parts):
+                    raise ActorLost("deadline")
+                replies[member_id] = self.backend.fetch(answer.reply, self.deadline_s)
+                if replies[member_id].code != "ok":
+                    failures[member_id] = replies[member_id].code
+            except ActorLost as lost:
+                failures[member_id] = lost.cause
+        # Tags are kept of a failed attempt too: a late answer may still complete it, and a later attempt must then
+        # decode to the same value.
+        for member_id, reply in replies.items():
+            if member_id not in failures and not self._tags_agree(task, member_id, reply):
+                failures[member_id] = "header_mismatch"
+        headers = tuple(reply.header for reply in replies.values() if reply.header is not None)
+        if failures:
+            self._losses.require_model(model, failures.values(), task.name, task.step)
+            self._losses.take(failures, task.name, task.step, everybody=len(failures) == len(answers))
+            return None
+        for reply in replies.values():
+            if reply.leaving:
+                self.membership.members.ask_to_leave(reply.member_id, "left")
+        self._seen = dict.fromkeys(answers, asked.shown)
+        vectors = tuple(tuple(answer.vectors[part.index] for answer in answers.values()) for part in task.ranges)
+        return Answers(asked.roster, headers, vectors, tuple(replies.values()))
+
+    def reduce(self, task: Task, model: Model, answers: Answers) -> Reduced | None:
+        """Have the vectors bound for good, and then every range reduced.
+
+        Guarantee: no aggregator is given a vector before the orchestrator has bound all vectors of the step on disk.
+
+        Returns:
+            None if an aggregator was lost and replaced, or if a worker's vector failed its checks.
+        """
+        reductions = self._ask_to_reduce(task, model, answers)
+        ready = set(self.backend.wait([part for each in reductions for part in each.parts], self.deadline_s))
+        reports: list[ReduceReport | MeasureReport] = []
+        lost: dict[int, str] = {}
+        accused: dict[str, str] = {}
+        for index, reduction in enumerate(reductions):
+            try:
+                if not ready.issuperset(reduction.parts):
+                    raise ActorLost("deadline")
+                reports.append(self.backend.fetch(reduction.report, self.deadline_s))
+            except ActorLost as error:
+                lost[index] = error.cause
+            except SenderError as error:
+                if error.member_id not in self.membership.members.workers:
+                    raise
+                accused[error.member_id] = error.code
+            except RunFailedError as error:
+                raise RunFailedError(error.code, f"{task.name}: {error.message}", error.remedy, task.step) from None
+        self._losses.require_model(model, lost.values(), task.name, task.step)
+        for index, cause in lost.items():
+            # A lost object is a vector that went with its sender's node. The aggregator is well, and the next attempt
+            # finds out that the sender is not.
+            if cause != "object_lost":
+                self.membership.admission.replace_aggregator(index, cause)
+        self._losses.take(accused, task.name, task.step, everybody=False)
+        if lost or accused:
+            return None
+        self.metrics.aggregate_released()
+        return Reduced(tuple(reports), tuple(each.updated for each in reductions if each.updated is not None))
+
+    def _ask_to_reduce(self, task: Task, model: Model, answers: Answers) -> list[Reduction]:
+        """Ask every aggregator; the backend delivers the questions when the vectors are bound.
+
+        A question cannot keep an aggregator waiting for ever. An orchestrator that does not answer in time is stopped,
+        its answer fails, and so does the question that waits for it. The aggregators are then asked again.
+        """
+        binding = self._bind_vectors(task)
+        awaited = binding.reference
+        request = ReduceRequest(answers.roster, answers.headers, model.digest, task.ranges)
+        reductions = self._reductions(task, model, request, answers.vectors, awaited)
+        try:
+            binding.result()
+        except ProtocolError as refusal:
+            raise RunFailedError(refusal.code, refusal.message, refusal.remedy, task.step) from None
+        return reductions if binding.reference is awaited else self._reductions(task, model, request, answers.vectors)
+
+    def _bind_vectors(self, task: Task) -> Pending[None]:
+        """Have the vectors of the step recorded before they are summed, so that no execution can sum other ones."""
+        tags = [self._tags[v] for v in sorted(self._tags)]
+        vectors = digest(length_prefixed("raycloak/vector-tags/v1", *tags))
+        return self.control.orchestrator.bind_vectors(task.step, vectors, task.query)
+
+    def _reductions(
+        self,
+        task: Task,
+        model: Model,
+        request: ReduceRequest,
+        vectors: Sequence[Sequence[Reference[RingVector]]],
+        after: Reference[None] | None = None,
+    ) -> list[Reduction]:
+        reductions = []
+        for aggregator, masked, part in zip(self.membership.members.aggregators, vectors, task.ranges, strict=False):
+            if task.query == "gradient":
+                own = model.parameters[part.index], model.states[part.index]
+                reductions.append(aggregator.reduce(request, *own, masked, after))
+            else:
+                reductions.append(aggregator.measure(request, masked, after))
+        return reductions
+
+    def _tags_agree(self, task: Task, member_id: str, reply: StepReply) -> bool:
+        """Return whether a header names what its sender hosts; aggregators verify the rest of it.
+
+        Raises:
+            RunFailedError: ``not_reproducible`` if the vector of a virtual worker was computed again and has another
+                tag. Two attempts would then decode to two values, whose difference carries no noise.
+        """
+        try:
+            header = parse(Header, reply.header.body) if reply.header else None
+        except ProtocolError:
+            header = None
+        hosted = self.membership.hosts.hosting[member_id]
+        if header is None or header.virtual_workers != hosted or len(header.vector_tags) != len(hosted):
+            return False
+        for v, tag in zip(hosted, header.vector_tags, strict=True):
+            if self._tags.setdefault(v, tag) != tag:
+                raise RunFailedError(
+                    "not_reproducible",
+                    f"{member_id} computed another vector of virtual worker {v} in {task.name} than its former host",
+                    "Use one kind of machine and library versions; start a new run.",
+                    task.step,
+                )
+        return True

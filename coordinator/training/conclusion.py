@@ -1,0 +1,132 @@
+"""The conclusion of an execution: its result, its last package, its model on disk and its evidence log."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from raycloak.attestation.core.roster import Query
+from raycloak.coordinator.ledger.view import AccountView
+from raycloak.coordinator.record.outcome import Ending, Evaluation, Finished
+from raycloak.coordinator.training.admitted import Admitted
+from raycloak.coordinator.training.assignment import Order
+from raycloak.coordinator.training.steps import Training
+from raycloak.metrics.errors import RunFailedError
+
+
+@dataclass(frozen=True, slots=True)
+class Conclusion:
+    """Concludes an execution, whether it ended or failed; ``training`` moves on until then."""
+
+    order: Order
+    admitted: Admitted
+    training: Training
+
+    def conclude(self, ending: Ending) -> Finished:
+        """Seal and write the last model, commit the last step and export the log.
+
+        A generated secret is destroyed if the run is complete.
+
+        Raises:
+            RunFailedError: ``stopped`` if no step was finished.
+        """
+        training = self.training
+        training.seal()
+        self._close_checkpoints()
+        finished = self.finished(ending)
+        if finished is None:
+            raise RunFailedError("stopped", "the run was stopped before its first step", _RESUME)
+        training.runner.commit()
+        if self.order.assignment.charges:
+            # Packages cannot be opened any more once the secret is gone: the model must be on disk before.
+            self.order.folder.write_parameters(finished)
+            if ending is Ending.STOPPED:
+                export_log(self.order)
+            else:
+                finish_log(self.order, destroy=self.order.config.secret_retention == "run")
+        return finished
+
+    def salvage(self, *, destroy: bool) -> Finished | None:
+        """Seal and write what a failed execution has, and end its log as :func:`end_log`.
+
+        Returns:
+            The result so far; None if no step was finished.
+        """
+        with suppress(RunFailedError):  # The model may be what was lost; earlier packages stay.
+            self.training.seal()
+        self._close_checkpoints()
+        self.training.runner.commit()
+        end_log(self.order, destroy=destroy)
+        if self.training.finished_steps == 0:
+            return None
+        finished = self._result(None, self.training.evaluated)
+        self.order.folder.write_parameters(finished)
+        return finished
+
+    def finished(self, ending: Ending | None = None) -> Finished | None:
+        """Return the result so far, measured if it was not yet; None before the first step is done."""
+        if self.training.finished_steps == 0:
+            return None
+        return self._result(ending, self.training.evaluate)
+
+    def _result(self, ending: Ending | None, evaluate: Callable[[], Evaluation | None]) -> Finished:
+        admitted, training = self.admitted, self.training
+        charged = training.runner.charged_epsilon
+        return Finished(
+            manifest=admitted.manifest,
+            plan=admitted.plan,
+            parameters=training.parameters(),
+            parameter_digest=training.model.digest,
+            steps=training.finished_steps,
+            most_hosted=self.order.session.control.orchestrator.most_hosted(),
+            workers=len(admitted.membership.members.workers),
+            charged_epsilon=self._account_view().spent_epsilon if charged is None else charged,
+            evaluation=evaluate(),
+            released=self.order.folder.released(),
+            measured=self._measured(),
+            evidence_class=admitted.evidence_class,
+            outcomes=tuple(training.outcomes),
+            measurement_outcomes=tuple(training.measurement_outcomes),
+            colocated=admitted.colocated,
+            ending=ending,
+            rollback_witness=admitted.rollback_witness,
+        )
+
+    def _close_checkpoints(self) -> None:
+        if self.training.checkpoints is not None:
+            self.training.checkpoints.close(self.order.config.failure.step_deadline_s)
+
+    def _measured(self) -> dict[Query, int]:
+        """Count how often each measurement was charged, whether or not its release arrived."""
+        if not self.admitted.plan.measurements:
+            return {}
+        (run,) = (run for run in self._account_view().runs if run.run_id == self.order.session.run_id)
+        return {each.query: each.charged for each in run.queries}
+
+    def _account_view(self) -> AccountView:
+        accounts = self.order.session.control.ledger.view().accounts
+        return next(account for account in accounts if account.name == self.admitted.account)
+
+
+def export_log(order: Order) -> None:
+    """Export the evidence log of a run that may be resumed."""
+    order.session.control.orchestrator.export_log(_log(order))
+
+
+def finish_log(order: Order, *, destroy: bool) -> None:
+    """End the evidence log for good and export it; a generated secret is destroyed if asked."""
+    order.session.control.orchestrator.finish((), _log(order), destroy)
+
+
+def end_log(order: Order, *, destroy: bool) -> None:
+    """End the log of a failed execution and destroy a generated secret, or leave both for a resume."""
+    if destroy:
+        finish_log(order, destroy=True)
+    else:
+        export_log(order)
+
+
+def _log(order: Order) -> str:
+    return str(order.folder.path / "evidence.jsonl")
+
+
+_RESUME = "Resume it: raycloak run CONFIG --resume"

@@ -1,0 +1,130 @@
+"""Coordinator: one execution of a run, as a state machine whose phases hand each other finished objects.
+
+    PREPARING  start workers, open data, build models           -> Founders
+    ADMITTING  plan, manifest, account, evidence, keys          -> Admitted
+    TRAINING   step by step, until the planned steps or the cap -> Training, and how it ended
+    FINISHING  commit the last step, export the evidence log    -> Finished
+    DONE | FAILED
+
+It holds configuration, references and public facts; never examples, gradients or keys.
+"""
+
+from enum import Enum
+from functools import partial
+from pathlib import Path
+
+from raycloak.coordinator.cluster.remote import WorkerActor
+from raycloak.coordinator.membership.departures import Departures
+from raycloak.coordinator.membership.founders import Founders
+from raycloak.coordinator.membership.members import Members
+from raycloak.coordinator.membership.timing import Backoff, Timer
+from raycloak.coordinator.planning.cross_check import load_accountants
+from raycloak.coordinator.planning.references import sealed_terms
+from raycloak.coordinator.record.outcome import Finished
+from raycloak.coordinator.training.admitted import admit
+from raycloak.coordinator.training.assignment import Order
+from raycloak.coordinator.training.conclusion import Conclusion, end_log
+from raycloak.coordinator.training.outset import set_out
+from raycloak.coordinator.training.reporting import Reporter
+
+
+class Phase(Enum):
+    """The phases of an execution, in their order."""
+
+    PREPARING = "preparing"
+    ADMITTING = "admitting"
+    TRAINING = "training"
+    FINISHING = "finishing"
+    DONE = "done"
+    FAILED = "failed"
+
+    @property
+    def is_terminal(self) -> bool:
+        return self in (Phase.DONE, Phase.FAILED)
+
+
+class Coordinator:
+    """Drives one execution of a run in one session.
+
+    Raises:
+        ConfigError: as `raycloak.coordinator.planning.references.sealed_terms` of the evaluation split.
+    """
+
+    def __init__(self, order: Order, timer: Timer | None = None) -> None:
+        self.order = order
+        self.phase = Phase.PREPARING
+        # A replay evaluates nothing, so its orchestrator needs no keys of the split either.
+        self._evaluation = (
+            sealed_terms(order.config, Path(order.setup.base), "evaluation") if order.assignment.charges else None
+        )
+        config, session, timer = order.config, order.session, timer or Timer()
+        workers: dict[str, WorkerActor] = {}
+        self._reporter = Reporter(order.reporting, workers)
+        # Ledger and orchestrator are started before there is a run to report to.
+        session.control.on_restart = self._reporter.restarted
+        self._members = Members(
+            config=config,
+            backend=session.backend,
+            control=session.control,
+            departures=Departures(config.failure.max_failures, self._reporter.departed),
+            timer=timer,
+            backoff=Backoff(timer),
+            workers=workers,
+        )
+        # None until members are admitted: an execution that fails before has nothing to conclude.
+        self._conclusion: Conclusion | None = None
+
+    def run(self) -> Finished:
+        """Go from starting the workers to the exported evidence log.
+
+        Raises:
+            RaycloakError: what ended the run; nothing is half-written and what was charged stays charged.
+        """
+        order = self.order
+        try:
+            load = partial(load_accountants, order.config)
+            founders = Founders.prepare(self._members, order.setup, order.session.crew, load)
+            self.phase = Phase.ADMITTING
+            admitted = admit(order, founders, self._reporter, self._evaluation)
+            self.phase = Phase.TRAINING
+            training = set_out(order, admitted, self._reporter)
+            self._conclusion = Conclusion(order, admitted, training)
+            ending = training.run()
+            self.phase = Phase.FINISHING
+            finished = self._conclusion.conclude(ending)
+            self.phase = Phase.DONE
+            return finished
+        except BaseException:
+            self.phase = Phase.FAILED
+            raise
+
+    def finished(self) -> Finished | None:
+        """Return the result so far; None before the first step is done."""
+        return self._conclusion.finished() if self._conclusion else None
+
+    @property
+    def step(self) -> int | None:
+        """The step that is under way or comes next; None before training."""
+        return self._conclusion.training.finished_steps if self._conclusion else None
+
+    @property
+    def charged_epsilon(self) -> float | None:
+        """The account's epsilon after the last charge of this execution; None if it has charged nothing."""
+        return self._conclusion.training.runner.charged_epsilon if self._conclusion else None
+
+    @property
+    def begun(self) -> bool:
+        """Return whether the run has charged anything, or may have: an earlier execution of a resumed run counts."""
+        charging = self._conclusion is not None and self._conclusion.training.runner.charging
+        return charging or self.order.assignment.recorded is not None
+
+    def salvage(self, destroy: bool) -> Finished | None:
+        """Seal and write what a failed execution has, export the log, and destroy a generated secret if asked.
+
+        Returns:
+            The result so far; None if no step was finished.
+        """
+        if self._conclusion is None:
+            end_log(self.order, destroy=destroy)
+            return None
+        return self._conclusion.salvage(destroy=destroy)

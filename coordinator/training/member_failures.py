@@ -1,0 +1,69 @@
+"""Losses: members that fail at a task leave, and the run ends if all fail alike."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from raycloak.coordinator.cluster.backend import ActorLost, Backend
+from raycloak.coordinator.membership.members import Members
+from raycloak.coordinator.training.model import Model
+from raycloak.metrics.errors import RunFailedError
+
+
+@dataclass(slots=True)
+class Losses:
+    """The losses of a session, one task after the other."""
+
+    backend: Backend
+    members: Members
+    deadline_s: float
+    _all_lost: bool = False
+
+    def begin(self) -> None:
+        """Begin another task."""
+        self._all_lost = False
+
+    def take(self, failures: Mapping[str, str], task: str, step: int, *, everybody: bool) -> None:
+        """Take the workers that failed off the run; if all fail alike, others in their place would too, and it ends.
+
+        All may die at once when a node does, so a first such loss counts as an accident.
+
+        Args:
+            failures: code by member id.
+            task: how messages call it.
+
+        Raises:
+            RunFailedError: the code of all.
+        """
+        code = next(iter(failures.values()), "")
+        alike = everybody and len(set(failures.values())) == 1
+        if alike and (self._all_lost or code not in ("died", "unreachable")):
+            raise RunFailedError(code, f"every worker failed in {task}: {code}", _REMEDIES.get(code, ""), step)
+        self._all_lost = alike
+        for member_id, cause in failures.items():
+            self.members.lose(member_id, cause, f"{member_id} failed in {task}")
+
+    def require_model(self, model: Model, causes: Collection[str], task: str, step: int) -> None:
+        """Check, when an object that was passed is gone, that it was not the model itself.
+
+        Raises:
+            RunFailedError: ``state_lost``.
+        """
+        if "object_lost" not in causes:
+            return
+        try:
+            for reference in (*model.parameters, *model.states):
+                self.backend.fetch(reference, self.deadline_s)
+        except ActorLost as lost:
+            raise RunFailedError(
+                "state_lost",
+                f"the node that held the model went away in {task} ({lost.cause})",
+                "Resume from the newest sealed package: raycloak run CONFIG --resume",
+                step,
+            ) from None
+
+
+_REMEDIES = {
+    "out_of_memory": "Lower micro_batch_size, or give the workers more memory.",
+    "nondeterministic_op": "Set allow_nondeterministic: true for a run that is NOT EXACT, or change the model.",
+    "worker_error": "The text of the failure stays in the worker; run the model on public data to see it.",
+}

@@ -1,0 +1,94 @@
+"""The outset of training: the model that an execution starts from, and everything that its steps need."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from raycloak.coordinator.aggregation.ranges import ParameterRange
+from raycloak.coordinator.checkpoints.saver import Checkpoints, Restored
+from raycloak.coordinator.checkpoints.writer import PackageTerms
+from raycloak.coordinator.training.admitted import Admitted
+from raycloak.coordinator.training.assignment import Order
+from raycloak.coordinator.training.model import Model, ModelReader
+from raycloak.coordinator.training.public_evaluation import DriverEvaluator
+from raycloak.coordinator.training.reporting import Reporter
+from raycloak.coordinator.training.sealed_evaluation import SealedEvaluator
+from raycloak.coordinator.training.step import StepRunner
+from raycloak.coordinator.training.steps import Course, Training
+
+
+def set_out(order: Order, admitted: Admitted, reporter: Reporter) -> Training:
+    """Return the steps that are left to this execution, from the model of the newest package or of the manifest.
+
+    Raises:
+        RaycloakError: why the packages cannot be read; nothing was charged.
+    """
+    config, session, assignment = order.config, order.session, order.assignment
+    plan, membership, metrics = admitted.plan, admitted.membership, admitted.metrics
+    runner = StepRunner(
+        backend=session.backend,
+        control=session.control,
+        membership=membership,
+        manifest=admitted.manifest,
+        ranges=admitted.ranges,
+        metrics=metrics,
+        deadline_s=config.failure.step_deadline_s,
+        secure_aggregation=config.secure_aggregation,
+    )
+    restored = assignment.restore(session.control)
+    reader = ModelReader(session.backend, config.failure.step_deadline_s)
+    sealed = SealedEvaluator.of(config, admitted.evaluation, runner)
+
+    def renew() -> None:
+        if session.collateral_now is not None:
+            membership.admission.take_collateral(session.collateral_now())
+        membership.admission.renew()
+        reporter.presented(session.control.orchestrator.view())
+
+    return Training(
+        config=config,
+        plan=plan,
+        course=Course(
+            last_step=min(assignment.last_step or plan.mechanism.steps, plan.mechanism.steps),
+            committed=admitted.committed,
+            charges=assignment.charges,
+        ),
+        runner=runner,
+        membership=membership,
+        reporting=order.reporting,
+        metrics=metrics,
+        evaluator=DriverEvaluator(order.evaluator, reader) if order.evaluator else sealed,
+        reader=reader,
+        stop=assignment.stop,
+        checkpoints=_open_checkpoints(order, admitted),
+        model=_model(order, admitted, restored),
+        finished_steps=restored.finished_steps if restored else 0,
+        renew=renew,
+        measured=order.folder.keep_released if assignment.charges else lambda released: None,
+    )
+
+
+def _open_checkpoints(order: Order, admitted: Admitted) -> Checkpoints | None:
+    assignment = order.assignment
+    if not assignment.charges or assignment.archive is None:
+        return None
+    terms = PackageTerms(admitted.manifest, admitted.plan.delta, admitted.evidence_class)
+    return assignment.archive.open(order.session.control, terms, admitted.metrics)
+
+
+def _model(order: Order, admitted: Admitted, restored: Restored | None) -> Model:
+    backend, manifest, aggregators = order.session.backend, admitted.manifest, admitted.membership.members.aggregators
+    flat, digest = admitted.facts.initial_parameters, manifest.computation.initial_parameters
+    states = tuple(aggregator.initial_state() for aggregator in aggregators)
+    if restored is not None:
+        flat, digest = np.concatenate(restored.parameters), restored.parameter_digest
+        merged = {key: value for state in restored.states for key, value in state.items()}
+        states = tuple(backend.put(_state_of(merged, owned)) for owned in admitted.ranges)
+    parameters = tuple(backend.put(flat[owned.start : owned.stop].copy()) for owned in admitted.ranges)
+    return Model(parameters, states, digest)
+
+
+def _state_of(merged: Mapping[str, np.ndarray], owned: ParameterRange) -> dict[str, np.ndarray]:
+    """The part of an optimizer state that belongs to the tensors of a range."""
+    names = {tensor.name for tensor in owned.tensors}
+    return {key: value for key, value in merged.items() if key.rpartition("/")[0] in names}

@@ -1,0 +1,89 @@
+"""The evaluation of released parameters by the driver, on data that it may see and whose results are public.
+
+`coordinator/training/sealed_evaluation.py` evaluates on data that the driver may not see.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.planning.references import descriptor, require_public
+from raycloak.coordinator.record.outcome import Evaluation
+from raycloak.coordinator.training.model import Model, ModelReader
+from raycloak.workers.evaluation import Scorer, metric_of
+from raycloak.workers.inputs.datasets import Dataset
+from raycloak.workers.inputs.descriptor import DatasetDescriptor
+from raycloak.workers.inputs.models import ModelSource, build_model, loss_function
+
+
+def open_public(descriptor: DatasetDescriptor, base: Path | str) -> Dataset:
+    """Open a dataset that is public, as are results on it.
+
+    Raises:
+        ConfigError: ``evaluation_not_public``; DatasetError as `DatasetDescriptor.open`.
+    """
+    require_public(descriptor.kind, descriptor.public)
+    return descriptor.open(base)
+
+
+class Evaluator:
+    """Measures parameter vectors of one model in eval mode, on the CPU.
+
+    Args:
+        source, loss, base, seed: as in the run.
+        dataset: public; see :func:`open_public`.
+        every: steps between two evaluations; kept for the caller.
+
+    Raises:
+        ModelError, ConfigError: what building the model or finding the loss raises.
+    """
+
+    def __init__(
+        self, source: ModelSource, loss: str, dataset: Dataset, base: Path | str, seed: int = 0, every: int = 1
+    ) -> None:
+        self.every = every
+        loss_fn, _ = loss_function(loss, base)
+        self._metric = metric_of(loss)
+        self._scorer = Scorer(build_model(source, base, seed), loss_fn, self._metric)
+        self._dataset = dataset
+
+    def measure(self, parameters: NDArray[np.float32]) -> Evaluation:
+        """Return accuracy under ``cross_entropy``, else the mean loss, of float32 [d] parameters in canonical order."""
+        count = len(self._dataset)
+        self._scorer.load(parameters)
+        total = self._scorer.total(self._dataset, np.arange(count, dtype=np.int64))
+        return Evaluation(self._metric, total / count, count)
+
+
+@dataclass(frozen=True, slots=True)
+class DriverEvaluator:
+    """Has released models measured by the driver; see `raycloak.coordinator.training.steps.ModelEvaluator`."""
+
+    evaluator: Evaluator
+    reader: ModelReader
+    asks_workers: ClassVar[bool] = False
+
+    @property
+    def every(self) -> int:
+        """Steps between two evaluations."""
+        return self.evaluator.every
+
+    def measure(self, model: Model, finished_steps: int) -> Evaluation:
+        """Measure ``model``, however many steps gave it; RunFailedError ``state_lost`` as `ModelReader`."""
+        return self.evaluator.measure(self.reader.parameters(model))
+
+
+def public_evaluator(config: RunConfig, model: ModelSource, base: Path | str) -> Evaluator | None:
+    """Return the evaluator of ``config``'s split; None without one, or if it is sealed and the workers measure on it.
+
+    Raises:
+        ConfigError: as :func:`open_public` and :class:`Evaluator`.
+    """
+    if config.evaluation is None or config.evaluation.kept == "sealed":
+        return None
+    dataset = open_public(descriptor(config.evaluation.dataset), base)
+    return Evaluator(model, config.loss, dataset, base, config.seed, config.evaluation.every)

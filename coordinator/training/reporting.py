@@ -1,0 +1,147 @@
+"""The reports of a run under way: events, metric series, and callbacks of its caller."""
+
+from collections.abc import Callable, Iterable, Sized
+from dataclasses import dataclass
+
+from raycloak.attestation.orchestrator.admissions import OrchestratorView
+from raycloak.coordinator.cluster.control import Restart
+from raycloak.coordinator.membership.departures import Departure
+from raycloak.coordinator.planning.plan import Plan
+from raycloak.metrics.collectors import RunMetrics
+from raycloak.metrics.events import EventWriter
+from raycloak.metrics.registry import exactness_mark, privacy_mark
+from raycloak.workers.terms.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """The public facts of a committed step.
+
+    Attributes:
+        step: number of committed steps, 1 to ``steps``.
+        steps: planned steps.
+        epsilon: spent so far against outsiders and the aggregator; None if the run is not private.
+        epsilon_cap: what the account may spend; None if the run is not private.
+        evaluation_accuracy: share in [0, 1] on the public split, if it was measured after this step.
+        evaluation_loss: mean on the public split, in its place where a loss is measured.
+        workers: workers that took part.
+        parameter_digest: hexadecimal digest of the parameters after the step.
+        seconds: wall time of the step.
+        exact: whether every operation has a deterministic kernel.
+    """
+
+    step: int
+    steps: int
+    epsilon: float | None
+    epsilon_cap: float | None
+    evaluation_accuracy: float | None
+    workers: int
+    parameter_digest: str
+    seconds: float
+    evaluation_loss: float | None = None
+    exact: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Reporting:
+    """The callbacks and event log of a coordinator's caller.
+
+    Attributes:
+        metrics: makes the run's series once its public facts are known.
+        progress: called after every finished step.
+        departure: called when a member is refused, is lost or leaves.
+        joined: called with the member id of a worker that joins the run after its start.
+        restart: called when the ledger or the orchestrator was started again.
+        warned: called with each warning of the plan, before anything is charged.
+    """
+
+    metrics: Callable[[Manifest, str], RunMetrics]
+    events: EventWriter
+    progress: Callable[[StepReport], None]
+    departure: Callable[[Departure], None]
+    joined: Callable[[str], None]
+    restart: Callable[[Restart], None]
+    warned: Callable[[str], None] = lambda warning: None
+
+
+@dataclass(slots=True)
+class Reporter:
+    """Tells events, metrics and the caller what happens to members and to the two durable actors.
+
+    Attributes:
+        workers: those that take part now; it changes as they come and go.
+        metrics: the run's series; None until it has admitted its first members.
+    """
+
+    to: Reporting
+    workers: Sized
+    metrics: RunMetrics | None = None
+
+    def planned(self, plan: Plan) -> None:
+        """Pass on the plan's warnings, while nothing is charged yet."""
+        for warning in plan.warnings:
+            self.to.warned(warning)
+
+    def admitted(self, manifest: Manifest, view: OrchestratorView, refused: Iterable[Departure]) -> RunMetrics:
+        """Make the series once the first members are admitted, and log the terms of the steps.
+
+        Args:
+            refused: members that were refused or lost before there were series to count them in.
+        """
+        mechanism = manifest.computation.mechanism
+        self.metrics = self.to.metrics(manifest, view.evidence_class)
+        self.to.events.write(
+            "admitted",
+            run=manifest.run_id,
+            account=manifest.account,
+            manifest_digest=manifest.digest().hex(),
+            evidence_class=view.evidence_class,
+            privacy=privacy_mark(mechanism.private),
+            exactness=exactness_mark(manifest.computation.exact),
+            steps_planned=mechanism.steps,
+            virtual_workers=mechanism.virtual_workers,
+            parameters=mechanism.dimension,
+            noise_multiplier=mechanism.noise_multiplier if mechanism.private else None,
+            workers=len(self.workers),
+        )
+        self.presented(view)
+        for departure in refused:
+            self.metrics.worker_refused(departure.code)
+        return self.metrics
+
+    def presented(self, view: OrchestratorView) -> None:
+        """Report that members have presented evidence, at first or anew."""
+        assert self.metrics is not None, "series exist once members are admitted"
+        self.metrics.workers_admitted(len(self.workers))
+        for role, expires_at in view.earliest_expiry.items():
+            self.metrics.evidence_accepted(role, view.evidence_class, expires_at)
+
+    def departed(self, departure: Departure) -> None:
+        """Report that a member was refused, was lost, or left."""
+        self.to.departure(departure)
+        self.to.events.write("departure", code=departure.code)
+        metrics = self.metrics
+        if metrics is None:
+            return
+        if not departure.joined:
+            metrics.worker_refused(departure.code)
+        elif departure.asked_for:
+            metrics.worker_left(departure.code)
+        else:
+            metrics.worker_failed(departure.code)
+        metrics.workers_admitted(len(self.workers))
+
+    def joined(self, member_id: str) -> None:
+        """Report that a worker joined between two steps."""
+        self.to.joined(member_id)
+        self.to.events.write("join", workers=len(self.workers))
+        assert self.metrics is not None, "series exist once members are admitted"
+        self.metrics.worker_joined()
+        self.metrics.workers_admitted(len(self.workers))
+
+    def restarted(self, restart: Restart) -> None:
+        """Report that the ledger or the orchestrator was started again."""
+        self.to.restart(restart)
+        self.to.events.write("restart", role=restart.role, cause=restart.cause, seconds=round(restart.seconds, 6))
+        if self.metrics is not None:
+            self.metrics.phase_finished("recover", restart.seconds)

@@ -1,0 +1,286 @@
+"""One step: charge, roster, compute, wait, reduce.
+
+    receipt = ledger.charge(step)                                                     durable before it returns
+    roster  = orchestrator.open_step(step, hosting, finished steps)                   asked for one step ahead
+    headers, vectors = every worker.step(receipt, roster, parameters)                 masked before they leave
+    a worker failed -> move its virtual workers, next attempt                         survivors mask kept vectors again
+    orchestrator.bind_vectors(step, digest of the headers' tags)                      durable before it returns
+    report, parameters, state = every aggregator.reduce(roster, headers, vectors)     only references that are ready
+    the coordinator takes all new references at once
+
+Workers are asked while the ledger charges, and aggregators while the orchestrator binds. The backend delivers each
+question when the answer that it depends on is there, and not at all if that answer is a refusal.
+
+An aggregator keeps no state between steps, so a step that fails anywhere is repeated from the same references.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from raycloak.attestation.core.canonical import digest, length_prefixed
+from raycloak.attestation.core.messages import Envelope, parse
+from raycloak.attestation.core.roster import Query, Roster
+from raycloak.attestation.orchestrator.commits import StepCommit
+from raycloak.coordinator.aggregation.ranges import ParameterRange
+from raycloak.coordinator.cluster.backend import Backend
+from raycloak.coordinator.cluster.control import Control, Pending
+from raycloak.coordinator.membership.hosting import moved
+from raycloak.coordinator.membership.membership import Membership
+from raycloak.coordinator.record.outcome import StepOutcome
+from raycloak.coordinator.training.attempt import Answers, Asked, AttemptRunner, Reduced, Task
+from raycloak.coordinator.training.model import Model
+from raycloak.metrics.collectors import RunMetrics
+from raycloak.metrics.errors import BudgetError, EvidenceError
+from raycloak.workers.terms.manifest import Manifest
+from raycloak.workers.terms.measurement import Measurement, Released, released
+from raycloak.workers.terms.parameter_digest import parameter_digest
+from raycloak.workers.terms.receipt import Receipt
+from raycloak.workers.vectors.payload import VectorRange
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A roster that was asked for, and the finished steps that the answer commits."""
+
+    pending: Pending[Envelope]
+    commits: tuple[StepCommit, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """A step that every aggregator has reduced, the receipt that paid for it, and its times; see `StepOutcome`."""
+
+    task: Task
+    answers: Answers
+    reduced: Reduced
+    paid: Receipt
+    attempts: int
+    seconds: float
+    charge_seconds: float
+    compute_seconds: float
+    reduce_seconds: float
+
+
+@dataclass(slots=True)
+class StepRunner:
+    """Runs the steps and measurements of one session, one after another.
+
+    Attributes:
+        charged_epsilon: epsilon of the account, as the newest receipt states it.
+        charging: whether a charge was ever asked for; a charge whose answer was lost counts as spent.
+        uncommitted: finished steps that no answer of the orchestrator has confirmed as committed yet.
+    """
+
+    backend: Backend
+    control: Control
+    membership: Membership
+    manifest: Manifest
+    ranges: Sequence[ParameterRange]
+    metrics: RunMetrics
+    deadline_s: float
+    secure_aggregation: bool
+    charged_epsilon: float | None = None
+    charging: bool = False
+    uncommitted: tuple[StepCommit, ...] = ()
+    _attempting: AttemptRunner = field(init=False)
+    _manifest_digest: bytes = field(init=False)
+    _prepared: tuple[Any, _Asked] | None = None
+    _last_paid: int = 0
+
+    def __post_init__(self) -> None:
+        self._manifest_digest = self.manifest.digest()
+        self._attempting = AttemptRunner(self.backend, self.control, self.membership, self.metrics, self.deadline_s)
+
+    def run(self, step: int, model: Model) -> tuple[Model, StepOutcome]:
+        """Take ``model`` one step further. The step stays in ``uncommitted`` until a later roster commits it.
+
+        Raises:
+            BudgetError: ``cap_exceeded`` before anything is computed; ``ledger_rolled_back`` before a sum is decoded.
+            RunFailedError: what failed, in which step.
+        """
+        done = self._execute(Task("gradient", step, self._vector_ranges()), model)
+        digests = [each for report in done.reduced.updates for each in report.tensor_digests]
+        parameters = parameter_digest(self.manifest.computation.tensors, digests)
+        updated = done.reduced.updated
+        model = Model(tuple(p for p, _ in updated), tuple(s for _, s in updated), parameters)
+        return model, self._outcome(done, parameters)
+
+    def measure(self, measurement: Measurement, number: int, model: Model) -> tuple[Released, StepOutcome]:
+        """Make release ``number`` of a measurement of ``model``, which does not change; otherwise as :meth:`run`."""
+        # The measurement's roster commits a step and so moves the ratchet on; workers refuse an older one after it.
+        self._prepared = None
+        whole = VectorRange(0, 0, measurement.mechanism.dimension)
+        done = self._execute(Task(measurement.query, number, (whole,)), model)
+        average = done.reduced.measured.average
+        values = digest(length_prefixed("raycloak/measured/v1", measurement.query, number, average.tobytes()))
+        planned = self.manifest.computation.mechanism.steps
+        return released(measurement, number, planned, average), self._outcome(done, values)
+
+    def _execute(self, task: Task, model: Model) -> _Done:
+        """Charge a step once, and attempt it until every aggregator has reduced it."""
+        started = time.perf_counter()
+        self.charging = True
+        self._attempting.begin()
+        epoch = self.manifest.computation.epoch_of(task.query, task.step)
+        self.place(epoch)
+        receipt, asked = self._pay(task, model)
+        paid = parse(Receipt, receipt.body)
+        self._require_later(task, paid)
+        self.charged_epsilon = paid.charged_epsilon
+        charged = time.perf_counter()
+        self.metrics.phase_finished("charge", charged - started)
+        self._prepare_next(task)
+        attempts, begun = 1, charged
+        while (finished := self._attempt(task, model, asked, begun)) is None:
+            self.place(epoch)
+            roster = self._receive(task, self._ask_roster(task))
+            attempts, begun = attempts + 1, time.perf_counter()
+            asked = self._attempting.ask(task, model, receipt, roster)
+        answers, reduced, computed = finished
+        now = time.perf_counter()
+        return _Done(
+            task=task,
+            answers=answers,
+            reduced=reduced,
+            paid=paid,
+            attempts=attempts,
+            seconds=now - started,
+            charge_seconds=charged - started,
+            compute_seconds=computed - begun,
+            reduce_seconds=now - computed,
+        )
+
+    def _pay(self, task: Task, model: Model) -> tuple[Envelope, Asked]:
+        """Have the step charged and, at the same time, ask workers for the first attempt; returns the receipt too."""
+        run_id, manifest = self.manifest.run_id, self._manifest_digest
+        charge = self.control.ledger.charge(run_id, task.step, model.digest, manifest, task.query)
+        roster = self._first_roster(task)
+        awaited = charge.reference
+        asked = self._attempting.ask(task, model, awaited, roster)
+        receipt = charge.result()
+        if charge.reference is not awaited:
+            # The ledger was lost before it answered, and the workers' questions that waited for it have failed.
+            asked = self._attempting.ask(task, model, receipt, roster)
+        return receipt, asked
+
+    def _require_later(self, task: Task, paid: Receipt) -> None:
+        """Refuse a ledger that was rolled back during the run: a later charge must stand later in its chain."""
+        if paid.sequence <= self._last_paid:
+            raise BudgetError(
+                "ledger_rolled_back",
+                f"{task.name} was charged by the ledger's entry {paid.sequence}, but entry {self._last_paid} was seen "
+                "before.",
+                "Put the ledger's newest file back; an older one forgets what was spent.",
+            )
+        self._last_paid = paid.sequence
+
+    def _outcome(self, done: _Done, released: bytes) -> StepOutcome:
+        """Return the record of a finished step, and leave its commit to the next roster."""
+        task, paid = done.task, done.paid
+        commit = StepCommit(task.step, released, done.attempts, paid.sequence, paid.head, task.query)
+        self.uncommitted += (commit,)
+        return StepOutcome(
+            commit=commit,
+            charged_epsilon=paid.charged_epsilon,
+            masked_bytes=self._masked_bytes(task.query, len(done.answers.headers)),
+            seconds=done.seconds,
+            charge_seconds=done.charge_seconds,
+            compute_seconds=done.compute_seconds,
+            reduce_seconds=done.reduce_seconds,
+            slowest_worker_seconds=max(reply.seconds for reply in done.answers.replies),
+            roster_digest=parse(Roster, done.answers.roster.body).digest(),
+        )
+
+    def commit(self) -> None:
+        """Commit the finished steps that no roster has committed yet, and wait for that."""
+        commits, self.uncommitted = self.uncommitted, ()
+        if commits:
+            self.control.orchestrator.commit(commits)
+
+    def _attempt(self, task: Task, model: Model, asked: Asked, begun: float) -> tuple[Answers, Reduced, float] | None:
+        """Make one attempt; returns also when its answers were complete, or None if another attempt is needed."""
+        self.metrics.attempt_started()
+        self._attempting.announce(task, model, asked)
+        answers = self._attempting.collect(task, model, asked)
+        computed = time.perf_counter()
+        self.metrics.phase_finished("compute", computed - begun)
+        if answers is None:
+            return None
+        reduced = self._attempting.reduce(task, model, answers)
+        self.metrics.phase_finished("reduce", time.perf_counter() - computed)
+        return (answers, reduced, computed) if reduced else None
+
+    def place(self, epoch: int) -> None:
+        """Move the virtual workers of members that left to members that stay, and some to newcomers."""
+        before = self.membership.hosts.hosting
+        self.membership.hosts.place(epoch)
+        changes = moved(before, self.membership.hosts.hosting) if before else {}
+        self.metrics.virtual_workers_moved(sum(len(taken) for taken in changes.values()))
+
+    def _first_roster(self, task: Task) -> Envelope:
+        """Return the roster that was prepared during the step before, or a new one if members have changed since."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared[0] == self._standing(task):
+            return self._receive(task, prepared[1])
+        # The prepared roster is not even looked at: it rests on former members, so it may have been refused. The steps
+        # that it was to commit are still in `uncommitted`, and go with the new question.
+        return self._receive(task, self._ask_roster(task))
+
+    def _prepare_next(self, task: Task) -> None:
+        """Ask for the next step's roster while the workers compute this one.
+
+        The first step of an epoch is left out, because evidence is renewed before it. So is a step that a measurement
+        precedes, because the measurement needs a roster of its own first.
+        """
+        computation = self.manifest.computation
+        following, planned = task.step + 1, computation.mechanism.steps
+        if task.query != "gradient" or following >= planned or following % computation.epoch_steps == 0:
+            return
+        measures = any(each.due(following, planned) is not None for each in computation.measurements)
+        if not measures and self._prepared is None:
+            after = Task("gradient", following, task.ranges)
+            self._prepared = self._standing(after), self._ask_roster(after)
+
+    def _ask_roster(self, task: Task) -> _Asked:
+        """Ask for the roster of the next attempt of a step; the same question commits the finished steps.
+
+        They stay in `uncommitted` until the answer is there. Asked twice, the orchestrator commits them once.
+        """
+        hosting, commits = dict(self.membership.hosts.hosting), self.uncommitted
+        aggregators = self._aggregator_ids(task)
+        roster = self.control.orchestrator.open_step(task.step, hosting, aggregators, commits, task.query)
+        return _Asked(roster, commits)
+
+    def _receive(self, task: Task, asked: _Asked) -> Envelope:
+        """Return the roster, or another one if a member's evidence has expired or was revoked since the last review."""
+        try:
+            roster = asked.pending.result()
+        except EvidenceError as refusal:
+            if refusal.code != "evidence_expired":
+                raise
+            if self.membership.admission.review(now=True):
+                self.membership.admission.renew()
+            self.place(self.manifest.computation.epoch_of(task.query, task.step))
+            asked = self._ask_roster(task)
+            roster = asked.pending.result()
+        self.uncommitted = tuple(commit for commit in self.uncommitted if commit not in asked.commits)
+        return roster
+
+    def _standing(self, task: Task) -> Any:
+        """Return everything that a roster of a step depends on, for comparison."""
+        evidence = tuple(self.membership.members.presentations.items())
+        return task.query, task.step, dict(self.membership.hosts.hosting), self._aggregator_ids(task), evidence
+
+    def _aggregator_ids(self, task: Task) -> tuple[str, ...]:
+        return tuple(actor.member_id for actor in self.membership.members.aggregators[: len(task.ranges)])
+
+    def _vector_ranges(self) -> tuple[VectorRange, ...]:
+        return tuple(VectorRange(owned.index, owned.start, owned.size) for owned in self.ranges)
+
+    def _masked_bytes(self, query: Query, vectors: int) -> int:
+        """Return the bytes of that many vectors, or 0 where workers add no masks; see `TrainWorker`."""
+        mechanism = self.manifest.computation.mechanism_of(query)
+        masked = self.secure_aggregation or (mechanism.private and vectors > 1)
+        return vectors * mechanism.dimension * mechanism.ring_bits // 8 if masked else 0

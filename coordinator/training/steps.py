@@ -1,0 +1,296 @@
+"""Training: the steps of one execution of a run, from its first model to its last.
+
+It decides when evidence is renewed, what is reported, measured and sealed after a step, and when to end. A step that
+an earlier execution committed must give the logged digest before the next step is charged.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from raycloak.attestation.core.roster import Query
+from raycloak.attestation.orchestrator.commits import StepCommit
+from raycloak.coordinator.checkpoints.saver import Checkpoints
+from raycloak.coordinator.checkpoints.writer import Snapshot
+from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.ledger.entries import Head
+from raycloak.coordinator.membership.membership import Membership
+from raycloak.coordinator.planning.plan import Plan
+from raycloak.coordinator.record.outcome import Ending, Evaluation, StepOutcome
+from raycloak.coordinator.training.model import Model, ModelReader
+from raycloak.coordinator.training.reporting import Reporting, StepReport
+from raycloak.coordinator.training.step import StepRunner
+from raycloak.coordinator.training.stop_signals import StopRequest
+from raycloak.metrics.collectors import RunMetrics
+from raycloak.metrics.errors import BudgetError, RefusedError, RunFailedError
+from raycloak.workers.terms.measurement import Released
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """The steps that an execution covers.
+
+    Attributes:
+        last_step: number of finished steps to end at.
+        committed: steps that earlier executions committed, by query, which must come out the same.
+        charges: whether steps may be charged that were not; a replay only repeats.
+    """
+
+    last_step: int
+    committed: Mapping[tuple[Query, int], StepCommit]
+    charges: bool
+
+
+class ModelEvaluator(Protocol):
+    """Measures released models on data whose results are public."""
+
+    @property
+    def every(self) -> int:
+        """Steps between two evaluations."""
+        ...
+
+    @property
+    def asks_workers(self) -> bool:
+        """Return whether workers measure; they are asked nothing any more once a run has failed."""
+        ...
+
+    def measure(self, model: Model, finished_steps: int) -> Evaluation:
+        """Measure the model that ``finished_steps`` steps gave."""
+        ...
+
+
+@dataclass(slots=True)
+class Training:
+    """Takes ``model`` from ``finished_steps`` towards the end of ``course``; both move on with every step.
+
+    Attributes:
+        renew: gets fresh evidence of every member, as each epoch needs it, and evidence that ages.
+        measured: takes what a measurement released.
+    """
+
+    config: RunConfig
+    plan: Plan
+    course: Course
+    runner: StepRunner
+    membership: Membership
+    reporting: Reporting
+    metrics: RunMetrics
+    evaluator: ModelEvaluator | None
+    reader: ModelReader
+    stop: StopRequest
+    checkpoints: Checkpoints | None
+    model: Model
+    finished_steps: int
+    renew: Callable[[], None]
+    measured: Callable[[Released], None]
+    outcomes: list[StepOutcome] = field(default_factory=list)
+    measurement_outcomes: list[StepOutcome] = field(default_factory=list)
+    _evaluated: tuple[bytes, Evaluation] | None = None
+    _sealed_steps: int = -1
+
+    def run(self) -> Ending:
+        """Train until the course ends, the cap is reached or a stop is requested.
+
+        Raises:
+            RaycloakError: what ended the run; ``model`` is that of the last finished step.
+        """
+        first = self.finished_steps
+        while self.finished_steps < self.course.last_step:
+            if self.stop.made:
+                return Ending.STOPPED
+            ages = self.membership.admission.review()
+            if ages or (self.finished_steps != first and self.finished_steps % self.config.epoch_steps == 0):
+                self.renew()
+            if self._refused(self._next):
+                return Ending.CAP
+        is_over = self.finished_steps == self.plan.mechanism.steps
+        return Ending.CAP if is_over and self._refused(self._measure) else Ending.COMPLETE
+
+    def _refused(self, act: Callable[[], None]) -> bool:
+        """Call ``act``; returns whether the cap left no room for it."""
+        try:
+            act()
+        except RunFailedError as failure:
+            failure.spent_epsilon = failure.spent_epsilon or self.runner.charged_epsilon
+            failure.step = self.finished_steps if failure.step is None else failure.step
+            raise
+        except BudgetError as refusal:
+            self.metrics.step_refused(refusal.code)
+            if refusal.code != "cap_exceeded" or self.finished_steps == 0:
+                raise
+            return True
+        return False
+
+    def _next(self) -> None:
+        self.membership.growth.settle()
+        self._measure()
+        self._step()
+
+    def parameters(self) -> np.ndarray:
+        """Return the parameters, float32[d]; RunFailedError ``state_lost`` if the node that had them is gone."""
+        return self.reader.parameters(self.model)
+
+    def evaluate(self) -> Evaluation | None:
+        """Return the model's result on the evaluation split, measured once; None without such a split."""
+        if self.evaluator is None:
+            return None
+        if self._evaluated is None or self._evaluated[0] != self.model.digest:
+            started = time.perf_counter()
+            evaluation = self.evaluator.measure(self.model, self.finished_steps)
+            self._evaluated = self.model.digest, evaluation
+            if evaluation.accuracy is not None:
+                self.metrics.accuracy_measured(evaluation.accuracy)
+            if evaluation.loss is not None:
+                self.metrics.loss_measured(evaluation.loss)
+            self.metrics.phase_finished("evaluate", time.perf_counter() - started)
+        return self._evaluated[1]
+
+    def evaluated(self) -> Evaluation | None:
+        """Return what :meth:`evaluate` gives without asking workers, which a failed run no longer asks."""
+        if self.evaluator is not None and self.evaluator.asks_workers:
+            return self._known_evaluation
+        return self.evaluate()
+
+    @property
+    def _known_evaluation(self) -> Evaluation | None:
+        """The result of exactly this model, if it was measured."""
+        return self._evaluated[1] if self._evaluated and self._evaluated[0] == self.model.digest else None
+
+    def seal(self) -> None:
+        """Hand the model of the last finished step over to be sealed, unless it was already."""
+        if self.checkpoints is None or not self.outcomes or self._sealed_steps == self.finished_steps:
+            return
+        started = time.perf_counter()
+        self.runner.commit()
+        self.checkpoints.offer(self._snapshot())
+        self._sealed_steps = self.finished_steps
+        self.metrics.phase_finished("checkpoint", time.perf_counter() - started)
+
+    def _measure(self) -> None:
+        """Make the releases that are due between two steps. One that was made before comes out the same, for free."""
+        planned = self.plan.mechanism.steps
+        for measurement in self.plan.measurements:
+            number = measurement.due(self.finished_steps, planned)
+            if number is None or not (self.course.charges or self._was_charged(measurement.query, number)):
+                continue
+            released, outcome = self.runner.measure(measurement, number, self.model)
+            self._require_same(outcome.commit)
+            self.measurement_outcomes.append(outcome)
+            self.measured(released)
+            self._report_measured(released, outcome)
+
+    def _step(self) -> None:
+        step = self.finished_steps
+        if not self.course.charges:
+            self._require_charged(step)
+        model, outcome = self.runner.run(step, self.model)
+        self._require_same(outcome.commit)
+        self.model = model
+        self.finished_steps += 1
+        self.outcomes.append(outcome)
+        self._report(outcome)
+        if self.checkpoints is not None:
+            if self.checkpoints.due(self.finished_steps):
+                self.seal()
+            self.checkpoints.poll()
+
+    def _was_charged(self, query: Query, step: int) -> bool:
+        """Return whether a step was charged for these parameters and committed."""
+        status = self.runner.control.ledger.status(self.runner.manifest.run_id, step, query)
+        is_charged = status.charged and status.parameter_digest == self.model.digest
+        return is_charged and (query, step) in self.course.committed
+
+    def _require_charged(self, step: int) -> None:
+        if not self._was_charged("gradient", step):
+            raise RefusedError(
+                "not_charged",
+                f"step {step} was never charged for these parameters and committed; computing it would release "
+                "something new.",
+                "Replay steps that the run has finished.",
+            )
+
+    def _require_same(self, commit: StepCommit) -> None:
+        """Refuse a step that differs from what an earlier execution committed, before it is committed itself."""
+        known = self.course.committed.get((commit.query, commit.step))
+        if known is not None and known.parameter_digest != commit.parameter_digest:
+            self.runner.uncommitted = tuple(each for each in self.runner.uncommitted if each != commit)
+            raise RunFailedError(
+                "not_reproducible",
+                f"{commit.query} {commit.step} gave the digest {commit.parameter_digest.hex()}; the evidence log has "
+                f"{known.parameter_digest.hex()}",
+                "Nothing further was charged. Compare machines and libraries with those of the run.",
+                commit.step,
+            )
+
+    def _snapshot(self) -> Snapshot:
+        outcome = self.outcomes[-1]
+        state = self.reader.state(self.model)
+        return Snapshot(
+            finished_steps=self.finished_steps,
+            parameters=(self.parameters(),),
+            states=(state,),
+            parameter_digest=self.model.digest,
+            epsilon=outcome.charged_epsilon if self.plan.mechanism.private else None,
+            roster_digest=outcome.roster_digest,
+            ledger_head=Head(outcome.commit.ledger_sequence, outcome.commit.ledger_hash),
+            log_head=self.runner.control.orchestrator.log_position(),
+            evaluation=self._known_evaluation,
+        )
+
+    def _report_measured(self, released: Released, outcome: StepOutcome) -> None:
+        self.metrics.masked_bytes_received(outcome.masked_bytes)
+        for name, value in released.values.items():
+            self.reporting.events.write(
+                "measurement",
+                query=released.query,
+                release=released.number,
+                steps=released.after,
+                value_name=name,
+                value=value,
+                noise_deviation=released.deviation[name],
+                epsilon=outcome.charged_epsilon,
+                attempts=outcome.commit.attempts,
+                seconds=round(outcome.seconds, 6),
+            )
+
+    def _report(self, outcome: StepOutcome) -> None:
+        """Tell metrics, events and progress of a finished step."""
+        metrics, private = self.metrics, self.plan.mechanism.private
+        done = self.finished_steps
+        due = self.evaluator is not None and (done % self.evaluator.every == 0 or done == self.config.steps)
+        evaluation = self.evaluate() if due else None
+        accuracy, loss = (evaluation.accuracy, evaluation.loss) if evaluation else (None, None)
+        metrics.step_committed(outcome.seconds)
+        metrics.masked_bytes_received(outcome.masked_bytes)
+        self.reporting.events.write(
+            "step",
+            step=outcome.commit.step,
+            parameter_digest=self.model.digest.hex(),
+            epsilon=outcome.charged_epsilon if private else None,
+            evaluation_accuracy=accuracy,
+            evaluation_loss=loss,
+            workers=len(self.membership.members.workers),
+            attempts=outcome.commit.attempts,
+            seconds=round(outcome.seconds, 6),
+            charge_seconds=round(outcome.charge_seconds, 6),
+            compute_seconds=round(outcome.compute_seconds, 6),
+            reduce_seconds=round(outcome.reduce_seconds, 6),
+            masked_bytes=outcome.masked_bytes,
+        )
+        self.reporting.progress(
+            StepReport(
+                step=done,
+                steps=self.config.steps,
+                epsilon=outcome.charged_epsilon if private else None,
+                epsilon_cap=self.plan.epsilon_cap if private else None,
+                evaluation_accuracy=accuracy,
+                workers=len(self.membership.members.workers),
+                parameter_digest=self.model.digest.hex(),
+                seconds=outcome.seconds,
+                evaluation_loss=loss,
+                exact=self.plan.exact,
+            )
+        )

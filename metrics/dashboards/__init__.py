@@ -1,0 +1,5 @@
+"""The Grafana dashboard: its panels, and the program that writes its JSON.
+
+Doors: none.
+May import: metrics.
+"""

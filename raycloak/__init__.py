@@ -1,0 +1,182 @@
+"""raycloak: train PyTorch models on private data with explicit Ray actors.
+
+Import from here alone; everything else may change.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from raycloak_layout import PackageShadowedError, check_siblings
+
+check_siblings()
+
+from raycloak.metrics.errors import (  # noqa: E402 - a shadowed package must be named before it is imported
+    BudgetError,
+    ConfigError,
+    DatasetError,
+    EvidenceError,
+    ModelError,
+    ProtocolError,
+    RaycloakError,
+    RefusedError,
+    RunFailedError,
+    SenderError,
+)
+
+if TYPE_CHECKING:
+    from raycloak.attestation.orchestrator.commits import StepCommit
+    from raycloak.attestation.policy.policy import simulated_policy
+    from raycloak.attestation.service.serving_orchestrator import EvidenceOrchestrator
+    from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
+    from raycloak.coordinator.aggregation.aggregator import MaskedAggregator, ReduceRequest
+    from raycloak.coordinator.aggregation.ranges import split_ranges
+    from raycloak.coordinator.cluster.actors import actor, start_platforms
+    from raycloak.coordinator.cluster.node_evidence import NodeEvidenceSource
+    from raycloak.coordinator.config.run import RunConfig, load_config
+    from raycloak.coordinator.config.sections import (
+        CheckpointConfig,
+        ClassCountsConfig,
+        DatasetConfig,
+        DPConfig,
+        EvaluationConfig,
+        FailureConfig,
+        LedgerConfig,
+        MeasurementsConfig,
+        MetricsConfig,
+        OptimizerConfig,
+        PlacementConfig,
+        PrivateEvaluationConfig,
+        RingConfig,
+    )
+    from raycloak.coordinator.ledger.ledger import PrivacyLedger
+    from raycloak.coordinator.planning.manifest import build_computation, build_manifest, epochs, run_terms
+    from raycloak.coordinator.planning.plan import Plan, make_plan
+    from raycloak.coordinator.runs.trainer import Trainer
+    from raycloak.workers.gradients.numerics import worker_environment
+    from raycloak.workers.inputs.datasets import ArrayDataset, Dataset
+    from raycloak.workers.inputs.descriptor import DatasetDescriptor
+    from raycloak.workers.inputs.models import ModelSource
+    from raycloak.workers.messages import Admission, StepRequest, WorkerSetup
+    from raycloak.workers.terms.manifest import key_context
+    from raycloak.workers.terms.parameter_digest import parameter_digest
+    from raycloak.workers.terms.receipt import Receipt
+    from raycloak.workers.train_worker import TrainWorker
+    from raycloak.workers.vectors.payload import VectorRange
+
+_HOMES = {
+    "Admission": "raycloak.workers.messages",
+    "ArrayDataset": "raycloak.workers.inputs.datasets",
+    "CheckpointConfig": "raycloak.coordinator.config.sections",
+    "ClassCountsConfig": "raycloak.coordinator.config.sections",
+    "DPConfig": "raycloak.coordinator.config.sections",
+    "Dataset": "raycloak.workers.inputs.datasets",
+    "DatasetConfig": "raycloak.coordinator.config.sections",
+    "DatasetDescriptor": "raycloak.workers.inputs.descriptor",
+    "EvaluationConfig": "raycloak.coordinator.config.sections",
+    "EvidenceOrchestrator": "raycloak.attestation.service.serving_orchestrator",
+    "FailureConfig": "raycloak.coordinator.config.sections",
+    "LedgerConfig": "raycloak.coordinator.config.sections",
+    "MaskedAggregator": "raycloak.coordinator.aggregation.aggregator",
+    "MeasurementsConfig": "raycloak.coordinator.config.sections",
+    "MetricsConfig": "raycloak.coordinator.config.sections",
+    "ModelSource": "raycloak.workers.inputs.models",
+    "NodeEvidenceSource": "raycloak.coordinator.cluster.node_evidence",
+    "OptimizerConfig": "raycloak.coordinator.config.sections",
+    "PlacementConfig": "raycloak.coordinator.config.sections",
+    "Plan": "raycloak.coordinator.planning.plan",
+    "PrivacyLedger": "raycloak.coordinator.ledger.ledger",
+    "PrivateEvaluationConfig": "raycloak.coordinator.config.sections",
+    "Receipt": "raycloak.workers.terms.receipt",
+    "ReduceRequest": "raycloak.coordinator.aggregation.aggregator",
+    "RingConfig": "raycloak.coordinator.config.sections",
+    "RunConfig": "raycloak.coordinator.config.run",
+    "SimulatedVendor": "raycloak.attestation.simulators.tdx_vendor",
+    "StepCommit": "raycloak.attestation.orchestrator.commits",
+    "StepRequest": "raycloak.workers.messages",
+    "TrainWorker": "raycloak.workers.train_worker",
+    "Trainer": "raycloak.coordinator.runs.trainer",
+    "VectorRange": "raycloak.workers.vectors.payload",
+    "WorkerSetup": "raycloak.workers.messages",
+    "actor": "raycloak.coordinator.cluster.actors",
+    "build_computation": "raycloak.coordinator.planning.manifest",
+    "build_manifest": "raycloak.coordinator.planning.manifest",
+    "code_measurement": "raycloak.attestation.simulators.tdx_vendor",
+    "epochs": "raycloak.coordinator.planning.manifest",
+    "key_context": "raycloak.workers.terms.manifest",
+    "load_config": "raycloak.coordinator.config.run",
+    "make_plan": "raycloak.coordinator.planning.plan",
+    "parameter_digest": "raycloak.workers.terms.parameter_digest",
+    "run_terms": "raycloak.coordinator.planning.manifest",
+    "simulated_policy": "raycloak.attestation.policy.policy",
+    "split_ranges": "raycloak.coordinator.aggregation.ranges",
+    "start_platforms": "raycloak.coordinator.cluster.actors",
+    "worker_environment": "raycloak.workers.gradients.numerics",
+}
+
+__all__ = [
+    "Admission",
+    "ArrayDataset",
+    "BudgetError",
+    "CheckpointConfig",
+    "ClassCountsConfig",
+    "ConfigError",
+    "DPConfig",
+    "Dataset",
+    "DatasetConfig",
+    "DatasetDescriptor",
+    "DatasetError",
+    "EvaluationConfig",
+    "EvidenceError",
+    "EvidenceOrchestrator",
+    "FailureConfig",
+    "LedgerConfig",
+    "MaskedAggregator",
+    "MeasurementsConfig",
+    "MetricsConfig",
+    "ModelError",
+    "ModelSource",
+    "NodeEvidenceSource",
+    "OptimizerConfig",
+    "PackageShadowedError",
+    "PlacementConfig",
+    "Plan",
+    "PrivacyLedger",
+    "PrivateEvaluationConfig",
+    "ProtocolError",
+    "RaycloakError",
+    "Receipt",
+    "ReduceRequest",
+    "RefusedError",
+    "RingConfig",
+    "RunConfig",
+    "RunFailedError",
+    "SenderError",
+    "SimulatedVendor",
+    "StepCommit",
+    "StepRequest",
+    "TrainWorker",
+    "Trainer",
+    "VectorRange",
+    "WorkerSetup",
+    "actor",
+    "build_computation",
+    "build_manifest",
+    "code_measurement",
+    "epochs",
+    "key_context",
+    "load_config",
+    "make_plan",
+    "parameter_digest",
+    "run_terms",
+    "simulated_policy",
+    "split_ranges",
+    "start_platforms",
+    "worker_environment",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use, so that reading a configuration does not load torch and Ray."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'raycloak' has no attribute '{name}'")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,63 @@
+import hashlib
+from typing import Any
+
+import pytest
+
+from raycloak.attestation.core.canonical import length_prefixed
+from raycloak.attestation.core.evidence import Presentation
+from raycloak.attestation.core.report_data import expected_report_data, report_data
+
+FIELDS: dict[str, Any] = {
+    "nonce": b"n" * 32,
+    "run_id": "run",
+    "member_id": "worker-0",
+    "role": "worker",
+    "hpke_key": b"h" * 1216,
+    "mask_key": b"x" * 32,
+    "identity_key": b"i" * 32,
+    "manifest_digest": b"m" * 32,
+    "known_answer": b"k" * 32,
+    "gpu_evidence": (b"gpu 0", b"gpu 1"),
+}
+
+
+def test_report_data_is_the_documented_hash() -> None:
+    gpus = hashlib.sha384(length_prefixed("raycloak/gpu-evidence/v1", b"gpu 0", b"gpu 1")).digest()
+    ordered = [FIELDS[name] for name in list(FIELDS)[:-1]]
+    expected = hashlib.sha512(length_prefixed("raycloak/attest/v1", *ordered, gpus, 2)).digest()
+    assert report_data(**FIELDS) == expected
+    assert len(expected) == 64
+
+
+CHANGES = [
+    {"nonce": b"N" * 32},
+    {"run_id": "run2"},
+    {"member_id": "worker-1"},
+    {"role": "aggregator"},
+    {"hpke_key": b"H" + b"h" * 1215},
+    {"hpke_key": b"h" * 1215 + b"H"},
+    {"mask_key": b"X" * 32},
+    {"identity_key": b"I" * 32},
+    {"mask_key": b"i" * 32, "identity_key": b"x" * 32},
+    {"run_id": "runw", "member_id": "orker-0"},
+    {"manifest_digest": b"M" * 32},
+    {"known_answer": b"K" * 32},
+    {"known_answer": b""},
+    {"gpu_evidence": ()},
+    {"gpu_evidence": (b"gpu 0",)},
+    {"gpu_evidence": (b"gpu 1", b"gpu 0")},
+    {"gpu_evidence": (b"gpu 0", b"gpu 1", b"gpu 1")},
+    {"gpu_evidence": (b"gpu 0gpu 1",)},
+]
+
+
+def test_every_field_is_bound() -> None:
+    values = {report_data(**FIELDS)} | {report_data(**(FIELDS | change)) for change in CHANGES}
+    assert len(values) == len(CHANGES) + 1
+    assert {name for change in CHANGES for name in change} == set(FIELDS)
+
+
+@pytest.mark.parametrize("change", [{}, {"member_id": "worker-1"}, {"gpu_evidence": ()}])
+def test_expected_report_data_takes_every_field_of_the_presentation(change: dict[str, Any]) -> None:
+    fields = FIELDS | change
+    assert expected_report_data(Presentation(**fields, quote=b"q")) == report_data(**fields)

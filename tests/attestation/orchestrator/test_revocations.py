@@ -1,0 +1,108 @@
+"""Who is revoked while a run is under way gets nothing more, whatever else happens, and the log says so."""
+
+from pathlib import Path
+
+import pytest
+
+from raycloak.attestation.orchestrator.revocations import count_revocations, revoke
+from raycloak.attestation.orchestrator.state import state_file
+from raycloak.metrics.errors import ConfigError
+from tests.attestation.conftest import NOW
+from tests.attestation.orchestrator.test_orchestrator import Desk, refusal
+
+HOSTING = {"worker-0": (0, 2), "worker-1": (1, 3)}
+
+
+@pytest.fixture
+def desk(session, tmp_path) -> Desk:
+    desk = Desk(session, tmp_path / "orchestrator", generated=True, lifetime_s=600)
+    desk.admit("worker-0", "worker-1")
+    desk.roster()
+    return desk
+
+
+def take_back(desk: Desk, kind: str, name: str) -> None:
+    revoke(state_file(desk.home, desk.run_id), kind, name, reason="stolen", now=NOW + 5)
+
+
+def open_step(desk: Desk) -> str:
+    return refusal(desk.orchestrator.open_step, 1, HOSTING, (), ())
+
+
+def test_a_revoked_member_gets_no_key_no_roster_entry_and_no_second_admission(desk):
+    """All of it without anybody having asked for a review, also from the next incarnation."""
+    take_back(desk, "member", "worker-1")
+    for _ in range(2):
+        assert open_step(desk) == "evidence_expired"
+        assert refusal(desk.orchestrator.release, "worker-1", 0, (1,)) == "release_denied"
+        commitments = desk.commitments("worker-1", 1, b"c" * 32)
+        assert refusal(desk.orchestrator.record_data, commitments) == "release_denied"
+        assert refusal(desk.orchestrator.admit, desk.present("worker-1")) == "member_revoked"
+        desk.restart()
+    assert desk.log()[-1] == ("refused", {"member_id": "worker-1", "code": "member_revoked"})
+    desk.orchestrator.release("worker-0", 0, (0, 1, 2, 3))
+
+
+def test_a_revoked_platform_takes_everybody_on_it_and_admits_nobody_again(desk):
+    (platform,) = {body["platform_id"] for kind, body in desk.log() if kind == "admitted"}
+    take_back(desk, "platform", platform.upper())
+    assert open_step(desk) == "evidence_expired"
+    assert refusal(desk.orchestrator.admit, desk.present("worker-2")) == "platform_revoked"
+    desk.executions += 1
+    desk.restart()
+    assert refusal(desk.orchestrator.admit, desk.present("worker-0")) == "platform_revoked"
+
+
+def test_another_session_may_use_the_name_of_a_revoked_member(desk):
+    """Names are given anew in each session; only a machine stays what it is."""
+    take_back(desk, "member", "worker-1")
+    desk.executions += 1
+    desk.restart()
+    desk.admit("worker-0", "worker-1")
+    assert desk.orchestrator.review().revoked == ()
+
+
+def test_a_review_names_the_revoked_and_logs_each_once(desk):
+    assert desk.orchestrator.review().revoked == ()
+    take_back(desk, "member", "worker-1")
+    ((member_id, message),) = desk.orchestrator.review().revoked
+    assert member_id == "worker-1"
+    assert "stolen" in message
+    logged = {"kind": "member", "name": "worker-1", "reason": "stolen", "revoked_at": NOW + 5}
+    assert desk.log()[-1] == ("revoked", logged)
+    desk.orchestrator.expel("worker-1", "revoked")
+    assert desk.orchestrator.review().revoked == ()
+    assert [kind for kind, _ in desk.log()].count("revoked") == 1
+
+
+def test_evidence_ages_when_two_thirds_of_its_life_have_passed(desk):
+    desk.now += 100
+    desk.admit("worker-0")
+    assert desk.orchestrator.review().renew_in_s == 300, "worker-1's is older"
+    desk.now += 300
+    assert desk.orchestrator.review().ages
+    desk.admit("worker-1")
+    assert desk.orchestrator.review().renew_in_s == 100
+
+
+def test_revocations_are_counted_beside_the_orchestrator(desk, tmp_path):
+    state = state_file(desk.home, desk.run_id)
+    assert count_revocations(state) == 0
+    take_back(desk, "member", "worker-1")
+    take_back(desk, "platform", "ab")
+    assert count_revocations(state) == 2
+    assert count_revocations(tmp_path / "absent") == 0
+
+
+def test_what_cannot_be_revoked_is_named(desk, tmp_path):
+    state = state_file(desk.home, desk.run_id)
+
+    def code(kind: str, name: str, file: Path = state) -> str:
+        with pytest.raises(ConfigError) as error:
+            revoke(file, kind, name, reason="stolen", now=NOW)
+        return error.value.code
+
+    assert code("member", "worker-7") == "member_unknown"
+    assert code("platform", "no digits") == code("platform", "") == "platform_id"
+    assert code("member", "worker-0", tmp_path / "absent") == "run_unknown"
+    assert count_revocations(state) == 0

@@ -1,0 +1,384 @@
+"""The aggregator: what it refuses to sum, and that it learns nothing but the sum."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scipy.stats import chi2
+
+from raycloak.attestation.core.keys import IdentityKey
+from raycloak.attestation.core.messages import Envelope, seal
+from raycloak.attestation.core.roster import Roster
+from raycloak.coordinator.aggregation import aggregator as module
+from raycloak.coordinator.aggregation.aggregator import MaskedAggregator, ReduceRequest, ring_sum
+from raycloak.metrics.errors import ProtocolError, RunFailedError
+from raycloak.workers.messages import StepReply
+from raycloak.workers.vectors.payload import Header, VectorRange
+from raycloak.workers.vectors.ring import decode
+from tests.protocol import VIRTUAL_WORKERS, HandRun, correlation
+
+Answers = tuple[ReduceRequest, list[tuple[np.ndarray, ...]]]
+
+
+@pytest.fixture(scope="module")
+def hand(tmp_path_factory) -> HandRun:
+    """Three workers and three ranges; the aggregators are pure functions, so all tests may share them."""
+    return HandRun(tmp_path_factory.mktemp("aggregator"), aggregators=3)
+
+
+@pytest.fixture(scope="module")
+def earlier(hand) -> Answers:
+    """The answers of an attempt that was given up."""
+    return hand.compute(hand.roster())
+
+
+@pytest.fixture(scope="module")
+def answers(hand, earlier) -> Answers:
+    return hand.compute(hand.roster())
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory) -> tuple[HandRun, Answers]:
+    """A model of 5,003 parameters and the answers of three workers."""
+    hand = HandRun(tmp_path_factory.mktemp("wide"), model="tests.models:wide_model")
+    return hand, hand.compute(hand.roster())
+
+
+def refused(hand: HandRun, request: ReduceRequest, vectors, index: int = 0) -> ProtocolError:
+    with pytest.raises(ProtocolError) as error:
+        hand.reduce(request, vectors, index)
+    return error.value
+
+
+def resigned(hand: HandRun, request: ReduceRequest, position: int, edit: Callable[[Header], dict]) -> ReduceRequest:
+    """The request with one header changed and signed again by its own sender."""
+    header = Header.model_validate_json(request.headers[position].body)
+    signer = hand.workers[header.sender]._attester.identity
+    changed = seal(header.model_copy(update=edit(header)), signer)
+    return with_header(request, position, changed)
+
+
+def with_header(request: ReduceRequest, position: int, header: Envelope) -> ReduceRequest:
+    headers = list(request.headers)
+    headers[position] = header
+    return replace(request, headers=tuple(headers))
+
+
+def with_vector(vectors, position: int, vector: np.ndarray, index: int = 0):
+    changed = [list(parts) for parts in vectors]
+    changed[index][position] = vector
+    return changed
+
+
+def looks_uniform(words: np.ndarray) -> bool:
+    """Chi-square over bytes, 255 degrees of freedom; uniform words fail with probability 1e-7."""
+    counts = np.bincount(np.ascontiguousarray(words).view(np.uint8), minlength=256)
+    expected = words.nbytes / 256
+    return float(((counts - expected) ** 2).sum() / expected) < chi2.isf(1e-7, 255)
+
+
+# --- where it may run
+
+
+def test_an_aggregator_whose_update_could_round_otherwise_is_refused_by_name(hand):
+    """A GPU of the workers is not needed here; their CPU kernels, threads and versions are."""
+    numerics = hand.manifest.computation.numerics
+
+    def code(**changes) -> str:
+        computation = hand.manifest.computation.model_copy(update={"numerics": numerics.model_copy(update=changes)})
+        manifest = hand.manifest.model_copy(update={"computation": computation})
+        challenge = hand.orchestrator.challenge("aggregator-9", "aggregator")
+        with pytest.raises(ProtocolError) as error:
+            MaskedAggregator("aggregator-9", hand.source).present(challenge, manifest, hand.ranges[0])
+        assert "aggregator-9" in error.value.message
+        return error.value.code
+
+    assert code(device="cuda:another", deterministic=False) == "challenge_mismatch", "the numerics are accepted"
+    for changes in ({"cpu_capability": "ANOTHER"}, {"threads": 2}, {"torch": "1.0"}, {"numpy": "1.0"}):
+        assert code(**changes) == "manifest_mismatch"
+
+
+# --- what it does
+
+
+def test_it_decodes_divides_by_the_public_batch_size_and_updates(hand, answers):
+    request, vectors = answers
+    clear = [hand.clear_vector(v) for v in range(VIRTUAL_WORKERS)]
+    total = decode(sum(clear[1:], clear[0]), hand.mechanism.gamma_log2)
+    for owned in hand.ranges:
+        report, updated, state = hand.reduce(request, vectors, owned.index)
+        average = total[owned.start : owned.stop] / 20
+        assert np.allclose(updated, hand.parameters[owned.index] - 0.5 * average, rtol=1e-6, atol=1e-7)
+        assert report.range_index == owned.index
+        assert len(report.tensor_digests) == len(owned.tensors)
+        assert list(state) == [f"{tensor.name}/momentum_buffer" for tensor in owned.tensors]
+
+
+def test_reducing_is_a_pure_function_of_what_is_given(hand, answers):
+    request, vectors = answers
+    inputs = [hand.parameters[0], *vectors[0], *hand.states[0].values()]
+    before = [array.copy() for array in inputs]
+    for array in inputs:
+        array.setflags(write=False)
+    first, second = hand.reduce(request, vectors), hand.reduce(request, vectors)
+    assert first[0].tensor_digests == second[0].tensor_digests
+    assert first[1].tobytes() == second[1].tobytes()
+    assert {name: array.tobytes() for name, array in first[2].items()} == {
+        name: array.tobytes() for name, array in second[2].items()
+    }
+    assert all(np.array_equal(array, copy) for array, copy in zip(inputs, before, strict=True))
+
+
+def test_two_attempts_of_a_step_decode_to_one_value(hand, earlier, answers):
+    first, second = hand.reduce(*earlier), hand.reduce(*answers)
+    assert first[1].tobytes() == second[1].tobytes()
+    assert not any(np.array_equal(a, b) for a, b in zip(earlier[1][0], answers[1][0], strict=True))
+
+
+def test_a_released_parameter_that_is_not_finite_stops_the_run(hand, answers):
+    request, vectors = answers
+    parameters = np.full_like(hand.parameters[0], np.inf)
+    with pytest.raises(RunFailedError) as error:
+        hand.aggregators[0].reduce(request, parameters, hand.states[0], *vectors[0])
+    assert error.value.code == "non_finite_parameters"
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+def test_ring_sums_wrap_and_leave_their_inputs(bits):
+    dtype = np.dtype(f"<u{bits // 8}")
+    vectors = [np.array([2 ** (bits - 1), 1], dtype), np.array([2 ** (bits - 1), 2], dtype)]
+    assert ring_sum(vectors, bits).tolist() == [0, 3]
+    assert vectors[0].tolist() == [2 ** (bits - 1), 1]
+
+
+def test_it_answers_no_challenge_of_another_member(hand):
+    challenge = hand.orchestrator.challenge("aggregator-1", "aggregator")
+    with pytest.raises(ProtocolError, match="challenge_mismatch"):
+        hand.aggregators[0].present(challenge, hand.manifest, hand.ranges[0])
+
+
+# --- what it refuses
+
+
+HEADER_CHANGES = {
+    "run_id": "another",
+    "manifest_digest": bytes(32),
+    "step": 1,
+    "attempt": 0,
+    "roster_digest": bytes(32),
+    "parameter_digest": bytes(32),
+    "sender": "worker-0",
+    "virtual_workers": (1, 4),
+    "vector_tags": (bytes(16),),
+    "ring_bits": 64,
+}
+
+
+@pytest.mark.parametrize("field", HEADER_CHANGES)
+def test_a_signed_header_of_anything_else_is_refused_with_sender_and_field_named(hand, answers, field):
+    request, vectors = answers
+    error = refused(hand, resigned(hand, request, 1, lambda _: {field: HEADER_CHANGES[field]}), vectors)
+    assert error.code == "header_mismatch"
+    assert "worker-1" in error.message
+    assert field in error.message
+
+
+def test_a_header_of_other_ranges_or_lengths_is_refused_and_named(hand, answers):
+    request, vectors = answers
+
+    def altered(**changes):
+        return lambda header: {"payloads": (header.payloads[0].model_copy(update=changes), *header.payloads[1:])}
+
+    for edit, code in (
+        (altered(range_index=1), "range_mismatch"),
+        (lambda header: {"payloads": header.payloads[::-1]}, "range_mismatch"),
+        (lambda header: {"payloads": header.payloads[:1]}, "range_mismatch"),
+        (altered(length=3), "length_mismatch"),
+        (altered(offset=1), "length_mismatch"),
+    ):
+        error = refused(hand, resigned(hand, request, 2, edit), vectors)
+        assert error.code == code
+        assert "worker-2" in error.message
+
+
+def test_a_header_that_its_sender_did_not_sign_is_refused(hand, answers):
+    request, vectors = answers
+    header = Header.model_validate_json(request.headers[1].body)
+    stranger = seal(header, IdentityKey.generate())
+    assert refused(hand, with_header(request, 1, stranger), vectors).code == "signature"
+    flipped = bytearray(request.headers[1].body)
+    flipped[40] ^= 1
+    changed = Envelope(bytes(flipped), request.headers[1].signature)
+    assert refused(hand, with_header(request, 1, changed), vectors).code == "signature"
+
+
+@pytest.mark.parametrize("position", [0, -1])
+def test_one_flipped_bit_of_a_vector_is_refused_and_its_sender_named(hand, answers, position):
+    request, vectors = answers
+    for sender in range(3):
+        changed = vectors[0][sender].copy()
+        changed[position] ^= np.uint32(1 << 31)
+        error = refused(hand, request, with_vector(vectors, sender, changed))
+        assert error.code == "payload_tag"
+        assert f"worker-{sender}" in error.message
+
+
+def test_a_vector_of_another_length_ring_range_or_sender_is_refused(hand, answers):
+    request, vectors = answers
+    own = vectors[0][0]
+    assert refused(hand, request, with_vector(vectors, 0, own[:-1].copy())).code == "length_mismatch"
+    assert refused(hand, request, with_vector(vectors, 0, own.astype(np.uint64))).code == "length_mismatch"
+    assert refused(hand, request, with_vector(vectors, 0, vectors[1][0])).code == "length_mismatch"
+    assert refused(hand, request, with_vector(vectors, 0, vectors[0][1])).code == "payload_tag"
+    assert refused(hand, request, [vectors[0][::-1], *vectors[1:]]).code == "payload_tag"
+
+
+def test_missing_and_duplicate_vectors_are_refused(hand, answers):
+    request, vectors = answers
+    first, second, third = request.headers
+    assert refused(hand, request, [vectors[0][:2]]).code == "incomplete_cover"
+    assert refused(hand, request, [(*vectors[0], vectors[0][0])]).code == "incomplete_cover"
+    fewer = replace(request, headers=(first, second))
+    assert refused(hand, fewer, [vectors[0][:2]]).code == "incomplete_cover"
+    assert refused(hand, fewer, vectors).code == "incomplete_cover"
+    twice = replace(request, headers=(first, second, second))
+    doubled = [(vectors[0][0], vectors[0][1], vectors[0][1])]
+    assert refused(hand, twice, doubled).code == "signature"
+    swapped = replace(request, headers=(second, first, third))
+    assert refused(hand, swapped, vectors).code == "signature"
+
+
+def test_a_vector_of_an_earlier_attempt_is_refused(hand, earlier, answers):
+    """A late answer: alone, with its own header, or all of them under the new roster."""
+    (old, old_vectors), (request, vectors) = earlier, answers
+    assert refused(hand, request, with_vector(vectors, 1, old_vectors[0][1])).code == "payload_tag"
+    late = with_header(request, 1, old.headers[1])
+    error = refused(hand, late, with_vector(vectors, 1, old_vectors[0][1]))
+    assert error.code == "header_mismatch"
+    assert "attempt" in error.message
+    assert refused(hand, replace(request, headers=old.headers), old_vectors).code == "header_mismatch"
+
+
+def test_parameters_that_the_workers_did_not_compute_from_are_refused(hand, answers):
+    request, vectors = answers
+    error = refused(hand, replace(request, parameter_digest=bytes(32)), vectors)
+    assert error.code == "header_mismatch"
+    assert "parameter_digest" in error.message
+
+
+def test_ranges_that_are_not_its_own_are_refused(hand, answers):
+    request, vectors = answers
+    whole = VectorRange(0, 0, hand.mechanism.dimension)
+    assert refused(hand, replace(request, ranges=(whole,)), vectors).code == "range_mismatch"
+    assert refused(hand, replace(request, ranges=()), vectors).code == "range_mismatch"
+
+
+def test_workers_that_were_told_another_cut_are_of_no_use(tmp_path):
+    """Headers and request agree with each other, but not with the range that the aggregator was admitted for."""
+    hand = HandRun(tmp_path, aggregators=2)
+    total = hand.mechanism.dimension
+    other = (VectorRange(0, 0, 1), VectorRange(1, 1, total - 1))
+    assert other != hand.vector_ranges
+    roster = hand.roster()
+    told = [hand.ask(name, hand.request(roster, ranges=other)) for name in hand.workers]
+    headers = tuple(reply.header for reply, _ in told)
+    request = ReduceRequest(roster, headers, hand.digest, other)
+    vectors = list(zip(*(vectors for _, vectors in told), strict=True))
+    assert refused(hand, request, vectors).code == "range_mismatch"
+    assert refused(hand, request, vectors, 1).code == "range_mismatch"
+
+
+def test_the_vector_of_another_range_goes_nowhere_else(hand, answers):
+    request, vectors = answers
+    for index, other in ((0, 1), (1, 2), (2, 0)):
+        moved = [vectors[other] if each == index else vectors[each] for each in range(3)]
+        assert refused(hand, request, moved, index).code in ("length_mismatch", "payload_tag")
+
+
+def test_a_roster_that_is_not_the_orchestrators_or_not_whole_is_refused(hand, answers):
+    request, vectors = answers
+    body = Roster.model_validate_json(request.roster.body)
+    stranger = seal(body, IdentityKey.generate())
+    assert refused(hand, replace(request, roster=stranger), vectors).code == "signature"
+    first, second, third, *aggregators = body.members
+    partial = second.model_copy(update={"virtual_workers": (1, 4)})
+    twice = second.model_copy(update={"virtual_workers": (0, 1, 4, 7)})
+    for forged, code in (
+        (hand.forged(request.roster, (first, partial, third, *aggregators)), "roster_cover"),
+        (hand.forged(request.roster, (first, twice, third, *aggregators)), "roster_cover"),
+        (hand.forged(request.roster, (first, third, *aggregators)), "roster_cover"),
+        (hand.forged(request.roster, run_id="another"), "roster_mismatch"),
+        (hand.forged(request.roster, manifest_digest=bytes(32)), "roster_mismatch"),
+        (hand.forged(request.roster, (first, second, third, *aggregators[::-1])), "roster_own_entry"),
+        (hand.forged(request.roster, (first, second, third)), "roster_own_entry"),
+    ):
+        assert refused(hand, replace(request, roster=forged), vectors).code == code
+
+
+def test_a_roster_that_hides_a_worker_decodes_nothing(hand, answers):
+    """Its virtual workers given to another: the headers do not fit, so the smaller sum is never made."""
+    request, vectors = answers
+    first, second, third, *aggregators = Roster.model_validate_json(request.roster.body).members
+    taken = second.model_copy(update={"virtual_workers": (1, 2, 4, 5, 7)})
+    forged = hand.forged(request.roster, (first, taken, *aggregators))
+    smaller = replace(request, roster=forged, headers=request.headers[:2])
+    assert refused(hand, smaller, [parts[:2] for parts in vectors]).code == "header_mismatch"
+    assert third.member_id == "worker-2"
+
+
+def test_everything_is_verified_before_a_word_is_added(hand, answers, monkeypatch):
+    request, vectors = answers
+    added = []
+    monkeypatch.setattr(module, "ring_sum", lambda *arguments: added.append(arguments))
+    changed = vectors[0][2].copy()
+    changed[0] += 1
+    refused(hand, request, with_vector(vectors, 2, changed))
+    assert added == []
+
+
+def test_what_was_expected_is_verified_once_and_nothing_else_passes_for_it(hand, answers, monkeypatch):
+    request, vectors = answers
+    opened = []
+    monkeypatch.setattr(module, "open_header", lambda *a, real=module.open_header: opened.append(a) or real(*a))
+    plain = hand.reduce(request, vectors)
+    forged = with_header(request, 1, replace(request.headers[1], signature=bytes(64)))
+
+    def expect(told):
+        replies = [StepReply(f"worker-{i}", "ok", header) for i, header in enumerate(told.headers)]
+        hand.aggregators[0].expect(replace(told, headers=()), *replies)
+
+    expect(forged)
+    assert refused(hand, forged, vectors).code == "signature"
+    expect(request)
+    opened.clear()
+    changed = vectors[0][2].copy()
+    changed[0] += 1
+    assert refused(hand, request, with_vector(vectors, 2, changed)).code == "payload_tag"
+    assert np.array_equal(hand.reduce(request, vectors)[1], plain[1])
+    assert opened == []
+    assert refused(hand, forged, vectors).code == "signature"
+    with pytest.raises(ProtocolError, match="query_unknown"):
+        hand.aggregators[0].measure(request, *vectors[0])
+
+
+# --- what it learns
+
+
+def test_a_single_masked_vector_says_nothing_of_the_clear_one(wide):
+    """Per vector: correlation below 6 standard errors (alarm 2e-9) and uniform bytes (alarm 1e-7)."""
+    hand, (_, (vectors,)) = wide
+    for vector, hosted in zip(vectors, hand.hosting.values(), strict=True):
+        clear = [hand.clear_vector(v) for v in hosted]
+        assert correlation(vector, sum(clear[1:], clear[0])) < 6
+        assert looks_uniform(vector)
+        assert not looks_uniform(sum(clear[1:], clear[0]))
+
+
+def test_masks_cancel_in_the_whole_and_in_no_part(wide):
+    """Each proper subset of three workers' vectors adds up to uniform words (alarm 1e-7 each)."""
+    hand, (_, (vectors,)) = wide
+    clear = [hand.clear_vector(v) for v in range(VIRTUAL_WORKERS)]
+    assert np.array_equal(ring_sum(vectors, 32), sum(clear[1:], clear[0]))
+    for absent in range(3):
+        assert looks_uniform(ring_sum([vector for i, vector in enumerate(vectors) if i != absent], 32))

@@ -1,0 +1,153 @@
+"""A small audited run, and the real classes with one defect each.
+
+A defect replaces a method of a product class for the time of a test, in every actor of the run at once, so that the
+run is admitted, agrees with itself and ends: nothing but the audit can tell.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from raycloak.attestation.core.keys import Purpose, derive
+from raycloak.coordinator.audit.audit import AuditResult, audit
+from raycloak.coordinator.config.run import RunConfig, parse_config
+from raycloak.coordinator.planning import plan
+from raycloak.workers import virtual_worker
+from raycloak.workers.gradients import clipping
+from raycloak.workers.gradients.clipping import ClippedSum
+from raycloak.workers.run_member import RunMember
+from raycloak.workers.vectors.noise import NoiseSampler
+from raycloak.workers.virtual_worker import VirtualWorkerComputer
+from tests.protocol import examples, secret_file
+
+EXAMPLES = 200
+DELTA = 1e-12
+SOLVED = {(0.5, 1.0, 4): 7.59826}
+"""Noise that keeps so many steps at this sampling rate within epsilon; at such a rate solving takes seconds."""
+FALSE_ALARM = 3e-8
+"""Chance that one audit of a correct build is flagged; thirty audits together stay below 1e-6."""
+
+
+def small_config(
+    *, sample_rate: float = 0.5, epsilon: float = 1.0, steps: int = 4, virtual_workers: int = 16, **fields: object
+) -> RunConfig:
+    """Two workers on 200 examples. A small delta: its share of the p-value grows with the number of canaries."""
+    noise = None if "measurements" in fields else SOLVED.get((sample_rate, epsilon, steps))
+    dial = {"noise_multiplier": noise, "epsilon_cap": epsilon} if noise else {"target_epsilon": epsilon}
+    raw: dict[str, object] = {
+        "num_workers": 2,
+        "virtual_workers": virtual_workers,
+        "steps": steps,
+        "expected_batch_size": sample_rate * EXAMPLES,
+        "micro_batch_size": 512,
+        "model": "tests.models:small_model",
+        "dataset": {"kind": "npz", "path": "examples.npz", "features": "features"},
+        "optimizer": {"learning_rate": 0.5, "momentum": 0.9},
+        "dp_config": {**dial, "target_delta": DELTA, "accountant": "rdp"},
+    }
+    return parse_config({**raw, **fields})
+
+
+def coins_of(seed: int, canaries: int) -> np.ndarray:
+    """Fair coins."""
+    return np.random.default_rng(seed).random(canaries) < 0.5
+
+
+def audited(
+    home: Path, seed: int, canaries: int = 1000, confidence: float = 1 - FALSE_ALARM, **settings
+) -> AuditResult:
+    """The audit of :func:`small_config`, with coins and run secret of ``seed``."""
+    home.mkdir(exist_ok=True)
+    features, labels = examples(EXAMPLES)
+    np.savez(home / "examples.npz", features=features, labels=labels)
+    return audit(
+        small_config(**settings),
+        home,
+        canaries=canaries,
+        confidence=1 - FALSE_ALARM,
+        coins=coins_of(seed, canaries),
+        run_secret=secret_file(home, f"{seed:064x}"),
+    )
+
+
+class Silence:
+    """Noise that adds nothing."""
+
+    def add_to(self, vector, key):
+        pass
+
+
+def without_noise(monkeypatch):
+    monkeypatch.setattr(NoiseSampler, "add_to", lambda self, vector, key, *, start=0: None)
+
+
+def noise_of_one_virtual_worker_only(monkeypatch):
+    genuine = VirtualWorkerComputer.vector
+
+    def vector(self, v, *arguments):
+        noise = self._noise
+        self.__dict__["_noise"] = noise if v == 0 else Silence()
+        try:
+            return genuine(self, v, *arguments)
+        finally:
+            self.__dict__["_noise"] = noise
+
+    monkeypatch.setattr(VirtualWorkerComputer, "vector", vector)
+
+
+def sigma_divided_by_virtual_workers_once_more(monkeypatch, virtual_workers=16):
+    genuine = NoiseSampler.__init__
+    monkeypatch.setattr(
+        NoiseSampler, "__init__", lambda self, sigma, bits: genuine(self, sigma / virtual_workers, bits)
+    )
+
+
+class Unclipped(ClippedSum):
+    """Adds gradients as they are."""
+
+    def __init__(self, sizes, clip, device):
+        super().__init__(sizes, None, device)
+        self._clip = clip
+        self._valid = 0
+
+
+class ClippedAverage(Unclipped):
+    """Clips the average of a virtual worker's batch instead of each example, then makes it a sum again."""
+
+    def add(self, gradients, valid):
+        super().add(gradients, valid)
+        self._valid += int(valid.sum())
+
+    def total(self):
+        average = super().total() / max(self._valid, 1)
+        return average * min(1.0, self._clip / max(np.linalg.norm(average), 1e-30)) * self._valid
+
+
+def clipping_after_averaging(monkeypatch):
+    monkeypatch.setattr(clipping, "ClippedSum", ClippedAverage)
+
+
+def one_worker_that_does_not_clip(monkeypatch):
+    genuine = RunMember._compute
+
+    def compute(self, *arguments):
+        with monkeypatch.context() as patch:
+            if self._attester.member_id == "worker-0":
+                patch.setattr(clipping, "ClippedSum", Unclipped)
+            genuine(self, *arguments)
+
+    monkeypatch.setattr(RunMember, "_compute", compute)
+
+
+def noise_key_reused_across_steps(monkeypatch):
+    def forgetful(secret, purpose, *context):
+        """Of what noise is keyed by, only the digest of the slice is left, which comes last."""
+        return derive(secret, purpose, *(context[-1:] if purpose == Purpose.NOISE else context))
+
+    monkeypatch.setattr(virtual_worker, "derive", forgetful)
+
+
+def every_example_in_every_batch(monkeypatch):
+    draw, shape = virtual_worker.draw_ids, plan.physical_shape
+    monkeypatch.setattr(virtual_worker, "draw_ids", lambda key, ids, rate, capacity: draw(key, ids, 1.0, capacity))
+    monkeypatch.setattr(plan, "physical_shape", lambda slice_size, rate, *rest: shape(slice_size, 1.0, *rest))

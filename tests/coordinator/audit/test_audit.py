@@ -1,0 +1,289 @@
+"""`raycloak audit`: it flags each seeded defect, and never a correct build.
+
+All audits here state a confidence of 1 - 3e-8. Those of a correct build are fewer than thirty, so one of them is
+flagged with a chance below 1e-6. Coins and run secrets are fixed.
+"""
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from raycloak.coordinator.audit.audit import audit
+from raycloak.coordinator.audit.canaries import CanaryDataset, CanaryTask, canary_signs
+from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.planning.dry_run import plan_of
+from raycloak.coordinator.planning.references import descriptor
+from raycloak.coordinator.record.folder import RunFolder
+from raycloak.metrics.errors import BudgetError, ConfigError, ModelError, RunFailedError
+from raycloak.workers.gradients.clipping import PerExampleGradients
+from raycloak.workers.inputs.datasets import ArrayDataset
+from raycloak.workers.inputs.fingerprint import dataset_fingerprint
+from raycloak.workers.inputs.models import ModelSource, build_model, read_flat
+from raycloak.workers.run_member import RunMember
+from tests.coordinator.audit import audit_cases as cases
+from tests.coordinator.audit.audit_cases import audited, coins_of, small_config
+from tests.protocol import examples
+
+ONE_WORKERS_NOISE = {"virtual_workers": 64, "canaries": 2000}
+LARGE_BATCHES = {"virtual_workers": 4}
+FULL_BATCHES = {"sample_rate": 0.1, "steps": 16, "virtual_workers": 8, "canaries": 3000}
+
+
+@pytest.fixture
+def home(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    features, labels = examples(cases.EXAMPLES)
+    np.savez(folder / "examples.npz", features=features, labels=labels)
+    return folder
+
+
+# --- a correct build
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_correct_build_stays_below_the_ledgers_epsilon(tmp_path, seed):
+    result = audited(tmp_path, seed)
+    assert result.epsilon_lower < result.epsilon <= 1
+    assert not result.contradicted
+
+
+@pytest.mark.parametrize("settings", [ONE_WORKERS_NOISE, LARGE_BATCHES, FULL_BATCHES], ids=lambda s: str(len(s)))
+def test_a_correct_build_stays_below_it_in_the_other_settings_too(tmp_path, settings):
+    assert not audited(tmp_path, 0, **settings).contradicted
+
+
+# --- seeded defects
+
+
+def flagged(tmp_path, **settings):
+    result = audited(tmp_path, 0, **settings)
+    assert result.contradicted
+    assert result.epsilon_lower > 1.1 * result.epsilon
+    return result
+
+
+def test_a_run_without_noise_is_flagged(tmp_path, monkeypatch):
+    cases.without_noise(monkeypatch)
+    flagged(tmp_path)
+
+
+def test_the_noise_of_one_virtual_worker_alone_is_flagged(tmp_path, monkeypatch):
+    cases.noise_of_one_virtual_worker_only(monkeypatch)
+    flagged(tmp_path, **ONE_WORKERS_NOISE)
+
+
+def test_sigma_divided_by_virtual_workers_once_too_often_is_flagged(tmp_path, monkeypatch):
+    cases.sigma_divided_by_virtual_workers_once_more(monkeypatch)
+    flagged(tmp_path)
+
+
+def test_clipping_after_averaging_is_flagged(tmp_path, monkeypatch):
+    cases.clipping_after_averaging(monkeypatch)
+    flagged(tmp_path, **LARGE_BATCHES)
+
+
+def test_one_worker_that_does_not_clip_is_flagged(tmp_path, monkeypatch):
+    cases.one_worker_that_does_not_clip(monkeypatch)
+    flagged(tmp_path)
+
+
+@pytest.mark.parametrize("sample_rate", [0.5, 1.0])
+def test_a_noise_key_reused_across_steps_is_flagged(tmp_path, monkeypatch, sample_rate):
+    """Only the differences of consecutive releases show it."""
+    cases.noise_key_reused_across_steps(monkeypatch)
+    assert flagged(tmp_path, sample_rate=sample_rate).score == "difference"
+
+
+def test_every_example_in_every_batch_accounted_at_a_tenth_is_flagged(tmp_path, monkeypatch):
+    cases.every_example_in_every_batch(monkeypatch)
+    assert flagged(tmp_path, **FULL_BATCHES).sample_rate == pytest.approx(0.1)
+
+
+# --- what is audited, and what it costs
+
+
+def test_the_audited_mechanism_is_that_of_the_configuration(home):
+    config = small_config()
+    plan = plan_of(config, home)
+    result = audit(config, home, canaries=100)
+    assert result.sample_rate == pytest.approx(plan.mechanism.sample_rate, rel=1e-12)
+    assert result.noise_multiplier == plan.mechanism.noise_multiplier
+    assert (result.steps, result.delta) == (config.steps, config.dp_config.target_delta)
+    assert result.epsilon == pytest.approx(plan.epsilon, rel=1e-3)
+
+
+def test_what_is_measured_beside_the_gradients_is_left_out_and_their_noise_stays_the_planned_one(home, raycloak_home):
+    config = small_config(sample_rate=0.1, measurements={"class_counts": {"classes": 3, "noise_multiplier": 20.0}})
+    result = audit(config, home, canaries=100)
+    assert result.noise_multiplier == plan_of(config, home).mechanism.noise_multiplier
+    assert result.noise_multiplier > 1.01 * plan_of(small_config(sample_rate=0.1), home).mechanism.noise_multiplier
+    assert result.epsilon < 0.99
+    ledger = PrivacyLedger(f"sqlite:///{raycloak_home / 'ledger.sqlite'}", create=False)
+    (run,) = ledger.view().accounts[0].runs
+    ledger.close()
+    assert [each.query for each in run.queries] == ["gradient"]
+
+
+def test_an_audit_of_private_data_is_charged_like_a_run_and_leaves_a_record(home, raycloak_home):
+    result = audit(small_config(), home, canaries=100)
+    ledger = PrivacyLedger(f"sqlite:///{raycloak_home / 'ledger.sqlite'}", create=False)
+    (account,) = ledger.view().accounts
+    ledger.close()
+    assert account.name == result.account
+    assert account.spent_epsilon == result.epsilon > 0.9
+    assert [run.charged_steps for run in account.runs] == [4]
+    assert json.loads((result.run_dir / "audit.json").read_text())["epsilon"] == result.epsilon
+    assert (result.run_dir / "manifest.json").exists()
+
+
+def test_a_named_account_pays_to_its_cap_and_only_this_runs_epsilon_is_compared(home, raycloak_home):
+    raycloak_home.mkdir()
+    url = f"sqlite:///{raycloak_home / 'ledger.sqlite'}"
+    ledger = PrivacyLedger(url)
+    ledger.open_account("hospital", 1.5, cases.DELTA)
+    ledger.close()
+    config = small_config(ledger={"account": "hospital"})
+    first, second = audit(config, home, canaries=100), audit(config, home, canaries=100)
+    assert first.account == "hospital"
+    assert second.epsilon == first.epsilon
+    third = audit(config, home, canaries=100)
+    assert third.steps < config.steps
+    assert third.epsilon < first.epsilon
+
+
+def test_an_account_that_is_bound_to_a_file_pays_for_its_audit_and_for_no_other(home, raycloak_home, tmp_path):
+    key = home / "data.key"
+    key.touch(mode=0o600)
+    key.write_text("0f" * 32)
+    dataset = {"kind": "npz", "path": "examples.npz", "features": "features", "fingerprint_key": "data.key"}
+    config = small_config(dataset=dataset, ledger={"account": "hospital", "witness": str(tmp_path / "witness")})
+    described = descriptor(config.dataset)
+    fingerprint = dataset_fingerprint(described, described.open(home), home)
+    raycloak_home.mkdir()
+    (tmp_path / "witness").mkdir()
+    ledger = PrivacyLedger(f"sqlite:///{raycloak_home / 'ledger.sqlite'}", witness=str(tmp_path / "witness"))
+    ledger.open_account("hospital", 5.0, cases.DELTA, fingerprint=fingerprint)
+    ledger.close()
+    assert audit(config, home, canaries=100).account == "hospital"
+    assert any((tmp_path / "witness").rglob("*"))
+    np.savez(home / "examples.npz", features=examples(cases.EXAMPLES + 1)[0], labels=examples(cases.EXAMPLES + 1)[1])
+    with pytest.raises(BudgetError, match="dataset_mismatch"):
+        audit(config, home, canaries=100)
+
+
+def test_an_audit_of_public_data_charges_nothing(home, raycloak_home):
+    dataset = {"kind": "npz", "path": "examples.npz", "features": "features", "public": True}
+    result = audit(small_config(dataset=dataset), home, canaries=100)
+    assert result.account is None
+    assert result.epsilon > 0.9
+    assert not (raycloak_home / "ledger.sqlite").exists()
+
+
+def test_what_cannot_be_audited_is_refused_before_anything_is_charged(home, raycloak_home):
+    public = {"kind": "npz", "path": "examples.npz", "features": "features", "public": True}
+    with pytest.raises(ConfigError, match="nothing_to_audit"):
+        audit(small_config(dataset=public, dp_config={"enabled": False}), home, canaries=100)
+    with pytest.raises(ConfigError, match="audit_canaries"):
+        audit(small_config(), home, canaries=5)
+    with pytest.raises(ConfigError, match="audit_confidence"):
+        audit(small_config(), home, canaries=100, confidence=1.0)
+    with pytest.raises(ConfigError, match="needs both dataset and model"):
+        audit(small_config(model=None), home, canaries=100)
+    assert not (raycloak_home / "ledger.sqlite").exists()
+
+
+def test_an_audit_that_fails_is_over_for_good(home, raycloak_home, monkeypatch):
+    """What was charged stays charged, and nothing is left to go on with."""
+    genuine, asked = RunMember._compute, []
+
+    def compute(self, *arguments):
+        asked.append(self)
+        if len(asked) > 2:  # both workers have computed the first step
+            raise RuntimeError("a defect")
+        genuine(self, *arguments)
+
+    monkeypatch.setattr(RunMember, "_compute", compute)
+    with pytest.raises(RunFailedError, match="worker_error"):
+        audit(small_config(), home, canaries=100)
+    (run_dir,) = (raycloak_home / "runs").iterdir()
+    assert RunFolder.open(run_dir).record.status == "void"
+    ledger = PrivacyLedger(f"sqlite:///{raycloak_home / 'ledger.sqlite'}", create=False)
+    assert ledger.view().accounts[0].spent_epsilon > 0
+    ledger.close()
+
+
+# --- canaries
+
+
+def task_of(home, model="tests.models:small_model", **fields) -> CanaryTask:
+    return CanaryTask.of(small_config(model=model, **fields), home, coins_of(0, 40).tolist())
+
+
+def test_a_canary_is_marked_and_its_content_is_zero():
+    included = np.array([True, False])
+    dataset = CanaryDataset(ArrayDataset(*examples(5)), included)
+    features, labels = dataset.batch(np.array([4, 5, 6]))
+    assert len(dataset) == 7
+    assert features[:, -1].tolist() == [0, 1, -1]
+    assert not features[1:, :-1].any()
+    assert not labels[1:].any()
+    assert np.array_equal(features[0, :-1], examples(5)[0][4])
+
+
+def test_the_users_part_of_the_model_starts_as_it_would_without_canaries(home):
+    task_of(home).write(home)
+    own = read_flat(build_model(ModelSource.of("tests.models:small_model"), home, 0))
+    with_canaries = read_flat(build_model(ModelSource.of("raycloak_audit_task:model"), home, 0))
+    assert np.array_equal(with_canaries[: len(own)], own)
+    assert not with_canaries[len(own) :].any()
+
+
+def test_the_sign_of_a_canarys_gradient_is_known_from_the_released_model(home):
+    """Half of 40 parameters have an odd last bit, or thereabouts; the draw is fixed."""
+    task = task_of(home)
+    model = task.make_model()
+    with torch.no_grad():
+        model.canaries.weight.normal_(generator=torch.Generator().manual_seed(1))
+    canaries = np.flatnonzero(task.included)
+    gradients = PerExampleGradients(model, task.loss)
+    features, labels = task.make_dataset().batch(canaries + cases.EXAMPLES)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Full backward hook is firing")
+        *_, found = gradients(torch.from_numpy(features), torch.from_numpy(labels))
+    signs = canary_signs(model.canaries.weight.detach().numpy())[0]
+    assert set(signs) == {-1, 1}
+    expected = np.zeros((len(canaries), 40))
+    expected[np.arange(len(canaries)), canaries] = task.raw_norm * signs[canaries]
+    assert np.array_equal(found[:, 0].numpy(), expected)
+
+
+def test_integer_features_and_vector_labels_work_too(home):
+    np.savez(home / "tokens.npz", tokens=np.ones((50, 3), np.int64), targets=np.zeros((50, 2), np.float32))
+    (home / "user_model.py").write_text(
+        "from torch import nn\ndef model(): return nn.Sequential(nn.Embedding(4, 2), nn.Flatten(), nn.Linear(6, 2))\n"
+    )
+    dataset = {"kind": "npz", "path": "tokens.npz", "features": "tokens", "labels": "targets"}
+    config = small_config(
+        model="user_model:model", loss="mse", dataset=dataset, expected_batch_size=20, virtual_workers=4
+    )
+    assert audit(config, home, canaries=40).steps == 4
+
+
+def test_a_model_under_which_canaries_would_be_invisible_is_refused(home):
+    (home / "user_model.py").write_text(
+        "from torch import nn\n"
+        "class Normalised(nn.Module):\n"
+        "    def forward(self, x): return x / x.norm(dim=1, keepdim=True)\n"
+        "def model(): return nn.Sequential(Normalised(), nn.Linear(6, 3))\n"
+    )
+    with pytest.raises(ModelError, match="canary_gradient"):
+        task_of(home, "user_model:model")
+
+
+def test_the_coins_are_for_this_user_alone(home):
+    task_of(home).write(home)
+    assert (home / "task.json").stat().st_mode & 0o777 == 0o600

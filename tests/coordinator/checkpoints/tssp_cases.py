@@ -1,0 +1,147 @@
+"""A small sealed package, and what a test does to it."""
+
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raycloak.attestation.core.hpke import HpkeKey
+from raycloak.attestation.core.keys import Secret
+from raycloak.attestation.log.entries import LogHead
+from raycloak.attestation.sealed.package_keys import PackageSigner, RecipientPublic, TrustStore
+from raycloak.attestation.sealed.package_manifest import PackageManifest
+from raycloak.coordinator.aggregation.ranges import ParameterRange, split_ranges
+from raycloak.coordinator.checkpoints.reader import NOTHING_EXPECTED, Expected, VerifiedPackage, verify_package
+from raycloak.coordinator.checkpoints.storage import MANIFEST, RUN_MANIFEST, SIGNATURE, PackageStorage
+from raycloak.coordinator.checkpoints.writer import PackageTerms, Snapshot, write_draft
+from raycloak.coordinator.ledger.entries import Head
+from raycloak.metrics.errors import EvidenceError
+from raycloak.workers.gradients.numerics import current_numerics
+from raycloak.workers.terms.manifest import Computation, Manifest, OptimizerSpec, TensorSpec
+from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
+from tests import protocol
+
+NOW = 1_800_000_000
+TENSORS = (TensorSpec(name="layer.weight", shape=(3, 4)), TensorSpec(name="layer.bias", shape=(3,)))
+
+
+def run_manifest(tensors: tuple[TensorSpec, ...] = TENSORS, **changes: Any) -> Manifest:
+    """Of a run that was never trained."""
+    optimizer = OptimizerSpec(
+        name="adam", learning_rate=0.5, momentum=0.0, weight_decay=0.0, beta1=0.9, beta2=0.999, eps=1e-8,
+        schedule="constant", warmup_steps=0,
+    )  # fmt: skip
+    computation = Computation(
+        mechanism=protocol.mechanism(), model="m:f", model_code=b"", loss="mse", loss_code=b"", tensors=tensors,
+        initial_parameters=bytes(32), optimizer=optimizer, numerics=current_numerics("cpu"), dataset=b"",
+        epoch_steps=100,
+    )  # fmt: skip
+    fields: dict[str, Any] = {
+        "run_id": "0123456789abcdef", "computation": computation, "known_answer": b"", "policy_digest": b"",
+        "account": "a", "ledger_key": b"", "orchestrator_key": b"", "orchestrator_ml_dsa": b"", "key_commitments": (),
+    }  # fmt: skip
+    return Manifest(**fields | changes)
+
+
+def ranges_of(manifest: Manifest, count: int = 2) -> tuple[ParameterRange, ...]:
+    return split_ranges(manifest.computation.tensors, count)
+
+
+def snapshot(manifest: Manifest, step: int = 3, **changes: Any) -> Snapshot:
+    """Parameters and Adam-like state that depend on the step."""
+    tensors = manifest.computation.tensors
+    size = sum(tensor.size for tensor in tensors)
+    flat = np.arange(size, dtype=np.float32) + np.float32(step)
+    ranges = ranges_of(manifest)
+    states = tuple(
+        {
+            f"{tensor.name}/{name}": value
+            for tensor in owned.tensors
+            for name, value in (
+                ("exp_avg", np.full(tensor.shape, 0.1 * step, np.float32)),
+                ("step", np.float32(step).reshape(())),
+            )
+        }
+        for owned in ranges
+    )
+    fields: dict[str, Any] = {
+        "finished_steps": step,
+        "parameters": tuple(flat[owned.start : owned.stop] for owned in ranges),
+        "states": states,
+        "parameter_digest": parameter_digest(tensors, tensor_digests(flat, tensors)),
+        "epsilon": 1.5,
+        "roster_digest": bytes(32),
+        "ledger_head": Head(7, b"l" * 32),
+        "log_head": LogHead(run_id=manifest.run_id, length=9, root=b"e" * 32),
+        "evaluation": None,
+    }
+    return Snapshot(**fields | changes)
+
+
+@dataclass
+class Site:
+    """A storage, a signer that readers trust, and a recipient."""
+
+    home: Path
+    manifest: Manifest = field(default_factory=run_manifest)
+    recipient: HpkeKey = field(default_factory=HpkeKey.generate)
+    storage: PackageStorage = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.signer = PackageSigner.load_or_create(self.home / "signer")
+        self.trust = TrustStore.of("site", self.signer.public)
+        self.storage = PackageStorage.open(str(self.home / "packages"))
+
+    @property
+    def terms(self) -> PackageTerms:
+        return PackageTerms(self.manifest, 1e-5, "simulated")
+
+    def publish(self, step: int = 3, chunk_bytes: int = 64, signer: PackageSigner | None = None, **changes: Any) -> str:
+        """A package of a snapshot with changes; returns its name."""
+        return self.publish_snapshot(snapshot(self.manifest, step, **changes), chunk_bytes, signer)
+
+    def publish_snapshot(self, made: Snapshot, chunk_bytes: int, signer: PackageSigner | None = None) -> str:
+        draft = self.storage.draft(made.finished_steps)
+        manifest = write_draft(
+            draft,
+            made,
+            self.terms,
+            [RecipientPublic(name="auditor", key=self.recipient.public)],
+            previous=b"",
+            created_at=NOW,
+            chunk_bytes=chunk_bytes,
+        )
+        body = manifest.encode()
+        signature = (signer or self.signer).sign(body).encode()
+        return draft.publish({RUN_MANIFEST: self.manifest.encode(), MANIFEST: body, SIGNATURE: signature})
+
+    def folder(self, name: str) -> Path:
+        return self.home / "packages" / name
+
+    def stated(self, name: str) -> PackageManifest:
+        return PackageManifest.model_validate_json((self.folder(name) / MANIFEST).read_bytes())
+
+    def resign(self, name: str, **changes: Any) -> None:
+        """Let the trusted signer itself sign a manifest with changes."""
+        body = self.stated(name).model_copy(update=changes).encode()
+        (self.folder(name) / MANIFEST).write_bytes(body)
+        (self.folder(name) / SIGNATURE).write_bytes(self.signer.sign(body).encode())
+
+    def verify(self, name: str, expected: Expected = NOTHING_EXPECTED) -> VerifiedPackage:
+        return verify_package(self.storage, name, self.trust, expected)
+
+    def data_key(self, package: VerifiedPackage) -> Secret:
+        return package.unwrap(self.recipient)
+
+    def refusal(self, name: str, expected: Expected = NOTHING_EXPECTED) -> str:
+        """The code with which the package is refused; empty if it is not."""
+        try:
+            self.verify(name, expected)
+        except EvidenceError as error:
+            return error.code
+        return ""
+
+    def copy(self, name: str, other: str) -> None:
+        shutil.copytree(self.folder(name), self.folder(other))

@@ -1,0 +1,45 @@
+"""The process table as the kernel gives it, and the end of a session of processes."""
+
+import os
+import signal
+import subprocess
+import sys
+
+from raycloak.coordinator.bench.chaos.raylets import end_session
+from raycloak.coordinator.cluster.process_table import Process, descendants, process_table
+
+
+def _entry(pid, title, *, parent=1):
+    return Process(pid, parent, parent, "S", pid, title)
+
+
+def test_only_what_runs_below_the_raylets_is_found():
+    table = [_entry(10, "raylet"), _entry(11, "agent", parent=10), _entry(12, "ray::LedgerActor", parent=11)]
+    others = [_entry(20, "raylet"), _entry(21, "ray::LedgerActor", parent=20)]
+    assert [each.pid for each in descendants([10], table + others)] == [11, 12]
+
+
+def test_the_table_shows_a_child_of_this_process():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        children = {each.pid: each for each in descendants([os.getpid()], process_table())}
+        assert sys.executable in children[child.pid].title
+        child.communicate(b"\n")
+
+
+def test_a_process_that_ends_meanwhile_is_left_out(tmp_path):
+    (tmp_path / "7").mkdir()
+    assert process_table(tmp_path) == ()
+
+
+def test_end_session_ends_a_stopped_grandchild_too():
+    sleep = "import subprocess, sys; subprocess.Popen(['sleep', '600']); print(flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", sleep], **pipes, start_new_session=True) as child:
+        child.stdout.readline()
+        (grandchild,) = descendants([child.pid], process_table())
+        assert grandchild.session == child.pid
+        os.kill(grandchild.pid, signal.SIGSTOP)
+        end_session(child.pid)
+        assert child.wait(timeout=120) == -signal.SIGKILL
+    left = {each.pid: each.state for each in process_table()}
+    assert left.get(grandchild.pid, "Z") in "ZX"

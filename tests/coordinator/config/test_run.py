@@ -1,0 +1,141 @@
+"""What the configuration refuses on its face."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raycloak.coordinator.config.run import RunConfig, load_config, parse_config
+from raycloak.metrics.errors import ConfigError
+
+GOOD: dict[str, Any] = {
+    "expected_batch_size": 100,
+    "dataset": {"kind": "digits"},
+    "dp_config": {"target_epsilon": 8.0, "target_delta": 1e-5},
+}
+
+
+def with_field(dotted: str, value: Any) -> dict[str, Any]:
+    """GOOD with one field set."""
+    raw: dict[str, Any] = {key: dict(part) if isinstance(part, dict) else part for key, part in GOOD.items()}
+    node, (*parents, last) = raw, dotted.split(".")
+    for parent in parents:
+        node = node.setdefault(parent, {})
+    node[last] = value
+    return raw
+
+
+def test_the_good_configuration_is_accepted():
+    config = parse_config(with_field("name", "demo"))
+    assert isinstance(config, RunConfig)
+    assert config.batch_size == 100
+    assert config.fewest_workers == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("batchsize", 10, "batchsize"),
+        ("dp_config.epsilon", 1.0, "dp_config.epsilon"),
+        ("dp_config.target_epsilon", 0, "dp_config.target_epsilon"),
+        ("dp_config.target_epsilon", -1.0, "dp_config.target_epsilon"),
+        ("dp_config.target_epsilon", float("inf"), "dp_config.target_epsilon"),
+        ("dp_config.target_epsilon", float("nan"), "dp_config.target_epsilon"),
+        ("dp_config.target_delta", 0, "dp_config.target_delta"),
+        ("dp_config.target_delta", 1, "dp_config.target_delta"),
+        ("dp_config.max_grad_norm", 0, "dp_config.max_grad_norm"),
+        ("dp_config.max_grad_norm", 1e31, "dp_config.max_grad_norm"),
+        ("dp_config.noise_multiplier", 1.0, "exactly one of target_epsilon and noise_multiplier"),
+        ("dp_config.target_epsilon", None, "exactly one of target_epsilon and noise_multiplier"),
+        ("dp_config", {"noise_multiplier": 1.0}, "noise_multiplier needs an epsilon_cap"),
+        ("batch_size_per_worker", 8, "exactly one of batch_size_per_worker and expected_batch_size"),
+        ("expected_batch_size", None, "exactly one of batch_size_per_worker and expected_batch_size"),
+        ("virtual_workers", 2, r"virtual_workers \(2\) must be at least num_workers \(3\)"),
+        ("min_workers", 4, r"min_workers \(4\) must not exceed num_workers \(3\)"),
+        ("max_workers", 2, r"max_workers \(2\) must be at least num_workers \(3\)"),
+        ("max_workers", 9, r"max_workers \(9\) must not exceed virtual_workers \(8\)"),
+        ("min_workers", 1, "min_workers of at least 2"),
+        ("secure_aggregation", False, "share of the noise"),
+        ("dp_config.colluding_workers", 1, "two honest workers"),
+        ("steps", True, "steps: true is not a valid value here"),
+        ("optimizer.learning_rate", True, "optimizer.learning_rate: true is not a valid value here"),
+        ("optimizer", {"name": "adam", "momentum": 0.9}, "momentum belongs to sgd"),
+        ("optimizer.warmup_steps", 201, r"warmup_steps \(201\) exceeds steps \(200\)"),
+        ("metrics.bind", "nowhere", r"metrics.bind: 'nowhere' is not an address; write host:port"),
+        ("metrics.bind", "localhost:65536", "metrics.bind: .* is not an address"),
+        ("metrics.bind", "::1:9464", "metrics.bind: .* is not an address"),
+        ("attestation.bind", "a:99999", "attestation.bind: .* is not an address"),
+        ("key_service", {"address": ":1", "contract": "x"}, "key_service.address: .* is not an address"),
+        ("placement.resources_per_worker", {"CPU": -1}, "placement.resources_per_worker.CPU"),
+        ("placement.resources_per_worker", {"GPU": 1}, "reserves GPUs, but use_gpu is false"),
+        ("checkpoint.storage", "ftp://host/x", "checkpoint.storage: neither a path nor s3"),
+        ("checkpoint.storage", "s3:///x", "checkpoint.storage: neither a path nor s3"),
+        ("checkpoint.storage", "", "checkpoint.storage"),
+        ("ledger.url", "", "ledger.url"),
+        ("name", "n" * 101, "name"),
+        ("dataset.path", "data.npz", "path belongs to kind npz, parquet or sealed"),
+        ("dataset.function", "data:load", "function belongs to kind module"),
+        ("dataset", {"kind": "npz"}, "path belongs to kind npz, parquet or sealed"),
+        ("name", "../elsewhere", "name"),
+        ("steps", 0, "steps"),
+        ("optimizer.momentum", 1.0, "optimizer.momentum"),
+        ("ring.bits", 24, "ring.bits"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name(field: str, value: Any, named: str):
+    with pytest.raises(ConfigError, match=named) as refusal:
+        parse_config(with_field(field, value))
+    assert refusal.value.exit_code == 2
+    assert refusal.value.code == "config"
+    assert "\n" not in str(refusal.value)
+    assert not refusal.value.message.startswith("config")
+    assert refusal.value.remedy
+
+
+@pytest.mark.parametrize("bind", ["127.0.0.1:0", "localhost:9464", "[::1]:65535"])
+def test_an_address_is_a_host_and_a_port(bind: str):
+    assert parse_config(with_field("metrics.bind", bind)).metrics.bind == bind
+
+
+@pytest.mark.parametrize("storage", ["/srv/packages", "packages", "s3://bucket", "s3://bucket/prefix?region=eu"])
+def test_packages_go_to_a_path_or_a_bucket(storage: str):
+    assert parse_config(with_field("checkpoint.storage", storage)).checkpoint.storage == storage
+
+
+def test_every_wrong_field_is_named_at_once():
+    with pytest.raises(ConfigError) as refusal:
+        parse_config(with_field("dp_config.target_delta", 2) | {"steps": -1, "typo": 1})
+    assert all(name in refusal.value.message for name in ("dp_config.target_delta", "steps", "typo"))
+
+
+def test_overrides_are_yaml_and_dotted():
+    config = parse_config(with_field("name", "x"), ["dp_config.target_epsilon=2.5", "optimizer.name=adam", "steps=7"])
+    assert (config.dp_config.target_epsilon, config.optimizer.name, config.steps) == (2.5, "adam", 7)
+
+
+@pytest.mark.parametrize("override", ["steps", "name.first=1", "unknown.field=1", "steps=[1"])
+def test_wrong_overrides_are_refused(override: str):
+    with pytest.raises(ConfigError, match=override.split("=")[0].split(".")[0]):
+        parse_config(with_field("name", "x"), [override])
+
+
+@pytest.mark.parametrize("content", ["- a\n- b\n", "", "steps: [1\n", "steps: 1\nsteps: 2\n"])
+def test_a_file_that_is_no_mapping_is_refused(content: str, tmp_path: Path):
+    (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(ConfigError):
+        load_config(tmp_path / "config.yaml")
+
+
+def test_a_missing_file_is_refused_by_name(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"cannot read .*nothing\.yaml"):
+        load_config(tmp_path / "nothing.yaml")
+
+
+def test_batch_size_of_workers():
+    config = parse_config({"batch_size_per_worker": 4, "num_workers": 4, "dp_config": {"target_epsilon": 1}})
+    assert config.batch_size == 16.0
+
+
+def test_a_single_worker_needs_no_masks():
+    config = parse_config(with_field("num_workers", 1) | {"secure_aggregation": False})
+    assert config.fewest_workers == 1

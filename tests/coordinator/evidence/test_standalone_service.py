@@ -1,0 +1,230 @@
+"""``raycloak attest serve``: a service without a cluster, which restarts where it was."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from raycloak.attestation.attester.attester import Attester
+from raycloak.attestation.core.canonical import digest
+from raycloak.attestation.core.keys import Secret
+from raycloak.attestation.core.messages import parse
+from raycloak.attestation.keys.halves import ServiceContract
+from raycloak.attestation.keys.release import ReleaseTerms, open_keys, open_slice_keys
+from raycloak.attestation.policy.key_policy import KeyKind
+from raycloak.attestation.policy.policy import simulated_policy
+from raycloak.attestation.service.client import EvidenceClient
+from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
+from raycloak.coordinator.cli import app
+from raycloak.coordinator.config import home
+from raycloak.coordinator.config.run import validated
+from raycloak.coordinator.evidence.standalone_service import ServiceConfig, load_service, start_service
+from raycloak.coordinator.runs.local_session import LocalPlatform
+from raycloak.metrics.errors import ConfigError, DatasetError, EvidenceError, RefusedError
+from raycloak.workers.inputs.datasets import ArrayDataset
+from raycloak.workers.inputs.sealed import SealedDataset, seal_dataset
+from tests.attestation.collateral_site import published
+
+ROOT = Path(__file__).resolve().parents[3]
+ANSWER = digest(b"")
+CONFIG = {
+    "bind": "127.0.0.1:0",
+    "run_secret": "secret.hex",
+    "hosting": {"worker-0": [0, 2], "worker-1": [1]},
+    "contract": {"virtual_workers": 3},
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "secret.hex").write_text("ab" * 32)
+    return tmp_path
+
+
+def started(folder, **changes):
+    return start_service(validated(ServiceConfig, CONFIG | changes), folder)
+
+
+def member(contract, address, name="worker-0"):
+    attester = Attester(name, LocalPlatform(SimulatedVendor.load_or_create(home.simulator_folder()).platform()))
+    client = EvidenceClient(
+        address, manifest_digest=contract.digest(), orchestrator_key=contract.orchestrator_key, attester=attester
+    )
+    return client, attester
+
+
+def keys_of(contract, client, attester):
+    release, terms = client.release_keys(0), release_terms(contract, attester)
+    epoch, keys = open_keys(release, terms, hpke_key=attester.hpke, key_commitments=contract.key_commitments)
+    return epoch, {v: key.stream.reveal() for v, key in keys.items()}
+
+
+def release_terms(contract, attester):
+    policy = simulated_policy(SimulatedVendor.load_or_create(home.simulator_folder()), code_measurement())
+    return ReleaseTerms(contract.orchestrator, contract.run_id, attester.member_id, contract.digest(), policy)
+
+
+def test_a_member_gets_the_keys_of_the_slices_it_hosts(folder):
+    policy = simulated_policy(SimulatedVendor.load_or_create(home.simulator_folder()), code_measurement())
+    dataset = ArrayDataset(np.arange(18, dtype=np.float32).reshape(9, 2), np.zeros(9, np.int64))
+    seal_dataset(dataset, 3, policy.digest(), Secret(b"d" * 32), folder / "sealed")
+    seal_dataset(dataset, 3, policy.digest(), Secret(b"d" * 32), folder / "split", "evaluation")
+    (folder / "data.key").touch(mode=0o600)
+    (folder / "data.key").write_text((b"d" * 32).hex())
+    sealed = {"sealed": {"path": "sealed", "key_file": "data.key"}}
+    server, session, facts = started(folder, **sealed, evaluation={"path": "split", "key_file": "data.key"})
+    contract = parse(ServiceContract, facts.contract.read_bytes().strip())
+    client, attester = member(contract, facts.address)
+    with client:
+        client.attest(attester.present(client.challenge(), contract.digest(), ANSWER))
+        release = client.release_keys(0)
+    server.stop()
+    session.run.close()
+    terms, hpke = release_terms(contract, attester), attester.hpke
+    for opened, given, kind in (
+        (SealedDataset(folder / "sealed"), release.slices, KeyKind.DATASET),
+        (SealedDataset(folder / "split", "evaluation"), release.evaluation, KeyKind.EVALUATION),
+    ):
+        opened.unlock(open_slice_keys(given, kind, terms, hpke))
+        assert opened.batch(np.array([3, 2]))[0].tolist() == [[6, 7], [4, 5]]
+        with pytest.raises(DatasetError, match="slice_sealed"):
+            opened.batch(np.array([1]))
+    with pytest.raises(EvidenceError, match="key_package_mismatch"):
+        open_slice_keys(release.slices, KeyKind.EVALUATION, terms, hpke)
+
+
+def test_a_member_with_the_contract_gets_the_keys_it_commits_to_also_after_a_restart(folder):
+    server, session, facts = started(folder)
+    assert facts.evidence == "SIMULATED"
+    contract = parse(ServiceContract, facts.contract.read_bytes().strip())
+    assert contract.digest() == facts.manifest_digest
+    client, attester = member(contract, facts.address)
+    with client:
+        client.attest(attester.present(client.challenge(), contract.digest(), ANSWER))
+        keys = keys_of(contract, client, attester)
+    server.stop()
+    session.run.close()
+    assert (keys[0], sorted(keys[1])) == (0, [0, 2])
+
+    server, session, again = started(folder)
+    assert parse(ServiceContract, again.contract.read_bytes().strip()) == contract
+    client = EvidenceClient(
+        again.address, manifest_digest=contract.digest(), orchestrator_key=contract.orchestrator_key, attester=attester
+    )
+    with client:
+        assert keys_of(contract, client, attester) == keys  # still admitted
+    server.stop()
+    session.run.close()
+
+
+def test_a_hardware_policy_refuses_simulated_workers(folder):
+    vendor = SimulatedVendor.load_or_create(home.simulator_folder())
+    policy = simulated_policy(vendor, code_measurement())
+    hardware = {"accepted_classes": ["intel_tdx"], "anchors": ["intel_tdx"]}
+    known = json.loads(policy.encode())
+    hardware["anchors"] += known["anchors"]
+    (folder / "policy.yaml").write_text(yaml.safe_dump({**known, **hardware}))
+    (folder / "tdx.json").write_bytes(vendor.tdx_collateral(1_800_000_000).encode())
+    (folder / "collateral.yaml").write_text("tdx: [tdx.json]\n")
+    server, session, facts = started(folder, policy="policy.yaml", collateral="collateral.yaml")
+    assert facts.evidence == "hardware"
+    contract = parse(ServiceContract, facts.contract.read_bytes().strip())
+    client, attester = member(contract, facts.address)
+    with client, pytest.raises(RefusedError) as error:
+        client.attest(attester.present(client.challenge(), contract.digest(), ANSWER))
+    assert error.value.code == "simulator_not_allowed"
+    server.stop()
+    session.run.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"hosting": {"worker-0": [0, 1]}}, "hosting"),
+        ({"hosting": {"worker-0": [0, 1, 2], "worker-1": [2]}}, "hosting"),
+        ({"contract": None}, "config"),
+        ({"collateral": "collateral.yaml"}, "config"),
+        ({"policy": "none.yaml"}, "policy"),
+        ({"policy": "policy.yaml", "collateral": "none.yaml"}, "collateral"),
+        ({"policy": "policy.yaml", "collateral": "secret.hex"}, "collateral"),
+        ({"contract": None, "manifest": "none.json"}, "manifest"),
+        ({"contract": None, "manifest": "secret.hex"}, "manifest"),
+        ({"run_secret": "none"}, "run_secret"),
+        ({"bind": "not-a-host.invalid:1"}, "bind"),
+        ({"limits": {"deadline_s": 0}}, "config"),
+        ({"sealed": {"path": "none", "key_file": "data.key"}}, "sealed_data"),
+        ({"sealed": {"path": "none", "key_file": "data.key"}, "hosting": "any"}, "config"),
+        ({"evaluation": {"path": "none", "key_file": "data.key"}}, "sealed_data"),
+        ({"evaluation": {"path": "none", "key_file": "data.key"}, "hosting": "any"}, "config"),
+        ({"no_such_field": 1}, "config"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_by_name(changes, code, folder):
+    with pytest.raises(ConfigError) as error:
+        started(folder, **changes)
+    assert error.value.code == code
+
+
+def test_a_secret_that_others_can_read_is_warned_of_on_stderr(folder, capfd, monkeypatch):
+    monkeypatch.setattr(app, "leave_stdout", lambda: None)
+    (folder / "secret.hex").chmod(0o644)
+    (folder / "service.yaml").write_text(yaml.safe_dump({**CONFIG, "policy": "none.yaml"}))
+    with pytest.raises(SystemExit):
+        app.main(["attest", "serve", str(folder / "service.yaml"), "--json"])
+    out, err = capfd.readouterr()
+    warning, error = err.splitlines()
+    assert warning.startswith(f"warning: {folder / 'secret.hex'} has mode 0644.")
+    assert error.startswith("error: policy: ")
+    assert json.loads(out)["error"]["code"] == "policy"
+
+
+def test_collateral_comes_from_the_service_that_the_policy_names(folder):
+    vendor = SimulatedVendor.load_or_create(home.simulator_folder())
+    collateral = vendor.tdx_collateral(int(time.time()))
+    with published(collateral) as site:
+        family = json.loads(collateral.tcb_info)["fmspc"]
+        policy = json.loads(simulated_policy(vendor, code_measurement()).encode())
+        policy["collateral_service"] = {"intel": site.url, "tdx_families": [family]}
+        (folder / "policy.yaml").write_text(yaml.safe_dump(policy))
+        site.answers["/tdx/certification/v4/tcb"] = 503
+        with pytest.raises(EvidenceError, match="collateral_stale"):
+            started(folder, policy="policy.yaml")
+        site.answers.clear()
+        server, session, facts = started(folder, policy="policy.yaml")
+        contract = parse(ServiceContract, facts.contract.read_bytes().strip())
+        client, attester = member(contract, facts.address)
+        with client:
+            result = client.attest(attester.present(client.challenge(), contract.digest(), ANSWER))
+        assert result.evidence_class == "simulated"
+        server.stop()
+        session.run.close()
+    server, session, _ = started(folder, policy="policy.yaml")  # without a network
+    server.stop()
+    session.run.close()
+    (folder / "plain.yaml").write_text(yaml.safe_dump({**policy, "collateral_service": None}))
+    with pytest.raises(ConfigError, match="names no service"):
+        started(folder, policy="plain.yaml")
+
+
+def test_the_command_says_where_it_listens_and_ends_with_sigterm(folder):
+    (folder / "service.yaml").write_text(yaml.safe_dump(CONFIG))
+    assert load_service(folder / "service.yaml") == validated(ServiceConfig, CONFIG)
+    command = [sys.executable, "-m", "raycloak", "attest", "serve", str(folder / "service.yaml"), "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
+        facts = json.loads(process.stdout.readline())
+        contract = parse(ServiceContract, Path(facts["contract"]).read_bytes().strip())
+        client, _ = member(contract, facts["address"])
+        with client:
+            assert client.is_serving()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(300) == 0
+        assert process.stdout.read() == ""
+    assert facts["evidence"] == "SIMULATED"

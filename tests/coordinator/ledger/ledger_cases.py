@@ -1,0 +1,78 @@
+"""A small ledger that the ledger's tests share, and what it should say."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from raycloak.attestation.core.messages import Envelope, open_envelope
+from raycloak.coordinator.accounting.renyi import accountant_delta, epsilon, step_rdp
+from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.workers.terms.mechanism import Mechanism
+from raycloak.workers.terms.receipt import Receipt
+
+DELTA = 1e-5
+CAP = 8.0
+MANIFEST = b"m" * 32
+PARAMETERS = b"p" * 32
+
+
+def mechanism(**changes: Any) -> Mechanism:
+    """A full-batch mechanism of 20 steps, of which the cap allows 16; its RDP needs no series."""
+    values: dict[str, Any] = {
+        "private": True,
+        "num_examples": 800,
+        "virtual_workers": 8,
+        "sample_rate": 1.0,
+        "steps": 20,
+        "max_grad_norm": 1.0,
+        "noise_multiplier": 2.6,
+        "honest_share": 1.0,
+        "expected_batch_size": 800.0,
+        "dimension": 1000,
+        "ring_bits": 32,
+        "gamma_log2": -20,
+        "clamp": 100.0,
+        "sigma": 2.6 * 2**20 / math.sqrt(8) * 1.001,
+        "micro_batch_size": 100,
+        "micro_batches": 1,
+        "overflow_probability": 0.0,
+    }
+    return Mechanism(**values | changes)
+
+
+def expected_epsilon(steps: int, noise_multiplier: float = 2.6) -> float:
+    """What the account should say after that many steps of one run."""
+    return epsilon([steps * value for value in step_rdp(1.0, noise_multiplier)], accountant_delta(DELTA))
+
+
+def affordable() -> int:
+    """Steps of `mechanism` that CAP allows."""
+    return next(steps for steps in range(1, 100) if expected_epsilon(steps + 1) > CAP)
+
+
+def opened(where: str | Path, run_id: str = "run-a", **changes: Any) -> PrivacyLedger:
+    """A ledger with an account `patients` and one run of it, at a URL or in an SQLite file."""
+    ledger = PrivacyLedger(f"sqlite:///{where}" if isinstance(where, Path) else where)
+    ledger.open_account("patients", CAP, DELTA)
+    ledger.register_run(run_id, "patients", (mechanism(**changes),), MANIFEST)
+    return ledger
+
+
+def receipt_of(ledger: PrivacyLedger, envelope: Envelope) -> Receipt:
+    return open_envelope(Receipt, envelope, ledger.public_key)
+
+
+def spent(ledger: PrivacyLedger) -> float:
+    return ledger.view().accounts[0].spent_epsilon
+
+
+def tamper(url: str, statement: str, **values: Any) -> None:
+    """Change the store behind the ledger's back."""
+    engine = sa.create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+    with engine.begin() as connection:
+        if engine.name == "postgresql":
+            connection.exec_driver_sql("SET session_replication_role = replica")  # foreign keys are not checked
+        connection.execute(sa.text(statement), values)
+    engine.dispose()

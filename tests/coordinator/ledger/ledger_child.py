@@ -1,0 +1,205 @@
+"""Child process of `test_ledger_crash.py`: ``kill URL`` or ``race URL``, the URL of a ledger that does not exist yet.
+
+It never imports torch, so that forking it is safe and fast.
+"""
+
+import json
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import sqlalchemy as sa
+
+from raycloak.attestation.core.messages import Envelope
+from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.metrics.errors import BudgetError
+from tests.coordinator.ledger.ledger_cases import (
+    CAP,
+    DELTA,
+    MANIFEST,
+    PARAMETERS,
+    expected_epsilon,
+    mechanism,
+    receipt_of,
+)
+
+FINGERPRINT = b"f" * 32
+
+
+def main(mode: str, url: str) -> None:
+    """Run one mode and print its result as JSON."""
+    result = kill_sweep(url) if mode == "kill" else race(url)
+    print(json.dumps(result))
+
+
+def open_account(name: str) -> Callable[[PrivacyLedger], None]:
+    return lambda ledger: ledger.open_account(name, CAP, DELTA, fingerprint=FINGERPRINT)
+
+
+def charge(step: int) -> Callable[[PrivacyLedger], Envelope]:
+    return lambda ledger: ledger.charge("run-a", step, PARAMETERS, MANIFEST)
+
+
+ACTS: tuple[tuple[str, Callable[[PrivacyLedger], Envelope | None]], ...] = (
+    ("account_opened", open_account("patients")),
+    ("account_opened", open_account("reserve")),
+    ("run_registered", lambda ledger: ledger.register_run("run-a", "patients", (mechanism(),), MANIFEST, FINGERPRINT)),
+    ("step_charged", charge(0)),
+    ("cap_changed", lambda ledger: ledger.change_cap("reserve", CAP - 1)),
+    ("step_charged", charge(1)),
+    ("cap_transferred", lambda ledger: ledger.transfer("reserve", "patients", 1.0)),
+    ("account_closed", lambda ledger: ledger.close_account("reserve")),
+)
+"""Everything that writes to a ledger, one entry each, in this order; with the kind of the entry."""
+
+KINDS = [kind for kind, _ in ACTS]
+CHARGES = [act for kind, act in ACTS if kind == "step_charged"]
+
+
+def kill_sweep(url: str) -> list[int]:
+    """Kill a process before its k-th statement, for every k until it survives; acts acknowledged each time.
+
+    Before that, it is killed between the commit of each act and its reply. A server rolls back whatever its client was
+    at, so every third k is enough there.
+    """
+    for number in range(len(ACTS)):
+        acknowledged, killed = act_until_killed(empty(url, f"reply{number}"), 0, mute_from=number)
+        assert killed
+        assert len(acknowledged) == number
+        assert check_after_kill(empty(url, f"reply{number}", new=False), acknowledged) == number + 1
+    counts = []
+    for k in range(1, 1000, 1 if url.startswith("sqlite:") else 3):
+        where = empty(url, str(k))
+        acknowledged, killed = act_until_killed(where, k)
+        check_after_kill(where, acknowledged)
+        counts.append(len(acknowledged))
+        if not killed:
+            return counts
+    raise AssertionError("the child was always killed")
+
+
+def empty(url: str, name: str, new: bool = True) -> str:
+    """URL of another ledger beside the one at ``url``: a file, or a schema that is created if it is ``new``."""
+    if url.startswith("sqlite:"):
+        return url.replace("ledger.sqlite", f"{name}.sqlite")
+    if new:
+        engine = sa.create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+        with engine.begin() as connection:
+            connection.exec_driver_sql(f"CREATE SCHEMA {url.rpartition('%3D')[2]}_{name}")
+        engine.dispose()
+    return f"{url}_{name}"
+
+
+def act_until_killed(url: str, k: int, mute_from: int = len(ACTS)) -> tuple[list[dict[str, Any] | None], bool]:
+    """What a process printed of each act before it was killed, a charge's receipt or None, and whether it was.
+
+    It is killed ahead of its k-th statement, or when act ``mute_from`` has returned.
+    """
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        kill_before_statement(k)
+        ledger = PrivacyLedger(url)
+        for number, (_, act) in enumerate(ACTS):
+            envelope = act(ledger)
+            if number == mute_from:
+                os.kill(os.getpid(), signal.SIGKILL)
+            receipt = receipt_of(ledger, envelope).model_dump_json() if envelope else "null"
+            os.write(writing, f"{receipt}\n".encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as lines:
+        acknowledged = [json.loads(line) for line in lines]
+    return acknowledged, os.waitpid(child, 0)[1] == signal.SIGKILL
+
+
+def kill_before_statement(k: int) -> None:
+    """From now on this process kills itself when any connection is about to run the k-th statement.
+
+    SQLite tells of each, also of those that SQLAlchemy does not know of. PostgreSQL's driver sends a commit by itself.
+    """
+    seen = 0
+
+    def count(*_: Any) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == k:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def connected(connection: Any, _record: Any) -> None:
+        if hasattr(connection, "set_trace_callback"):
+            connection.set_trace_callback(count)
+        else:
+            sa.event.listen(sa.Engine, "before_cursor_execute", count)
+            sa.event.listen(sa.Engine, "commit", count)
+
+    sa.event.listen(sa.Engine, "connect", connected)
+
+
+def check_after_kill(url: str, acknowledged: list[dict[str, Any] | None]) -> int:
+    """Acts found in the reopened ledger: those that were acknowledged, and at most one more.
+
+    Going on from there, nothing is charged twice and nothing is missing.
+    """
+    ledger = PrivacyLedger(url)
+    ledger.verify()
+    done = len(ledger.history())
+    assert done in (len(acknowledged), len(acknowledged) + 1), (done, acknowledged)
+    for _, act in ACTS[done:]:
+        act(ledger)
+    assert [entry.kind for entry in ledger.history()] == KINDS
+    receipts = [json.loads(receipt_of(ledger, act(ledger)).model_dump_json()) for act in CHARGES]
+    for before, after in zip(filter(None, acknowledged), receipts, strict=False):
+        assert after | {"fencing": 0} == before | {"fencing": 0}
+    account, reserve = ledger.view().accounts
+    assert account.runs[0].charged_steps == len(CHARGES)
+    assert math.isclose(account.spent_epsilon, expected_epsilon(len(CHARGES)))
+    assert (account.epsilon_cap, reserve.epsilon_cap, reserve.closed) == (CAP + 1, CAP - 2, True)
+    ledger.close()
+    return done
+
+
+def race(url: str) -> list[tuple[str, int, int]]:
+    """Of each of four processes: the ledger's key, its fencing number, and the steps it could charge."""
+    go_reading, go_writing = os.pipe()
+    readings = []
+    for number in range(4):
+        reading, writing = os.pipe()
+        readings.append(reading)
+        if os.fork() == 0:
+            os.close(go_writing)
+            os.read(go_reading, 1)
+            os.write(writing, json.dumps(charge_all(url, f"run-{number}")).encode())
+            os._exit(0)
+        os.close(writing)
+    os.close(go_writing)
+    results = []
+    for reading in readings:
+        with os.fdopen(reading) as output:
+            results.append(json.loads(output.read()))
+    PrivacyLedger(url, create=False).verify()
+    return results
+
+
+def charge_all(url: str, run_id: str) -> tuple[str, int, int]:
+    """Charge a run until the account refuses."""
+    ledger = PrivacyLedger(url)
+    ledger.open_account("patients", CAP, DELTA)
+    charged = 0
+    try:
+        ledger.register_run(run_id, "patients", (mechanism(),), MANIFEST)
+        for step in range(20):
+            ledger.charge(run_id, step, PARAMETERS, MANIFEST)
+            charged += 1
+    except BudgetError as refusal:
+        if refusal.code != "cap_exceeded":
+            raise
+    return ledger.public_key.hex(), ledger.fencing, charged
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

@@ -1,0 +1,53 @@
+"""Child process of `test_ledger_leases.py`: one live instance of the ledger at a URL, told what to do line by line.
+
+``register RUN``, ``charge RUN STEP`` and ``stop RUN``, which stops this process by SIGSTOP inside a transaction that
+takes the run. Each is answered by one line of JSON: the code of the refusal, or what the charge returned.
+"""
+
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+from raycloak.coordinator.ledger import engine
+from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.metrics.errors import BudgetError
+from tests.coordinator.ledger.ledger_cases import MANIFEST, PARAMETERS, mechanism
+
+
+def main(url: str, deadline_s: float) -> None:
+    """Open the ledger and obey until the input ends."""
+    engine.LOCK_DEADLINE_S = deadline_s
+    ledger = PrivacyLedger(url)
+    say({"fencing": ledger.fencing})
+    for line in sys.stdin:
+        try:
+            say(obey(ledger, *line.split()))
+        except BudgetError as refusal:
+            say({"refused": refusal.code})
+
+
+def obey(ledger: PrivacyLedger, action: str, run_id: str, step: str = "0") -> dict[str, Any]:
+    """Do one thing; a charge gives its envelope."""
+    if action == "register":
+        ledger.register_run(run_id, "patients", (mechanism(),), MANIFEST)
+    elif action == "charge":
+        envelope = ledger.charge(run_id, int(step), PARAMETERS, MANIFEST)
+        return {"body": envelope.body.hex(), "signature": envelope.signature.hex()}
+    else:
+        assert action == "stop"
+        with ledger._store.write() as rows:
+            rows.own_run(run_id, ledger.fencing)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            rows.renew_lease(ledger.fencing)
+    return {}
+
+
+def say(answer: dict[str, Any]) -> None:
+    """Answer on one line, at once."""
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]))

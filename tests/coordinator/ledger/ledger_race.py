@@ -1,0 +1,107 @@
+"""Child process of `test_ledger_race.py`: processes that race for the last step of an account, round after round.
+
+It never imports torch, so that forking it is safe and fast.
+"""
+
+import json
+import multiprocessing
+import sys
+from typing import Any
+
+import sqlalchemy as sa
+
+from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.metrics.errors import BudgetError
+from tests.coordinator.ledger.ledger_cases import DELTA, MANIFEST, PARAMETERS, expected_epsilon, mechanism
+
+RACERS = 8
+FINGERPRINT = b"f" * 32
+NOISE = 60.0
+DEADLINE_S = 600.0
+FORKING = multiprocessing.get_context("fork")
+
+
+class Line:
+    """Where racers wait for each other: one semaphore each, since a barrier asks every process six times as often."""
+
+    def __init__(self) -> None:
+        self._go = [FORKING.Semaphore(0) for _ in range(RACERS)]
+        self._done = FORKING.Semaphore(0)
+        self._broken = FORKING.RawValue("b", 0)
+
+    def wait(self, number: int) -> None:
+        """A racer's way to its next round."""
+        assert self._go[number].acquire(timeout=DEADLINE_S), "the next round did not begin"
+
+    def arrive(self, *, broken: bool = False) -> None:
+        """A racer's end of its round, or of the race if something is ``broken``."""
+        self._broken.value |= broken
+        self._done.release()
+
+    def round(self) -> None:
+        """Let all racers go at once, and wait for all of them."""
+        for each in self._go:
+            each.release()
+        for _ in self._go:
+            assert self._done.acquire(timeout=DEADLINE_S), "the round did not end"
+        assert not self._broken.value, "a racer failed; its errors are above"
+
+
+def main(url: str, rounds: int) -> None:
+    """Race, and print who won each round, and which steps the ledger then says are charged to the run of each."""
+    won = FORKING.RawArray("b", RACERS * rounds)
+    line = Line()
+    # Loads the database's driver, without a connection, before there are nine processes that would do so.
+    sa.create_engine(url.replace("postgresql:", "postgresql+psycopg:")).dispose()
+    racers = [FORKING.Process(target=race, args=(url, rounds, number, won, line)) for number in range(RACERS)]
+    for racer in racers:
+        racer.start()
+    ledger = PrivacyLedger(url)
+    for account, epsilon in (("patients", cap(0)), ("reserve", 100.0)):
+        ledger.open_account(account, epsilon, DELTA, fingerprint=FINGERPRINT)
+    line.round()
+    for step in range(rounds):
+        if step:
+            ledger.transfer("reserve", "patients", cap(step) - cap(step - 1))
+        line.round()
+    for racer in racers:
+        racer.join(DEADLINE_S)
+    replay = ledger.verify()
+    result: dict[str, Any] = {
+        "codes": [racer.exitcode for racer in racers],
+        "winners": [[number for number in range(RACERS) if won[number * rounds + step]] for step in range(rounds)],
+        "charged": [sorted(replay.runs[f"run-{number}"].charges["gradient"]) for number in range(RACERS)],
+    }
+    print(json.dumps(result))
+
+
+def race(url: str, rounds: int, number: int, won: Any, line: Line) -> None:
+    """One coordinator with a run of its own: try to charge one step in each round."""
+    run_id = f"run-{number}"
+    try:
+        line.wait(number)
+        ledger = PrivacyLedger(url)
+        changes = {"steps": rounds, "dimension": 10, "noise_multiplier": NOISE, "sigma": NOISE * 371_000}
+        ledger.register_run(run_id, "patients", (mechanism(**changes),), MANIFEST, FINGERPRINT)
+        line.arrive()
+        for step in range(rounds):
+            line.wait(number)
+            try:
+                ledger.charge(run_id, step, PARAMETERS, MANIFEST)
+                won[number * rounds + step] = 1
+            except BudgetError as refusal:
+                if refusal.code != "cap_exceeded":
+                    raise
+            line.arrive()
+    except BaseException:
+        line.arrive(broken=True)
+        raise
+
+
+def cap(step: int) -> float:
+    """The cap that admits charges until ``step + 1`` of them are made, and no more."""
+    return expected_epsilon(step + 1, NOISE) * (1 + 1e-9)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,211 @@
+"""Of two live instances of one ledger at most one is believed for a run; real processes, stopped and woken up."""
+
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from raycloak.attestation.core.messages import Envelope
+from raycloak.coordinator.cli.tables import accounts_view
+from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.metrics.errors import ProtocolError
+from raycloak.workers.terms.receipt import Receipt, check_receipt
+from tests.coordinator.ledger.ledger_cases import CAP, DELTA, MANIFEST, PARAMETERS, expected_epsilon, mechanism
+
+CHILD = str(Path(__file__).with_name("ledger_instance.py"))
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class Instance:
+    """A process that holds the ledger open."""
+
+    def __init__(self, url: str, deadline_s: float) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, CHILD, url, str(deadline_s)]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+        self.fencing = self.answer()["fencing"]
+
+    def tell(self, line: str) -> None:
+        """Give an order without waiting."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        """The next answer."""
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def ask(self, line: str) -> dict[str, Any]:
+        """Give an order and wait for its answer."""
+        self.tell(line)
+        return self.answer()
+
+    def stop(self) -> None:
+        """SIGSTOP."""
+        self.process.send_signal(signal.SIGSTOP)
+        self.await_stop()
+
+    def await_stop(self) -> None:
+        """Wait until the process is stopped."""
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+
+    def wake(self) -> None:
+        """SIGCONT."""
+        self.process.send_signal(signal.SIGCONT)
+
+    def end(self) -> None:
+        """SIGKILL, which also ends a stopped process."""
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def reader(ledger_url: str) -> Iterator[PrivacyLedger]:
+    """An account with a ledger that only this test's process looks at."""
+    ledger = PrivacyLedger(ledger_url)
+    ledger.open_account("patients", CAP, DELTA)
+    yield ledger
+    ledger.close()
+
+
+@pytest.fixture
+def instance(ledger_url: str, reader: PrivacyLedger) -> Iterator[Callable[..., Instance]]:
+    """Starts processes that hold the ledger open, and ends them."""
+    started: list[Instance] = []
+
+    def start(deadline_s: float = 30.0) -> Instance:
+        started.append(Instance(ledger_url, deadline_s))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.end()
+
+
+def believed(reader: PrivacyLedger, answer: dict[str, Any], step: int, lowest_fencing: int = 0) -> Receipt:
+    """The receipt in an answer as a worker checks it that has seen ``lowest_fencing``."""
+    return check_receipt(
+        Envelope(bytes.fromhex(answer["body"]), bytes.fromhex(answer["signature"])),
+        ledger_key=reader.public_key,
+        run_id="run-a",
+        step=step,
+        parameter_digest=PARAMETERS,
+        manifest_digest=MANIFEST,
+        account="patients",
+        mechanism_digest=mechanism().digest(),
+        lowest_fencing=lowest_fencing,
+    )
+
+
+def lease_of(reader: PrivacyLedger, run: int = 0) -> tuple[int, str]:
+    lease = reader.view().accounts[0].runs[run].lease
+    assert lease is not None
+    assert lease.opened_at <= lease.renewed_at
+    return lease.fencing, lease.holder
+
+
+def shown(reader: PrivacyLedger) -> str:
+    """What `raycloak budget show` prints."""
+    console = Console(width=300, record=True, file=io.StringIO())
+    console.print(accounts_view(reader.view().accounts))
+    return console.export_text()
+
+
+def test_an_instance_that_was_paused_and_replaced_is_believed_by_nobody(
+    instance: Callable[..., Instance], reader: PrivacyLedger
+):
+    paused = instance()
+    paused.ask("register run-a")
+    first = paused.ask("charge run-a 0")
+    assert believed(reader, first, 0).fencing == paused.fencing
+    assert lease_of(reader) == (paused.fencing, f"{socket.gethostname()}/{paused.process.pid}")
+    paused.stop()
+    paused.tell("charge run-a 2")
+
+    second = instance()
+    assert second.fencing > paused.fencing
+    again = believed(reader, second.ask("charge run-a 0"), 0)
+    # The charge is one, whoever shows its receipt: no two instances can let a step go on from different parameters.
+    assert again == believed(reader, first, 0).model_copy(update={"fencing": second.fencing})
+    second.ask("charge run-a 1")
+
+    paused.wake()
+    assert paused.answer() == {"refused": "fenced"}
+    for order in ("charge run-a 0", "charge run-a 1", "register run-a"):
+        assert paused.ask(order) == {"refused": "fenced"}
+    with pytest.raises(ProtocolError, match="receipt_fenced"):
+        believed(reader, first, 0, lowest_fencing=again.fencing)
+    assert lease_of(reader) == (second.fencing, f"{socket.gethostname()}/{second.process.pid}")
+    assert f"instance {second.fencing}, {socket.gethostname()}/{second.process.pid}," in shown(reader)
+    assert believed(reader, second.ask("charge run-a 2"), 2, again.fencing).charged_epsilon == pytest.approx(
+        expected_epsilon(3)
+    )
+    assert sorted(reader.verify().runs["run-a"].charges["gradient"]) == [0, 1, 2]
+
+
+def test_instances_that_live_side_by_side_hold_runs_of_their_own(
+    instance: Callable[..., Instance], reader: PrivacyLedger
+):
+    one, other = instance(), instance()
+    one.ask("register run-a")
+    other.ask("register run-b")
+    for step in range(3):
+        # Both at once, so that they meet at the lock.
+        one.tell(f"charge run-a {step}")
+        other.tell(f"charge run-b {step}")
+        assert "body" in one.answer()
+        assert "body" in other.answer()
+    assert [lease_of(reader, run)[0] for run in (0, 1)] == [one.fencing, other.fencing]
+    # The older one takes nothing from the newer one; the newer one takes what it is asked to.
+    assert one.ask("charge run-b 3") == {"refused": "fenced"}
+    assert "body" in other.ask("charge run-a 3")
+    assert one.ask("charge run-a 4") == {"refused": "fenced"}
+    assert reader.view().accounts[0].spent_epsilon == pytest.approx(expected_epsilon(7))
+    reader.verify()
+
+
+def test_an_instance_that_is_paused_inside_its_transaction_leaves_no_half(
+    instance: Callable[..., Instance], reader: PrivacyLedger, ledger_url: str
+):
+    """A server takes the lock from who does nothing. A file's lock ends with its holder, who first finishes."""
+    paused = instance(deadline_s=2.0)
+    other = instance(deadline_s=0.5 if ledger_url.startswith("sqlite") else 30.0)
+    paused.ask("register run-a")
+    paused.tell("stop run-a")
+    paused.await_stop()
+    if ledger_url.startswith("sqlite"):
+        assert other.ask("charge run-a 0") == {"refused": "ledger_unavailable"}
+        paused.wake()
+        assert paused.answer() == {}
+        assert "body" in other.ask("charge run-a 0")
+    else:
+        assert "body" in other.ask("charge run-a 0")
+        paused.wake()
+        assert paused.answer() == {"refused": "ledger_unavailable"}
+    assert paused.ask("charge run-a 1") == {"refused": "fenced"}
+    assert lease_of(reader)[0] == other.fencing
+    assert reader.view().accounts[0].runs[0].charged_steps == 1
+    reader.verify()
+
+
+def test_a_lock_whose_holder_was_killed_is_free(instance: Callable[..., Instance], reader: PrivacyLedger):
+    paused = instance()
+    paused.ask("register run-a")
+    paused.tell("stop run-a")
+    paused.await_stop()
+    paused.end()
+    other = instance()
+    assert "body" in other.ask("charge run-a 0")
+    assert reader.view().accounts[0].runs[0].charged_steps == 1
+    reader.verify()

@@ -1,0 +1,112 @@
+"""The manifest: what may differ between two executions of one run is not in it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from raycloak.coordinator.planning.manifest import build_computation, epochs, run_terms
+from raycloak.workers.gradients.clipping import micro_batches
+from raycloak.workers.terms.manifest import Manifest, key_context
+from tests.protocol import HandRun, config
+
+
+@pytest.fixture(scope="module")
+def hand(tmp_path_factory) -> HandRun:
+    return HandRun(tmp_path_factory.mktemp("manifest"))
+
+
+def computation_of(hand: HandRun, settings):
+    return build_computation(settings, hand.setup.model.name, hand.setup.dataset, hand.facts, hand.mechanism)
+
+
+def test_hosts_ranges_paths_and_names_do_not_enter(hand):
+    base = computation_of(hand, hand.config)
+    for changes in (
+        {"num_workers": 5},
+        {"aggregators": 3},
+        {"name": "another"},
+        {"num_workers": 1, "secure_aggregation": False},
+        {"failure": {"step_deadline_s": 1}},
+        {"secret_retention": "keep"},
+    ):
+        assert computation_of(hand, config(**changes)).digest() == base.digest(), changes
+    moved = hand.setup.dataset.model_copy(update={"path": "elsewhere.npz"})
+    assert build_computation(hand.config, hand.setup.model.name, moved, hand.facts, hand.mechanism) == base
+
+
+def test_whatever_decides_the_bytes_of_the_weights_enters(hand):
+    base = computation_of(hand, hand.config)
+    digests = {base.digest()}
+    settings = [
+        config(["optimizer.learning_rate=0.25"]),
+        config(["optimizer.momentum=0"]),
+        config(["optimizer.schedule=cosine"]),
+        config(loss="mse"),
+        config(epoch_steps=7),
+    ]
+    digests |= {computation_of(hand, each).digest() for each in settings}
+    changed_facts = [
+        {"model_code": bytes(32)},
+        {"loss_code": bytes(32)},
+        {"numerics": hand.facts.numerics.model_copy(update={"threads": 2})},
+        {"numerics": hand.facts.numerics.model_copy(update={"deterministic": False})},
+        {"initial_parameters": hand.facts.initial_parameters * 2},
+        {"tensors": hand.facts.tensors[::-1]},
+    ]
+    for changes in changed_facts:
+        facts = replace(hand.facts, **changes)
+        digests.add(
+            build_computation(hand.config, hand.setup.model.name, hand.setup.dataset, facts, hand.mechanism).digest()
+        )
+    other = hand.mechanism.model_copy(update={"noise_multiplier": 3.0})
+    digests.add(build_computation(hand.config, hand.setup.model.name, hand.setup.dataset, hand.facts, other).digest())
+    assert len(digests) == 1 + len(settings) + len(changed_facts) + 1
+
+
+def test_physical_shape_and_dtypes_are_in_the_manifest(hand):
+    """What a kernel is given decides how it rounds: rows per pass, their number, and the types."""
+    computation = hand.manifest.computation
+    assert (computation.mechanism.micro_batch_size, computation.mechanism.micro_batches) == (4, 2)
+    assert (computation.parameter_dtype, computation.accumulation_dtype) == ("float32", "float64")
+    others = [{"parameter_dtype": "float64"}, {"accumulation_dtype": "float32"}]
+    assert len({computation.model_copy(update=each).digest() for each in others} | {computation.digest()}) == 3
+    clipped = hand.workers["worker-0"]._stage.planned.computers["gradient"]._engine.clipped_sum
+    nothing = np.zeros(0, np.int64)
+    batches = micro_batches(
+        hand.workers["worker-0"]._stage.planned.workload.dataset, nothing, computation.mechanism, padding=0
+    )
+    assert str(clipped(hand.facts.initial_parameters, batches).dtype) == computation.accumulation_dtype
+    assert str(hand.facts.initial_parameters.dtype) == computation.parameter_dtype
+
+
+def test_epochs_are_counted_up():
+    assert [epochs(config(steps=steps, epoch_steps=100)) for steps in (1, 100, 101)] == [1, 1, 2]
+
+
+def test_the_manifest_names_everybody_who_may_sign_and_survives_the_wire(hand):
+    manifest = hand.manifest
+    assert manifest.log_owner == hand.orchestrator_key
+    assert manifest.ledger_key == hand.ledger_key.public
+    assert manifest.run_id == hand.run_id
+    assert len(manifest.key_commitments) == 1
+    assert Manifest.model_validate_json(manifest.encode()) == manifest
+    others = [
+        {field: bytes(32)}
+        for field in ("known_answer", "policy_digest", "ledger_key", "orchestrator_key", "orchestrator_ml_dsa")
+    ] + [
+        {"account": "another"},
+        {"run_id": "another"},
+        {"key_commitments": ()},
+    ]
+    digests = {manifest.model_copy(update=changes).digest() for changes in others}
+    assert len(digests | {manifest.digest()}) == 1 + len(others)
+
+
+def test_the_orchestrator_is_told_the_manifests_own_terms(hand):
+    terms = run_terms(hand.manifest, hand.policy, hand.collateral)
+    assert terms.manifest_digest == hand.manifest.digest()
+    assert terms.key_context == key_context(hand.manifest.computation, hand.known_answer)
+    assert terms.virtual_workers == hand.mechanism.virtual_workers
+    assert terms.known_answer == hand.known_answer
+    assert (terms.policy, terms.collateral) == (hand.policy, hand.collateral)

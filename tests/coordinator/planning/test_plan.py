@@ -1,0 +1,253 @@
+"""From configuration to mechanism, and what cannot run."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+from scipy.stats import binom
+
+from raycloak.coordinator.accounting.batch_shape import overflow_bound, physical_shape
+from raycloak.coordinator.accounting.calibration import epsilon_of
+from raycloak.coordinator.accounting.renyi import SLACK_SHARE, effective_noise_multiplier
+from raycloak.coordinator.cli.tables import plan_rows
+from raycloak.coordinator.config.run import RunConfig, parse_config
+from raycloak.coordinator.ledger.entries import Head
+from raycloak.coordinator.ledger.view import AccountView, LedgerView
+from raycloak.coordinator.planning.cross_check import checked
+from raycloak.coordinator.planning.payer import NamedAccount, named_account
+from raycloak.coordinator.planning.plan import make_plan, plan_mechanism
+from raycloak.metrics.errors import BudgetError, ConfigError, DatasetError, ModelError, RefusedError
+
+DIGITS = {"kind": "digits"}
+
+
+def config(**changes: Any) -> RunConfig:
+    """The demo's numbers, with some changed; the full batch of 1437 where no batch size is given."""
+    raw: dict[str, Any] = {
+        "expected_batch_size": 1437.0,
+        "dataset": DIGITS,
+        "steps": 50,
+        "dp_config": {"noise_multiplier": 10.0, "epsilon_cap": 8.0},
+    }
+    return parse_config(raw | changes)
+
+
+def test_the_demo_is_planned_to_its_target():
+    plan = make_plan(
+        config(expected_batch_size=359.0, steps=200, dp_config={"target_epsilon": 8.0}),
+        num_examples=1437,
+        dimension=4810,
+    )
+    mechanism = plan.mechanism
+    assert mechanism.sample_rate == 359 / 1437
+    assert 2.28 < mechanism.noise_multiplier < 2.29
+    assert mechanism.accountant == "pld"
+    assert 0.997 * 8 <= plan.epsilon <= 8.0
+    assert plan.steps_within_cap == 200
+    assert plan.epsilon_outsiders <= plan.epsilon < (plan.epsilon_one_worker or 0)
+    assert mechanism.ring_bits == 32
+    assert plan.bytes_per_step == 3 * 4 * 4810
+    assert plan.sensitivity_inflation < 1e-4
+    assert plan.delta_terms.total < SLACK_SHARE * 1e-5
+    assert plan.warnings == ()
+
+
+def test_the_json_has_the_promised_fields_and_is_plain():
+    fields = make_plan(config(), 1437, 4810).as_json()
+    promised = (
+        "noise_multiplier sample_rate steps epsilon accountant ring_bits gamma sensitivity_inflation bytes_per_step"
+    )
+    assert set(promised.split()) <= set(fields)
+    assert json.loads(json.dumps(fields, allow_nan=False)) == json.loads(json.dumps(fields))
+
+
+def test_the_curve_ends_at_the_plans_epsilon():
+    plan = make_plan(config(), 1437, 4810)
+    steps, values = zip(*plan.epsilon_curve, strict=True)
+    assert list(steps) == sorted(set(steps))
+    assert list(values) == sorted(values)
+    assert plan.epsilon_curve[-1] == (50, plan.epsilon)
+
+
+@pytest.mark.parametrize("workers", [2, 3, 8])
+def test_the_mechanism_does_not_depend_on_the_number_of_workers(workers: int):
+    # Batches of one row show the capacity to the last row, and little noise what one worker could know of it.
+    tight = {"noise_multiplier": 1.0, "epsilon_cap": 8.0}
+    sampled = {"expected_batch_size": 359.0, "micro_batch_size": 1, "dp_config": tight}
+    assert plan_mechanism(config(num_workers=workers, **sampled), 1437, 4810) == plan_mechanism(
+        config(**sampled), 1437, 4810
+    )
+
+
+def test_noise_covers_the_rounded_sensitivity_and_the_rounding_variance():
+    mechanism = plan_mechanism(config(), 1437, 4810)
+    needed = (mechanism.noise_multiplier * mechanism.sensitivity / mechanism.gamma) ** 2 + 4
+    assert mechanism.virtual_workers * mechanism.sigma**2 >= needed
+
+
+def test_colluding_workers_are_paid_for_with_more_noise():
+    trusting = plan_mechanism(config(num_workers=4, min_workers=4), 1437, 4810)
+    dp = {"noise_multiplier": 10.0, "epsilon_cap": 8.0, "colluding_workers": 2}
+    cautious = plan_mechanism(config(num_workers=4, min_workers=4, dp_config=dp), 1437, 4810)
+    assert cautious.honest_share == 0.5
+    assert cautious.noise_multiplier == trusting.noise_multiplier
+    assert cautious.sigma == pytest.approx(trusting.sigma * math.sqrt(2), rel=0.01)
+    assert effective_noise_multiplier(cautious, 4) >= cautious.noise_multiplier
+
+
+def test_colluders_who_may_host_everything_are_refused():
+    dp = {"noise_multiplier": 10.0, "epsilon_cap": 8.0, "colluding_workers": 3}
+    changed = config(num_workers=5, min_workers=5, virtual_workers=6, dp_config=dp)
+    with pytest.raises(ConfigError, match="colluding_workers: 3 colluding workers of 5 may host 6 of 6"):
+        plan_mechanism(changed, 1437, 10)
+
+
+def test_the_full_batch_needs_no_chance():
+    mechanism = plan_mechanism(config(), 1437, 4810)
+    assert mechanism.sample_rate == 1.0
+    assert mechanism.overflow_probability == 0.0
+    assert mechanism.micro_batch_size * mechanism.micro_batches >= math.ceil(1437 / 8)
+
+
+def test_the_clamp_never_binds_by_default():
+    mechanism = plan_mechanism(config(), 1437, 4810)
+    largest = mechanism.max_grad_norm * mechanism.micro_batch_size * mechanism.micro_batches
+    assert mechanism.clamp == pytest.approx(largest, rel=1e-6)
+
+
+@pytest.mark.parametrize(("n", "q"), [(180, 0.25), (7500, 0.0085), (40, 0.5), (10, 0.9), (1000, 0.0001)])
+def test_the_overflow_bound_is_above_the_exact_tail(n: int, q: float):
+    for capacity in range(1, n):
+        exact = binom.sf(capacity, n, q)
+        assert overflow_bound(n, q, 1, capacity) >= exact * (1 - 1e-6)
+    assert overflow_bound(n, q, 1, n) == 0
+    assert overflow_bound(n, q, 10**9, 1) == 1
+
+
+@pytest.mark.parametrize("largest", [1, 7, 8, 50, 64, 512])
+@pytest.mark.parametrize(("n", "q"), [(180, 0.25), (7500, 0.0085), (3, 0.5), (180, 1.0)])
+def test_the_physical_shape_keeps_to_the_budget_without_waste(n: int, q: float, largest: int):
+    rows, batches = physical_shape(n, q, 1600, 1e-20, largest)
+    assert rows <= largest
+    assert overflow_bound(n, q, 1600, rows * batches) <= 1e-20
+    assert overflow_bound(n, q, 1600, min((rows - 8) * batches, n - 1)) > 1e-20 or rows <= 8 or rows == largest
+    assert overflow_bound(n, q, 1600, min(largest * (batches - 1), n - 1)) > 1e-20
+
+
+def test_a_rare_batch_shrinks_its_rows():
+    changed = config(expected_batch_size=16.0, micro_batch_size=512)
+    mechanism = plan_mechanism(changed, 60_000, 100)
+    assert mechanism.micro_batches == 1
+    assert mechanism.micro_batch_size % 8 == 0
+    assert mechanism.micro_batch_size <= 64
+    assert 0 < mechanism.overflow_probability < 1e-12
+
+
+def test_the_run_is_planned_to_end_at_its_cap():
+    plan = make_plan(config(dp_config={"noise_multiplier": 10.0, "epsilon_cap": 2.0}), 1437, 4810)
+    assert 0 < plan.steps_within_cap < 50
+    assert plan.epsilon <= 2.0 < epsilon_of(1.0, 10.0, plan.steps_within_cap + 1, 1e-5)
+    assert any("the run will end there" in warning for warning in plan.warnings)
+
+
+def test_a_delta_of_one_over_n_is_warned_of():
+    plan = make_plan(config(dp_config={"noise_multiplier": 10.0, "epsilon_cap": 8.0, "target_delta": 1e-3}), 1437, 10)
+    assert any("1/N" in warning for warning in plan.warnings)
+
+
+def test_public_data_gets_neither_noise_nor_narrow_ring():
+    public = config(dataset={"kind": "digits", "public": True}, dp_config={"enabled": False}, expected_batch_size=300.0)
+    plan = make_plan(public, 1437, 4810)
+    mechanism = plan.mechanism
+    assert (mechanism.private, mechanism.sigma, mechanism.noise_multiplier) == (False, 0.0, 0.0)
+    assert mechanism.ring_bits == 64
+    assert mechanism.sample_rate == 300 / 1437
+    assert mechanism.clamp > 1e6
+    assert (plan.epsilon, plan.delta_terms.total) == (0.0, 0.0)
+    assert any("NOT PRIVATE" in warning for warning in plan.warnings)
+
+
+def test_a_single_worker_leaves_no_guarantee_against_itself():
+    alone = config(num_workers=1, secure_aggregation=False)
+    assert make_plan(alone, 1437, 4810).epsilon_one_worker is None
+
+
+def test_a_shared_accounts_cap_replaces_the_runs_own():
+    plan = make_plan(config(), 1437, 4810, account=NamedAccount(3.0, "rdp"))
+    assert plan.epsilon_cap == 3.0
+    assert plan.epsilon <= 3.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "examples", "dimension", "error", "said"),
+    [
+        ({}, 0, 10, DatasetError, "dataset_empty"),
+        ({}, 7, 10, DatasetError, "dataset_too_small: 7 examples cannot be spread over 8"),
+        ({}, 1436, 10, ConfigError, "batch_too_large: an expected batch of 1437 is more than the 1436"),
+        ({}, 1437, 0, ModelError, "no_parameters"),
+        ({"dp_config": {"noise_multiplier": 1e-3, "epsilon_cap": 8}}, 1437, 10, ConfigError, "noise_too_small"),
+        ({"dp_config": {"noise_multiplier": 1.0, "epsilon_cap": 0.5}}, 1437, 10, ConfigError, "cap_too_small.*cap 0.5"),
+        ({"dp_config": {"noise_multiplier": 1.0, "epsilon_cap": 90}}, 1437, 10**6, ConfigError, "delta_slack.*sampler"),
+        ({"ring": {"bits": 32, "clamp": 1e9}}, 1437, 10, ConfigError, "ring_"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_the_numbers(
+    changes: dict[str, Any], examples: int, dimension: int, error: type[ConfigError], said: str
+):
+    with pytest.raises(error, match=said) as refusal:
+        make_plan(config(**changes), examples, dimension)
+    assert refusal.value.exit_code == 2
+
+
+@pytest.mark.parametrize("dataset", [DIGITS, None], ids=["not declared", "none"])
+def test_without_noise_only_declared_public_data_is_planned_for(dataset: Any) -> None:
+    with pytest.raises(RefusedError, match="not_public") as refusal:
+        make_plan(config(dp_config={"enabled": False}, dataset=dataset), 1437, 10)
+    assert refusal.value.exit_code == 3
+
+
+def test_a_plan_says_in_text_and_json_that_a_run_is_not_exact() -> None:
+    exact, loose = (make_plan(config(allow_nondeterministic=allowed), 1437, 4810) for allowed in (False, True))
+    assert (exact.as_json()["exact"], loose.as_json()["exact"]) == (True, False)
+    assert not any("NOT EXACT" in line for _, line in plan_rows(exact))
+    assert any("NOT EXACT" in line for _, line in plan_rows(loose))
+    assert loose.mechanism == exact.mechanism
+
+
+def test_a_shared_account_must_exist_and_state_the_same_delta() -> None:
+    account = AccountView("patients", 3.0, 1e-7, "rdp", 0.0, 0.0, 0.0, ())
+    view = LedgerView(bytes(32), 1, Head(), (account,))
+    with pytest.raises(BudgetError, match="account_unknown"):
+        named_account(view, config(ledger={"account": "others"}))
+    with pytest.raises(BudgetError, match="account_mismatch"):
+        named_account(view, config(ledger={"account": "patients"}))
+    same = config(ledger={"account": "patients"}, dp_config={"target_epsilon": 3.0, "target_delta": 1e-7})
+    assert named_account(view, same) == NamedAccount(3.0, "rdp")
+
+
+def test_a_runs_own_account_is_planned_with_pld_and_a_named_one_with_its_own_accountant() -> None:
+    own = make_plan(config(), 1437, 4810)
+    named = make_plan(config(ledger={"account": "a"}), 1437, 4810, account=NamedAccount(8.0, "rdp"))
+    asked = make_plan(config(dp_config={**config().dp_config.model_dump(), "accountant": "rdp"}), 1437, 4810)
+    assert [plan.mechanism.accountant for plan in (own, named, asked)] == ["pld", "rdp", "rdp"]
+    assert own.epsilon < 0.97 * named.epsilon == pytest.approx(0.97 * asked.epsilon)
+    assert "dp-accounting" in own.as_json()["accountant_version"]
+
+
+def test_an_account_held_with_another_accountant_than_configured_is_refused() -> None:
+    account = AccountView("patients", 3.0, 1e-5, "rdp", 0.0, 0.0, 0.0, ())
+    view = LedgerView(bytes(32), 1, Head(), (account,))
+    wrong = config(ledger={"account": "patients"}, dp_config={"target_epsilon": 3.0, "accountant": "pld"})
+    with pytest.raises(BudgetError, match=r"account_mismatch.*held with the rdp accountant.*says pld"):
+        named_account(view, wrong)
+
+
+def test_a_checked_plan_says_what_four_accountants_say_in_json_and_table() -> None:
+    plan = checked(make_plan(config(), 1437, 4810))
+    found = plan.as_json()["epsilon_by_accountant"]
+    assert set(found) == {"dp_accounting_pld", "dp_accounting_rdp", "opacus_prv", "opacus_rdp"}
+    assert plan.epsilon == pytest.approx(found["dp_accounting_pld"], rel=1e-9)
+    assert "opacus prv" in dict(plan_rows(plan))["ε by accountant"]
+    open_data = config(dp_config={"enabled": False}, dataset=DIGITS | {"public": True})
+    assert checked(make_plan(open_data, 1437, 10)).epsilon_by_accountant == {}

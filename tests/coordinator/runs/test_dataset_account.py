@@ -1,0 +1,119 @@
+"""Runs that pay from an account of certain data, and under a witness: whole, in one process."""
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.runs.rollback import check_pins, log_pins
+from raycloak.coordinator.runs.verdict import verdict_of
+from raycloak.metrics.errors import BudgetError, ProtocolError
+from raycloak.workers.inputs.fingerprint import dataset_fingerprint
+from raycloak.workers.terms.receipt import Receipt
+from raycloak.workers.train_worker import TrainWorker
+from tests.coordinator.ledger.witness_server import witness_server
+from tests.protocol import HandRun, config, examples, trained, whole_run, worker_setup
+
+DATASET = {"kind": "npz", "path": "examples.npz", "features": "features", "fingerprint_key": "examples.key"}
+PAYS = {"dataset": DATASET, "ledger": {"account": "patients"}}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A state folder with data, the key beside it, and the account `patients` of that data."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "examples.key").touch(mode=0o600)
+    (tmp_path / "data" / "examples.key").write_text("5a" * 32)
+    setup = worker_setup(config(dataset=DATASET), tmp_path)
+    fingerprint = dataset_fingerprint(setup.dataset, setup.dataset.open(setup.base), setup.base)
+    with closing(PrivacyLedger(f"sqlite:///{tmp_path / 'ledger.sqlite'}")) as ledger:
+        ledger.open_account("patients", 20.0, 1e-5, fingerprint=fingerprint)
+    return tmp_path
+
+
+def test_a_run_on_the_accounts_own_data_is_paid_and_says_so_in_manifest_receipt_and_ledger(home: Path):
+    run = trained(home, **PAYS)
+    with closing(PrivacyLedger(f"sqlite:///{home / 'ledger.sqlite'}", create=False)) as ledger:
+        (account,) = ledger.view().accounts
+        assert [each.charged_steps for each in account.runs] == [3]
+        ledger.verify()
+        key, hash_at = ledger.public_key, ledger.hash_at
+        (pin,) = log_pins(home, key)
+        assert pin.newest == ledger.view().head.sequence
+        check_pins([pin], hash_at)
+    assert run.finished is not None
+    assert run.finished.manifest.dataset_fingerprint == account.fingerprint
+    receipt = Receipt.model_validate_json(run.stage.calls("step")[0].arguments[0].body)
+    assert receipt.dataset_fingerprint == account.fingerprint
+
+
+def other_data() -> Any:
+    features, labels = examples()
+    features[7, 2] += 1
+    return features, labels
+
+
+@pytest.mark.parametrize(
+    "changes", [lambda: {"data": other_data()}, lambda: {"dataset": {**DATASET, "fingerprint_key": None}}]
+)
+def test_a_run_on_other_data_ends_before_it_is_registered(home: Path, changes: Callable[[], Any]):
+    run = whole_run(home, **{**PAYS, **changes()})
+    with pytest.raises(BudgetError, match="dataset_mismatch"):
+        run.train()
+    assert run.entries == 1
+    assert not run.stage.calls("step")
+
+
+def test_a_worker_computes_nothing_for_a_receipt_of_other_data(home: Path):
+    run = HandRun(home, dataset=DATASET)
+    assert len(run.manifest.dataset_fingerprint) == 32
+    request = run.request(run.roster())
+    assert run.code("worker-0", request) == "receipt_mismatch"
+    own = run.receipt(dataset_fingerprint=run.manifest.dataset_fingerprint)
+    assert run.code("worker-0", run.request(run.roster(), receipt=own)) == "ok"
+
+
+def test_a_worker_that_opened_other_data_does_not_take_part(home: Path):
+    run = HandRun(home, dataset=DATASET)
+    forged = run.manifest.model_copy(update={"dataset_fingerprint": b"x" * 32})
+    other = TrainWorker("worker-9", run.source, run.clock)
+    other.prepare(run.setup)
+    other.compute_known_answer(run.mechanism)
+    challenge = run.orchestrator.challenge("worker-9", "worker")
+    with pytest.raises(ProtocolError, match="manifest_mismatch: the manifest's dataset_fingerprint"):
+        other.present(challenge, replace(run.admission, manifest=forged))
+
+
+@pytest.fixture
+def witness_url() -> Iterator[str]:
+    """An empty witness on another machine, as far as the ledger can tell."""
+    with witness_server() as server:
+        yield server.url
+
+
+def test_under_a_witness_apart_the_verdict_claims_that_a_rollback_is_noticed(tmp_path: Path, witness_url: str):
+    run = trained(tmp_path, ledger={"witness": witness_url})
+    assert run.finished is not None
+    assert verdict_of(run.finished, tmp_path, 1.0, "complete", ()).rollback_witness
+    plain = trained(tmp_path / "plain")
+    assert plain.finished is not None
+    assert not verdict_of(plain.finished, tmp_path, 1.0, "complete", ()).rollback_witness
+
+
+def test_a_run_ends_by_name_when_its_witness_is_gone_and_the_step_stays_charged(tmp_path: Path):
+    folder = tmp_path / "witness"
+    folder.mkdir()
+
+    def lose(call: Any) -> None:
+        if (call.method, call.index) == ("charge", 1):
+            folder.rename(tmp_path / "lost")
+
+    run = whole_run(tmp_path, disturb=lose, ledger={"witness": str(folder)})
+    with pytest.raises(BudgetError, match="witness_unavailable"):
+        run.train()
+    assert len(run.stage.calls("step")) == 3
+    assert run.entries == 4

@@ -1,0 +1,144 @@
+"""One run has one result, bit for bit, whoever computes it and in whatever order.
+
+What a failure does to it is in `tests/coordinator/training/test_step.py` and `test_membership.py`.
+"""
+
+import random
+
+import numpy as np
+import pytest
+
+from raycloak.metrics.errors import BudgetError, RefusedError
+from raycloak.workers.train_worker import TrainWorker
+from tests.protocol import FEW_FAILURES, WholeRun, examples, trained, whole_run
+
+WORKERS = [1, 2, 3, 5, 8]
+RANGES = [1, 3]
+ARRIVALS = {
+    "the other way round": reversed,
+    "shuffled": lambda answers: random.Random(7).sample(answers, len(answers)),
+}
+
+
+def digests_everywhere(run: WholeRun) -> list[str]:
+    """The digest of each step: metrics.jsonl and the evidence log, both on disk, say what progress said."""
+    told = [line for line in run.told if line["event"] == "step"]
+    logged = [body for kind, body in run.evidence if kind == "committed"]
+    steps = list(range(run.config.steps))
+    assert [line["step"] for line in told] == [body["step"] for body in logged] == steps
+    assert [line["parameter_digest"] for line in told] == [body["parameter_digest"] for body in logged] == run.digests
+    assert run.finished.parameter_digest.hex() == run.digests[-1]
+    return run.digests
+
+
+def failure(kind, home, **arguments) -> tuple[Exception, WholeRun]:
+    run = whole_run(home, **arguments)
+    with pytest.raises(kind) as error:
+        run.train()
+    return error.value, run
+
+
+@pytest.mark.parametrize("aggregators", RANGES)
+@pytest.mark.parametrize("workers", WORKERS)
+def test_any_number_of_workers_and_ranges_gives_the_same_bytes_at_every_step(
+    tmp_path, undisturbed, workers, aggregators
+):
+    run = trained(tmp_path, num_workers=workers, aggregators=aggregators, secure_aggregation=workers > 1)
+    assert digests_everywhere(run) == undisturbed
+    assert len(set(undisturbed)) == 3
+    assert run.finished.workers == workers
+    assert run.finished.masked_bytes == (3 * workers * 83 * 4 if workers > 1 else 0), "a lone worker adds no mask"
+    assert run.left == []
+
+
+@pytest.mark.parametrize("arrival", ARRIVALS)
+def test_any_order_of_answers_gives_the_same_bytes(tmp_path, undisturbed, monkeypatch, arrival):
+    genuine, order = TrainWorker.step, []
+
+    def spy(self, *arguments):
+        order.append(self._attester.member_id)
+        return genuine(self, *arguments)
+
+    monkeypatch.setattr(TrainWorker, "step", spy)
+    run = whole_run(tmp_path, num_workers=5, aggregators=3)
+    run.stage.arrival = ARRIVALS[arrival]
+    run.train()
+    assert order[:5] != sorted(order[:5]), "the answers come in another order than they were asked for"
+    assert digests_everywhere(run) == undisturbed
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "adafactor"])
+def test_every_update_rule_is_exact_for_any_ranges(tmp_path, optimizer):
+    settings = {"optimizer": {"name": optimizer, "learning_rate": 0.01, "schedule": "cosine", "warmup_steps": 1}}
+    first = trained(tmp_path / "1", **settings)
+    second = trained(tmp_path / "2", num_workers=2, aggregators=4, **settings)
+    assert first.digests == second.digests
+    assert len(set(first.digests)) == 3
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+def test_both_rings_are_exact(tmp_path, bits):
+    overrides = [f"ring.bits={bits}"]
+    first = trained(tmp_path / "1", overrides=overrides)
+    second = trained(tmp_path / "2", num_workers=5, aggregators=3, overrides=overrides)
+    assert first.digests == second.digests
+    assert first.finished.masked_bytes == 3 * 3 * 83 * bits // 8
+
+
+def test_a_repeat_with_the_same_secret_on_the_same_ledger_charges_nothing_new(tmp_path, undisturbed):
+    first = trained(tmp_path)
+    before = first.entries
+    second = trained(tmp_path, num_workers=2, aggregators=3)
+    assert second.digests == first.digests == undisturbed
+    assert second.entries == before
+    assert second.finished.charged_epsilon == first.finished.charged_epsilon
+    assert second.session.run_id == first.session.run_id
+
+
+def changed_byte():
+    features, labels = examples()
+    features[21, 3] = np.nextafter(features[21, 3], np.float32(9))
+    return features, labels
+
+
+def test_another_data_byte_is_another_run_from_the_first_step_on(tmp_path, undisturbed):
+    """Not by the gradient alone: the noise of the whole step is another, in all 83 coordinates."""
+    run = trained(tmp_path / "a", data=changed_byte(), steps=1)
+    honest = trained(tmp_path / "b", steps=1)
+    assert run.digests[0] != honest.digests[0]
+    assert run.session.run_id == honest.session.run_id
+    moved = run.finished.parameters - honest.finished.parameters
+    assert (moved != 0).all()
+    assert np.std(moved) > 0.1 * np.std(honest.finished.parameters - initial(honest))
+
+
+def initial(run: WholeRun) -> np.ndarray:
+    """The parameters that the first step started from."""
+    _, parameters, *_ = run.stage.calls("reduce")[0].arguments
+    return parameters
+
+
+def test_another_data_byte_is_refused_for_a_run_that_began_without_it(tmp_path):
+    before = trained(tmp_path).entries
+    error, run = failure(RefusedError, tmp_path, data=changed_byte(), overrides=FEW_FAILURES)
+    assert error.code == "too_few_workers"
+    assert {code for _, code in run.left} == {"data_changed"}
+    assert run.stage.calls("step") == []
+    assert run.entries == before
+
+
+def test_another_secret_is_another_run(tmp_path, undisturbed):
+    first = trained(tmp_path)
+    other = trained(tmp_path, secret="cd" * 32)
+    assert other.session.run_id != first.session.run_id
+    assert other.session.orchestrator_key != first.session.orchestrator_key
+    assert not set(other.digests) & set(undisturbed)
+    assert other.entries > 3
+
+
+def test_a_run_id_belongs_to_one_manifest(tmp_path):
+    """The same secret for another computation would be a second value under related keys."""
+    trained(tmp_path)
+    error, run = failure(BudgetError, tmp_path, overrides=["optimizer.learning_rate=0.25"])
+    assert error.code == "run_mismatch"
+    assert run.stage.calls("step") == []

@@ -1,0 +1,45 @@
+"""Released parameters are measured on public data only."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from raycloak.coordinator.record.outcome import Evaluation
+from raycloak.coordinator.training.public_evaluation import Evaluator, open_public
+from raycloak.metrics.errors import ConfigError
+from raycloak.workers.inputs.datasets import ArrayDataset
+from raycloak.workers.inputs.descriptor import DatasetDescriptor
+from raycloak.workers.inputs.models import ModelSource
+
+
+def linear(inputs: int, outputs: int) -> ModelSource:
+    return ModelSource.of(lambda: torch.nn.Sequential(torch.nn.Dropout(0.0), torch.nn.Linear(inputs, outputs)))
+
+
+def test_accuracy_counts_the_labels_that_are_the_largest_output() -> None:
+    features = np.eye(3, dtype=np.float32)[np.arange(1000) % 3]
+    labels = np.where(np.arange(1000) < 900, np.arange(1000) % 3, (np.arange(1000) + 1) % 3)
+    evaluator = Evaluator(linear(3, 3), "cross_entropy", ArrayDataset(features, labels), ".")
+    parameters = np.concatenate([np.eye(3, dtype=np.float32).reshape(-1), np.zeros(3, np.float32)])
+    parameters.setflags(write=False)
+    assert evaluator.measure(parameters) == Evaluation("accuracy", 0.9, 1000)
+    shifted = np.roll(parameters[:9].reshape(3, 3), 1, axis=0)
+    assert evaluator.measure(np.concatenate([shifted.reshape(-1), parameters[9:]])).value == 0.1
+
+
+def test_the_mean_loss_is_measured_for_another_loss() -> None:
+    data = ArrayDataset(np.arange(600, dtype=np.float32).reshape(600, 1), np.zeros(600))
+    evaluator = Evaluator(linear(1, 1), "mse", data, ".")
+    found = evaluator.measure(np.array([1.0, 0.0], dtype=np.float32))
+    assert (found.metric, found.num_examples) == ("loss", 600)
+    assert found.value == pytest.approx(np.mean(np.arange(600.0) ** 2))
+
+
+def test_data_not_declared_public_is_refused(tmp_path: Path) -> None:
+    descriptor = DatasetDescriptor(kind="digits", split="public")
+    with pytest.raises(ConfigError) as caught:
+        open_public(descriptor, tmp_path)
+    assert caught.value.code == "evaluation_not_public"
+    assert len(open_public(descriptor.model_copy(update={"public": True}), tmp_path)) == 360

@@ -1,0 +1,323 @@
+"""Models are built the same everywhere, flattened in one order, and refused by layer if they cannot be trained."""
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from raycloak.metrics.errors import ConfigError, ModelError
+from raycloak.workers.gradients.model_checks import check_trainable
+from raycloak.workers.inputs.datasets import ArrayDataset, DatasetForm, dataset_form
+from raycloak.workers.inputs.descriptor import DatasetDescriptor
+from raycloak.workers.inputs.models import (
+    LossFn,
+    ModelSource,
+    build_model,
+    check_layers,
+    cross_entropy,
+    load_flat,
+    loss_function,
+    mse,
+    parameter_count,
+    read_flat,
+    trainable_tensors,
+)
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+FORM = DatasetForm(num_examples=100, feature_shape=(6,), feature_dtype="float32", label_shape=(), label_dtype="int64")
+
+
+class Mixing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0)
+
+
+class MixingInEvaluation(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.training else x - x.mean(0)
+
+
+class Noisy(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand(())
+
+
+class RareNoise(nn.Module):
+    """Draws every time, and changes its output once in 2^50."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (torch.rand((), dtype=torch.float64) >= 2.0**-50)
+
+
+class NumpyNoise(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + NUMPY_STREAM.random()
+
+
+NUMPY_STREAM = np.random.default_rng(0)
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x
+
+
+class Offset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("offset", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.offset
+
+
+class Bypassing(nn.Module):
+    """Uses a layer's weight without calling the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.inner.weight, self.inner.bias)
+
+
+class TwiceUsed(nn.Module):
+    """Uses a weight through its layer and beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + nn.functional.linear(x, self.inner.weight)
+
+
+class BatchSecond(nn.Module):
+    """Hands its layer [time, batch, features]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x.reshape(len(x), 3, 2).transpose(0, 1)).sum(0)
+
+
+class ChannelsLast(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(len(x), 2, 3, 1).contiguous(memory_format=torch.channels_last)
+
+
+class Puts(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clone().put_(torch.tensor([0]), torch.ones(1))
+
+
+def around(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), *layers, nn.Linear(6, 3))
+
+
+def refusal(module: nn.Module, form: DatasetForm = FORM, loss: LossFn = cross_entropy) -> tuple[str, str]:
+    with pytest.raises(ModelError) as caught:
+        check_trainable(module, form, loss)
+    return caught.value.code, caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("module", "code", "named"),
+    [
+        (around(nn.BatchNorm1d(6)), "mixing_layer", "'1' (BatchNorm1d)"),
+        (around(nn.BatchNorm1d(6, affine=False)), "mixing_layer", "'1' (BatchNorm1d)"),
+        (around(nn.SyncBatchNorm(6)), "mixing_layer", "SyncBatchNorm"),
+        (around(nn.Sequential(nn.Dropout(0.1))), "random_layer", "'1.0' (Dropout)"),
+        (nn.MultiheadAttention(6, 2, dropout=0.1), "random_layer", "MultiheadAttention"),
+        (nn.MultiheadAttention(6, 2), "unsupported_layer", "MultiheadAttention"),
+        (nn.LSTM(6, 3), "unsupported_layer", "LSTM"),
+        (around(nn.InstanceNorm1d(6, affine=True, track_running_stats=True)), "unsupported_layer", "InstanceNorm1d"),
+        (nn.Linear(6, 3).double(), "parameter_dtype", "'weight'"),
+        (nn.Linear(6, 3).half(), "parameter_dtype", "'weight'"),
+        (nn.Linear(6, 3).requires_grad_(False), "no_trainable_parameters", "requires_grad"),
+    ],
+)
+def test_layers_are_refused_by_their_type_and_name(module: nn.Module, code: str, named: str) -> None:
+    assert refusal(module)[0] == code
+    assert named in refusal(module)[1]
+    with pytest.raises(ModelError):
+        check_layers(module)
+
+
+@pytest.mark.parametrize(
+    ("module", "code", "named"),
+    [
+        (around(nn.Sequential(Mixing())), "mixing_layer", "'1.0'"),
+        (around(nn.Sequential(MixingInEvaluation())), "mixing_layer", "'1.0'"),
+        (around(Noisy()), "random_layer", "'1'"),
+        (around(RareNoise()), "random_layer", "'1'"),
+        (around(NumpyNoise()), "random_layer", "'1'"),
+        (around(nn.Sequential(Counting())), "buffer_update", "'1.0.calls'"),
+        (Bypassing(), "unsupported_layer", "'inner.weight'"),
+        (TwiceUsed(), "unsupported_layer", "'inner.weight'"),
+        (BatchSecond(), "unsupported_layer", "'inner.weight'"),
+        (
+            nn.Sequential(ChannelsLast(), nn.Conv2d(2, 3, (2, 1)), nn.Flatten()),
+            "unsupported_layer",
+            "'1.weight'",
+        ),
+        (around(Puts()), "nondeterministic_op", "put_"),
+        (nn.Linear(7, 3), "model_input", "[n, 6]"),
+        (nn.Sequential(nn.Linear(6, 3), nn.Flatten(0)), "model_input", "row per example"),
+    ],
+)
+def test_layers_are_refused_by_what_they_do(module: nn.Module, code: str, named: str) -> None:
+    assert refusal(module)[0] == code
+    assert named in refusal(module)[1]
+
+
+def test_a_loss_over_the_whole_batch_is_refused() -> None:
+    module = nn.Linear(6, 3)
+    assert refusal(module, loss=lambda out, y: cross_entropy(out, y).mean())[0] == "loss_shape"
+    assert refusal(module, loss=lambda out, y: cross_entropy(out, y) * out.std())[0] == "mixing_layer"
+    assert refusal(module, loss=lambda out, y: cross_entropy(out, y) * (1 + y.sum()))[0] == "mixing_layer"
+    assert refusal(module, loss=mse)[0] == "loss_shape"
+
+
+def test_layers_that_keep_examples_apart_are_accepted() -> None:
+    module = around(nn.Dropout(0.0), nn.LayerNorm(6), nn.GroupNorm(2, 6), nn.RMSNorm(6), Offset(), nn.Tanh())
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    check_trainable(module, FORM, cross_entropy)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    assert not any(hasattr(tensor, "grad_sample") or tensor.grad is not None for tensor in module.parameters())
+
+
+def test_a_layer_initialised_to_zero_hides_nothing() -> None:
+    module = nn.Sequential(TwiceUsed(), nn.Linear(6, 3))
+    nn.init.zeros_(module[1].weight)
+    assert refusal(module)[0] == "unsupported_layer"
+
+
+def test_sequences_and_regression_are_accepted() -> None:
+    tokens = FORM.model_copy(update={"feature_dtype": "int64"})
+    check_trainable(nn.Sequential(nn.Embedding(4, 5), nn.Flatten(), nn.Linear(30, 3)), tokens, cross_entropy)
+    values = FORM.model_copy(update={"label_dtype": "float32", "label_shape": (2,)})
+    check_trainable(nn.Linear(6, 2), values, mse)
+
+
+@pytest.mark.parametrize(
+    ("folder", "function", "shape", "size"),
+    [
+        (EXAMPLES, "models:digits_mlp", (64,), 4_810),
+        (EXAMPLES / "mnist", "recipes:cnn", (28, 28), 26_010),
+        (EXAMPLES / "mnist", "recipes:scattering_linear", (201,), 2_010),
+    ],
+)
+def test_the_example_models_are_trainable(folder: Path, function: str, shape: tuple[int, ...], size: int) -> None:
+    data = ArrayDataset(np.zeros((9, *shape), np.float32), np.zeros(9, np.int64))
+    module = build_model(ModelSource.of(function), folder, 0)
+    assert parameter_count(module) == size
+    check_trainable(module, dataset_form(data), cross_entropy)
+
+
+def test_the_digits_example_fits_its_data() -> None:
+    form = dataset_form(DatasetDescriptor(kind="digits").open(EXAMPLES))
+    check_trainable(build_model(ModelSource.of("models:digits_mlp"), EXAMPLES, 0), form, cross_entropy)
+
+
+def test_the_public_seed_determines_the_initial_parameters() -> None:
+    source = ModelSource.of("models:digits_mlp")
+    torch.manual_seed(11)
+    state = torch.get_rng_state()
+    first, again, other = (read_flat(build_model(source, EXAMPLES, seed)) for seed in (0, 0, 1))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert first.tobytes() == again.tobytes()
+    assert first.tobytes() != other.tobytes()
+
+
+def test_a_callable_travels_with_the_digest_of_its_source() -> None:
+    width = 5
+
+    def make() -> nn.Module:
+        return nn.Linear(6, width)
+
+    source = pickle.loads(pickle.dumps(ModelSource.of(make)))
+    assert parameter_count(build_model(source, ".", 0)) == 35
+    assert source.code_digest(".") == ModelSource.of(make).code_digest(".")
+    assert len(source.code_digest(".")) == 32
+    named = ModelSource.of("models:digits_mlp")
+    assert named.code_digest(EXAMPLES) != source.code_digest(EXAMPLES)
+
+
+def test_a_function_that_fails_or_gives_something_else_is_refused() -> None:
+    for make, part in ((lambda: 1 / 0, "ZeroDivisionError"), (lambda: 3, "returned a int")):
+        with pytest.raises(ModelError) as caught:
+            build_model(ModelSource.of(make), ".", 0)
+        assert caught.value.code == "model_function"
+        assert part in caught.value.message
+    with pytest.raises(ConfigError) as missing:
+        build_model(ModelSource.of("models:none"), EXAMPLES, 0)
+    assert missing.value.code == "module_function"
+
+
+def test_only_trained_tensors_are_flattened_in_canonical_order() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    module[0].bias.requires_grad_(False)
+    assert [(tensor.name, tensor.shape) for tensor in trainable_tensors(module)] == [
+        ("0.weight", (2, 2)),
+        ("1.weight", (1, 2)),
+        ("1.bias", (1,)),
+    ]
+    vector = np.arange(7, dtype=np.float32)
+    vector.setflags(write=False)
+    kept = module[0].bias.detach().clone()
+    load_flat(module, vector)
+    assert module[0].weight.tolist() == [[0, 1], [2, 3]]
+    assert module[1].bias.tolist() == [6]
+    assert torch.equal(module[0].bias, kept)
+    assert read_flat(module).tobytes() == vector.tobytes()
+    read_flat(module)[:] = 9
+    assert read_flat(module).tobytes() == vector.tobytes()
+
+
+def test_losses_are_per_example() -> None:
+    output = torch.tensor([[2.0, 0.0], [0.0, 3.0]], requires_grad=True)
+    labels = torch.tensor([0, 0])
+    expected = -torch.log_softmax(output, 1)[:, 0]
+    torch.testing.assert_close(cross_entropy(output, labels), expected)
+    sequence = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
+    classes = torch.tensor([[0, 1, 2], [3, 3, 3]])
+    by_hand = torch.stack([cross_entropy(sequence[:, :, t], classes[:, t]) for t in range(3)]).mean(0)
+    torch.testing.assert_close(cross_entropy(sequence, classes), by_hand)
+    torch.testing.assert_close(mse(torch.tensor([[1.0], [2.0]]), torch.tensor([0.0, 4.0])), torch.tensor([1.0, 4.0]))
+    both = mse(torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 0.0]]))
+    torch.testing.assert_close(both, torch.tensor([2.5]))
+
+
+def test_a_label_that_is_no_class_has_no_gradient() -> None:
+    output = torch.zeros(3, 2, requires_grad=True)
+    losses = cross_entropy(output, torch.tensor([0, 2, -100]))
+    assert losses.isnan().tolist() == [False, True, True]
+    losses.sum().backward()
+    assert output.grad is not None
+    assert not output.grad[1:].any()
+    assert output.grad[0].any()
+
+
+def test_losses_are_found_by_name(tmp_path: Path) -> None:
+    (tmp_path / "losses.py").write_text("def hinge(out, y): return (1 - out[:, 0]).clamp(min=0)\n")
+    assert loss_function("mse", tmp_path) == (mse, b"")
+    function, code = loss_function("losses:hinge", tmp_path)
+    assert function(torch.zeros(4, 2), torch.zeros(4)).tolist() == [1] * 4
+    assert len(code) == 32
+    with pytest.raises(ConfigError):
+        loss_function("entropy", tmp_path)

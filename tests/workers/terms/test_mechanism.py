@@ -1,0 +1,80 @@
+"""The mechanism's digest covers everything that privacy depends on, and nothing about hosting."""
+
+import math
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from raycloak.attestation.core.messages import parse
+from raycloak.workers.terms.mechanism import Mechanism
+
+VALUES: dict[str, Any] = {
+    "query": "gradient",
+    "private": True,
+    "num_examples": 1437,
+    "virtual_workers": 8,
+    "sample_rate": 0.25,
+    "steps": 200,
+    "max_grad_norm": 1.5,
+    "noise_multiplier": 2.5,
+    "honest_share": 0.5,
+    "expected_batch_size": 359.25,
+    "dimension": 4810,
+    "ring_bits": 32,
+    "gamma_log2": -21,
+    "clamp": 112.0,
+    "sigma": 1.8e6,
+    "micro_batch_size": 56,
+    "micro_batches": 2,
+    "overflow_probability": 1e-20,
+}
+MECHANISM = Mechanism(**VALUES)
+
+
+def changed(name: str) -> Any:
+    """Another admissible value of a field."""
+    value = VALUES[name]
+    if name in ("ring_bits", "query"):
+        return {"ring_bits": 64, "query": "evaluation"}[name]
+    return (not value) if isinstance(value, bool) else value * 2
+
+
+@pytest.mark.parametrize("name", sorted(VALUES))
+def test_changing_any_field_changes_the_digest(name: str):
+    assert Mechanism(**VALUES | {name: changed(name)}).digest() != MECHANISM.digest()
+
+
+def test_every_field_is_covered_by_this_test():
+    fixed = {"unit", "adjacency", "accountant"}
+    assert set(Mechanism.model_fields) == set(VALUES) | fixed
+
+
+@pytest.mark.parametrize("name", ["num_workers", "min_workers", "aggregators", "use_gpu", "hosting"])
+def test_hosting_and_speed_are_not_part_of_it(name: str):
+    with pytest.raises(ValidationError):
+        Mechanism(**VALUES, **{name: 1})
+
+
+def test_it_cannot_be_changed_in_place():
+    with pytest.raises(ValidationError):
+        MECHANISM.noise_multiplier = 0.0
+
+
+def test_bytes_round_trip():
+    assert parse(Mechanism, MECHANISM.encode()) == MECHANISM
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("accountant", "zcdp"), ("adjacency", "replace_one"), ("unit", "user"), ("ring_bits", 24), ("sigma", math.nan)],
+)
+def test_what_the_accountant_does_not_know_is_refused(name: str, value: Any):
+    with pytest.raises(ValidationError):
+        Mechanism(**VALUES | {name: value})
+
+
+def test_sensitivity_is_the_clip_and_what_rounding_adds():
+    assert MECHANISM.gamma == 2.0**-21
+    assert MECHANISM.sensitivity == pytest.approx(1.5 + 2.0**-21 * math.sqrt(4810), rel=1e-15)
+    assert MECHANISM.sensitivity > MECHANISM.max_grad_norm

@@ -1,0 +1,59 @@
+"""The parameter digest follows its specification and does not depend on ranges."""
+
+import hashlib
+
+import numpy as np
+import pytest
+
+from raycloak.workers.terms.manifest import TensorSpec
+from raycloak.workers.terms.parameter_digest import dimension, parameter_digest, split_flat, tensor_digests
+
+TENSORS = (
+    TensorSpec(name="0.weight", shape=(3, 2)),
+    TensorSpec(name="scale", shape=()),
+    TensorSpec(name="0.bias", shape=(3,)),
+)
+FLAT = np.arange(10, dtype=np.float32) - 4.5
+
+
+def prefixed(*fields: bytes) -> bytes:
+    return b"".join(len(field).to_bytes(4, "big") + field for field in fields)
+
+
+def test_the_digest_is_the_specified_one() -> None:
+    fields = [b"raycloak/parameters/v1"]
+    for name, shape, part in ((b"0.weight", b"3,2", FLAT[:6]), (b"scale", b"", FLAT[6:7]), (b"0.bias", b"3", FLAT[7:])):
+        fields += [name, b"float32", shape, hashlib.sha256(part.astype("<f4").tobytes()).digest()]
+    expected = hashlib.sha256(prefixed(*fields)).digest()
+    assert parameter_digest(TENSORS, tensor_digests(FLAT, TENSORS)) == expected
+
+
+def test_digests_of_ranges_join_to_the_digest_of_the_whole() -> None:
+    parts = tensor_digests(FLAT[:7], TENSORS[:2]) + tensor_digests(FLAT[7:], TENSORS[2:])
+    assert parts == tensor_digests(FLAT, TENSORS)
+
+
+def test_every_name_shape_and_bit_counts() -> None:
+    digests = tensor_digests(FLAT, TENSORS)
+    renamed = (TENSORS[0].model_copy(update={"name": "1.weight"}), *TENSORS[1:])
+    reshaped = (TENSORS[0].model_copy(update={"shape": (2, 3)}), *TENSORS[1:])
+    flipped = FLAT.copy()
+    flipped.view(np.uint32)[9] ^= 1
+    seen = {
+        parameter_digest(TENSORS, digests),
+        parameter_digest(renamed, digests),
+        parameter_digest(reshaped, digests),
+        parameter_digest(TENSORS, tensor_digests(flipped, TENSORS)),
+    }
+    assert len(seen) == 4
+
+
+def test_a_read_only_vector_is_accepted_and_another_size_or_dtype_is_not() -> None:
+    frozen = FLAT.copy()
+    frozen.setflags(write=False)
+    assert tensor_digests(frozen, TENSORS) == tensor_digests(FLAT, TENSORS)
+    assert dimension(TENSORS) == 10
+    with pytest.raises(AssertionError):
+        split_flat(FLAT[:9], TENSORS)
+    with pytest.raises(AssertionError):
+        tensor_digests(FLAT.astype(np.float64), TENSORS)

@@ -1,0 +1,254 @@
+"""The evaluation of released parameters: scores of examples, and a worker's part in evaluating on a sealed split.
+
+The split is confidential and its results are not: a worker opens the slices that it hosts, and answers with the sum of
+scores and the number of examples of each slice, exactly.
+
+Guarantee: a worker evaluates only parameters that its orchestrator ordered to be evaluated
+(`raycloak.attestation.orchestrator.evaluation_order`), on slices whose evaluation keys it was given; nothing else of
+an example leaves. The score of a slice depends on model, parameters and slice alone, so it has the same bits on every
+host. Not guaranteed: differential privacy. Results are exact, and tell about the examples what exact results tell.
+"""
+
+import struct
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from raycloak.attestation.attester.attester import Attester
+from raycloak.attestation.core.messages import Envelope, Message, open_envelope, seal
+from raycloak.attestation.core.roster import Member
+from raycloak.attestation.orchestrator.evaluation_order import open_order
+from raycloak.metrics.errors import DatasetError, ProtocolError
+from raycloak.workers.gradients.clipping import named_operations
+from raycloak.workers.inputs.datasets import Dataset, DatasetForm, dataset_form, slice_ids
+from raycloak.workers.inputs.models import LossFn, ModelRuntime, load_flat
+from raycloak.workers.inputs.sealed import SealedDataset
+from raycloak.workers.terms.manifest import Manifest
+from raycloak.workers.terms.parameter_digest import own_copy, parameter_digest, tensor_digests
+
+Metric = Literal["accuracy", "loss"]
+
+# The size of a batch decides how a kernel rounds, so it is no setting: a score has the same bits on every worker.
+_BATCH = 256
+# A score travels as the eight bytes of a float64: every bit arrives, also of a loss that is not finite.
+_FLOAT = struct.Struct(">d")
+
+
+def metric_of(loss: str) -> Metric:
+    """Return the metric of a model that is trained with the loss of this name."""
+    return "accuracy" if loss == "cross_entropy" else "loss"
+
+
+class Scorer:
+    """Sums the scores of examples, in eval mode: 1 for a label that is the largest output, or the loss.
+
+    Args:
+        module: becomes this object's own.
+        loss_fn: one loss per example.
+        device: ``cpu`` or ``cuda``.
+        deterministic: see :func:`raycloak.workers.gradients.clipping.named_operations`.
+    """
+
+    def __init__(
+        self, module: nn.Module, loss_fn: LossFn, metric: Metric, device: str = "cpu", deterministic: bool = False
+    ) -> None:
+        self._device = torch.device(device)
+        self._module = module.to(self._device).eval()
+        self._loss_fn = loss_fn
+        self._metric = metric
+        self._deterministic = deterministic
+
+    def load(self, parameters: NDArray[np.float32]) -> None:
+        """Score float32 [d] parameters in canonical order from now on."""
+        load_flat(self._module, parameters)
+
+    def total(self, dataset: Dataset, ids: NDArray[np.int64]) -> float:
+        """Return the sum of the scores of the examples ``ids`` in float64, in batches of a fixed size from the first.
+
+        No warning is shown, since one could depend on an example.
+
+        Raises:
+            ModelError: ``nondeterministic_op`` naming the operation.
+        """
+        total = 0.0
+        with warnings.catch_warnings(), torch.no_grad(), named_operations(self._deterministic):
+            warnings.simplefilter("ignore")
+            for start in range(0, len(ids), _BATCH):
+                batch = dataset.batch(ids[start : start + _BATCH])
+                features, labels = (torch.tensor(part, device=self._device) for part in batch)
+                total += float(self._scores(features, labels).double().sum())
+        return total
+
+    def _scores(self, features: Tensor, labels: Tensor) -> Tensor:
+        """Return one score per example, [n]."""
+        output: Tensor = self._module(features)
+        if self._metric == "loss":
+            return self._loss_fn(output, labels)
+        return (output.argmax(1) == labels).double().reshape(len(labels), -1).mean(1)
+
+
+class SliceScore(Message):
+    """The result on one slice: its ``total`` is the sum of scores, an IEEE 754 binary64, big-endian."""
+
+    DOMAIN: ClassVar[str] = "raycloak/slice-score/v1"
+
+    virtual_worker: int
+    total: bytes
+    count: int
+
+    @property
+    def value(self) -> float:
+        """The sum; ProtocolError ``malformed`` if ``total`` is not eight bytes long."""
+        if len(self.total) != _FLOAT.size:
+            raise ProtocolError("malformed", "a score is no float64")
+        value: float = _FLOAT.unpack(self.total)[0]
+        return value
+
+
+class EvaluationAnswer(Message):
+    """A worker's signed scores of the slices that it hosts.
+
+    Attributes:
+        order: digest of the order that is answered, so of run, steps, parameters and hosts.
+        scores: in the order of its virtual workers.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/evaluation-answer/v1"
+
+    member_id: str
+    order: bytes
+    scores: tuple[SliceScore, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationReply:
+    """A worker's answer: ``code`` is ``ok`` or says why there is no signed :class:`EvaluationAnswer`."""
+
+    member_id: str
+    code: str
+    answer: Envelope | None = None
+
+
+def check_evaluation_form(evaluation: DatasetForm, training: DatasetForm) -> None:
+    """Require a split of the shapes and types that the model was checked on; DatasetError ``evaluation_form``."""
+    if evaluation.model_copy(update={"num_examples": training.num_examples}) != training:
+        raise DatasetError(
+            "evaluation_form",
+            f"the sealed evaluation split has features {evaluation.feature_dtype} {list(evaluation.feature_shape)} and "
+            f"labels {evaluation.label_dtype} {list(evaluation.label_shape)}; those of the training examples are "
+            f"{training.feature_dtype} {list(training.feature_shape)} and {training.label_dtype} "
+            f"{list(training.label_shape)}.",
+            "Seal examples of the same shapes and types.",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SealedSplit:
+    """A sealed evaluation split that a worker has opened; no example is in reach before a key of its slice.
+
+    Attributes:
+        dataset: its examples.
+        scorer: scores them with a model of its own.
+    """
+
+    dataset: SealedDataset
+    scorer: Scorer
+
+
+def open_split(folder: Path, loss: str, training: DatasetForm, runtime: ModelRuntime) -> SealedSplit:
+    """Open the header of a sealed split, and build a model of its own to score it with.
+
+    Args:
+        loss: name of the run's loss, which decides what is scored.
+        training: the form that the model was checked on.
+
+    Raises:
+        ConfigError: ``sealed_data``.
+        DatasetError: ``evaluation_form``.
+    """
+    dataset = SealedDataset(folder, "evaluation")
+    check_evaluation_form(dataset_form(dataset), training)
+    # The training model cannot serve: it stays in train mode, with Opacus' hooks on it.
+    scorer = Scorer(runtime.build(), runtime.loss_fn, metric_of(loss), runtime.device, runtime.deterministic)
+    return SealedSplit(dataset, scorer)
+
+
+class SliceEvaluator:
+    """Evaluates released parameters on the slices that a worker hosts.
+
+    Args:
+        attester: in whose name, and with whose key, answers are signed.
+        manifest: of the run whose orders are taken; it was checked.
+        split: the opened split to evaluate on.
+    """
+
+    def __init__(self, attester: Attester, manifest: Manifest, split: SealedSplit) -> None:
+        self._attester = attester
+        self._manifest = manifest
+        self._split = split
+
+    def answer(self, envelope: Envelope, parameters: Sequence[np.ndarray]) -> Envelope:
+        """Score the slices that the order in ``envelope`` gives to this worker; returns a signed answer.
+
+        Guarantee: nothing is computed before the order was verified for exactly these parameters.
+
+        Args:
+            parameters: the float32 parameters of each range, in range order.
+
+        Raises:
+            ProtocolError: ``parameters_mismatch``, ``roster_own_entry``, or why the order is refused.
+            DatasetError: ``slice_sealed`` without the key of a slice.
+        """
+        manifest, split = self._manifest, self._split
+        order = open_order(
+            envelope,
+            orchestrator_key=manifest.orchestrator_key,
+            run_id=manifest.run_id,
+            manifest_digest=manifest.digest(),
+            virtual_workers=manifest.computation.mechanism.virtual_workers,
+        )
+        own = order.member(self._attester.member_id)
+        self._attester.require_own(own)
+        tensors = manifest.computation.tensors
+        flat = own_copy(parameters)
+        if parameter_digest(tensors, tensor_digests(flat, tensors)) != order.parameter_digest:
+            raise ProtocolError("parameters_mismatch", "the order is for other parameters than those that came with it")
+        split.scorer.load(flat)
+        body = EvaluationAnswer(
+            member_id=own.member_id,
+            order=order.digest(),
+            scores=tuple(_score(split, v) for v in own.virtual_workers),
+        )
+        return seal(body, self._attester.identity)
+
+
+def _score(split: SealedSplit, v: int) -> SliceScore:
+    ids = slice_ids(v, split.dataset.header.virtual_workers, len(split.dataset))
+    return SliceScore(virtual_worker=v, total=_FLOAT.pack(split.scorer.total(split.dataset, ids)), count=len(ids))
+
+
+def open_answer(envelope: Envelope, order_digest: bytes, member: Member, counts: Mapping[int, int]) -> dict[int, float]:
+    """Verify a worker's answer, and return the sum of scores of each of its slices.
+
+    Guarantee: returns only what the holder of ``member``'s identity key signed in answer to that order, with exactly
+    the slices that it gives to ``member``, each with all its examples.
+
+    Args:
+        counts: number of examples of each slice.
+
+    Raises:
+        ProtocolError: ``signature``, ``malformed`` or ``answer_mismatch``.
+    """
+    answer = open_envelope(EvaluationAnswer, envelope, member.identity_key)
+    expected = [(v, counts[v]) for v in member.virtual_workers]
+    stated = [(score.virtual_worker, score.count) for score in answer.scores]
+    if (answer.member_id, answer.order, stated) != (member.member_id, order_digest, expected):
+        raise ProtocolError("answer_mismatch", f"{member.member_id} answered another order, or other slices")
+    return {score.virtual_worker: score.value for score in answer.scores}

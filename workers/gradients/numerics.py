@@ -1,0 +1,139 @@
+"""The numerics class: all that the last bits of a gradient depend on besides code and data.
+
+The same code gives other last bits under AVX2 than under AVX-512, with two threads than with one, and with another
+library version. Two values under one noise leak their difference, so a run admits one class only.
+"""
+
+import os
+import platform
+from collections.abc import Iterable
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from raycloak.metrics.errors import ConfigError
+from raycloak.workers.terms.manifest import NumericsClass
+
+# The names of oneDNN and MKL for the instruction sets that ATen calls avx2 and avx512.
+_KERNEL_CAPS = {
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+    "avx512": {
+        "ATEN_CPU_CAPABILITY": "avx512",
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX512",
+    },
+    "default": {},
+}
+# Each of these chooses kernels, so two processes that differ in one are of two classes.
+_DISPATCH_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "CUBLAS_WORKSPACE_CONFIG")
+
+
+def worker_environment(cpu_capability: str) -> dict[str, str]:
+    """Return the environment variables that must be set before a process of the run imports torch.
+
+    They hold every library to one instruction set and one thread. A process that starts without them is in another
+    numerics class.
+
+    Args:
+        cpu_capability: ``avx2``, ``avx512`` or ``default`` (whatever the CPU has).
+    """
+    return {
+        **_KERNEL_CAPS[cpu_capability],
+        # Without a fixed workspace cuBLAS is not deterministic, and torch refuses it.
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "MKL_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_DETERMINISTIC": "1",
+    }
+
+
+def choose_kernels(deterministic: bool) -> None:
+    """Choose deterministic kernels from now on; False lets an operation without one run, with a warning by torch.
+
+    This is ``torch.use_deterministic_algorithms`` without its settings for the compiler, whose import takes more than a
+    second and which nothing here uses. A model that compiles itself finds them in :func:`worker_environment`.
+    """
+    torch.set_deterministic_debug_mode("error" if deterministic else "warn")
+
+
+def pin_numerics(deterministic: bool = True) -> None:
+    """Fix this process's settings that change bits: one thread, deterministic kernels, no TF32, denormals kept.
+
+    May be called any number of times; the last bits of a computation before the first call are not promised.
+
+    Args:
+        deterministic: False lets an operation without a deterministic kernel run; the others keep theirs.
+
+    Raises:
+        ConfigError: ``numerics`` if the process already runs inter-op work on several threads.
+    """
+    torch.set_num_threads(1)
+    if torch.get_num_interop_threads() != 1:
+        try:
+            torch.set_num_interop_threads(1)
+        except RuntimeError:
+            raise ConfigError(
+                "numerics",
+                "torch already computes on several inter-op threads in this process.",
+                "Start in a new process.",
+            ) from None
+    choose_kernels(deterministic)
+    # A denormal that is flushed on one CPU alone would be another bit.
+    torch.set_flush_denormal(False)
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    # A benchmark picks the kernel that is fastest today.
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+
+
+def current_numerics(device: str | torch.device) -> NumericsClass:
+    """Return the class that this process computes in on ``device``, as it is set now."""
+    return NumericsClass(
+        device=_device_model(torch.device(device)),
+        cpu_capability=_cpu_capability(),
+        threads=torch.get_num_threads(),
+        torch=str(torch.__version__),
+        numpy=np.__version__,
+        opacus=version("opacus"),
+        python=platform.python_version(),
+        deterministic=torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+
+
+def _cpu_capability() -> str:
+    """Return ATen's instruction set and the limits of other libraries, for example ``AVX2 ONEDNN_MAX_CPU_ISA=AVX2``."""
+    limits = [f"{name}={os.environ[name]}" for name in _DISPATCH_VARIABLES if name in os.environ]
+    return " ".join([torch.backends.cpu.get_cpu_capability(), *limits])
+
+
+def _device_model(device: torch.device) -> str:
+    if device.type == "cpu":
+        return f"cpu:{_cpu_model()}"
+    properties = torch.cuda.get_device_properties(device)
+    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return (
+        f"{device.type}:{properties.name} {properties.major}.{properties.minor} cuda {torch.version.cuda} "
+        f"cudnn {cudnn} {_cpu_model()}"
+    )
+
+
+@cache
+def _cpu_model() -> str:
+    """Return vendor, family and model of the first CPU, or the architecture's name where the kernel does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    fields = [_field(lines, name) for name in ("vendor_id", "cpu family", "model")]
+    return " ".join(fields) if all(fields) else platform.machine()
+
+
+def _field(lines: Iterable[str], name: str) -> str:
+    pairs = (line.partition(":") for line in lines)
+    return next((value.strip() for key, _, value in pairs if key.strip() == name), "")

@@ -1,0 +1,182 @@
+"""Sum engines: what turns a virtual worker's examples into one clipped sum, for each query of a run.
+
+    gradient       raycloak.workers.gradients.clipping.GradientEngine
+    class_counts   ClassCountEngine
+    evaluation     PrivateEvaluationEngine
+
+For every query, an example adds one bounded vector through :class:`raycloak.workers.gradients.clipping.ClippedSum`.
+Shapes and work depend on public numbers alone: always M micro-batches of m rows.
+"""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Protocol, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from raycloak.attestation.core.roster import Query
+from raycloak.metrics.errors import ConfigError
+from raycloak.workers.gradients.clipping import MAX_ROWS, ClippedSum, MicroBatch, named_operations
+from raycloak.workers.inputs.datasets import DatasetForm
+from raycloak.workers.inputs.models import LossFn, ModelRuntime, load_flat
+from raycloak.workers.terms.measurement import Measurement
+
+
+class SumEngine(Protocol):
+    """Computes one virtual worker's clipped sum."""
+
+    def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> NDArray[np.float64]:
+        """Return the sum over the valid rows of ``batches``, float64 [d], divided by nothing."""
+        ...
+
+
+class MeasurementEngine(SumEngine, Protocol):
+    """The sum engine of one kind of measurement."""
+
+    @classmethod
+    def of(cls, measurement: Measurement, runtime: ModelRuntime) -> Self:
+        """Return the engine of ``measurement``; a model that it needs is built for it alone."""
+        ...
+
+    @staticmethod
+    def check_form(form: DatasetForm) -> None:
+        """Refuse data that has nothing of this kind to measure; ConfigError ``measurement_labels``."""
+        ...
+
+
+class ClassCountEngine:
+    """Counts labels.
+
+    Guarantee: an example adds one vector with a single coordinate that is not zero, at most ``LARGEST_NORM``. A label
+    that is no class adds nothing, and no error tells of it. The total changes by at most 1 in the l2 norm if one
+    example contributes nothing (:class:`raycloak.workers.gradients.clipping.ClippedSum`).
+    """
+
+    def __init__(self, measurement: Measurement) -> None:
+        self._measurement = measurement
+
+    @classmethod
+    def of(cls, measurement: Measurement, runtime: ModelRuntime) -> Self:
+        """Return the engine of ``measurement``, which needs no model."""
+        return cls(measurement)
+
+    @staticmethod
+    def check_form(form: DatasetForm) -> None:
+        """Require one class number an example; ConfigError ``measurement_labels``."""
+        if (form.label_shape, form.label_dtype) != ((), "int64"):
+            raise ConfigError(
+                "measurement_labels",
+                f"labels of type {form.label_dtype} and shape {list(form.label_shape)} are no class numbers to count.",
+                "Remove measurements.class_counts, or give one integer label an example.",
+            )
+
+    def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> NDArray[np.float64]:
+        """Return the sum of one-hot labels times ``unit``, float64 [classes]; the parameters do not matter."""
+        measurement = self._measurement
+        total = _total(measurement)
+        classes = torch.arange(measurement.mechanism.dimension)
+        for _, labels, valid in batches:
+            hot = (torch.tensor(labels)[:, None] == classes).to(torch.float32) * measurement.unit
+            total.add([hot], torch.tensor(valid))
+        return total.total()
+
+
+class PrivateEvaluationEngine:
+    """Sums the loss, and the accuracy where there are classes, of every example.
+
+    Guarantee: an example adds one vector of norm at most 1, in which loss and accuracy are scaled by public constants
+    and clipped together. An example whose loss is not finite adds nothing, and no error tells of it. The total changes
+    by at most 1 in the l2 norm if one example contributes nothing
+    (:class:`raycloak.workers.gradients.clipping.ClippedSum`).
+
+    Args:
+        module: becomes this object's own.
+        loss_fn: one loss per example.
+        device: ``cpu`` or ``cuda``.
+        deterministic: see :func:`raycloak.workers.gradients.clipping.named_operations`.
+    """
+
+    def __init__(
+        self,
+        measurement: Measurement,
+        module: nn.Module,
+        loss_fn: LossFn,
+        device: str | torch.device = "cpu",
+        deterministic: bool = True,
+    ) -> None:
+        self._measurement = measurement
+        self._device = torch.device(device)
+        self._module = module.to(self._device).eval()
+        self._loss_fn = loss_fn
+        self._deterministic = deterministic
+
+    @classmethod
+    def of(cls, measurement: Measurement, runtime: ModelRuntime) -> Self:
+        """Return the engine of ``measurement`` with a model of its own, which is put into evaluation mode."""
+        return cls(measurement, runtime.build(), runtime.loss_fn, runtime.device, runtime.deterministic)
+
+    @staticmethod
+    def check_form(form: DatasetForm) -> None:
+        """Accept any data: the run's own loss is defined on it."""
+
+    def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> NDArray[np.float64]:
+        """Return the sum of (loss / B, correct) times ``unit``, float64 [1 or 2].
+
+        No warning is shown, since one could depend on an example.
+
+        Raises:
+            ModelError: ``nondeterministic_op`` naming the operation.
+        """
+        load_flat(self._module, parameters)
+        total = _total(self._measurement)
+        with warnings.catch_warnings(), torch.no_grad(), named_operations(self._deterministic):
+            warnings.simplefilter("ignore")
+            for features, labels, valid in batches:
+                on_device = torch.tensor(features, device=self._device), torch.tensor(labels, device=self._device)
+                total.add([self._rows(*on_device).cpu()], torch.tensor(valid))
+        return total.total()
+
+    def _rows(self, features: Tensor, labels: Tensor) -> Tensor:
+        output: Tensor = self._module(features)
+        bound, losses = self._measurement.loss_bound, self._loss_fn(output, labels)
+        # Cutting an infinite loss would make it count; as NaN it takes the whole row out.
+        columns = [torch.where(losses.isfinite(), losses.clamp(-bound, bound) / bound, torch.nan)]
+        if self._measurement.mechanism.dimension == 2:
+            columns.append((output.argmax(1) == labels).to(torch.float32).reshape(len(labels), -1).mean(1))
+        return torch.stack([column.to(torch.float32) for column in columns], 1) * self._measurement.unit
+
+
+_ENGINES: Mapping[Query, type[MeasurementEngine]] = {
+    "class_counts": ClassCountEngine,
+    "evaluation": PrivateEvaluationEngine,
+}
+
+
+def measurement_engine(measurement: Measurement, runtime: ModelRuntime) -> SumEngine:
+    """Return a new engine for ``measurement``."""
+    return _ENGINES[measurement.query].of(measurement, runtime)
+
+
+def check_measurable(measurement: Measurement, form: DatasetForm) -> None:
+    """Refuse a measurement that does not fit the data; a function of public facts only.
+
+    Raises:
+        ConfigError: ``measurement_labels`` or ``measurement_too_large``.
+    """
+    _ENGINES[measurement.query].check_form(form)
+    rows = measurement.mechanism.micro_batches * measurement.mechanism.micro_batch_size
+    if rows > MAX_ROWS:
+        raise ConfigError(
+            "measurement_too_large",
+            f"a virtual worker would measure {rows} rows at once, over {MAX_ROWS}, for which the sensitivity is "
+            "proved.",
+            "Use more virtual workers.",
+        )
+
+
+def _total(measurement: Measurement) -> ClippedSum:
+    mechanism = measurement.mechanism
+    return ClippedSum([mechanism.dimension], mechanism.max_grad_norm, torch.device("cpu"))

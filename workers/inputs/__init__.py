@@ -1,0 +1,5 @@
+"""The inputs of a worker: datasets, sealed slices, user code, models and the fingerprint of data.
+
+Doors: datasets, descriptor, fingerprint, models, opacus_modules, sealed, user_code.
+May import: terms, vectors; attestation, metrics.
+"""

@@ -1,0 +1,169 @@
+"""Datasets: random access to examples by id, and how the examples are cut into slices.
+
+:class:`ArrayDataset` keeps its arrays in the dtype of the file and converts a batch on access. Floating-point features
+become float32. Integer features become int64, or float32 if a ``scale`` is given. Labels become int64 or float32.
+"""
+
+import hashlib
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raycloak.attestation.core.canonical import digest, length_prefixed
+from raycloak.attestation.core.messages import Message
+from raycloak.metrics.errors import DatasetError
+
+Batch = tuple[NDArray[Any], NDArray[Any]]
+# Rows read at once while slices are hashed: bounds memory, and changes no digest.
+_CHUNK = 1024
+
+
+@runtime_checkable
+class Dataset(Protocol):
+    """A dataset: examples with ids 0 .. len-1."""
+
+    def __len__(self) -> int:
+        """Return the number of examples."""
+        ...
+
+    def batch(self, ids: NDArray[np.int64]) -> Batch:
+        """Return features [n, ...] and labels [n] or [n, k], each float32 or int64, of ``ids`` [n], in order.
+
+        The same id always gives the same bytes. Dtypes and trailing shapes are the same for all ids, also for an empty
+        ``ids``.
+        """
+        ...
+
+
+class DatasetForm(Message):
+    """The public outline of a dataset: what a model must accept.
+
+    Attributes:
+        feature_shape, label_shape: of one example.
+        feature_dtype, label_dtype: ``float32`` or ``int64``.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/dataset-form/v1"
+
+    num_examples: int
+    feature_shape: tuple[int, ...]
+    feature_dtype: Literal["float32", "int64"]
+    label_shape: tuple[int, ...]
+    label_dtype: Literal["float32", "int64"]
+
+
+class ArrayDataset:
+    """A dataset of features [N, ...] and labels [N] or [N, k], held in memory.
+
+    Args:
+        scale: every feature is divided by it; 1.0 leaves integer features integers.
+        name: for error messages.
+
+    Raises:
+        DatasetError: ``dataset_empty``, ``dataset_lengths`` or ``dataset_dtype``.
+    """
+
+    def __init__(self, features: NDArray[Any], labels: NDArray[Any], scale: float = 1.0, name: str = "dataset") -> None:
+        check_arrays(features, labels, name)
+        self._features = features
+        self._labels = labels
+        self._scale = np.float32(scale)
+        as_integer = scale == 1.0 and features.dtype.kind in "iub"
+        self._feature_dtype = np.dtype(np.int64 if as_integer else np.float32)
+        self._label_dtype = np.dtype(np.int64 if labels.dtype.kind in "iub" else np.float32)
+
+    def __len__(self) -> int:
+        return len(self._features)
+
+    def batch(self, ids: NDArray[np.int64]) -> Batch:
+        """Return the examples of ``ids``, converted as the module says; see :class:`Dataset`."""
+        # A warning about an overflow would tell something about the examples, and reach the log.
+        with np.errstate(all="ignore"):
+            features = self._features[ids].astype(self._feature_dtype)
+            if self._scale != 1.0:
+                features /= self._scale
+            return features, self._labels[ids].astype(self._label_dtype)
+
+
+def check_arrays(features: NDArray[Any], labels: NDArray[Any], name: str) -> None:
+    """Refuse arrays that are not features [N, ...] and labels [N] or [N, k], all of them numbers.
+
+    Raises:
+        DatasetError: ``dataset_array``, ``dataset_empty``, ``dataset_lengths`` or ``dataset_dtype``.
+    """
+    for role, array in (("features", features), ("labels", labels)):
+        if array.dtype.kind not in "fiub":
+            raise DatasetError("dataset_dtype", f"{name}: {role} have dtype {array.dtype}.", "Store them as numbers.")
+    if features.ndim < 1 or labels.ndim not in (1, 2):
+        raise DatasetError(
+            "dataset_array",
+            f"{name}: features have shape {features.shape} and labels {labels.shape}.",
+            "Features are [N, ...], labels [N] or [N, k].",
+        )
+    if len(features) != len(labels):
+        raise DatasetError(
+            "dataset_lengths", f"{name}: {len(features)} features but {len(labels)} labels.", "Give each example both."
+        )
+    if len(features) == 0:
+        raise DatasetError("dataset_empty", f"{name} has no examples.", "Name data that has some.")
+
+
+def dataset_form(dataset: Dataset) -> DatasetForm:
+    """Return the shapes and dtypes of ``dataset``, read without any example.
+
+    Raises:
+        DatasetError: ``dataset_empty``, or ``dataset_dtype`` if a batch breaks the :class:`Dataset` contract.
+    """
+    if len(dataset) == 0:
+        raise DatasetError("dataset_empty", "the dataset has no examples.", "Name data that has some.")
+    features, labels = dataset.batch(np.empty(0, dtype=np.int64))
+    for name, array in (("features", features), ("labels", labels)):
+        if array.dtype not in (np.float32, np.int64) or array.ndim < 1 or len(array) != 0:
+            raise DatasetError(
+                "dataset_dtype",
+                f"{name} of an empty batch are {array.dtype} of shape {array.shape}; they must be float32 or int64 "
+                "with a first extent of 0.",
+                "Let batch(ids) return that for no ids, too.",
+            )
+    return DatasetForm.model_validate(
+        {
+            "num_examples": len(dataset),
+            "feature_shape": features.shape[1:],
+            "feature_dtype": str(features.dtype),
+            "label_shape": labels.shape[1:],
+            "label_dtype": str(labels.dtype),
+        }
+    )
+
+
+def slice_ids(virtual_worker: int, virtual_workers: int, num_examples: int) -> NDArray[np.int64]:
+    """Return the ids of one virtual worker's examples: all that equal ``virtual_worker`` modulo V, ascending.
+
+    Raises:
+        DatasetError: ``dataset_small`` if there are fewer examples than virtual workers.
+    """
+    assert 0 <= virtual_worker < virtual_workers, "virtual workers are numbered 0 .. V-1"
+    if num_examples < virtual_workers:
+        raise DatasetError(
+            "dataset_small",
+            f"{num_examples} examples cannot be spread over {virtual_workers} virtual workers.",
+            "Lower virtual_workers or take a larger dataset.",
+        )
+    return np.arange(virtual_worker, num_examples, virtual_workers, dtype=np.int64)
+
+
+def slice_digest(dataset: Dataset, ids: NDArray[np.int64]) -> bytes:
+    """Return a SHA-256 over dtype, shape and bytes of the features and labels of ``ids``, in their order.
+
+    Guarantee: changes with any byte, dtype, shape or the order of the examples; independent of how the dataset is
+    stored and of the chunks it is read in.
+    """
+    form = dataset_form(dataset)
+    feature_hash, label_hash = hashlib.sha256(), hashlib.sha256()
+    for start in range(0, len(ids), _CHUNK):
+        features, labels = dataset.batch(ids[start : start + _CHUNK])
+        feature_hash.update(np.ascontiguousarray(features).tobytes())
+        label_hash.update(np.ascontiguousarray(labels).tobytes())
+    outline = form.model_copy(update={"num_examples": len(ids)}).encode()
+    return digest(length_prefixed("raycloak/slice/v1", outline, feature_hash.digest(), label_hash.digest()))

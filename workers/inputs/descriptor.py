@@ -1,0 +1,196 @@
+"""Descriptors of datasets: what travels instead of the examples, and how each kind is opened.
+
+A worker opens a descriptor itself, so the examples pass through no other process. One table, ``_OPENERS``, says which
+function opens which kind.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raycloak.attestation.core.canonical import digest, length_prefixed
+from raycloak.attestation.core.messages import Message
+from raycloak.metrics.errors import DatasetError
+from raycloak.workers.inputs.datasets import ArrayDataset, Dataset, check_arrays, dataset_form
+from raycloak.workers.inputs.files import Arrays, read_digits, read_npz, read_parquet
+from raycloak.workers.inputs.sealed import ClearSlices, SealedDataset, SliceLocks
+from raycloak.workers.inputs.user_code import resolve
+
+DatasetKind = Literal["digits", "npz", "parquet", "module", "sealed"]
+
+# Four fifths of the 1,797 digits train; the rest is the public split.
+DIGITS_TRAIN = 1437
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedDataset:
+    """A dataset that this process may read.
+
+    Attributes:
+        examples: all of them; a sealed slice is refused until its key has come.
+        slices: where the keys of slices go.
+    """
+
+    examples: Dataset
+    slices: SliceLocks
+
+
+class DatasetDescriptor(Message):
+    """The place of a dataset, and how its examples are read.
+
+    Attributes:
+        kind: ``digits``, ``npz``, ``parquet``, ``module`` or ``sealed``.
+        path: file of an npz or parquet dataset, folder of a sealed one, relative to the base folder or absolute.
+        function: ``module:function`` without arguments that returns a :class:`Dataset`.
+        split: ``train`` or ``public`` part of ``digits``.
+        features: array name of npz; column names of parquet. Several scalar columns make a vector.
+        labels: array or column name.
+        scale: public constant that every feature is divided by.
+        public: whether the data is declared to need no protection.
+        fingerprint_key: file of the key of `raycloak.workers.inputs.fingerprint`, relative to the base folder or
+        absolute.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/dataset/v1"
+
+    kind: DatasetKind
+    path: str | None = None
+    function: str | None = None
+    split: Literal["train", "public"] = "train"
+    features: tuple[str, ...] = ("images",)
+    labels: str = "labels"
+    scale: float = 1.0
+    public: bool = False
+    fingerprint_key: str | None = None
+
+    def identity_digest(self) -> bytes:
+        """Return a SHA-256 over all that says which data this is, but not where: a moved file is the same dataset."""
+        return self.model_copy(update={"path": None, "fingerprint_key": None}).digest()
+
+    def open(self, base: Path | str) -> Dataset:
+        """Open the dataset for a process that needs no keys of slices; see :meth:`open_slices`."""
+        return self.open_slices(base).examples
+
+    def open_slices(self, base: Path | str) -> OpenedDataset:
+        """Open the dataset; relative paths and ``module:function`` are relative to the folder ``base``.
+
+        Raises:
+            DatasetError: ``dataset_unreadable``, ``dataset_empty``, ``dataset_lengths``, ``dataset_array`` or
+                ``dataset_dtype``.
+            ConfigError: ``module_function``, or ``sealed_data``.
+        """
+        return _OPENERS[self.kind](self, Path(base))
+
+
+def _open_digits(descriptor: DatasetDescriptor, _: Path) -> OpenedDataset:
+    features, labels = read_digits()
+    # A permutation by hash is the same in every version of every library.
+    order = sorted(range(len(labels)), key=lambda i: digest(length_prefixed("raycloak/digits/v1", i)))
+    chosen = np.asarray(order[:DIGITS_TRAIN] if descriptor.split == "train" else order[DIGITS_TRAIN:])
+    # A pixel counts up to 16, so the features are in [0, 1].
+    return _clear(ArrayDataset(features[chosen].astype(np.uint8), labels[chosen], 16.0, "digits"))
+
+
+def _open_module(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
+    assert descriptor.function is not None, "kind module comes with a function"
+    dataset = resolve(descriptor.function, base)()
+    if not isinstance(dataset, Dataset):
+        raise DatasetError(
+            "dataset_array",
+            f"{descriptor.function} returned a {type(dataset).__name__}, not a Dataset.",
+            "Return an object with __len__ and batch(ids).",
+        )
+    dataset_form(dataset)
+    return _clear(dataset)
+
+
+def _open_sealed(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
+    dataset = SealedDataset(_path(descriptor, base))
+    return OpenedDataset(dataset, dataset)
+
+
+def _open_file(
+    read: Callable[[Path, tuple[str, ...], str], Arrays],
+) -> Callable[[DatasetDescriptor, Path], OpenedDataset]:
+    def opened(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
+        path = _path(descriptor, base)
+        features, labels = read(path, descriptor.features, descriptor.labels)
+        return _clear(ArrayDataset(features, labels, descriptor.scale, str(path)))
+
+    return opened
+
+
+def _path(descriptor: DatasetDescriptor, base: Path) -> Path:
+    assert descriptor.path is not None, "kinds npz, parquet and sealed come with a path"
+    return base / descriptor.path
+
+
+def _clear(examples: Dataset) -> OpenedDataset:
+    return OpenedDataset(examples, ClearSlices())
+
+
+_OPENERS: Mapping[DatasetKind, Callable[[DatasetDescriptor, Path], OpenedDataset]] = {
+    "digits": _open_digits,
+    "npz": _open_file(read_npz),
+    "parquet": _open_file(read_parquet),
+    "module": _open_module,
+    "sealed": _open_sealed,
+}
+
+
+def export_in_memory(dataset: Any, path: Path) -> DatasetDescriptor:
+    """Write a map-style PyTorch dataset of (x, y) pairs to an npz file of mode 0600 that local workers open.
+
+    The examples pass through this process, so it must be trusted with them; they never enter an object store. An
+    existing file is replaced as a whole.
+
+    Args:
+        dataset: has ``__len__`` and ``__getitem__``; x and y are tensors, arrays or numbers of one shape each.
+        path: absolute path of the file to write.
+
+    Raises:
+        DatasetError: ``dataset_array`` if it is not map-style or shapes differ between examples, ``dataset_empty``,
+            ``dataset_dtype``.
+    """
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise DatasetError(
+            "dataset_array",
+            f"a {type(dataset).__name__} is not a map-style dataset.",
+            "Give it __len__ and __getitem__.",
+        )
+    if len(dataset) == 0:
+        raise DatasetError("dataset_empty", "the dataset has no examples.", "Name data that has some.")
+    try:
+        features, labels = (np.stack(part) for part in zip(*map(_pair, _items(dataset)), strict=True))
+    except ValueError:
+        raise DatasetError(
+            "dataset_array",
+            "the dataset's examples do not all have one shape.",
+            "Pad or crop them, by public constants.",
+        ) from None
+    check_arrays(features, labels, "dataset")
+    # The mode is given when the file is created: at no moment can others open it.
+    partial = path.with_name(path.name + ".partial")
+    partial.unlink(missing_ok=True)
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        np.savez(file, features=features, labels=labels)
+    partial.replace(path)
+    return DatasetDescriptor(kind="npz", path=str(path), features=("features",))
+
+
+def _items(dataset: Any) -> Iterator[Any]:
+    # By index: a map-style dataset need not raise the IndexError that ends a plain iteration.
+    return (dataset[index] for index in range(len(dataset)))
+
+
+def _pair(item: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+    if not isinstance(item, tuple | list) or len(item) != 2:
+        raise DatasetError(
+            "dataset_array", "an example of the dataset is not a pair.", "Let each be (features, label)."
+        )
+    return np.asarray(item[0]), np.asarray(item[1])

@@ -1,0 +1,132 @@
+"""Files of examples: scikit-learn's digits, npz archives and parquet tables, read as whole arrays.
+
+A file that is damaged or of another kind is a DatasetError that says so, whatever the reading library raises.
+"""
+
+import zipfile
+import zlib
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raycloak.metrics.errors import DatasetError
+from raycloak.metrics.file_errors import file_error
+
+_NPZ = "Write it with numpy.savez, with names for features and labels."
+Arrays = tuple[NDArray[Any], NDArray[Any]]
+# All that numpy was seen to raise on torn or foreign archives.
+_BROKEN = (ValueError, EOFError, zipfile.BadZipFile, zlib.error)
+
+
+def read_digits() -> Arrays:
+    """Return what ``sklearn.datasets.load_digits`` reads, without a second of CPU for importing scikit-learn."""
+    package = find_spec("sklearn")
+    assert package is not None, "it is a dependency"
+    assert package.origin is not None, "it is a package of files"
+    path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    try:
+        rows = np.loadtxt(path, delimiter=",", dtype=np.int64)
+    except OSError as error:
+        raise file_error("dataset_unreadable", "read", path, error, DatasetError) from None
+    return rows[:, :-1], rows[:, -1]
+
+
+def read_npz(path: Path, features: tuple[str, ...], labels: str) -> Arrays:
+    """Return features and labels by the names of their arrays.
+
+    Raises:
+        DatasetError: ``dataset_unreadable``, ``dataset_array`` if there is no such array, ``dataset_dtype`` if one
+            holds objects.
+    """
+    if len(features) != 1:
+        raise DatasetError(
+            "dataset_array",
+            f"{path}: an npz dataset has its features in one array.",
+            "Name that array as dataset.features.",
+        )
+    try:
+        with path.open("rb") as file:
+            archive = np.load(file, allow_pickle=False)
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise DatasetError("dataset_unreadable", f"{path} holds one array, not several.", _NPZ)
+            with archive:
+                return _array(archive, features[0], path), _array(archive, labels, path)
+    except OSError as error:
+        raise file_error("dataset_unreadable", "read", path, error, DatasetError) from None
+    except _BROKEN as error:
+        if "allow_pickle" in str(error) and zipfile.is_zipfile(path):
+            raise DatasetError(
+                "dataset_dtype", f"{path}: an array holds Python objects.", "Store it as numbers."
+            ) from None
+        raise DatasetError("dataset_unreadable", f"{path} is no npz archive, or is damaged.", _NPZ) from None
+
+
+def _array(archive: Any, name: str, path: Path) -> NDArray[Any]:
+    if name not in archive:
+        raise DatasetError(
+            "dataset_array",
+            f"{path} has no array '{name}'; it has {', '.join(sorted(archive.files))}.",
+            "Set dataset.features and dataset.labels.",
+        )
+    found: NDArray[Any] = archive[name]
+    return found
+
+
+def read_parquet(path: Path, features: tuple[str, ...], labels: str) -> Arrays:
+    """Return features and labels by the names of their columns; several columns of numbers are one vector per example.
+
+    Raises:
+        DatasetError: ``dataset_unreadable``, ``dataset_empty``, or ``dataset_array`` if there is no such column or it
+            does not give each example as many numbers.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        present = pq.read_schema(path, memory_map=True).names
+        missing = [name for name in (*features, labels) if name not in present]
+        if missing:
+            raise DatasetError(
+                "dataset_array",
+                f"{path} has no column '{missing[0]}'; it has {', '.join(present)}.",
+                "Set dataset.features and dataset.labels.",
+            )
+        table = pq.read_table(path, columns=[*features, labels], memory_map=True)
+    except (OSError, pa.ArrowException, ValueError) as error:
+        if isinstance(error, FileNotFoundError | PermissionError):
+            raise file_error("dataset_unreadable", "read", path, error, DatasetError) from None
+        why = str(error).splitlines()[0].removesuffix(".")
+        raise DatasetError(
+            "dataset_unreadable", f"cannot read {path}: {why}.", "Check that it is a parquet file."
+        ) from None
+    if len(table) == 0:
+        raise DatasetError("dataset_empty", f"{path} has no examples.", "Name data that has some.")
+    columns = [_column(table.column(name), f"{path}, column '{name}'") for name in features]
+    if len(columns) > 1 and any(column.ndim > 1 for column in columns):
+        raise DatasetError(
+            "dataset_array", f"{path}: of several feature columns one holds lists.", "Name that one alone."
+        )
+    label = _column(table.column(labels), f"{path}, column '{labels}'")
+    return columns[0] if len(columns) == 1 else np.stack(columns, axis=1), label
+
+
+def _column(column: Any, name: str) -> NDArray[Any]:
+    """Return a column of numbers as [N], a column of equally long lists of numbers as [N, k]."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if column.null_count:
+        raise DatasetError("dataset_array", f"{name} has missing values.", "Fill them, by public constants.")
+    array = column.combine_chunks()
+    if not pa.types.is_list(array.type) and not pa.types.is_fixed_size_list(array.type):
+        return np.asarray(array)
+    values = np.asarray(array.flatten())
+    lengths = np.unique(np.asarray(pc.list_value_length(array)))
+    if len(lengths) != 1:
+        raise DatasetError(
+            "dataset_array", f"{name} has lists of different lengths.", "Pad or crop them, by public constants."
+        )
+    return values.reshape(len(array), lengths[0])

@@ -1,0 +1,69 @@
+"""The fingerprint of a dataset: a keyed digest by which an account knows the data it was opened for.
+
+It is keyed because it stands in manifest and ledger. A plain digest there would give away a last unknown example to
+anybody who knows all the others. The key is a file beside the data, for people who may read the data anyway.
+
+Guarantee: its maker held the key and opened these bytes. Two fingerprints under one key are equal exactly if the data
+is. Not guaranteed: that the data is about certain people, or that another file, such as a copy in another order, is
+about others.
+"""
+
+import hashlib
+import re
+from pathlib import Path
+
+import numpy as np
+
+from raycloak.attestation.core.keys import Purpose, Secret, derive
+from raycloak.attestation.files.private import read_private
+from raycloak.metrics.errors import ConfigError, DatasetError
+from raycloak.metrics.file_errors import file_error
+from raycloak.workers.inputs.datasets import Dataset, slice_digest
+from raycloak.workers.inputs.descriptor import DatasetDescriptor
+
+# A key that was typed or cut short must not pass for one of 32 random bytes.
+_HEX = re.compile(rb"[0-9a-fA-F]{64}")
+
+
+def dataset_fingerprint(descriptor: DatasetDescriptor, dataset: Dataset, base: Path | str) -> bytes:
+    """Return 32 bytes, or none without a key; reads the whole dataset once.
+
+    The fingerprint of a file depends on its bytes alone: not on its place, nor on the columns that a run reads, nor on
+    their scale. That of data from a function or scikit-learn depends on every example.
+
+    Args:
+        dataset: opened from ``descriptor`` below the folder ``base``.
+
+    Raises:
+        ConfigError: ``fingerprint_key`` if the key's file cannot be read, is not 64 hexadecimal digits, or others may
+            read it.
+        DatasetError: ``dataset_unreadable``.
+    """
+    if descriptor.fingerprint_key is None:
+        return b""
+    key = _load_key(Path(base) / descriptor.fingerprint_key)
+    if descriptor.path is None:
+        return _keyed(key, "examples", slice_digest(dataset, np.arange(len(dataset), dtype=np.int64)))
+    try:
+        with (Path(base) / descriptor.path).open("rb") as file:
+            return _keyed(key, "file", hashlib.file_digest(file, "sha256").digest())
+    except OSError as error:
+        raise file_error("dataset_unreadable", "read", descriptor.path, error, DatasetError) from None
+
+
+def _keyed(key: Secret, what: str, content: bytes) -> bytes:
+    return derive(key, Purpose.DATASET_FINGERPRINT, what, content).reveal()
+
+
+def _load_key(path: Path) -> Secret:
+    try:
+        text = read_private(path, "fingerprint_key").strip()
+    except OSError as error:
+        raise file_error("fingerprint_key", "read", path, error) from None
+    if not _HEX.fullmatch(text):
+        raise ConfigError(
+            "fingerprint_key",
+            f"{path} must hold 64 hexadecimal digits.",
+            "Make one: (umask 077; openssl rand -hex 32 > FILE).",
+        )
+    return Secret(bytes.fromhex(text.decode()))

@@ -1,0 +1,237 @@
+"""Models and losses: built from the names that the user gave, with their parameters as one flat vector.
+
+Only tensors with ``requires_grad`` are trained, sent and hashed, in the order of ``named_parameters``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from raycloak.metrics.errors import ModelError
+from raycloak.workers.inputs.opacus_modules import opacus_module
+from raycloak.workers.inputs.user_code import resolve, source_digest
+from raycloak.workers.terms.manifest import TensorSpec
+from raycloak.workers.terms.parameter_digest import dimension, split_flat
+
+_BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.batchnorm.SyncBatchNorm)
+LossFn = Callable[[Tensor, Tensor], Tensor]
+"""(output [n, ...], labels [n] or [n, k]) to one loss per example, shape [n]."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """The source of a model, in a form that travels to workers.
+
+    Attributes:
+        name: ``module:function``, or the qualified name of a callable.
+        pickled: a callable's pickled form; empty for ``module:function``.
+        code: a callable's source digest; empty for ``module:function``.
+    """
+
+    name: str
+    pickled: bytes = b""
+    code: bytes = b""
+
+    @classmethod
+    def of(cls, model: str | Callable[[], nn.Module]) -> "ModelSource":
+        """Return the source of a ``module:function`` or of a callable without arguments."""
+        if isinstance(model, str):
+            return cls(model)
+        name = getattr(model, "__qualname__", type(model).__qualname__)
+        return cls(name, cloudpickle.dumps(model), source_digest(model, Path()))
+
+    def code_digest(self, base: Path | str) -> bytes:
+        """Return a SHA-256 of the source, see `workers/inputs/user_code.py`; ConfigError as there."""
+        return self.code or source_digest(self.name, base)
+
+    def function(self, base: Path | str) -> Callable[[], Any]:
+        """Return the callable that builds the model."""
+        # Unpickling runs code, but our own driver pickled it, and runs this user's code in any case.
+        loaded: Callable[[], Any] = cloudpickle.loads(self.pickled) if self.pickled else resolve(self.name, base)
+        return loaded
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRuntime:
+    """How a process builds and runs the model of a run.
+
+    Attributes:
+        build: gives each caller a module of its own, with the initial parameters.
+        loss_fn: one loss per example.
+        device: ``cpu`` or ``cuda``.
+        deterministic: whether an operation without a deterministic kernel is refused.
+    """
+
+    build: Callable[[], nn.Module]
+    loss_fn: LossFn
+    device: str
+    deterministic: bool
+
+
+def build_model(source: ModelSource, base: Path | str, seed: int) -> nn.Module:
+    """Call the user's function with torch's generator at the public ``seed``; the global generator is left as it was.
+
+    Guarantee: a function that draws from torch's CPU generator alone gives the same initial parameters every time,
+    in one numerics class.
+
+    Raises:
+        ModelError: ``model_function`` if the function fails or returns anything but a module, or what
+            :func:`check_layers` refuses.
+        ConfigError: ``module_function``.
+    """
+    function = source.function(base)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        try:
+            module = function()
+        except Exception as error:  # noqa: BLE001 - only its type is told: its text may hold private data
+            raise ModelError(
+                "model_function", f"{source.name} fails with {type(error).__name__}.", "Call it in Python to see why."
+            ) from None
+    if not isinstance(module, nn.Module):
+        raise ModelError(
+            "model_function",
+            f"{source.name} returned a {type(module).__name__}, not a torch.nn.Module.",
+            "Name a function that returns one.",
+        )
+    check_layers(module)
+    return module
+
+
+def check_layers(module: nn.Module) -> None:
+    """Refuse layers that cannot be trained per example, by their type; `workers/gradients/model_checks.py` also runs
+    the model.
+
+    Raises:
+        ModelError: ``mixing_layer`` (batch statistics), ``random_layer`` (dropout with p > 0), ``unsupported_layer``
+            (what Opacus cannot handle), ``no_trainable_parameters`` or ``parameter_dtype``; the layer is named.
+    """
+    _check_dtypes(module)
+    for name, layer in module.named_modules():
+        shown = f"layer '{name or 'model'}' ({type(layer).__name__})"
+        if isinstance(layer, _BATCH_STATISTICS):
+            raise ModelError(
+                "mixing_layer",
+                f"{shown} computes statistics over the batch, so one example changes another's gradient.",
+                "Use GroupNorm or LayerNorm.",
+            )
+        if _dropout(layer) > 0:
+            raise ModelError(
+                "random_layer",
+                f"{shown} draws random numbers outside the run's keyed streams, so a step could not be repeated.",
+                "Set its dropout to 0; the noise regularises already.",
+            )
+        _check_supported(layer, shown)
+
+
+def loss_function(loss: str, base: Path | str) -> tuple[LossFn, bytes]:
+    """Return the loss of that name and its source digest, which is empty for ``cross_entropy`` and ``mse``.
+
+    Raises:
+        ConfigError: ``module_function``.
+    """
+    built_in = {"cross_entropy": cross_entropy, "mse": mse}
+    if loss in built_in:
+        return built_in[loss], b""
+    return resolve(loss, base), source_digest(loss, base)
+
+
+def cross_entropy(output: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross entropy of logits [n, classes, ...] with class numbers [n, ...], averaged to [n].
+
+    A label that is no class gives its example a loss of NaN and no gradient: an error would tell of the example.
+    """
+    classes = output.shape[1]
+    known = labels.clamp(0, classes - 1)
+    losses = functional.cross_entropy(output, known, reduction="none")
+    return _per_example(torch.where(labels == known, losses, torch.nan))
+
+
+def mse(output: Tensor, labels: Tensor) -> Tensor:
+    """Return the squared error, averaged over all values of an example: [n].
+
+    Raises:
+        ModelError: ``loss_shape`` if an example's output and label differ in size.
+    """
+    if output.numel() != labels.numel():
+        raise ModelError(
+            "loss_shape",
+            f"outputs of shape {tuple(output.shape)}, labels {tuple(labels.shape)}.",
+            "mse needs as many outputs as labels.",
+        )
+    return _per_example((output - labels.reshape(output.shape)).square())
+
+
+def trainable_tensors(module: nn.Module) -> tuple[TensorSpec, ...]:
+    """Return names and shapes of the trained tensors, in canonical order."""
+    return tuple(TensorSpec(name=name, shape=tuple(tensor.shape)) for name, tensor in _trainable(module))
+
+
+def read_flat(module: nn.Module) -> NDArray[np.float32]:
+    """Return a copy of all trained tensors as float32 [d], in canonical order, each in C order."""
+    return np.concatenate([tensor.detach().cpu().numpy().reshape(-1) for _, tensor in _trainable(module)])
+
+
+def load_flat(module: nn.Module, vector: NDArray[np.float32]) -> None:
+    """Copy float32 [d] into the trained tensors; frozen tensors stay as they are."""
+    with torch.no_grad():
+        for (_, tensor), part in zip(_trainable(module), split_flat(vector, trainable_tensors(module)), strict=True):
+            # A copy owns writable, aligned memory; the vector may be a read-only view of shared memory.
+            tensor.copy_(torch.tensor(part).reshape(tensor.shape))
+
+
+def parameter_count(module: nn.Module) -> int:
+    """Return d, the number of trained coordinates."""
+    return dimension(trainable_tensors(module))
+
+
+def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, tensor) for name, tensor in module.named_parameters() if tensor.requires_grad]
+
+
+def _per_example(losses: Tensor) -> Tensor:
+    return losses if losses.ndim == 1 else losses.flatten(1).mean(1)
+
+
+def _dropout(layer: nn.Module) -> float:
+    if isinstance(layer, nn.modules.dropout._DropoutNd):
+        return layer.p
+    return float(layer.dropout) if isinstance(layer, nn.RNNBase | nn.MultiheadAttention) else 0.0
+
+
+def _check_supported(layer: nn.Module, shown: str) -> None:
+    if not any(tensor.requires_grad for tensor in layer.parameters(recurse=False)):
+        return
+    validator = opacus_module("opacus.validators").ModuleValidator.VALIDATORS.get(type(layer))
+    reasons = [str(error) for error in validator(layer)] if validator else []
+    if any(True for _ in layer.buffers()):
+        reasons.append("it has trained parameters and buffers")
+    if reasons:
+        raise ModelError(
+            "unsupported_layer",
+            f"{shown} cannot be trained per example: {'; '.join(reasons)}.",
+            "Use another layer, or freeze it.",
+        )
+
+
+def _check_dtypes(module: nn.Module) -> None:
+    trainable = _trainable(module)
+    if not trainable:
+        raise ModelError(
+            "no_trainable_parameters", "no parameter of the model has requires_grad.", "Let some of them have it."
+        )
+    for name, tensor in trainable:
+        if tensor.dtype != torch.float32:
+            raise ModelError(
+                "parameter_dtype",
+                f"parameter '{name}' is {tensor.dtype}; trained parameters must be float32.",
+                "Convert the module with .float(), or freeze the parameter.",
+            )

@@ -1,0 +1,193 @@
+"""User code named ``module:function``: how it is found, and how a digest names its source.
+
+One rule finds a module, in the driver and in every worker alike. For ``a.b:f`` and a base folder (the folder of the
+config file):
+
+1. ``base/a/b.py``, or else ``base/a/b/__init__.py``, is loaded from that file;
+2. only if neither exists, the installed module ``a.b`` is imported.
+
+A relative base is relative to the process's working directory: see :func:`portable_base`. The base folder is on
+``sys.path`` only while a file is executed, so the file may import its neighbours.
+"""
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+
+from raycloak.attestation.core.canonical import digest, length_prefixed
+from raycloak.metrics.errors import ConfigError
+
+
+def portable_base(config_dir: Path) -> str:
+    """Return ``config_dir`` as text that means the same folder in a worker's own copy of the working directory.
+
+    Relative to the working directory if it lies inside, otherwise absolute; every function here takes it as a base.
+    """
+    resolved = config_dir.resolve()
+    working = Path.cwd().resolve()
+    return resolved.relative_to(working).as_posix() if resolved.is_relative_to(working) else resolved.as_posix()
+
+
+def resolve(target: str, base: Path | str) -> Callable[..., Any]:
+    """Return the callable that ``module:function`` names, by the rule of this module.
+
+    Raises:
+        ConfigError: ``module_function`` if the text has another form, the module is not found or fails when it is
+            executed, or holds no such callable.
+    """
+    module_name, function_name = _split(target)
+    module = _load(module_name, base)
+    found = getattr(module, function_name, None)
+    if not callable(found):
+        raise ConfigError(
+            "module_function", f"{target}: {module.__file__} has no callable '{function_name}'.", "Check the name."
+        )
+    function: Callable[..., Any] = found
+    return function
+
+
+def source_digest(target: str | Callable[..., Any], base: Path | str) -> bytes:
+    """Return a SHA-256 that names the source of ``target``, 32 bytes.
+
+    For ``module:function`` it covers the module's file and every file of ``base`` that import statements lead to from
+    there, also statements inside functions. It does not cover imports by a computed name, nor installed packages. For a
+    callable it covers its source text and its pickled form, with the globals it uses if it is not importable.
+
+    Raises:
+        ConfigError: ``module_function``, as :func:`resolve`.
+    """
+    if isinstance(target, str):
+        resolve(target, base)
+        return _files_digest(_source_file(_split(target)[0], base, target), Path(base).resolve())
+    try:
+        source = inspect.getsource(target)
+    except (OSError, TypeError):
+        source = ""
+    return digest(length_prefixed("raycloak/callable/v1", source, cloudpickle.dumps(target)))
+
+
+def _files_digest(start: Path, base: Path) -> bytes:
+    """Return a SHA-256 over names and content of ``start`` and of all files of ``base`` that it leads to by imports."""
+    found, waiting = {start}, [start]
+    while waiting:
+        for path in _local_imports(waiting.pop(), base) - found:
+            found.add(path)
+            waiting.append(path)
+    named = sorted((os.path.relpath(path, start.parent), path.read_bytes()) for path in found)
+    return digest(length_prefixed("raycloak/source/v1", *(field for pair in named for field in pair)))
+
+
+def _local_imports(path: Path, base: Path) -> set[Path]:
+    """Return the files of ``base`` that the import statements in ``path`` name, with the packages they lie in."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            package = _package_of(path, base, node.level) if node.level else []
+            stem = ".".join([*package, *([node.module] if node.module else [])])
+            names |= {stem, *(f"{stem}.{alias.name}".lstrip(".") for alias in node.names)}
+    parts = [name.split(".") for name in names if name]
+    prefixes = {".".join(part[: length + 1]) for part in parts for length in range(len(part))}
+    return {file for prefix in prefixes if (file := _local_file(prefix, base)) is not None}
+
+
+def _package_of(path: Path, base: Path, level: int) -> list[str]:
+    """Return the names of the package that ``level`` leading dots mean in ``path``."""
+    inside = list(path.relative_to(base).parts[:-1]) if path.is_relative_to(base) else []
+    return inside[: len(inside) - (level - 1)]
+
+
+def _split(target: str) -> tuple[str, str]:
+    module, separator, function = target.partition(":")
+    names = [*module.split("."), function]
+    if not separator or not all(name.isidentifier() for name in names):
+        raise ConfigError(
+            "module_function",
+            f"'{target}' is not of the form module:function.",
+            "For example models:digits_mlp, from models.py beside the config file.",
+        )
+    return module, function
+
+
+def _local_file(module: str, base: Path | str) -> Path | None:
+    stem = Path(base).resolve().joinpath(*module.split("."))
+    return next((path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), None)
+
+
+def _source_file(module: str, base: Path | str, target: str) -> Path:
+    local = _local_file(module, base)
+    origin = str(local) if local else getattr(importlib.import_module(module), "__file__", None)
+    if origin is None:
+        raise ConfigError(
+            "module_function",
+            f"{target}: module '{module}' has no source file.",
+            "Put the function into a module of yours.",
+        )
+    return Path(origin)
+
+
+def _load(name: str, base: Path | str) -> ModuleType:
+    path = _local_file(name, base)
+    try:
+        return importlib.import_module(name) if path is None else _load_file(path, base)
+    except ModuleNotFoundError as error:
+        if path is None and error.name is not None and (name + ".").startswith(error.name + "."):
+            raise ConfigError(
+                "module_function",
+                f"no module '{name}': it is neither in {Path(base).resolve()} nor installed.",
+                "Modules are looked up beside the config file first.",
+            ) from None
+        raise _failed(name, error) from None
+    except Exception as error:  # noqa: BLE001 - only its type is told: its text may hold private data
+        raise _failed(name, error) from None
+
+
+def _failed(name: str, error: Exception) -> ConfigError:
+    # Not the text: a module that reads its data as it is imported may name an example in it.
+    return ConfigError(
+        "module_function",
+        f"module '{name}' fails with {type(error).__name__} when it is imported.",
+        "Import it in Python to see why.",
+    )
+
+
+def _load_file(path: Path, base: Path | str) -> ModuleType:
+    """Execute a file once per content; the module has a private name, so it shadows nothing."""
+    content = path.read_bytes()
+    name = "_raycloak_user_" + digest(length_prefixed("raycloak/module/v1", str(path), content)).hex()
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, "a .py file always has a loader"
+    assert spec.loader is not None, "a .py file always has a loader"
+    module = importlib.util.module_from_spec(spec)
+    # Registered before it runs, as import does: dataclasses and pickle look a module up by its name.
+    sys.modules[name] = module
+    try:
+        with _importable(base):
+            spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+@contextmanager
+def _importable(base: Path | str) -> Iterator[None]:
+    entry = str(Path(base).resolve())
+    sys.path.insert(0, entry)
+    try:
+        yield
+    finally:
+        sys.path.remove(entry)

@@ -1,0 +1,106 @@
+"""The messages of a worker: plain records that travel between it and the coordinator."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from raycloak.attestation.core.evidence import CollateralBundle
+from raycloak.attestation.core.messages import Envelope
+from raycloak.attestation.policy.policy import Policy
+from raycloak.workers.inputs.descriptor import DatasetDescriptor
+from raycloak.workers.inputs.models import ModelSource
+from raycloak.workers.terms.manifest import Manifest, NumericsClass, TensorSpec
+from raycloak.workers.vectors.payload import VectorRange
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSetup:
+    """The model, loss and data of a run: everything that a worker opens by itself.
+
+    Attributes:
+        base: directory that relative dataset paths and ``module:function`` names start from.
+        loss: ``cross_entropy``, ``mse`` or ``module:function``.
+        seed: public seed of the initial parameters.
+        device: ``cpu`` or ``cuda``.
+        allow_nondeterministic: whether operations without a deterministic kernel may run; the run is then NOT EXACT.
+        evaluation: folder of a sealed evaluation split, if the workers are to measure on one.
+    """
+
+    model: ModelSource
+    loss: str
+    dataset: DatasetDescriptor
+    base: str
+    seed: int
+    device: str
+    allow_nondeterministic: bool = False
+    evaluation: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """The facts that a prepared worker contributes to the manifest.
+
+    Attributes:
+        dataset_fingerprint: keyed, and the only one that depends on the content of examples; empty without a key.
+    """
+
+    num_examples: int
+    tensors: tuple[TensorSpec, ...]
+    initial_parameters: np.ndarray
+    model_code: bytes
+    loss_code: bytes
+    numerics: NumericsClass
+    dataset_fingerprint: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The documents by which a worker attests itself and appraises its peers.
+
+    Attributes:
+        orchestrator: the orchestrator's own evidence, which the worker appraises before it sends anything.
+        key_service: ``host:port`` of the data owner's key service; needed where the manifest names one.
+        secure_aggregation: whether a roster needs two workers. Without it a single worker may host everything, and its
+            vector carries all the noise. Private vectors of several workers are masked in either case.
+    """
+
+    manifest: Manifest
+    policy: Policy
+    collateral: CollateralBundle
+    secure_aggregation: bool
+    orchestrator: Envelope
+    key_service: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepRequest:
+    """One attempt of one step.
+
+    Attributes:
+        presentations: of members that may be new to the receiver.
+        ranges: each aggregator's part of the parameters, in order.
+    """
+
+    roster: Envelope
+    presentations: tuple[Envelope, ...]
+    ranges: tuple[VectorRange, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepReply:
+    """A worker's first, small answer: ``code`` is ``ok``, or says why nothing else comes.
+
+    Attributes:
+        header: signed; None unless ``ok``.
+        seconds: the worker's own time for the whole answer.
+        compute_seconds, mask_seconds: its parts for computing vectors, and for masking, tagging and signing.
+        leaving: whether the worker was asked to end and should leave after this step.
+    """
+
+    member_id: str
+    code: str
+    header: Envelope | None = None
+    seconds: float = 0.0
+    compute_seconds: float = 0.0
+    mask_seconds: float = 0.0
+    leaving: bool = False

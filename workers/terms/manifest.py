@@ -1,0 +1,187 @@
+"""The manifest: everything that can change a gradient, and everybody who may sign, fixed before the first step.
+
+``Computation`` determines the bytes of the weights; virtual-worker keys derive from it and from the known answer
+(:func:`key_context`). The manifest adds who signs what. Neither holds a worker count, a path, a time or a range count:
+these may differ between two executions that must give the same bytes.
+"""
+
+from typing import ClassVar, Literal
+
+from pydantic import ValidationError
+
+from raycloak.attestation.core.canonical import digest, length_prefixed
+from raycloak.attestation.core.hybrid_signature import SignerPublic
+from raycloak.attestation.core.messages import Message
+from raycloak.attestation.core.roster import Query
+from raycloak.attestation.keys.halves import ServiceContract
+from raycloak.metrics.errors import ProtocolError
+from raycloak.workers.terms.measurement import Measurement
+from raycloak.workers.terms.mechanism import Mechanism
+
+
+class TensorSpec(Message):
+    """One trainable tensor, in canonical order (the order of the model's ``named_parameters``)."""
+
+    DOMAIN: ClassVar[str] = "raycloak/tensor/v1"
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        size = 1
+        for extent in self.shape:
+            size *= extent
+        return size
+
+
+class OptimizerSpec(Message):
+    """The update rule and its learning-rate schedule, as `coordinator/aggregation/update_rules.py` applies them."""
+
+    DOMAIN: ClassVar[str] = "raycloak/optimizer/v1"
+
+    name: Literal["sgd", "adam", "adamw", "adafactor"]
+    learning_rate: float
+    momentum: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+    schedule: Literal["constant", "linear", "cosine"]
+    warmup_steps: int
+
+
+class NumericsClass(Message):
+    """All that the last bits of a gradient depend on besides code and data.
+
+    Attributes:
+        device, cpu_capability: model of the device, and the instruction set that CPU kernels are held to.
+        threads: per worker.
+        torch, numpy, opacus, python: versions.
+        deterministic: whether operations without a deterministic kernel are refused; if not, the run is NOT EXACT.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/numerics/v1"
+
+    device: str
+    cpu_capability: str
+    threads: int
+    torch: str
+    numpy: str
+    opacus: str
+    python: str
+    deterministic: bool
+
+    def computes_like(self, other: "NumericsClass") -> bool:
+        """Return whether both give the same bits in an update rule, which runs on the CPU one element at a time."""
+        apart = {"device": "", "deterministic": True}
+        return self.model_copy(update=apart) == other.model_copy(update=apart)
+
+
+class Computation(Message):
+    """All that determines the bytes of the weights, given the run secret and the data.
+
+    Attributes:
+        measurements: the other releases beside the gradients, in their order.
+        model: ``module:function`` or the qualified name of a callable, for the reader.
+        model_code: SHA-256 of the model's source.
+        loss: ``cross_entropy``, ``mse`` or ``module:function``.
+        loss_code: SHA-256 of a custom loss's source, empty for a built-in one.
+        tensors: trainable tensors in canonical order.
+        parameter_dtype, accumulation_dtype: of parameters and of gradients, and of clipped sums before the ring.
+        initial_parameters: parameter digest of the start.
+        dataset: digest of the dataset descriptor's identity (not of its location).
+        epoch_steps: E; keys of step s belong to epoch s // E.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/computation/v1"
+
+    mechanism: Mechanism
+    measurements: tuple[Measurement, ...] = ()
+    model: str
+    model_code: bytes
+    loss: str
+    loss_code: bytes
+    tensors: tuple[TensorSpec, ...]
+    parameter_dtype: Literal["float32"] = "float32"
+    accumulation_dtype: Literal["float64"] = "float64"
+    initial_parameters: bytes
+    optimizer: OptimizerSpec
+    numerics: NumericsClass
+    dataset: bytes
+    epoch_steps: int
+
+    @property
+    def mechanisms(self) -> tuple[Mechanism, ...]:
+        """All mechanisms that the run may release by, the gradient's first."""
+        return (self.mechanism, *(measurement.mechanism for measurement in self.measurements))
+
+    def measurement(self, query: Query) -> Measurement:
+        """Return the measurement with that query; ProtocolError ``query_unknown`` if the run has none."""
+        for measurement in self.measurements:
+            if measurement.query == query:
+                return measurement
+        raise ProtocolError("query_unknown", f"the run has no measurement '{query}'")
+
+    def mechanism_of(self, query: Query) -> Mechanism:
+        """Return the mechanism with that query; ProtocolError ``query_unknown`` if the run has none."""
+        return self.mechanism if query == "gradient" else self.measurement(query).mechanism
+
+    def epoch_of(self, query: Query, step: int) -> int:
+        """Return the key epoch of a step of ``query``; a measurement has that of the training step it comes before."""
+        if query != "gradient":
+            after = self.measurement(query).after(step, self.mechanism.steps)
+            # No training step comes after the last one, and no key epoch either.
+            step = min(after, self.mechanism.steps - 1)
+        return step // self.epoch_steps
+
+    @property
+    def exact(self) -> bool:
+        """Whether every operation of the run has a deterministic kernel; if not, the run is NOT EXACT."""
+        return self.numerics.deterministic
+
+
+def key_context(computation: Computation, known_answer: bytes) -> bytes:
+    """Return what virtual-worker keys derive from: the computation as it is written down, and as it behaves.
+
+    The known answer changes with code that no digest of a source file sees, such as an installed package.
+    """
+    return digest(length_prefixed("raycloak/key-context/v1", computation.digest(), known_answer))
+
+
+class Manifest(Message):
+    """The run's contract; its digest is in every piece of evidence, header, receipt and roster.
+
+    Attributes:
+        known_answer: digest of the encoded, noised vector of the public synthetic batch; see
+            `workers/known_answer.py`.
+        orchestrator_key, orchestrator_ml_dsa: the orchestrator's Ed25519 key, which signs all its messages, and its
+            ML-DSA-65 key, which signs the heads of its evidence log as well.
+        key_commitments: per epoch, digest of the commitments to all virtual-worker keys.
+        dataset_fingerprint: as every worker computed it, see `workers/inputs/fingerprint.py`; empty without a key.
+        key_service: contract of the data owner's service, which gives the second half of every virtual-worker key.
+            ``key_commitments`` are then of the first half; the contract has those of the second.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/manifest/v1"
+
+    run_id: str
+    computation: Computation
+    known_answer: bytes
+    policy_digest: bytes
+    account: str
+    ledger_key: bytes
+    orchestrator_key: bytes
+    orchestrator_ml_dsa: bytes
+    key_commitments: tuple[bytes, ...]
+    dataset_fingerprint: bytes = b""
+    key_service: ServiceContract | None = None
+
+    @property
+    def log_owner(self) -> SignerPublic:
+        """The signer of the run's evidence log heads; ProtocolError ``malformed`` if a key has another length."""
+        try:
+            return SignerPublic(ed25519=self.orchestrator_key, ml_dsa_65=self.orchestrator_ml_dsa)
+        except ValidationError:
+            raise ProtocolError("malformed", "the manifest does not name the orchestrator's two keys") from None

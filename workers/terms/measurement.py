@@ -1,0 +1,135 @@
+"""Measurements: Gaussian sums over all examples, released beside the gradient and paid for like it.
+
+    class_counts   how many examples each class has, once, before the first step
+    evaluation     mean loss and accuracy of the model on the training examples, every so many steps and at the end
+
+A measurement is a mechanism of its own. Every example contributes (q = 1) one vector of norm at most 1
+(`workers/gradients/sum_engines.py`). The rest is the path of a gradient: receipt, keyed noise of each virtual worker,
+ring, masks, a sum that is decoded only as a whole. It does not enter the update of the parameters.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raycloak.attestation.core.messages import Message
+from raycloak.attestation.core.roster import Query
+from raycloak.workers.terms.mechanism import Mechanism
+
+LARGEST_NORM = 1.0 - 2.0**-15
+"""The norm that a contribution is scaled to at most. It is below what clipping to 1 aims at, so clipping never binds,
+and dividing by it gives counts and means without bias."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The coordinates of a measurement.
+
+    Attributes:
+        scales: by the name of each coordinate, in order, the value that one ``unit`` of it stands for.
+        most_set: how many coordinates of one example can differ from zero, which bounds its norm.
+    """
+
+    scales: Mapping[str, float]
+    most_set: int
+
+
+def _layout_of_counts(measurement: "Measurement") -> _Layout:
+    return _Layout({f"count_{label}": 1.0 for label in range(measurement.mechanism.dimension)}, most_set=1)
+
+
+def _layout_of_evaluation(measurement: "Measurement") -> _Layout:
+    scales = {"loss": measurement.loss_bound}
+    if measurement.mechanism.dimension == 2:
+        scales["accuracy"] = 1.0
+    return _Layout(scales, most_set=measurement.mechanism.dimension)
+
+
+_LAYOUTS: Mapping[Query, Callable[["Measurement"], _Layout]] = {
+    "class_counts": _layout_of_counts,
+    "evaluation": _layout_of_evaluation,
+}
+
+
+class Measurement(Message):
+    """One measurement of a run.
+
+    Attributes:
+        mechanism: its own, with ``query``, ``dimension`` and ``steps``, the number of releases.
+        every: training steps between two releases; 0 for one release before the first step.
+        loss_bound: B; an example's loss is cut to [-B, B]. 0 where no loss is measured.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/measurement/v1"
+
+    mechanism: Mechanism
+    every: int
+    loss_bound: float
+
+    @property
+    def query(self) -> Query:
+        """The one of the run's queries that this is."""
+        return self.mechanism.query
+
+    @property
+    def unit(self) -> float:
+        """The largest value of a coordinate of an example's vector, a float32 number; see ``LARGEST_NORM``."""
+        return float(np.float32(LARGEST_NORM / math.sqrt(self._layout.most_set)))
+
+    @property
+    def _layout(self) -> _Layout:
+        return _LAYOUTS[self.query](self)
+
+    def after(self, number: int, planned_steps: int) -> int:
+        """Return how many training steps are finished when release ``number`` is made."""
+        # A last interval that the plan cuts short is released at the plan's end.
+        return min((number + 1) * self.every, planned_steps)
+
+    def due(self, finished_steps: int, planned_steps: int) -> int | None:
+        """Return the number of the release that is made after ``finished_steps``; None if there is none."""
+        if self.every == 0:
+            return 0 if finished_steps == 0 else None
+        if finished_steps == 0 or (finished_steps % self.every and finished_steps != planned_steps):
+            return None
+        return -(-finished_steps // self.every) - 1
+
+
+class Released(Message):
+    """The values of one release of a measurement; noised, so any use of them is free.
+
+    Attributes:
+        query, number: which release of which measurement.
+        after: training steps that were finished.
+        values: by name: ``loss`` and ``accuracy``, or ``count_0``, ``count_1``, ...
+        deviation: standard deviation of the noise in each value. It says nothing about the data.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/released/v1"
+
+    query: Query
+    number: int
+    after: int
+    values: dict[str, float]
+    deviation: dict[str, float]
+
+
+def released(measurement: Measurement, number: int, planned_steps: int, average: NDArray[np.float64]) -> Released:
+    """Name and scale the sum that an aggregator decoded.
+
+    Args:
+        average: float64 [d], the decoded sum over the public divisor.
+    """
+    mechanism = measurement.mechanism
+    noise = math.sqrt(mechanism.virtual_workers) * mechanism.sigma * mechanism.gamma / mechanism.expected_batch_size
+    scales = {name: scale / measurement.unit for name, scale in measurement._layout.scales.items()}
+    return Released(
+        query=measurement.query,
+        number=number,
+        after=measurement.after(number, planned_steps),
+        values={name: float(value) * scale for (name, scale), value in zip(scales.items(), average, strict=True)},
+        deviation={name: noise * scale for name, scale in scales.items()},
+    )

@@ -1,0 +1,61 @@
+"""The parameter digest: one name for a model's weights that does not depend on how they are cut into ranges."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raycloak.attestation.core.canonical import digest, length_prefixed
+from raycloak.workers.terms.manifest import TensorSpec
+
+
+def dimension(tensors: Sequence[TensorSpec]) -> int:
+    """Return the number of coordinates of all ``tensors`` together."""
+    return sum(tensor.size for tensor in tensors)
+
+
+def split_flat(flat: NDArray[np.float32], tensors: Sequence[TensorSpec]) -> list[NDArray[np.float32]]:
+    """Return one view of ``flat`` per tensor, in order, each of shape [size]."""
+    assert flat.shape == (dimension(tensors),), "the vector does not have the tensors' size"
+    parts, start = [], 0
+    for tensor in tensors:
+        parts.append(flat[start : start + tensor.size])
+        start += tensor.size
+    return parts
+
+
+def own_copy(ranges: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+    """Return the parameters of all ranges as one float32 [d] in this process's own memory.
+
+    The arguments may be views of an object store, whose memory every process of the node can write to. Verified there,
+    they could be another model by the time they are used.
+    """
+    return np.concatenate(ranges)
+
+
+def tensor_digests(flat: NDArray[np.float32], tensors: Sequence[TensorSpec]) -> list[bytes]:
+    """Return the SHA-256 of each tensor's little-endian float32 bytes, in order.
+
+    Args:
+        flat: float32 [d], the tensors one after the other, each in C order.
+    """
+    assert flat.dtype == np.dtype("<f4"), "parameters are little-endian float32"
+    return [digest(np.ascontiguousarray(part).data.cast("B")) for part in split_flat(flat, tensors)]
+
+
+def parameter_digest(tensors: Sequence[TensorSpec], digests: Sequence[bytes]) -> bytes:
+    """Return a SHA-256 over the name, dtype, shape and content digest of every tensor.
+
+    Guarantee: equal for equal tensors, however they are cut into ranges, since each tensor enters by its own digest;
+    two models that differ in any name, shape or byte have different digests.
+
+    Args:
+        tensors: all trainable tensors in canonical order.
+        digests: their :func:`tensor_digests`, in the same order. A shape is written like ``32,10``; a scalar's is
+            empty text.
+    """
+    # A length-prefixed list: no name can run into the shape or the digest behind it.
+    fields: list[bytes | str] = []
+    for tensor, content in zip(tensors, digests, strict=True):
+        fields += (tensor.name, "float32", ",".join(map(str, tensor.shape)), content)
+    return digest(length_prefixed("raycloak/parameters/v1", *fields))

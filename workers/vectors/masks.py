@@ -1,0 +1,188 @@
+"""Pairwise masks: the key that each pair of workers shares in an attempt, and how masks are added.
+
+The worker with the lower id adds the keystream of the pair's mask key as ring words, and the other subtracts it. In the
+sum over a whole roster nothing of the masks is left (`docs/proofs/003-mask-cancellation.md`).
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from raycloak.attestation.core.canonical import digest, length_prefixed
+from raycloak.attestation.core.keys import AgreementKey, Purpose, Secret, derive
+from raycloak.attestation.core.roster import Member, Roster
+from raycloak.metrics.errors import ProtocolError
+from raycloak.workers.vectors.payload import VectorRange
+from raycloak.workers.vectors.ring import CACHE_BLOCK_BYTES, RingVector
+from raycloak.workers.vectors.streams import KeyStream
+
+
+class PairSecret:
+    """The secret that two workers share, at one ratchet index.
+
+    Guarantee: both ends reach the same secret at the same index; from the secret at one index none of an earlier
+    one can be computed; two pairs, runs or manifests never share a secret.
+
+    Attributes:
+        sign: +1 for the end with the lower member id, -1 for the other.
+        index: number of commits the secret has been ratcheted past; equal to ``Roster.ratchet`` when in use.
+    """
+
+    __slots__ = ("_secret", "index", "sign")
+
+    def __init__(
+        self, own_key: AgreementKey, own: Member, peer: Member, *, run_id: str, manifest_digest: bytes
+    ) -> None:
+        """Agree with ``peer`` at the admission of the later of the two.
+
+        Raises:
+            ProtocolError: ``pair_key`` if the peer's key is our own or a low-order point.
+        """
+        if own.member_id == peer.member_id or own.mask_key == peer.mask_key or own_key.public != own.mask_key:
+            raise ProtocolError("pair_key", f"{own.member_id} and {peer.member_id} do not have two keys of their own")
+        try:
+            shared = own_key.agree(peer.mask_key)
+        except ValueError:
+            raise ProtocolError("pair_key", f"the mask key of {peer.member_id} is not usable") from None
+        # Sorted, so that both ends derive from the same bytes.
+        low, high = sorted((own, peer), key=lambda member: member.member_id)
+        parties = (low.member_id, low.mask_key, high.member_id, high.mask_key)
+        self._secret = derive(shared, Purpose.PAIR, run_id, manifest_digest, *parties)
+        self.sign = 1 if own is low else -1
+        # The pair begins with the later of the two: a newcomer knows nothing of earlier commits.
+        self.index = max(own.joined, peer.joined)
+
+    def advance(self) -> None:
+        """Ratchet past one commit; the old secret is dropped."""
+        self.index += 1
+        self._secret = derive(self._secret, Purpose.PAIR_RATCHET, self.index)
+
+    def advance_to(self, index: int) -> None:
+        """Ratchet up to ``index``; ProtocolError ``ratchet_behind`` if the secret is already past it."""
+        if index < self.index:
+            raise ProtocolError("ratchet_behind", f"index {index} was asked for, the pair stands at {self.index}")
+        while self.index < index:
+            self.advance()
+
+    def keystream_key(
+        self, *, roster_digest: bytes, step: int, attempt: int, parameter_digest: bytes, cut: bytes, range_index: int
+    ) -> Secret:
+        """Return the key of the pair's mask over one range, as :func:`keystream_key` derives it."""
+        return keystream_key(
+            self._secret,
+            roster_digest=roster_digest,
+            step=step,
+            attempt=attempt,
+            parameter_digest=parameter_digest,
+            cut=cut,
+            range_index=range_index,
+        )
+
+
+def keystream_key(
+    pair: Secret,
+    *,
+    roster_digest: bytes,
+    step: int,
+    attempt: int,
+    parameter_digest: bytes,
+    cut: bytes,
+    range_index: int,
+) -> Secret:
+    """Return the ChaCha20 key of one pair's mask over one parameter range.
+
+    Guarantee: two keys are equal only if pair secret, roster digest, step, attempt, parameter digest, the cut of all
+    ranges and the range are. Workers that were told different ranges therefore add masks that do not cancel.
+    A roster has a fresh nonce, so even an attempt counter that restarts cannot bring a key back.
+    """
+    return derive(pair, Purpose.MASK, roster_digest, step, attempt, parameter_digest, cut, range_index)
+
+
+def cut_digest(ranges: Sequence[VectorRange]) -> bytes:
+    """Return 32 bytes that name how a vector is cut into ranges."""
+    numbers = [number for part in ranges for number in (part.index, part.offset, part.length)]
+    return digest(length_prefixed("raycloak/cut/v1", *numbers))
+
+
+def roster_masks(
+    pairs: Mapping[str, PairSecret],
+    roster: Roster,
+    own_id: str,
+    *,
+    parameter_digest: bytes,
+    ranges: Sequence[VectorRange],
+) -> tuple[tuple[tuple[Secret, int], ...], ...]:
+    """Return the masks of ``own_id`` in an attempt: per range, one (key, sign) for every other worker of the roster.
+
+    Guarantee: there is at least one mask per range, so no vector masked with the result is in clear.
+
+    Args:
+        ranges: how the whole vector is cut.
+        pairs: by peer id; each is advanced to the roster's ratchet index.
+
+    Raises:
+        ProtocolError: ``roster_too_small`` without another worker, ``pair_missing``, ``roster_member`` or
+            ``ratchet_behind``.
+    """
+    if own_id not in (worker.member_id for worker in roster.workers):
+        raise ProtocolError("roster_member", f"{own_id} is not a worker in the roster of step {roster.step}")
+    roster_digest, cut = roster.digest(), cut_digest(ranges)
+    peers = [worker.member_id for worker in roster.workers if worker.member_id != own_id]
+    if not peers:
+        raise ProtocolError("roster_too_small", f"{own_id} is the only worker of step {roster.step}: nothing masks it")
+    for peer in peers:
+        if peer not in pairs:
+            raise ProtocolError("pair_missing", f"{own_id} has no pair secret with {peer}")
+        pairs[peer].advance_to(roster.ratchet)
+    return tuple(
+        tuple(
+            (
+                pairs[peer].keystream_key(
+                    roster_digest=roster_digest,
+                    step=roster.step,
+                    attempt=roster.attempt,
+                    parameter_digest=parameter_digest,
+                    cut=cut,
+                    range_index=part.index,
+                ),
+                pairs[peer].sign,
+            )
+            for peer in peers
+        )
+        for part in ranges
+    )
+
+
+def apply_masks(vector: RingVector, masks: Sequence[tuple[Secret, int]]) -> None:
+    """Add or subtract every mask in place."""
+    masked_sum([vector], masks, vector)
+
+
+def masked_sum(vectors: Sequence[RingVector], masks: Sequence[tuple[Secret, int]], out: RingVector) -> None:
+    """Write the ring sum of ``vectors`` and signed masks to ``out``, all of one length and ring.
+
+    Guarantee: ``out`` is Σ vectors + Σ sign·keystream mod 2^bits, in any order of either; no mask exists
+    beyond one cache-sized block, and an unmasked sum of several vectors never exists as a whole.
+
+    Args:
+        vectors: at least one; they are only read. The first may be ``out`` itself.
+        masks: (key, +1 or -1); each keystream starts at block 0 and is read as little-endian ring words.
+        out: C-contiguous.
+    """
+    assert vectors
+    assert all(vector.shape == out.shape and vector.dtype == out.dtype for vector in vectors)
+    assert all(sign in (1, -1) for _, sign in masks)
+    block = CACHE_BLOCK_BYTES // out.itemsize
+    streams = [(KeyStream(key), np.add if sign > 0 else np.subtract) for key, sign in masks]
+    keystream = np.empty(min(block, len(out)), out.dtype)
+    for start in range(0, len(out), block):
+        target = out[start : start + block]
+        mask = keystream[: len(target)]
+        # The first vector is copied block by block: whole, `out` would be an unmasked sum for a while.
+        if vectors[0] is not out:
+            np.copyto(target, vectors[0][start : start + block])
+        for vector in vectors[1:]:
+            np.add(target, vector[start : start + block], out=target)
+        for stream, combine in streams:
+            stream.into(mask)
+            combine(target, mask, out=target)

@@ -1,0 +1,253 @@
+"""The integer ring: its width and grid step, and how a clamped float vector becomes ring words and back.
+
+The grid step gamma is a power of two, so scaling is exact and the only rounding is one half-to-even rounding per
+coordinate. The bounds used here are proved in `docs/proofs/002-ring-and-sensitivity.md`.
+"""
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raycloak.metrics.errors import ConfigError, ProtocolError
+from raycloak.workers.vectors.noise import MAX_SIGMA, MIN_SIGMA, ROUNDING_VARIANCE
+
+RingBits = Literal[32, 64]
+RingVector = NDArray[np.uint32] | NDArray[np.uint64]
+FloatVector = NDArray[np.float32] | NDArray[np.float64]
+
+CACHE_BLOCK_BYTES = 1 << 17
+"""The size of one working block; three of them fit a core's level-2 cache with room to spare."""
+
+TAIL_DEVIATIONS = 16
+"""The standard deviations of the whole noise that the capacity leaves room for."""
+
+# Sensitivity that rounding adds is paid for in noise: 1 % is cheaper than twice the bytes on the wire.
+AUTO_INFLATION = 0.01
+# A grid so coarse that rounding doubles the sensitivity is a configuration that nobody means.
+LARGEST_INFLATION = 1.0
+
+# The scale 2^-gamma_log2 and the clamp must be normal float32 numbers, for float32 input to be scaled exactly.
+_GAMMA_LOG2_LIMIT = 120
+_SIGNIFICAND_BITS = 24
+
+
+def ring_dtype(bits: int) -> np.dtype[Any]:
+    """Return the dtype of ring words: little-endian, unsigned, of ``bits`` bits."""
+    return np.dtype(f"<u{bits // 8}")
+
+
+@dataclass(frozen=True, slots=True)
+class RingSpec:
+    """The terms of encoding and decoding: the ring Z_{2^bits}, the grid step 2^gamma_log2 and the clamp.
+
+    ``clamp`` is a multiple of gamma and a float32 number, so float32 and float64 input are clamped alike.
+    """
+
+    bits: RingBits
+    gamma_log2: int
+    clamp: float
+
+
+@dataclass(frozen=True, slots=True)
+class RingFit:
+    """A ring that fits a configuration.
+
+    Attributes:
+        bits, gamma_log2: the ring Z_{2^bits} and its grid step 2^gamma_log2.
+        clamp: bound of each coordinate of one virtual worker's sum, rounded down to a float32 on the grid.
+        sigma: standard deviation of one virtual worker's noise in ring units; 0 without noise.
+        inflation: C'/C - 1, what rounding adds to the sensitivity.
+    """
+
+    bits: RingBits
+    gamma_log2: int
+    clamp: float
+    sigma: float
+    inflation: float
+
+    @property
+    def spec(self) -> RingSpec:
+        """The part that encoding needs."""
+        return RingSpec(self.bits, self.gamma_log2, self.clamp)
+
+
+def fit_ring(
+    *,
+    max_grad_norm: float,
+    clamp: float,
+    dimension: int,
+    virtual_workers: int,
+    noise_multiplier: float,
+    honest_share: float,
+    bits: Literal["auto", 32, 64] = "auto",
+) -> RingFit:
+    """Return the finest grid on which ``virtual_workers`` clamped, noised vectors can be summed.
+
+    Guarantee: the sum of V clamped vectors cannot overflow, and overflows with noise only beyond 16 standard
+    deviations of the whole noise: V·clamp/γ + V/2 + 16·σ·√V < 2^(bits-1). Noise pays for the rounded sensitivity:
+    V·h·σ² ≥ (z·C'/γ)² + 4 with C' = C + γ√d, in exact arithmetic and in floats, and 16 ≤ σ ≤ 2^40.
+
+    Args:
+        max_grad_norm: C, l2 bound of one example's contribution; positive.
+        clamp: wanted bound of each coordinate of one virtual worker's sum; positive.
+        dimension: d. virtual_workers: V.
+        noise_multiplier: z; 0 for a run without noise, which has no bounds on sigma or inflation.
+        honest_share: h in (0, 1].
+        bits: ring width; ``auto`` takes 32 when the inflation is below 1 %, else 64.
+
+    Raises:
+        ConfigError: ``ring_capacity`` or ``ring_sigma``, with the numbers.
+    """
+    assert min(max_grad_norm, clamp, dimension, virtual_workers) > 0
+    assert noise_multiplier >= 0
+    assert 0 < honest_share <= 1
+    demand = _Demand(max_grad_norm, clamp, dimension, virtual_workers, noise_multiplier, honest_share)
+    if bits != "auto":
+        return _fit(demand, bits)
+    try:
+        narrow = _fit(demand, 32)
+    except ConfigError:
+        return _fit(demand, 64)
+    return narrow if narrow.inflation < AUTO_INFLATION else _fit(demand, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Demand:
+    """The inputs of :func:`fit_ring`, and their demands on a grid step."""
+
+    max_grad_norm: float
+    clamp: float
+    dimension: int
+    virtual_workers: int
+    noise_multiplier: float
+    honest_share: float
+
+    def clamp_units(self, gamma_log2: int) -> int:
+        """Return the clamp in ring units, rounded down to an integer of at most 24 significant bits."""
+        units = math.floor(Fraction(self.clamp) / Fraction(2) ** gamma_log2)
+        spare = max(units.bit_length() - _SIGNIFICAND_BITS, 0)
+        return units >> spare << spare
+
+    def sigma(self, gamma_log2: int) -> float:
+        """Return the least float that satisfies the variance inequality, exactly and when evaluated in floats.
+
+        Infinite where it would be far beyond ``MAX_SIGMA``.
+        """
+        if self.noise_multiplier == 0:
+            return 0.0
+        root = Fraction(math.isqrt(self.dimension << 104) + 1, 1 << 52)
+        sensitivity = Fraction(self.max_grad_norm) / Fraction(2) ** gamma_log2 + root
+        total = (Fraction(self.noise_multiplier) * sensitivity) ** 2 + Fraction(ROUNDING_VARIANCE)
+        share = self.virtual_workers * Fraction(self.honest_share)
+        if total > share * Fraction(2 * MAX_SIGMA) ** 2:
+            return math.inf
+        sigma = math.sqrt(total / share)
+        while share * Fraction(sigma) ** 2 < total or not self._holds_in_floats(sigma, gamma_log2):
+            sigma = math.nextafter(sigma, math.inf)
+        return sigma
+
+    def _holds_in_floats(self, sigma: float, gamma_log2: int) -> bool:
+        gamma = math.ldexp(1.0, gamma_log2)
+        sensitivity = self.max_grad_norm + gamma * math.sqrt(self.dimension)
+        needed = (self.noise_multiplier * sensitivity / gamma) ** 2 + ROUNDING_VARIANCE
+        return self.virtual_workers * self.honest_share * sigma**2 >= needed
+
+    def load(self, gamma_log2: int, sigma: float) -> int:
+        """Return the largest magnitude that the decoded sum is sized for, in ring units, rounded up."""
+        # A square root of at most 2^63 is off by far less than the unit added here, next to 16·σ.
+        tail = math.ceil(TAIL_DEVIATIONS * Fraction(sigma) * Fraction(math.sqrt(self.virtual_workers))) + 1
+        return self.virtual_workers * self.clamp_units(gamma_log2) + (self.virtual_workers + 1) // 2 + tail
+
+    def inflation(self, gamma_log2: int) -> float:
+        return math.ldexp(math.sqrt(self.dimension), gamma_log2) / self.max_grad_norm
+
+
+def _fit(demand: _Demand, bits: RingBits) -> RingFit:
+    for gamma_log2 in range(-_GAMMA_LOG2_LIMIT, _GAMMA_LOG2_LIMIT + 1):
+        units = demand.clamp_units(gamma_log2)
+        if demand.virtual_workers * units >= 1 << (bits - 1):
+            continue
+        sigma = demand.sigma(gamma_log2)
+        if sigma > MAX_SIGMA or demand.load(gamma_log2, sigma) >= 1 << (bits - 1):
+            continue
+        return _accepted(demand, bits, gamma_log2, sigma)
+    raise _capacity(demand, bits, "No grid step holds the sum")
+
+
+def _accepted(demand: _Demand, bits: RingBits, gamma_log2: int, sigma: float) -> RingFit:
+    """Return the fit at this grid step, or raise the refusal that says why the finest step is still too coarse."""
+    inflation = demand.inflation(gamma_log2)
+    units = demand.clamp_units(gamma_log2)
+    if units == 0:
+        why = f"The clamp is below the grid step 2^{gamma_log2}"
+        raise _capacity(demand, bits, why, "Raise ring.clamp, or dp_config.max_grad_norm where no clamp is given.")
+    if sigma and sigma < MIN_SIGMA:
+        raise ConfigError(
+            "ring_sigma",
+            f"A {bits}-bit ring leaves the noise of one virtual worker {sigma:.3g} ring units, below {MIN_SIGMA:g} "
+            f"({_numbers(demand)}, grid step 2^{gamma_log2}).",
+            _remedy(bits),
+        )
+    if sigma and inflation > LARGEST_INFLATION:
+        raise _capacity(demand, bits, f"The grid step 2^{gamma_log2} would inflate the sensitivity by {inflation:.3g}")
+    return RingFit(bits, gamma_log2, math.ldexp(float(units), gamma_log2), sigma, inflation)
+
+
+def _capacity(demand: _Demand, bits: RingBits, why: str, remedy: str = "") -> ConfigError:
+    return ConfigError("ring_capacity", f"{why} in a {bits}-bit ring ({_numbers(demand)}).", remedy or _remedy(bits))
+
+
+def _remedy(bits: RingBits) -> str:
+    return f"Lower the clamp or use fewer virtual workers{', or set the ring to 64 bits' if bits == 32 else ''}."
+
+
+def _numbers(demand: _Demand) -> str:
+    return (
+        f"{demand.virtual_workers} virtual workers, clamp {demand.clamp:g}, max_grad_norm {demand.max_grad_norm:g}, "
+        f"noise multiplier {demand.noise_multiplier:g}, honest share {demand.honest_share:g}, "
+        f"dimension {demand.dimension}"
+    )
+
+
+def encode_into(values: FloatVector, spec: RingSpec, out: RingVector) -> None:
+    """Clamp ``values`` [d], scale by 2^-gamma_log2, round half to even and write the ring words to ``out`` [d].
+
+    Guarantee: for any x, x' the results differ by at most ‖x − x'‖/γ + √d in l2, in centred ring units. The words
+    depend only on the real numbers given, not on their float type or on block boundaries. The work done depends
+    on d alone, not on the values.
+
+    Raises:
+        ProtocolError: ``encode_non_finite``; a caller's bug, since per-example gradients are made finite before
+            they are summed. ``out`` is then undefined.
+    """
+    assert values.ndim == 1
+    assert values.shape == out.shape
+    assert out.dtype == ring_dtype(spec.bits)
+    assert values.dtype in (np.float32, np.float64)
+    block = CACHE_BLOCK_BYTES // values.itemsize
+    scratch, finite = np.empty(block, values.dtype), np.empty(block, np.bool_)
+    # Scalars of the input's own type: each is exact in float32 (see RingSpec).
+    high, scale = values.dtype.type(spec.clamp), values.dtype.type(math.ldexp(1.0, -spec.gamma_log2))
+    words = out.view(np.int32 if spec.bits == 32 else np.int64)
+    for start in range(0, len(values), block):
+        part = values[start : start + block]
+        work = scratch[: len(part)]
+        if not np.isfinite(part, out=finite[: len(part)]).all():
+            raise ProtocolError("encode_non_finite", "a virtual worker's sum is not finite")
+        np.clip(part, -high, high, out=work)
+        np.multiply(work, scale, out=work)
+        np.rint(work, out=work)
+        np.copyto(words[start : start + block], work, casting="unsafe")
+
+
+def decode(total: RingVector, gamma_log2: int) -> NDArray[np.float64]:
+    """Return the real vector [d] that ring words stand for: centred lift times 2^gamma_log2.
+
+    Exact while the lift fits 53 bits, as it always does in a 32-bit ring; beyond that, correctly rounded to float64.
+    """
+    lifted = total.view(np.int32 if total.itemsize == 4 else np.int64).astype(np.float64)
+    return np.multiply(lifted, math.ldexp(1.0, gamma_log2), out=lifted)

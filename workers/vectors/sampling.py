@@ -1,0 +1,57 @@
+"""Poisson sampling of a virtual worker's examples from a keyed stream."""
+
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raycloak.attestation.core.keys import Secret
+from raycloak.metrics.errors import ConfigError
+from raycloak.workers.vectors.streams import KeyStream
+
+# At most 2^-64 of probability is lost to rounding q down; a wider draw would cost keystream for nothing.
+DRAW_BITS = 64
+
+
+def inclusion_threshold(sample_rate: float) -> int:
+    """Return floor(q * 2^64), exactly; an example is in the batch iff its 64-bit draw is below it.
+
+    Raises:
+        ConfigError: ``sample_rate`` if q is not in [0, 1].
+    """
+    if not 0 <= sample_rate <= 1:
+        raise ConfigError("sample_rate", f"a sampling rate of {sample_rate} is not a probability.", "Use 0 < q <= 1.")
+    return int(Fraction(float(sample_rate)) * 2**DRAW_BITS)
+
+
+def draw_ids(key: Secret, ids: NDArray[np.int64], sample_rate: float, capacity: int) -> NDArray[np.int64]:
+    """Return the examples of one virtual worker that take part in one step, ascending.
+
+    Guarantee: true Poisson sampling. With an ideal keystream each id is included independently with probability
+    floor(q * 2^64) / 2^64, never above q and less than 2^-64 below it. Only if more than ``capacity`` are drawn is
+    anything cut: the examples with the smallest draws stay, which does not depend on their content.
+
+    Args:
+        key: sampling key of one (virtual worker, step, parameters).
+        ids: all examples of the virtual worker, ascending, shape [n]; the j-th takes the j-th 64-bit draw.
+        sample_rate: q in [0, 1].
+        capacity: most examples a step can hold, at least 0.
+
+    Returns:
+        int64, shape [m] with m <= min(n, capacity).
+
+    Raises:
+        ConfigError: ``sample_rate``.
+    """
+    assert ids.ndim == 1
+    assert ids.dtype == np.int64
+    assert capacity >= 0
+    threshold = inclusion_threshold(sample_rate)
+    draws = np.empty(ids.size, "<u8")
+    KeyStream(key).into(draws)
+    # 2^64 itself is no uint64: at q = 1 there is nothing to compare.
+    drawn = np.arange(ids.size) if threshold == 2**DRAW_BITS else np.flatnonzero(draws < np.uint64(threshold))
+    if drawn.size > capacity:
+        order = np.argsort(draws[drawn], kind="stable")
+        drawn = np.sort(drawn[order[:capacity]])
+    return ids[drawn]
