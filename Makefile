@@ -42,7 +42,7 @@ format: $(INSTALLED)
 
 # The stubs of the evidence service; a test compares them with what this makes.
 proto: $(INSTALLED)
-	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. attestation/service/evidence.proto
+	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. raycloak/attestation/service/evidence.proto
 
 # Seeds and findings go to FUZZ_DIR; INDEX=path/to/INDEX.json adds recorded evidence to the seeds.
 FUZZ_DIR ?= build/fuzz

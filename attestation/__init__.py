@@ -1,3 +1,8 @@
-from raycloak_layout import check_siblings
+"""Evidence and keys: verify hardware evidence, admit members, release keys, keep the log.
 
-check_siblings()
+It imports neither torch nor Ray.
+
+Doors: its rooms, each with a docstring of its own; ``docs/architecture.md`` draws their order.
+
+May import: `raycloak.metrics`.
+"""

@@ -1,3 +1,6 @@
-from raycloak_layout import check_siblings
+"""Errors, Prometheus metrics, events and dashboards. The lowest package: it imports neither torch nor Ray.
 
-check_siblings()
+Doors: its modules.
+
+May import: none of the other packages.
+"""

@@ -6,11 +6,7 @@ Import from here alone; everything else may change.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from raycloak_layout import PackageShadowedError, check_siblings
-
-check_siblings()
-
-from raycloak.metrics.errors import (  # noqa: E402 - a shadowed package must be named before it is imported
+from raycloak.metrics.errors import (
     BudgetError,
     ConfigError,
     DatasetError,
@@ -22,6 +18,7 @@ from raycloak.metrics.errors import (  # noqa: E402 - a shadowed package must be
     RunFailedError,
     SenderError,
 )
+from raycloak.version import VERSION
 
 if TYPE_CHECKING:
     from raycloak.attestation.orchestrator.commits import StepCommit
@@ -62,6 +59,8 @@ if TYPE_CHECKING:
     from raycloak.workers.terms.receipt import Receipt
     from raycloak.workers.train_worker import TrainWorker
     from raycloak.workers.vectors.payload import VectorRange
+
+__version__ = VERSION
 
 _HOMES = {
     "Admission": "raycloak.workers.messages",
@@ -137,7 +136,6 @@ __all__ = [
     "ModelSource",
     "NodeEvidenceSource",
     "OptimizerConfig",
-    "PackageShadowedError",
     "PlacementConfig",
     "Plan",
     "PrivacyLedger",
@@ -158,6 +156,7 @@ __all__ = [
     "Trainer",
     "VectorRange",
     "WorkerSetup",
+    "__version__",
     "actor",
     "build_computation",
     "build_manifest",

@@ -1,13 +1,11 @@
-"""`raycloak.py` is the public interface: sorted, complete, documented, and shadow-checked."""
+"""`raycloak` itself is the public interface: sorted, complete and documented."""
 
 import inspect
-from pathlib import Path
 
 import pytest
 
 import raycloak
 from raycloak.metrics import errors
-from raycloak_layout import PACKAGES
 
 
 def test_all_is_sorted_and_without_repeats():
@@ -38,12 +36,3 @@ def test_every_error_a_user_may_catch_is_exported():
 def test_the_actors_are_exported():
     actors = {"EvidenceOrchestrator", "MaskedAggregator", "PrivacyLedger", "TrainWorker"}
     assert actors | {"DPConfig", "RunConfig", "Trainer"} <= set(raycloak.__all__)
-
-
-@pytest.mark.parametrize("name", PACKAGES)
-def test_a_shadowed_package_stops_the_import_of_raycloak(name, run_python):
-    users = Path(run_python.folder) / f"{name}.py"
-    users.write_text("")
-    done = run_python("-c", "import raycloak")
-    assert "PackageShadowedError" in done.stderr
-    assert str(users) in done.stderr

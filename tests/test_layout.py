@@ -1,58 +1,65 @@
-"""The four plain package names: a shadowed one is named, and every way of installing keeps them together.
+"""One import name: a user's own files shadow nothing, and every way of installing keeps the packages together.
 
 ``-S`` keeps the environment's own installation of raycloak out of a child's way.
 """
 
+import ast
 import shutil
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from raycloak_layout import PACKAGES
+from tests.layout import PACKAGES, ROOT, SOURCES
 
-ROOT = Path(__file__).resolve().parent.parent
+IMPORT_ALL = f"import raycloak, {', '.join(f'raycloak.{package}' for package in PACKAGES)}"
 
 
-@pytest.mark.parametrize("name", PACKAGES)
-def test_a_users_file_that_shadows_a_package_is_named_with_ours(name, run_python):
-    sibling = next(package for package in PACKAGES if package != name)
-    users = run_python.folder / f"{name}.py"
-    users.write_text("answer = 42\n")
-    (run_python.folder / "script.py").write_text(f"import {sibling}\n")
+def test_a_script_beside_files_of_all_four_names_imports_ours(run_python):
+    """A module, a package and a folder without `__init__.py` each beside the script, and each takes a turn."""
+    for name in PACKAGES:
+        (run_python.folder / f"{name}.py").write_text("raise SystemExit('the user\\'s own file was imported')\n")
+        (run_python.folder / name).mkdir()
+        (run_python.folder / name / "__init__.py").write_text(
+            "raise SystemExit('the user\\'s own package was imported')\n"
+        )
+    script = run_python.folder / "script.py"
+    script.write_text(
+        f"{IMPORT_ALL}\n"
+        "from raycloak import RunConfig, PrivacyLedger, EvidenceOrchestrator, TrainWorker, MaskedAggregator, Trainer\n"
+        "print(RunConfig.__module__)\n"
+    )
     done = run_python("script.py")
-    assert done.code == 1
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("raycloak_layout.PackageShadowedError: ")
-    assert str(users) in last
-    assert str(ROOT / name / "__init__.py") in last
-    assert "Rename your own" in last
+    assert (done.code, done.stdout.strip()) == (0, "raycloak.coordinator.config.run"), done.stderr
 
 
-def test_a_package_that_the_script_imported_first_is_named_too(run_python):
-    users = run_python.folder / "metrics.py"
-    users.write_text("")
-    done = run_python("-c", "import metrics, attestation")
-    assert "PackageShadowedError" in done.stderr
-    assert str(users) in done.stderr
+def test_no_import_names_a_package_by_its_folder_alone():
+    """A second import name would make a second module of the same file."""
+    files = [path for folder in ("benchmarks", "examples", "tests") for path in (ROOT / folder).rglob("*.py")]
+    bare = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in (*SOURCES, *files)
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in _imported(node)
+        if name.split(".")[0] in PACKAGES
+    ]
+    assert bare == []
 
 
-def test_a_missing_package_is_named(tmp_path, run_python):
-    installed = _copy(tmp_path / "site")
-    shutil.rmtree(installed / "workers")
-    done = run_python("-S", "-c", "import metrics", path=installed)
-    assert "import of 'workers' finds no file" in done.stderr
-
-
-def test_an_unrelated_file_shadows_nothing(run_python):
-    (run_python.folder / "my_metrics.py").write_text("")
-    assert run_python("-c", "import attestation, coordinator, metrics, workers").code == 0
+def _imported(node):
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     """A copy of what the distribution is built from, so that building leaves nothing in the repository."""
-    folder = _copy(tmp_path_factory.mktemp("source"))
+    folder = tmp_path_factory.mktemp("source")
+    for package in (*PACKAGES, "raycloak"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / package, folder / package, symlinks=True, ignore=ignored)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     return folder
@@ -66,36 +73,38 @@ def test_an_installed_distribution_imports_its_own_packages(hook, source, tmp_pa
         archive.extractall(site)
     expected = source if hook == "build_editable" else site
     code = (
-        f"import site; site.addsitedir({str(site)!r})\n"
-        "import attestation, coordinator, metrics, workers, raycloak_layout\n"
-        "for package in (attestation, coordinator, metrics, workers, raycloak_layout): print(package.__file__)"
+        f"import site, sys; site.addsitedir({str(site)!r})\n{IMPORT_ALL}\n"
+        "for name in [name for name in sys.modules if name.startswith('raycloak')]: print(sys.modules[name].__file__)"
     )
     done = run_python("-S", "-c", code, path=tmp_path)
     assert done.code == 0, done.stderr
     assert {Path(line).is_relative_to(expected) for line in done.stdout.splitlines()} == {True}
 
 
-def test_a_wheel_carries_the_dashboards_and_the_command(source, tmp_path, run_python):
+def test_a_wheel_and_a_source_distribution_carry_every_package_and_its_data(source, tmp_path, run_python):
     with zipfile.ZipFile(_build("build_wheel", source, tmp_path, run_python)) as archive:
         names = set(archive.namelist())
         (entry_points,) = (name for name in names if name.endswith("entry_points.txt"))
-        assert "raycloak = raycloak.coordinator.__main__:main" in archive.read(entry_points).decode()
-    dashboards = {f"metrics/dashboards/{path.name}" for path in (ROOT / "metrics" / "dashboards").glob("*.json")}
-    assert dashboards <= names
-    assert not [name for name in names if name.startswith(("tests/", "docs/", "examples/", "benchmarks/"))]
+        assert "raycloak = raycloak.__main__:main" in archive.read(entry_points).decode()
+    data = [
+        path
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*")
+        if path.suffix in {".json", ".pem", ".proto", ".py", ".pyi"}
+    ]
+    expected = {f"raycloak/{path.relative_to(ROOT)}" for path in data}
+    assert expected <= names
+    assert {name.split("/")[0] for name in names if not name.split("/")[0].endswith(".dist-info")} == {"raycloak"}
+    with tarfile.open(_build("build_sdist", source, tmp_path / "sdist", run_python)) as archive:
+        packed = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+        assert expected <= packed
+        assert not [each.name for each in archive.getmembers() if each.issym()]
 
 
-def _copy(folder):
-    for package in PACKAGES:
-        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
-    for module in ROOT.glob("*.py"):
-        shutil.copy(module, folder)
-    return folder
-
-
-def _build(hook, source, tmp_path, run_python):
-    build = f"import os, setuptools.build_meta as b; os.chdir({str(source)!r}); b.{hook}({str(tmp_path)!r})"
-    done = run_python("-c", build, path=tmp_path)
+def _build(hook, source, target, run_python):
+    target.mkdir(exist_ok=True)
+    build = f"import os, setuptools.build_meta as b; os.chdir({str(source)!r}); b.{hook}({str(target)!r})"
+    done = run_python("-c", build, path=target)
     assert done.code == 0, done.stderr
-    (wheel,) = tmp_path.glob("*.whl")
-    return wheel
+    (made,) = [*target.glob("*.whl"), *target.glob("*.tar.gz")]
+    return made

@@ -1,15 +1,12 @@
 """Nothing waits for Ray without a deadline: a stopped process would hang the run for ever."""
 
 import ast
-from pathlib import Path
 
 import pytest
 
-from raycloak_layout import PACKAGES
+from tests.layout import ROOT, SOURCES
 
-ROOT = Path(__file__).resolve().parent.parent
 WAITING = {"get", "wait"}
-SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
 def untimed(source):

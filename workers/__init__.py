@@ -1,3 +1,6 @@
-from raycloak_layout import check_siblings
+"""The computation on private data: examples, clipped gradients, ring vectors, noise and masks. It never imports Ray.
 
-check_siblings()
+Doors: its modules, and the rooms `terms`, `vectors`, `inputs` and `gradients`.
+
+May import: `raycloak.attestation`, `raycloak.metrics`.
+"""

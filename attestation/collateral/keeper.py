@@ -1,6 +1,6 @@
-"""Keeps the collateral of a policy's service current.
+"""The collateral keeper: fetch collateral before it ends, and refresh a service that runs for long.
 
-It is fetched before it ends, and kept on disk, so that a restart needs no network until it has ended.
+What was fetched is kept on disk, so a restart needs no network until the collateral has ended.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""Transactions of one SQLite connection, which tell how long values read over it hold.
+"""SQLite files that several processes write at once: opening them, and their transactions.
 
-No other process commits while a transaction is open. A reader that knows when one began, and when something was undone,
+Nobody else commits while a transaction is open. A reader that knows when a transaction began, and when one was undone,
 need not read again what it has read or written since.
 """
 

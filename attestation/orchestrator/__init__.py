@@ -2,6 +2,6 @@
 
 Doors: admissions, commits, data_commitments, evaluation_order, hosting, key_desk, orchestrator, package_desk,
 peer_desk, revocations, run_terms, state.
-May import: sealed, vectors, appraisal, collateral, keys, attester, policy, simulators, gpu, snp, tdx, log, trust,
-files, core; metrics.
+
+May import: `sealed`, `vectors` and the rooms below; `metrics`.
 """

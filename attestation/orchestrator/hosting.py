@@ -1,7 +1,6 @@
-"""Hosting: which member may have the keys of which virtual workers over the evidence service, and the newest roster.
+"""Hosting as the orchestrator sees it: which virtual workers' keys a member may have.
 
-In a run, both follow from what the run decides. At a standalone service no coordinator decides, so the operator fixes
-a table.
+A run's coordinator decides it from step to step. A standalone evidence service follows a table that its operator fixes.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -1,6 +1,6 @@
 """Sealed packages and sealed data: their manifests, keys, recipients and chunked encryption.
 
 Doors: chunk_stream, package_keys, package_manifest, sealed_data.
-May import: appraisal, collateral, keys, attester, policy, simulators, gpu, snp, tdx, log, trust, files, core;
-metrics.
+
+May import: `appraisal`, `collateral`, `keys` and the rooms below; `metrics`.
 """

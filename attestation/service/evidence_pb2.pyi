@@ -1,12 +1,8 @@
-from collections.abc import Iterable as _Iterable
-from collections.abc import Mapping as _Mapping
-from typing import ClassVar as _ClassVar
-from typing import Optional as _Optional
-from typing import Union as _Union
-
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from google.protobuf.internal import containers as _containers
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -26,9 +22,7 @@ class ChallengeRequest(_message.Message):
     member_id: str
     role: str
     identity_key: bytes
-    def __init__(
-        self, member_id: _Optional[str] = ..., role: _Optional[str] = ..., identity_key: _Optional[bytes] = ...
-    ) -> None: ...
+    def __init__(self, member_id: _Optional[str] = ..., role: _Optional[str] = ..., identity_key: _Optional[bytes] = ...) -> None: ...
 
 class ChallengeReply(_message.Message):
     __slots__ = ("challenge", "server_certificate")
@@ -44,9 +38,7 @@ class AttestRequest(_message.Message):
     CHANNEL_SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     presentation: SignedMessage
     channel_signature: bytes
-    def __init__(
-        self, presentation: _Optional[_Union[SignedMessage, _Mapping]] = ..., channel_signature: _Optional[bytes] = ...
-    ) -> None: ...
+    def __init__(self, presentation: _Optional[_Union[SignedMessage, _Mapping]] = ..., channel_signature: _Optional[bytes] = ...) -> None: ...
 
 class AttestReply(_message.Message):
     __slots__ = ("result",)
@@ -64,13 +56,7 @@ class ReleaseKeysRequest(_message.Message):
     epoch: int
     virtual_workers: _containers.RepeatedScalarFieldContainer[int]
     seen: int
-    def __init__(
-        self,
-        member_id: _Optional[str] = ...,
-        epoch: _Optional[int] = ...,
-        virtual_workers: _Optional[_Iterable[int]] = ...,
-        seen: _Optional[int] = ...,
-    ) -> None: ...
+    def __init__(self, member_id: _Optional[str] = ..., epoch: _Optional[int] = ..., virtual_workers: _Optional[_Iterable[int]] = ..., seen: _Optional[int] = ...) -> None: ...
 
 class ReleaseKeysReply(_message.Message):
     __slots__ = ("package", "proof", "slices", "extends", "evaluation")
@@ -84,14 +70,7 @@ class ReleaseKeysReply(_message.Message):
     slices: ReleaseKeysReply
     extends: _containers.RepeatedScalarFieldContainer[bytes]
     evaluation: ReleaseKeysReply
-    def __init__(
-        self,
-        package: _Optional[_Union[SignedMessage, _Mapping]] = ...,
-        proof: _Optional[bytes] = ...,
-        slices: _Optional[_Union[ReleaseKeysReply, _Mapping]] = ...,
-        extends: _Optional[_Iterable[bytes]] = ...,
-        evaluation: _Optional[_Union[ReleaseKeysReply, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, package: _Optional[_Union[SignedMessage, _Mapping]] = ..., proof: _Optional[bytes] = ..., slices: _Optional[_Union[ReleaseKeysReply, _Mapping]] = ..., extends: _Optional[_Iterable[bytes]] = ..., evaluation: _Optional[_Union[ReleaseKeysReply, _Mapping]] = ...) -> None: ...
 
 class RosterRequest(_message.Message):
     __slots__ = ("member_id", "data_commitments")
@@ -99,9 +78,7 @@ class RosterRequest(_message.Message):
     DATA_COMMITMENTS_FIELD_NUMBER: _ClassVar[int]
     member_id: str
     data_commitments: SignedMessage
-    def __init__(
-        self, member_id: _Optional[str] = ..., data_commitments: _Optional[_Union[SignedMessage, _Mapping]] = ...
-    ) -> None: ...
+    def __init__(self, member_id: _Optional[str] = ..., data_commitments: _Optional[_Union[SignedMessage, _Mapping]] = ...) -> None: ...
 
 class RosterReply(_message.Message):
     __slots__ = ("roster", "presentations")
@@ -109,11 +86,7 @@ class RosterReply(_message.Message):
     PRESENTATIONS_FIELD_NUMBER: _ClassVar[int]
     roster: SignedMessage
     presentations: _containers.RepeatedCompositeFieldContainer[SignedMessage]
-    def __init__(
-        self,
-        roster: _Optional[_Union[SignedMessage, _Mapping]] = ...,
-        presentations: _Optional[_Iterable[_Union[SignedMessage, _Mapping]]] = ...,
-    ) -> None: ...
+    def __init__(self, roster: _Optional[_Union[SignedMessage, _Mapping]] = ..., presentations: _Optional[_Iterable[_Union[SignedMessage, _Mapping]]] = ...) -> None: ...
 
 class LogRequest(_message.Message):
     __slots__ = ("start", "limit", "member_id", "entry", "growth")
@@ -127,14 +100,7 @@ class LogRequest(_message.Message):
     member_id: str
     entry: EntryInTree
     growth: TreeGrowth
-    def __init__(
-        self,
-        start: _Optional[int] = ...,
-        limit: _Optional[int] = ...,
-        member_id: _Optional[str] = ...,
-        entry: _Optional[_Union[EntryInTree, _Mapping]] = ...,
-        growth: _Optional[_Union[TreeGrowth, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, start: _Optional[int] = ..., limit: _Optional[int] = ..., member_id: _Optional[str] = ..., entry: _Optional[_Union[EntryInTree, _Mapping]] = ..., growth: _Optional[_Union[TreeGrowth, _Mapping]] = ...) -> None: ...
 
 class EntryInTree(_message.Message):
     __slots__ = ("sequence", "size")
@@ -170,10 +136,4 @@ class LogReply(_message.Message):
     head: bytes
     inclusion: TreePath
     consistency: TreePath
-    def __init__(
-        self,
-        entries: _Optional[_Iterable[bytes]] = ...,
-        head: _Optional[bytes] = ...,
-        inclusion: _Optional[_Union[TreePath, _Mapping]] = ...,
-        consistency: _Optional[_Union[TreePath, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, entries: _Optional[_Iterable[bytes]] = ..., head: _Optional[bytes] = ..., inclusion: _Optional[_Union[TreePath, _Mapping]] = ..., consistency: _Optional[_Union[TreePath, _Mapping]] = ...) -> None: ...

@@ -6,6 +6,7 @@ about a machine: a reader of the file can sign anything. Every subject says ``O=
 """
 
 import hashlib
+import os
 import threading
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -41,7 +42,6 @@ from raycloak.attestation.simulators.tdx_platform import (
 )
 from raycloak.metrics.errors import ConfigError, ProtocolError
 from raycloak.metrics.file_errors import file_error
-from raycloak_layout import PACKAGES
 
 VENDOR_FILE: Final = "vendor.json"
 EVALUATION_NUMBER: Final = 18
@@ -219,13 +219,13 @@ def _validity(variant: CollateralVariant, start: datetime, end: datetime) -> dic
 
 
 def code_measurement(root: Path | None = None) -> bytes:
-    """Compute SHA-384 (48 bytes) over names and content of raycloak's own Python files below ``root``.
+    """Compute SHA-384 (48 bytes) over names and content of the Python files below ``root``.
 
     A simulated platform reports it as ``mr_td``, and the default policy pins it. So two machines with different
     versions of the code refuse each other. The files are read once per process, also if several threads ask first.
 
     Args:
-        root: folder that holds the packages; by default the one this module was imported from.
+        root: folder of the package ``raycloak``; by default the one that was imported.
     """
     with _MEASURING:
         return _measured(root)
@@ -237,9 +237,10 @@ _MEASURING: Final = threading.Lock()
 
 @cache
 def _measured(root: Path | None) -> bytes:
-    base = root or Path(__file__).resolve().parent.parent
-    modules = [base / "raycloak.py", base / "raycloak_layout.py"]
-    files = [path for package in PACKAGES for path in (base / package).rglob("*.py")]
-    named = sorted((path.relative_to(base).as_posix(), path) for path in (*files, *modules) if path.is_file())
+    base = root or Path(__file__).absolute().parents[2]
+    # In a checkout the four packages are links, which `Path.rglob` does not follow.
+    folders = ((Path(folder), names) for folder, _, names in os.walk(base, followlinks=True))
+    files = (folder / name for folder, names in folders for name in names if name.endswith(".py"))
+    named = sorted((path.relative_to(base).as_posix(), path) for path in files)
     fields = [field for name, path in named for field in (name, path.read_bytes())]
     return hashlib.sha384(length_prefixed("raycloak/code-measurement/v1", *fields)).digest()

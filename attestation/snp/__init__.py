@@ -1,5 +1,6 @@
 """The verifier of AMD SEV-SNP reports, and the launch measurement of a guest.
 
 Doors: cert_table, launch_measurement, report, rules, verify.
-May import: log, trust, files, core; metrics.
+
+May import: `trust` and the rooms below; `metrics`.
 """

@@ -1,5 +1,6 @@
 """The verifier of Intel TDX quotes against collateral, with a second opinion by dcap-qvl.
 
 Doors: quote, rules, verify.
-May import: log, trust, files, core; metrics.
+
+May import: `trust` and the rooms below; `metrics`.
 """

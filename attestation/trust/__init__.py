@@ -1,5 +1,6 @@
 """The roots of trust: pinned vendor certificates, chains, numbers that may only rise, and TLS on attested keys.
 
 Doors: certificates, channel, floors, roots.
-May import: core; metrics.
+
+May import: `files` and the rooms below; `metrics`.
 """

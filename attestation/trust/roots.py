@@ -1,7 +1,10 @@
 """Roots that vouch for evidence: the vendors' pinned certificates, and the anchors of a policy.
 
-Guarantee: a root counts as hardware only if its public key is pinned here. So no policy file can declare a simulator's
-root to be hardware. Roots are compared by public key, because a vendor may issue a root certificate again with the same
+AMD pins a root (ARK) per generation of processors, and below it one CA (ASK) per kind of key. With them a report's
+endorsement certificate suffices. NVIDIA pins two roots: one certifies devices, the other signers of reference values.
+
+Guarantee: a root counts as hardware only if its public key is pinned here, so no policy file can declare a simulator's
+root to be hardware. Roots are compared by public key, since a vendor may issue a root certificate again with the same
 key.
 """
 
@@ -78,7 +81,7 @@ class PinnedRoot:
     root_der: bytes
 
 
-# To add a root of another family, unpack here what the family's own module reads from `attestation/anchors/`.
+# Roots of another family: one line here that unpacks what `anchors/` holds for the family.
 _PINNED_ROOTS: Final[tuple[PinnedRoot, ...]] = (
     PinnedRoot(EvidenceClass.INTEL_TDX, "tdx", INTEL_SGX_ROOT_DER),
     *(PinnedRoot(EvidenceClass.AMD_SEV_SNP, "sev_snp", root.public_bytes(Encoding.DER)) for root in amd_roots()),

@@ -1,6 +1,6 @@
 """The index of evidence cases: read it, and judge each case by the verifier of its family.
 
 Doors: check, index.
-May import: appraisal, collateral, keys, attester, policy, simulators, gpu, snp, tdx, log, trust, files, core;
-metrics.
+
+May import: `appraisal`, `collateral`, `keys` and the rooms below; `metrics`.
 """

@@ -1,4 +1,4 @@
-"""Judges the cases of an index of evidence, each by the verifier of its family.
+"""Judge the cases of an index of evidence, each by the verifier of its family: TDX, SEV-SNP or GPU.
 
 Guarantee: a case's verdict depends on that case and its files alone, not on the cases before it.
 """

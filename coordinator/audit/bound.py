@@ -1,14 +1,19 @@
-"""Guesses which canaries were in a run, from the noisy sums that it released.
+"""Guess which canaries were in a run, and turn right guesses into a lower bound on epsilon.
+
+A run trains with m canaries, each of them in by a fair secret coin. An observer of the released sums guesses r of the
+coins; v guesses are right. If the run is (epsilon, delta) differentially private, v is stochastically dominated by
+a Binomial(r, e^epsilon / (1 + e^epsilon)) up to a term in delta (Steinke, Nasr and Jagielski 2023, arXiv 2305.08846,
+theorem 5.2). So many right guesses refute every small epsilon.
 
 Two scores, because no single one sees every defect:
 
-* ``likelihood``: log-likelihood ratio of in against out under the mechanism as claimed. By Neyman and Pearson nothing
-  beats it against a correct run. Too little noise or clipping moves it further.
-* ``difference``: sum of squared differences of consecutive sums. Repeated noise cancels in it, and the draws of the
-  canary remain.
+* ``likelihood``: log-likelihood ratio of in against out under the mechanism as it is claimed. By Neyman and Pearson
+  nothing beats it against a correct run, and too little noise or clipping moves it further.
+* ``difference``: sum of squared differences of consecutive sums. Noise that repeats cancels in it, which leaves the
+  canary's own draws.
 
-Each is tried with a few fixed ways to guess. All of this is fixed before anything is seen, and significance is shared
-out evenly. So the best of the bounds holds with the requested confidence.
+Each is tried with a few fixed ways to guess. All of this is fixed before anything is seen. Significance is shared out
+evenly, so the best of the bounds holds with the confidence asked for.
 """
 
 import math

@@ -1,10 +1,10 @@
-"""Checkpoints: sealed packages of a run in training. No step ever waits for a disk or a network.
+"""Checkpoints: sealed packages of a running training. No step waits for a disk or a network.
 
     main thread        offer(snapshot) ──┐                ┌── sign ──┐                 ┌── record published
     background thread                    └── write draft ─┘          └── publish ──────┘            └── retain
 
-Only the main thread talks to actors, and only the background thread touches the storage. One package is in progress at
-a time. Of the waiting snapshots the newest is kept. A failure of the storage is reported once, and tried again later.
+Only the main thread talks to actors; only the background thread touches the storage. One package is under way at a
+time. Of the snapshots that wait, the newest is kept. An error of the storage is reported once, and tried again later.
 """
 
 import threading

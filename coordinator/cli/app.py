@@ -26,7 +26,7 @@ from raycloak.coordinator.console.output import Output, command_output, leave_st
 from raycloak.coordinator.console.streams import open_missing_streams
 from raycloak.coordinator.quick_imports import quickly
 from raycloak.metrics.errors import ConfigError, RaycloakError
-from raycloak_layout import VERSION
+from raycloak.version import VERSION
 
 app = typer.Typer(
     name="raycloak",

@@ -25,7 +25,6 @@ from raycloak.coordinator.ledger.location import file_system, refuse_network_fil
 from raycloak.coordinator.ledger.store import LedgerStore
 from raycloak.metrics.errors import RaycloakError
 from raycloak.metrics.gpu_readings import GpuSampler
-from raycloak_layout import PackageShadowedError, check_siblings
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -54,7 +53,6 @@ def examine() -> list[Check]:
     checks: list[Callable[[], Check]] = [
         partial(check_python, sys.version_info[:2]),
         *(partial(check_version, name, installed_version(name)) for name in SUPPORTED),
-        check_packages,
         partial(check_auth_mode, os.environ),
         partial(check_token, os.environ),
         check_home,
@@ -93,15 +91,6 @@ def check_version(distribution: str, installed: str | None) -> Check:
         return Check(distribution, "ok", installed)
     found = f"{installed} is not of series {series}" if installed else "not installed"
     return Check(distribution, "fail", found, f"pip install '{distribution}=={series}.*'")
-
-
-def check_packages() -> Check:
-    """Check that no file of the user takes the name of one of our packages."""
-    try:
-        check_siblings()
-    except PackageShadowedError as error:
-        return Check("packages", "fail", str(error), "Rename the file that stands in the way.")
-    return Check("packages", "ok", f"imported from {Path(__file__).resolve().parent.parent}")
 
 
 def check_auth_mode(environ: Mapping[str, str]) -> Check:

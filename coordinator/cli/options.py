@@ -1,4 +1,4 @@
-"""The frame of every ``raycloak`` command: shared options, owned streams, and errors as exit codes."""
+"""The options that commands of ``raycloak`` share, and the exit code that each error becomes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +9,6 @@ import typer
 
 from raycloak.coordinator.console.output import Output, command_output
 from raycloak.metrics.errors import ConfigError, RaycloakError
-from raycloak_layout import PackageShadowedError
 
 if TYPE_CHECKING:
     from raycloak.coordinator.ledger.ledger import PrivacyLedger
@@ -35,9 +34,6 @@ def _guard(output: Output, body: Callable[[Output], int]) -> int:
     except RaycloakError as error:
         output.error(error)
         return error.exit_code
-    except PackageShadowedError as error:
-        output.error(ConfigError("package_shadowed", str(error)), error)
-        return ConfigError.exit_code
     except KeyboardInterrupt as error:
         output.error(
             RaycloakError(

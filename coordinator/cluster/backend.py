@@ -1,7 +1,7 @@
-"""The interface between the coordinator and its actors: start, wait, fetch, stop. An actor's methods are its own.
+"""The interface to actors: start, call, wait, fetch; and the first members of a run.
 
-:class:`LocalBackend` runs the plain classes in this process, for tests and for breakpoints in a debugger.
-`coordinator/cluster/ray_backend.py` has the implementation on Ray. The coordinator knows neither.
+:class:`LocalBackend` runs the plain classes in this process, for tests and for breakpoints in a debugger;
+`raycloak.coordinator.cluster.ray_backend` has the one on Ray. The coordinator knows neither.
 """
 
 import sys

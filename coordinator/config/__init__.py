@@ -1,5 +1,6 @@
 """The typed configuration of a run and its sections, and the paths below RAYCLOAK_HOME.
 
 Doors: home, run, sections.
-May import: console, quick_imports; workers, attestation, metrics.
+
+May import: `console`; `workers`, `attestation`, `metrics`.
 """

@@ -1,5 +1,6 @@
 """The privacy ledger: a durable, signed record that charges each step before it is computed, once, below the cap.
 
-Doors: audit, cap_authority, entries, export, heads, ledger, location, store, view, witness.
-May import: accounting, config, console, quick_imports; workers, attestation, metrics.
+Doors: audit, cap_authority, entries, export, heads, leases, ledger, location, store, view, witness.
+
+May import: `accounting` and the rooms below; `workers`, `attestation`, `metrics`.
 """

@@ -1,7 +1,10 @@
-"""A ledger's head as a signed line that can be kept elsewhere: in a witness, or at the end of an exported chain.
+"""A ledger's head: a signed line that can be kept elsewhere, and the links that lead up to it.
 
-The holder of such a line can show later that the ledger once had this entry. A ledger that was put back to a time
-before it, or continued differently, cannot produce it.
+A witness keeps such lines, and an exported chain ends in one. Its holder can show later that the ledger once had this
+entry. A ledger that was put back to an earlier time, or continued differently, cannot produce it.
+
+The newest entry's signature covers its hash and so, link by link, every entry before it. Checking the links is cheap
+enough for every start of a run. The full check, `raycloak.coordinator.ledger.audit.audit`, takes twenty times as long.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""The file of an embedded ledger: private to its owner, on a file system whose locks and syncs can be relied on."""
+"""The location of a ledger: its URL, the form of it without secrets, and the file of an embedded one.
+
+The file is private to its owner, on a file system whose locks and syncs hold.
+"""
 
 import os
 import re

@@ -1,4 +1,7 @@
-"""The reading half of `raycloak.coordinator.ledger.ledger.PrivacyLedger`: answers questions and writes nothing."""
+"""The reading half of `raycloak.coordinator.ledger.ledger.PrivacyLedger`: accounts, runs and views.
+
+Guarantee: terms, caps and costs come from entries whose signature was checked; the tables say only where they are.
+"""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,6 +1,6 @@
 """The members of a run: start, attest, admit and replace them, and decide who hosts which virtual worker.
 
-Doors: departures, hosting, membership, newcomers.
-May import: cluster, evidence, record, planning, ledger, aggregation, accounting, config, console, quick_imports;
-workers, attestation, metrics.
+Doors: departures, founders, hosting, members, membership, timing.
+
+May import: `cluster` and the rooms below; `workers`, `attestation`, `metrics`.
 """

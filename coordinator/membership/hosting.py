@@ -1,4 +1,8 @@
-"""The hosts of virtual workers, and the handout of their keys in the current epoch."""
+"""Hosting: which worker hosts which virtual workers, and which keys each worker was given.
+
+The spread is a pure function: even, and moving as little as possible. The handout remembers the keys of the current
+epoch and how far each worker has seen the evidence log.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,7 @@
-"""Preflight: early checks of all that a configuration names beside data and model."""
+"""References of a configuration, checked before anything starts or is charged.
+
+They are what a configuration names beside data and model: sealed examples, a key service's contract, accounts, files.
+"""
 
 from pathlib import Path
 

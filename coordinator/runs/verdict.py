@@ -18,10 +18,10 @@ from raycloak.coordinator.ledger.view import LedgerView
 from raycloak.coordinator.planning.cross_check import CrossCheck, cross_check
 from raycloak.coordinator.record.outcome import Finished
 from raycloak.metrics import collectors
+from raycloak.version import VERSION
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import Released
 from raycloak.workers.terms.mechanism import AccountantName, Mechanism
-from raycloak_layout import VERSION
 
 SIMULATED = "simulated"
 

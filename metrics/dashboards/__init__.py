@@ -1,5 +1,6 @@
 """The Grafana dashboard: its panels, and the program that writes its JSON.
 
 Doors: none.
-May import: metrics.
+
+May import: no other room.
 """

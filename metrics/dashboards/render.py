@@ -1,5 +1,4 @@
-"""The writer of `metrics/dashboards/raycloak.json`, the Grafana dashboard: ``python -m
-raycloak.metrics.dashboards.render``."""
+"""Write ``raycloak.json``, the Grafana dashboard: ``python -m raycloak.metrics.dashboards.render``."""
 
 import json
 from pathlib import Path
@@ -7,7 +6,7 @@ from typing import Any
 
 from raycloak.metrics.dashboards.panels import ROWS, Panel, PromQuery
 
-PATH = Path(__file__).parent / "dashboards" / "raycloak.json"
+PATH = Path(__file__).parent / "raycloak.json"
 # Grafana's own grid.
 GRID_WIDTH = 24
 # Each Grafana has data sources of its own, so the reader picks one by a variable.

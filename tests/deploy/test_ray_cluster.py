@@ -265,5 +265,5 @@ def test_the_job_serves_its_metrics_on_the_port_that_is_scraped():
 def test_the_image_copies_only_what_the_repository_has():
     text = (ROOT / "deploy" / "Dockerfile").read_text()
     packages = {line.split()[1] for line in text.splitlines() if line.startswith("COPY") and len(line.split()) == 3}
-    assert packages == {"attestation", "coordinator", "examples", "metrics", "workers"}
+    assert packages == {"attestation", "coordinator", "examples", "metrics", "raycloak", "workers"}
     assert "USER 1000" in text

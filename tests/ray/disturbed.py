@@ -108,11 +108,11 @@ def train(secret, progress, notice):
 
 
 def main():
-    import coordinator.launch
+    from raycloak.coordinator.runs import ray_session
 
     secret = Path("secret")
     secret.write_text("5e" * 32)
-    coordinator.launch.RayBackend = Watched
+    ray_session.RayBackend = Watched
     connect(num_cpus=0)
     alone = {"num_workers": 1, "secure_aggregation": False}
     undisturbed = trained(Path("alone").absolute(), secret=secret.read_text(), **raw_config() | alone).digests

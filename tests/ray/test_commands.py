@@ -16,8 +16,8 @@ import pytest
 
 from raycloak.coordinator.config.run import load_config
 from raycloak.coordinator.runs.trainer import Trainer
+from tests.layout import PACKAGES, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 900
 PROMISED = {
     "run_dir", "steps", "privacy_epsilon", "privacy_epsilon_one_worker", "privacy_delta", "epsilon_cap",
@@ -98,10 +98,8 @@ def test_a_ray_job_ends_with_the_same_verdict_as_a_local_run(head, ray_cluster, 
     address, environment = head
     checkout = tmp_path / "checkout"
     checkout.mkdir()
-    for name in ("attestation", "coordinator", "metrics", "workers", "examples"):
-        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("raycloak.py", "raycloak_layout.py"):
-        shutil.copy(ROOT / name, checkout / name)
+    for name in (*PACKAGES, "raycloak", "examples"):
+        shutil.copytree(ROOT / name, checkout / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     (checkout / "secret.hex").write_text("7a" * 32)
     submit = [
         str(Path(sys.executable).parent / "ray"), "job", "submit", "--address", address, "--working-dir", ".", "--",

@@ -1,5 +1,6 @@
 """Clipped sums: per-example gradients, their bound, the checks of a model, and the numerics class.
 
 Doors: clipping, model_checks, numerics, sum_engines.
-May import: inputs, terms, vectors; attestation, metrics.
+
+May import: `inputs` and the rooms below; `attestation`, `metrics`.
 """

@@ -1,5 +1,6 @@
 """From a clipped sum to a masked vector: sampling, ring, noise, masks, tags and their keystreams.
 
 Doors: masks, noise, payload, ring, sampling, streams.
-May import: attestation, metrics.
+
+May import: `attestation`, `metrics`.
 """

@@ -1,7 +1,7 @@
-"""A training as a child process of the chaos bench: started, followed, asked to stop, killed and resumed.
+"""A training as a child process of the chaos bench: start, follow, ask to stop, kill and resume it.
 
-It hides that the driver is another process each time. The drivers share only the run directory, and all knowledge of
-the run comes from there.
+It hides that the driver is another process each time. The run directory is the only thing they share. Steps are read
+from its ``metrics.jsonl`` while the run still writes it.
 """
 
 import json

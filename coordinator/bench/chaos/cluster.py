@@ -1,6 +1,10 @@
-"""The cluster of the chaos bench: a head and two nodes as processes of this machine. It starts, finds and ends them.
+"""The cluster of the chaos bench: a head and two nodes as processes of this machine, and the victims among them.
 
-It ends only what runs below its own raylets, and leaves nothing behind.
+It hides how processes are found and ended. It ends only processes below its own raylets, and leaves nothing behind.
+
+Ray names the process of an actor ``ray::Class`` or ``ray::Class.method``; the kernel's process table says whose child
+it is. An aggregator process may be a spare that takes no part yet. There is at most one, it is the youngest, and it is
+never named as a victim: with S ranges the S oldest aggregators are the ones in use.
 """
 
 import os
@@ -11,7 +15,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-import coordinator
 from raycloak.coordinator.bench.chaos.raylets import Node, Raylet, Raylets
 from raycloak.coordinator.bench.chaos.schedule import Role
 from raycloak.coordinator.cluster.process_table import Process, descendants, process_table
@@ -74,7 +77,7 @@ class ChaosCluster:
 
 def _environment(token: Path) -> dict[str, str]:
     """Return the variables of the cluster and its drivers: this checkout's code, and a token of the cluster's own."""
-    root = Path(coordinator.__file__).parents[1]
+    root = Path(__file__).absolute().parents[4]
     path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
     return {
         "PYTHONPATH": path,

@@ -196,9 +196,9 @@ def test_nonce_decision_and_record_of_an_admission_are_one(desk, monkeypatch):
     def crash(*_):
         raise KeyboardInterrupt
 
-    for place in ("evidence_log.EvidenceLog.append", "orchestrator_state.OrchestratorState.keep_member"):
+    for place in ("log.evidence_log.EvidenceLog.append", "orchestrator.state.OrchestratorState.keep_member"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"attestation.{place}", crash)
+            patch.setattr(f"raycloak.attestation.{place}", crash)
             with pytest.raises(KeyboardInterrupt):
                 desk.orchestrator.admit(envelope)
         desk.restart()
@@ -286,9 +286,9 @@ def test_a_finish_that_was_cut_off_is_completed_by_the_next_incarnation(session,
     def crash(*_):
         raise KeyboardInterrupt
 
-    for place in ("evidence_log.EvidenceLog.export", "orchestrator.destroy_secret"):
+    for place in ("log.evidence_log.EvidenceLog.export", "orchestrator.orchestrator.destroy_secret"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"attestation.{place}", crash)
+            patch.setattr(f"raycloak.attestation.{place}", crash)
             with pytest.raises(KeyboardInterrupt):
                 desk.orchestrator.finish((commit(0, b"p" * 32, 1),), str(path), destroy=True)
         desk.restart()

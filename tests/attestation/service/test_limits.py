@@ -3,8 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
+from raycloak.attestation.core import rate_limit
 from raycloak.attestation.core.rate_limit import RateLimit
-from raycloak.attestation.service import limits
 from raycloak.attestation.service.limits import ServiceLimits
 
 
@@ -20,7 +20,7 @@ def test_a_peer_may_spend_its_burst_and_then_its_rate():
 
 
 def test_a_crowd_of_peers_fills_no_memory(monkeypatch):
-    monkeypatch.setattr(limits, "_MAX_BUCKETS", 10)
+    monkeypatch.setattr(rate_limit, "_MAX_BUCKETS", 10)
     limit = RateLimit(1.0, 1, lambda: 0.0)
     for peer in range(100):
         limit.allows(str(peer))

@@ -76,24 +76,24 @@ def tree(folder: Path, **files: str) -> Path:
     return folder
 
 
-def test_the_measurement_covers_names_and_content_of_our_code_alone(tmp_path: Path) -> None:
-    base = {"workers__a_py": "1", "metrics__sub__b_py": "2", "raycloak_py": "3"}
+def test_the_measurement_covers_names_and_content_of_the_code_alone(tmp_path: Path) -> None:
+    base = {"workers__a_py": "1", "metrics__sub__b_py": "2", "main_py": "3"}
     variants = {
         "content": base | {"workers__a_py": "2"},
-        "name": {"workers__c_py": "1", "metrics__sub__b_py": "2", "raycloak_py": "3"},
+        "name": {"workers__c_py": "1", "metrics__sub__b_py": "2", "main_py": "3"},
         "more": base | {"coordinator__d_py": ""},
-        "root module": base | {"raycloak_layout_py": ""},
+        "root module": base | {"more_py": ""},
         "moved": base | {"workers__a_py": "2", "metrics__sub__b_py": "1"},
     }
     values = {name: code_measurement(tree(tmp_path / name, **files)) for name, files in variants.items()}
     reference = code_measurement(tree(tmp_path / "base", **base))
     assert len({reference, *values.values()}) == len(variants) + 1
-    others = tree(tmp_path / "others", **base, own_py="x", tests__t_py="y", workers__notes_txt="z")
+    others = tree(tmp_path / "others", **base, notes_txt="x", workers__notes_txt="z")
     assert code_measurement(others) == reference
 
 
 def test_the_measurement_is_of_the_imported_code() -> None:
-    assert code_measurement() == code_measurement(ROOT)
+    assert code_measurement() == code_measurement(ROOT / "raycloak")
     assert len(code_measurement()) == 48
 
 

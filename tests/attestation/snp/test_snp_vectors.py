@@ -53,7 +53,7 @@ def genuine() -> list[Any]:
 @pytest.mark.parametrize("case", genuine()[:1])
 def test_an_endorsement_certificate_needs_neither_its_ca_nor_a_binary_encoding(case: Case) -> None:
     report, vek = case.evidence(), case.chain()[0]
-    pair = (ROOT / "attestation/anchors/ask_ark_milan_vcek.pem").read_bytes()
+    pair = (ROOT / "attestation/trust/anchors/ask_ark_milan_vcek.pem").read_bytes()
     pem = b"-----BEGIN CERTIFICATE-----\n" + base64.encodebytes(vek) + b"-----END CERTIFICATE-----\n"
     expected = verify(case, report)
     for presented in ([pem], [vek, pair], [pem + pair], [vek, *[pair] * 3]):

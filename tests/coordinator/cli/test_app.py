@@ -16,7 +16,6 @@ from raycloak.coordinator.runs.demo import demo_config, digits_model
 from raycloak.coordinator.training.reporting import StepReport
 from raycloak.metrics.errors import BudgetError, ConfigError, RefusedError, RunFailedError
 from raycloak.workers.inputs.user_code import resolve
-from raycloak_layout import PackageShadowedError
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
@@ -136,11 +135,6 @@ def test_demo_takes_overrides_and_a_secret(raycloak, trainer, tmp_path):
         (ConfigError("config", "a field is wrong.", "Mend it."), 2, "error: config: a field is wrong. Mend it."),
         (BudgetError("cap_exceeded", "the cap is spent."), 3, "error: cap_exceeded: the cap is spent."),
         (RunFailedError("unreachable", "worker-1 is gone."), 4, "error: unreachable: worker-1 is gone."),
-        (
-            PackageShadowedError("import of 'metrics' finds x"),
-            2,
-            "error: package_shadowed: import of 'metrics' finds x",
-        ),
         (MemoryError("Unable to allocate 355. PiB"), 4, "error: out_of_memory: there is not enough memory for that."),
         (ValueError("a defect"), 4, "error: unexpected: ValueError: a defect."),
         (KeyboardInterrupt(), 4, "error: interrupted: stopped by the user."),

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import raycloak_layout
 from raycloak.coordinator.cli import doctor
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 
@@ -18,9 +17,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 def test_every_check_runs_here_and_a_fault_comes_with_a_remedy(monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
     checks = doctor.examine()
-    assert {check.name for check in checks} >= {"python", "ray", "torch", "packages", "state", "ledger", "gpu", "tee"}
+    assert {check.name for check in checks} >= {"python", "ray", "torch", "state", "ledger", "gpu", "tee"}
     assert all(check.remedy for check in checks if check.status != "ok")
-    assert {check.status for check in checks if check.name in ("python", "ray", "torch", "packages")} == {"ok"}
+    assert {check.status for check in checks if check.name in ("python", "ray", "torch")} == {"ok"}
 
 
 def test_supported_versions_are_those_of_the_distribution():
@@ -173,10 +172,3 @@ def test_tee_devices_are_found(tmp_path):
     check = doctor.check_tee(tmp_path)
     assert check.status == "ok"
     assert check.finding.startswith("/sys/kernel/config/tsm/report (")
-
-
-def test_a_shadowed_package_fails(monkeypatch, tmp_path):
-    monkeypatch.setattr(raycloak_layout, "__file__", str(tmp_path / "raycloak_layout.py"))
-    check = doctor.check_packages()
-    assert check.status == "fail"
-    assert "Rename" in check.remedy

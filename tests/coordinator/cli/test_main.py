@@ -19,7 +19,7 @@ class PressCtrlC(MetaPathFinder):
             os.kill(os.getpid(), signal.SIGINT)
 
 sys.meta_path.insert(0, PressCtrlC())
-from raycloak.coordinator.__main__ import main
+from raycloak.__main__ import main
 main()
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=300, capture_output=True, check=False)

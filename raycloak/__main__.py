@@ -1,4 +1,4 @@
-"""``python -m coordinator`` is the command ``raycloak``, and this is where both begin."""
+"""``python -m raycloak`` is the command ``raycloak``; both start here."""
 
 import signal
 from typing import NoReturn
