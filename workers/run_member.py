@@ -15,7 +15,7 @@ from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.keys import Purpose, Secret, derive
 from raycloak.attestation.core.messages import Envelope, seal
 from raycloak.attestation.core.roster import Query, Roster, open_roster
-from raycloak.attestation.keys.release import KeyRelease, ReleaseTerms, VirtualWorkerKeys, open_keys, open_slice_keys
+from raycloak.attestation.keys.release import ExpectedRelease, KeyRelease, VirtualWorkerKeys, open_keys, open_slice_keys
 from raycloak.attestation.log.watch import LogWatch
 from raycloak.attestation.orchestrator.data_commitments import DataCommitments
 from raycloak.attestation.policy.key_policy import KeyKind
@@ -80,7 +80,7 @@ class RunMember:
         manifest, policy = self._admission.manifest, self._admission.policy
         member_id, hpke_key = self._attester.member_id, self._attester.hpke
         of_run = manifest.log_owner, manifest.run_id
-        terms = ReleaseTerms(*of_run, member_id, self.manifest_digest, policy, self._watch)
+        terms = ExpectedRelease(*of_run, member_id, self.manifest_digest, policy, self._watch)
         # All packages are opened before a key is kept: a release that is refused leaves the keys as they were.
         slice_keys = open_slice_keys(release.slices, KeyKind.DATASET, terms, hpke_key)
         evaluation_keys = open_slice_keys(release.evaluation, KeyKind.EVALUATION, terms, hpke_key)

@@ -127,7 +127,8 @@ def require_class(evidence_class: EvidenceClass, accepted: Collection[EvidenceCl
         return
     if evidence_class is EvidenceClass.SIMULATED:
         refuse(
-            Refusal.SIMULATOR_NOT_ALLOWED, "the evidence comes from a simulator and the policy accepts hardware only"
+            Refusal.SIMULATOR_NOT_ALLOWED,
+            "the evidence comes from a simulator and the policy accepts hardware only",
         )
     refuse(Refusal.ROOT_UNKNOWN, f"the policy does not accept evidence of class {evidence_class}")
 

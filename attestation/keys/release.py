@@ -160,7 +160,7 @@ def seal_package(package: KeyPackage, plaintext: bytes, recipient: bytes, signer
 
 
 @dataclass(frozen=True, slots=True)
-class ReleaseTerms:
+class ExpectedRelease:
     """The expectations that a member checks its key packages against.
 
     Attributes:
@@ -202,7 +202,7 @@ def _keys_in(package: KeyPackage, plaintext: bytes, each: int) -> list[Secret]:
 
 
 def open_slice_keys(
-    release: KeyRelease | None, kind: KeyKind, terms: ReleaseTerms, hpke_key: HpkeKey
+    release: KeyRelease | None, kind: KeyKind, terms: ExpectedRelease, hpke_key: HpkeKey
 ) -> dict[int, Secret]:
     """Verify and decrypt a package of slice keys. The header of the dataset tells whether they are the right ones.
 
@@ -220,7 +220,7 @@ def open_slice_keys(
 
 
 def open_keys(
-    release: KeyRelease, terms: ReleaseTerms, *, hpke_key: HpkeKey, key_commitments: Sequence[bytes]
+    release: KeyRelease, terms: ExpectedRelease, *, hpke_key: HpkeKey, key_commitments: Sequence[bytes]
 ) -> tuple[int, Mapping[int, VirtualWorkerKeys]]:
     """Verify and decrypt a package; return (epoch, keys by virtual worker).
 

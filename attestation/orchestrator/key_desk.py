@@ -80,14 +80,14 @@ class Grant:
         return KeyRelease(self.package, log.prove(self.entry).encode(), extends=extends)
 
 
-class _KeyTerms(NamedTuple):
+class _DigestedPolicy(NamedTuple):
     policy: KeyPolicy
     digest: bytes
 
 
-def _key_terms(policy: Policy, kind: KeyKind) -> _KeyTerms:
+def _digested_policy(policy: Policy, kind: KeyKind) -> _DigestedPolicy:
     terms = KeyPolicy.of(kind, policy)
-    return _KeyTerms(terms, terms.digest())
+    return _DigestedPolicy(terms, terms.digest())
 
 
 class ReleaseDesk:
@@ -133,7 +133,7 @@ class ReleaseDesk:
         }
         # All members of an epoch are told the same, and hardly any two epochs are under way at once.
         self._commitments = lru_cache(maxsize=4)(partial(keys.commitments, terms.key_context, terms.virtual_workers))
-        self._key_policy = cache(partial(_key_terms, terms.policy))
+        self._key_policy = cache(partial(_digested_policy, terms.policy))
         # From the log, not from the terms: a restarted driver may bring another policy to the same session.
         begun = next(self._log.newest("session")).content
         self._policy_of_session = bytes.fromhex(begun["policy_digest"])
@@ -205,7 +205,7 @@ class ReleaseDesk:
 
     def _send(
         self,
-        key_terms: _KeyTerms,
+        key_terms: _DigestedPolicy,
         admitted: Admitted,
         epoch: int,
         virtual_workers: tuple[int, ...],

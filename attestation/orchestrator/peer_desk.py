@@ -16,7 +16,15 @@ from pydantic import JsonValue
 from raycloak.attestation.appraisal.appraisal import Appraisal, open_presentation
 from raycloak.attestation.appraisal.eat import claims_set
 from raycloak.attestation.core.canonical import digest
-from raycloak.attestation.core.evidence import Bytes32, Challenge, EvidenceClass, Presentation, Refusal, Role, refuse
+from raycloak.attestation.core.evidence import (
+    Bytes32,
+    Challenge,
+    EvidenceClass,
+    Presentation,
+    Refusal,
+    Role,
+    refuse,
+)
 from raycloak.attestation.core.keys import signature_is_valid
 from raycloak.attestation.core.messages import Envelope, Message, parse
 from raycloak.attestation.core.roster import Roster

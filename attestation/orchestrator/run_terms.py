@@ -5,7 +5,7 @@ from typing import Final
 
 from raycloak.attestation.core.evidence import CollateralBundle
 from raycloak.attestation.policy.policy import Policy
-from raycloak.attestation.sealed.sealed_data import SealedTerms
+from raycloak.attestation.sealed.sealed_data import SealedSource
 
 MAX_EPOCHS: Final = 65_536
 # An observer may look; it gets no keys and no place in a roster.
@@ -33,8 +33,8 @@ class RunTerms:
     known_answer: bytes
     policy: Policy
     collateral: CollateralBundle
-    sealed: SealedTerms | None = None
-    evaluation: SealedTerms | None = None
+    sealed: SealedSource | None = None
+    evaluation: SealedSource | None = None
     displaces: bool = False
     lasting: frozenset[str] | None = None
     epochs: int = MAX_EPOCHS

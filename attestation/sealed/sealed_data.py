@@ -123,7 +123,7 @@ def load_dataset_key(path: Path) -> Secret:
 
 
 @dataclass(frozen=True, slots=True)
-class SealedTerms:
+class SealedSource:
     """The orchestrator's view of a run's sealed data: the header, and the path of the dataset key."""
 
     header: SealedHeader
@@ -138,7 +138,7 @@ class SliceKeys:
     dataset_key: Secret
 
     @classmethod
-    def open(cls, terms: SealedTerms, use: Use) -> Self:
+    def open(cls, terms: SealedSource, use: Use) -> Self:
         """Read the dataset key.
 
         Raises:

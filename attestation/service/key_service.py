@@ -12,7 +12,7 @@ from raycloak.attestation.attester.attester import Attester
 from raycloak.attestation.core.evidence import Challenge, Role
 from raycloak.attestation.core.messages import Envelope
 from raycloak.attestation.keys.halves import ServiceContract
-from raycloak.attestation.keys.release import ReleaseTerms, VirtualWorkerKeys, open_keys
+from raycloak.attestation.keys.release import ExpectedRelease, VirtualWorkerKeys, open_keys
 from raycloak.attestation.log.watch import LogWatch
 from raycloak.attestation.orchestrator.key_desk import Grant
 from raycloak.attestation.orchestrator.orchestrator import RunSession
@@ -91,7 +91,7 @@ def fetch_halves(
     ) as client:
         client.attest(attester.present(client.challenge(), terms, contract.known_answer))
         release = client.release_keys(epoch, virtual_workers, watch.length)
-    of = ReleaseTerms(contract.orchestrator, contract.run_id, attester.member_id, terms, policy, watch)
+    of = ExpectedRelease(contract.orchestrator, contract.run_id, attester.member_id, terms, policy, watch)
     of_epoch, halves = open_keys(release, of, hpke_key=attester.hpke, key_commitments=contract.key_commitments)
     if (of_epoch, set(halves)) != (epoch, set(virtual_workers)):
         raise EvidenceError("key_package_mismatch", "the key service gave keys of another epoch or virtual worker")

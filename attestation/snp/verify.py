@@ -282,7 +282,10 @@ def _check_guest(report: SnpReport, rules: SnpRules) -> None:
         refuse(Refusal.ATTRIBUTES, "the guest's policy lets it run beside another hardware thread (SMT)")
     if report.vmpl not in rules.allowed_vmpl:
         levels = ", ".join(map(str, rules.allowed_vmpl))
-        refuse(Refusal.PRIVILEGE_LEVEL, f"the report is of privilege level {report.vmpl}, accepted: {levels or 'none'}")
+        refuse(
+            Refusal.PRIVILEGE_LEVEL,
+            f"the report is of privilege level {report.vmpl}, accepted: {levels or 'none'}",
+        )
 
 
 def _claims(report: SnpReport, endorsement: _Endorsement, facts: tuple[Fact, ...], expires_at: int) -> SnpClaims:

@@ -299,5 +299,8 @@ def _document_window(document: dict[str, Any], now: datetime) -> datetime:
     except (KeyError, TypeError, ValueError):
         refuse(Refusal.COLLATERAL_STALE, "TCB info or QE identity has no readable validity")
     if not current:
-        refuse(Refusal.COLLATERAL_STALE, f"the {document.get('id')} collateral is valid from {start} to {end}, not now")
+        refuse(
+            Refusal.COLLATERAL_STALE,
+            f"the {document.get('id')} collateral is valid from {start} to {end}, not now",
+        )
     return end

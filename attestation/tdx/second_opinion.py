@@ -27,7 +27,10 @@ _TEXT_CODES: Final = (
     (r"^TCB status \w+ is not acceptable|TCB too old", Refusal.TCB_STATUS),
     (r"^TCB eval data number", Refusal.COLLATERAL_ROLLBACK),
     (r"^Debug mode", Refusal.DEBUG),
-    (r"^SEPT_VE_DISABLE|^TD (profiling|migration)|^SERVTD|TD attributes|not allowed by policy", Refusal.ATTRIBUTES),
+    (
+        r"^SEPT_VE_DISABLE|^TD (profiling|migration)|^SERVTD|TD attributes|not allowed by policy",
+        Refusal.ATTRIBUTES,
+    ),
     (r"expired|in the future", Refusal.COLLATERAL_STALE),
     (r"^Fmspc mismatch", Refusal.PLATFORM_MISMATCH),
     (r"^Unknown QE vendor", Refusal.ATTESTATION_KEY_UNCERTIFIED),

@@ -14,8 +14,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from raycloak.coordinator.accounting import pld
-from raycloak.coordinator.accounting import renyi as accounting
+from raycloak.coordinator.accounting import pld, renyi
 from raycloak.coordinator.accounting.releases import Release, Releases
 from raycloak.metrics.collectors import spent_ratio
 from raycloak.workers.terms.mechanism import AccountantName
@@ -127,15 +126,15 @@ class RenyiAccountant:
 
     def version(self) -> str:
         """Return the version of Opacus."""
-        return accounting.accountant_version()
+        return renyi.accountant_version()
 
     def load(self) -> None:
         """Import Opacus."""
-        accounting.step_rdp(0.5, 1.0, (2.0,))
+        renyi.step_rdp(0.5, 1.0, (2.0,))
 
     def curve(self, points: Sequence[Releases], delta: float) -> tuple[float, ...]:
         """Convert the summed RDP of each composition."""
-        return tuple(accounting.epsilon(accounting.composed_rdp(point), delta) for point in points)
+        return tuple(renyi.epsilon(renyi.composed_rdp(point), delta) for point in points)
 
     def quote(self, plan: Sequence[Release], limits: AccountLimits) -> Quote:
         """Return an empty quote: a filter needs no plan."""
@@ -143,11 +142,11 @@ class RenyiAccountant:
 
     def spent(self, spends: Sequence[Spend], limits: AccountLimits) -> float:
         """Convert the summed RDP of all runs."""
-        return accounting.epsilon(_total(spends, limits), limits.delta, limits.orders)
+        return renyi.epsilon(_total(spends, limits), limits.delta, limits.orders)
 
     def ratio(self, spends: Sequence[Spend], limits: AccountLimits) -> float:
         """Return the spent share at the order that admits most."""
-        caps = accounting.order_caps(limits.epsilon_cap, limits.delta, limits.orders)
+        caps = renyi.order_caps(limits.epsilon_cap, limits.delta, limits.orders)
         return spent_ratio(_total(spends, limits).tolist(), caps)
 
 
@@ -159,7 +158,7 @@ class PrivacyLossAccountant:
 
     def version(self) -> str:
         """Return the versions of dp-accounting and Opacus."""
-        return f"{pld.library_version()}, {accounting.accountant_version()}"
+        return f"{pld.library_version()}, {renyi.accountant_version()}"
 
     def load(self) -> None:
         """Import dp-accounting and Opacus."""
@@ -186,10 +185,10 @@ class PrivacyLossAccountant:
         have every mechanism in proportion, and a run may be ahead with one of them.
         """
         made = [spend for spend in spends if spend.releases]
-        renyi = RENYI.spent(spends, limits)
+        by_renyi = RENYI.spent(spends, limits)
         if len(made) != 1:
-            return renyi
-        looked_up = min(renyi, made[0].quote.at(made[0].counts))
+            return by_renyi
+        looked_up = min(by_renyi, made[0].quote.at(made[0].counts))
         if looked_up <= limits.epsilon_cap:
             return looked_up
         return min(looked_up, pld.epsilon(made[0].releases, limits.delta))

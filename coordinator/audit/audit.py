@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from raycloak.coordinator.accounting.calibration import epsilon_of
 from raycloak.coordinator.audit.bound import Observed, strongest_bound
 from raycloak.coordinator.audit.canaries import MODULE, CanaryTask, canary_signs
-from raycloak.coordinator.config import home as state
+from raycloak.coordinator.config.home import ledger_url
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.config.sections import DatasetConfig
 from raycloak.coordinator.console.output import attach_log
@@ -144,7 +144,7 @@ def audit(
         planned = plan_mechanism(config, examples, parameter_count(task.make_model()) - canaries)
         audited = _audited(config, planned, canaries)
         paid = None if task.dataset.public else config.ledger
-        url = None if paid is None else paid.url or state.ledger_url()
+        url = None if paid is None else paid.url or ledger_url()
         session, _ = local_session(folder, run_secret, ledger_url=url, witness=paid.witness if paid else None)
         setup = _setup(audited, folder, task)
         finished, models, run_dir = _train(audited, session, setup, run_secret, canaries, progress)

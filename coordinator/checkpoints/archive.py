@@ -6,7 +6,7 @@ from pathlib import Path
 from raycloak.attestation.sealed.package_keys import load_recipients
 from raycloak.coordinator.checkpoints.saver import Checkpoints, Restored, newest
 from raycloak.coordinator.checkpoints.storage import PackageStorage
-from raycloak.coordinator.checkpoints.writer import PackageTerms
+from raycloak.coordinator.checkpoints.writer import PackageOrigin
 from raycloak.coordinator.cluster.control import Control
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.sections import CheckpointConfig
@@ -29,7 +29,7 @@ class Archive:
         self._base = base
         self._notice = notice
 
-    def open(self, control: Control, terms: PackageTerms, metrics: RunMetrics) -> Checkpoints:
+    def open(self, control: Control, terms: PackageOrigin, metrics: RunMetrics) -> Checkpoints:
         """Start to seal packages.
 
         Raises:

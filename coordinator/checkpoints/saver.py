@@ -36,7 +36,7 @@ from raycloak.coordinator.checkpoints.storage import (
     one_line,
     package_order,
 )
-from raycloak.coordinator.checkpoints.writer import OPTIMIZER, PARAMETERS, PackageTerms, Snapshot, write_draft
+from raycloak.coordinator.checkpoints.writer import OPTIMIZER, PARAMETERS, PackageOrigin, Snapshot, write_draft
 from raycloak.coordinator.cluster.control import Control
 from raycloak.coordinator.config.sections import CheckpointConfig
 from raycloak.metrics.collectors import RunMetrics
@@ -102,7 +102,7 @@ class Checkpoints:
         config: CheckpointConfig,
         storage: PackageStorage,
         control: Control,
-        terms: PackageTerms,
+        terms: PackageOrigin,
         recipients: Sequence[RecipientPublic],
         notice: Callable[[str], None],
         metrics: RunMetrics,
@@ -316,7 +316,7 @@ def _restore(package: VerifiedPackage, control: Control) -> Restored:
 def _write(
     storage: PackageStorage,
     snapshot: Snapshot,
-    terms: PackageTerms,
+    terms: PackageOrigin,
     recipients: Sequence[RecipientPublic],
     previous: bytes,
     created_at: int,

@@ -53,7 +53,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class PackageTerms:
+class PackageOrigin:
     """The part that all packages of a run share.
 
     Attributes:
@@ -69,7 +69,7 @@ class PackageTerms:
 def write_draft(
     draft: Draft,
     snapshot: Snapshot,
-    terms: PackageTerms,
+    terms: PackageOrigin,
     recipients: Sequence[RecipientPublic],
     *,
     previous: bytes,
@@ -123,7 +123,7 @@ def _contents(snapshot: Snapshot, manifest: Manifest) -> Mapping[str, Mapping[st
 
 def _unwrapped(
     snapshot: Snapshot,
-    terms: PackageTerms,
+    terms: PackageOrigin,
     recipients: Sequence[RecipientPublic],
     payloads: Sequence[Payload],
     previous: bytes,

@@ -99,7 +99,7 @@ def _verify(
     witness: str | None,
 ) -> int:
     from raycloak.coordinator.cli.tables import verified_view
-    from raycloak.coordinator.config import home as state
+    from raycloak.coordinator.config.home import home as state_folder
     from raycloak.coordinator.runs.rollback import check_pins, log_pins, package_pins, require_key, witness_pins
 
     for place in (packages, runs):
@@ -108,7 +108,7 @@ def _verify(
             raise ConfigError("usage", f"there is no folder {place}.", "Name the folder of the packages or runs.")
     with _record(url, export) as (key, replay, hash_at):
         require_key(hexadecimal(public_key), key)
-        home = state.home()
+        home = state_folder()
         pins = [
             *package_pins(packages or home / "packages", home / "signer", key),
             *log_pins(runs or home / "runs", key),

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from raycloak.attestation.attester.tsm import TSM_REMEDY, TSM_REPORTS, tee_nodes
 from raycloak.coordinator.config import home
-from raycloak.coordinator.ledger.location import file_system, refuse_network_file_system
+from raycloak.coordinator.ledger.location import check_file_system, file_system
 from raycloak.coordinator.ledger.store import LedgerStore
 from raycloak.metrics.errors import RaycloakError
 from raycloak.metrics.gpu_readings import GpuSampler
@@ -141,7 +141,7 @@ def check_ledger(mounts: str) -> Check:
     try:
         url = home.ledger_url()
         path = Path(url.removeprefix("sqlite:///"))
-        refuse_network_file_system(path, mounts)
+        check_file_system(path, mounts)
         if not path.exists():
             return Check("ledger", "ok", f"none yet at {path}; the file system is local")
         LedgerStore(url, create=False).close()

@@ -37,7 +37,7 @@ class Request:
         """Return how many such bundles fit on the free resources."""
         return self._together([self._on(node, node.free) for node in nodes])
 
-    def refusal(self, nodes: Sequence[NodeView]) -> str:
+    def shortfall(self, nodes: Sequence[NodeView]) -> str:
         """Return two sentences: the request with the bundle that does not fit, and what each node has."""
         labels = f" on nodes with {_named(self.labels)}" if self.labels else ""
         fits = min(self.fitting(nodes), self.bundles - 1)

@@ -138,7 +138,9 @@ class Placement:
             if placement_group_table(self._own[member_id])["state"] != "PENDING":
                 self._pending.pop(member_id)
             elif time.monotonic() >= deadline:
-                LOGGER.warning("%s was not placed. %s", member_id, self._request.alone().refusal(self._usable_nodes()))
+                LOGGER.warning(
+                    "%s was not placed. %s", member_id, self._request.alone().shortfall(self._usable_nodes())
+                )
                 self.release(member_id)
 
     def close(self) -> None:
@@ -183,7 +185,7 @@ class Placement:
         remove_placement_group(group)
         raise ConfigError(
             "unplaceable",
-            f"{self._request.refusal(self._usable_nodes())} Waited {self._config.deadline_s:g} s.",
+            f"{self._request.shortfall(self._usable_nodes())} Waited {self._config.deadline_s:g} s.",
             "Change placement, num_workers or the cluster.",
         )
 

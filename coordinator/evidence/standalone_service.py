@@ -20,7 +20,7 @@ from raycloak.attestation.orchestrator.hosting import StaticHosting
 from raycloak.attestation.orchestrator.orchestrator import OpenRun, RunSession, open_run
 from raycloak.attestation.orchestrator.run_terms import RunTerms
 from raycloak.attestation.policy.policy import Policy, load_policy, simulated_policy
-from raycloak.attestation.sealed.sealed_data import SealedTerms, Use
+from raycloak.attestation.sealed.sealed_data import SealedSource, Use
 from raycloak.attestation.service.fair_lock import Turn
 from raycloak.attestation.service.key_service import key_service_desk
 from raycloak.attestation.service.limits import ServiceLimits
@@ -256,7 +256,7 @@ def _served(
 
 
 def _with_sealed(served: _Served, config: ServiceConfig, base: Path) -> _Served:
-    def load(sealed: SealedConfig | None, use: Use) -> SealedTerms | None:
+    def load(sealed: SealedConfig | None, use: Use) -> SealedSource | None:
         if sealed is None:
             return None
         return load_terms(base / sealed.path, base / sealed.key_file, served.run.virtual_workers, use)

@@ -19,7 +19,7 @@ from sqlalchemy.sql.compiler import SQLCompiler
 
 from raycloak.attestation.files.sqlite import enter_wal
 from raycloak.coordinator.ledger.location import prepare_file, usable_url
-from raycloak.coordinator.ledger.postgres import begin_write, postgres_engine, refuse_unlogged
+from raycloak.coordinator.ledger.postgres import begin_write, check_logged, postgres_engine
 from raycloak.metrics.errors import BudgetError
 
 LOCK_DEADLINE_S = 30.0
@@ -167,7 +167,7 @@ def take_write_lock(connection: sa.Connection) -> None:
 def check_tables_last(connection: sa.Connection, names: list[str]) -> None:
     """Refuse tables that a crash would empty, which only PostgreSQL has; BudgetError ``ledger_not_durable``."""
     if connection.dialect.name == "postgresql":
-        refuse_unlogged(connection, names)
+        check_logged(connection, names)
 
 
 @contextmanager

@@ -35,7 +35,7 @@ def prepare_file(path: Path, create: bool) -> None:
         ConfigError: ``network_file_system``, ``ledger_missing``, or ``ledger_url`` if the file cannot be made.
         BudgetError: ``ledger_exposed``.
     """
-    refuse_network_file_system(path, _MOUNTS.read_text() if _MOUNTS.exists() else "")
+    check_file_system(path, _MOUNTS.read_text() if _MOUNTS.exists() else "")
     if create and not path.exists():
         _create(path)
     if path.exists() and not path.is_file():
@@ -78,7 +78,7 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def refuse_network_file_system(path: Path, mounts: str) -> None:
+def check_file_system(path: Path, mounts: str) -> None:
     """Refuse a path below a network or FUSE mount.
 
     Args:

@@ -74,10 +74,10 @@ def begin_write(connection: sa.Connection, deadline_s: float) -> None:
     """
     values = {"lock": _LOCK, "deadline": f"{int(deadline_s * 1000)}"}
     settings = connection.execute(_BEGIN_WRITE, values).one()
-    refuse_settings(settings.synchronous_commit, settings.fsync, settings.full_page_writes)
+    check_settings(settings.synchronous_commit, settings.fsync, settings.full_page_writes)
 
 
-def refuse_settings(synchronous_commit: str, fsync: str, full_page_writes: str) -> None:
+def check_settings(synchronous_commit: str, fsync: str, full_page_writes: str) -> None:
     """Refuse a server that can lose what it acknowledged; BudgetError ``ledger_not_durable``."""
     wrong = {"fsync": fsync, "full_page_writes": full_page_writes}
     lost = [f"{name} = {value}" for name, value in wrong.items() if value != "on"]
@@ -91,7 +91,7 @@ def refuse_settings(synchronous_commit: str, fsync: str, full_page_writes: str) 
         )
 
 
-def refuse_unlogged(connection: sa.Connection, names: list[str]) -> None:
+def check_logged(connection: sa.Connection, names: list[str]) -> None:
     """Refuse tables that a crash of the server would empty; BudgetError ``ledger_not_durable``."""
     unlogged = connection.execute(_UNLOGGED, {"names": names}).scalars().all()
     if unlogged:

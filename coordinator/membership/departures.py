@@ -73,7 +73,7 @@ class Departures:
                 "too_many_failures", f"more than {self.max_failures} failures: {self.reasons()}.", START_AGAIN
             )
 
-    def refused_alike(self, last: int) -> bool:
+    def share_a_cause(self, last: int) -> bool:
         """Return whether the newest ``last`` departures share one cause that would meet any replacement as well."""
         codes = {departure.code for departure in self.all[-last:]}
         return len(codes) == 1 and not codes & ACCIDENTS

@@ -151,5 +151,5 @@ class Hosts:
             released[member_id] = self._handout.release(member_id, virtual_workers)
             asked[member_id] = members.workers[member_id].accept_keys(released[member_id])
         members.collect(asked, lambda i, commitments: self._handout.accepted(i, released[i], commitments))
-        if not members.workers and members.departures.refused_alike(len(asked)):
+        if not members.workers and members.departures.share_a_cause(len(asked)):
             raise members.too_few()

@@ -7,7 +7,7 @@ from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.planning.cross_check import checked
-from raycloak.coordinator.planning.payer import NamedAccount, named_account
+from raycloak.coordinator.planning.payer import PayingAccount, paying_account
 from raycloak.coordinator.planning.plan import Plan, make_plan
 from raycloak.coordinator.planning.references import descriptor, evaluation_form, preflight, sealed_terms
 from raycloak.metrics.errors import ConfigError
@@ -46,12 +46,12 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     return checked(plan)
 
 
-def _account(config: RunConfig) -> NamedAccount | None:
+def _account(config: RunConfig) -> PayingAccount | None:
     """Return the named account; None if the run opens its own."""
     if config.ledger.account is None:
         return None
     ledger = PrivacyLedger(config.ledger.url or home.ledger_url(), create=False)
     try:
-        return named_account(ledger.view(), config)
+        return paying_account(ledger.view(), config)
     finally:
         ledger.close()

@@ -5,7 +5,7 @@ from raycloak.attestation.core.hybrid_signature import SignerPublic
 from raycloak.attestation.keys.halves import ServiceContract
 from raycloak.attestation.orchestrator.run_terms import RunTerms
 from raycloak.attestation.policy.policy import Policy
-from raycloak.attestation.sealed.sealed_data import SealedTerms
+from raycloak.attestation.sealed.sealed_data import SealedSource
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.messages import WorkerFacts
@@ -81,8 +81,8 @@ def run_terms(
     manifest: Manifest,
     policy: Policy,
     collateral: CollateralBundle,
-    sealed: SealedTerms | None = None,
-    evaluation: SealedTerms | None = None,
+    sealed: SealedSource | None = None,
+    evaluation: SealedSource | None = None,
 ) -> RunTerms:
     """Return the orchestrator's view of ``manifest``."""
     return RunTerms(

@@ -9,7 +9,7 @@ from raycloak.workers.terms.mechanism import AccountantName
 
 
 @dataclass(frozen=True, slots=True)
-class NamedAccount:
+class PayingAccount:
     """The facts of a named account that a plan needs."""
 
     epsilon_cap: float
@@ -26,7 +26,7 @@ def account_cap(config: RunConfig) -> float:
     return cap
 
 
-def named_account(view: LedgerView, config: RunConfig, run_id: str = "") -> NamedAccount:
+def paying_account(view: LedgerView, config: RunConfig, run_id: str = "") -> PayingAccount:
     """Return the account that the configuration names, with its cap as ``run_id`` was registered, if it was.
 
     A run is planned once. A cap that changes later may end it sooner, but does not change its plan.
@@ -58,15 +58,15 @@ def named_account(view: LedgerView, config: RunConfig, run_id: str = "") -> Name
         raise BudgetError(
             "account_closed", f"account '{name}' is closed: no new run may charge to it.", "Name another account."
         )
-    return NamedAccount(account.epsilon_cap if planned is None else planned, account.accountant)
+    return PayingAccount(account.epsilon_cap if planned is None else planned, account.accountant)
 
 
-def cap_for(config: RunConfig, account: NamedAccount | None) -> float:
+def cap_for(config: RunConfig, account: PayingAccount | None) -> float:
     """Return the epsilon cap of the account that pays: the named one, else the run's own."""
     return account_cap(config) if account is None else account.epsilon_cap
 
 
-def accountant_for(config: RunConfig, account: NamedAccount | None) -> AccountantName:
+def accountant_for(config: RunConfig, account: PayingAccount | None) -> AccountantName:
     """Return the named account's accountant; for the run's own account the configured one, by default the tight one."""
     if account is not None:
         return account.accountant

@@ -40,7 +40,7 @@ from raycloak.coordinator.planning.measurements import (
     plan_measurements,
     planned_measurements,
 )
-from raycloak.coordinator.planning.payer import NamedAccount, accountant_for, cap_for
+from raycloak.coordinator.planning.payer import PayingAccount, accountant_for, cap_for
 from raycloak.metrics.errors import ConfigError, DatasetError, ModelError, RefusedError
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import AccountantName, Mechanism
@@ -135,7 +135,7 @@ class Plan:
         }
 
 
-def make_plan(config: RunConfig, num_examples: int, dimension: int, account: NamedAccount | None = None) -> Plan:
+def make_plan(config: RunConfig, num_examples: int, dimension: int, account: PayingAccount | None = None) -> Plan:
     """Return the mechanism of a run and all that follows from it; arguments as :func:`plan_mechanism`.
 
     Raises:
@@ -174,7 +174,7 @@ def make_plan(config: RunConfig, num_examples: int, dimension: int, account: Nam
 
 
 def plan_mechanism(
-    config: RunConfig, num_examples: int, dimension: int, account: NamedAccount | None = None
+    config: RunConfig, num_examples: int, dimension: int, account: PayingAccount | None = None
 ) -> Mechanism:
     """Return the frozen mechanism of a run.
 

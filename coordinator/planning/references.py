@@ -11,7 +11,7 @@ from raycloak.attestation.core.canonical import canonical_json
 from raycloak.attestation.core.messages import parse
 from raycloak.attestation.keys.halves import ServiceContract
 from raycloak.attestation.sealed.package_keys import load_recipients
-from raycloak.attestation.sealed.sealed_data import SealedHeader, SealedTerms, Use
+from raycloak.attestation.sealed.sealed_data import SealedHeader, SealedSource, Use
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.config.sections import DatasetConfig, KeyServiceConfig
 from raycloak.coordinator.ledger.location import usable_url
@@ -75,7 +75,7 @@ def given_contract(config: KeyServiceConfig | None, base: Path) -> ServiceContra
     return contract
 
 
-def sealed_terms(config: RunConfig, base: Path, use: Use = "training") -> SealedTerms | None:
+def sealed_terms(config: RunConfig, base: Path, use: Use = "training") -> SealedSource | None:
     """What the orchestrator needs of a run's sealed examples for ``use``; None if those are not sealed, or not there.
 
     Raises:
@@ -98,12 +98,12 @@ def evaluation_folder(config: RunConfig) -> str | None:
     return dataset.path if dataset is not None and dataset.kind == "sealed" else None
 
 
-def evaluation_form(terms: SealedTerms) -> DatasetForm:
+def evaluation_form(terms: SealedSource) -> DatasetForm:
     """The outline of a sealed split, from its header."""
     return DatasetForm.model_validate_json(canonical_json(terms.header.form))
 
 
-def load_terms(folder: Path, key_file: Path, virtual_workers: int, use: Use) -> SealedTerms:
+def load_terms(folder: Path, key_file: Path, virtual_workers: int, use: Use) -> SealedSource:
     """The terms of the sealed dataset in ``folder``; ConfigError ``sealed_data`` as :func:`sealed_terms`."""
     header = SealedHeader.load(folder)
     header.require_use(use)
@@ -113,7 +113,7 @@ def load_terms(folder: Path, key_file: Path, virtual_workers: int, use: Use) -> 
             f"{folder} is sealed in {header.virtual_workers} slices, and there are {virtual_workers} virtual workers.",
             "Seal it with the virtual_workers of the run.",
         )
-    return SealedTerms(header, str(key_file.resolve()))
+    return SealedSource(header, str(key_file.resolve()))
 
 
 def require_public(kind: str, public: bool) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from raycloak.attestation.core.roster import Query
 from raycloak.attestation.orchestrator.commits import StepCommit
-from raycloak.attestation.sealed.sealed_data import SealedTerms
+from raycloak.attestation.sealed.sealed_data import SealedSource
 from raycloak.coordinator.aggregation.ranges import ParameterRange, split_ranges
 from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.cluster.control import START_AGAIN
@@ -24,7 +24,7 @@ from raycloak.coordinator.membership.founders import Founders
 from raycloak.coordinator.membership.membership import Membership
 from raycloak.coordinator.planning.cross_check import checked
 from raycloak.coordinator.planning.manifest import build_computation, build_manifest, epochs, run_terms
-from raycloak.coordinator.planning.payer import NamedAccount, account_cap, named_account
+from raycloak.coordinator.planning.payer import PayingAccount, account_cap, paying_account
 from raycloak.coordinator.planning.plan import Plan, make_plan
 from raycloak.coordinator.planning.references import given_contract, sealed_terms
 from raycloak.coordinator.record.same_run import require_ledger, require_same_manifest
@@ -58,7 +58,7 @@ class Admitted:
     manifest: Manifest
     account: str
     committed: Committed
-    evaluation: SealedTerms | None
+    evaluation: SealedSource | None
     ranges: tuple[ParameterRange, ...]
     membership: Membership
     metrics: RunMetrics
@@ -67,14 +67,14 @@ class Admitted:
     rollback_witness: bool
 
 
-def admit(order: Order, founders: Founders, reporter: Reporter, evaluation: SealedTerms | None) -> Admitted:
+def admit(order: Order, founders: Founders, reporter: Reporter, evaluation: SealedSource | None) -> Admitted:
     """Plan the run, open its account and admit its members.
 
     Raises:
         RaycloakError: what refuses the run; nothing was charged.
     """
     config, session, facts = order.config, order.session, founders.facts
-    named = _named_account(order)
+    named = _paying_account(order)
     plan = checked(make_plan(config, facts.num_examples, sum(tensor.size for tensor in facts.tensors), named))
     reporter.planned(plan)
     account = config.ledger.account or f"run-{session.run_id}"
@@ -107,11 +107,11 @@ def admit(order: Order, founders: Founders, reporter: Reporter, evaluation: Seal
     )
 
 
-def _named_account(order: Order) -> NamedAccount | None:
+def _paying_account(order: Order) -> PayingAccount | None:
     """The named account that pays; None if the run opens its own."""
     if order.config.ledger.account is None:
         return None
-    return named_account(order.session.control.ledger.view(), order.config, order.session.run_id)
+    return paying_account(order.session.control.ledger.view(), order.config, order.session.run_id)
 
 
 def _manifest(order: Order, facts: WorkerFacts, plan: Plan, account: str, known_answer: bytes) -> tuple[Manifest, bool]:
@@ -150,7 +150,7 @@ def _committed(order: Order, manifest: Manifest) -> Committed:
     return committed
 
 
-def _open_account(order: Order, plan: Plan, manifest: Manifest, named: NamedAccount | None) -> None:
+def _open_account(order: Order, plan: Plan, manifest: Manifest, named: PayingAccount | None) -> None:
     control = order.session.control
     if named is None:
         accountant = plan.mechanism.accountant

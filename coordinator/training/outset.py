@@ -6,7 +6,7 @@ import numpy as np
 
 from raycloak.coordinator.aggregation.ranges import ParameterRange
 from raycloak.coordinator.checkpoints.saver import Checkpoints, Restored
-from raycloak.coordinator.checkpoints.writer import PackageTerms
+from raycloak.coordinator.checkpoints.writer import PackageOrigin
 from raycloak.coordinator.training.admitted import Admitted
 from raycloak.coordinator.training.assignment import Order
 from raycloak.coordinator.training.model import Model, ModelReader
@@ -72,7 +72,7 @@ def _open_checkpoints(order: Order, admitted: Admitted) -> Checkpoints | None:
     assignment = order.assignment
     if not assignment.charges or assignment.archive is None:
         return None
-    terms = PackageTerms(admitted.manifest, admitted.plan.delta, admitted.evidence_class)
+    terms = PackageOrigin(admitted.manifest, admitted.plan.delta, admitted.evidence_class)
     return assignment.archive.open(order.session.control, terms, admitted.metrics)
 
 

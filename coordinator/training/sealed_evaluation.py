@@ -15,7 +15,7 @@ from typing import ClassVar, Self
 
 from raycloak.attestation.core.messages import Envelope, parse
 from raycloak.attestation.orchestrator.evaluation_order import EvaluationOrder
-from raycloak.attestation.sealed.sealed_data import SealedTerms
+from raycloak.attestation.sealed.sealed_data import SealedSource
 from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.planning.references import evaluation_form
@@ -53,7 +53,7 @@ class SealedEvaluator:
         self._losses = Losses(self.runner.backend, self.runner.membership.members, self.runner.deadline_s)
 
     @classmethod
-    def of(cls, config: RunConfig, terms: SealedTerms | None, runner: StepRunner) -> Self | None:
+    def of(cls, config: RunConfig, terms: SealedSource | None, runner: StepRunner) -> Self | None:
         """Return the evaluator of a run; None if it evaluates on nothing sealed."""
         if terms is None or config.evaluation is None:
             return None

@@ -104,12 +104,12 @@ class Training:
             ages = self.membership.admission.review()
             if ages or (self.finished_steps != first and self.finished_steps % self.config.epoch_steps == 0):
                 self.renew()
-            if self._refused(self._next):
+            if self._cap_reached(self._next):
                 return Ending.CAP
         is_over = self.finished_steps == self.plan.mechanism.steps
-        return Ending.CAP if is_over and self._refused(self._measure) else Ending.COMPLETE
+        return Ending.CAP if is_over and self._cap_reached(self._measure) else Ending.COMPLETE
 
-    def _refused(self, act: Callable[[], None]) -> bool:
+    def _cap_reached(self, act: Callable[[], None]) -> bool:
         """Call ``act``; returns whether the cap left no room for it."""
         try:
             act()

@@ -17,7 +17,7 @@ import pytest
 import ray
 
 from raycloak.attestation.core.keys import Secret
-from raycloak.attestation.sealed.sealed_data import SealedHeader, SealedTerms, SliceKeys
+from raycloak.attestation.sealed.sealed_data import SealedHeader, SealedSource, SliceKeys
 from raycloak.coordinator.cluster.ray_backend import RayBackend
 from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.planning.sealing import seal_for
@@ -152,7 +152,7 @@ class _Searching:
 def _markers(folder):
     """The first example to train on, and the first to evaluate on, with the keys of the split."""
     needles = leaks.key_needles("key of the split", bytes.fromhex((folder / "split.key").read_text()))
-    keys = SliceKeys.open(SealedTerms(SealedHeader.load(folder / "split"), str(folder / "split.key")), "evaluation")
+    keys = SliceKeys.open(SealedSource(SealedHeader.load(folder / "split"), str(folder / "split.key")), "evaluation")
     for v in range(keys.header.virtual_workers):
         needles |= leaks.key_needles(f"key of slice {v} of the split", keys.of(v).reveal())
     for name in ("data", "split"):

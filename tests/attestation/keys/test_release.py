@@ -13,9 +13,9 @@ from raycloak.attestation.core.hybrid_signature import HybridSigner
 from raycloak.attestation.core.keys import IdentityKey, Secret
 from raycloak.attestation.core.messages import Envelope, parse, seal
 from raycloak.attestation.keys.release import (
+    ExpectedRelease,
     KeyPackage,
     KeyRelease,
-    ReleaseTerms,
     VirtualWorkerKeys,
     commitments_digest,
     key_commitment,
@@ -89,7 +89,7 @@ def resealed(body: KeyPackage) -> KeyRelease:
 
 def opened(release: KeyRelease, **changes):
     policy, hpke_key = changes.get("policy", POLICY), changes.get("hpke_key", RECIPIENT)
-    terms = ReleaseTerms(LOG_OWNER.public, "run", "worker-0", MANIFEST, policy)
+    terms = ExpectedRelease(LOG_OWNER.public, "run", "worker-0", MANIFEST, policy)
     return open_keys(release, terms, hpke_key=hpke_key, key_commitments=IN_MANIFEST)
 
 

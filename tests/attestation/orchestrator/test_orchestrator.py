@@ -15,7 +15,7 @@ from raycloak.attestation.core.hybrid_signature import HybridSigner
 from raycloak.attestation.core.keys import IdentityKey, Purpose, Secret, derive
 from raycloak.attestation.core.messages import Envelope, open_envelope, seal
 from raycloak.attestation.core.roster import Roster
-from raycloak.attestation.keys.release import ReleaseTerms, key_commitment, open_keys
+from raycloak.attestation.keys.release import ExpectedRelease, key_commitment, open_keys
 from raycloak.attestation.keys.run_secret import run_id_of
 from raycloak.attestation.log.evidence_log import read_exported_log, verify_exported_log
 from raycloak.attestation.orchestrator.commits import StepCommit
@@ -259,7 +259,7 @@ def test_released_keys_open_for_their_member_alone_and_are_the_committed_ones(de
     desk.admit("worker-0", "worker-1")
     package = desk.orchestrator.release("worker-0", 1, (0, 2))
     expected = {
-        "terms": ReleaseTerms(desk.key, desk.run_id, "worker-0", MANIFEST, desk.policy()),
+        "terms": ExpectedRelease(desk.key, desk.run_id, "worker-0", MANIFEST, desk.policy()),
         "key_commitments": desk.orchestrator.key_commitments(COMPUTATION, COUNT, EPOCHS),
     }
     epoch, keys = open_keys(package, hpke_key=desk.members["worker-0"].hpke, **expected)

@@ -140,7 +140,12 @@ PROVOKED: Final[Mapping[Refusal, Callable[[Bench], object]]] = MappingProxyType(
 )
 """What provokes each refusal, with simulated evidence."""
 
-IN_NO_FILE: Final = {Refusal.NONCE_REPLAYED, Refusal.PEER_NOT_BOUND, Refusal.GPU_NOT_BOUND, Refusal.RELEASE_DENIED}
+IN_NO_FILE: Final = {
+    Refusal.NONCE_REPLAYED,
+    Refusal.PEER_NOT_BOUND,
+    Refusal.GPU_NOT_BOUND,
+    Refusal.RELEASE_DENIED,
+}
 """Refusals that need an orchestrator or a second member; no recorded case can show them."""
 
 

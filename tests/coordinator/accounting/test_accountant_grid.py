@@ -11,11 +11,11 @@ from functools import cache
 
 import pytest
 
-from raycloak.coordinator.accounting import pld as privacy_loss
+from raycloak.coordinator.accounting import pld as pld_module
 from raycloak.coordinator.accounting.accountants import accountant_of
 from raycloak.coordinator.accounting.pld import STATED_ERROR
 from raycloak.coordinator.accounting.releases import Release
-from raycloak.coordinator.planning import cross_check as crosscheck
+from raycloak.coordinator.planning import cross_check as cross_check_module
 from raycloak.coordinator.planning.cross_check import CrossCheck, cross_check
 from raycloak.metrics.errors import RefusedError
 
@@ -84,7 +84,7 @@ def test_prv_holds_pld_and_the_two_rdps_agree(point: tuple[float, float, int]):
         return
     lower, upper = found.prv_bounds
     assert lower <= found.epsilon["opacus_prv"] <= upper
-    assert upper - lower <= max(2.1 * crosscheck.PRV_ERROR_SHARE * found.epsilon["opacus_rdp"], 0.06)
+    assert upper - lower <= max(2.1 * cross_check_module.PRV_ERROR_SHARE * found.epsilon["opacus_rdp"], 0.06)
     assert lower <= value("pld", point) <= upper * (1 + STATED_ERROR)
 
 
@@ -122,8 +122,8 @@ def test_accountants_that_disagree_are_named(epsilon, changes, message):
 
 def test_a_disagreement_refuses_the_plan(monkeypatch: pytest.MonkeyPatch):
     """PLD a tenth too small stays below both RDPs; only PRV's bounds show it."""
-    real = privacy_loss.epsilon
-    monkeypatch.setattr(privacy_loss, "epsilon", lambda *arguments: 0.9 * real(*arguments))
+    real = pld_module.epsilon
+    monkeypatch.setattr(pld_module, "epsilon", lambda *arguments: 0.9 * real(*arguments))
     with pytest.raises(RefusedError, match=r"accountants_disagree.*PRV gives"):
         cross_check((Release(0.03, 1.0, 100),), DELTA).require_agreement()
 

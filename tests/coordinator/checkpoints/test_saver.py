@@ -16,7 +16,7 @@ from raycloak.attestation.sealed.package_keys import PackageSigner, RecipientPub
 from raycloak.attestation.sealed.package_manifest import PackageManifest
 from raycloak.coordinator.checkpoints.saver import RETRY_S, Checkpoints, newest
 from raycloak.coordinator.checkpoints.storage import MANIFEST, PackageStorage
-from raycloak.coordinator.checkpoints.writer import PackageTerms
+from raycloak.coordinator.checkpoints.writer import PackageOrigin
 from raycloak.coordinator.config.sections import CheckpointConfig
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.planning.manifest import run_terms
@@ -84,7 +84,7 @@ class Bench:
             CheckpointConfig(**self.settings),
             self.storage,
             self.control,
-            PackageTerms(self.manifest, 1e-5, "simulated"),
+            PackageOrigin(self.manifest, 1e-5, "simulated"),
             (),
             self.notices.append,
             self.metrics,

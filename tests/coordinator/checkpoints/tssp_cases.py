@@ -15,7 +15,7 @@ from raycloak.attestation.sealed.package_manifest import PackageManifest
 from raycloak.coordinator.aggregation.ranges import ParameterRange, split_ranges
 from raycloak.coordinator.checkpoints.reader import NOTHING_EXPECTED, Expected, VerifiedPackage, verify_package
 from raycloak.coordinator.checkpoints.storage import MANIFEST, RUN_MANIFEST, SIGNATURE, PackageStorage
-from raycloak.coordinator.checkpoints.writer import PackageTerms, Snapshot, write_draft
+from raycloak.coordinator.checkpoints.writer import PackageOrigin, Snapshot, write_draft
 from raycloak.coordinator.ledger.entries import Head
 from raycloak.metrics.errors import EvidenceError
 from raycloak.workers.gradients.numerics import current_numerics
@@ -95,8 +95,8 @@ class Site:
         self.storage = PackageStorage.open(str(self.home / "packages"))
 
     @property
-    def terms(self) -> PackageTerms:
-        return PackageTerms(self.manifest, 1e-5, "simulated")
+    def terms(self) -> PackageOrigin:
+        return PackageOrigin(self.manifest, 1e-5, "simulated")
 
     def publish(self, step: int = 3, chunk_bytes: int = 64, signer: PackageSigner | None = None, **changes: Any) -> str:
         """A package of a snapshot with changes; returns its name."""

@@ -51,9 +51,9 @@ def test_labels_match_as_ray_matches_them(selector, matches):
 
 def test_a_refusal_names_what_was_asked_what_there_is_and_which_bundle():
     nodes = [node("a" * 56, 2.0, free=0.5, zone="x"), node("b" * 56, 1.0)]
-    text = Request({"CPU": 1.0}, {"zone": "!z"}, 4, "SPREAD").refusal(nodes)
+    text = Request({"CPU": 1.0}, {"zone": "!z"}, 4, "SPREAD").shortfall(nodes)
     assert text == (
         "4 bundles of {CPU: 1} on nodes with {zone=!z} were asked for with strategy SPREAD: bundle 2 of 4 does not fit."
         " The cluster has node aaaaaaaaaaaa (CPU 0.5 of 2 free, labels {zone=x}); node bbbbbbbbbbbb (CPU 1 of 1 free)."
     )
-    assert "no usable node" in Request({"CPU": 1.0}, {}, 1, "PACK").refusal([])
+    assert "no usable node" in Request({"CPU": 1.0}, {}, 1, "PACK").shortfall([])

@@ -17,7 +17,7 @@ from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.keys import Secret
 from raycloak.attestation.core.messages import parse
 from raycloak.attestation.keys.halves import ServiceContract
-from raycloak.attestation.keys.release import ReleaseTerms, open_keys, open_slice_keys
+from raycloak.attestation.keys.release import ExpectedRelease, open_keys, open_slice_keys
 from raycloak.attestation.policy.key_policy import KeyKind
 from raycloak.attestation.policy.policy import simulated_policy
 from raycloak.attestation.service.client import EvidenceClient
@@ -68,7 +68,7 @@ def keys_of(contract, client, attester):
 
 def release_terms(contract, attester):
     policy = simulated_policy(SimulatedVendor.load_or_create(home.simulator_folder()), code_measurement())
-    return ReleaseTerms(contract.orchestrator, contract.run_id, attester.member_id, contract.digest(), policy)
+    return ExpectedRelease(contract.orchestrator, contract.run_id, attester.member_id, contract.digest(), policy)
 
 
 def test_a_member_gets_the_keys_of_the_slices_it_hosts(folder):

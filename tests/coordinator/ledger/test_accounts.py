@@ -22,7 +22,7 @@ from raycloak.coordinator.ledger.entries import (
 )
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.view import AccountView, LedgerView
-from raycloak.coordinator.planning.payer import named_account
+from raycloak.coordinator.planning.payer import paying_account
 from raycloak.metrics.errors import BudgetError, ConfigError
 from tests.coordinator.ledger.ledger_cases import (
     CAP,
@@ -196,12 +196,12 @@ def test_a_run_keeps_the_cap_it_was_planned_for(ledger: PrivacyLedger):
 def test_a_plan_takes_the_cap_its_run_was_registered_at_and_no_new_run_on_a_closed_account(ledger: PrivacyLedger):
     settings = config(ledger={"account": "patients"})
     ledger.change_cap("patients", 7.0)
-    assert named_account(ledger.view(), settings).epsilon_cap == 7.0
-    assert named_account(ledger.view(), settings, "run-a").epsilon_cap == CAP
+    assert paying_account(ledger.view(), settings).epsilon_cap == 7.0
+    assert paying_account(ledger.view(), settings, "run-a").epsilon_cap == CAP
     ledger.close_account("patients")
-    assert named_account(ledger.view(), settings, "run-a").epsilon_cap == CAP
+    assert paying_account(ledger.view(), settings, "run-a").epsilon_cap == CAP
     with pytest.raises(BudgetError, match="account_closed"):
-        named_account(ledger.view(), settings, "run-b")
+        paying_account(ledger.view(), settings, "run-b")
 
 
 # --- transfers

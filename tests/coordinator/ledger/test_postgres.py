@@ -10,7 +10,7 @@ import sqlalchemy as sa
 
 from raycloak.coordinator.cli import app
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from raycloak.coordinator.ledger.postgres import refuse_settings
+from raycloak.coordinator.ledger.postgres import check_settings
 from raycloak.coordinator.ledger.store import LedgerStore
 from raycloak.metrics.errors import BudgetError, ConfigError
 from tests.coordinator.ledger.ledger_cases import (
@@ -100,7 +100,7 @@ def test_a_server_that_may_lose_what_it_acknowledged_is_refused(postgres_binarie
 @pytest.mark.parametrize("setting", ["off", "local", "remote_write"])
 def test_a_commit_that_is_not_synchronous_is_refused(setting: str):
     with pytest.raises(BudgetError, match=f"ledger_not_durable.*synchronous_commit = {setting}"):
-        refuse_settings(setting, "on", "on")
+        check_settings(setting, "on", "on")
 
 
 def test_tables_that_a_crash_would_empty_are_refused(postgres: PostgresServer):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from raycloak.coordinator.ledger.location import refuse_network_file_system
+from raycloak.coordinator.ledger.location import check_file_system
 from raycloak.coordinator.ledger.store import LedgerStore
 from raycloak.metrics.errors import BudgetError, ConfigError
 from tests.coordinator.ledger.ledger_cases import MANIFEST, PARAMETERS, opened
@@ -252,12 +252,12 @@ def test_the_database_itself_refuses_a_step_twice(tmp_path: Path):
 )
 def test_network_file_systems_are_refused(path: str, kind: str):
     with pytest.raises(ConfigError, match=f"network_file_system.*{kind}"):
-        refuse_network_file_system(Path(path), MOUNTS)
+        check_file_system(Path(path), MOUNTS)
 
 
 @pytest.mark.parametrize("path", ["/l.sqlite", "/home/local/l.sqlite", "/tmp/x/l.sqlite", "/homework/l.sqlite"])
 def test_local_file_systems_are_accepted(path: str):
-    refuse_network_file_system(Path(path), MOUNTS)
+    check_file_system(Path(path), MOUNTS)
 
 
 def test_a_link_to_a_network_file_system_is_followed(tmp_path: Path):
@@ -265,7 +265,7 @@ def test_a_link_to_a_network_file_system_is_followed(tmp_path: Path):
     (tmp_path / "near").symlink_to(tmp_path / "far")
     mounts = f"/dev/sda1 / ext4 rw 0 0\nserver:/x {tmp_path / 'far'} nfs rw 0 0\n"
     with pytest.raises(ConfigError, match="network_file_system"):
-        refuse_network_file_system(tmp_path / "near" / "ledger.sqlite", mounts)
+        check_file_system(tmp_path / "near" / "ledger.sqlite", mounts)
 
 
 def test_postgresql_without_its_driver_says_what_to_install(monkeypatch: pytest.MonkeyPatch):

@@ -15,7 +15,7 @@ from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.ledger.entries import Head
 from raycloak.coordinator.ledger.view import AccountView, LedgerView
 from raycloak.coordinator.planning.cross_check import checked
-from raycloak.coordinator.planning.payer import NamedAccount, named_account
+from raycloak.coordinator.planning.payer import PayingAccount, paying_account
 from raycloak.coordinator.planning.plan import make_plan, plan_mechanism
 from raycloak.metrics.errors import BudgetError, ConfigError, DatasetError, ModelError, RefusedError
 
@@ -174,7 +174,7 @@ def test_a_single_worker_leaves_no_guarantee_against_itself():
 
 
 def test_a_shared_accounts_cap_replaces_the_runs_own():
-    plan = make_plan(config(), 1437, 4810, account=NamedAccount(3.0, "rdp"))
+    plan = make_plan(config(), 1437, 4810, account=PayingAccount(3.0, "rdp"))
     assert plan.epsilon_cap == 3.0
     assert plan.epsilon <= 3.0
 
@@ -219,16 +219,16 @@ def test_a_shared_account_must_exist_and_state_the_same_delta() -> None:
     account = AccountView("patients", 3.0, 1e-7, "rdp", 0.0, 0.0, 0.0, ())
     view = LedgerView(bytes(32), 1, Head(), (account,))
     with pytest.raises(BudgetError, match="account_unknown"):
-        named_account(view, config(ledger={"account": "others"}))
+        paying_account(view, config(ledger={"account": "others"}))
     with pytest.raises(BudgetError, match="account_mismatch"):
-        named_account(view, config(ledger={"account": "patients"}))
+        paying_account(view, config(ledger={"account": "patients"}))
     same = config(ledger={"account": "patients"}, dp_config={"target_epsilon": 3.0, "target_delta": 1e-7})
-    assert named_account(view, same) == NamedAccount(3.0, "rdp")
+    assert paying_account(view, same) == PayingAccount(3.0, "rdp")
 
 
 def test_a_runs_own_account_is_planned_with_pld_and_a_named_one_with_its_own_accountant() -> None:
     own = make_plan(config(), 1437, 4810)
-    named = make_plan(config(ledger={"account": "a"}), 1437, 4810, account=NamedAccount(8.0, "rdp"))
+    named = make_plan(config(ledger={"account": "a"}), 1437, 4810, account=PayingAccount(8.0, "rdp"))
     asked = make_plan(config(dp_config={**config().dp_config.model_dump(), "accountant": "rdp"}), 1437, 4810)
     assert [plan.mechanism.accountant for plan in (own, named, asked)] == ["pld", "rdp", "rdp"]
     assert own.epsilon < 0.97 * named.epsilon == pytest.approx(0.97 * asked.epsilon)
@@ -240,7 +240,7 @@ def test_an_account_held_with_another_accountant_than_configured_is_refused() ->
     view = LedgerView(bytes(32), 1, Head(), (account,))
     wrong = config(ledger={"account": "patients"}, dp_config={"target_epsilon": 3.0, "accountant": "pld"})
     with pytest.raises(BudgetError, match=r"account_mismatch.*held with the rdp accountant.*says pld"):
-        named_account(view, wrong)
+        paying_account(view, wrong)
 
 
 def test_a_checked_plan_says_what_four_accountants_say_in_json_and_table() -> None:

@@ -13,7 +13,7 @@ from raycloak.attestation.keys.release import key_commitment
 from raycloak.attestation.orchestrator.revocations import revoke
 from raycloak.attestation.orchestrator.state import state_file
 from raycloak.attestation.policy.policy import simulated_policy
-from raycloak.attestation.sealed.sealed_data import SealedHeader, SealedTerms, SliceKeys, Use, slice_file, slice_key
+from raycloak.attestation.sealed.sealed_data import SealedHeader, SealedSource, SliceKeys, Use, slice_file, slice_key
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
 from raycloak.coordinator.cli.tables import evaluation_text, plan_rows, sealed_text
 from raycloak.metrics.errors import ConfigError, DatasetError, EvidenceError, RaycloakError
@@ -115,7 +115,7 @@ def test_a_dataset_is_opened_for_the_use_that_it_was_sealed_for_alone(plain, fol
     seal_dataset(plain, COUNT, POLICY, KEY, tmp_path / "split", "evaluation")
     uses: list[Use] = ["training", "evaluation"]
     for use, other, path in zip(uses, uses[::-1], (folder, tmp_path / "split"), strict=True):
-        terms = SealedTerms(SealedHeader.load(path), str(key_file))
+        terms = SealedSource(SealedHeader.load(path), str(key_file))
         SealedDataset(path, use)
         SliceKeys.open(terms, use)
         for refused in (partial(SealedDataset, path), partial(SliceKeys.open, terms)):
@@ -123,7 +123,7 @@ def test_a_dataset_is_opened_for_the_use_that_it_was_sealed_for_alone(plain, fol
                 refused(other)
     relabelled = SealedHeader.load(folder).model_copy(update={"use": "evaluation"})
     with pytest.raises(ConfigError, match="dataset_key"):
-        SliceKeys.open(SealedTerms(relabelled, str(key_file)), "evaluation")
+        SliceKeys.open(SealedSource(relabelled, str(key_file)), "evaluation")
 
 
 def test_the_orchestrator_takes_no_other_dataset_key(folder, tmp_path):
@@ -131,7 +131,7 @@ def test_the_orchestrator_takes_no_other_dataset_key(folder, tmp_path):
     key_file.touch(mode=0o600)
     for content, accepted in ((KEY.reveal(), True), (bytes(32), False), (b"", False)):
         key_file.write_text(content.hex())
-        terms = SealedTerms(SealedHeader.load(folder), str(key_file))
+        terms = SealedSource(SealedHeader.load(folder), str(key_file))
         if accepted:
             assert key_commitment(SliceKeys.open(terms, "training").of(1)) == terms.header.key_commitments[1]
         else:
