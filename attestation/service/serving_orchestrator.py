@@ -164,9 +164,17 @@ class EvidenceOrchestrator:
 
     challenge = _in_turn(_admission_of, Admissions.challenge)
     admit = _in_turn(_admission_of, Admissions.admit)
-    expel = _in_turn(_admission_of, Admissions.expel)
     review = _in_turn(_admission_of, Admissions.review)
     take_collateral = _in_turn(_admission_of, Admissions.take_collateral)
+
+    def expel(self, member_id: str, cause: str) -> None:
+        """Remove a member, as `raycloak.attestation.orchestrator.admissions.Admissions.expel`.
+
+        A worker may be lost before a session begins. Nobody is a member then, so there is nobody to remove.
+        """
+        with self._turn_of_run():
+            if self._session is not None:
+                self._session.admission.expel(member_id, cause)
 
     def view(self) -> OrchestratorView:
         """Return facts for metrics, without a turn; before a session, nobody is admitted."""

@@ -96,6 +96,20 @@ class _Verified:
     expected: tuple[tuple[Header, Secret], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The part of a run that an aggregator takes: one range under one manifest.
+
+    Attributes:
+        rule: updates the range's parameters.
+    """
+
+    manifest: Manifest
+    manifest_digest: bytes
+    range: ParameterRange
+    rule: Optimizer
+
+
 class MaskedAggregator:
     """The owner of one parameter range, which sums its vectors and updates it.
 
@@ -108,7 +122,14 @@ class MaskedAggregator:
         # The update rule's kernels must match the run's numerics class.
         pin_numerics()
         self._attester = Attester(member_id, source)
+        # None until `present`: an actor can only be told of its range once it is there.
+        self._taken: _Part | None = None
         self._latest: _Verified | None = None
+
+    @property
+    def _part(self) -> _Part:
+        assert self._taken is not None, "present comes first"
+        return self._taken
 
     def present(self, challenge: Challenge, manifest: Manifest, owned: ParameterRange) -> Envelope:
         """Take the manifest and the range to own, and answer the challenge with evidence.
@@ -121,16 +142,15 @@ class MaskedAggregator:
             raise ProtocolError(
                 "manifest_mismatch", f"the manifest's numerics is not what {self._attester.member_id} has"
             )
-        self._manifest = manifest
-        self._manifest_digest = manifest.digest()
-        self._range = owned
+        computation = manifest.computation
+        rule = Optimizer(computation.optimizer, owned.tensors, computation.mechanism.steps)
+        self._taken = _Part(manifest, manifest.digest(), owned, rule)
         self._latest = None
-        self._optimizer = Optimizer(manifest.computation.optimizer, owned.tensors, manifest.computation.mechanism.steps)
-        return self._attester.present(challenge, self._manifest_digest, b"")
+        return self._attester.present(challenge, self._taken.manifest_digest, b"")
 
     def initial_state(self) -> State:
         """Return the optimizer state before the first step."""
-        return self._optimizer.initial_state()
+        return self._part.rule.initial_state()
 
     def expect(self, request: ReduceRequest, *replies: StepReply) -> None:
         """Verify all of a request before its vectors arrive, so that the reduction itself takes less time.
@@ -166,9 +186,9 @@ class MaskedAggregator:
         started = time.perf_counter()
         verified = self._verified(request, updates=True)
         average = self._average(verified, vectors)
-        updated, new_state = self._optimizer.update(parameters, average, state, verified.roster.step)
-        digests = tuple(tensor_digests(updated, self._range.tensors))
-        return ReduceReport(self._range.index, digests, time.perf_counter() - started), updated, new_state
+        updated, new_state = self._part.rule.update(parameters, average, state, verified.roster.step)
+        digests = tuple(tensor_digests(updated, self._part.range.tensors))
+        return ReduceReport(self._part.range.index, digests, time.perf_counter() - started), updated, new_state
 
     def measure(self, request: ReduceRequest, *vectors: RingVector) -> MeasureReport:
         """Verify, sum, decode and divide by the public divisor, for a measurement. Parameters and state stay.
@@ -188,23 +208,23 @@ class MaskedAggregator:
 
     def _average(self, verified: _Verified, vectors: Sequence[RingVector]) -> NDArray[np.float64]:
         """Verify the vectors, decode their sum and divide it by the public divisor."""
-        mechanism = self._manifest.computation.mechanism_of(verified.roster.query)
+        mechanism = self._part.manifest.computation.mechanism_of(verified.roster.query)
         # All vectors are checked before a single word is added.
         self._check_vectors(verified, vectors)
         average = decode(ring_sum(vectors, mechanism.ring_bits), mechanism.gamma_log2)
         return np.divide(average, mechanism.expected_batch_size, out=average)
 
     def _open_roster(self, envelope: Envelope) -> Roster:
-        manifest = self._manifest
+        manifest = self._part.manifest
         roster = open_roster(
             envelope,
             orchestrator_key=manifest.orchestrator_key,
             run_id=manifest.run_id,
-            manifest_digest=self._manifest_digest,
+            manifest_digest=self._part.manifest_digest,
             virtual_workers=manifest.computation.mechanism.virtual_workers,
             minimum_workers=1,
         )
-        owner = roster.aggregators[self._range.index : self._range.index + 1]
+        owner = roster.aggregators[self._part.range.index : self._part.range.index + 1]
         if [member.identity_key for member in owner] != [self._attester.identity.public]:
             raise ProtocolError("roster_own_entry", "the roster gives this range to another aggregator")
         return roster
@@ -228,12 +248,12 @@ class MaskedAggregator:
         if updates and roster.query != "gradient":
             raise ProtocolError("query_mismatch", f"a step of '{roster.query}' does not update parameters")
         if updates is False:
-            self._manifest.computation.measurement(roster.query)
+            self._part.manifest.computation.measurement(roster.query)
 
     def _verify(self, request: ReduceRequest, roster: Roster) -> _Verified:
-        mechanism = self._manifest.computation.mechanism_of(roster.query)
+        mechanism = self._part.manifest.computation.mechanism_of(roster.query)
         if roster.query == "gradient":
-            own = VectorRange(self._range.index, self._range.start, self._range.size)
+            own = VectorRange(self._part.range.index, self._part.range.start, self._part.range.size)
         else:
             own = VectorRange(0, 0, mechanism.dimension)
         if request.ranges[own.index : own.index + 1] != (own,):

@@ -13,6 +13,7 @@ class MaskedAggregatorActor(MaskedAggregator):
     """A MaskedAggregator that is no member and holds no key until :meth:`take_part`."""
 
     def __init__(self, source: EvidenceSource) -> None:
+        # The rest is built by `take_part`: which member it becomes is known when it is needed.
         self._source = source
 
     def take_part(self, member_id: str) -> None:

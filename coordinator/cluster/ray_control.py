@@ -52,6 +52,8 @@ class RayControl:
         }
         self._processes: dict[str, ActorProcess | None] = {}
         self._serial = 0
+        # Secret file and id of the run. None until `open_run`: the processes start while other actors are started too.
+        self._run: tuple[str | None, str] | None = None
         self.actors: dict[ControlRole, Actor] = {role: self._launch(role) for role in self._arguments}
 
     def open_run(self, secret_file: str | None, run_id: str | None = None) -> tuple[str, SignerPublic]:
@@ -68,11 +70,11 @@ class RayControl:
                 raise RunFailedError(
                     "unreachable", f"the {role} could not be started ({lost.cause}).", START_AGAIN
                 ) from None
-        self._secret_file = secret_file
-        self.run_id, key = self._open(self.actors["orchestrator"], run_id)
+        found, key = self._open(self.actors["orchestrator"], secret_file, run_id)
+        self._run = secret_file, found
         # Not waited for: the import takes seconds of CPU, and overlaps with the workers' start.
         ask(self.actors["ledger"].handle, PrivacyLedger.load_accountant, self._accountant)
-        return self.run_id, key
+        return found, key
 
     def control(self, deadline_s: float, max_restarts: int) -> Control:
         """Return the control of the run."""
@@ -115,8 +117,8 @@ class RayControl:
         each = self._launch(role)
         try:
             self._identify(each)
-            if role == "orchestrator":
-                self._open(each, self.run_id)
+            if role == "orchestrator" and self._run is not None:
+                self._open(each, *self._run)
         except ActorLost:
             self.stop(each)
             self._explain(role)
@@ -129,8 +131,8 @@ class RayControl:
         # Where this process cannot see the other, as in another container of the node, only Ray can end the actor.
         self._processes[each.member_id] = process if process and ActorProcess.find(process.pid) == process else None
 
-    def _open(self, orchestrator: Actor, run_id: str | None) -> tuple[str, SignerPublic]:
-        opening = ask(orchestrator.handle, EvidenceOrchestrator.open_run, self._secret_file, run_id)
+    def _open(self, orchestrator: Actor, secret_file: str | None, run_id: str | None) -> tuple[str, SignerPublic]:
+        opening = ask(orchestrator.handle, EvidenceOrchestrator.open_run, secret_file, run_id)
         return fetch(opening, START_DEADLINE_S)
 
     def _explain(self, role: ControlRole) -> None:
