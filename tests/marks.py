@@ -19,10 +19,10 @@ MEANINGS = {
     "ray": "needs a Ray cluster",
     "process": "starts a process",
     "server": "starts a server",
-    "slow": "takes more than half a second of processor time",
+    "slow": "takes half a second of processor time, or its file several seconds",
 }
 LIMIT_S = 1.0
-"""Twice what `slow` means, so that a slower machine fails no test."""
+"""Twice what makes one test slow, so that a slower machine fails no other."""
 
 
 def recorded(record: Path = RECORD) -> dict[str, list[str]]:

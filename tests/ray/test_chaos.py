@@ -2,12 +2,11 @@
 
 import json
 import os
-from pathlib import Path
 
 from raycloak.coordinator.bench.chaos.schedule import KILLED_ROLES
-from tests.conftest import QUICK_START
+from tests.conftest import QUICK_START, ROOT
 
-CONFIG = Path(__file__).resolve().parents[2] / "benchmarks" / "chaos.yaml"
+CONFIG = ROOT / "benchmarks" / "chaos.yaml"
 KILLS = int(os.environ.get("RAYCLOAK_CHAOS_KILLS", "5"))
 SECONDS_PER_KILL = 180
 DEADLINE_S = 10
@@ -21,7 +20,7 @@ def test_a_run_under_chaos_has_the_bytes_and_the_charges_of_the_undisturbed_one(
         "-m", "raycloak", "bench", "chaos", str(CONFIG), "--kills", str(KILLS), "--seed", "4", "--json",
         "--set", "num_workers=3", "--set", f"steps={STEPS_PER_KILL * KILLS}", "--set", "dp_config.accountant=rdp",
         "--set", f"failure.step_deadline_s={DEADLINE_S}", "--set", f"failure.control_deadline_s={DEADLINE_S}",
-        environment={"PYTHONPATH": str(QUICK_START)}, deadline_s=KILLS * SECONDS_PER_KILL,
+        environment={"PYTHONPATH": f"{ROOT}{os.pathsep}{QUICK_START}"}, deadline_s=KILLS * SECONDS_PER_KILL,
     )  # fmt: skip
     assert done.code == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)

@@ -27,7 +27,8 @@ from tests.coordinator.audit import audit_cases as cases
 from tests.coordinator.audit.audit_cases import audited, coins_of, small_config
 from tests.protocol import examples
 
-ONE_WORKERS_NOISE = {"virtual_workers": 64, "canaries": 2000}
+ONE_WORKERS_NOISE = {"virtual_workers": 64, "canaries": 4000}
+"""So many that the defect shows by a wide margin under the keys of every instruction set."""
 LARGE_BATCHES = {"virtual_workers": 4}
 FULL_BATCHES = {"sample_rate": 0.1, "steps": 16, "virtual_workers": 8, "canaries": 3000}
 
