@@ -265,7 +265,7 @@ def test_calls_of_the_run_and_of_its_observers_never_meet_inside(run):
 def test_every_public_method_takes_its_turn_but_those_that_are_asked_beside_others(run):
     public = {name: each for name, each in vars(EvidenceOrchestrator).items() if not name.startswith("_")}
     written_here = {name for name, each in public.items() if each.__module__ == EvidenceOrchestrator.__module__}
-    assert written_here == {"open_run", "begin", "finish", "close", "service_address", "view", "present"}
+    assert written_here == {"open_run", "begin", "expel", "finish", "close", "service_address", "view", "present"}
     assert all(each.__name__ == name for name, each in public.items()), "each is sent under the name of its function"
     with ThreadPoolExecutor(1) as pool:
         with run.orchestrator._turn:
