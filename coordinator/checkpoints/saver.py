@@ -290,7 +290,7 @@ def newest(
         return _restore(verify_package(storage, names[-1], TrustStore.of("run", signer), expected), control)
     except STORAGE_ERRORS as error:
         raise ConfigError(
-            "storage", f"the checkpoints cannot be read: {one_line(error)}.", "Bring their storage back, then go on."
+            "storage", f"the checkpoints cannot be read: {one_line(error)}.", "Restore the storage, then resume."
         ) from None
 
 

@@ -133,7 +133,7 @@ class ServiceFacts:
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """What the service gives keys of: a run by its manifest, or a contract of its own."""
+    """The subject of the service's keys: a run by its manifest, or a contract of its own."""
 
     run: RunTerms
     contract: ServiceContract | None

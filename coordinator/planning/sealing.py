@@ -37,7 +37,7 @@ def seal_for(
         policy = load_policy(base / config.policy)
     dataset = descriptor(part).open(base)
     if out.exists():  # Checked before a key is made that would open nothing.
-        raise DatasetError("dataset_unreadable", f"cannot write {out}: it is there already.", "Name a new folder.")
+        raise DatasetError("dataset_unreadable", f"cannot write {out}: it already exists.", "Name a new folder.")
     is_new = _make_key(key_file)
     try:
         return seal_dataset(

@@ -174,7 +174,7 @@ def unfinished_run(name: str) -> RunFolder:
 
 @contextmanager
 def run_lock(run_id: str) -> Iterator[None]:
-    """Hold the run for this process; the operating system lets go of it however the process ends.
+    """Lock the run for this process; the operating system releases the lock however the process ends.
 
     Raises:
         RefusedError: ``run_in_progress`` if another process has it.

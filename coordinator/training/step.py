@@ -224,8 +224,8 @@ class StepRunner:
         prepared, self._prepared = self._prepared, None
         if prepared is not None and prepared[0] == self._standing(task):
             return self._receive(task, prepared[1])
-        # The prepared roster is not even looked at: it rests on former members, so it may have been refused. The steps
-        # that it was to commit are still in `uncommitted`, and go with the new question.
+        # The prepared roster is not read: it rests on former members, so it may have been refused. The steps that it
+        # was to commit are still in `uncommitted`, and the new question commits them.
         return self._receive(task, self._ask_roster(task))
 
     def _prepare_next(self, task: Task) -> None:

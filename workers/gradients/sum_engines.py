@@ -1,4 +1,4 @@
-"""Sum engines: what turns a virtual worker's examples into one clipped sum, for each query of a run.
+"""Sum engines: they turn a virtual worker's examples into one clipped sum, for each query of a run.
 
     gradient       raycloak.workers.gradients.clipping.GradientEngine
     class_counts   ClassCountEngine

@@ -61,7 +61,7 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class ModelRuntime:
-    """How a process builds and runs the model of a run.
+    """A way to build and run the model of a run in one process.
 
     Attributes:
         build: gives each caller a module of its own, with the initial parameters.
