@@ -44,7 +44,7 @@ class VirtualWorkerComputer:
         mechanism: how examples are sampled, clipped, encoded and noised.
         engine: computes what an example contributes, and clips it.
         dataset: all examples that this process may open.
-        slices: by virtual worker, those whose digest is known; computers on one dataset may share them.
+        slices: by virtual worker, the slices whose digest is known; computers on one dataset may share them.
     """
 
     def __init__(

@@ -22,6 +22,7 @@ from raycloak.attestation.core.rate_limit import RateLimit
 from raycloak.attestation.log.evidence_log import EvidenceLog
 
 Asker = Literal["stranger", "member"]
+# Anybody who reaches the service can be refused 2,000 times per second, and an entry stays for ever.
 BURST: Final = 4096
 PER_SECOND: Final = 1.0
 # Letters of a name that are logged: over the service anybody may ask in a name of any length.

@@ -16,6 +16,7 @@ from raycloak.metrics.errors import ConfigError, EvidenceError
 
 RevokedKind = Literal["member", "platform"]
 
+# Bounds the wait for the lock of the orchestrator, which may be writing or stopped.
 BUSY_DEADLINE_S = 30.0
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS revocations (

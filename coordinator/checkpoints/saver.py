@@ -43,6 +43,7 @@ from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.errors import ConfigError, EvidenceError
 from raycloak.workers.terms.manifest import Manifest
 
+# Pause before a storage that failed is tried again; a newer snapshot may take the waiting one's place meanwhile.
 RETRY_S = 5.0
 
 
@@ -343,7 +344,7 @@ def _discarded_on_error(draft: Draft) -> Iterator[None]:
 
 
 class Background:
-    """One daemon thread that works off its queue in order. Work in progress is lost when the process exits."""
+    """One daemon thread that does the work of its queue in order. Work in progress is lost when the process exits."""
 
     def __init__(self) -> None:
         self._work: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()

@@ -85,7 +85,7 @@ class Diversion(io.TextIOBase):
 def attach_log(log: Path | None) -> None:
     """Send what the process prints, and has printed since the command began, to ``log``.
 
-    None lets go of the log, before its folder is removed.
+    None releases the log, before its folder is removed.
     Does nothing where no command owns the standard output, as in a notebook or a script.
     """
     if isinstance(sys.stdout, Diversion):

@@ -182,6 +182,7 @@ def run_lock(run_id: str) -> Iterator[None]:
     path = home.run_lock(run_id)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
+        # Not blocking: a second execution is refused at once instead of starting after the first one.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)

@@ -121,6 +121,7 @@ class StepRunner:
     def _execute(self, task: Task, model: Model) -> _Done:
         """Charge a step once, and attempt it until every aggregator has reduced it."""
         started = time.perf_counter()
+        # Before the ledger is asked: a charge whose answer is lost counts as spent.
         self.charging = True
         self._attempting.begin()
         epoch = self.manifest.computation.epoch_of(task.query, task.step)

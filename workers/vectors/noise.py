@@ -49,7 +49,7 @@ TAIL_BITS = 130
 # Twice the bits of a probability: errors of some 4,296 multiplications stay below 2^-223.
 _FIXED_BITS = 256
 _PROBABILITY_BITS = 128
-_BIN_BITS = 112
+_BIN_BITS = 112  # the other 16 are the word of the index stream
 # No outcome: these reach from -4,296 to 4,296.
 _AMBIGUOUS = np.iinfo(np.int16).min
 
