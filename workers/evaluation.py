@@ -35,7 +35,7 @@ from raycloak.workers.terms.parameter_digest import own_copy, parameter_digest, 
 
 Metric = Literal["accuracy", "loss"]
 
-# The size of a batch decides how a kernel rounds, so it is no setting: a score must have the same bits on every worker.
+# Not a setting: it decides how a kernel rounds, and a score must have the same bits on every worker.
 _BATCH = 256
 # A score travels as the eight bytes of a float64: every bit arrives, also of a loss that is not finite.
 _FLOAT = struct.Struct(">d")
@@ -107,7 +107,7 @@ class SliceScore(Message):
     def value(self) -> float:
         """The sum; ProtocolError ``malformed`` if ``total`` is not eight bytes long."""
         if len(self.total) != _FLOAT.size:
-            raise ProtocolError("malformed", "a score is no float64")
+            raise ProtocolError("malformed", "a score is not a float64")
         value: float = _FLOAT.unpack(self.total)[0]
         return value
 

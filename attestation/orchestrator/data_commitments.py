@@ -92,8 +92,8 @@ class SliceBook:
         elif bound != commitment:
             raise EvidenceError(
                 "data_changed",
-                f"the examples of virtual worker {v} are not those this run began with: the commitment to them was "
-                f"{bound.hex()}, now {commitment.hex()}",
+                f"the examples of virtual worker {v} are not the ones that this run began with: "
+                f"the commitment to them was {bound.hex()}, now {commitment.hex()}",
                 "Start a new run: it draws fresh noise and is charged in full.",
             )
 

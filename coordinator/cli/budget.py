@@ -256,7 +256,9 @@ def _change(
         now = {name: (each.terms.epsilon_cap, each.changed.hash, each.opened.authority) for name, each in found}
         ledger_key = checked.public_key
     if account not in now:
-        raise BudgetError("account_unknown", f"there is no account '{account}'.", "See them: raycloak budget show")
+        raise BudgetError(
+            "account_unknown", f"there is no account '{account}'.", "List the accounts: raycloak budget show"
+        )
     old_cap, follows, authority = now[account]
     change = CapAuthorisation(
         account=account,

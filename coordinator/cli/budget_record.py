@@ -38,7 +38,9 @@ def _history(output: Output, account: str | None, url: str | None) -> int:
         known = ledger.verify().accounts
         entries = ledger.history(account)
     if account not in (None, *known):
-        raise BudgetError("account_unknown", f"there is no account '{account}'.", "See them: raycloak budget show")
+        raise BudgetError(
+            "account_unknown", f"there is no account '{account}'.", "List the accounts: raycloak budget show"
+        )
     records = [
         {"sequence": entry.sequence, "kind": entry.kind, **entry.event.model_dump(mode="json"), "hash": entry.hash}
         for entry in entries

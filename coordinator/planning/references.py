@@ -56,7 +56,7 @@ def given_contract(config: KeyServiceConfig | None, base: Path) -> ServiceContra
         base: folder that a relative path starts from.
 
     Raises:
-        ConfigError: ``key_service`` if the file is no contract of an evidence service.
+        ConfigError: ``key_service`` if the file is not the contract of an evidence service.
     """
     if config is None:
         return None

@@ -29,7 +29,7 @@ def seal_for(
     part = part_of(config, use)
     if part is None or part.kind == "sealed":
         field = "dataset" if use == "training" else "evaluation.dataset"
-        raise ConfigError("config", f"there is no {field} to seal.", "Name one that is in the clear.")
+        raise ConfigError("config", f"there is no {field} to seal.", "Name a dataset that is in the clear.")
     if config.policy is None:
         vendor = SimulatedVendor.load_or_create(home.simulator_folder())
         policy = simulated_policy(vendor, code_measurement())

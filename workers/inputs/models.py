@@ -226,7 +226,9 @@ def _check_dtypes(module: nn.Module) -> None:
     trainable = _trainable(module)
     if not trainable:
         raise ModelError(
-            "no_trainable_parameters", "no parameter of the model has requires_grad.", "Let some of them have it."
+            "no_trainable_parameters",
+            "no parameter of the model has requires_grad.",
+            "Set requires_grad on some of them.",
         )
     for name, tensor in trainable:
         if tensor.dtype != torch.float32:

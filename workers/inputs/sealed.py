@@ -73,7 +73,7 @@ def seal_dataset(
             )
             commitments = tuple(key_commitment(key) for key in keys)
             sealed = header.model_copy(update={"key_commitments": commitments, "slices": payloads})
-            # Last: a folder without a header is no sealed dataset, however far the slices came.
+            # Last: a folder without a header is not a sealed dataset, however far the slices came.
             (folder / HEADER_FILE).write_bytes(sealed.encode())
     except OSError as error:
         raise file_error("dataset_unreadable", "write", folder, error, DatasetError) from None
