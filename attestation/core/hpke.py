@@ -52,7 +52,7 @@ class HpkeKey:
 
 
 def hpke_seal(plaintext: bytes, recipient: bytes, info: bytes) -> bytes:
-    """Encrypt to the holder of ``recipient``, a :class:`HpkeKey`'s ``public``; ValueError if it is no key."""
+    """Encrypt to the holder of ``recipient``, a :class:`HpkeKey`'s ``public``; ValueError if it is not a key."""
     mlkem = mlkem_public(recipient[:MLKEM_BYTES])
     x25519 = X25519PublicKey.from_public_bytes(recipient[MLKEM_BYTES:])
     return _SUITE.encrypt(plaintext, MLKEM768X25519PublicKey(mlkem, x25519), info=info)

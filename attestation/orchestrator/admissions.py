@@ -132,13 +132,14 @@ class Admissions:
             )
 
     def admit(self, envelope: Envelope) -> Appraisal:
-        """Appraise a presentation and admit its sender; logged either way (refusals:
-        `raycloak.attestation.orchestrator.refusal_log`).
+        """Appraise a presentation and admit its sender; either way the decision is logged.
 
-        Guarantee: returns only for evidence that the policy accepts, that answers an unused challenge of this
-        orchestrator issued to the same member, role and run, and that binds the presented keys. The first presentation
-        that proves possession of its key consumes the nonce, whatever the outcome. Nonce, decision and log entry are
-        one transaction.
+        A refusal may only be counted; see `raycloak.attestation.orchestrator.refusal_log`.
+
+        Guarantee: returns only for evidence that the policy accepts and that binds the presented keys. The evidence
+        answers an unused challenge that this orchestrator issued to the same member, role and run. The first
+        presentation that proves possession of its key consumes the nonce, whatever the outcome. Nonce, decision and log
+        entry are one transaction.
 
         The presentation that admitted a member gives the same appraisal again, until the member is challenged anew.
 

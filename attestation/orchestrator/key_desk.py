@@ -148,9 +148,9 @@ class ReleaseDesk:
             The sealed keys, and the proof that the log has the release and extends what the member has seen.
 
         Raises:
-            EvidenceError: ``release_denied`` if the member is not an admitted worker, its evidence has expired, served
-                another epoch or was appraised by another policy, or a key was drawn as often as its quota says;
-                ``log_forked`` if the member has seen more of the log than there is. The log has the refusal.
+            EvidenceError: ``release_denied`` if the member is not an admitted worker, or a key was drawn as often as
+                its quota says. Also if its evidence has expired, served another epoch or was appraised by another
+                policy. ``log_forked`` if the member has seen more of the log than there is. The log has the refusal.
         """
         return self.grant(member_id, epoch, virtual_workers, seen).proved(self._log)
 

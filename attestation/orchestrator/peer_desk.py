@@ -196,7 +196,7 @@ class EvidenceDesk:
         if not (certified and signed):
             self._refuse(presentation, "came over a channel that its identity key does not vouch for")
         if self._is_taken(presentation.member_id, presentation.identity_key):
-            self._refuse(presentation, "is that of somebody else than the member of this name")
+            self._refuse(presentation, "does not belong to the member of this name")
         known = self.admissions.find(presentation.member_id)
         is_member = known is not None and known.presentation.identity_key == presentation.identity_key
         with self.refusals.asked_by("member" if is_member else "stranger"):
@@ -283,7 +283,7 @@ class EvidenceDesk:
         return admitted
 
     def _wanted(self, member_id: str, virtual_workers: tuple[int, ...]) -> tuple[int, ...]:
-        """Return those it names, or all it hosts; EvidenceError ``release_denied`` unless it hosts them."""
+        """Return the virtual workers it names, or all it hosts; EvidenceError ``release_denied`` if it hosts others."""
         hosted = tuple(sorted(self.hosted(member_id)))
         wanted = tuple(sorted(set(virtual_workers))) or hosted
         if not wanted or not set(wanted) <= set(hosted):

@@ -1,8 +1,8 @@
 """The data owner's key service, and a worker's way to it: second halves of keys, over a channel of their own.
 
 The service is an orchestrator with its own secret, storage, signing key and evidence log. It decides on nothing but
-keys. The run's orchestrator decides who hosts what. Without the orchestrator's half a second half is worth nothing, so
-any worker whose evidence the policy accepts may have any half, as often as the quotas say.
+keys. The run's orchestrator decides who hosts what. A second half is worthless without the orchestrator's half. So any
+worker whose evidence the policy accepts may have any half, as often as the quotas say.
 """
 
 from collections.abc import Mapping, Sequence

@@ -6,9 +6,9 @@ It gives every question a name of its own and a turn, and may answer peers over 
                               >-- Turn: first come, first served --<
     service queue (batch)  --'                                      '-- all else: one at a time
 
-The decisions are those of `raycloak.attestation.orchestrator.orchestrator`. The driver of a run admits its members;
-over the service only observers are admitted. A member gets there what the run gave it already, an observer the log and
-the newest roster.
+Every decision is taken in `raycloak.attestation.orchestrator.orchestrator`. The driver of a run admits its members;
+over the service only observers are admitted. A member gets from the service what the run gave it already. An observer
+gets the log and the newest roster.
 
 Guarantee: no two threads are inside the orchestrator at once, and they enter in the order in which they asked. Nobody
 holds a turn while something travels over a network: the service reads and writes in a thread of its own, and the

@@ -38,7 +38,9 @@ def _history(output: Output, account: str | None, url: str | None) -> int:
         known = ledger.verify().accounts
         entries = ledger.history(account)
     if account not in (None, *known):
-        raise BudgetError("account_unknown", f"there is no account '{account}'.", "See them: raycloak budget show")
+        raise BudgetError(
+            "account_unknown", f"there is no account '{account}'.", "List the accounts: raycloak budget show"
+        )
     records = [
         {"sequence": entry.sequence, "kind": entry.kind, **entry.event.model_dump(mode="json"), "hash": entry.hash}
         for entry in entries
@@ -70,13 +72,18 @@ def _export(output: Output, file: Path, url: str | None) -> int:
 
 def verify_command(
     ledger: LedgerUrl = None,
-    export: Annotated[Path | None, typer.Option(metavar="FILE", help="An exported ledger to check instead.")] = None,
-    public_key: Annotated[str | None, typer.Option(metavar="HEX", help="The key that the ledger must have.")] = None,
+    export: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Exported ledger to check in place of --ledger.")
+    ] = None,
+    public_key: Annotated[
+        str | None, typer.Option(metavar="HEX", help="Public key that the ledger must sign with.")
+    ] = None,
     packages: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Sealed packages by run; default: those in RAYCLOAK_HOME.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of sealed packages by run; default: the one in RAYCLOAK_HOME."),
     ] = None,
     runs: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Run directories; default: those in RAYCLOAK_HOME.")
+        Path | None, typer.Option(metavar="DIR", help="Folder of run directories; default: the one in RAYCLOAK_HOME.")
     ] = None,
     witness: Witness = None,
     as_json: AsJson = False,

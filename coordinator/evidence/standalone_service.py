@@ -133,7 +133,7 @@ class ServiceFacts:
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """What the service gives keys of: a run by its manifest, or a contract of its own."""
+    """The subject of the service's keys: a run by its manifest, or a contract of its own."""
 
     run: RunTerms
     contract: ServiceContract | None
@@ -210,8 +210,8 @@ def _policy(config: ServiceConfig, base: Path) -> tuple[Policy, CollateralBundle
     if given is None:
         raise ConfigError(
             "collateral",
-            "there is none to judge evidence with, and the policy names no service of it.",
-            "Name the file of it as collateral, or a collateral_service in the policy.",
+            "there is no collateral to judge evidence with, and the policy names no collateral service.",
+            "Name a file in 'collateral', or a collateral_service in the policy.",
         )
     return policy, given, None
 

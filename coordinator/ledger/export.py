@@ -91,7 +91,7 @@ def check_export(path: Path) -> CheckedExport:
 
     Raises:
         BudgetError: ``chain_broken``, naming the first entry that is wrong.
-        ConfigError: ``export_file`` if the file cannot be read or is no export.
+        ConfigError: ``export_file`` if the file cannot be read or is not an export.
     """
     try:
         with path.open("rb") as file:

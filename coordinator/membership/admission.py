@@ -88,7 +88,7 @@ class MemberAdmission:
                 self.replace_aggregator(index, refusal.code)
 
     def review(self, *, now: bool = False) -> bool:
-        """Let go every member that was revoked; returns whether the evidence of the others has to be renewed.
+        """Remove every revoked member; returns whether the evidence of the others has to be renewed.
 
         Guarantee: between two steps every revocation so far is found; from then on a revoked member is sent nothing.
 

@@ -1,4 +1,4 @@
-"""The founders of a run: its first workers, from their start to what most of them compute.
+"""The founders of a run: its first workers, from their start to the facts that most of them state.
 
 A manifest states what the founders agree on. A founder that differs is refused later, when it presents itself for
 that manifest.

@@ -1,7 +1,7 @@
 """Launch: every process of a session on Ray, started at once.
 
-A process that starts mostly imports, for seconds of processor time. So no process waits for another to be there: a
-value that one needs of another is waited for where it is used.
+A process that starts mostly imports, for seconds of processor time. So no process waits for another to start: a value
+that one needs from another is awaited where it is used.
 """
 
 import time

@@ -118,7 +118,7 @@ Assignment = NewRun | ResumedRun | ReplayedRun
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """All that a coordinator is given; no stage changes it.
+    """The complete input of a coordinator; no stage changes it.
 
     Attributes:
         setup: what each worker opens.

@@ -204,8 +204,8 @@ class AttemptRunner:
                 raise RunFailedError(error.code, f"{task.name}: {error.message}", error.remedy, task.step) from None
         self._losses.require_model(model, lost.values(), task.name, task.step)
         for index, cause in lost.items():
-            # A lost object is a vector that went with its sender's node. The aggregator is well, and the next attempt
-            # finds out that the sender is not.
+            # A lost object is a vector that was lost with its sender's node. The aggregator is well.
+            # The next attempt finds that the sender is not.
             if cause != "object_lost":
                 self.membership.admission.replace_aggregator(index, cause)
         self._losses.take(accused, task.name, task.step, everybody=False)

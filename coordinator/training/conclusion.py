@@ -51,7 +51,7 @@ class Conclusion:
         Returns:
             The result so far; None if no step was finished.
         """
-        with suppress(RunFailedError):  # The model may be what was lost; earlier packages stay.
+        with suppress(RunFailedError):  # The model itself may have been lost; earlier packages stay.
             self.training.seal()
         self._close_checkpoints()
         self.training.runner.commit()

@@ -89,6 +89,6 @@ def _model(order: Order, admitted: Admitted, restored: Restored | None) -> Model
 
 
 def _state_of(merged: Mapping[str, np.ndarray], owned: ParameterRange) -> dict[str, np.ndarray]:
-    """The part of an optimizer state that belongs to the tensors of a range."""
+    """Return the part of an optimizer state that belongs to the tensors of a range."""
     names = {tensor.name for tensor in owned.tensors}
     return {key: value for key, value in merged.items() if key.rpartition("/")[0] in names}

@@ -36,7 +36,7 @@ class SealedEvaluator:
     `raycloak.coordinator.training.steps.ModelEvaluator`.
 
     Attributes:
-        runner: whose model it is.
+        runner: the runner of the session whose model is measured.
         metric: what the scores are of.
         num_examples: of the split, as its header says.
         every: steps between two evaluations; see `raycloak.coordinator.training.steps.ModelEvaluator`.

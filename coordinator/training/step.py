@@ -121,6 +121,7 @@ class StepRunner:
     def _execute(self, task: Task, model: Model) -> _Done:
         """Charge a step once, and attempt it until every aggregator has reduced it."""
         started = time.perf_counter()
+        # Before the ledger is asked: a charge whose answer is lost counts as spent.
         self.charging = True
         self._attempting.begin()
         epoch = self.manifest.computation.epoch_of(task.query, task.step)
@@ -224,8 +225,8 @@ class StepRunner:
         prepared, self._prepared = self._prepared, None
         if prepared is not None and prepared[0] == self._standing(task):
             return self._receive(task, prepared[1])
-        # The prepared roster is not even looked at: it rests on former members, so it may have been refused. The steps
-        # that it was to commit are still in `uncommitted`, and go with the new question.
+        # The prepared roster is not read: it rests on former members, so it may have been refused. The steps that it
+        # was to commit are still in `uncommitted`, and the new question commits them.
         return self._receive(task, self._ask_roster(task))
 
     def _prepare_next(self, task: Task) -> None:

@@ -30,7 +30,7 @@ def nodes(raylets):
 
 @pytest.fixture(scope="module")
 def answers(nodes, raylets, run_python_in, tmp_path_factory):
-    """What a driver of the three nodes found."""
+    """Return what a driver of the three nodes found."""
     folder = tmp_path_factory.mktemp("driver")
     done = run_python_in(folder)(str(HERE / "placing.py"), environment=raylets.environment, deadline_s=600)
     assert done.code == 0, done.stderr

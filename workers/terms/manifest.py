@@ -161,7 +161,7 @@ class Manifest(Message):
         key_commitments: per epoch, digest of the commitments to all virtual-worker keys.
         dataset_fingerprint: as every worker computed it, see `workers/inputs/fingerprint.py`; empty without a key.
         key_service: contract of the data owner's service, which gives the second half of every virtual-worker key.
-            ``key_commitments`` are then of the first half; the contract has those of the second.
+            ``key_commitments`` are then of the first half; the contract has the commitments to the second.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/manifest/v1"

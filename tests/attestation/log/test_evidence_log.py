@@ -131,7 +131,9 @@ def test_an_entry_is_part_of_the_caller_s_transaction(log: EvidenceLog, connecti
     assert rows == 1
 
 
-def test_a_restarted_log_goes_on_where_it_was(log: EvidenceLog, connection: sqlite3.Connection, tmp_path: Path) -> None:
+def test_a_restarted_log_continues_where_it_was(
+    log: EvidenceLog, connection: sqlite3.Connection, tmp_path: Path
+) -> None:
     fill(log)
     head = log.position()
     connection.commit()

@@ -293,7 +293,8 @@ def test_keys_go_to_admitted_workers_only(desk):
 
 
 def test_a_refused_release_is_in_the_log_though_nothing_else_is_left_of_it(desk):
-    """For a stranger, for an aggregator and for a worker without fresh evidence; durable when the refusal is told."""
+    """Try a stranger, an aggregator and a worker without fresh evidence; each entry is durable when the refusal is
+    told."""
     desk.admit("worker-0", "aggregator-0")
     desk.orchestrator.release("worker-0", 0, (0,))
     for name in ("stranger", "aggregator-0", "worker-0"):

@@ -84,7 +84,7 @@ def test_strangers_do_not_use_up_what_members_and_the_run_itself_may_cause(book)
     assert kinds_of(book, "refused") == 5 * BURST
 
 
-def test_whoever_asks_inside_of_another_question_is_charged_alone(book):
+def test_a_question_inside_another_is_charged_to_its_own_asker_alone(book):
     with book.refusals.asked_by("stranger"):
         book.refuse(BURST, "member")
         book.refusals.append("refused", "", "busy")

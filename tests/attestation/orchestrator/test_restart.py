@@ -1,4 +1,4 @@
-"""An orchestrator that dies at any moment: its next incarnation goes on, and every question may be asked twice."""
+"""An orchestrator that dies at any moment: its next incarnation resumes, and every question may be asked twice."""
 
 import sqlite3
 import threading

@@ -1,4 +1,4 @@
-"""Ledger and orchestrator may be lost at any moment: the run goes on with the same bytes and no second charge."""
+"""Ledger and orchestrator may be lost at any moment: the run continues with the same bytes and no second charge."""
 
 import itertools
 import json

@@ -22,7 +22,8 @@ FORKING = multiprocessing.get_context("fork")
 
 
 class Line:
-    """Where racers wait for each other: one semaphore each, since a barrier asks every process six times as often."""
+    """The line at which racers wait for each other: one semaphore each, since a barrier asks every process six times as
+    often."""
 
     def __init__(self) -> None:
         self._go = [FORKING.Semaphore(0) for _ in range(RACERS)]

@@ -75,7 +75,7 @@ def copied(original: Path, tmp_path: Path) -> Path:
 
 
 def refusal(path: Path) -> str:
-    """What `PrivacyLedger.verify` says of a ledger that is opened to read; empty if it accepts it."""
+    """Return the refusal of `PrivacyLedger.verify` for a ledger that is opened to read; empty if it accepts it."""
     ledger = PrivacyLedger(f"sqlite:///{path}", create=False)
     try:
         ledger.verify()

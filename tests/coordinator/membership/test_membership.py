@@ -1,4 +1,4 @@
-"""Who takes part: whoever fails is named and the run goes on, as long as enough are left."""
+"""Membership: a worker that fails is named, and the run continues as long as enough are left."""
 
 from dataclasses import replace
 

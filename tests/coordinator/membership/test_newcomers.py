@@ -121,7 +121,7 @@ def test_a_newcomer_that_hangs_holds_up_no_step_and_is_tried_again(tmp_path, und
 
 
 def test_a_broken_machine_is_tried_again_at_growing_intervals_and_ends_no_run(tmp_path):
-    """Each newcomer dies on its way in; the run goes on with those it has, and stops trying at max_failures."""
+    """Each newcomer dies on its way in; the run continues with its other workers, and stops trying at max_failures."""
     first = on("step", "worker-1", "dies")
 
     def broken(call: Call) -> Fate:

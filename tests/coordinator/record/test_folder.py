@@ -1,4 +1,4 @@
-"""What a run directory keeps for a later execution, and that two executions never meet."""
+"""A run directory keeps what a later execution needs, and two executions never meet."""
 
 import os
 import signal

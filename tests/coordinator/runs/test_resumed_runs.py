@@ -211,7 +211,7 @@ def test_other_data_is_refused_before_anything_is_charged(tmp_path):
     assert charges(tmp_path) == [0, 1, 2]
 
 
-def test_a_run_that_cannot_go_on_now_may_be_resumed_later(tmp_path):
+def test_a_run_that_cannot_continue_now_may_be_resumed_later(tmp_path):
     first = begun(tmp_path, killed_at("charge", 3))
     refused = resumed(tmp_path, first, seed=1)
     with refused.events, pytest.raises(RefusedError, match="resume_differs") as refusal:
