@@ -177,6 +177,6 @@ def test_every_refusal_is_provoked() -> None:
 
 
 def test_recorded_evidence_provokes_every_refusal_that_a_file_can(vectors: Path) -> None:
-    """That each case has its verdict is tested in `test_vector_check`."""
+    """That each case has its verdict is tested in `test_check`."""
     found = {case.fields.refusal for case in read_index(vectors / "INDEX.json")} - {None}
     assert found == set(Refusal) - IN_NO_FILE

@@ -1,4 +1,4 @@
-"""Child process of `test_ledger_race.py`: processes that race for the last step of an account, round after round.
+"""Child process of `test_race.py`: processes that race for the last step of an account, round after round.
 
 It never imports torch, so that forking it is safe and fast.
 """
