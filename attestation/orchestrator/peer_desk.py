@@ -30,7 +30,7 @@ from raycloak.attestation.core.messages import Envelope, Message, parse
 from raycloak.attestation.core.roster import Roster
 from raycloak.attestation.keys.release import KeyRelease
 from raycloak.attestation.log.evidence_log import EvidenceLog
-from raycloak.attestation.orchestrator.admissions import Admissions, Admitted
+from raycloak.attestation.orchestrator.admissions import Admissions, AdmittedMember
 from raycloak.attestation.orchestrator.data_commitments import DataCommitments
 from raycloak.attestation.orchestrator.key_desk import Grant, refusals_logged
 from raycloak.attestation.orchestrator.refusal_log import RefusalLog
@@ -272,7 +272,7 @@ class EvidenceDesk:
         size = size or len(self.log)
         return _path(size, lambda: self.log.prove_extends(old_size, size))
 
-    def _member(self, peer: Peer, member_id: str) -> Admitted:
+    def _member(self, peer: Peer, member_id: str) -> AdmittedMember:
         admitted = self.admissions.find(member_id)
         if admitted is None:
             raise EvidenceError("release_denied", f"'{member_id}' is not an admitted member")
