@@ -90,7 +90,7 @@ def _digested_policy(policy: Policy, kind: KeyKind) -> _DigestedPolicy:
     return _DigestedPolicy(terms, terms.digest())
 
 
-class ReleaseDesk:
+class KeyDesk:
     """The keys face of a session: it releases the keys of the run to admitted workers.
 
     Args:

@@ -106,7 +106,7 @@ class Decisions:
     Attributes:
         challenge: as `Admissions.challenge`.
         admit: as `Admissions.admit`.
-        grant: as `ReleaseDesk.grant`.
+        grant: as `KeyDesk.grant`.
         record_data: as `raycloak.attestation.orchestrator.orchestrator.RunSession.record_data`.
     """
 
@@ -125,7 +125,7 @@ class TreePath:
 
 
 @dataclass(frozen=True, slots=True)
-class EvidenceDesk:
+class PeerDesk:
     """The calls of the evidence service.
 
     Attributes:
@@ -210,11 +210,11 @@ class EvidenceDesk:
         :meth:`proved` turns the grant into an answer.
 
         Args:
-            seen: as in `ReleaseDesk.release`.
+            seen: as in `KeyDesk.release`.
 
         Raises:
             EvidenceError: ``peer_not_bound``, or ``release_denied`` if it names one that it does not host, or as
-                `ReleaseDesk.release`.
+                `KeyDesk.release`.
         """
         logged = partial(refusals_logged, self.refusals, self.transaction, member_id, KeyKind.VIRTUAL_WORKER)
         with self.refusals.asked_by("stranger"), logged():
