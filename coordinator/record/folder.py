@@ -179,7 +179,7 @@ def run_lock(run_id: str) -> Iterator[None]:
     Raises:
         RefusedError: ``run_in_progress`` if another process has it.
     """
-    path = home.run_lock(run_id)
+    path = home.run_lock_file(run_id)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         # Not blocking: a second execution is refused at once instead of starting after the first one.

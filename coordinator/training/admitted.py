@@ -40,7 +40,7 @@ Committed = Mapping[tuple[Query, int], StepCommit]
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
+class AdmittedRun:
     """A run whose account is open and whose members are admitted.
 
     Attributes:
@@ -67,7 +67,7 @@ class Admitted:
     rollback_witness: bool
 
 
-def admit(order: Order, founders: Founders, reporter: Reporter, evaluation: SealedSource | None) -> Admitted:
+def admit(order: Order, founders: Founders, reporter: Reporter, evaluation: SealedSource | None) -> AdmittedRun:
     """Plan the run, open its account and admit its members.
 
     Raises:
@@ -91,7 +91,7 @@ def admit(order: Order, founders: Founders, reporter: Reporter, evaluation: Seal
         order.folder.write_manifest(manifest)
     view = session.control.orchestrator.view()
     colocated = _is_colocated(order, membership)
-    return Admitted(
+    return AdmittedRun(
         facts=facts,
         plan=plan,
         manifest=manifest,

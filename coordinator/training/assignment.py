@@ -14,9 +14,10 @@ from raycloak.attestation.core.hybrid_signature import SignerPublic
 from raycloak.attestation.policy.policy import Policy
 from raycloak.coordinator.checkpoints.archive import Archive
 from raycloak.coordinator.checkpoints.saver import Restored
-from raycloak.coordinator.cluster.backend import Backend, Crew
+from raycloak.coordinator.cluster.backend import Backend
 from raycloak.coordinator.cluster.control import Control
 from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.membership.crew import Crew
 from raycloak.coordinator.record.folder import RunFolder
 from raycloak.coordinator.training.public_evaluation import Evaluator
 from raycloak.coordinator.training.reporting import Reporting

@@ -248,7 +248,7 @@ def test_a_service_that_runs_for_long_never_has_rosters_enough(session, tmp_path
         roster = open_envelope(Roster, desk.newest_roster(), site.key)
         places.append((roster.step, roster.attempt))
         if round_ == 3:  # as after a restart
-            desk = site.begun.evidence_desk(StaticHosting.of(HOSTING, (), 4))
+            desk = site.begun.peer_desk(StaticHosting.of(HOSTING, (), 4))
     assert places == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
     site.run.close()
 

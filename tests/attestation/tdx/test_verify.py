@@ -21,8 +21,8 @@ from raycloak.attestation.simulators.tdx_vendor import (
 )
 from raycloak.attestation.tdx.rules import TdxRules
 from raycloak.attestation.tdx.verify import TdxClaims, verify_tdx
-from raycloak.attestation.trust.roots import INTEL_TDX_ANCHOR
 from raycloak.metrics.errors import EvidenceError
+from tests.anchors import INTEL_TDX_ANCHOR
 from tests.attestation.conftest import MEASUREMENT, NOW, Session, with_tdx
 
 REPORT_DATA = bytes(range(64))

@@ -1,4 +1,4 @@
-"""Child process of `test_ledger_crash.py`: ``kill URL`` or ``race URL``, the URL of a ledger that does not exist yet.
+"""Child process of `test_crash.py`: ``kill URL`` or ``race URL``, the URL of a ledger that does not exist yet.
 
 It never imports torch, so that forking it is safe and fast.
 """

@@ -1,4 +1,4 @@
-"""Child process of `test_ledger_race.py`: processes that race for the last step of an account, round after round.
+"""Child process of `test_race.py`: processes that race for the last step of an account, round after round.
 
 It never imports torch, so that forking it is safe and fast.
 """
@@ -67,11 +67,11 @@ def main(url: str, rounds: int) -> None:
         line.round()
     for racer in racers:
         racer.join(DEADLINE_S)
-    replay = ledger.verify()
+    audited = ledger.verify()
     result: dict[str, Any] = {
         "codes": [racer.exitcode for racer in racers],
         "winners": [[number for number in range(RACERS) if won[number * rounds + step]] for step in range(rounds)],
-        "charged": [sorted(replay.runs[f"run-{number}"].charges["gradient"]) for number in range(RACERS)],
+        "charged": [sorted(audited.runs[f"run-{number}"].charges["gradient"]) for number in range(RACERS)],
     }
     print(json.dumps(result))
 

@@ -1,4 +1,4 @@
-"""Child process of `test_ledger_witness.py`: kills a charging ledger at each act of its or its witness's, in turn.
+"""Child process of `test_witness.py`: kills a charging ledger at each act of its or its witness's, in turn.
 
 ``FOLDER`` is empty. Acts are the ledger's SQL statements, and what the witness asks of the operating system. It never
 imports torch, so that forking it is safe and fast.

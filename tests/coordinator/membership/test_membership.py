@@ -7,9 +7,9 @@ import pytest
 from raycloak.attestation.core.evidence import EvidenceClass, Presentation
 from raycloak.attestation.core.keys import IdentityKey
 from raycloak.attestation.core.messages import Envelope, seal
-from raycloak.attestation.trust.roots import INTEL_TDX_ANCHOR
 from raycloak.metrics.errors import ModelError, RefusedError, RunFailedError
 from raycloak.workers.train_worker import TrainWorker
+from tests.anchors import INTEL_TDX_ANCHOR
 from tests.protocol import Call, Fate, HandRun, WholeRun, examples, on, trained, whole_run
 
 PHASES = ["prepare", "compute_known_answer", "present", "accept_keys"]

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from raycloak.attestation.log.evidence_log import verify_exported_log
+from raycloak.attestation.log.evidence_log import read_exported_log
 from raycloak.metrics.errors import RefusedError
 from raycloak.workers.train_worker import TrainWorker
 from tests.protocol import VIRTUAL_WORKERS, Call, Fate, HandRun, WholeRun, on, trained, whole_run
@@ -47,7 +47,7 @@ def sizes(run: WholeRun) -> list[int]:
 
 def log_of(run: WholeRun) -> list[tuple[str, dict]]:
     path = run.folder / "evidence.jsonl"
-    verify_exported_log(path, run.session.orchestrator_key)
+    read_exported_log(path, run.session.orchestrator_key)
     return [(line["kind"], line["body"]) for line in map(json.loads, path.read_text().splitlines()[:-1])]
 
 
