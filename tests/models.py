@@ -15,7 +15,7 @@ def wide_model() -> nn.Module:
 
 
 def with_batch_norm() -> nn.Module:
-    """Build a model that mixes the examples of a batch."""
+    """What mixes the examples of a batch."""
     return nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
 
 
@@ -33,7 +33,7 @@ class Put(nn.Module):
 
 
 def with_put() -> nn.Module:
-    """Build a model without a deterministic kernel, on any data."""
+    """What has no deterministic kernel, on any data."""
     return nn.Sequential(Put(-100.0), nn.Linear(6, 3))
 
 
