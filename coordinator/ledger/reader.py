@@ -218,8 +218,9 @@ class Book:
     def append(self, rows: Rows, event: Event) -> LedgerEntry:
         """Append ``event`` as the newest entry, and file it under its step, its run or its accounts."""
         entry = make_entry(rows.head(), event, self._key)
-        of_step = isinstance(event, StepCharged | VectorsBound)
-        rows.append(entry, (event.run_id, event.query, event.step) if of_step else None)
+        rows.append(
+            entry, (event.run_id, event.query, event.step) if isinstance(event, StepCharged | VectorsBound) else None
+        )
         if isinstance(event, DataBound):
             rows.bind_run(event.run_id, entry.sequence)
         if isinstance(event, AccountOpened):

@@ -203,7 +203,9 @@ def test_what_is_asked_out_of_order_is_answered_by_a_code(still):
     worker.compute_known_answer(still.mechanism)
     assert refused(worker.accept_keys, KeyRelease(Envelope(b"", b""), b"")) == "worker_error"
     asked = still.request(Envelope(b"", b""))
-    reply, _ = worker.step(asked.receipt, StepRequest(asked.roster, asked.presentations, asked.ranges))
+    reply, _ = worker.step(
+        asked.receipt, StepRequest(asked.roster, asked.presentations, asked.commitments, asked.ranges)
+    )
     assert reply.code == "worker_error"
     assert worker.evaluate(Envelope(b"", b"")).code == "evaluation_unknown"
 

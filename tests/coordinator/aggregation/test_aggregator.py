@@ -140,7 +140,7 @@ def test_a_released_parameter_that_is_not_finite_stops_the_run(hand, answers):
     request, vectors = answers
     parameters = np.full_like(hand.parameters[0], np.inf)
     with pytest.raises(RunFailedError) as error:
-        hand.aggregators[0].reduce(request, parameters, hand.states[0], *vectors[0])
+        hand.aggregators[0].reduce(request, hand.binding(request), parameters, hand.states[0], *vectors[0])
     assert error.value.code == "non_finite_parameters"
 
 
@@ -359,7 +359,7 @@ def test_what_was_expected_is_verified_once_and_nothing_else_passes_for_it(hand,
     assert opened == []
     assert refused(hand, forged, vectors).code == "signature"
     with pytest.raises(ProtocolError, match="query_unknown"):
-        hand.aggregators[0].measure(request, *vectors[0])
+        hand.aggregators[0].measure(request, hand.binding(request), *vectors[0])
 
 
 # --- what it learns
