@@ -71,11 +71,15 @@ for name, actor, terms in [
     evidence += get(actor.present.remote(challenge, *terms))
     get(orchestrator.admit.remote(evidence[-1]))
 hosting = {"worker-0": (0, 1, 2, 3), "worker-1": (4, 5, 6, 7)}
+commitments = ()
 for name, hosted in hosting.items():
     package = get(orchestrator.release.remote(name, 0, hosted))[0]
-    get(orchestrator.record_data.remote(get(workers[name].accept_keys.remote(package))[0]))
+    opened = get(workers[name].accept_keys.remote(package))[0]
+    get(orchestrator.record_data.remote(opened))
+    commitments += rc.DataCommitments.model_validate_json(opened.body).commitments
+get(ledger.bind_data.remote(run_id, manifest.digest(), rc.data_root(commitments)))
 
-# The loop: charge and roster, compute and mask, sum and update.
+# The loop: charge and roster, compute and mask, bind, sum and update.
 parameters, state = ray.put(facts.initial_parameters), aggregator.initial_state.remote()
 digest, commits, whole = computation.initial_parameters, (), (rc.VectorRange(0, 0, plan.mechanism.dimension),)
 for step in range(config.steps):
@@ -83,12 +87,14 @@ for step in range(config.steps):
         ledger.charge.remote(run_id, step, digest, manifest.digest()),
         orchestrator.open_step.remote(step, hosting, ("aggregator",), commits),
     )
-    request = rc.StepRequest(roster, tuple(evidence), whole)
+    request = rc.StepRequest(roster, tuple(evidence), commitments, whole)
     answers = [w.step.options(num_returns=2).remote(receipt, request, parameters) for w in workers.values()]
     replies = get(*(reply for reply, _ in answers))
     reduce = rc.ReduceRequest(roster, tuple(reply.header for reply in replies), digest, whole)
+    vectors = rc.vectors_digest([rc.Header.model_validate_json(reply.header.body) for reply in replies])
+    binding = ledger.bind_vectors.remote(run_id, "gradient", step, manifest.digest(), vectors)
     report, parameters, state = aggregator.reduce.options(num_returns=3).remote(
-        reduce, parameters, state, *(vector for _, vector in answers)
+        reduce, binding, parameters, state, *(vector for _, vector in answers)
     )
     digest = rc.parameter_digest(facts.tensors, get(report)[0].tensor_digests)
     entry = rc.Receipt.model_validate_json(receipt.body)

@@ -22,6 +22,7 @@ from raycloak.version import VERSION
 
 if TYPE_CHECKING:
     from raycloak.attestation.orchestrator.commits import StepCommit
+    from raycloak.attestation.orchestrator.data_commitments import DataCommitments
     from raycloak.attestation.policy.policy import simulated_policy
     from raycloak.attestation.service.serving_orchestrator import EvidenceOrchestrator
     from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
@@ -54,11 +55,12 @@ if TYPE_CHECKING:
     from raycloak.workers.inputs.descriptor import DatasetDescriptor
     from raycloak.workers.inputs.models import ModelSource
     from raycloak.workers.messages import Admission, StepRequest, WorkerSetup
+    from raycloak.workers.terms.binding import vectors_digest
     from raycloak.workers.terms.manifest import key_context
     from raycloak.workers.terms.parameter_digest import parameter_digest
-    from raycloak.workers.terms.receipt import Receipt
+    from raycloak.workers.terms.receipt import Receipt, data_root
     from raycloak.workers.train_worker import TrainWorker
-    from raycloak.workers.vectors.payload import VectorRange
+    from raycloak.workers.vectors.payload import Header, VectorRange
 
 __version__ = VERSION
 
@@ -68,12 +70,14 @@ _HOMES = {
     "CheckpointConfig": "raycloak.coordinator.config.sections",
     "ClassCountsConfig": "raycloak.coordinator.config.sections",
     "DPConfig": "raycloak.coordinator.config.sections",
+    "DataCommitments": "raycloak.attestation.orchestrator.data_commitments",
     "Dataset": "raycloak.workers.inputs.datasets",
     "DatasetConfig": "raycloak.coordinator.config.sections",
     "DatasetDescriptor": "raycloak.workers.inputs.descriptor",
     "EvaluationConfig": "raycloak.coordinator.config.sections",
     "EvidenceOrchestrator": "raycloak.attestation.service.serving_orchestrator",
     "FailureConfig": "raycloak.coordinator.config.sections",
+    "Header": "raycloak.workers.vectors.payload",
     "LedgerConfig": "raycloak.coordinator.config.sections",
     "MaskedAggregator": "raycloak.coordinator.aggregation.aggregator",
     "MeasurementsConfig": "raycloak.coordinator.config.sections",
@@ -100,6 +104,7 @@ _HOMES = {
     "build_computation": "raycloak.coordinator.planning.manifest",
     "build_manifest": "raycloak.coordinator.planning.manifest",
     "code_measurement": "raycloak.attestation.simulators.tdx_vendor",
+    "data_root": "raycloak.workers.terms.receipt",
     "epochs": "raycloak.coordinator.planning.manifest",
     "key_context": "raycloak.workers.terms.manifest",
     "load_config": "raycloak.coordinator.config.run",
@@ -109,6 +114,7 @@ _HOMES = {
     "simulated_policy": "raycloak.attestation.policy.policy",
     "split_ranges": "raycloak.coordinator.aggregation.ranges",
     "start_platforms": "raycloak.coordinator.cluster.actors",
+    "vectors_digest": "raycloak.workers.terms.binding",
     "worker_environment": "raycloak.workers.gradients.numerics",
 }
 
@@ -120,6 +126,7 @@ __all__ = [
     "ClassCountsConfig",
     "ConfigError",
     "DPConfig",
+    "DataCommitments",
     "Dataset",
     "DatasetConfig",
     "DatasetDescriptor",
@@ -128,6 +135,7 @@ __all__ = [
     "EvidenceError",
     "EvidenceOrchestrator",
     "FailureConfig",
+    "Header",
     "LedgerConfig",
     "MaskedAggregator",
     "MeasurementsConfig",
@@ -161,6 +169,7 @@ __all__ = [
     "build_computation",
     "build_manifest",
     "code_measurement",
+    "data_root",
     "epochs",
     "key_context",
     "load_config",
@@ -170,6 +179,7 @@ __all__ = [
     "simulated_policy",
     "split_ranges",
     "start_platforms",
+    "vectors_digest",
     "worker_environment",
 ]
 

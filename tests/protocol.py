@@ -7,7 +7,7 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -19,12 +19,13 @@ from torch import nn
 
 from raycloak.attestation.core.evidence import CollateralBundle
 from raycloak.attestation.core.keys import IdentityKey, Purpose, Secret, derive
-from raycloak.attestation.core.messages import Envelope, seal
+from raycloak.attestation.core.messages import Envelope, parse, seal
 from raycloak.attestation.core.roster import Member, Roster
 from raycloak.attestation.keys.release import VirtualWorkerKeys, virtual_worker_keys
 from raycloak.attestation.keys.run_secret import run_id_of
 from raycloak.attestation.log.evidence_log import read_exported_log
 from raycloak.attestation.orchestrator.commits import StepCommit
+from raycloak.attestation.orchestrator.data_commitments import DataCommitments
 from raycloak.attestation.policy.policy import Policy, simulated_policy
 from raycloak.attestation.service.serving_orchestrator import EvidenceOrchestrator
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
@@ -47,23 +48,27 @@ from raycloak.coordinator.training.coordinator import Coordinator
 from raycloak.coordinator.training.public_evaluation import public_evaluator
 from raycloak.coordinator.training.reporting import Reporting, StepReport
 from raycloak.metrics.collectors import RunFacts, RunMetrics
+from raycloak.metrics.errors import ProtocolError
 from raycloak.metrics.events import EventWriter
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.inputs.datasets import ArrayDataset
 from raycloak.workers.inputs.models import ModelSource, build_model, cross_entropy
 from raycloak.workers.messages import Admission, StepReply, StepRequest, WorkerSetup
+from raycloak.workers.terms.binding import Binding, vectors_digest
 from raycloak.workers.terms.manifest import Manifest, key_context
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
-from raycloak.workers.terms.receipt import Receipt
+from raycloak.workers.terms.receipt import Receipt, data_root
 from raycloak.workers.train_worker import TrainWorker
-from raycloak.workers.vectors.payload import VectorRange
+from raycloak.workers.vectors.payload import Header, VectorRange
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
 from tests.models import small_model, wide_model
 
 NOW = 1_800_000_000
 SECRET = "ab" * 32
 VIRTUAL_WORKERS = 8
+DATA_ROOT = b"r" * 32
+"""The data root of vectors that are computed outside of any run."""
 FEW_FAILURES = ["failure.max_failures=4"]
 """Overrides of a run that refuses every worker: it is over after so many instead of a hundred."""
 RENYI = {"accountant": "rdp", "noise_multiplier": 2.0, "epsilon_cap": 20.0}
@@ -213,6 +218,7 @@ class HandRun:
         self.ranges = split_ranges(self.facts.tensors, aggregators)
         self.aggregators = [MaskedAggregator(f"aggregator-{i}", self.source) for i in range(aggregators)]
         self.presentations: dict[str, Envelope] = {}
+        self.opened: dict[int, bytes] = {}
         for name in self.workers:
             self.admit(name)
         for index in range(aggregators):
@@ -274,7 +280,15 @@ class HandRun:
         """Release keys and record the data they belong to."""
         for name, hosted in hosting.items():
             package = self.orchestrator.release(name, epoch, hosted, self.workers[name]._stage._watch.length)
-            self.orchestrator.record_data(self.workers[name].accept_keys(package))
+            opened = self.workers[name].accept_keys(package)
+            self.orchestrator.record_data(opened)
+            body = parse(DataCommitments, opened.body)
+            self.opened.update(zip(body.virtual_workers, body.commitments, strict=True))
+
+    @property
+    def commitments(self) -> tuple[bytes, ...]:
+        """The commitments to all slices, by virtual worker."""
+        return tuple(self.opened[v] for v in sorted(self.opened))
 
     def computation_keys(self, v: int, epoch: int = 0) -> VirtualWorkerKeys:
         """Keys of a virtual worker of this run."""
@@ -283,7 +297,8 @@ class HandRun:
     def clear_vector(self, v: int, step: int = 0) -> np.ndarray:
         """Return virtual worker ``v``'s contribution to ``step`` at the current parameters, before masking."""
         vectors = computer(self.mechanism, self.data, _model(self.config))
-        return vectors.vector(v, self.computation_keys(v), step, self.digest, np.concatenate(self.parameters)).values
+        root, parameters = data_root(self.commitments), np.concatenate(self.parameters)
+        return vectors.vector(v, self.computation_keys(v), step, self.digest, root, parameters).values
 
     @property
     def vector_ranges(self) -> tuple[VectorRange, ...]:
@@ -318,19 +333,21 @@ class HandRun:
             "sequence": 3 + step,
             "head": bytes(32),
             "charged_epsilon": 1.0,
+            "data_root": data_root(self.commitments),
         }
         return seal(Receipt(**fields | changes), self.ledger_key)
 
     def request(self, roster: Envelope, step: int = 0, **changes: Any) -> "Asked":
-        """Return the coordinator's request to a worker, with ``changes``."""
-        honest = Asked(self.receipt(step), roster, tuple(self.presentations.values()), self.vector_ranges)
+        """What the coordinator asks a worker, but for ``changes``."""
+        shown = tuple(self.presentations.values())
+        honest = Asked(self.receipt(step), roster, shown, self.commitments, self.vector_ranges)
         return replace(honest, **changes)
 
     def ask(
         self, name: str, asked: "Asked", parameters: Sequence[np.ndarray] | None = None
     ) -> tuple[StepReply, tuple[np.ndarray, ...]]:
         """A worker's answer: reply, and one vector per range."""
-        request = StepRequest(asked.roster, asked.presentations, asked.ranges)
+        request = StepRequest(asked.roster, asked.presentations, asked.commitments, asked.ranges)
         given = self.parameters if parameters is None else parameters
         reply, *vectors = self.workers[name].step(asked.receipt, request, *given)
         return reply, tuple(vectors)
@@ -351,11 +368,37 @@ class HandRun:
         vectors = list(zip(*(vectors for _, vectors in answers), strict=True))
         return ReduceRequest(roster, headers, self.digest, self.vector_ranges), vectors
 
+    def binding(self, request: ReduceRequest, **changes: Any) -> Envelope:
+        """A binding of the step to the vectors whose headers are in ``request``, but for ``changes``."""
+        headers, roster = [], Roster.model_validate_json(request.roster.body)
+        for envelope in request.headers:
+            # A header that no aggregator can read has no tags.
+            with suppress(ProtocolError):
+                header = parse(Header, envelope.body)
+                headers += [header] * (len(header.virtual_workers) == len(header.vector_tags))
+        fields: dict[str, Any] = {
+            "run_id": self.run_id,
+            "query": roster.query,
+            "step": roster.step,
+            "manifest_digest": self.manifest.digest(),
+            "vectors_digest": vectors_digest(headers),
+            "fencing": 1,
+            "sequence": 4 + roster.step,
+            "head": bytes(32),
+        }
+        return seal(Binding(**fields | changes), self.ledger_key)
+
     def reduce(
-        self, request: ReduceRequest, vectors: Sequence[Sequence[np.ndarray]], index: int = 0
+        self,
+        request: ReduceRequest,
+        vectors: Sequence[Sequence[np.ndarray]],
+        index: int = 0,
+        binding: Envelope | None = None,
     ) -> tuple[ReduceReport, np.ndarray, Mapping[str, np.ndarray]]:
-        """The answer of the aggregator of range ``index``."""
-        return self.aggregators[index].reduce(request, self.parameters[index], self.states[index], *vectors[index])
+        """The answer of the aggregator of range ``index``, to the honest binding unless another is given."""
+        bound = self.binding(request) if binding is None else binding
+        own = self.parameters[index], self.states[index]
+        return self.aggregators[index].reduce(request, bound, *own, *vectors[index])
 
     def advance(self, roster: Envelope, step: int = 0) -> StepCommit:
         """Take everybody through one attempt that succeeds."""
@@ -375,6 +418,7 @@ class Asked:
     receipt: Envelope
     roster: Envelope
     presentations: tuple[Envelope, ...]
+    commitments: tuple[bytes, ...]
     ranges: tuple[VectorRange, ...]
 
 
@@ -422,10 +466,8 @@ class Stage(LocalBackend):
         self.drained: set[str] = set()
         self._underway: list[tuple[tuple[Any, ...], Callable[[], tuple[Any, ...]]]] = []
 
-    def call(
-        self, actor: Actor, method: Callable[..., Any], *args: Any, returns: int = 1, after: Any | None = None
-    ) -> tuple[Any, ...]:
-        if (failure := self._failure_of((*args, after))) is not None:
+    def call(self, actor: Actor, method: Callable[..., Any], *args: Any, returns: int = 1) -> tuple[Any, ...]:
+        if (failure := self._failure_of(args)) is not None:
             return self._failed(returns, failure)
         place = actor.member_id, method.__name__
         values = tuple(getattr(arg, "value", arg) for arg in args)
@@ -434,9 +476,9 @@ class Stage(LocalBackend):
         fate = self.disturb(call)
         if method is Worker.step and self.arrival is not None:
             references = tuple(self.put(None) for _ in range(returns))
-            self._underway.append((references, lambda: self._play(fate, actor, method, args, returns, after)))
+            self._underway.append((references, lambda: self._play(fate, actor, method, args, returns)))
         else:
-            references = self._play(fate, actor, method, args, returns, after)
+            references = self._play(fate, actor, method, args, returns)
         self.log.append((call, references))
         return references
 
@@ -457,7 +499,7 @@ class Stage(LocalBackend):
         return references
 
     def _play(
-        self, fate: Fate, actor: Actor, method: Callable[..., Any], args: tuple[Any, ...], returns: int, after: Any
+        self, fate: Fate, actor: Actor, method: Callable[..., Any], args: tuple[Any, ...], returns: int
     ) -> tuple[Any, ...]:
         if fate == "hangs":
             references = tuple(self.put(None) for _ in range(returns))
@@ -467,10 +509,10 @@ class Stage(LocalBackend):
             return self._failed(returns, ActorLost("object_lost"))
         if fate == "dies":
             self.stop(actor)
-        references = super().call(actor, method, *args, returns=returns, after=after)
+        references = super().call(actor, method, *args, returns=returns)
         if fate == "dies after":
             self.stop(actor)
-            references = super().call(actor, method, *args, returns=returns, after=after)
+            references = super().call(actor, method, *args, returns=returns)
         if callable(fate):
             references = tuple(self.put(value) for value in fate(*(each.value for each in references)))
         return references

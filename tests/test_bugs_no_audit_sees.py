@@ -13,7 +13,17 @@ from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.inputs.datasets import slice_ids
 from raycloak.workers.vectors.ring import decode
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
-from tests.protocol import VIRTUAL_WORKERS, HandRun, computer, examples, initial_parameters, keys_of, mechanism, trained
+from tests.protocol import (
+    DATA_ROOT,
+    VIRTUAL_WORKERS,
+    HandRun,
+    computer,
+    examples,
+    initial_parameters,
+    keys_of,
+    mechanism,
+    trained,
+)
 
 RUN, MODEL = b"c" * 32, b"p" * 32
 START = initial_parameters()
@@ -34,7 +44,7 @@ def release(chosen, data=None, step=0, noise=True) -> np.ndarray:
         vectors.__dict__["_noise"] = Silence()
     total = np.zeros(chosen.dimension, f"<u{chosen.ring_bits // 8}")
     for v in range(VIRTUAL_WORKERS):
-        total += vectors.vector(v, keys_of(RUN, v), step, MODEL, START).values
+        total += vectors.vector(v, keys_of(RUN, v), step, MODEL, DATA_ROOT, START).values
     return decode(total, chosen.gamma_log2)
 
 

@@ -35,6 +35,7 @@ from tests.coordinator.ledger.ledger_cases import MANIFEST, PARAMETERS, opened
 from tests.models import wide_model
 from tests.noise import draws
 from tests.protocol import (
+    DATA_ROOT,
     VIRTUAL_WORKERS,
     HandRun,
     computer,
@@ -67,7 +68,7 @@ def release(chosen, *, noise=True, data=None, computation=RUN, model=b"p" * 32, 
         vectors.__dict__["_noise"] = Silence()
     total = np.zeros(chosen.dimension, f"<u{chosen.ring_bits // 8}")
     for v in range(VIRTUAL_WORKERS):
-        total += vectors.vector(v, keys_of(computation, v), 0, model, parameters).values
+        total += vectors.vector(v, keys_of(computation, v), 0, model, DATA_ROOT, parameters).values
     return decode(total, chosen.gamma_log2)
 
 
@@ -124,7 +125,9 @@ def test_two_queries_of_a_step_under_one_noise_tell_their_difference(monkeypatch
     renamed = counts.model_copy(update={"mechanism": counts.mechanism.model_copy(update={"query": "evaluation"})})
     data = ArrayDataset(*examples())
     first, second = (
-        VirtualWorkerComputer(of.mechanism, ClassCountEngine(counts), data).vector(0, KEYS, 0, b"p" * 32, START)
+        VirtualWorkerComputer(of.mechanism, ClassCountEngine(counts), data).vector(
+            0, KEYS, 0, b"p" * 32, DATA_ROOT, START
+        )
         for of in (counts, renamed)
     )
     noise_free = np.array_equal(first.values, second.values)
@@ -190,7 +193,7 @@ def test_fresh_noise_on_the_same_draw_is_one_release_with_less_noise(monkeypatch
     for step in range(10):
         for v in range(VIRTUAL_WORKERS):
             for model in (b"p" * 32, b"q" * 32):
-                vectors.vector(v, keys_of(RUN, v), step, model, START)
+                vectors.vector(v, keys_of(RUN, v), step, model, DATA_ROOT, START)
     pairs = list(zip(drawn[::2], drawn[1::2], strict=True))
     share = sum(len(a & b) for a, b in pairs) / sum(len(a) for a, _ in pairs)
     assert share == 1 if rule == "removed" else 0.35 < share < 0.65
@@ -314,7 +317,7 @@ def answer_and_vector() -> tuple[bytes, np.ndarray]:
     parameters = np.random.default_rng(3).normal(0, 0.3, 5003).astype(np.float32)
     answer = known_answer(chosen, GradientEngine(module, cross_entropy, chosen), dataset, parameters)
     vectors = computer(chosen, model=wide_model)
-    return answer, vectors.vector(0, keys_of(RUN, 0), 0, b"p" * 32, parameters).values
+    return answer, vectors.vector(0, keys_of(RUN, 0), 0, b"p" * 32, DATA_ROOT, parameters).values
 
 
 def test_another_instruction_set_gives_another_vector_under_the_same_noise(run_python):

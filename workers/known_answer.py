@@ -58,4 +58,4 @@ def known_answer(mechanism: Mechanism, engine: SumEngine, dataset: Dataset, para
     public = mechanism.model_copy(update={"num_examples": count, "virtual_workers": 1, "sample_rate": 1.0})
     computer = VirtualWorkerComputer(public, engine, _SyntheticDataset(dataset, count))
     keys = VirtualWorkerKeys(stream=_PUBLIC_KEY, data=_PUBLIC_KEY)
-    return digest(computer.vector(0, keys, 0, bytes(32), parameters).values.data)
+    return digest(computer.vector(0, keys, 0, bytes(32), bytes(32), parameters).values.data)

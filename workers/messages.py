@@ -78,11 +78,13 @@ class StepRequest:
 
     Attributes:
         presentations: of members that may be new to the receiver.
+        commitments: to the slices of all virtual workers, in order; the receipt has their root.
         ranges: each aggregator's part of the parameters, in order.
     """
 
     roster: Envelope
     presentations: tuple[Envelope, ...]
+    commitments: tuple[bytes, ...]
     ranges: tuple[VectorRange, ...]
 
 

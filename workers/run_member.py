@@ -25,7 +25,7 @@ from raycloak.workers.messages import Admission, StepReply, StepRequest
 from raycloak.workers.peers import Peers
 from raycloak.workers.second_halves import SecondHalves
 from raycloak.workers.terms.parameter_digest import own_copy, parameter_digest, tensor_digests
-from raycloak.workers.terms.receipt import check_receipt
+from raycloak.workers.terms.receipt import Receipt, check_receipt, data_root
 from raycloak.workers.vectors.masks import masked_sum
 from raycloak.workers.vectors.payload import VectorRange, VerifiedAttempt, payload_key, seal_header, tag_payload
 from raycloak.workers.vectors.ring import RingVector, ring_dtype
@@ -60,7 +60,7 @@ class RunMember:
         self._keys: dict[tuple[int, int], VirtualWorkerKeys] = {}
         # Kept until another step or model is asked for: a new attempt masks them again without computing them.
         self._vectors: dict[int, EncodedVector] = {}
-        self._vectors_of: tuple[Query, int, bytes] | None = None
+        self._vectors_of: tuple[Query, int, bytes, bytes] | None = None
         # The last answer, by the digest of its roster: a reply that was lost on its way is given again.
         self._last: tuple[bytes, StepReply, tuple[RingVector, ...]] | None = None
         self._positions: dict[Query, tuple[int, int]] = {}
@@ -92,16 +92,11 @@ class RunMember:
         workload = self.planned.workload
         workload.slices.take(slice_keys, hosted)
         workload.evaluation_slices.take(evaluation_keys, hosted)
-        gradient = self.planned.computers["gradient"]
-        commitments = tuple(
-            derive(key.data, Purpose.DATA_COMMITMENT, gradient.slice(v).digest).reveal()
-            for v, key in sorted(keys.items())
-        )
         body = DataCommitments(
             run_id=manifest.run_id,
             member_id=member_id,
             virtual_workers=tuple(sorted(keys)),
-            commitments=commitments,
+            commitments=tuple(self._commitment(v, key) for v, key in sorted(keys.items())),
         )
         return seal(body, self._attester.identity)
 
@@ -120,14 +115,15 @@ class RunMember:
             return self._last[1], self._last[2]
         self._check_position(roster)
         flat = own_copy(parameters)
-        model = self._check_parameters(receipt, roster, flat)
+        model, paid = self._check_parameters(receipt, roster, flat)
+        self._check_data(paid, roster, request.commitments)
         self._peers.appraise(roster, request.presentations, self._admission)
         # All checks are done. The position moves before anything is computed, so a failure cannot reopen the attempt.
         self._advance(roster)
         mechanism = self._admission.manifest.computation.mechanism_of(roster.query)
 
         started = time.perf_counter()
-        self._compute(roster, model, flat)
+        self._compute(roster, model, paid.data_root, flat)
         computed = time.perf_counter()
         vectors, header = self._mask(VerifiedAttempt.of(roster, model, request.ranges, mechanism.ring_bits))
         masked = time.perf_counter()
@@ -154,8 +150,8 @@ class RunMember:
         if (roster.step, roster.attempt) <= last or roster.ratchet < self._ratchet:
             raise ProtocolError("step_fenced", f"step {roster.step} attempt {roster.attempt} is over for this worker")
 
-    def _check_parameters(self, envelope: Envelope, roster: Roster, flat: np.ndarray) -> bytes:
-        """Return the digest of the parameters that really arrived, after the receipt was verified for it."""
+    def _check_parameters(self, envelope: Envelope, roster: Roster, flat: np.ndarray) -> tuple[bytes, Receipt]:
+        """Return the digest of the parameters that really arrived, and the receipt, which was verified for it."""
         manifest, tensors = self._admission.manifest, self.planned.workload.facts.tensors
         model = parameter_digest(tensors, tensor_digests(flat, tensors))
         receipt = check_receipt(
@@ -174,7 +170,37 @@ class RunMember:
         self._fencing = receipt.fencing
         if (roster.query, roster.step) == ("gradient", 0) and model != manifest.computation.initial_parameters:
             raise ProtocolError("parameters_mismatch", "step 0 does not start from the manifest's parameters")
-        return model
+        return model, receipt
+
+    def _check_data(self, paid: Receipt, roster: Roster, commitments: Sequence[bytes]) -> None:
+        """Require that the receipt is for the data that this worker opened.
+
+        Guarantee: passes only if ``commitments`` have the receipt's root, one for each virtual worker, and this worker
+        itself computes those of the slices that it hosts.
+
+        Raises:
+            ProtocolError: ``data_mismatch``.
+            EvidenceError: ``release_denied`` without a virtual worker's key.
+        """
+        virtual_workers = self._admission.manifest.computation.mechanism.virtual_workers
+        if len(commitments) != virtual_workers or data_root(commitments) != paid.data_root:
+            raise ProtocolError("data_mismatch", f"the receipt for step {paid.step} is for data with other commitments")
+        for v in roster.member(self._attester.member_id).virtual_workers:
+            if commitments[v] != self._commitment(v, self._key(roster, v)):
+                raise ProtocolError("data_mismatch", f"the examples of virtual worker {v} are not those of the receipt")
+
+    def _commitment(self, v: int, keys: VirtualWorkerKeys) -> bytes:
+        """Compute the keyed commitment to a slice."""
+        slice_digest = self.planned.computers["gradient"].slice(v).digest
+        return derive(keys.data, Purpose.DATA_COMMITMENT, slice_digest).reveal()
+
+    def _key(self, roster: Roster, v: int) -> VirtualWorkerKeys:
+        """Return a virtual worker's keys of the epoch of a roster; EvidenceError ``release_denied`` without them."""
+        epoch = self._admission.manifest.computation.epoch_of(roster.query, roster.step)
+        keys = self._keys.get((epoch, v))
+        if keys is None:
+            raise EvidenceError("release_denied", f"no key of virtual worker {v} in epoch {epoch}")
+        return keys
 
     def _advance(self, roster: Roster) -> None:
         """Take the position, forget departed peers and what other workers host now, agree with new peers.
@@ -189,17 +215,15 @@ class RunMember:
         self._vectors = {v: vector for v, vector in self._vectors.items() if v in own.virtual_workers}
         self._peers.meet(roster)
 
-    def _compute(self, roster: Roster, model: bytes, flat: np.ndarray) -> None:
+    def _compute(self, roster: Roster, model: bytes, root: bytes, flat: np.ndarray) -> None:
         """Fill ``_vectors`` for all hosted virtual workers; vectors kept for this step are not computed again."""
-        if self._vectors_of != (roster.query, roster.step, model):
-            self._vectors, self._vectors_of = {}, (roster.query, roster.step, model)
-        epoch = self._admission.manifest.computation.epoch_of(roster.query, roster.step)
+        if self._vectors_of != (roster.query, roster.step, model, root):
+            self._vectors, self._vectors_of = {}, (roster.query, roster.step, model, root)
+        computer = self.planned.computers[roster.query]
         for v in roster.member(self._attester.member_id).virtual_workers:
             if v not in self._vectors:
-                keys = self._keys.get((epoch, v))
-                if keys is None:
-                    raise EvidenceError("release_denied", f"no key of virtual worker {v} in epoch {epoch}")
-                self._vectors[v] = self.planned.computers[roster.query].vector(v, keys, roster.step, model, flat)
+                keys = self._key(roster, v)
+                self._vectors[v] = computer.vector(v, keys, roster.step, model, root, flat)
 
     def _mask(self, attempt: VerifiedAttempt) -> tuple[tuple[RingVector, ...], Envelope]:
         """Sum the hosted vectors under the masks of each range, tag each for its aggregator, sign the header."""

@@ -67,22 +67,29 @@ class VirtualWorkerComputer:
         return self._slices[v]
 
     def vector(
-        self, v: int, keys: VirtualWorkerKeys, step: int, parameter_digest: bytes, parameters: np.ndarray
+        self,
+        v: int,
+        keys: VirtualWorkerKeys,
+        step: int,
+        parameter_digest: bytes,
+        data_root: bytes,
+        parameters: np.ndarray,
     ) -> EncodedVector:
         """Sample, clip, encode and noise virtual worker ``v``'s contribution to ``step``.
 
-        Guarantee: the result is the same bytes for the same (keys, slice bytes, step, parameters) in one numerics
-        class. Noise and sampling keys depend on all of them and on the query. So another model, other data or another
-        query of the same step never meets this noise.
+        Guarantee: the result is the same bytes for the same (keys, slice bytes, step, parameters, data root) in one
+        numerics class. Noise and sampling keys depend on all of them and on the query. So another model, another query of
+        the same step, or other data in any slice of the run never meets this noise.
 
         Args:
+            data_root: of the run, as its receipt states it; see `raycloak.workers.terms.receipt.data_root`.
             parameters: float32[d], whose digest is ``parameter_digest``.
 
         Returns:
             uint32[d] or uint64[d] in the ring, owned by the caller.
         """
         mechanism, data = self._mechanism, self.slice(v)
-        context = (mechanism.query, step, parameter_digest, data.digest)
+        context = (mechanism.query, step, parameter_digest, data.digest, data_root)
         sampling_key = derive(keys.stream, Purpose.SAMPLING, *context)
         capacity = mechanism.micro_batch_size * mechanism.micro_batches
         drawn = draw_ids(sampling_key, data.ids, mechanism.sample_rate, capacity)

@@ -1,6 +1,7 @@
-"""The book of the slices and vectors of a run: one set of examples, and one vector per virtual worker and step.
+"""The book of the slices of a run, in the state of its orchestrator.
 
-The book lives in the state of its orchestrator.
+It refuses other examples early, and names whose they are. That a receipt is worth nothing for other examples rests on
+the ledger, which holds the root of all commitments, and on the workers' own checks.
 """
 
 from collections.abc import Iterable, Mapping
@@ -8,7 +9,6 @@ from typing import ClassVar
 
 from raycloak.attestation.core.evidence import Bytes32
 from raycloak.attestation.core.messages import Message
-from raycloak.attestation.core.roster import Query
 from raycloak.attestation.log.entries import Entry
 from raycloak.attestation.log.evidence_log import EvidenceLog
 from raycloak.attestation.orchestrator.state import OrchestratorState
@@ -27,7 +27,7 @@ class DataCommitments(Message):
 
 
 class SliceBook:
-    """The slices and vectors of one run. Methods that write expect a transaction of the caller's."""
+    """The slices of one run. Methods that write expect a transaction of the caller's."""
 
     def __init__(self, state: OrchestratorState, log: EvidenceLog) -> None:
         self._state = state
@@ -64,25 +64,6 @@ class SliceBook:
                 raise EvidenceError(
                     "data_unknown", f"{member_id} has not said what the examples of {sorted(missing)} are"
                 )
-
-    def bind_vectors(self, query: Query, step: int, vectors: bytes) -> None:
-        """Bind the run to the vectors of a step, by the digest of their keyed tags, before they are summed.
-
-        Guarantee: vectors are refused, before anybody can decode them, if an earlier execution of the step had others.
-        The difference of the two sums would carry no noise.
-
-        Raises:
-            ProtocolError: ``not_reproducible``, with both digests.
-        """
-        bound = self._state.bound_vectors(query, step)
-        if bound is None:
-            self._state.bind_vectors(query, step, vectors)
-        elif bound != vectors:
-            raise ProtocolError(
-                "not_reproducible",
-                f"{query} step {step} now gives vectors {vectors.hex()}, but {bound.hex()} were computed before.",
-                "Use the kind of machine and the library versions of the first execution, or start a new run.",
-            )
 
     def _bind(self, v: int, commitment: bytes) -> None:
         bound = self._state.bound_data(v)

@@ -320,15 +320,6 @@ class RunSession:
             place_order(order, self._terms.virtual_workers, self._books.commits, self._books.log)
         return seal(order, self.run.identity)
 
-    def bind_vectors(self, step: int, vectors: bytes, query: Query = "gradient") -> None:
-        """Bind the run to the vectors of a step before they are summed, by the digest of their keyed tags.
-
-        Raises:
-            ProtocolError: ``not_reproducible`` if the run is bound to other vectors of this step.
-        """
-        with self._books.transaction_of(self._id):
-            self._books.slices.bind_vectors(query, step, vectors)
-
     def commit(self, commits: tuple[StepCommit, ...]) -> None:
         """Log finished steps as :meth:`open_step` does, except those that this session has logged already.
 

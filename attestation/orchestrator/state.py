@@ -32,9 +32,6 @@ CREATE TABLE IF NOT EXISTS attempts (
     query TEXT NOT NULL, step INTEGER NOT NULL, attempt INTEGER NOT NULL, PRIMARY KEY (query, step)
 );
 CREATE TABLE IF NOT EXISTS opened (member_id TEXT NOT NULL, v INTEGER NOT NULL, PRIMARY KEY (member_id, v));
-CREATE TABLE IF NOT EXISTS vectors (
-    query TEXT NOT NULL, step INTEGER NOT NULL, digest BLOB NOT NULL, PRIMARY KEY (query, step)
-);
 CREATE TABLE IF NOT EXISTS data (v INTEGER PRIMARY KEY, commitment BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS commits (
     step INTEGER NOT NULL, parameter_digest BLOB NOT NULL, attempts INTEGER NOT NULL,
@@ -224,12 +221,3 @@ class OrchestratorState:
     def opened(self, member_id: str) -> set[int]:
         """Return the virtual workers whose slices a member has committed to."""
         return {v for (v,) in self.db.execute("SELECT v FROM opened WHERE member_id = ?", (member_id,))}
-
-    def bound_vectors(self, query: Query, step: int) -> bytes | None:
-        """Return the digest of the vectors of a step; None if they were never computed."""
-        row = self.db.execute("SELECT digest FROM vectors WHERE query = ? AND step = ?", (query, step)).fetchone()
-        return bytes(row[0]) if row else None
-
-    def bind_vectors(self, query: Query, step: int, vectors: bytes) -> None:
-        """Bind the run to the vectors of a step."""
-        self.db.execute("INSERT INTO vectors VALUES (?, ?, ?)", (query, step, vectors))

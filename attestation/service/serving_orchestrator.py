@@ -194,7 +194,6 @@ class EvidenceOrchestrator:
     record_data = _in_turn(_session_of, RunSession.record_data)
     open_step = _in_turn(_session_of, RunSession.open_step)
     order_evaluation = _in_turn(_session_of, RunSession.order_evaluation)
-    bind_vectors = _in_turn(_session_of, RunSession.bind_vectors)
     commit = _in_turn(_session_of, RunSession.commit)
 
     # --- packages

@@ -23,6 +23,7 @@ from raycloak.coordinator.aggregation.update_rules import Optimizer
 from raycloak.metrics.errors import ProtocolError, SenderError
 from raycloak.workers.gradients.numerics import current_numerics, pin_numerics
 from raycloak.workers.messages import StepReply
+from raycloak.workers.terms.binding import check_binding, vectors_digest
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.parameter_digest import tensor_digests
 from raycloak.workers.vectors.payload import (
@@ -88,12 +89,14 @@ class _Verified:
     Attributes:
         own: the part of the vector that this aggregator sums.
         expected: for each worker of the roster, its header and the one-time key of its array.
+        vectors_digest: of the tags in all headers; see `raycloak.workers.terms.binding.vectors_digest`.
     """
 
     request: ReduceRequest
     roster: Roster
     own: VectorRange
     expected: tuple[tuple[Header, Secret], ...]
+    vectors_digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,7 @@ class MaskedAggregator:
         # None until `present`: an actor can only be told of its range once it is there.
         self._taken: _Part | None = None
         self._latest: _Verified | None = None
+        self._fencing = 0
 
     @property
     def _part(self) -> _Part:
@@ -166,15 +170,21 @@ class MaskedAggregator:
             self._verified(replace(request, headers=headers))
 
     def reduce(
-        self, request: ReduceRequest, parameters: NDArray[np.float32], state: State, *vectors: RingVector
+        self,
+        request: ReduceRequest,
+        binding: Envelope,
+        parameters: NDArray[np.float32],
+        state: State,
+        *vectors: RingVector,
     ) -> tuple[ReduceReport, NDArray[np.float32], State]:
         """Verify, sum and decode; divide by the public batch size; update.
 
         Guarantee: decodes only the sum of vectors that signed headers of this very attempt describe. There is one
-        vector per worker of the roster, and together they cover every virtual worker exactly once. Anything else is
-        refused and named before a single word is added.
+        vector per worker of the roster, and together they cover every virtual worker exactly once. The ledger has
+        bound the step to the tags in these headers. Anything else is refused and named before a single word is added.
 
         Args:
+            binding: the ledger's, for the step; see `raycloak.workers.terms.binding`.
             parameters: the range's parameters, float32.
             vectors: masked ring words of the range, one per header.
 
@@ -185,17 +195,18 @@ class MaskedAggregator:
         """
         started = time.perf_counter()
         verified = self._verified(request, updates=True)
-        average = self._average(verified, vectors)
+        average = self._average(verified, binding, vectors)
         updated, new_state = self._part.rule.update(parameters, average, state, verified.roster.step)
         digests = tuple(tensor_digests(updated, self._part.range.tensors))
         return ReduceReport(self._part.range.index, digests, time.perf_counter() - started), updated, new_state
 
-    def measure(self, request: ReduceRequest, *vectors: RingVector) -> MeasureReport:
+    def measure(self, request: ReduceRequest, binding: Envelope, *vectors: RingVector) -> MeasureReport:
         """Verify, sum, decode and divide by the public divisor, for a measurement. Parameters and state stay.
 
         Guarantee: as :meth:`reduce`.
 
         Args:
+            binding: the ledger's, for the release.
             vectors: masked ring words of the whole measurement, one per header.
 
         Raises:
@@ -203,12 +214,13 @@ class MaskedAggregator:
             ProtocolError: the request itself does not match; ``query_unknown`` also for a training step.
         """
         started = time.perf_counter()
-        average = self._average(self._verified(request, updates=False), vectors)
+        average = self._average(self._verified(request, updates=False), binding, vectors)
         return MeasureReport(average, time.perf_counter() - started)
 
-    def _average(self, verified: _Verified, vectors: Sequence[RingVector]) -> NDArray[np.float64]:
-        """Verify the vectors, decode their sum and divide it by the public divisor."""
+    def _average(self, verified: _Verified, binding: Envelope, vectors: Sequence[RingVector]) -> NDArray[np.float64]:
+        """Verify binding and vectors, decode the vectors' sum and divide it by the public divisor."""
         mechanism = self._part.manifest.computation.mechanism_of(verified.roster.query)
+        self._check_binding(verified, binding)
         # All vectors are checked before a single word is added.
         self._check_vectors(verified, vectors)
         average = decode(ring_sum(vectors, mechanism.ring_bits), mechanism.gamma_log2)
@@ -267,7 +279,23 @@ class MaskedAggregator:
                 agreement, sender = self._attester.agreement, worker.member_id
                 key = payload_key(agreement, worker, attempt, range_index=own.index, sender=sender)
             expected.append((header, key))
-        return _Verified(request, roster, own, tuple(expected))
+        tags = vectors_digest([header for header, _ in expected])
+        return _Verified(request, roster, own, tuple(expected), tags)
+
+    def _check_binding(self, verified: _Verified, binding: Envelope) -> None:
+        """Require the ledger's binding of exactly these vectors, so that no second sum of the step is ever decoded."""
+        manifest, roster = self._part.manifest, verified.roster
+        bound = check_binding(
+            binding,
+            ledger_key=manifest.ledger_key,
+            run_id=manifest.run_id,
+            query=roster.query,
+            step=roster.step,
+            manifest_digest=self._part.manifest_digest,
+            vectors_digest=verified.vectors_digest,
+            lowest_fencing=self._fencing,
+        )
+        self._fencing = bound.fencing
 
     def _check_vectors(self, verified: _Verified, vectors: Sequence[RingVector]) -> None:
         self._require_cover(verified.roster, len(vectors), "vectors")

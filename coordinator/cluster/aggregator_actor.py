@@ -1,7 +1,5 @@
 """MaskedAggregator as an actor, whose process can be started before it is needed."""
 
-from typing import Any
-
 from raycloak.coordinator.quick_imports import quickly
 
 with quickly():
@@ -19,10 +17,3 @@ class MaskedAggregatorActor(MaskedAggregator):
     def take_part(self, member_id: str) -> None:
         """Become the member ``member_id``."""
         super().__init__(member_id, self._source)
-
-    def after(self, _: Any, method: str, *args: Any) -> Any:
-        """Call ``method`` after another call; Ray delivers this when the other's answer, the first argument, is there.
-
-        So the driver need not wait for the other answer before it asks.
-        """
-        return getattr(self, method)(*args)

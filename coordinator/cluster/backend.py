@@ -105,11 +105,10 @@ class LocalBackend:
         method: Callable[..., Any],
         *args: Any,
         returns: int = 1,
-        after: Reference[object] | None = None,
     ) -> tuple[Reference[Any], ...]:
         """Run a method; its outcome is kept for :meth:`fetch`. See `raycloak.coordinator.cluster.remote.Caller`."""
         values = [arg.value if isinstance(arg, _Settled) else arg for arg in args]
-        failed = (each.error for each in (*args, after) if isinstance(each, _Settled) and each.error)
+        failed = (each.error for each in args if isinstance(each, _Settled) and each.error)
         refusal = ActorLost("died") if actor.member_id in self._stopped else next(failed, None)
         if refusal is not None:
             return tuple(_Settled(error=refusal) for _ in range(returns))

@@ -8,8 +8,8 @@ starts from the same disk. The question is asked again with the same arguments.
 
 Guarantee: each answer comes from one incarnation, which had all that earlier answers rest on.
 
-Assumes that every method may be repeated: a charge gives the same entry, a commit is logged once, and a roster asked
-for again is that of the next attempt.
+Assumes that every method may be repeated: a charge or a binding gives the same entry, a commit is logged once, and a
+roster asked for again is that of the next attempt.
 """
 
 import time
@@ -218,6 +218,8 @@ class _Overlaps(_Method[P, T]):
 class LedgerFace(_Face):
     """The ledger's methods that a run needs; see `raycloak.coordinator.ledger.ledger.PrivacyLedger`."""
 
+    bind_data = _Waits(PrivacyLedger.bind_data)
+    bind_vectors = _Overlaps(PrivacyLedger.bind_vectors)
     charge = _Overlaps(PrivacyLedger.charge)
     hash_at = _Waits(PrivacyLedger.hash_at)
     open_account = _Waits(PrivacyLedger.open_account)
@@ -239,7 +241,6 @@ class OrchestratorFace(_Face):
     """
 
     admit = _Waits(EvidenceOrchestrator.admit)
-    bind_vectors = _Overlaps(EvidenceOrchestrator.bind_vectors)
     challenge = _Waits(EvidenceOrchestrator.challenge)
     commit = _Waits(EvidenceOrchestrator.commit)
     committed = _Waits(EvidenceOrchestrator.committed)

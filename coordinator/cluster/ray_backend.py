@@ -140,14 +140,9 @@ class RayBackend:
         method: Callable[..., Any],
         *args: Any,
         returns: int = 1,
-        after: Reference[object] | None = None,
     ) -> tuple[Reference[Any], ...]:
         """Send a call; see `raycloak.coordinator.cluster.remote.Caller`."""
-        asked, given = method, args
-        if after is not None:
-            # Ray delivers a call when its arguments are ready, so `after` has to be one of them.
-            asked, given = MaskedAggregatorActor.after, (after, method.__name__, *args)
-        result = getattr(actor.handle, asked.__name__).options(num_returns=returns).remote(*given)
+        result = getattr(actor.handle, method.__name__).options(num_returns=returns).remote(*args)
         if method is Aggregator.reduce:
             self._keep_spare()
         return (result,) if returns == 1 else tuple(result)

@@ -65,16 +65,14 @@ class Caller(Protocol):
         method: Callable[..., Any],
         *args: Any,
         returns: int = 1,
-        after: Reference[object] | None = None,
     ) -> tuple[Reference[Any], ...]:
         """Send a call to ``actor``, and return one reference per return value at once.
 
-        The actor gets the call when every reference in ``args`` and ``after`` is ready. If one of these has failed,
-        the call fails with the same error, and the method is not entered.
+        The actor gets the call when every reference in ``args`` is ready. If one of these has failed, the call fails
+        with the same error, and the method is not entered.
 
         Args:
             method: a function of the actor's class or protocol.
-            after: a reference to another call that must succeed first; for aggregators only.
         """
         ...
 
@@ -107,10 +105,15 @@ class Aggregator(Protocol):
     def expect(self, request: "ReduceRequest", *replies: "StepReply") -> None: ...
 
     def reduce(
-        self, request: "ReduceRequest", parameters: Parameters, state: "State", *vectors: "RingVector"
+        self,
+        request: "ReduceRequest",
+        binding: "Envelope",
+        parameters: Parameters,
+        state: "State",
+        *vectors: "RingVector",
     ) -> "tuple[ReduceReport, Parameters, State]": ...
 
-    def measure(self, request: "ReduceRequest", *vectors: "RingVector") -> "MeasureReport": ...
+    def measure(self, request: "ReduceRequest", binding: "Envelope", *vectors: "RingVector") -> "MeasureReport": ...
 
 
 def positional(method: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, ...]:
@@ -131,14 +134,13 @@ class _MemberActor(Actor):
         self,
         method: Callable[Concatenate[Any, P], object],
         returns: int,
-        after: Reference[object] | None,
         *args: P.args,
         **keywords: P.kwargs,
     ) -> tuple[Reference[Any], ...]:
-        return self.call(self, method, *positional(method, args, keywords), returns=returns, after=after)
+        return self.call(self, method, *positional(method, args, keywords), returns=returns)
 
     def _ask_one(self, method: Callable[Concatenate[Any, P], T], *args: P.args, **keywords: P.kwargs) -> Reference[T]:
-        return self._ask(method, 1, None, *args, **keywords)[0]
+        return self._ask(method, 1, *args, **keywords)[0]
 
 
 class _Asked(Generic[P, T]):
@@ -205,7 +207,7 @@ class WorkerActor(_MemberActor):
     ) -> StepAnswer:
         """Have one attempt of a step computed and masked."""
         returns, paid = 1 + len(request.ranges), cast("Envelope", receipt)
-        reply, *vectors = self._ask(Worker.step, returns, None, paid, request, *map(_given, parameters))
+        reply, *vectors = self._ask(Worker.step, returns, paid, request, *map(_given, parameters))
         return StepAnswer(reply, tuple(vectors))
 
     def evaluate(self, order: "Envelope", *parameters: Reference[Parameters]) -> "Reference[EvaluationReply]":
@@ -228,21 +230,21 @@ class AggregatorActor(_MemberActor):
     def reduce(
         self,
         request: "ReduceRequest",
+        binding: "Reference[Envelope]",
         parameters: Reference[Parameters],
         state: "Reference[State]",
         vectors: "Sequence[Reference[RingVector]]",
-        after: Reference[object] | None = None,
     ) -> Reduction:
-        """Have the aggregator's range updated, once ``after`` has succeeded."""
-        own = _given(parameters), _given(state)
-        report, *updated = self._ask(Aggregator.reduce, 3, after, request, *own, *map(_given, vectors))
+        """Have the aggregator's range updated, once the vectors are bound."""
+        own = _given(binding), _given(parameters), _given(state)
+        report, *updated = self._ask(Aggregator.reduce, 3, request, *own, *map(_given, vectors))
         return Reduction(report, (updated[0], updated[1]))
 
     def measure(
         self,
         request: "ReduceRequest",
+        binding: "Reference[Envelope]",
         vectors: "Sequence[Reference[RingVector]]",
-        after: Reference[object] | None = None,
     ) -> Reduction:
-        """Have a measurement's average released, once ``after`` has succeeded."""
-        return Reduction(self._ask(Aggregator.measure, 1, after, request, *map(_given, vectors))[0])
+        """Have a measurement's average released, once the vectors are bound."""
+        return Reduction(self._ask(Aggregator.measure, 1, request, _given(binding), *map(_given, vectors))[0])

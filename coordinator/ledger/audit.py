@@ -19,10 +19,12 @@ from raycloak.coordinator.ledger.entries import (
     AccountOpened,
     CapChanged,
     CapTransferred,
+    DataBound,
     Head,
     LedgerEntry,
     RunRegistered,
     StepCharged,
+    VectorsBound,
     broken,
     check_chain,
 )
@@ -46,13 +48,28 @@ _TOLERANCE = 1e-6
 
 @dataclass(slots=True)
 class AuditedRun:
-    """A run, as its events define it. ``charges`` maps the charged steps of each query to their entries."""
+    """A run, as its events define it.
+
+    Attributes:
+        data: the entry that bound it to its data; None before.
+        charges: the charged steps of each query, with their entries.
+        bound: the steps of each query whose vectors are bound, with their entries.
+    """
 
     sequence: int
     registered: RunRegistered
     priced: PricedRun
     fencing: int = 0
+    data: int | None = None
     charges: dict[Query, dict[int, int]] = field(default_factory=dict)
+    bound: dict[Query, dict[int, int]] = field(default_factory=dict)
+
+    def filed(self) -> Iterator[tuple[int, tuple[Query, int]]]:
+        """Yield each entry about one step, with the step's query and number."""
+        for each in (self.charges, self.bound):
+            for query, steps in each.items():
+                for step, sequence in steps.items():
+                    yield sequence, (query, step)
 
 
 @dataclass(slots=True)
@@ -72,8 +89,12 @@ class AuditedChain:
             self.accounts[event.account] = Account.of(event, _head(entry))
         elif isinstance(event, RunRegistered):
             self._register(entry, event)
+        elif isinstance(event, DataBound):
+            self._bind_data(entry, event)
         elif isinstance(event, StepCharged):
             self._charge(entry, event)
+        elif isinstance(event, VectorsBound):
+            self._bind_vectors(entry, event)
         else:
             self._change(entry, event)
 
@@ -127,21 +148,42 @@ class AuditedChain:
         _require(_same_quote(event, quoted(account, event.mechanisms)), entry, "its quote is not what its plan costs")
         self.runs[event.run_id] = AuditedRun(entry.sequence, event, PricedRun.of(event), charges=charges)
 
-    def _charge(self, entry: LedgerEntry, event: StepCharged) -> None:
+    def _owned(self, entry: LedgerEntry, event: DataBound | StepCharged | VectorsBound) -> AuditedRun:
+        """Return the run of ``event``, which its owner wrote while the account was open."""
         run = self.runs.get(event.run_id)
         if run is None:
             raise broken(entry.sequence, "its run was never registered")
+        _require(event.manifest_digest == run.registered.manifest_digest, entry, "its run has another manifest")
+        _require(event.fencing >= run.fencing, entry, "it comes from an instance that had been replaced")
+        _require(not self.accounts[run.registered.account].closed, entry, "its account was closed")
+        run.fencing = event.fencing
+        return run
+
+    def _bind_data(self, entry: LedgerEntry, event: DataBound) -> None:
+        run = self._owned(entry, event)
+        # A charge needs bound data, so nothing can have been charged before.
+        _require(run.data is None, entry, "it binds its run's data a second time")
+        run.data = entry.sequence
+
+    def _bind_vectors(self, entry: LedgerEntry, event: VectorsBound) -> None:
+        run = self._owned(entry, event)
+        charged = event.step in run.charges.get(event.query, {})
+        _require(charged, entry, f"it binds vectors of step {event.step}, which was not charged before")
+        bound = run.bound.setdefault(event.query, {})
+        _require(event.step not in bound, entry, f"it binds vectors of step {event.step} a second time")
+        bound[event.step] = entry.sequence
+
+    def _charge(self, entry: LedgerEntry, event: StepCharged) -> None:
+        run = self._owned(entry, event)
+        _require(run.data is not None, entry, "its run was not bound to its data before")
         registered, charges = run.registered, run.charges.get(event.query)
         mechanism = next((each for each in registered.mechanisms if each.query == event.query), None)
         if mechanism is None or charges is None:
             raise broken(entry.sequence, "its run has no such mechanism")
         _require(event.step not in charges, entry, f"it charges step {event.step} a second time")
         _require(0 <= event.step < mechanism.steps, entry, "its step was not planned")
-        named = (event.manifest_digest, event.mechanism_digest)
-        _require(named == (registered.manifest_digest, mechanism.digest()), entry, "it charges for another mechanism")
-        _require(event.fencing >= run.fencing, entry, "it comes from an instance that had been replaced")
-        charges[event.step], run.fencing = entry.sequence, event.fencing
-        _require(not self.accounts[registered.account].closed, entry, "its account was closed")
+        _require(event.mechanism_digest == mechanism.digest(), entry, "it charges for another mechanism")
+        charges[event.step] = entry.sequence
         account = self.accounts[registered.account].terms
         spent = epsilon_at(account, self.spent(registered.account))
         close = math.isclose(spent, event.charged_epsilon, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
@@ -156,7 +198,8 @@ def audit(entries: Iterable[LedgerEntry], public_key: bytes) -> AuditedChain:
     Guarantee: returns only if ``public_key`` signed every entry and none is missing before the last. No step was
     charged twice, and each charge costs what its mechanism costs. Each mechanism has the noise it claims. No private
     charge crosses its account's cap. Every cap was set by the opening, a lowering, a signature of the account's
-    authority, or a transfer.
+    authority, or a transfer. Each run was bound to its data once, before its first charge. Each charged step was bound
+    to its vectors once at most, after its charge.
 
     Raises:
         BudgetError: ``chain_broken``, naming the first entry that is wrong.
@@ -182,18 +225,14 @@ def check_tables(rows: Rows, audited: AuditedChain) -> None:
     for run_id, run in audited.runs.items():
         row = found.pop(run_id, None)
         counts = {query: len(charges) for query, charges in run.charges.items()}
-        expected = (run.registered.account, run.sequence, counts)
+        expected = (run.registered.account, run.sequence, counts, run.data)
         # An instance that owns a run, and has not charged it yet, has a higher number than the last charge.
-        if row is None or (row.account, row.sequence, dict(row.charged)) != expected or row.fencing < run.fencing:
+        in_table = row and (row.account, row.sequence, dict(row.charged), row.data)
+        if row is None or in_table != expected or row.fencing < run.fencing:
             raise broken(run.sequence, f"the row of run {run_id} does not follow from the chain")
-    charges = {
-        sequence: (run_id, query, step)
-        for run_id, run in audited.runs.items()
-        for query, steps in run.charges.items()
-        for step, sequence in steps.items()
-    }
-    for sequence, *filed in rows.charge_keys():
-        if charges.get(sequence, (None, None, None)) != tuple(filed):
+    about = {sequence: (run_id, *key) for run_id, run in audited.runs.items() for sequence, key in run.filed()}
+    for sequence, *filed in rows.filed_keys():
+        if about.get(sequence, (None, None, None)) != tuple(filed):
             raise broken(sequence, "it is filed under another run, query or step")
     if found:
         raise broken(audited.head.sequence, "the table of runs holds a run that the chain does not")

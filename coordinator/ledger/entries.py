@@ -113,6 +113,23 @@ class RunRegistered(Message):
     accountant_version: str
 
 
+class DataBound(Message):
+    """The data of a run, bound before its first charge.
+
+    Attributes:
+        data_root: see `raycloak.workers.terms.receipt.data_root`.
+        fencing: number of the ledger instance that bound it.
+    """
+
+    DOMAIN: ClassVar[str] = "data_bound"
+
+    recorded_at: int
+    run_id: str
+    manifest_digest: bytes
+    data_root: bytes
+    fencing: int
+
+
 class StepCharged(Message):
     """One release of a run's mechanism.
 
@@ -135,9 +152,40 @@ class StepCharged(Message):
     charged_epsilon: float
 
 
-Event = AccountOpened | CapChanged | CapTransferred | AccountClosed | RunRegistered | StepCharged
+class VectorsBound(Message):
+    """The vectors of a charged step, bound before anybody may add them up.
+
+    Attributes:
+        query, step: as in :class:`StepCharged`.
+        vectors_digest: see `raycloak.workers.terms.binding.vectors_digest`.
+        fencing: number of the ledger instance that bound them.
+    """
+
+    DOMAIN: ClassVar[str] = "vectors_bound"
+
+    recorded_at: int
+    run_id: str
+    query: Query
+    step: int
+    manifest_digest: bytes
+    vectors_digest: bytes
+    fencing: int
+
+
+RunEvent = DataBound | StepCharged | VectorsBound
+Event = AccountOpened | CapChanged | CapTransferred | AccountClosed | RunRegistered | RunEvent
 _KINDS: dict[str, type[Event]] = {
-    kind.DOMAIN: kind for kind in (AccountOpened, CapChanged, CapTransferred, AccountClosed, RunRegistered, StepCharged)
+    kind.DOMAIN: kind
+    for kind in (
+        AccountOpened,
+        CapChanged,
+        CapTransferred,
+        AccountClosed,
+        RunRegistered,
+        DataBound,
+        StepCharged,
+        VectorsBound,
+    )
 }
 
 

@@ -13,7 +13,7 @@ from raycloak.attestation.core.roster import Query
 from raycloak.coordinator.accounting.accountants import accountant_of
 from raycloak.coordinator.ledger.accounts import cap_change, check_same_terms, closing, opening, transfer
 from raycloak.coordinator.ledger.cap_authority import SignedCap
-from raycloak.coordinator.ledger.entries import Head, LedgerEntry, RunRegistered, StepCharged
+from raycloak.coordinator.ledger.entries import DataBound, Head, LedgerEntry, RunRegistered, StepCharged, VectorsBound
 from raycloak.coordinator.ledger.heads import check_links
 from raycloak.coordinator.ledger.reader import LedgerReader
 from raycloak.coordinator.ledger.rules import (
@@ -29,6 +29,7 @@ from raycloak.coordinator.ledger.rules import (
 from raycloak.coordinator.ledger.store import Rows, RunRow
 from raycloak.coordinator.quick_imports import quickly
 from raycloak.metrics.errors import BudgetError
+from raycloak.workers.terms.binding import Binding
 from raycloak.workers.terms.mechanism import AccountantName, Mechanism
 from raycloak.workers.terms.receipt import Receipt
 
@@ -177,6 +178,40 @@ class PrivacyLedger(LedgerReader):
             rows.add_run(RunRow(run_id, account, entry.sequence, self.fencing, counts))
             rows.renew_lease(self.fencing)
 
+    def bind_data(self, run_id: str, manifest_digest: bytes, data_root: bytes) -> None:
+        """Bind a run to its data, before its first charge. The same again changes nothing.
+
+        Guarantee: no receipt of the run ever names another root, from any instance of this ledger.
+
+        Args:
+            data_root: see `raycloak.workers.terms.receipt.data_root`.
+
+        Raises:
+            BudgetError: ``data_changed`` if the run is bound to another root. ``run_unknown``, ``run_mismatch``,
+                ``fenced``, ``account_closed``, ``ledger_unavailable``, ``ledger_rolled_back`` or
+                ``witness_unavailable``.
+        """
+        with self._write() as rows:
+            row, _ = self._owned(rows, run_id, manifest_digest)
+            bound = self._book.data_root(rows, row)
+            if bound is None:
+                event = DataBound(
+                    recorded_at=now(),
+                    run_id=run_id,
+                    manifest_digest=manifest_digest,
+                    data_root=data_root,
+                    fencing=self.fencing,
+                )
+                self._book.append(rows, event)
+            elif bound != data_root:
+                raise BudgetError(
+                    "data_changed",
+                    f"the examples of run {run_id} are not those it began with: their root was {bound.hex()}, now "
+                    f"{data_root.hex()}.",
+                    "Put the data back, or start a new run: it draws fresh noise and is charged in full.",
+                )
+            self._take(rows, row)
+
     def charge(
         self, run_id: str, step: int, parameter_digest: bytes, manifest_digest: bytes, query: Query = "gradient"
     ) -> Envelope:
@@ -186,31 +221,77 @@ class PrivacyLedger(LedgerReader):
         Guarantee: when the receipt is returned its entry is on disk. The witness, if there is one, then holds a head
         at or behind that entry. The same five arguments give the same entry and charge once, for any caller and any
         number of calls. For a later instance only the fencing number differs. A charge that would cross the cap is
-        refused and changes nothing.
+        refused and changes nothing. A closed account gives no receipt, not even an old one.
 
         Raises:
             BudgetError: ``run_unknown``, ``run_mismatch``, ``fenced``, ``step_not_planned``,
-                ``step_already_charged`` (for other parameters), ``account_closed``, ``cap_exceeded``,
-                ``ledger_unavailable``, ``ledger_rolled_back`` or ``witness_unavailable``. The step may be charged
-                after the last two: see :meth:`status`.
+                ``step_already_charged`` (for other parameters), ``data_unbound``, ``account_closed``,
+                ``cap_exceeded``, ``ledger_unavailable``, ``ledger_rolled_back`` or ``witness_unavailable``. The step
+                may be charged after the last two: see :meth:`status`.
         """
         with self._write() as rows:
-            row = rows.run(run_id)
-            if row is None:
+            row, run = self._owned(rows, run_id, manifest_digest)
+            data_root = self._book.data_root(rows, row)
+            if data_root is None:
                 raise BudgetError(
-                    "run_unknown", f"run {run_id} is not registered in this ledger.", "Register it first."
+                    "data_unbound", f"run {run_id} is not bound to its data yet.", "Bind it before its first charge."
                 )
-            run = self._book.run(rows, row)
-            # Ownership is read in the transaction that charges, so it cannot be out of date.
-            self._check_fencing(row)
-            if manifest_digest != run.registered.manifest_digest:
-                raise run_mismatch(run_id)
             entry = rows.charge(run_id, query, step)
             if entry is None:
                 entry = self._charge_new(rows, row, run, query, step, parameter_digest)
-            receipt = self._receipt(entry, run.registered, parameter_digest)
+            receipt = self._receipt(entry, run.registered, parameter_digest, data_root)
             self._take(rows, row)
         return receipt
+
+    def bind_vectors(
+        self, run_id: str, query: Query, step: int, manifest_digest: bytes, vectors_digest: bytes
+    ) -> Envelope:
+        """Bind a charged step to its vectors, and return the signed :class:`raycloak.workers.terms.binding.Binding`.
+
+        Guarantee: when the binding is returned its entry is on disk, and no binding of this step ever names other
+        vectors, from any instance of this ledger. The same five arguments give the same entry. A closed account gives
+        no binding, not even an old one.
+
+        Args:
+            vectors_digest: see `raycloak.workers.terms.binding.vectors_digest`.
+
+        Raises:
+            BudgetError: ``not_reproducible`` if the step is bound to other vectors: the difference of the two sums
+                would carry no noise. ``step_not_charged``; ``run_unknown``, ``run_mismatch``, ``fenced``,
+                ``account_closed``, ``ledger_unavailable``, ``ledger_rolled_back`` or ``witness_unavailable``.
+        """
+        with self._write() as rows:
+            row, _ = self._owned(rows, run_id, manifest_digest)
+            if rows.charge(run_id, query, step) is None:
+                raise BudgetError("step_not_charged", f"{query} step {step} of run {run_id} is not charged.")
+            entry = rows.vectors(run_id, query, step)
+            if entry is None:
+                event = VectorsBound(
+                    recorded_at=now(),
+                    run_id=run_id,
+                    query=query,
+                    step=step,
+                    manifest_digest=manifest_digest,
+                    vectors_digest=vectors_digest,
+                    fencing=self.fencing,
+                )
+                entry = self._book.append(rows, event)
+            binding = self._binding(entry, vectors_digest)
+            self._take(rows, row)
+        return binding
+
+    def _owned(self, rows: Rows, run_id: str, manifest_digest: bytes) -> tuple[RunRow, PricedRun]:
+        """Return a run that this instance may charge; BudgetError otherwise, with the code."""
+        row = rows.run(run_id)
+        if row is None:
+            raise BudgetError("run_unknown", f"run {run_id} is not registered in this ledger.", "Register it first.")
+        run = self._book.run(rows, row)
+        # Ownership is read in the transaction that writes, so it cannot be out of date.
+        self._check_fencing(row)
+        if manifest_digest != run.registered.manifest_digest:
+            raise run_mismatch(run_id)
+        self._book.known(rows, row.account).require_open()
+        return row, run
 
     def _charge_new(
         self, rows: Rows, row: RunRow, run: PricedRun, query: Query, step: int, parameter_digest: bytes
@@ -222,9 +303,7 @@ class PrivacyLedger(LedgerReader):
                 "step_not_planned",
                 f"run {row.run_id} planned {planned} releases of its {query}; number {step} is not one of them.",
             )
-        account = self._book.known(rows, row.account)
-        account.require_open()
-        terms = account.terms
+        terms = self._book.known(rows, row.account).terms
         spent = self._book.spent(rows, rows.runs(row.account), (row.run_id, query))
         # A public release costs nothing, so no cap can refuse it.
         charged = check_cap(terms, spent) if priced.mechanism.private else epsilon_at(terms, spent)
@@ -243,7 +322,7 @@ class PrivacyLedger(LedgerReader):
         rows.renew_lease(self.fencing)
         return self._book.append(rows, event)
 
-    def _receipt(self, entry: LedgerEntry, run: RunRegistered, parameter_digest: bytes) -> Envelope:
+    def _receipt(self, entry: LedgerEntry, run: RunRegistered, parameter_digest: bytes, data_root: bytes) -> Envelope:
         event = entry.event
         assert isinstance(event, StepCharged)
         # The same keyed noise on another gradient would be a difference without noise.
@@ -266,8 +345,31 @@ class PrivacyLedger(LedgerReader):
             head=entry.hash,
             charged_epsilon=event.charged_epsilon,
             dataset_fingerprint=run.dataset_fingerprint,
+            data_root=data_root,
         )
         return seal(receipt, self._store.key)
+
+    def _binding(self, entry: LedgerEntry, vectors_digest: bytes) -> Envelope:
+        event = entry.event
+        assert isinstance(event, VectorsBound)
+        if event.vectors_digest != vectors_digest:
+            raise BudgetError(
+                "not_reproducible",
+                f"{event.query} step {event.step} now gives vectors {vectors_digest.hex()}, but "
+                f"{event.vectors_digest.hex()} were computed before.",
+                "Use the kind of machine and the library versions of the first time, or start a new run.",
+            )
+        binding = Binding(
+            run_id=event.run_id,
+            query=event.query,
+            step=event.step,
+            manifest_digest=event.manifest_digest,
+            vectors_digest=event.vectors_digest,
+            fencing=self.fencing,
+            sequence=entry.sequence,
+            head=entry.hash,
+        )
+        return seal(binding, self._store.key)
 
     @contextmanager
     def _write(self) -> Iterator[Rows]:

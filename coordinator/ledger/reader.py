@@ -16,11 +16,14 @@ from raycloak.coordinator.ledger.entries import (
     AccountOpened,
     CapChanged,
     CapTransferred,
+    DataBound,
     Event,
     Head,
     LedgerEntry,
+    RunEvent,
     RunRegistered,
     StepCharged,
+    VectorsBound,
     broken,
     check_chain,
     make_entry,
@@ -132,7 +135,7 @@ class LedgerReader:
 
 
 def _belongs(event: Event, account: str, runs: set[str]) -> bool:
-    if isinstance(event, StepCharged | RunRegistered):
+    if isinstance(event, RunRegistered | RunEvent):
         return event.run_id in runs
     return account in named(event)
 
@@ -147,6 +150,7 @@ class Book:
         self._key = key
         self._accounts: dict[tuple[str, int], Account] = {}
         self._runs: dict[int, PricedRun] = {}
+        self._data: dict[int, bytes] = {}
 
     def account(self, rows: Rows, name: str) -> Account | None:
         """Return an account as it is now; None if it was never opened."""
@@ -183,6 +187,17 @@ class Book:
             self._runs[row.sequence] = PricedRun.of(event)
         return self._runs[row.sequence]
 
+    def data_root(self, rows: Rows, row: RunRow) -> bytes | None:
+        """Return the data root that a run is bound to; None if it is not yet."""
+        if row.data is None:
+            return None
+        if row.data not in self._data:
+            event = self._signed(rows, row.data).event
+            if not isinstance(event, DataBound) or event.run_id != row.run_id:
+                raise broken(row.data, f"it does not bind the data of run {row.run_id}")
+            self._data[row.data] = event.data_root
+        return self._data[row.data]
+
     def spent(self, rows: Rows, runs: list[RunRow], and_one: tuple[str, Query] | None = None) -> list[Spend]:
         """Return the charges of each run, with one more of ``and_one``, a run's query."""
         spent = []
@@ -201,9 +216,13 @@ class Book:
         return Standing(account, self.spent(rows, runs), registered)
 
     def append(self, rows: Rows, event: Event) -> LedgerEntry:
-        """Append ``event`` as the newest entry, and file it under its charge or its accounts."""
+        """Append ``event`` as the newest entry, and file it under its step, its run or its accounts."""
         entry = make_entry(rows.head(), event, self._key)
-        rows.append(entry, (event.run_id, event.query, event.step) if isinstance(event, StepCharged) else None)
+        rows.append(
+            entry, (event.run_id, event.query, event.step) if isinstance(event, StepCharged | VectorsBound) else None
+        )
+        if isinstance(event, DataBound):
+            rows.bind_run(event.run_id, entry.sequence)
         if isinstance(event, AccountOpened):
             rows.add_account(AccountRow(event.account, entry.sequence, entry.sequence))
         elif isinstance(event, AccountEvent):

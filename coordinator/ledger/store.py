@@ -23,12 +23,12 @@ from raycloak.coordinator.ledger.engine import (
     storage_errors,
     take_write_lock,
 )
-from raycloak.coordinator.ledger.entries import Head, LedgerEntry
+from raycloak.coordinator.ledger.entries import Head, LedgerEntry, StepCharged, VectorsBound
 from raycloak.coordinator.ledger.leases import Lease, Leases
 from raycloak.coordinator.ledger.location import ledger_missing
 from raycloak.metrics.errors import BudgetError
 
-APPLICATION = "raycloak ledger v2"
+APPLICATION = "raycloak ledger v3"
 
 _tables = sa.MetaData()
 _integer = sa.BigInteger().with_variant(sa.Integer, "sqlite")
@@ -47,6 +47,8 @@ _runs = sa.Table(
     sa.Column("account", sa.Text, sa.ForeignKey("accounts.name"), nullable=False, index=True),
     sa.Column("sequence", _integer, nullable=False),
     sa.Column("fencing", _integer, nullable=False),
+    # The entry that bound the run to its data; none before.
+    sa.Column("data", _integer),
 )
 _charged = sa.Table(
     "charged",
@@ -65,11 +67,12 @@ _entries = sa.Table(
     sa.Column("body", sa.LargeBinary, nullable=False),
     sa.Column("hash", sa.LargeBinary, nullable=False),
     sa.Column("signature", sa.LargeBinary, nullable=False),
-    # Set for charges only. The unique constraint makes the database itself refuse to hold one step twice.
+    # Set for charges and bound vectors only. The unique constraint makes the database itself refuse to hold one step
+    # twice.
     sa.Column("run_id", sa.Text),
     sa.Column("query", sa.Text),
     sa.Column("step", _integer),
-    sa.UniqueConstraint("run_id", "query", "step"),
+    sa.UniqueConstraint("run_id", "query", "step", "kind"),
 )
 _ENTRY = (
     _entries.c.sequence,
@@ -86,10 +89,11 @@ _SELECT_RUN = _SELECT_RUNS.where(_runs.c.run_id == sa.bindparam("run"))
 _SELECT_ACCOUNT_RUNS = _SELECT_RUNS.where(_runs.c.account == sa.bindparam("name"))
 _SELECT_ACCOUNTS = sa.select(_accounts).order_by(_accounts.c.sequence)
 _SELECT_ACCOUNT = sa.select(_accounts).where(_accounts.c.name == sa.bindparam("key"))
-_SELECT_CHARGE = sa.select(*_ENTRY).where(
+_SELECT_FILED = sa.select(*_ENTRY).where(
     _entries.c.run_id == sa.bindparam("run"),
     _entries.c.query == sa.bindparam("query_name"),
     _entries.c.step == sa.bindparam("number"),
+    _entries.c.kind == sa.bindparam("kind_name"),
 )
 _SELECT_ENTRY = sa.select(*_ENTRY).where(_entries.c.sequence == sa.bindparam("number"))
 _SELECT_ENTRIES = sa.select(*_ENTRY).order_by(_entries.c.sequence)
@@ -97,6 +101,7 @@ _SELECT_KEYED = sa.select(_entries.c.sequence, _entries.c.run_id, _entries.c.que
     _entries.c.sequence
 )
 _UPDATE_OWNER = sa.update(_runs).where(_runs.c.run_id == sa.bindparam("run")).values(fencing=sa.bindparam("number"))
+_UPDATE_DATA = sa.update(_runs).where(_runs.c.run_id == sa.bindparam("run")).values(data=sa.bindparam("number"))
 _UPDATE_CHARGED = (
     sa.update(_charged)
     .where(_charged.c.run_id == sa.bindparam("run"), _charged.c.query == sa.bindparam("query_name"))
@@ -112,13 +117,18 @@ _UPDATE_META = sa.update(_meta).where(_meta.c.name == sa.bindparam("key")).value
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """A run in the tables: its registration's entry, the instance that owns it, and its charges by query."""
+    """A run in the tables: its registration's entry, the instance that owns it, and its charges by query.
+
+    Attributes:
+        data: the entry that bound it to its data; None before.
+    """
 
     run_id: str
     account: str
     sequence: int
     fencing: int
     charged: Mapping[Query, int]
+    data: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,17 +273,19 @@ class Rows:
 
     def charge(self, run_id: str, query: Query, step: int) -> LedgerEntry | None:
         """Return the entry that charged a step of a run's mechanism."""
-        values = {"run": run_id, "query_name": query, "number": step}
-        row = execute(self._connection, _SELECT_CHARGE, values).fetchone()
-        return LedgerEntry(*row) if row else None
+        return self._filed(StepCharged.DOMAIN, run_id, query, step)
+
+    def vectors(self, run_id: str, query: Query, step: int) -> LedgerEntry | None:
+        """Return the entry that bound the vectors of a step of a run's mechanism."""
+        return self._filed(VectorsBound.DOMAIN, run_id, query, step)
 
     def entries(self) -> Iterator[LedgerEntry]:
         """Yield all entries in the order of the chain."""
         for row in self._connection.execute(_SELECT_ENTRIES):
             yield LedgerEntry(*row)
 
-    def charge_keys(self) -> Iterator[tuple[int, str | None, str | None, int | None]]:
-        """Yield (sequence, run, query, step) of each entry; the last three are None unless it is a charge."""
+    def filed_keys(self) -> Iterator[tuple[int, str | None, str | None, int | None]]:
+        """Yield (sequence, run, query, step) of each entry; the last three are None unless it is about one step."""
         for row in self._connection.execute(_SELECT_KEYED):
             yield row.sequence, row.run_id, row.query, row.step
 
@@ -297,7 +309,7 @@ class Rows:
         return [AccountRow(*row) for row in self._connection.execute(_SELECT_ACCOUNTS)]
 
     def append(self, entry: LedgerEntry, key: tuple[str, Query, int] | None = None) -> None:
-        """Append an entry. A charge's entry is filed under its key: run, query and step."""
+        """Append an entry. An entry about one step is filed under its key: run, query and step."""
         run_id, query, step = key or (None, None, None)
         execute(
             self._connection,
@@ -327,7 +339,7 @@ class Rows:
     def add_run(self, row: RunRow) -> None:
         """Record a run that an entry registered."""
         values = {"run_id": row.run_id, "account": row.account, "sequence": row.sequence}
-        self._connection.execute(sa.insert(_runs), {**values, "fencing": row.fencing})
+        self._connection.execute(sa.insert(_runs), {**values, "fencing": row.fencing, "data": row.data})
         counts = [{"run_id": row.run_id, "query": query, "charges": count} for query, count in row.charged.items()]
         self._connection.execute(sa.insert(_charged), counts)
 
@@ -335,18 +347,27 @@ class Rows:
         """Record the instance that owns a run."""
         self._connection.execute(_UPDATE_OWNER, {"run": run_id, "number": fencing})
 
+    def bind_run(self, run_id: str, sequence: int) -> None:
+        """Record the entry that bound a run to its data."""
+        execute(self._connection, _UPDATE_DATA, {"run": run_id, "number": sequence})
+
     def count_charge(self, run_id: str, query: Query) -> None:
         """Count one more charge of a run's mechanism."""
         execute(self._connection, _UPDATE_CHARGED, {"run": run_id, "query_name": query})
+
+    def _filed(self, kind: str, run_id: str, query: Query, step: int) -> LedgerEntry | None:
+        values = {"run": run_id, "query_name": query, "number": step, "kind_name": kind}
+        row = execute(self._connection, _SELECT_FILED, values).fetchone()
+        return LedgerEntry(*row) if row else None
 
 
 def _run_rows(found: Iterable[Sequence[Any]]) -> list[RunRow]:
     """Return runs in the order found, from one row for each of their queries."""
     charged: dict[str, dict[Query, int]] = {}
     runs: list[RunRow] = []
-    for run_id, account, sequence, fencing, query, charges in found:
+    for run_id, account, sequence, fencing, data, query, charges in found:
         if run_id not in charged:
-            runs.append(RunRow(run_id, account, sequence, fencing, charged.setdefault(run_id, {})))
+            runs.append(RunRow(run_id, account, sequence, fencing, charged.setdefault(run_id, {}), data))
         if query is not None:
             charged[run_id][query] = charges
     return runs

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from raycloak.attestation.core.messages import Envelope
+from raycloak.attestation.core.messages import Envelope, parse
 from raycloak.attestation.keys.release import KeyRelease
+from raycloak.attestation.orchestrator.data_commitments import DataCommitments
 from raycloak.coordinator.cluster.control import Control
 from raycloak.coordinator.membership.growth import Growth
 from raycloak.coordinator.membership.members import Members
@@ -57,10 +58,12 @@ class Handout:
 
     Attributes:
         most: virtual workers whose keys of one epoch a worker may ever hold; None for any number.
+        commitments: to the slice of each virtual worker that was ever hosted in this session.
     """
 
     control: Control
     most: int | None
+    commitments: dict[int, bytes] = field(default_factory=dict)
     _epoch: int = -1
     _keyed: Hosting = field(default_factory=dict)
     _held: dict[str, set[int]] = field(default_factory=dict)
@@ -94,7 +97,10 @@ class Handout:
     def accepted(self, member_id: str, release: KeyRelease, commitments: Envelope) -> None:
         """Record that a worker took its keys, and its commitments to the slices they belong to."""
         self._seen[member_id] = release.log_length
+        # It refuses a slice that differs from the one that was opened first, so the first commitment stays.
         self.control.orchestrator.record_data(commitments)
+        body = parse(DataCommitments, commitments.body)
+        self.commitments.update(zip(body.virtual_workers, body.commitments, strict=True))
 
 
 @dataclass(slots=True)
@@ -117,6 +123,11 @@ class Hosts:
         counted = config.dp_config.enabled and config.dp_config.colluding_workers > 0
         most = hosted_at_most(config, config.fewest_workers) if counted else None
         return cls(members, growth, Handout(members.control, most))
+
+    @property
+    def commitments(self) -> tuple[bytes, ...]:
+        """The commitments to all slices, by virtual worker; they are complete once all were placed."""
+        return tuple(commitment for _, commitment in sorted(self._handout.commitments.items()))
 
     def place(self, epoch: int) -> None:
         """Host every virtual worker on the current workers and release the keys they miss for ``epoch``.

@@ -6,7 +6,6 @@ A training step and a measurement take the same path. They differ in what an agg
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.messages import Envelope, parse
 from raycloak.attestation.core.roster import Query
 from raycloak.coordinator.aggregation.aggregator import MeasureReport, ReduceReport, ReduceRequest, State
@@ -17,8 +16,10 @@ from raycloak.coordinator.membership.membership import Membership
 from raycloak.coordinator.training.member_failures import MemberFailures
 from raycloak.coordinator.training.model import Model
 from raycloak.metrics.collectors import RunMetrics
-from raycloak.metrics.errors import ProtocolError, RunFailedError, SenderError
+from raycloak.metrics.errors import BudgetError, ProtocolError, RunFailedError, SenderError
 from raycloak.workers.messages import StepReply, StepRequest
+from raycloak.workers.terms.binding import vectors_digest
+from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.vectors.payload import Header, VectorRange
 from raycloak.workers.vectors.ring import RingVector
 
@@ -101,13 +102,16 @@ class AttemptRunner:
     backend: Backend
     control: Control
     membership: Membership
+    manifest: Manifest
     metrics: RunMetrics
     deadline_s: float
+    _manifest_digest: bytes = field(init=False)
     _tags: dict[int, bytes] = field(default_factory=dict)
     _seen: dict[str, tuple[Envelope, ...]] = field(default_factory=dict)
     _failures: MemberFailures = field(init=False)
 
     def __post_init__(self) -> None:
+        self._manifest_digest = self.manifest.digest()
         self._failures = MemberFailures(self.backend, self.membership.members, self.deadline_s)
 
     def begin(self) -> None:
@@ -129,7 +133,7 @@ class AttemptRunner:
         answers = {}
         for member_id in sorted(members.workers):
             unseen = tuple(envelope for envelope in shown if envelope not in self._seen.get(member_id, ()))
-            request = StepRequest(roster, unseen, task.ranges)
+            request = StepRequest(roster, unseen, self.membership.hosts.commitments, task.ranges)
             answers[member_id] = members.workers[member_id].step(receipt, request, *model.parameters)
         return Asked(roster, shown, answers)
 
@@ -179,7 +183,7 @@ class AttemptRunner:
     def reduce(self, task: Task, model: Model, answers: Answers) -> Reduced | None:
         """Have the vectors bound for good, and then every range reduced.
 
-        Guarantee: no aggregator is given a vector before the orchestrator has bound all vectors of the step on disk.
+        Guarantee: no aggregator is given a vector before the ledger has bound all vectors of the step on disk.
 
         Returns:
             None if an aggregator was lost and replaced, or if a worker's vector failed its checks.
@@ -217,24 +221,28 @@ class AttemptRunner:
     def _ask_to_reduce(self, task: Task, model: Model, answers: Answers) -> list[Reduction]:
         """Ask every aggregator; the backend delivers the questions when the vectors are bound.
 
-        A question cannot keep an aggregator waiting for ever. An orchestrator that does not answer in time is stopped,
-        its answer fails, and so does the question that waits for it. The aggregators are then asked again.
+        A question cannot keep an aggregator waiting for ever. A ledger that does not answer in time is stopped, its
+        answer fails, and so does the question that waits for it. The aggregators are then asked again.
         """
-        binding = self._bind_vectors(task)
+        binding = self._bind_vectors(task, answers)
         awaited = binding.reference
         request = ReduceRequest(answers.roster, answers.headers, model.digest, task.ranges)
         reductions = self._reductions(task, model, request, answers.vectors, awaited)
         try:
             binding.result()
-        except ProtocolError as refusal:
+        except BudgetError as refusal:
+            if refusal.code != "not_reproducible":
+                raise
             raise RunFailedError(refusal.code, refusal.message, refusal.remedy, task.step) from None
-        return reductions if binding.reference is awaited else self._reductions(task, model, request, answers.vectors)
+        if binding.reference is awaited:
+            return reductions
+        return self._reductions(task, model, request, answers.vectors, binding.reference)
 
-    def _bind_vectors(self, task: Task) -> Pending[None]:
-        """Have the vectors of the step recorded before they are summed, so that no execution can sum other ones."""
-        tags = [self._tags[v] for v in sorted(self._tags)]
-        vectors = digest(length_prefixed("raycloak/vector-tags/v1", *tags))
-        return self.control.orchestrator.bind_vectors(task.step, vectors, task.query)
+    def _bind_vectors(self, task: Task, answers: Answers) -> Pending[Envelope]:
+        """Have the vectors of the step bound before they are summed, so that no execution can sum other ones."""
+        vectors = vectors_digest([parse(Header, header.body) for header in answers.headers])
+        run_id, manifest = self.manifest.run_id, self._manifest_digest
+        return self.control.ledger.bind_vectors(run_id, task.query, task.step, manifest, vectors)
 
     def _reductions(
         self,
@@ -242,15 +250,15 @@ class AttemptRunner:
         model: Model,
         request: ReduceRequest,
         vectors: Sequence[Sequence[Reference[RingVector]]],
-        after: Reference[None] | None = None,
+        binding: Reference[Envelope],
     ) -> list[Reduction]:
         reductions = []
         for aggregator, masked, part in zip(self.membership.members.aggregators, vectors, task.ranges, strict=False):
             if task.query == "gradient":
                 own = model.parameters[part.index], model.states[part.index]
-                reductions.append(aggregator.reduce(request, *own, masked, after))
+                reductions.append(aggregator.reduce(request, binding, *own, masked))
             else:
-                reductions.append(aggregator.measure(request, masked, after))
+                reductions.append(aggregator.measure(request, binding, masked))
         return reductions
 
     def _tags_agree(self, task: Task, member_id: str, reply: StepReply) -> bool:

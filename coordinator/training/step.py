@@ -4,11 +4,11 @@
     roster  = orchestrator.open_step(step, hosting, finished steps)                   asked for one step ahead
     headers, vectors = every worker.step(receipt, roster, parameters)                 masked before they leave
     a worker failed -> move its virtual workers, next attempt                         survivors mask kept vectors again
-    orchestrator.bind_vectors(step, digest of the headers' tags)                      durable before it returns
-    report, parameters, state = every aggregator.reduce(roster, headers, vectors)     only references that are ready
+    binding = ledger.bind_vectors(step, digest of the headers' tags)                  durable before it returns
+    report, parameters, state = every aggregator.reduce(roster, headers, binding, vectors)     only what is ready
     the coordinator takes all new references at once
 
-Workers are asked while the ledger charges, and aggregators while the orchestrator binds. The backend delivers each
+Workers are asked while the ledger charges, and aggregators while it binds. The backend delivers each
 question when the answer that it depends on is there, and not at all if that answer is a refusal.
 
 An aggregator keeps no state between steps, so a step that fails anywhere is repeated from the same references.
@@ -35,7 +35,7 @@ from raycloak.metrics.errors import BudgetError, EvidenceError
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import Measurement, Released, released
 from raycloak.workers.terms.parameter_digest import parameter_digest
-from raycloak.workers.terms.receipt import Receipt
+from raycloak.workers.terms.receipt import Receipt, data_root
 from raycloak.workers.vectors.payload import VectorRange
 
 
@@ -87,10 +87,13 @@ class StepRunner:
     _manifest_digest: bytes = field(init=False)
     _prepared: tuple[object, _AskedRoster] | None = None
     _last_paid: int = 0
+    _data_bound: bool = False
 
     def __post_init__(self) -> None:
         self._manifest_digest = self.manifest.digest()
-        self._attempting = AttemptRunner(self.backend, self.control, self.membership, self.metrics, self.deadline_s)
+        self._attempting = AttemptRunner(
+            self.backend, self.control, self.membership, self.manifest, self.metrics, self.deadline_s
+        )
 
     def run(self, step: int, model: Model) -> tuple[Model, StepOutcome]:
         """Take ``model`` one step further. The step stays in ``uncommitted`` until a later roster commits it.
@@ -125,6 +128,7 @@ class StepRunner:
         self._attempting.begin()
         epoch = self.manifest.computation.epoch_of(task.query, task.step)
         self.place(epoch)
+        self._bind_data()
         receipt, asked = self._pay(task, model)
         paid = parse(Receipt, receipt.body)
         self._require_later(task, paid)
@@ -151,6 +155,13 @@ class StepRunner:
             compute_seconds=computed - begun,
             reduce_seconds=now - computed,
         )
+
+    def _bind_data(self) -> None:
+        """Have the run bound to its data once all slices are hosted, or learn that the ledger has it already."""
+        if not self._data_bound:
+            root = data_root(self.membership.hosts.commitments)
+            self.control.ledger.bind_data(self.manifest.run_id, self._manifest_digest, root)
+            self._data_bound = True
 
     def _pay(self, task: Task, model: Model) -> tuple[Envelope, Asked]:
         """Have the step charged and, at the same time, ask workers for the first attempt; returns the receipt too."""

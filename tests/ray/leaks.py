@@ -18,6 +18,7 @@ from raycloak.workers.gradients.clipping import micro_batches
 from raycloak.workers.inputs.datasets import Dataset, slice_digest, slice_ids
 from raycloak.workers.inputs.models import load_flat, read_flat
 from raycloak.workers.terms.manifest import Manifest, key_context
+from raycloak.workers.terms.receipt import data_root
 from raycloak.workers.vectors.ring import encode_into, ring_dtype
 from raycloak.workers.vectors.sampling import draw_ids
 
@@ -76,11 +77,11 @@ def worker_needles(worker) -> dict[str, bytes]:
     for (peer, _), pair in worker._peers._pairs.items():
         needles |= key_needles(f"pair secret with {peer}", pair._secret.reveal())
     member = worker._stage
-    query, step, model = member._vectors_of
+    query, step, model, root = member._vectors_of
     assert query == "gradient", "the last thing computed was a training step"
     sizes, clear = [], []
     for (_, v), keys in member._keys.items():
-        found, size, total = _virtual_worker(worker, v, keys, step, model)
+        found, size, total = _virtual_worker(worker, v, keys, step, model, root)
         needles |= found
         sizes.append(size)
         clear.append(total)
@@ -100,29 +101,38 @@ def run_needles(manifest: Manifest, dataset: Dataset, secret: Secret, digests: S
     keys_of = RunKeys(secret, manifest.run_id)
     context = key_context(manifest.computation, manifest.known_answer)
     needles = key_needles("run secret", secret.reveal())
+    slices = [slice_ids(v, mechanism.virtual_workers, mechanism.num_examples) for v in range(mechanism.virtual_workers)]
+    digests_of = [slice_digest(dataset, own) for own in slices]
+    root = data_root(
+        [
+            derive(keys_of.of(context, v, 0).data, Purpose.DATA_COMMITMENT, each).reveal()
+            for v, each in enumerate(digests_of)
+        ]
+    )
     for step, model in enumerate(digests):
         sizes = []
         for v in range(mechanism.virtual_workers):
             keys = keys_of.of(context, v, step // manifest.computation.epoch_steps)
-            own = slice_ids(v, mechanism.virtual_workers, mechanism.num_examples)
-            place = (mechanism.query, step, model, slice_digest(dataset, own))
+            place = (mechanism.query, step, model, digests_of[v], root)
             drawn_by = derive(keys.stream, Purpose.SAMPLING, *place)
             noise = derive(keys.stream, Purpose.NOISE, *place)
             named = {"stream": keys.stream, "data": keys.data, "sampling": drawn_by, "noise": noise}
             for name, key in named.items():
                 needles |= key_needles(f"{name} key of {v} in step {step}", key.reveal())
-            ids = draw_ids(drawn_by, own, mechanism.sample_rate, mechanism.micro_batch_size * mechanism.micro_batches)
+            ids = draw_ids(
+                drawn_by, slices[v], mechanism.sample_rate, mechanism.micro_batch_size * mechanism.micro_batches
+            )
             needles |= number_needles(f"sampled ids of {v} in step {step}", ids)
             sizes.append(len(ids))
         needles |= number_needles(f"realised batch sizes of step {step}", np.array(sizes))
     return needles
 
 
-def _virtual_worker(worker, v, keys, step, model):
+def _virtual_worker(worker, v, keys, step, model, root):
     member, workload = worker._stage, worker._stage.planned.workload
     computer, mechanism = member.planned.computers["gradient"], member.planned.mechanism
     data = computer.slice(v)
-    context = (mechanism.query, step, model, data.digest)
+    context = (mechanism.query, step, model, data.digest, root)
     sampling, noise = (derive(keys.stream, purpose, *context) for purpose in (Purpose.SAMPLING, Purpose.NOISE))
     capacity = mechanism.micro_batch_size * mechanism.micro_batches
     ids = draw_ids(sampling, data.ids, mechanism.sample_rate, capacity)
@@ -131,7 +141,7 @@ def _virtual_worker(worker, v, keys, step, model):
     clear = computer._engine.clipped_sum(parameters, batches)
     encoded = np.empty(mechanism.dimension, ring_dtype(mechanism.ring_bits))
     encode_into(clear, computer._ring, encoded)
-    again = computer.vector(v, keys, step, model, parameters)
+    again = computer.vector(v, keys, step, model, root, parameters)
     assert again.tag == member._vectors[v].tag, "these are the values the worker used"
     losses = _losses(workload, ids)
     needles = {}

@@ -29,7 +29,7 @@ from raycloak.workers.messages import StepReply, StepRequest
 from raycloak.workers.run_member import check_partition
 from raycloak.workers.terms.manifest import TensorSpec
 from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
-from raycloak.workers.terms.receipt import Receipt
+from raycloak.workers.terms.receipt import Receipt, data_root
 from raycloak.workers.train_worker import TrainWorker
 from raycloak.workers.vectors.payload import Header, VectorRange
 from raycloak.workers.vectors.ring import decode
@@ -203,7 +203,9 @@ def test_what_is_asked_out_of_order_is_answered_by_a_code(still):
     worker.compute_known_answer(still.mechanism)
     assert refused(worker.accept_keys, KeyRelease(Envelope(b"", b""), b"")) == "worker_error"
     asked = still.request(Envelope(b"", b""))
-    reply, _ = worker.step(asked.receipt, StepRequest(asked.roster, asked.presentations, asked.ranges))
+    reply, _ = worker.step(
+        asked.receipt, StepRequest(asked.roster, asked.presentations, asked.commitments, asked.ranges)
+    )
     assert reply.code == "worker_error"
     assert worker.evaluate(Envelope(b"", b"")).code == "evaluation_unknown"
 
@@ -294,6 +296,34 @@ def test_commitments_to_data_are_signed_and_keyed(still):
     commitment = derive(still.computation_keys(2).data, Purpose.DATA_COMMITMENT, slice_digest).reveal()
     assert (body.virtual_workers, body.commitments) == ((2,), (commitment,))
     assert slice_digest != commitment
+
+
+# --- data
+
+
+def test_nothing_is_computed_for_a_receipt_of_other_data(hand, computed):
+    """An altered record changes the commitment of its host; the driver may state what it likes."""
+    roster = hand.roster()
+    own, others = hand.hosting["worker-0"], hand.hosting["worker-1"]
+
+    def stated(v: int) -> tuple[bytes, ...]:
+        return tuple(b"x" * 32 if each == v else commitment for each, commitment in enumerate(hand.commitments))
+
+    wrong = {
+        "the receipt names another root": hand.request(roster, receipt=hand.receipt(data_root=b"x" * 32)),
+        "the driver states other commitments": hand.request(roster, commitments=stated(others[0])),
+        "too few are stated": hand.request(
+            roster, commitments=hand.commitments[:-1], receipt=hand.receipt(data_root=data_root(hand.commitments[:-1]))
+        ),
+        "the ledger was told of other data than this worker's": hand.request(
+            roster, commitments=stated(own[-1]), receipt=hand.receipt(data_root=data_root(stated(own[-1])))
+        ),
+    }
+    assert {name: hand.code("worker-0", asked) for name, asked in wrong.items()} == dict.fromkeys(
+        wrong, "data_mismatch"
+    )
+    assert computed == []
+    assert hand.code("worker-0", hand.request(roster)) == "ok"
 
 
 # --- receipts

@@ -12,7 +12,7 @@ from raycloak.attestation.core.keys import Purpose, derive
 from raycloak.workers.inputs.datasets import slice_ids
 from raycloak.workers.vectors.noise import NoiseSampler
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
-from tests.protocol import Arrays, computer, examples, initial_parameters, keys_of, mechanism
+from tests.protocol import DATA_ROOT, Arrays, computer, examples, initial_parameters, keys_of, mechanism
 
 COMPUTATION, MODEL = b"c" * 32, b"p" * 32
 KEYS = keys_of(COMPUTATION, 0)
@@ -33,8 +33,10 @@ def silent(chosen, data: Arrays | None = None) -> VirtualWorkerComputer:
     return quiet
 
 
-def vector(each: VirtualWorkerComputer, *, v=0, keys=KEYS, step=0, model=MODEL, parameters=PARAMETERS) -> np.ndarray:
-    return each.vector(v, keys, step, model, parameters).values
+def vector(
+    each: VirtualWorkerComputer, *, v=0, keys=KEYS, step=0, model=MODEL, root=DATA_ROOT, parameters=PARAMETERS
+) -> np.ndarray:
+    return each.vector(v, keys, step, model, root, parameters).values
 
 
 def real(difference: np.ndarray, chosen) -> np.ndarray:
@@ -60,7 +62,10 @@ def test_equal_inputs_give_equal_bytes_in_any_process_host_or_order():
     vector(second, v=3, keys=keys_of(COMPUTATION, 3))
     vector(second, step=5)
     assert vector(first).tobytes() == vector(second).tobytes()
-    assert first.vector(0, KEYS, 0, MODEL, PARAMETERS).tag == second.vector(0, KEYS, 0, MODEL, PARAMETERS).tag
+    assert (
+        first.vector(0, KEYS, 0, MODEL, DATA_ROOT, PARAMETERS).tag
+        == second.vector(0, KEYS, 0, MODEL, DATA_ROOT, PARAMETERS).tag
+    )
 
 
 def test_sampling_noise_and_tag_share_no_key(monkeypatch):
@@ -76,7 +81,9 @@ def test_sampling_noise_and_tag_share_no_key(monkeypatch):
     assert derived == [Purpose.SAMPLING, Purpose.NOISE, Purpose.VECTOR_TAG]
 
 
-@pytest.mark.parametrize("changed", ["step", "parameter digest", "virtual worker", "epoch", "computation", "data"])
+@pytest.mark.parametrize(
+    "changed", ["step", "parameter digest", "virtual worker", "epoch", "computation", "data", "data root"]
+)
 def test_whatever_may_change_a_gradient_changes_the_noise(changed):
     """Two vectors differ by two independent noises, of standard deviation sqrt(2) sigma.
 
@@ -92,6 +99,7 @@ def test_whatever_may_change_a_gradient_changes_the_noise(changed):
         "epoch": lambda: vector(computer(chosen), keys=keys_of(COMPUTATION, 0, 1)),
         "computation": lambda: vector(computer(chosen), keys=keys_of(b"d" * 32, 0)),
         "data": lambda: vector(computer(chosen, with_example(feature))),
+        "data root": lambda: vector(computer(chosen), root=b"s" * 32),
     }
     difference = real(vector(computer(chosen)) - others[changed](), chosen) / chosen.gamma
     assert 0.5 < np.std(difference) / (math.sqrt(2) * chosen.sigma) < 1.5
@@ -130,7 +138,7 @@ def test_an_empty_draw_is_pure_noise():
     chosen = mechanism(sample_rate=0.0)
     each = computer(chosen)
     expected = np.zeros(chosen.dimension, np.uint32)
-    noise_key = derive(KEYS.stream, Purpose.NOISE, "gradient", 0, MODEL, each.slice(0).digest)
+    noise_key = derive(KEYS.stream, Purpose.NOISE, "gradient", 0, MODEL, each.slice(0).digest, DATA_ROOT)
     NoiseSampler(chosen.sigma, 32).add_to(expected, noise_key)
     assert np.array_equal(vector(each), expected)
 
@@ -145,8 +153,10 @@ def test_public_data_is_neither_noised_nor_clipped():
 
 def test_a_tag_is_keyed_and_tells_vectors_apart():
     each = computer(mechanism())
-    tags = {each.vector(0, KEYS, step, model, PARAMETERS).tag for step in (0, 1) for model in (MODEL, b"q" * 32)}
-    tags.add(each.vector(0, keys_of(COMPUTATION, 1), 0, MODEL, PARAMETERS).tag)
+    tags = {
+        each.vector(0, KEYS, step, model, DATA_ROOT, PARAMETERS).tag for step in (0, 1) for model in (MODEL, b"q" * 32)
+    }
+    tags.add(each.vector(0, keys_of(COMPUTATION, 1), 0, MODEL, DATA_ROOT, PARAMETERS).tag)
     assert len(tags) == 5
     assert {len(tag) for tag in tags} == {16}
 
@@ -154,7 +164,9 @@ def test_a_tag_is_keyed_and_tells_vectors_apart():
 def test_equal_vectors_of_two_steps_or_models_have_unrelated_tags():
     """Else a tag would tell that two vectors are equal; here all are zero."""
     each = silent(mechanism(sample_rate=0.0))
-    answers = [each.vector(0, KEYS, step, model, PARAMETERS) for step in (0, 1) for model in (MODEL, b"q" * 32)]
+    answers = [
+        each.vector(0, KEYS, step, model, DATA_ROOT, PARAMETERS) for step in (0, 1) for model in (MODEL, b"q" * 32)
+    ]
     assert not any(answer.values.any() for answer in answers)
     assert len({answer.tag for answer in answers}) == 4
 
@@ -220,7 +232,7 @@ def test_a_non_finite_example_contributes_zero_and_nothing_tells_of_it(poison, r
     poisoned = with_example(np.array([poison, 1, 1, 1, 1, 1]))
     mislabelled = with_example(np.ones(6), 99)
     assert np.array_equal(vector(silent(chosen, poisoned)), vector(silent(chosen, mislabelled)))
-    answer = computer(chosen, poisoned).vector(0, KEYS, 0, MODEL, PARAMETERS)
+    answer = computer(chosen, poisoned).vector(0, KEYS, 0, MODEL, DATA_ROOT, PARAMETERS)
     assert answer.values.shape == (chosen.dimension,)
     assert len(answer.tag) == 16
     assert not recwarn.list

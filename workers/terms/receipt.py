@@ -1,7 +1,9 @@
 """The ledger's signed permission to compute one step."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
+from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.messages import Envelope, Message, open_envelope
 from raycloak.attestation.core.roster import Query
 from raycloak.metrics.errors import ProtocolError
@@ -15,6 +17,7 @@ class Receipt(Message):
         parameter_digest: of the parameters the step starts from.
         account, mechanism_digest: the account that pays, and what it pays for.
         dataset_fingerprint: of the data that the ledger registered the run for; the account's own, if it has one.
+        data_root: of the commitments to all slices, as the ledger bound the run to it; see :func:`data_root`.
         fencing: number of the ledger instance; later instances have higher numbers.
         sequence, head: position and hash of the charge's entry in the ledger's chain.
         charged_epsilon: the account's epsilon after this charge, at its delta.
@@ -34,6 +37,12 @@ class Receipt(Message):
     head: bytes
     charged_epsilon: float
     dataset_fingerprint: bytes = b""
+    data_root: bytes
+
+
+def data_root(commitments: Sequence[bytes]) -> bytes:
+    """Return the digest of the keyed commitments to all slices of a run, by virtual worker."""
+    return digest(length_prefixed("raycloak/data-root/v1", *commitments))
 
 
 def check_receipt(

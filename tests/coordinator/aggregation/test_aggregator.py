@@ -8,12 +8,13 @@ import pytest
 from scipy.stats import chi2
 
 from raycloak.attestation.core.keys import IdentityKey
-from raycloak.attestation.core.messages import Envelope, seal
+from raycloak.attestation.core.messages import Envelope, open_envelope, seal
 from raycloak.attestation.core.roster import Roster
 from raycloak.coordinator.aggregation import aggregator as module
 from raycloak.coordinator.aggregation.aggregator import MaskedAggregator, ReduceRequest, ring_sum
 from raycloak.metrics.errors import ProtocolError, RunFailedError
 from raycloak.workers.messages import StepReply
+from raycloak.workers.terms.binding import Binding
 from raycloak.workers.vectors.payload import Header, VectorRange
 from raycloak.workers.vectors.ring import decode
 from tests.protocol import VIRTUAL_WORKERS, HandRun, correlation
@@ -140,7 +141,7 @@ def test_a_released_parameter_that_is_not_finite_stops_the_run(hand, answers):
     request, vectors = answers
     parameters = np.full_like(hand.parameters[0], np.inf)
     with pytest.raises(RunFailedError) as error:
-        hand.aggregators[0].reduce(request, parameters, hand.states[0], *vectors[0])
+        hand.aggregators[0].reduce(request, hand.binding(request), parameters, hand.states[0], *vectors[0])
     assert error.value.code == "non_finite_parameters"
 
 
@@ -359,7 +360,39 @@ def test_what_was_expected_is_verified_once_and_nothing_else_passes_for_it(hand,
     assert opened == []
     assert refused(hand, forged, vectors).code == "signature"
     with pytest.raises(ProtocolError, match="query_unknown"):
-        hand.aggregators[0].measure(request, *vectors[0])
+        hand.aggregators[0].measure(request, hand.binding(request), *vectors[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"run_id": "ffffffffffffffff"}, "binding_mismatch"),
+        ({"query": "evaluation"}, "binding_mismatch"),
+        ({"step": 1}, "binding_mismatch"),
+        ({"manifest_digest": b"n" * 32}, "binding_mismatch"),
+        ({"vectors_digest": b"w" * 32}, "binding_mismatch"),
+        ({"fencing": 0}, "binding_fenced"),
+    ],
+)
+def test_nothing_is_decoded_without_the_ledgers_binding_of_these_vectors(hand, answers, monkeypatch, changes, code):
+    request, vectors = answers
+    hand.reduce(request, vectors)
+    decoded = []
+    monkeypatch.setattr(module, "decode", lambda *arguments: decoded.append(arguments))
+    monkeypatch.setattr(module, "ring_sum", lambda *arguments: decoded.append(arguments))
+    for binding, refusal in (
+        (hand.binding(request, **changes), code),
+        (
+            seal(open_envelope(Binding, hand.binding(request), hand.ledger_key.public), IdentityKey.generate()),
+            "signature",
+        ),
+        (Envelope(b"", b""), "signature"),
+        (hand.receipt(), "signature"),
+    ):
+        with pytest.raises(ProtocolError) as error:
+            hand.reduce(request, vectors, binding=binding)
+        assert error.value.code == refusal
+    assert decoded == []
 
 
 # --- what it learns

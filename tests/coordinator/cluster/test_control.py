@@ -18,9 +18,9 @@ from raycloak.metrics.errors import BudgetError, ConfigError, RunFailedError
 from tests.protocol import Call, Fate, WholeRun, on, trained, whole_run
 
 STEPS = 3
-LEDGER = {"view", "open_account", "register_run", "charge"}
+LEDGER = {"view", "open_account", "register_run", "bind_data", "charge", "bind_vectors"}
 ORCHESTRATOR = {"key_commitments", "begin", "challenge", "admit", "release", "record_data"} | {
-    *("open_step", "bind_vectors", "expel", "commit", "most_hosted", "finish", "view", "review", "present"),
+    *("open_step", "expel", "commit", "most_hosted", "finish", "view", "review", "present"),
 }
 
 
@@ -150,7 +150,7 @@ class Counting:
     def view(self) -> int:
         return self.number
 
-    def bind_vectors(self, step: int, vectors: bytes, query: str) -> int:
+    def open_step(self, *step: object) -> int:
         return self.number
 
     def charge(self, *step: object) -> int:
@@ -194,7 +194,7 @@ class Bench:
 def test_all_questions_to_a_lost_incarnation_are_asked_again_of_one_successor():
     bench = Bench()
     bench.lose("orchestrator")
-    pending = [bench.control.orchestrator.bind_vectors(step, b"") for step in range(3)]
+    pending = [bench.control.orchestrator.open_step(step, {}, (), ()) for step in range(3)]
     other = bench.control.ledger.charge("run", 0, b"", b"")
     assert [each.result() for each in pending] == [2, 2, 2]
     assert other.result() == 0

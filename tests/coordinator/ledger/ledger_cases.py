@@ -16,6 +16,7 @@ DELTA = 1e-5
 CAP = 8.0
 MANIFEST = b"m" * 32
 PARAMETERS = b"p" * 32
+DATA = b"d" * 32
 
 
 def mechanism(**changes: Any) -> Mechanism:
@@ -56,8 +57,21 @@ def opened(where: str | Path, run_id: str = "run-a", **changes: Any) -> PrivacyL
     """A ledger with an account `patients` and one run of it, at a URL or in an SQLite file."""
     ledger = PrivacyLedger(f"sqlite:///{where}" if isinstance(where, Path) else where)
     ledger.open_account("patients", CAP, DELTA)
-    ledger.register_run(run_id, "patients", (mechanism(**changes),), MANIFEST)
+    register(ledger, run_id, mechanism(**changes))
     return ledger
+
+
+def register(
+    ledger: PrivacyLedger,
+    run_id: str,
+    *mechanisms: Mechanism,
+    account: str = "patients",
+    manifest: bytes = MANIFEST,
+    fingerprint: bytes = b"",
+) -> None:
+    """Register a run and bind it to its data, so that it may charge."""
+    ledger.register_run(run_id, account, mechanisms or (mechanism(),), manifest, fingerprint)
+    ledger.bind_data(run_id, manifest, DATA)
 
 
 def receipt_of(ledger: PrivacyLedger, envelope: Envelope) -> Receipt:

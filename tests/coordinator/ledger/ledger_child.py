@@ -13,17 +13,19 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from raycloak.attestation.core.messages import Envelope
+from raycloak.attestation.core.messages import Envelope, open_envelope
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.metrics.errors import BudgetError
+from raycloak.workers.terms.binding import Binding
+from raycloak.workers.terms.receipt import Receipt
 from tests.coordinator.ledger.ledger_cases import (
     CAP,
+    DATA,
     DELTA,
     MANIFEST,
     PARAMETERS,
     expected_epsilon,
     mechanism,
-    receipt_of,
 )
 
 FINGERPRINT = b"f" * 32
@@ -43,13 +45,20 @@ def charge(step: int) -> Callable[[PrivacyLedger], Envelope]:
     return lambda ledger: ledger.charge("run-a", step, PARAMETERS, MANIFEST)
 
 
+def bind(step: int) -> Callable[[PrivacyLedger], Envelope]:
+    return lambda ledger: ledger.bind_vectors("run-a", "gradient", step, MANIFEST, bytes([step]) * 32)
+
+
 ACTS: tuple[tuple[str, Callable[[PrivacyLedger], Envelope | None]], ...] = (
     ("account_opened", open_account("patients")),
     ("account_opened", open_account("reserve")),
     ("run_registered", lambda ledger: ledger.register_run("run-a", "patients", (mechanism(),), MANIFEST, FINGERPRINT)),
+    ("data_bound", lambda ledger: ledger.bind_data("run-a", MANIFEST, DATA)),
     ("step_charged", charge(0)),
+    ("vectors_bound", bind(0)),
     ("cap_changed", lambda ledger: ledger.change_cap("reserve", CAP - 1)),
     ("step_charged", charge(1)),
+    ("vectors_bound", bind(1)),
     ("cap_transferred", lambda ledger: ledger.transfer("reserve", "patients", 1.0)),
     ("account_closed", lambda ledger: ledger.close_account("reserve")),
 )
@@ -57,6 +66,8 @@ ACTS: tuple[tuple[str, Callable[[PrivacyLedger], Envelope | None]], ...] = (
 
 KINDS = [kind for kind, _ in ACTS]
 CHARGES = [act for kind, act in ACTS if kind == "step_charged"]
+SIGNED = {"step_charged": Receipt, "vectors_bound": Binding}
+"""What the ledger signs for an act, by the kind of its entry."""
 
 
 def kill_sweep(url: str) -> list[int]:
@@ -94,7 +105,7 @@ def empty(url: str, name: str, new: bool = True) -> str:
 
 
 def act_until_killed(url: str, k: int, mute_from: int = len(ACTS)) -> tuple[list[dict[str, Any] | None], bool]:
-    """Return what a process printed of each act (a charge's receipt or None), and whether it was killed.
+    """What a process printed of each act before it was killed, its receipt or binding or None, and whether it was.
 
     It is killed ahead of its k-th statement, or when act ``mute_from`` has returned.
     """
@@ -108,13 +119,19 @@ def act_until_killed(url: str, k: int, mute_from: int = len(ACTS)) -> tuple[list
             envelope = act(ledger)
             if number == mute_from:
                 os.kill(os.getpid(), signal.SIGKILL)
-            receipt = receipt_of(ledger, envelope).model_dump_json() if envelope else "null"
-            os.write(writing, f"{receipt}\n".encode())
+            os.write(writing, f"{signed_by(ledger, number, envelope)}\n".encode())
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as lines:
         acknowledged = [json.loads(line) for line in lines]
     return acknowledged, os.waitpid(child, 0)[1] == signal.SIGKILL
+
+
+def signed_by(ledger: PrivacyLedger, number: int, envelope: Envelope | None) -> str:
+    """The body of the envelope that act ``number`` gave, once its signature was checked, or ``null``."""
+    if envelope is None:
+        return "null"
+    return open_envelope(SIGNED[KINDS[number]], envelope, ledger.public_key).model_dump_json()
 
 
 def kill_before_statement(k: int) -> None:
@@ -152,8 +169,8 @@ def check_after_kill(url: str, acknowledged: list[dict[str, Any] | None]) -> int
     for _, act in ACTS[done:]:
         act(ledger)
     assert [entry.kind for entry in ledger.history()] == KINDS
-    receipts = [json.loads(receipt_of(ledger, act(ledger)).model_dump_json()) for act in CHARGES]
-    for before, after in zip(filter(None, acknowledged), receipts, strict=False):
+    again = [json.loads(signed_by(ledger, n, act(ledger))) for n, (kind, act) in enumerate(ACTS) if kind in SIGNED]
+    for before, after in zip(filter(None, acknowledged), again, strict=False):
         assert after | {"fencing": 0} == before | {"fencing": 0}
     account, reserve = ledger.view().accounts
     assert account.runs[0].charged_steps == len(CHARGES)
@@ -192,6 +209,7 @@ def charge_all(url: str, run_id: str) -> tuple[str, int, int]:
     charged = 0
     try:
         ledger.register_run(run_id, "patients", (mechanism(),), MANIFEST)
+        ledger.bind_data(run_id, MANIFEST, DATA)
         for step in range(20):
             ledger.charge(run_id, step, PARAMETERS, MANIFEST)
             charged += 1

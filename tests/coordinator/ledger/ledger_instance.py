@@ -13,7 +13,7 @@ from typing import Any
 from raycloak.coordinator.ledger import engine
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.metrics.errors import BudgetError
-from tests.coordinator.ledger.ledger_cases import MANIFEST, PARAMETERS, mechanism
+from tests.coordinator.ledger.ledger_cases import DATA, MANIFEST, PARAMETERS, mechanism
 
 
 def main(url: str, deadline_s: float) -> None:
@@ -32,6 +32,7 @@ def obey(ledger: PrivacyLedger, action: str, run_id: str, step: str = "0") -> di
     """Do one thing; a charge gives its envelope."""
     if action == "register":
         ledger.register_run(run_id, "patients", (mechanism(),), MANIFEST)
+        ledger.bind_data(run_id, MANIFEST, DATA)
     elif action == "charge":
         envelope = ledger.charge(run_id, int(step), PARAMETERS, MANIFEST)
         return {"body": envelope.body.hex(), "signature": envelope.signature.hex()}

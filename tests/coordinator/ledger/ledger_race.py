@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.metrics.errors import BudgetError
-from tests.coordinator.ledger.ledger_cases import DELTA, MANIFEST, PARAMETERS, expected_epsilon, mechanism
+from tests.coordinator.ledger.ledger_cases import DATA, DELTA, MANIFEST, PARAMETERS, expected_epsilon, mechanism
 
 RACERS = 8
 FINGERPRINT = b"f" * 32
@@ -84,6 +84,7 @@ def race(url: str, rounds: int, number: int, won: Any, line: Line) -> None:
         ledger = PrivacyLedger(url)
         changes = {"steps": rounds, "dimension": 10, "noise_multiplier": NOISE, "sigma": NOISE * 371_000}
         ledger.register_run(run_id, "patients", (mechanism(**changes),), MANIFEST, FINGERPRINT)
+        ledger.bind_data(run_id, MANIFEST, DATA)
         line.arrive()
         for step in range(rounds):
             line.wait(number)

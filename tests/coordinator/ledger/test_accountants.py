@@ -12,7 +12,16 @@ from raycloak.coordinator.ledger.entries import AccountOpened, Head, RunRegister
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.metrics.errors import BudgetError, ConfigError
 from raycloak.workers.terms.mechanism import Mechanism
-from tests.coordinator.ledger.ledger_cases import CAP, DELTA, MANIFEST, PARAMETERS, affordable, mechanism, receipt_of
+from tests.coordinator.ledger.ledger_cases import (
+    CAP,
+    DATA,
+    DELTA,
+    MANIFEST,
+    PARAMETERS,
+    affordable,
+    mechanism,
+    receipt_of,
+)
 
 NOISE = 2.6
 
@@ -40,6 +49,7 @@ def ledger(tmp_path: Path):
 
 def register(ledger: PrivacyLedger, *mechanisms: Mechanism, run_id: str = "run-a") -> None:
     ledger.register_run(run_id, "own", mechanisms or (planned(),), MANIFEST)
+    ledger.bind_data(run_id, MANIFEST, DATA)
 
 
 def charge(ledger: PrivacyLedger, step: int, query="gradient") -> float:
@@ -130,7 +140,7 @@ def test_a_lowered_cap_ends_the_run_earlier(ledger: PrivacyLedger):
 
 def test_a_quote_that_is_not_what_the_plan_costs_is_found_by_the_audit(ledger: PrivacyLedger):
     register(ledger)
-    *before, registered = ledger.history()
+    *before, registered, _ = ledger.history()
     event = registered.event
     assert isinstance(event, RunRegistered)
     cheaper = tuple(value * 0.9 for value in event.quote_epsilon)
@@ -142,7 +152,7 @@ def test_a_quote_that_is_not_what_the_plan_costs_is_found_by_the_audit(ledger: P
 
 def test_a_chain_with_a_second_plan_or_another_accountant_is_refused_by_the_audit(ledger: PrivacyLedger):
     register(ledger)
-    entries = ledger.history()
+    *entries, _ = ledger.history()
     event = entries[-1].event
     assert isinstance(event, RunRegistered)
     second = event.model_copy(update={"run_id": "run-b"})

@@ -11,6 +11,7 @@ from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.metrics.errors import BudgetError
 from tests.coordinator.ledger.ledger_cases import (
     CAP,
+    DATA,
     DELTA,
     MANIFEST,
     PARAMETERS,
@@ -32,14 +33,17 @@ def ledger(ledger_url: str) -> Iterator[PrivacyLedger]:
 def test_history_is_the_chain_and_can_be_checked_elsewhere(ledger: PrivacyLedger):
     ledger.open_account("others", CAP, DELTA)
     ledger.register_run("run-b", "others", (mechanism(),), MANIFEST)
+    ledger.bind_data("run-b", MANIFEST, DATA)
     ledger.charge("run-b", 0, PARAMETERS, MANIFEST)
     ledger.charge("run-a", 0, PARAMETERS, MANIFEST)
     entries = ledger.history()
-    assert [entry.sequence for entry in entries] == list(range(1, 7))
+    assert [entry.sequence for entry in entries] == list(range(1, 9))
     assert entries[0].previous == GENESIS
     assert check_chain(entries, ledger.public_key) == ledger.view().head
-    assert audit(entries, ledger.public_key).runs["run-b"].charges == {"gradient": {0: 5}}
-    assert [entry.kind for entry in ledger.history("others")] == ["account_opened", "run_registered", "step_charged"]
+    assert audit(entries, ledger.public_key).runs["run-b"].charges == {"gradient": {0: 7}}
+    assert [entry.kind for entry in ledger.history("others")] == [
+        *("account_opened", "run_registered", "data_bound", "step_charged")
+    ]
 
 
 @pytest.mark.parametrize("column", ["previous", "kind", "body", "hash", "signature"])
@@ -60,7 +64,7 @@ def test_a_cheaper_charge_that_is_hashed_again_is_not_signed(ledger: PrivacyLedg
     assert isinstance(event, StepCharged)
     body = event.model_copy(update={"charged_epsilon": 0.1}).encode()
     forged = replace(entry, body=body, hash=_link(entry.sequence, entry.previous, entry.kind, body))
-    with pytest.raises(BudgetError, match="entry 3: it is not signed"):
+    with pytest.raises(BudgetError, match="entry 4: it is not signed"):
         check_chain([*others, forged], ledger.public_key)
 
 
@@ -68,22 +72,25 @@ def test_a_cheaper_charge_that_is_hashed_again_is_not_signed(ledger: PrivacyLedg
     ("statement", "named"),
     [
         ("DELETE FROM entries WHERE sequence = 4", "entry 4: entry 5 stands in its place"),
-        ("DELETE FROM entries WHERE sequence = 5", "row of run run-a"),
-        ("UPDATE entries SET sequence = 9 WHERE sequence = 5", "entry 5: entry 9 stands in its place"),
+        ("DELETE FROM entries WHERE sequence >= 6", "row of run run-a"),
+        ("UPDATE entries SET sequence = 9 WHERE sequence = 7", "entry 7: entry 9 stands in its place"),
         ("UPDATE entries SET step = 7 WHERE sequence = 4", "entry 4: it is filed under another run, query or step"),
         ("UPDATE charged SET charges = 1", "row of run run-a"),
         ("DELETE FROM charged", "row of run run-a"),
         ("INSERT INTO charged VALUES ('run-a', 'evaluation', 0)", "row of run run-a"),
         ("UPDATE entries SET query = 'evaluation' WHERE sequence = 4", "entry 4: it is filed under another run, query"),
         ("UPDATE runs SET fencing = 0", "row of run run-a"),
+        ("UPDATE runs SET data = NULL", "row of run run-a"),
+        ("UPDATE entries SET step = 7 WHERE sequence = 7", "entry 7: it is filed under another run, query or step"),
         ("DELETE FROM runs", "row of run run-a"),
-        ("INSERT INTO runs VALUES ('ghost', 'patients', 9, 0)", "a run that the chain does not"),
+        ("INSERT INTO runs VALUES ('ghost', 'patients', 9, 0, 3)", "a run that the chain does not"),
         ("INSERT INTO accounts VALUES ('ghost', 9, 9)", "table of accounts"),
     ],
 )
 def test_verify_names_what_does_not_follow(ledger_url: str, ledger: PrivacyLedger, statement: str, named: str):
     for step in range(3):
         ledger.charge("run-a", step, PARAMETERS, MANIFEST)
+    ledger.bind_vectors("run-a", "gradient", 0, MANIFEST, b"v" * 32)
     ledger.verify()
     tamper(ledger_url, statement)
     with pytest.raises(BudgetError, match=named):
@@ -118,7 +125,7 @@ def test_a_signed_chain_that_could_not_have_happened_is_refused(ledger: PrivacyL
         extra = make_entry(ledger.view().head, charge.model_copy(update=change), ledger._store.key)
         with pytest.raises(BudgetError, match=why):
             audit([*entries, extra], ledger.public_key)
-    assert receipt.sequence == 3
+    assert receipt.sequence == 4
 
 
 @pytest.mark.parametrize(
@@ -127,7 +134,7 @@ def test_a_signed_chain_that_could_not_have_happened_is_refused(ledger: PrivacyL
 def test_a_signed_registration_whose_mechanism_is_not_what_it_claims_is_refused(
     ledger: PrivacyLedger, claim: dict[str, float]
 ):
-    *others, entry = ledger.history()
+    *others, entry, _ = ledger.history()
     event = entry.event
     assert isinstance(event, RunRegistered)
     claimed = event.model_copy(update={"mechanisms": (mechanism(**claim),)})

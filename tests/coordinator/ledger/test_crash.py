@@ -7,7 +7,7 @@ from typing import Any
 from tests.coordinator.ledger.ledger_cases import affordable
 
 CHILD = str(Path(__file__).with_name("ledger_child.py"))
-ENTRIES = 8
+ENTRIES = 11
 
 
 def test_killed_between_any_two_statements_nothing_is_lost_or_charged_twice(run_python: Any, ledger_url: str):

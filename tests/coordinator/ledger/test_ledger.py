@@ -21,6 +21,7 @@ from raycloak.metrics.errors import BudgetError, ConfigError
 from raycloak.workers.terms.receipt import check_receipt
 from tests.coordinator.ledger.ledger_cases import (
     CAP,
+    DATA,
     DELTA,
     MANIFEST,
     PARAMETERS,
@@ -109,6 +110,7 @@ def test_the_step_that_would_cross_the_cap_is_refused_and_nothing_is_written(led
 
 def test_runs_of_one_account_share_its_cap(ledger: PrivacyLedger):
     ledger.register_run("run-b", "patients", (mechanism(),), b"n" * 32)
+    ledger.bind_data("run-b", b"n" * 32, DATA)
     for step in range(affordable()):
         run_id, manifest = (("run-a", MANIFEST), ("run-b", b"n" * 32))[step % 2]
         ledger.charge(run_id, step, PARAMETERS, manifest)
@@ -123,6 +125,7 @@ def test_runs_of_one_account_share_its_cap(ledger: PrivacyLedger):
 def test_runs_of_other_accounts_do_not(ledger: PrivacyLedger):
     ledger.open_account("others", CAP, DELTA)
     ledger.register_run("run-b", "others", (mechanism(),), MANIFEST)
+    ledger.bind_data("run-b", MANIFEST, DATA)
     ledger.charge("run-b", 0, PARAMETERS, MANIFEST)
     patients, others = ledger.view().accounts
     assert (patients.spent_epsilon, others.spent_epsilon) == (0.0, pytest.approx(expected_epsilon(1)))
@@ -131,6 +134,7 @@ def test_runs_of_other_accounts_do_not(ledger: PrivacyLedger):
 def test_different_mechanisms_add_up_in_renyi_divergence_not_in_epsilon(ledger: PrivacyLedger):
     quiet = mechanism(noise_multiplier=9.0, sigma=9.0 * 2**20 / math.sqrt(8) * 1.001)
     ledger.register_run("run-b", "patients", (quiet,), MANIFEST)
+    ledger.bind_data("run-b", MANIFEST, DATA)
     ledger.charge("run-a", 0, PARAMETERS, MANIFEST)
     ledger.charge("run-b", 0, PARAMETERS, MANIFEST)
     both = [a + b for a, b in zip(step_rdp(1.0, 2.6), step_rdp(1.0, 9.0), strict=True)]
@@ -140,10 +144,11 @@ def test_different_mechanisms_add_up_in_renyi_divergence_not_in_epsilon(ledger: 
 
 def test_public_runs_write_entries_and_cost_nothing(ledger: PrivacyLedger):
     ledger.register_run("open", "patients", (mechanism(private=False, noise_multiplier=0.0, sigma=0.0),), MANIFEST)
+    ledger.bind_data("open", MANIFEST, DATA)
     for step in range(20):
         receipt = receipt_of(ledger, ledger.charge("open", step, PARAMETERS, MANIFEST))
         assert receipt.charged_epsilon == 0.0
-    assert ledger.view().head.sequence == 3 + 20
+    assert ledger.view().head.sequence == 5 + 20
     ledger.verify()
 
 
@@ -206,7 +211,9 @@ def test_what_a_mechanism_claims_may_be_short_of_nothing():
 def test_the_slack_of_all_runs_together_stays_within_its_share_of_delta(ledger: PrivacyLedger):
     third = 0.4 * 0.01 * DELTA / (1 + math.exp(CAP))
     ledger.register_run("run-b", "patients", (mechanism(overflow_probability=third),), MANIFEST)
+    ledger.bind_data("run-b", MANIFEST, DATA)
     ledger.register_run("run-c", "patients", (mechanism(overflow_probability=third),), MANIFEST)
+    ledger.bind_data("run-c", MANIFEST, DATA)
     with pytest.raises(BudgetError, match="delta_exceeded"):
         ledger.register_run("run-d", "patients", (mechanism(overflow_probability=third),), MANIFEST)
     assert ledger.view().accounts[0].delta_slack <= 0.01 * DELTA
@@ -334,6 +341,7 @@ def with_measurements(url: str) -> PrivacyLedger:
     ledger = PrivacyLedger(url)
     ledger.open_account("patients", CAP, DELTA)
     ledger.register_run("run-a", "patients", (mechanism(), evaluation, counts), MANIFEST)
+    ledger.bind_data("run-a", MANIFEST, DATA)
     return ledger
 
 

@@ -14,6 +14,7 @@ from raycloak.coordinator.ledger.postgres import check_settings
 from raycloak.coordinator.ledger.store import LedgerStore
 from raycloak.metrics.errors import BudgetError, ConfigError
 from tests.coordinator.ledger.ledger_cases import (
+    DATA,
     MANIFEST,
     PARAMETERS,
     expected_epsilon,
@@ -65,8 +66,8 @@ def test_every_commit_is_synchronous_and_follows_the_one_before_whatever_the_def
         sa.event.remove(sa.Engine, "commit", read)
     writers = [settings for settings in seen if settings[2] == "off"]
     readers = [settings for settings in seen if settings[2] == "on"]
-    # Opening, the account, the run and the charge.
-    assert writers == [("on", "read committed", "off", "30s", "30s")] * 4
+    # Opening, the account, the run, its data and the charge.
+    assert writers == [("on", "read committed", "off", "30s", "30s")] * 5
     assert {isolation for _, isolation, *_ in readers} == {"repeatable read"}
 
 
@@ -127,12 +128,12 @@ def test_the_command_verifies_a_servers_ledger_and_finds_an_edited_charge(
         return stopped.value.code, json.loads(capfd.readouterr().out)
 
     code, facts = verify()
-    assert (code, facts["entries"]) == (0, 3)
+    assert (code, facts["entries"]) == (0, 4)
     schema = url.rpartition("%3D")[2]
-    postgres.execute(f"UPDATE {schema}.entries SET body = body || ' ' WHERE sequence = 3")
+    postgres.execute(f"UPDATE {schema}.entries SET body = body || ' ' WHERE sequence = 4")
     code, facts = verify()
     assert (code, facts["error"]["code"]) == (3, "chain_broken")
-    assert "entry 3" in facts["error"]["message"]
+    assert "entry 4" in facts["error"]["message"]
 
 
 def test_a_lost_connection_is_named_and_the_next_charge_makes_another(postgres: PostgresServer):
@@ -218,6 +219,7 @@ def test_a_reader_creates_nothing(postgres: PostgresServer):
 def test_the_database_itself_refuses_a_step_twice(postgres: PostgresServer):
     ledger = opened(postgres.url())
     ledger.register_run("run-b", "patients", (mechanism(),), MANIFEST)
+    ledger.bind_data("run-b", MANIFEST, DATA)
     ledger.charge("run-a", 0, PARAMETERS, MANIFEST)
     entry = ledger.history()[-1]
     with pytest.raises(sa.exc.IntegrityError), ledger._store.write() as rows:

@@ -84,8 +84,8 @@ def test_every_commit_of_a_ledger_is_in_wal_mode_with_full_sync_and_was_immediat
         sa.event.remove(sa.Engine, "connect", note)
         sa.event.remove(sa.Engine, "commit", look)
     assert set(seen) == {(*DURABLE, "BEGIN IMMEDIATE", False), (*DURABLE, "BEGIN", True)}
-    # Two openings, two accounts, two registrations and three charges.
-    assert sum(not reads for *_, reads in seen) == 9
+    # Two openings, two accounts, two registrations, two runs' data and three charges.
+    assert sum(not reads for *_, reads in seen) == 11
 
 
 def test_what_an_error_interrupts_leaves_no_trace(tmp_path: Path):

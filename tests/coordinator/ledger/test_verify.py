@@ -23,9 +23,9 @@ from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.runs.rollback import check_pins, log_pins, package_pins
 from raycloak.metrics.errors import BudgetError, ConfigError, ProtocolError
 from tests.coordinator.checkpoints.tssp_cases import Site, run_manifest
-from tests.coordinator.ledger.ledger_cases import CAP, DELTA, MANIFEST, PARAMETERS, mechanism
+from tests.coordinator.ledger.ledger_cases import CAP, DATA, DELTA, MANIFEST, PARAMETERS, mechanism
 
-ENTRIES = 16
+ENTRIES = 20
 
 
 PEOPLE = b"f" * 32
@@ -47,10 +47,14 @@ def realistic(path: Path) -> PrivacyLedger:
     ledger.close_account("sister")
     ledger.open_account("patients", CAP, DELTA)
     ledger.register_run("run-a", "patients", (mechanism(),), MANIFEST)
+    ledger.bind_data("run-a", MANIFEST, DATA)
     ledger.charge("run-a", 0, PARAMETERS, MANIFEST)
+    ledger.bind_vectors("run-a", "gradient", 0, MANIFEST, b"v" * 32)
     ledger.open_account("others", CAP, DELTA)
     ledger.register_run("run-b", "others", (mechanism(),), MANIFEST)
+    ledger.bind_data("run-b", MANIFEST, DATA)
     ledger.register_run("run-c", "patients", (mechanism(private=False, noise_multiplier=0.0, sigma=0.0),), MANIFEST)
+    ledger.bind_data("run-c", MANIFEST, DATA)
     ledger.charge("run-b", 0, PARAMETERS, MANIFEST)
     ledger.charge("run-c", 0, PARAMETERS, MANIFEST)
     ledger.charge("run-a", 1, PARAMETERS, MANIFEST)
@@ -289,11 +293,8 @@ class Pinned:
 
     def truncate(self, kept: int) -> None:
         """Cut the newest entries off, and make the tables say what the shorter chain says."""
-        names = [entry.event for entry in entries_of(self.path)[:kept]]
-        counts = {
-            name: sum(getattr(event, "run_id", "") == name for event in names) - 1
-            for name in ["run-a", "run-b", "run-c"]
-        }
+        charged = [entry.event.run_id for entry in entries_of(self.path)[:kept] if entry.kind == "step_charged"]
+        counts = {name: charged.count(name) for name in ["run-a", "run-b", "run-c"]}
         change(
             self.path,
             ("DELETE FROM entries WHERE sequence > ?", kept),

@@ -18,7 +18,7 @@ from raycloak.coordinator.ledger.heads import head_line
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.witness import FolderWitness, Witnessed, is_apart, open_witness
 from raycloak.metrics.errors import BudgetError, ConfigError
-from tests.coordinator.ledger.ledger_cases import CAP, DELTA, MANIFEST, PARAMETERS, mechanism, receipt_of
+from tests.coordinator.ledger.ledger_cases import CAP, DATA, DELTA, MANIFEST, PARAMETERS, mechanism, receipt_of
 from tests.coordinator.ledger.witness_server import WitnessServer, witness_server
 
 
@@ -50,6 +50,7 @@ def begin(path: Path, witness: str | None, run_id: str = "run-a") -> PrivacyLedg
     ledger = PrivacyLedger(f"sqlite:///{path}", witness=witness)
     ledger.open_account("patients", CAP, DELTA)
     ledger.register_run(run_id, "patients", (mechanism(),), MANIFEST)
+    ledger.bind_data(run_id, MANIFEST, DATA)
     return ledger
 
 
@@ -81,7 +82,7 @@ def test_a_ledger_that_was_put_back_is_refused_with_both_values(path: Path, witn
     ledger.close()
     shutil.copy2(tmp_path / "older.sqlite", path)
     for create in (True, False):
-        with pytest.raises(BudgetError, match=f"ledger_rolled_back: .*entry 4 with hash {lost.hash.hex()}; .* no such"):
+        with pytest.raises(BudgetError, match=f"ledger_rolled_back: .*entry 5 with hash {lost.hash.hex()}; .* no such"):
             PrivacyLedger(f"sqlite:///{path}", create, witness)
     beside = begin(path, None)
     beside.charge("run-a", 1, b"q" * 32, MANIFEST)
@@ -105,11 +106,12 @@ def test_a_ledger_that_is_put_back_while_it_is_open_is_refused_at_the_next_charg
     if others:
         stranger = PrivacyLedger(f"sqlite:///{path}")
         stranger.register_run("run-b", "patients", (mechanism(),), MANIFEST)
+        stranger.bind_data("run-b", MANIFEST, DATA)
         for step in range(others):
             stranger.charge("run-b", step, PARAMETERS, MANIFEST)
         stranger.close()
     for _ in range(2):
-        with pytest.raises(BudgetError, match=r"ledger_rolled_back: .*entry 4"):
+        with pytest.raises(BudgetError, match=r"ledger_rolled_back: .*entry 5"):
             ledger.charge("run-a", 2, PARAMETERS, MANIFEST)
     ledger.close()
 
@@ -159,8 +161,8 @@ def test_a_charge_whose_head_cannot_be_kept_is_refused_by_name_and_the_repeat_gi
         ledger.charge("run-a", 0, PARAMETERS, MANIFEST)
     assert ledger.status("run-a", 0).charged
     receipt = receipt_of(ledger, ledger.charge("run-a", 0, PARAMETERS, MANIFEST))
-    assert receipt.sequence == ledger.status("run-a", 0).sequence == 3
-    assert newest(ledger, server.url).sequence == 3
+    assert receipt.sequence == ledger.status("run-a", 0).sequence == 4
+    assert newest(ledger, server.url).sequence == 4
     ledger.verify()
     ledger.close()
 
@@ -180,7 +182,7 @@ def test_a_put_whose_answer_was_lost_is_found_done(path: Path, server: WitnessSe
     ledger = begin(path, server.url)
     server.lost = 1
     ledger.charge("run-a", 0, PARAMETERS, MANIFEST)
-    assert newest(ledger, server.url).sequence == 3
+    assert newest(ledger, server.url).sequence == 4
     ledger.close()
 
 
@@ -206,9 +208,9 @@ def test_a_folder_costs_one_append_and_one_sync_a_charge(path: Path, tmp_path: P
         ledger.charge("run-a", step, PARAMETERS, MANIFEST)
     assert len(synced) == 4
     (file,) = (tmp_path / "witness").iterdir()
-    assert len(file.read_bytes().splitlines()) == 2 + 4
+    assert len(file.read_bytes().splitlines()) == 3 + 4
     heads = open_witness(str(tmp_path / "witness"), ledger.public_key).heads()
-    assert [head.sequence for head in heads] == list(range(1, 7))
+    assert [head.sequence for head in heads] == list(range(1, 8))
     ledger.close()
 
 

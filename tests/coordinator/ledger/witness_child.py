@@ -16,7 +16,7 @@ import sqlalchemy as sa
 
 from raycloak.coordinator.ledger import witness
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from tests.coordinator.ledger.ledger_cases import CAP, DELTA, MANIFEST, PARAMETERS, mechanism, receipt_of
+from tests.coordinator.ledger.ledger_cases import CAP, DATA, DELTA, MANIFEST, PARAMETERS, mechanism, receipt_of
 
 STEPS = 2
 
@@ -43,6 +43,7 @@ def begin(home: Path) -> PrivacyLedger:
     ledger = PrivacyLedger(f"sqlite:///{home / 'ledger.sqlite'}", witness=str(home / "witness"))
     ledger.open_account("patients", CAP, DELTA)
     ledger.register_run("run-a", "patients", (mechanism(),), MANIFEST)
+    ledger.bind_data("run-a", MANIFEST, DATA)
     return ledger
 
 
@@ -134,7 +135,7 @@ def check(home: Path, given: list[dict[str, Any]]) -> None:
         receipt = json.loads(receipt_of(ledger, ledger.charge("run-a", step, PARAMETERS, MANIFEST)).model_dump_json())
         if step < len(given):
             assert receipt | {"fencing": 0} == given[step] | {"fencing": 0}
-    assert ledger.view().head.sequence == 2 + STEPS
+    assert ledger.view().head.sequence == 3 + STEPS
     ledger.verify()
     ledger.close()
 

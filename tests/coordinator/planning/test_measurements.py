@@ -278,7 +278,7 @@ def test_an_aggregator_never_takes_one_query_for_another(tmp_path):
     hand = HandRun(tmp_path, **MEASURED)
     request, vectors = hand.compute(hand.roster())
     with pytest.raises(ProtocolError, match="query_unknown"):
-        hand.aggregators[0].measure(request, *vectors[0])
+        hand.aggregators[0].measure(request, hand.binding(request), *vectors[0])
     body = Roster.model_validate_json(request.roster.body).model_copy(update={"query": "evaluation"})
     other = replace(request, roster=seal(body, orchestrator_key()))
     with pytest.raises(ProtocolError, match="query_mismatch"):

@@ -9,7 +9,7 @@ from raycloak.coordinator.cli.tables import search_rows
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.planning.search_cost import search_cost
 from raycloak.metrics.errors import BudgetError, ConfigError
-from tests.coordinator.ledger.ledger_cases import DELTA, MANIFEST, PARAMETERS, mechanism
+from tests.coordinator.ledger.ledger_cases import DATA, DELTA, MANIFEST, PARAMETERS, mechanism
 
 TRIAL = mechanism(steps=3)
 TRAINING = Release(0.01, 1.0, 1000)
@@ -49,6 +49,7 @@ def test_every_trial_is_charged_by_the_ledger(tmp_path):
 
 def _trial(ledger: PrivacyLedger, run_id: str) -> None:
     ledger.register_run(run_id, "search", (TRIAL,), MANIFEST)
+    ledger.bind_data(run_id, MANIFEST, DATA)
     for step in range(TRIAL.steps):
         ledger.charge(run_id, step, PARAMETERS, MANIFEST)
 

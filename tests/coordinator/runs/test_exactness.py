@@ -114,7 +114,7 @@ def test_another_data_byte_is_another_run_from_the_first_step_on(tmp_path, undis
 
 def initial(run: WholeRun) -> np.ndarray:
     """The parameters that the first step started from."""
-    _, parameters, *_ = run.stage.calls("reduce")[0].arguments
+    _, _, parameters, *_ = run.stage.calls("reduce")[0].arguments
     return parameters
 
 

@@ -119,11 +119,10 @@ def test_an_actors_error_is_raised_where_its_answer_is_fetched(backend):
 def test_a_call_waits_for_what_it_is_given_and_fails_with_it(backend):
     actor = backend.start_aggregator("aggregator-0")
     (failed,), (good,) = backend.call(actor, Echo.fail), backend.call(actor, Echo.one, 1)
-    assert backend.fetch(backend.call(actor, Echo.one, 2, after=good)[0], 1) == 2
+    assert backend.fetch(backend.call(actor, Echo.one, good)[0], 1) == 1
     for references in (
         backend.call(actor, Echo.one, failed),
-        backend.call(actor, Echo.one, 1, after=failed),
-        backend.call(actor, Echo.two, 1, backend.put(np.arange(3)), returns=2, after=failed),
+        backend.call(actor, Echo.two, failed, backend.put(np.arange(3)), returns=2),
     ):
         for reference in references:
             with pytest.raises(ProtocolError, match="not so"):

@@ -167,7 +167,7 @@ def test_without_noise_training_is_plain_gradient_descent(alone):
     assert alone.finished.plan.mechanism.gamma_log2 <= -30
     features, labels = (torch.tensor(array, dtype=torch.float64) for array in regression_data())
     model = nn.Linear(6, 1, dtype=torch.float64)
-    _, start, *_ = alone.stage.calls("reduce")[0].arguments
+    _, _, start, *_ = alone.stage.calls("reduce")[0].arguments
     with torch.no_grad():
         model.weight.copy_(torch.tensor(start[:6]).reshape(1, 6))
         model.bias.copy_(torch.tensor(start[6:]))

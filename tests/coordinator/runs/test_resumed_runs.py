@@ -254,8 +254,8 @@ def test_vectors_that_do_not_come_out_the_same_are_never_summed(tmp_path, monkey
     first = begun(tmp_path, killed_at("reduce", index), assignment=NewRun())
     genuine = VirtualWorkerComputer.vector
 
-    def other_bits(self, v, keys, step, model, parameters):
-        result = genuine(self, v, keys, step, model, parameters)
+    def other_bits(self, v, keys, step, model, root, parameters):
+        result = genuine(self, v, keys, step, model, root, parameters)
         return replace(result, tag=bytes(a ^ 1 for a in result.tag)) if (step, v) == (2, 5) else result
 
     monkeypatch.setattr(VirtualWorkerComputer, "vector", other_bits)

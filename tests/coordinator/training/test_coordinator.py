@@ -130,18 +130,21 @@ def test_no_aggregator_receives_an_unmasked_vector(tmp_path):
     vectors = computer(manifest.computation.mechanism, model=wide_model)
     calls = run.stage.calls("reduce")
     assert len(calls) == 6
+    (root,) = {
+        open_envelope(Receipt, call.arguments[0], manifest.ledger_key).data_root for call in run.stage.calls("step")
+    }
     received = 0
     for step in range(3):
         (request, *_), roster = calls[2 * step].arguments, run.stage.rosters[step]
-        parameters = np.concatenate([call.arguments[1] for call in calls[2 * step : 2 * step + 2]])
+        parameters = np.concatenate([call.arguments[2] for call in calls[2 * step : 2 * step + 2]])
         context = key_context(manifest.computation, manifest.known_answer)
         clear = {
-            v: vectors.vector(v, keys_of(context, v), step, request.parameter_digest, parameters).values
+            v: vectors.vector(v, keys_of(context, v), step, request.parameter_digest, root, parameters).values
             for v in range(VIRTUAL_WORKERS)
         }
         for part, call in zip(request.ranges, calls[2 * step : 2 * step + 2], strict=True):
             cut = slice(part.offset, part.offset + part.length)
-            _, _, _, *masked = call.arguments
+            _, _, _, _, *masked = call.arguments
             for worker, vector in zip(roster.workers, masked, strict=True):
                 hosted = [clear[v][cut] for v in worker.virtual_workers]
                 assert correlation(vector, sum(hosted[1:], hosted[0])) < 7

@@ -54,10 +54,10 @@ def computed(monkeypatch) -> list[tuple[int, int]]:
     seen: list[tuple[int, int]] = []
     genuine = VirtualWorkerComputer.vector
 
-    def spy(self, v, keys, step, model, parameters):
+    def spy(self, v, keys, step, model, root, parameters):
         if model != bytes(32):
             seen.append((step, v))
-        return genuine(self, v, keys, step, model, parameters)
+        return genuine(self, v, keys, step, model, root, parameters)
 
     monkeypatch.setattr(VirtualWorkerComputer, "vector", spy)
     return seen
@@ -242,8 +242,8 @@ def perturb_recomputation(monkeypatch) -> None:
     genuine = VirtualWorkerComputer.vector
     seen = set()
 
-    def second_differs(self, v, keys, step, model, parameters):
-        result = genuine(self, v, keys, step, model, parameters)
+    def second_differs(self, v, keys, step, model, root, parameters):
+        result = genuine(self, v, keys, step, model, root, parameters)
         if model != bytes(32) and (v, step) in seen:
             changed = result.values.copy()
             changed[0] ^= 1
@@ -390,7 +390,7 @@ def test_a_ledger_that_is_put_back_while_the_run_charges_it_stops_the_run(tmp_pa
         return genuine(run_id, step, *arguments)
 
     ledger.charge = put_back
-    with pytest.raises(BudgetError, match=r"ledger_rolled_back: step 2 was charged by .* entry 4, but entry 4"):
+    with pytest.raises(BudgetError, match=r"ledger_rolled_back: step 2 was charged by .* entry 6, but entry 6"):
         run.train()
     assert len(run.stage.calls("reduce")) == 2
     assert len(run.digests) == 2
@@ -400,10 +400,10 @@ def test_nothing_is_reduced_unless_its_vectors_are_bound(tmp_path):
     """Two executions that differ would else decode two values, whose difference has no noise."""
 
     def differ(*_):
-        raise ProtocolError("not_reproducible", "other vectors")
+        raise BudgetError("not_reproducible", "other vectors")
 
     run = whole_run(tmp_path)
-    run.session.control.actors["orchestrator"].handle.bind_vectors = differ
+    run.session.control.actors["ledger"].handle.bind_vectors = differ
     with pytest.raises(RunFailedError, match="not_reproducible"):
         run.train()
     assert len(run.stage.calls("step")) == 3
@@ -422,7 +422,7 @@ def test_an_aggregator_is_given_headers_alone_before_the_vectors_are_bound(tmp_p
 
 @pytest.mark.parametrize("fate", ["dies", "dies after", "hangs"])
 @pytest.mark.parametrize(
-    ("role", "method", "asked"), [("ledger", "charge", "step"), ("orchestrator", "bind_vectors", "reduce")]
+    ("role", "method", "asked"), [("ledger", "charge", "step"), ("ledger", "bind_vectors", "reduce")]
 )
 def test_what_waited_for_a_lost_answer_is_asked_again_once(tmp_path, undisturbed, fate, role, method, asked):
     run = trained(
@@ -439,7 +439,7 @@ def test_nothing_is_reduced_before_every_worker_has_answered(tmp_path):
     """A reduce with an unready reference would hold up every later attempt."""
     run = trained(tmp_path, disturb=on("step", "worker-1", "hangs", 1))
     for call in run.stage.calls("reduce"):
-        _, _, _, *vectors = call.arguments
+        _, _, _, _, *vectors = call.arguments
         assert len(vectors) == len(call.arguments[0].headers)
         assert all(isinstance(vector, np.ndarray) and vector.size == 83 for vector in vectors)
 

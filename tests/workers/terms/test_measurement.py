@@ -23,7 +23,7 @@ from raycloak.workers.vectors.ring import decode
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
 from tests.coordinator.checkpoints.tssp_cases import run_manifest
 from tests.models import small_model
-from tests.protocol import computer, examples, initial_parameters, keys_of, mechanism
+from tests.protocol import DATA_ROOT, computer, examples, initial_parameters, keys_of, mechanism
 
 COMPUTATION, MODEL = b"c" * 32, b"p" * 32
 PARAMETERS = initial_parameters()
@@ -166,7 +166,7 @@ def test_the_noise_of_a_released_count_vector_is_what_the_ledger_charged_for():
     """Chi-square over 4,000 counts, and their mean; false-alarm rate 1e-6."""
     of = measurement("class_counts", 4000)
     vectors = VirtualWorkerComputer(of.mechanism, ClassCountEngine(of), ArrayDataset(*examples()))
-    total = sum(vectors.vector(v, keys_of(COMPUTATION, v), 0, MODEL, PARAMETERS).values for v in range(8))
+    total = sum(vectors.vector(v, keys_of(COMPUTATION, v), 0, MODEL, DATA_ROOT, PARAMETERS).values for v in range(8))
     values = np.array(list(released(of, 0, 3, decode(total, of.mechanism.gamma_log2)).values.values()))
     truth = np.bincount(examples()[1], minlength=4000)
     deviation = released(of, 0, 3, np.zeros(4000)).deviation["count_0"]
@@ -197,7 +197,7 @@ def test_queries_of_one_step_share_no_key(monkeypatch: pytest.MonkeyPatch):
     }
     for query in each:
         asked = query
-        each[query].vector(0, keys_of(COMPUTATION, 0), 0, MODEL, PARAMETERS)
+        each[query].vector(0, keys_of(COMPUTATION, 0), 0, MODEL, DATA_ROOT, PARAMETERS)
     assert [len(found) for found in keys.values()] == [3, 3, 3]
     assert len(set.union(*keys.values())) == 9
 
@@ -219,7 +219,7 @@ def test_a_measurement_reads_every_row_it_may_whatever_the_labels_are():
         dataset.asked = []
         vectors.slice(7)
         dataset.asked = []
-        vectors.vector(7, keys_of(COMPUTATION, 7), 0, MODEL, PARAMETERS)
+        vectors.vector(7, keys_of(COMPUTATION, 7), 0, MODEL, DATA_ROOT, PARAMETERS)
         assert dataset.asked == [4, 4]
 
 
