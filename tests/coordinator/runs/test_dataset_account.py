@@ -19,6 +19,7 @@ from tests.coordinator.ledger.witness_server import witness_server
 from tests.protocol import HandRun, config, examples, trained, whole_run, worker_setup
 
 DATASET = {"kind": "npz", "path": "examples.npz", "features": "features", "fingerprint_key": "examples.key"}
+NO_NOISE = {"enabled": False}
 PAYS = {"dataset": DATASET, "ledger": {"account": "patients"}}
 
 
@@ -63,6 +64,14 @@ def other_data() -> Any:
 def test_a_run_on_other_data_ends_before_it_is_registered(home: Path, changes: Callable[[], Any]):
     run = whole_run(home, **{**PAYS, **changes()})
     with pytest.raises(BudgetError, match="dataset_mismatch"):
+        run.train()
+    assert run.entries == 1
+    assert not run.stage.calls("step")
+
+
+def test_a_run_that_calls_the_accounts_data_public_ends_before_it_is_registered(home: Path):
+    run = whole_run(home, dataset={**DATASET, "public": True}, ledger={"account": "patients"}, dp_config=NO_NOISE)
+    with pytest.raises(BudgetError, match="account_private"):
         run.train()
     assert run.entries == 1
     assert not run.stage.calls("step")
