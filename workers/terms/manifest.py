@@ -159,7 +159,8 @@ class Manifest(Message):
         orchestrator_key, orchestrator_ml_dsa: the orchestrator's Ed25519 key, which signs all its messages, and its
             ML-DSA-65 key, which signs the heads of its evidence log as well.
         key_commitments: per epoch, digest of the commitments to all virtual-worker keys.
-        dataset_fingerprint: as every worker computed it, see `workers/inputs/fingerprint.py`; empty without a key.
+        dataset_fingerprint: as every worker computed it, see `workers/inputs/fingerprint.py`; empty without a key for
+            data in the clear.
         key_service: contract of the data owner's service, which gives the second half of every virtual-worker key.
             ``key_commitments`` are then of the first half; the contract has those of the second.
     """
