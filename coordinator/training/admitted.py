@@ -26,7 +26,7 @@ from raycloak.coordinator.planning.cross_check import checked
 from raycloak.coordinator.planning.manifest import build_computation, build_manifest, epochs, run_terms
 from raycloak.coordinator.planning.payer import PayingAccount, account_cap, paying_account
 from raycloak.coordinator.planning.plan import Plan, make_plan
-from raycloak.coordinator.planning.references import given_contract, sealed_terms
+from raycloak.coordinator.planning.references import given_contract, require_other_content, sealed_terms
 from raycloak.coordinator.record.same_run import require_ledger, require_same_manifest
 from raycloak.coordinator.training.assignment import Order
 from raycloak.coordinator.training.reporting import Reporter
@@ -74,6 +74,7 @@ def admit(order: Order, founders: Founders, reporter: Reporter, evaluation: Seal
         RaycloakError: what refuses the run; nothing was charged.
     """
     config, session, facts = order.config, order.session, founders.facts
+    require_other_content(config, Path(order.setup.base), facts.dataset_fingerprint)
     named = _paying_account(order)
     plan = checked(make_plan(config, facts.num_examples, sum(tensor.size for tensor in facts.tensors), named))
     reporter.planned(plan)

@@ -6,12 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.runs.rollback import check_pins, log_pins
 from raycloak.coordinator.runs.verdict import verdict_of
-from raycloak.metrics.errors import BudgetError, ProtocolError
+from raycloak.metrics.errors import BudgetError, ConfigError, ProtocolError
 from raycloak.workers.inputs.fingerprint import dataset_fingerprint
 from raycloak.workers.terms.receipt import Receipt
 from raycloak.workers.train_worker import TrainWorker
@@ -75,6 +76,25 @@ def test_a_run_that_calls_the_accounts_data_public_ends_before_it_is_registered(
         run.train()
     assert run.entries == 1
     assert not run.stage.calls("step")
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_copy_of_the_private_data_is_no_public_split_where_a_fingerprint_tells(home: Path, changed: bool):
+    features, labels = examples()
+    features[0, 0] += changed
+    data = home / "data"
+    worker_setup(config(dataset=DATASET), home)
+    (data / "copy.npz").write_bytes((data / "examples.npz").read_bytes())
+    if changed:
+        np.savez(data / "copy.npz", features=features, labels=labels)
+    split = {"dataset": {**DATASET, "path": "copy.npz", "public": True}}
+    run = whole_run(home, **PAYS, evaluation=split)
+    if changed:
+        run.train()
+        return
+    with pytest.raises(ConfigError, match=r"evaluation_private: .*fingerprint"):
+        run.train()
+    assert run.entries == 1
 
 
 def test_a_worker_computes_nothing_for_a_receipt_of_other_data(home: Path):
