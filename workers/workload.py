@@ -10,7 +10,6 @@ import torch
 
 from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.roster import Query
-from raycloak.attestation.sealed.demand import StatedRun
 from raycloak.metrics.errors import ConfigError, ProtocolError, RefusedError
 from raycloak.workers.evaluation import open_split
 from raycloak.workers.gradients.clipping import GradientEngine
@@ -146,6 +145,4 @@ class PlannedWorkload:
             if stated != found:
                 raise ProtocolError("manifest_mismatch", f"the manifest's {field} is not what this worker has")
         if self.workload.slices.demand is not None:
-            noise = ((each.private, each.noise_multiplier) for each in computation.mechanisms)
-            stated = StatedRun.of(manifest.ledger_key, manifest.account, noise)
-            self.workload.slices.demand.require(stated)
+            self.workload.slices.demand.require(manifest.stated)

@@ -14,6 +14,7 @@ from raycloak.attestation.core.hybrid_signature import SignerPublic
 from raycloak.attestation.core.messages import Message
 from raycloak.attestation.core.roster import Query
 from raycloak.attestation.keys.halves import ServiceContract
+from raycloak.attestation.sealed.demand import StatedRun
 from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism
@@ -178,6 +179,12 @@ class Manifest(Message):
     key_commitments: tuple[bytes, ...]
     dataset_fingerprint: bytes = b""
     key_service: ServiceContract | None = None
+
+    @property
+    def stated(self) -> StatedRun:
+        """The part that an owner of sealed data may make demands of."""
+        noise = ((each.private, each.noise_multiplier) for each in self.computation.mechanisms)
+        return StatedRun.of(self.ledger_key, self.account, noise)
 
     @property
     def log_owner(self) -> SignerPublic:

@@ -20,6 +20,7 @@ from raycloak.attestation.sealed.sealed_data import SealedHeader, SealedSource, 
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
 from raycloak.coordinator.cli.tables import evaluation_text, plan_rows, sealed_text
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.training import admitted
 from raycloak.metrics.errors import BudgetError, ConfigError, DatasetError, EvidenceError, RaycloakError, RefusedError
 from raycloak.workers.inputs.datasets import ArrayDataset, dataset_form, slice_ids
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
@@ -308,18 +309,23 @@ OTHER_TERMS = [
 
 
 @pytest.mark.parametrize(("demand", "arguments", "why"), OTHER_TERMS)
-@pytest.mark.parametrize("guard", ["worker", "orchestrator"])
+@pytest.mark.parametrize("guard", ["driver", "worker", "orchestrator"])
 def test_a_run_on_other_terms_than_the_owner_demands_gets_no_slice(
     guard, demand, arguments, why, tmp_path, monkeypatch
 ):
-    """Each of the two refuses it alone: whatever the driver tells one of them, the other one reads the manifest."""
-    if guard == "worker":
+    """Worker and orchestrator refuse it alone, whatever the driver does; an honest driver registers nothing."""
+    if guard != "orchestrator":
         monkeypatch.setattr(SliceKeys, "require_demand", lambda *_: None)
-    else:
+    if guard != "worker":
         monkeypatch.setattr(PlannedWorkload, "check", lambda *_: None)
+    if guard != "driver":
+        monkeypatch.setattr(admitted, "_require_demanded", lambda *_: None)
     run = sealed_run(tmp_path, demand=demand, **arguments)
     with pytest.raises(RaycloakError, match=f"sealed_demand.*{why}"):
         run.train()
+    if guard == "driver":
+        assert run.entries == 1
+        return
     assert "released" not in log_of(run)
     assert ("release_refused" in log_of(run)) == (guard == "orchestrator")
     assert not run.stage.calls("step")
