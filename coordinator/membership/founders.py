@@ -1,4 +1,4 @@
-"""The founders of a run: its first workers, from their start to what most of them compute.
+"""The founders of a run: its first workers, from their start to the facts that most of them state.
 
 A manifest states what the founders agree on. A founder that differs is refused later, when it presents itself for
 that manifest.
@@ -9,8 +9,8 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
-from raycloak.coordinator.cluster.backend import Crew, start_crew
 from raycloak.coordinator.cluster.control import START_AGAIN
+from raycloak.coordinator.membership.crew import Crew, start_crew
 from raycloak.coordinator.membership.members import Members
 from raycloak.metrics.errors import RunFailedError
 from raycloak.workers.messages import WorkerFacts, WorkerSetup

@@ -163,7 +163,7 @@ class Manifest(Message):
         dataset_fingerprint: as every worker computed it, see `workers/inputs/fingerprint.py`; empty without a key for
             data in the clear.
         key_service: contract of the data owner's service, which gives the second half of every virtual-worker key.
-            ``key_commitments`` are then of the first half; the contract has those of the second.
+            ``key_commitments`` are then of the first half; the contract has the commitments to the second.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/manifest/v1"
