@@ -20,7 +20,8 @@ from raycloak.metrics.privacy_class import PrivacyClass
 from raycloak.metrics.registry import is_identifier
 
 Value = str | int | float | None
-_INDEPENDENT, _RELEASED, _SECRET = PrivacyClass.DATA_INDEPENDENT, PrivacyClass.RELEASED, PrivacyClass.SECRET
+_INDEPENDENT, _PHYSICAL = PrivacyClass.DATA_INDEPENDENT, PrivacyClass.PHYSICAL
+_RELEASED, _SECRET = PrivacyClass.RELEASED, PrivacyClass.SECRET
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class EventField:
 
 FIELDS = (
     EventField("event", str),
-    EventField("time", float),
+    EventField("time", float, _PHYSICAL),
     EventField("run", str),
     EventField("account", str),
     EventField("evidence_class", str),
@@ -63,13 +64,13 @@ FIELDS = (
     EventField("learning_rate", float),
     EventField("masked_bytes", int),
     EventField("ring_bits", int),
-    EventField("seconds", float),
-    EventField("charge_seconds", float),
-    EventField("roster_seconds", float),
-    EventField("compute_seconds", float),
-    EventField("reduce_seconds", float),
-    EventField("commit_seconds", float),
-    EventField("evaluate_seconds", float),
+    EventField("seconds", float, _PHYSICAL),
+    EventField("charge_seconds", float, _PHYSICAL),
+    EventField("roster_seconds", float, _PHYSICAL),
+    EventField("compute_seconds", float, _PHYSICAL),
+    EventField("reduce_seconds", float, _PHYSICAL),
+    EventField("commit_seconds", float, _PHYSICAL),
+    EventField("evaluate_seconds", float, _PHYSICAL),
     EventField("code", str),
     EventField("cause", str),
     EventField("role", str),
@@ -97,7 +98,7 @@ FIELD_BY_NAME = {field.name: field for field in FIELDS}
 class EventWriter:
     """Appends lines to a file; each is flushed to the operating system before :meth:`write` returns.
 
-    Guarantee: a line holds declared fields that are data-independent or released, and nothing else.
+    Guarantee: a line holds declared fields of the classes that may be shown, and nothing else.
 
     A last line that an earlier process left unfinished is cut off, so every line of the file parses.
 

@@ -7,11 +7,14 @@ class PrivacyClass(StrEnum):
     """The way in which a metric or an event field depends on the private examples.
 
     DATA_INDEPENDENT: the same whatever the examples are, or a public fact about machines, configuration and plan.
+    PHYSICAL: measured on a machine while it computes on the examples: a time, a power, a temperature. The number of
+        operations is fixed, but the values of the operands may leave a weak trace. Not covered by epsilon.
     RELEASED: computed from what the mechanism has already released (parameters, public evaluation); charged for.
     SECRET: depends on the examples in any other way. It never leaves the process that knows it.
     """
 
     DATA_INDEPENDENT = "data_independent"
+    PHYSICAL = "physical"
     RELEASED = "released"
     SECRET = "secret"
 

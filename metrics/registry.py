@@ -118,6 +118,7 @@ _ROLE = Label("role", at_most=8)
 _CODE = Label("code")
 _NODE = Label("node", at_most=1024)
 _GPU = Label("gpu", at_most=64)
+_PHYSICAL = PrivacyClass.PHYSICAL
 _RELEASED = PrivacyClass.RELEASED
 _SECRET = PrivacyClass.SECRET
 
@@ -216,6 +217,7 @@ RUN_SERIES = (
         "raycloak_step_duration_seconds",
         "Wall time of a committed step, all its attempts included.",
         "histogram",
+        privacy=_PHYSICAL,
         labels=(_RUN,),
         unit="seconds",
         buckets=DURATION_BUCKETS,
@@ -224,6 +226,7 @@ RUN_SERIES = (
         "raycloak_step_phase_duration_seconds",
         "Wall time of one phase of a step.",
         "histogram",
+        privacy=_PHYSICAL,
         labels=(_RUN, Label("phase", PHASES)),
         unit="seconds",
         buckets=DURATION_BUCKETS,
@@ -233,6 +236,7 @@ RUN_SERIES = (
         "raycloak_last_commit_timestamp_seconds",
         "Unix time of the last commit.",
         "gauge",
+        privacy=_PHYSICAL,
         labels=(_RUN,),
         unit="seconds",
     ),
@@ -240,6 +244,7 @@ RUN_SERIES = (
         "raycloak_last_checkpoint_timestamp_seconds",
         "Unix time of the last checkpoint.",
         "gauge",
+        privacy=_PHYSICAL,
         labels=(_RUN,),
         unit="seconds",
     ),
@@ -269,6 +274,7 @@ GPU_SERIES = (
         "raycloak_gpu_utilization_ratio",
         "Share of the last sample period in which a kernel ran.",
         "gauge",
+        privacy=_PHYSICAL,
         labels=(_NODE, _GPU),
         unit="ratio",
     ),
@@ -280,9 +286,16 @@ GPU_SERIES = (
         unit="bytes",
     ),
     Series("raycloak_gpu_memory_total_bytes", "GPU memory installed.", "gauge", labels=(_NODE, _GPU), unit="bytes"),
-    Series("raycloak_gpu_power_watts", "Power drawn by the board.", "gauge", labels=(_NODE, _GPU), unit="watts"),
     Series(
-        "raycloak_gpu_temperature_celsius", "Temperature of the GPU die.", "gauge", labels=(_NODE, _GPU), unit="celsius"
+        "raycloak_gpu_power_watts", "Power drawn by the board.", "gauge", _PHYSICAL, labels=(_NODE, _GPU), unit="watts"
+    ),
+    Series(
+        "raycloak_gpu_temperature_celsius",
+        "Temperature of the GPU die.",
+        "gauge",
+        privacy=_PHYSICAL,
+        labels=(_NODE, _GPU),
+        unit="celsius",
     ),
     Series(
         "raycloak_gpu_ecc_errors_total",

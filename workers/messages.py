@@ -41,7 +41,8 @@ class WorkerFacts:
     """The facts that a prepared worker contributes to the manifest.
 
     Attributes:
-        dataset_fingerprint: keyed, and the only one that depends on the content of examples; empty without a key.
+        dataset_fingerprint: the only one that depends on the content of examples. It is keyed, or the digest of a
+            sealed dataset's header; empty for data in the clear without a key.
     """
 
     num_examples: int

@@ -91,12 +91,17 @@ class PlannedWorkload:
 
     Raises:
         ConfigError: ``measurement_labels`` or ``measurement_too_large``.
-        RefusedError: ``not_public`` if there is to be no noise on data that is not declared public.
+        RefusedError: ``not_public`` if anything is to be released without noise, of data that is sealed or is not
+            declared public.
         ModelError: ``nondeterministic_op``, with the operation's name: no example is in reach of it yet.
     """
 
     def __init__(self, workload: Workload, mechanism: Mechanism, measurements: tuple[Measurement, ...]) -> None:
-        if not mechanism.private and not workload.setup.dataset.public:
+        released = (mechanism, *(measurement.mechanism for measurement in measurements))
+        noised = all(each.private for each in released)
+        if not noised and workload.slices.demand is not None:
+            raise RefusedError("not_public", "this worker's data is sealed, so nothing leaves it without noise")
+        if not noised and not workload.setup.dataset.public:
             raise RefusedError("not_public", "this worker's data is not declared public, so it trains only with noise")
         self.workload, self.mechanism, self.measurements = workload, mechanism, measurements
         dataset, start, runtime = workload.dataset, workload.facts.initial_parameters, workload.runtime
@@ -114,7 +119,12 @@ class PlannedWorkload:
         self.known_answer = answers[0] if len(answers) == 1 else digest(b"".join(answers))
 
     def check(self, manifest: Manifest) -> None:
-        """Require that ``manifest`` states this workload; ProtocolError ``manifest_mismatch`` names the field."""
+        """Require that ``manifest`` states this workload, and meets the demand that sealed data comes with.
+
+        Raises:
+            ProtocolError: ``manifest_mismatch``, with the field named.
+            EvidenceError: ``sealed_demand``, with what differs.
+        """
         computation, facts, setup = manifest.computation, self.workload.facts, self.workload.setup
         start = parameter_digest(facts.tensors, tensor_digests(facts.initial_parameters, facts.tensors))
         checks = {
@@ -134,3 +144,5 @@ class PlannedWorkload:
         for field, (stated, found) in checks.items():
             if stated != found:
                 raise ProtocolError("manifest_mismatch", f"the manifest's {field} is not what this worker has")
+        if self.workload.slices.demand is not None:
+            self.workload.slices.demand.require(manifest.stated)

@@ -2,6 +2,7 @@
 
 Guarantee: a key leaves only for a member whose evidence is accepted and not expired. It is sealed to the key that the
 evidence binds, no more often than its quota, and after the log has the release; the member gets the proof of that.
+A key of sealed training examples leaves only for a run whose manifest meets their owner's demand.
 All releases of a session are under the policy that the session began with. A refused release is in the log before the
 refusal is told, or counted there: see `raycloak.attestation.orchestrator.refusal_log`.
 """
@@ -150,7 +151,8 @@ class KeyDesk:
         Raises:
             EvidenceError: ``release_denied`` if the member is not an admitted worker, or a key was drawn as often as
                 its quota says. Also if its evidence has expired, served another epoch or was appraised by another
-                policy. ``log_forked`` if the member has seen more of the log than there is. The log has the refusal.
+                policy. ``sealed_demand`` if training examples are sealed for other terms than the run's manifest
+                states. ``log_forked`` if the member has seen more of the log than there is. The log has the refusal.
         """
         return self.grant(member_id, epoch, virtual_workers, seen).proved(self._log)
 
@@ -198,6 +200,7 @@ class KeyDesk:
         with refusals_logged(self._refusals, self._transaction, member_id, kind):
             key_terms = self._key_policy(kind)
             keys.require_policy(key_terms.policy.evidence_policy)
+            keys.require_demand(self._terms.manifest, self._terms.manifest_digest)
             admitted = self._entitled(member_id, epoch, key_terms.policy)
             plaintext = b"".join(keys.of(v).reveal() for v in virtual_workers)
             commitments = keys.header.key_commitments

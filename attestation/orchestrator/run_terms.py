@@ -19,6 +19,8 @@ class RunTerms:
     """The terms of a run: the policy that evidence is judged by, and the manifest that it is for.
 
     Attributes:
+        manifest: the bytes of the manifest that ``manifest_digest`` is of; needed where training examples are sealed,
+            because their owner's demand is checked against it.
         sealed, evaluation: the training examples and the evaluation split, where they are sealed.
         displaces: whether a newcomer takes the place of the members on its machine or its GPUs, instead of being
             refused. At a key service members come one after the other, so a member that is still there has died.
@@ -38,6 +40,7 @@ class RunTerms:
     displaces: bool = False
     lasting: frozenset[str] | None = None
     epochs: int = MAX_EPOCHS
+    manifest: bytes = b""
 
     def lasts(self, member_id: str) -> bool:
         """Return whether a member is kept when its evidence expires; an observer, known by its name, never is."""

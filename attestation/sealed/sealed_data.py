@@ -1,25 +1,28 @@
 """Sealed data: a dataset that is encrypted per slice for one policy, and the keys of its slices.
 
 Guarantee: without the key of a slice, only the header's clear text is known: shapes, types, counts and sizes. A slice
-opens only at its place of this dataset, for the policy and the use (training or evaluation) it was sealed for. The
-orchestrator releases slice keys with the virtual-worker keys, to workers that were appraised by that policy. It has no
-key of the same slice for any other policy or use.
+opens only at its place of this dataset, for the policy and the use (training or evaluation) it was sealed for, and
+training data only in runs that meet its owner's demand (`raycloak.attestation.sealed.demand`). The orchestrator
+releases slice keys with the virtual-worker keys, to workers that were appraised by that policy. It has no key of the
+same slice for any other policy, use or demand.
 Not guaranteed: that the data owner's dataset key, a file that the orchestrator reads, stays where it is.
 """
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, model_validator
 
 from raycloak.attestation.core.canonical import canonical_json, length_prefixed
 from raycloak.attestation.core.keys import Purpose, Secret, derive
 from raycloak.attestation.core.messages import Message, parse
 from raycloak.attestation.files.private import read_private
 from raycloak.attestation.keys.release import key_commitment
+from raycloak.attestation.sealed.demand import SealedDemand, StatedRun
 from raycloak.attestation.sealed.package_manifest import Payload
 from raycloak.metrics.errors import ConfigError, EvidenceError, ProtocolError
 from raycloak.metrics.file_errors import file_error
@@ -44,6 +47,8 @@ class SealedHeader(Message):
         dataset_id: 16 random bytes, drawn when it was sealed.
         virtual_workers: number of slices; example i is in slice i mod V.
         policy_digest: digest of the evidence policy that it was sealed for.
+        demand: the owner's demand of every run that trains on it; None for an evaluation split, whose results are
+            exact.
         form: shapes and types of the examples.
         key_commitments: the commitments to the slice keys.
         slices: the encrypted file of each slice.
@@ -51,28 +56,44 @@ class SealedHeader(Message):
 
     DOMAIN: ClassVar[str] = "raycloak/sealed-data/header/v1"
 
-    format: Literal[2] = 2
+    format: Literal[3] = 3
     use: Use
     dataset_id: bytes = Field(min_length=16, max_length=16)
     virtual_workers: int = Field(gt=0)
     policy_digest: bytes = Field(min_length=32, max_length=32)
+    demand: SealedDemand | None
     form: dict[str, JsonValue]
     key_commitments: tuple[bytes, ...]
     slices: tuple[Payload, ...] = ()
 
+    @model_validator(mode="after")
+    def _demand_of_use(self) -> Self:
+        if (self.use == "training") != (self.demand is not None):
+            raise ValueError("training data comes with a demand, an evaluation split without")
+        return self
+
     def context(self, v: int) -> bytes:
         """Return the context that slice ``v`` and its key are bound to."""
-        fields = (self.use, self.dataset_id, self.virtual_workers, self.policy_digest, canonical_json(self.form), v)
-        return length_prefixed("raycloak/sealed-data/slice/v2", *fields)
+        demand = b"" if self.demand is None else self.demand.digest()
+        form = canonical_json(self.form)
+        fields = (self.use, self.dataset_id, self.virtual_workers, self.policy_digest, demand, form, v)
+        return length_prefixed("raycloak/sealed-data/slice/v3", *fields)
 
     @classmethod
     def load(cls, folder: Path) -> Self:
         """Read the header of the sealed dataset in ``folder``; ConfigError ``sealed_data`` if there is none."""
         try:
-            header = parse(cls, (folder / HEADER_FILE).read_bytes())
+            content = (folder / HEADER_FILE).read_bytes()
+            header = parse(cls, content)
         except OSError as error:
             raise file_error("sealed_data", "read", folder / HEADER_FILE, error) from None
         except ProtocolError:
+            if _is_older(content):
+                raise ConfigError(
+                    "sealed_data",
+                    f"{folder} was sealed by an earlier version, without a demand of its owner.",
+                    "Seal it again: raycloak data seal.",
+                ) from None
             raise ConfigError(
                 "sealed_data",
                 f"{folder / HEADER_FILE} is not the header of a sealed dataset.",
@@ -96,6 +117,15 @@ class SealedHeader(Message):
             )
 
 
+def _is_older(content: bytes) -> bool:
+    """Return whether ``content`` is a header of an earlier format."""
+    try:
+        found = json.loads(content)
+    except ValueError:
+        return False
+    return isinstance(found, dict) and found.get("format") in (1, 2)
+
+
 def slice_file(folder: Path, v: int) -> Path:
     """Return the path of slice ``v``'s encrypted file."""
     return folder / f"slice-{v:05d}.enc"
@@ -104,9 +134,9 @@ def slice_file(folder: Path, v: int) -> Path:
 def slice_key(dataset_key: Secret, header: SealedHeader, v: int) -> Secret:
     """Derive the key of slice ``v``. Only the data owner and the orchestrator can.
 
-    Guarantee: another policy, use, form or number of slices in ``header`` gives another key. So an attacker may show
-    the orchestrator a header with a weaker policy, or training data as an evaluation split. The keys released for it
-    open no slice.
+    Guarantee: another policy, use, demand, form or number of slices in ``header`` gives another key. So an attacker
+    may show the orchestrator a header with a weaker policy or demand, or training data as an evaluation split. The
+    keys released for it open no slice.
     """
     return derive(dataset_key, _PURPOSES[header.use], header.context(v))
 
@@ -159,6 +189,18 @@ class SliceKeys:
     def of(self, v: int) -> Secret:
         """Derive the key of slice ``v``."""
         return slice_key(self.dataset_key, self.header, v)
+
+    def require_demand(self, manifest: bytes, manifest_digest: bytes) -> None:
+        """Require that the manifest with this digest meets the owner's demand, if there is one.
+
+        Args:
+            manifest: the manifest's bytes; no trust is placed in their origin.
+
+        Raises:
+            EvidenceError: ``sealed_demand``.
+        """
+        if self.header.demand is not None:
+            self.header.demand.require(StatedRun.read(manifest, manifest_digest))
 
     def require_policy(self, evidence_policy: bytes) -> None:
         """Raise EvidenceError ``release_denied`` unless the dataset was sealed for this policy."""

@@ -123,9 +123,24 @@ def _account(output: Output, ledger: "PrivacyLedger", *names: str) -> int:
     return 0
 
 
+@budget.command("key")
+def key_command(ledger: LedgerUrl = None, as_json: AsJson = False, debug: Debug = False) -> None:
+    """Show the public key of the ledger, which `data seal` names; a missing ledger is made."""
+    execute(as_json, debug, lambda output: _key(output, ledger))
+
+
+def _key(output: Output, url: str | None) -> int:
+    from raycloak.coordinator.console.tables import fields_table
+
+    with ledger_at(url, create=True) as ledger:
+        key = ledger.public_key
+    output.result({"key": key}, fields_table("Ledger", [("key", key.hex())]))
+    return 0
+
+
 @budget.command("fingerprint")
 def fingerprint_command(config: ConfigFile, as_json: AsJson = False, debug: Debug = False) -> None:
-    """Compute the keyed fingerprint of CONFIG's dataset; needs the data and its key."""
+    """Compute the fingerprint of CONFIG's dataset: with its key, or from the header of a sealed one."""
     execute(as_json, debug, lambda output: _fingerprint(output, config))
 
 
@@ -143,10 +158,10 @@ def _fingerprint_of(path: Path) -> bytes:
     from raycloak.workers.inputs.fingerprint import dataset_fingerprint
 
     config = load_config(path)
-    if config.dataset is None or config.dataset.fingerprint_key is None:
+    if config.dataset is None or (config.dataset.fingerprint_key is None and config.dataset.kind != "sealed"):
         raise ConfigError(
             "fingerprint_key",
-            f"{path} names no dataset with a fingerprint_key.",
+            f"{path} names no sealed dataset, and none with a fingerprint_key.",
             "Make a key beside the data: (umask 077; openssl rand -hex 32 > FILE).",
         )
     described = descriptor(config.dataset)

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from raycloak.coordinator.cli.options import AsJson, ConfigFile, Debug, Overrides, execute
+from raycloak.coordinator.cli.options import AsJson, ConfigFile, Debug, Overrides, execute, hexadecimal
 from raycloak.coordinator.config.run import load_config
 from raycloak.coordinator.console.output import Output
 
@@ -27,12 +27,23 @@ def seal_command(
     part: Annotated[
         Literal["training", "evaluation"], typer.Option(help="Seal CONFIG's dataset, or its evaluation.dataset.")
     ] = "training",
+    ledger_key: Annotated[
+        str | None, typer.Option(metavar="HEX", help="Ledger that a run must charge to: what `budget key` printed.")
+    ] = None,
+    account: Annotated[str | None, typer.Option(metavar="NAME", help="Account of it that a run must pay from.")] = None,
+    least_noise: Annotated[
+        float | None, typer.Option(metavar="Z", help="Least noise multiplier of all that a run releases.")
+    ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Encrypt examples of CONFIG, one slice per virtual worker, for CONFIG's policy."""
-    execute(as_json, debug, lambda output: _seal(output, config, overrides, key, out, part))
+    """Encrypt examples of CONFIG, one slice per virtual worker, for CONFIG's policy.
+
+    Training data needs --ledger-key, --account and --least-noise: only runs that state them get its keys.
+    """
+    demanded = ledger_key, account, least_noise
+    execute(as_json, debug, lambda output: _seal(output, config, overrides, key, out, part, demanded))
 
 
 def _seal(
@@ -42,11 +53,14 @@ def _seal(
     key: Path,
     out: Path,
     part: Literal["training", "evaluation"],
+    demanded: tuple[str | None, str | None, float | None],
 ) -> int:
     from raycloak.coordinator.console.tables import fields_table, size_text
-    from raycloak.coordinator.planning.sealing import seal_for
+    from raycloak.coordinator.planning.sealing import SealTerms, seal_for
 
-    header, policy = seal_for(load_config(config, overrides), config.parent, key, out, part)
+    ledger_key, account, least_noise = demanded
+    terms = SealTerms.of(part, hexadecimal(ledger_key), account, least_noise)
+    header, policy = seal_for(load_config(config, overrides), config.parent, key, out, terms)
     cipher_bytes = sum(each.cipher_bytes for each in header.slices)
     simulated = policy.accepts_simulated
     facts = {
@@ -57,13 +71,20 @@ def _seal(
         "bytes": cipher_bytes,
         "policy_digest": header.policy_digest.hex(),
         "simulated": simulated,
+        "fingerprint": header.digest().hex(),
+        "demand": header.demand.model_dump(mode="json") if header.demand else None,
     }
     rows = [
         ("folder", f"{out}, for {part}"),
         ("slices", f"{header.virtual_workers}, {size_text(cipher_bytes)}"),
         ("opened by", "workers of a run under the policy " + header.policy_digest.hex()),
+        ("fingerprint", header.digest().hex()),
         ("key", f"{key}: keep it; {'' if part == 'training' else 'evaluation.'}dataset.key_file of a run names it"),
     ]
+    if header.demand is not None:
+        demand = header.demand
+        rows.append(("demands", f"account '{demand.account}' of ledger {demand.ledger_key.hex()}"))
+        rows.append(("least noise", f"{demand.least_noise_multiplier:g} in every release"))
     output.result(
         facts, fields_table("Sealed data (SIMULATED evidence opens it)" if simulated else "Sealed data", rows)
     )

@@ -75,7 +75,8 @@ class ServiceConfig(Section):
         policy, collateral: files to judge evidence by. Without them, simulated evidence is accepted, which proves
             nothing about a machine. A policy that names a collateral service needs no file of collateral.
         manifest: the manifest of a run whose keys are given; or ``contract``.
-        sealed, evaluation: examples to train on and to evaluate on, if they are sealed.
+        sealed, evaluation: examples to train on and to evaluate on, if they are sealed. ``sealed`` goes with a
+            manifest, which must meet the demand of their owner.
         limits: limits of the service, by name.
     """
 
@@ -110,6 +111,8 @@ class ServiceConfig(Section):
             raise ValueError(
                 "slice keys (sealed, evaluation) go to workers that hosting names; with any, each would get all"
             )
+        if self.sealed and self.manifest is None:
+            raise ValueError("sealed goes with a manifest: the owner of the data makes demands of what it states")
         return self
 
 
@@ -233,7 +236,8 @@ def _served(
         answer, count = manifest.known_answer, manifest.computation.mechanism.virtual_workers
         context = key_context(manifest.computation, answer)
         epochs = len(manifest.key_commitments)
-        return _Served(RunTerms(manifest.digest(), context, count, answer, policy, collateral, epochs=epochs), None)
+        terms = manifest.digest(), context, count, answer, policy, collateral
+        return _Served(RunTerms(*terms, epochs=epochs, manifest=manifest.encode()), None)
     assert config.contract is not None  # the configuration has one of the two
     answer, count = bytes.fromhex(config.contract.known_answer), config.contract.virtual_workers
     context = contract_context(count, answer)
@@ -246,9 +250,9 @@ def _served(
         known_answer=answer,
         key_commitments=run.key_commitments(context, count, config.contract.epochs),
     )
-    terms = contract.digest(), context, count, answer, policy, collateral
+    by_contract = contract.digest(), context, count, answer, policy, collateral
     # At a key service, a worker that died before its release makes room on its machine.
-    of_run = RunTerms(*terms, displaces=config.hosting == "any", epochs=config.contract.epochs)
+    of_run = RunTerms(*by_contract, displaces=config.hosting == "any", epochs=config.contract.epochs)
     return _Served(of_run, contract)
 
 

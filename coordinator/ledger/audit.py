@@ -33,6 +33,7 @@ from raycloak.coordinator.ledger.rules import (
     check_accountant,
     check_claims,
     check_dataset,
+    check_noised,
     check_reserve,
     check_shareable,
     epsilon_at,
@@ -137,6 +138,7 @@ class AuditedChain:
         with _held_to(entry):
             self.accounts[event.account].require_open()
             check_dataset(account, event.dataset_fingerprint)
+            check_noised(event.run_id, account, event.mechanisms)
             for mechanism in private:
                 check_claims(event.run_id, mechanism)
                 check_accountant(event.run_id, mechanism, account)

@@ -72,13 +72,14 @@ def registration(
     """Build the event of a new run, with its cost.
 
     Raises:
-        BudgetError: ``dataset_mismatch``, or a flaw of a mechanism: ``mechanism_inconsistent``, ``honest_share``,
-            ``sigma_too_small`` or ``accountant_mismatch``.
+        BudgetError: ``dataset_mismatch`` or ``account_private``, or a flaw of a mechanism: ``mechanism_inconsistent``,
+            ``honest_share``, ``sigma_too_small`` or ``accountant_mismatch``.
         ConfigError: ``delta_too_small`` for the accountant.
     """
     if len({mechanism.query for mechanism in mechanisms}) != len(mechanisms) or not mechanisms:
         raise BudgetError("mechanism_inconsistent", f"run {run_id} does not name each of its mechanisms once.")
     check_dataset(terms, dataset_fingerprint)
+    check_noised(run_id, terms, mechanisms)
     costs = tuple(_cost(run_id, mechanism, terms) for mechanism in mechanisms)
     quote = quoted(terms, mechanisms)
     event = RunRegistered(
@@ -120,6 +121,21 @@ def check_dataset(terms: AccountOpened, dataset_fingerprint: bytes) -> None:
         f"fingerprint of the run's data {found}.",
         "Name the account of this data, and with dataset.fingerprint_key the key the account was opened with.",
     )
+
+
+def check_noised(run_id: str, terms: AccountOpened, mechanisms: Sequence[Mechanism]) -> None:
+    """Refuse a release without noise on an account that is bound to a dataset; BudgetError ``account_private``.
+
+    A mechanism that is not private costs nothing. Only the account's owner, not the run's, says whose data it is.
+    """
+    clear = [mechanism.query for mechanism in mechanisms if not mechanism.private]
+    if terms.fingerprint and clear:
+        raise BudgetError(
+            "account_private",
+            f"account '{terms.account}' is bound to a dataset, and run {run_id} would release its {clear[0]} without "
+            "noise.",
+            "Set dp_config.enabled: true; an account that is bound to data pays only for noised releases.",
+        )
 
 
 def _cost(run_id: str, mechanism: Mechanism, terms: AccountOpened) -> tuple[float, ...]:

@@ -95,4 +95,5 @@ def run_terms(
         sealed=sealed,
         evaluation=evaluation,
         epochs=len(manifest.key_commitments),
+        manifest=manifest.encode(),
     )

@@ -20,6 +20,7 @@ from raycloak.metrics.errors import ConfigError, ProtocolError
 from raycloak.metrics.file_errors import file_error
 from raycloak.workers.inputs.datasets import DatasetForm
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
+from raycloak.workers.inputs.fingerprint import dataset_fingerprint
 
 
 def preflight(config: RunConfig, base: Path) -> None:
@@ -31,10 +32,12 @@ def preflight(config: RunConfig, base: Path) -> None:
         base: folder that relative paths start from.
 
     Raises:
-        ConfigError: ``evaluation_not_public``, ``ledger_url``, ``witness``, ``recipient`` or ``key_service``.
+        ConfigError: ``evaluation_not_public``, ``evaluation_private``, ``ledger_url``, ``witness``, ``recipient`` or
+            ``key_service``.
     """
     if config.evaluation is not None:
         require_public(config.evaluation.dataset.kind, config.evaluation.dataset.public)
+        require_apart(config, base)
     if config.ledger.url is not None:
         usable_url(config.ledger.url)
     if config.ledger.witness is not None:
@@ -125,6 +128,67 @@ def require_public(kind: str, public: bool) -> None:
             "the evaluation dataset is not declared public, so results on it would leak.",
             f"Set evaluation.dataset.public: true if {what} need no protection.",
         )
+
+
+def require_apart(config: RunConfig, base: Path) -> None:
+    """Refuse a split to evaluate on that names what the run trains on with privacy.
+
+    Guarantee: passes only if the two are not one path, also through links or from another folder, neither path is
+    inside the other, and they are not one function or one part of the digits. A copy, or one more function that
+    returns the same, is another name: see :func:`require_other_content`.
+
+    Args:
+        base: folder that relative paths start from.
+
+    Raises:
+        ConfigError: ``evaluation_private``.
+    """
+    trained, measured = config.dataset, part_of(config, "evaluation")
+    if trained is None or measured is None or not config.dp_config.enabled:
+        return
+    if trained.path is not None and measured.path is not None and _overlap(base / trained.path, base / measured.path):
+        raise _same_data(f"{measured.path} is, or shares files with, {trained.path}")
+    if trained.function is not None and trained.function == measured.function:
+        raise _same_data(f"both are {measured.function}")
+    if trained.kind == measured.kind == "digits" and trained.split == measured.split:
+        raise _same_data(f"both are the {measured.split} part of the digits")
+
+
+def require_other_content(config: RunConfig, base: Path, fingerprint: bytes) -> None:
+    """Refuse a split to evaluate on that has the fingerprint of the data that the run trains on with privacy.
+
+    It can be told only where both name a ``fingerprint_key``; under one key, one content has one fingerprint.
+
+    Args:
+        fingerprint: of the data that workers opened, as they state it; empty without a key.
+
+    Raises:
+        ConfigError: ``evaluation_private``, or as `raycloak.workers.inputs.fingerprint.dataset_fingerprint`.
+        DatasetError: the split cannot be read.
+    """
+    measured = part_of(config, "evaluation")
+    if measured is None or measured.fingerprint_key is None or not config.dp_config.enabled or not fingerprint:
+        return
+    described = descriptor(measured)
+    if dataset_fingerprint(described, described.open(base), base) == fingerprint:
+        raise _same_data(f"both have the fingerprint {fingerprint.hex()}")
+
+
+def _overlap(one: Path, other: Path) -> bool:
+    """Return whether two paths are one file or folder, or one of them is inside the other."""
+    resolved, against = one.resolve(), other.resolve()
+    if resolved.is_relative_to(against) or against.is_relative_to(resolved):
+        return True
+    # A hard link has no path to resolve, and a file system may not tell upper from lower case.
+    return resolved.exists() and against.exists() and resolved.samefile(against)
+
+
+def _same_data(why: str) -> ConfigError:
+    return ConfigError(
+        "evaluation_private",
+        f"evaluation.dataset is data that the run trains on with privacy: {why}.",
+        "Evaluate on other data; measurements.evaluation measures the training examples with noise.",
+    )
 
 
 def part_of(config: RunConfig, use: Use) -> DatasetConfig | None:

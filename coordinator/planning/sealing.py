@@ -4,10 +4,15 @@ Only `raycloak data seal` needs it: the owner seals where the data lies, before 
 """
 
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
+
+from pydantic import ValidationError
 
 from raycloak.attestation.files.private import publish, require_name
 from raycloak.attestation.policy.policy import Policy, load_policy, simulated_policy
+from raycloak.attestation.sealed.demand import SealedDemand
 from raycloak.attestation.sealed.sealed_data import SealedHeader, Use, load_dataset_key
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
 from raycloak.coordinator.config import home
@@ -18,10 +23,44 @@ from raycloak.metrics.file_errors import file_error
 from raycloak.workers.inputs.sealed import seal_dataset
 
 
-def seal_for(
-    config: RunConfig, base: Path, key_file: Path, out: Path, use: Use = "training"
-) -> tuple[SealedHeader, Policy]:
-    """Encrypt the dataset that ``config`` names for ``use``, for its policy and its virtual workers.
+@dataclass(frozen=True, slots=True)
+class SealTerms:
+    """The purpose that a dataset is sealed for, and what its owner demands."""
+
+    use: Use
+    demand: SealedDemand | None
+
+    @classmethod
+    def of(cls, use: Use, ledger_key: bytes | None, account: str | None, least_noise: float | None) -> Self:
+        """Return the terms that the options of a command name; ConfigError ``seal_demand`` if they are none."""
+        given = ledger_key, account, least_noise
+        if use == "evaluation":
+            if given != (None, None, None):
+                raise ConfigError(
+                    "seal_demand",
+                    "an evaluation split has no ledger, account or noise: results on it are exact.",
+                    "Leave --ledger-key, --account and --least-noise out, or seal it for training.",
+                )
+            return cls(use, None)
+        if ledger_key is None or account is None or least_noise is None:
+            raise ConfigError(
+                "seal_demand",
+                "training data is sealed for one ledger, one account and a least noise multiplier.",
+                "Give --ledger-key (from 'raycloak budget key'), --account and --least-noise.",
+            )
+        try:
+            demand = SealedDemand(ledger_key=ledger_key, account=account, least_noise_multiplier=least_noise)
+        except ValidationError:
+            raise ConfigError(
+                "seal_demand",
+                "a ledger's key has 32 bytes, an account has a name, and the least noise multiplier is above 0.",
+                "Take the key as 'raycloak budget key' gives it.",
+            ) from None
+        return cls(use, demand)
+
+
+def seal_for(config: RunConfig, base: Path, key_file: Path, out: Path, terms: SealTerms) -> tuple[SealedHeader, Policy]:
+    """Encrypt the dataset that ``config`` names for a use, for its policy and its virtual workers.
 
     Args:
         key_file: the data owner's key; made, mode 0600, if there is none.
@@ -29,6 +68,7 @@ def seal_for(
     Raises:
         ConfigError, DatasetError: the dataset cannot be sealed.
     """
+    use = terms.use
     part = part_of(config, use)
     if part is None or part.kind == "sealed":
         field = "dataset" if use == "training" else "evaluation.dataset"
@@ -43,9 +83,9 @@ def seal_for(
         raise DatasetError("dataset_unreadable", f"cannot write {out}: it already exists.", "Name a new folder.")
     is_new = _make_key(key_file)
     try:
-        return seal_dataset(
-            dataset, config.virtual_workers, policy.digest(), load_dataset_key(key_file), out, use
-        ), policy
+        owner = load_dataset_key(key_file)
+        header = seal_dataset(dataset, config.virtual_workers, policy.digest(), owner, out, use, terms.demand)
+        return header, policy
     except BaseException:
         if is_new:
             key_file.unlink()

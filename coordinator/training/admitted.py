@@ -26,7 +26,7 @@ from raycloak.coordinator.planning.cross_check import checked
 from raycloak.coordinator.planning.manifest import build_computation, build_manifest, epochs, run_terms
 from raycloak.coordinator.planning.payer import PayingAccount, account_cap, paying_account
 from raycloak.coordinator.planning.plan import Plan, make_plan
-from raycloak.coordinator.planning.references import given_contract, sealed_terms
+from raycloak.coordinator.planning.references import given_contract, require_other_content, sealed_terms
 from raycloak.coordinator.record.same_run import require_ledger, require_same_manifest
 from raycloak.coordinator.training.assignment import Order
 from raycloak.coordinator.training.reporting import Reporter
@@ -74,6 +74,7 @@ def admit(order: Order, founders: Founders, reporter: Reporter, evaluation: Seal
         RaycloakError: what refuses the run; nothing was charged.
     """
     config, session, facts = order.config, order.session, founders.facts
+    require_other_content(config, Path(order.setup.base), facts.dataset_fingerprint)
     named = _paying_account(order)
     plan = checked(make_plan(config, facts.num_examples, sum(tensor.size for tensor in facts.tensors), named))
     reporter.planned(plan)
@@ -81,8 +82,9 @@ def admit(order: Order, founders: Founders, reporter: Reporter, evaluation: Seal
     known_answer = founders.known_answer(plan.mechanism, plan.measurements)
     manifest, rollback_witness = _manifest(order, facts, plan, account, known_answer)
     committed = _committed(order, manifest)
-    _open_account(order, plan, manifest, named)
     sealed = sealed_terms(config, Path(order.setup.base))
+    _require_demanded(sealed, manifest)
+    _open_account(order, plan, manifest, named)
     terms = run_terms(manifest, session.policy, session.collateral, sealed, evaluation)
     session.control.orchestrator.begin(terms, secrets.token_hex(16))
     ranges = split_ranges(facts.tensors, config.aggregators)
@@ -148,6 +150,12 @@ def _committed(order: Order, manifest: Manifest) -> Committed:
     committed = {(commit.query, commit.step): commit for commit in control.orchestrator.committed()}
     require_ledger(committed.values(), control.ledger.hash_at)
     return committed
+
+
+def _require_demanded(sealed: SealedSource | None, manifest: Manifest) -> None:
+    """Refuse what orchestrator and workers would refuse later, before anything is registered for it."""
+    if sealed is not None and sealed.header.demand is not None:
+        sealed.header.demand.require(manifest.stated)
 
 
 def _open_account(order: Order, plan: Plan, manifest: Manifest, named: PayingAccount | None) -> None:

@@ -2,6 +2,7 @@ import re
 
 import pytest
 
+from raycloak.metrics.events import FIELDS
 from raycloak.metrics.privacy_class import PrivacyClass
 from raycloak.metrics.registry import BY_NAME, GPU_STATES, OTHER, SERIES, Label, is_identifier
 
@@ -60,6 +61,20 @@ def test_epsilon_is_derived_from_charges_and_so_released():
     assert BY_NAME["raycloak_privacy_epsilon_spent"].privacy is PrivacyClass.RELEASED
     assert BY_NAME["raycloak_evaluation_accuracy_ratio"].privacy is PrivacyClass.RELEASED
     assert BY_NAME["raycloak_evaluation_loss"].privacy is PrivacyClass.RELEASED
+
+
+@pytest.mark.parametrize("series", SERIES, ids=lambda s: s.name)
+def test_what_is_measured_while_examples_are_computed_on_is_physical(series):
+    """Durations and the times of steps' ends; utilization, power and temperature of the boards that compute."""
+    set_before_training = {"raycloak_run_start_timestamp_seconds", "raycloak_evidence_expiry_timestamp_seconds"}
+    measured = series.unit in ("seconds", "watts", "celsius") or "utilization" in series.name
+    expected = measured and series.name not in set_before_training
+    assert (series.privacy is PrivacyClass.PHYSICAL) == expected
+
+
+def test_the_times_in_an_event_are_physical():
+    timed = {field.name for field in FIELDS if field.name == "time" or field.name.endswith("seconds")}
+    assert {field.name for field in FIELDS if field.privacy is PrivacyClass.PHYSICAL} == timed
 
 
 @pytest.mark.parametrize("what", ["examples", "loss", "norm", "clipped", "nonfinite"])

@@ -20,7 +20,7 @@ from raycloak.attestation.core.keys import Secret
 from raycloak.attestation.sealed.sealed_data import SealedHeader, SealedSource, SliceKeys
 from raycloak.coordinator.cluster.ray_backend import RayBackend
 from raycloak.coordinator.config.run import parse_config
-from raycloak.coordinator.planning.sealing import seal_for
+from raycloak.coordinator.planning.sealing import SealTerms, seal_for
 from raycloak.coordinator.runs.demo import demo_config
 from raycloak.coordinator.runs.trainer import Trainer
 from raycloak.metrics.errors import RunFailedError
@@ -183,7 +183,7 @@ def test_nothing_that_left_a_worker_tells_an_update_a_draw_a_loss_a_key_or_an_ex
     That the search would find it is seen by planting: from inside a worker, at the end of the first run.
     """
     searching = _Searching(raycloak_home, watching.workers)
-    seal_for(_config("npz"), inputs, inputs / "split.key", inputs / "split", "evaluation")
+    seal_for(_config("npz"), inputs, inputs / "split.key", inputs / "split", SealTerms("evaluation", None))
     (split := inputs / "split.npz").rename(inputs / "away.npz")
     options = {"config_dir": inputs, "run_secret": inputs / "secret", "notice": searching.notice}
     result = Trainer(_config(), progress=searching.after, **options).train()

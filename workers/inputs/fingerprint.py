@@ -1,11 +1,13 @@
-"""The fingerprint of a dataset: a keyed digest by which an account knows the data it was opened for.
+"""The fingerprint of a dataset: a digest by which an account knows the data it was opened for.
 
-It is keyed because it stands in manifest and ledger. A plain digest there would give away a last unknown example to
-anybody who knows all the others. The key is a file beside the data, for people who may read the data anyway.
+That of a sealed dataset is the digest of its header, which commits to every encrypted file. Anybody may see it: the
+files are encrypted under random keys. Any other fingerprint is keyed, because it stands in manifest and ledger. A plain
+digest there would give away a last unknown example to anybody who knows all the others. The key is a file beside the
+data, for people who may read the data anyway.
 
-Guarantee: its maker held the key and opened these bytes. Two fingerprints under one key are equal exactly if the data
-is. Not guaranteed: that the data is about certain people, or that another file, such as a copy in another order, is
-about others.
+Guarantee: its maker held the key and opened these bytes, or opens no sealed slice but those of this header. Two
+fingerprints under one key are equal exactly if the data is. Not guaranteed: that the data is about certain people, or
+that another file, such as a copy in another order or a second seal, is about others.
 """
 
 import hashlib
@@ -20,13 +22,14 @@ from raycloak.metrics.errors import ConfigError, DatasetError
 from raycloak.metrics.file_errors import file_error
 from raycloak.workers.inputs.datasets import Dataset, slice_digest
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
+from raycloak.workers.inputs.sealed import SealedDataset
 
 # A key that was typed or cut short must not pass for one of 32 random bytes.
 _HEX = re.compile(rb"[0-9a-fA-F]{64}")
 
 
 def dataset_fingerprint(descriptor: DatasetDescriptor, dataset: Dataset, base: Path | str) -> bytes:
-    """Return 32 bytes, or none without a key; reads the whole dataset once.
+    """Return 32 bytes, or none without a key for data in the clear, which is read once from end to end.
 
     The fingerprint of a file depends on its bytes alone: not on its place, nor on the columns that a run reads, nor on
     their scale. That of data from a function or scikit-learn depends on every example.
@@ -39,6 +42,8 @@ def dataset_fingerprint(descriptor: DatasetDescriptor, dataset: Dataset, base: P
             read it.
         DatasetError: ``dataset_unreadable``.
     """
+    if isinstance(dataset, SealedDataset):
+        return dataset.header.digest()
     if descriptor.fingerprint_key is None:
         return b""
     key = _load_key(Path(base) / descriptor.fingerprint_key)

@@ -17,6 +17,7 @@ from raycloak.attestation.core.canonical import canonical_json
 from raycloak.attestation.core.keys import Secret
 from raycloak.attestation.keys.release import key_commitment
 from raycloak.attestation.sealed.chunk_stream import read_payload, write_payload
+from raycloak.attestation.sealed.demand import SealedDemand
 from raycloak.attestation.sealed.package_manifest import Payload
 from raycloak.attestation.sealed.sealed_data import (
     HEADER_FILE,
@@ -43,6 +44,7 @@ def seal_dataset(
     dataset_key: Secret,
     folder: Path,
     use: Use = "training",
+    demand: SealedDemand | None = None,
 ) -> SealedHeader:
     """Encrypt ``dataset`` into a new ``folder``, slice by slice; the header is written last.
 
@@ -50,6 +52,7 @@ def seal_dataset(
 
     Args:
         use: the one purpose that its slices may be opened for; see `raycloak.attestation.sealed.sealed_data`.
+        demand: the owner's, of every run that trains on it. Training data must have one, an evaluation split none.
 
     Raises:
         DatasetError: ``dataset_small``, or ``dataset_unreadable`` if the folder exists or cannot be written.
@@ -61,6 +64,7 @@ def seal_dataset(
         dataset_id=secrets.token_bytes(16),
         virtual_workers=virtual_workers,
         policy_digest=policy_digest,
+        demand=demand,
         form=form.model_dump(mode="json"),
         key_commitments=(),
     )
@@ -100,7 +104,14 @@ def _seal_slice(
 
 
 class SliceLocks(Protocol):
-    """The slices of a dataset, as the keys that a worker is given open and lock them."""
+    """The slices of a dataset, as the keys that a worker is given open and lock them.
+
+    Attributes:
+        demand: the owner's, of every run that trains on them; None unless they are sealed training examples.
+    """
+
+    @property
+    def demand(self) -> SealedDemand | None: ...
 
     def take(self, keys: Mapping[int, Secret], hosted: Collection[int]) -> None:
         """Lock the slices of virtual workers that are not ``hosted``, then open the slices of ``keys``."""
@@ -109,6 +120,8 @@ class SliceLocks(Protocol):
 
 class ClearSlices:
     """The slices of data that is not sealed: all are open, and no key changes that."""
+
+    demand = None
 
     def take(self, keys: Mapping[int, Secret], hosted: Collection[int]) -> None:
         """Do nothing."""
@@ -134,6 +147,11 @@ class SealedDataset:
 
     def __len__(self) -> int:
         return self._form.num_examples
+
+    @property
+    def demand(self) -> SealedDemand | None:
+        """The owner's demand of every run that trains on it; None for an evaluation split."""
+        return self.header.demand
 
     def take(self, keys: Mapping[int, Secret], hosted: Collection[int]) -> None:
         """Lock the slices of virtual workers that are not ``hosted``, then :meth:`unlock` the slices of ``keys``."""

@@ -14,6 +14,7 @@ from raycloak.attestation.core.hybrid_signature import SignerPublic
 from raycloak.attestation.core.messages import Message
 from raycloak.attestation.core.roster import Query
 from raycloak.attestation.keys.halves import ServiceContract
+from raycloak.attestation.sealed.demand import StatedRun
 from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism
@@ -159,7 +160,8 @@ class Manifest(Message):
         orchestrator_key, orchestrator_ml_dsa: the orchestrator's Ed25519 key, which signs all its messages, and its
             ML-DSA-65 key, which signs the heads of its evidence log as well.
         key_commitments: per epoch, digest of the commitments to all virtual-worker keys.
-        dataset_fingerprint: as every worker computed it, see `workers/inputs/fingerprint.py`; empty without a key.
+        dataset_fingerprint: as every worker computed it, see `workers/inputs/fingerprint.py`; empty without a key for
+            data in the clear.
         key_service: contract of the data owner's service, which gives the second half of every virtual-worker key.
             ``key_commitments`` are then of the first half; the contract has the commitments to the second.
     """
@@ -177,6 +179,12 @@ class Manifest(Message):
     key_commitments: tuple[bytes, ...]
     dataset_fingerprint: bytes = b""
     key_service: ServiceContract | None = None
+
+    @property
+    def stated(self) -> StatedRun:
+        """The part that an owner of sealed data may make demands of."""
+        noise = ((each.private, each.noise_multiplier) for each in self.computation.mechanisms)
+        return StatedRun.of(self.ledger_key, self.account, noise)
 
     @property
     def log_owner(self) -> SignerPublic:

@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 import yaml
 
+from raycloak.attestation.core.keys import Secret
 from raycloak.attestation.files import private
 from raycloak.attestation.files.private import publish
+from raycloak.attestation.sealed.demand import SealedDemand
 from raycloak.coordinator.cli import app
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.runs.demo import demo_config
+from raycloak.workers.inputs.datasets import ArrayDataset
+from raycloak.workers.inputs.sealed import seal_dataset
 from tests.coordinator.ledger.witness_server import witness_server
 
 
@@ -174,6 +178,22 @@ def test_accounts_of_one_dataset_share_its_epsilon_and_are_closed(raycloak: Any,
     assert "one (closed)" in raycloak("show", as_json=False)[1]
     assert "one to two" in raycloak("history", as_json=False)[1]
     assert "rollback" in raycloak("verify", as_json=False)[1]
+
+
+def test_an_account_is_bound_to_sealed_data_by_its_header_and_needs_no_key(raycloak: Any, tmp_path: Path):
+    code, ledger = raycloak("key")
+    assert (code, ledger) == (0, raycloak("key")[1])
+    demand = SealedDemand(ledger_key=bytes.fromhex(ledger["key"]), account="one", least_noise_multiplier=1.0)
+    dataset = ArrayDataset(np.zeros((40, 64), np.float32), np.arange(40) % 10)
+    key = Secret(b"d" * 32)
+    header = seal_dataset(dataset, 4, b"p" * 32, key, tmp_path / "sealed", demand=demand)
+    config = tmp_path / "sealed.yaml"
+    named = {"kind": "sealed", "path": "sealed", "key_file": "not-here.key"}
+    config.write_text(yaml.safe_dump({**demo_config(), "dataset": named}))
+    assert raycloak("fingerprint", config)[1]["fingerprint"] == header.digest().hex()
+    opened = raycloak("open", "one", "--epsilon-cap", 4, "--dataset", config)[1]
+    assert opened["fingerprint"] == header.digest().hex()
+    assert raycloak("show")[1]["public_key"] == ledger["key"]
 
 
 def test_what_names_no_data_binds_no_account(raycloak: Any, config: Path, tmp_path: Path):

@@ -12,6 +12,7 @@ import pytest
 
 from raycloak.attestation.policy.policy import simulated_policy
 from raycloak.attestation.sealed.chunk_stream import write_payload
+from raycloak.attestation.sealed.demand import SealedDemand
 from raycloak.attestation.sealed.sealed_data import SealedHeader, SliceKeys
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
 from raycloak.coordinator.cli import app
@@ -32,6 +33,7 @@ dataset: {dataset}
 dp_config: {{noise_multiplier: 2.0, epsilon_cap: 20.0}}
 """
 PLAIN = "{kind: npz, path: examples.npz, features: features}"
+DEMANDED = ("--ledger-key", "6c" * 32, "--account", "patients", "--least-noise", "1.5")
 SEALED = "{kind: sealed, path: sealed, key_file: data.key}"
 
 
@@ -52,6 +54,7 @@ def seal(
     monkeypatch.setattr(app, "leave_stdout", lambda: None)
 
     def call(config: str, out: str = "sealed", *options: str) -> tuple[int, dict[str, Any]]:
+        options = options or DEMANDED
         paths = [str(folder / each) for each in (f"{config}.yaml", "data.key", out)]
         with pytest.raises(SystemExit) as stopped:
             app.main(["data", "seal", paths[0], "--key", paths[1], "--out", paths[2], "--json", *options])
@@ -68,6 +71,9 @@ def test_a_dataset_is_sealed_for_the_policy_and_the_virtual_workers_of_its_confi
     assert header.policy_digest == policy.digest()
     assert (code, told["slices"], told["policy_digest"]) == (0, VIRTUAL_WORKERS, policy.digest().hex())
     assert told["simulated"]
+    assert told["demand"] == {"ledger_key": "6c" * 32, "account": "patients", "least_noise_multiplier": 1.5}
+    assert header.demand == SealedDemand(ledger_key=b"l" * 32, account="patients", least_noise_multiplier=1.5)
+    assert told["fingerprint"] == header.digest().hex()
     assert (folder / "data.key").stat().st_mode & 0o777 == 0o600
     terms = sealed_terms(load_config(folder / "run.yaml", None), folder)
     assert terms is not None
@@ -114,10 +120,29 @@ def test_a_key_that_was_there_stays_where_sealing_fails(folder, seal):
     assert (folder / "data.key").exists()
 
 
+@pytest.mark.parametrize("left_out", [0, 2, 4])
+def test_training_data_is_not_sealed_without_a_whole_demand(folder, seal, left_out):
+    code, told = seal("plain", "sealed", *DEMANDED[:left_out], *DEMANDED[left_out + 2 :])
+    assert (code, told["error"]["code"]) == (2, "seal_demand")
+    assert not (folder / "sealed").exists()
+    assert not (folder / "data.key").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "refused"),
+    [(1, "6c", "seal_demand"), (1, "xyz", "usage"), (3, "", "seal_demand"), (5, "0", "seal_demand"),
+     (5, "-1", "seal_demand"), (5, "nan", "seal_demand"), (5, "inf", "seal_demand")],
+)  # fmt: skip
+def test_a_demand_that_means_nothing_is_refused(folder, seal, option, value, refused):
+    code, told = seal("plain", "sealed", *DEMANDED[:option], value, *DEMANDED[option + 1 :])
+    assert (code, told["error"]["code"]) == (2, refused)
+    assert not (folder / "sealed").exists()
+
+
 def test_a_key_has_a_name(folder, capfd, monkeypatch):
     monkeypatch.setattr(app, "leave_stdout", lambda: None)
     with pytest.raises(SystemExit) as stopped:
-        app.main(["data", "seal", str(folder / "plain.yaml"), "--key", "", "--out", str(folder / "sealed")])
+        app.main(["data", "seal", str(folder / "plain.yaml"), "--key", "", "--out", str(folder / "s"), *DEMANDED])
     assert (stopped.value.code, capfd.readouterr().err.partition(" '.'")[0]) == (2, "error: dataset_key:")
 
 
@@ -129,6 +154,7 @@ def test_an_evaluation_split_is_sealed_for_evaluation_alone(folder, seal):
         path.write_text(path.read_text() + dataset)
     assert seal("plain", "sealed", "--part", "evaluation")[1]["part"] == "evaluation"
     assert SealedHeader.load(folder / "sealed").use == "evaluation"
+    assert seal("plain", "more", "--part", "evaluation", *DEMANDED[:2])[1]["error"]["code"] == "seal_demand"
     config = load_config(folder / "run.yaml", None)
     terms = sealed_terms(config, folder, "evaluation")
     assert terms is not None

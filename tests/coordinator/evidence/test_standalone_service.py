@@ -20,6 +20,7 @@ from raycloak.attestation.keys.halves import ServiceContract
 from raycloak.attestation.keys.release import ExpectedRelease, open_keys, open_slice_keys
 from raycloak.attestation.policy.key_policy import KeyKind
 from raycloak.attestation.policy.policy import simulated_policy
+from raycloak.attestation.sealed.demand import SealedDemand
 from raycloak.attestation.service.client import EvidenceClient
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
 from raycloak.coordinator.cli import app
@@ -31,6 +32,7 @@ from raycloak.metrics.errors import ConfigError, DatasetError, EvidenceError, Re
 from raycloak.workers.inputs.datasets import ArrayDataset
 from raycloak.workers.inputs.sealed import SealedDataset, seal_dataset
 from tests.attestation.collateral_site import published
+from tests.protocol import VIRTUAL_WORKERS, HandRun, examples
 
 ROOT = Path(__file__).resolve().parents[3]
 ANSWER = digest(b"")
@@ -71,15 +73,17 @@ def release_terms(contract, attester):
     return ExpectedRelease(contract.orchestrator, contract.run_id, attester.member_id, contract.digest(), policy)
 
 
-def test_a_member_gets_the_keys_of_the_slices_it_hosts(folder):
-    policy = simulated_policy(SimulatedVendor.load_or_create(home.simulator_folder()), code_measurement())
+def simulated():
+    """The policy of every service here that names none."""
+    return simulated_policy(SimulatedVendor.load_or_create(home.simulator_folder()), code_measurement())
+
+
+def test_a_member_gets_the_keys_of_the_evaluation_slices_it_hosts(folder):
     dataset = ArrayDataset(np.arange(18, dtype=np.float32).reshape(9, 2), np.zeros(9, np.int64))
-    seal_dataset(dataset, 3, policy.digest(), Secret(b"d" * 32), folder / "sealed")
-    seal_dataset(dataset, 3, policy.digest(), Secret(b"d" * 32), folder / "split", "evaluation")
+    seal_dataset(dataset, 3, simulated().digest(), Secret(b"d" * 32), folder / "split", "evaluation")
     (folder / "data.key").touch(mode=0o600)
     (folder / "data.key").write_text((b"d" * 32).hex())
-    sealed = {"sealed": {"path": "sealed", "key_file": "data.key"}}
-    server, session, facts = started(folder, **sealed, evaluation={"path": "split", "key_file": "data.key"})
+    server, session, facts = started(folder, evaluation={"path": "split", "key_file": "data.key"})
     contract = parse(ServiceContract, facts.contract.read_bytes().strip())
     client, attester = member(contract, facts.address)
     with client:
@@ -88,16 +92,46 @@ def test_a_member_gets_the_keys_of_the_slices_it_hosts(folder):
     server.stop()
     session.run.close()
     terms, hpke = release_terms(contract, attester), attester.hpke
-    for opened, given, kind in (
-        (SealedDataset(folder / "sealed"), release.slices, KeyKind.DATASET),
-        (SealedDataset(folder / "split", "evaluation"), release.evaluation, KeyKind.EVALUATION),
-    ):
-        opened.unlock(open_slice_keys(given, kind, terms, hpke))
-        assert opened.batch(np.array([3, 2]))[0].tolist() == [[6, 7], [4, 5]]
-        with pytest.raises(DatasetError, match="slice_sealed"):
-            opened.batch(np.array([1]))
+    opened = SealedDataset(folder / "split", "evaluation")
+    opened.unlock(open_slice_keys(release.evaluation, KeyKind.EVALUATION, terms, hpke))
+    assert opened.batch(np.array([3, 2]))[0].tolist() == [[6, 7], [4, 5]]
+    with pytest.raises(DatasetError, match="slice_sealed"):
+        opened.batch(np.array([1]))
     with pytest.raises(EvidenceError, match="key_package_mismatch"):
-        open_slice_keys(release.slices, KeyKind.EVALUATION, terms, hpke)
+        open_slice_keys(release.evaluation, KeyKind.DATASET, terms, hpke)
+
+
+@pytest.mark.parametrize("account", ["by-hand", "others"])
+def test_training_slices_are_opened_only_for_a_manifest_that_states_their_owners_terms(folder, account):
+    policy = simulated()
+    stated = HandRun(folder / "hand").manifest.model_copy(update={"policy_digest": policy.digest()})
+    (folder / "manifest.json").write_bytes(stated.encode())
+    demand = SealedDemand(ledger_key=stated.ledger_key, account=account, least_noise_multiplier=1.5)
+    dataset = ArrayDataset(*examples())
+    seal_dataset(dataset, VIRTUAL_WORKERS, policy.digest(), Secret(b"d" * 32), folder / "sealed", demand=demand)
+    (folder / "data.key").touch(mode=0o600)
+    (folder / "data.key").write_text((b"d" * 32).hex())
+    server, session, facts = started(
+        folder,
+        contract=None,
+        manifest="manifest.json",
+        sealed={"path": "sealed", "key_file": "data.key"},
+        hosting={"worker-0": [0, 2], "worker-1": [1, *range(3, VIRTUAL_WORKERS)]},
+    )
+    client, attester = member(stated, facts.address)
+    with client:
+        client.attest(attester.present(client.challenge(), stated.digest(), stated.known_answer))
+        if account != stated.account:
+            with pytest.raises(RefusedError, match=r"sealed_demand: .*the account 'others'"):
+                client.release_keys(0)
+        else:
+            terms = ExpectedRelease(stated.log_owner, stated.run_id, "worker-0", stated.digest(), policy)
+            keys = open_slice_keys(client.release_keys(0).slices, KeyKind.DATASET, terms, attester.hpke)
+            opened = SealedDataset(folder / "sealed")
+            opened.unlock(keys)
+            assert opened.batch(np.array([0, 2]))[0].tobytes() == dataset.batch(np.array([0, 2]))[0].tobytes()
+    server.stop()
+    session.run.close()
 
 
 def test_a_member_with_the_contract_gets_the_keys_it_commits_to_also_after_a_restart(folder):
@@ -159,7 +193,7 @@ def test_a_hardware_policy_refuses_simulated_workers(folder):
         ({"run_secret": "none"}, "run_secret"),
         ({"bind": "not-a-host.invalid:1"}, "bind"),
         ({"limits": {"deadline_s": 0}}, "config"),
-        ({"sealed": {"path": "none", "key_file": "data.key"}}, "sealed_data"),
+        ({"sealed": {"path": "none", "key_file": "data.key"}}, "config"),
         ({"sealed": {"path": "none", "key_file": "data.key"}, "hosting": "any"}, "config"),
         ({"evaluation": {"path": "none", "key_file": "data.key"}}, "sealed_data"),
         ({"evaluation": {"path": "none", "key_file": "data.key"}, "hosting": "any"}, "config"),

@@ -333,6 +333,21 @@ def test_a_run_on_other_data_is_refused_and_nothing_is_written(ledger: PrivacyLe
     assert receipt.dataset_fingerprint == b"g" * 32
 
 
+PUBLIC = {"private": False, "noise_multiplier": 0.0, "sigma": 0.0}
+
+
+def test_an_account_that_is_bound_to_data_pays_for_no_release_without_noise(ledger: PrivacyLedger):
+    """Not even beside a noised one, whatever the trainer's file says of the data."""
+    before = content(ledger)
+    clear = mechanism(**PUBLIC)
+    for mechanisms in ((clear,), (mechanism(), clear.model_copy(update={"query": "evaluation"}))):
+        with pytest.raises(BudgetError, match="account_private: account 'patients' is bound to a dataset"):
+            ledger.register_run("run-b", "patients", mechanisms, MANIFEST, PEOPLE)
+    assert content(ledger) == before
+    ledger.open_account("free", CAP, DELTA)
+    ledger.register_run("run-b", "free", (clear,), MANIFEST, PEOPLE)
+
+
 @pytest.mark.parametrize(
     "terms", [(9.0, DELTA, AUTHORITY.public, PEOPLE), (CAP, 1e-6, AUTHORITY.public, PEOPLE),
               (CAP, DELTA, b"", PEOPLE), (CAP, DELTA, AUTHORITY.public, b"")],
@@ -404,6 +419,7 @@ def test_the_audit_holds_every_change_to_the_ledgers_own_rules(ledger: PrivacyLe
         (moved.model_copy(update={"target": "nobody"}), "never opened"),
         (AccountClosed(recorded_at=5, account="study", epsilon_cap=9.0), "with another cap"),
         (registered.model_copy(update={"run_id": "b", "dataset_fingerprint": b"g" * 32}), "dataset_mismatch"),
+        (registered.model_copy(update={"run_id": "b", "mechanisms": (mechanism(**PUBLIC),)}), "account_private"),
         (registered.model_copy(update={"run_id": "b", "epsilon_cap": 9.0}), "another cap than its account"),
     ]
     for event, why in cases:

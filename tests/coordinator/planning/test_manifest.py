@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from raycloak.attestation.core.messages import parse
 from raycloak.coordinator.planning.manifest import build_computation, epochs, run_terms
 from raycloak.workers.gradients.clipping import micro_batches
 from raycloak.workers.terms.manifest import Manifest, key_context
@@ -106,6 +107,7 @@ def test_the_manifest_names_everybody_who_may_sign_and_survives_the_wire(hand):
 def test_the_orchestrator_is_told_the_manifests_own_terms(hand):
     terms = run_terms(hand.manifest, hand.policy, hand.collateral)
     assert terms.manifest_digest == hand.manifest.digest()
+    assert parse(Manifest, terms.manifest) == hand.manifest
     assert terms.key_context == key_context(hand.manifest.computation, hand.known_answer)
     assert terms.virtual_workers == hand.mechanism.virtual_workers
     assert terms.known_answer == hand.known_answer

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from raycloak.coordinator.config.run import parse_config
+from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.planning.dry_run import plan_of
 from raycloak.coordinator.planning.references import preflight
 from raycloak.coordinator.runs.trainer import Trainer
@@ -27,6 +27,75 @@ UNUSABLE = [
     ({"checkpoint": {"recipients": ["none.pub"]}}, "recipient"),
     ({"key_service": {"address": "owner:7443", "contract": "none.json"}}, "key_service"),
 ]
+
+
+def apart(trained: dict[str, Any], measured: dict[str, Any], **changes: Any) -> RunConfig:
+    return parse_config(GOOD | {"dataset": trained, "evaluation": {"dataset": measured | {"public": True}}} | changes)
+
+
+def npz(path: str) -> dict[str, Any]:
+    return {"kind": "npz", "path": path}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Private data under several names, and a split of its own."""
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    (tmp_path / "in" / "train.npz").write_bytes(b"private")
+    (tmp_path / "in" / "test.npz").write_bytes(b"private")
+    (tmp_path / "linked.npz").symlink_to(tmp_path / "in" / "train.npz")
+    (tmp_path / "hard.npz").hardlink_to(tmp_path / "in" / "train.npz")
+    (tmp_path / "here").symlink_to(tmp_path / "in")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "measured",
+    ["in/train.npz", "in/deep/../train.npz", "./in//train.npz", "linked.npz", "hard.npz", "here/train.npz", "ABSOLUTE",
+     "in", "here", ".", "in/train.npz/part"],
+)  # fmt: skip
+def test_one_path_is_not_both_private_data_and_public_split(measured: str, folder: Path):
+    path = str(folder / "in" / "train.npz") if measured == "ABSOLUTE" else measured
+    with pytest.raises(ConfigError, match="evaluation_private"):
+        preflight(apart(npz("in/train.npz"), npz(path)), folder)
+    with pytest.raises(ConfigError, match="evaluation_private"):
+        preflight(apart(npz(path), npz("in/train.npz")), folder)
+
+
+def test_a_sealed_folder_is_not_both_either(folder: Path):
+    sealed = {"kind": "sealed", "path": "in", "key_file": "data.key"}
+    for one, other in ((sealed, sealed), (sealed, npz("in/test.npz")), (npz("in/test.npz"), sealed)):
+        with pytest.raises(ConfigError, match="evaluation_private"):
+            preflight(apart(one, other), folder)
+
+
+def test_one_function_and_one_part_of_the_digits_are_not_both(folder: Path):
+    function = {"kind": "module", "function": "hospital:patients"}
+    for same in (function, {"kind": "digits"}, {"kind": "digits", "split": "public"}):
+        with pytest.raises(ConfigError, match="evaluation_private"):
+            preflight(apart(same, same), folder)
+
+
+def test_data_declared_public_on_both_sides_is_still_not_both_where_privacy_is_on(folder: Path):
+    both = npz("in/train.npz") | {"public": True}
+    with pytest.raises(ConfigError, match="evaluation_private"):
+        preflight(apart(both, both), folder)
+    preflight(apart(both, both, dp_config={"enabled": False}), folder)
+
+
+@pytest.mark.parametrize(
+    ("trained", "measured"),
+    [
+        (npz("in/train.npz"), npz("in/test.npz")),
+        (npz("in/train.npz"), npz("in/train.npz2")),
+        (npz("in/train.npz"), npz("not-there-yet.npz")),
+        ({"kind": "digits"}, {"kind": "digits", "split": "public"}),
+        ({"kind": "module", "function": "a:b"}, {"kind": "module", "function": "a:c"}),
+        ({"kind": "module", "function": "a:b"}, npz("in/test.npz")),
+    ],
+)
+def test_other_data_is_evaluated_on(trained: dict[str, Any], measured: dict[str, Any], folder: Path):
+    preflight(apart(trained, measured), folder)
 
 
 @pytest.mark.parametrize(("changes", "code"), UNUSABLE)

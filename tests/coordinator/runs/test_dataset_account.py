@@ -6,12 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.runs.rollback import check_pins, log_pins
 from raycloak.coordinator.runs.verdict import verdict_of
-from raycloak.metrics.errors import BudgetError, ProtocolError
+from raycloak.metrics.errors import BudgetError, ConfigError, ProtocolError
 from raycloak.workers.inputs.fingerprint import dataset_fingerprint
 from raycloak.workers.terms.receipt import Receipt
 from raycloak.workers.train_worker import TrainWorker
@@ -19,6 +20,7 @@ from tests.coordinator.ledger.witness_server import witness_server
 from tests.protocol import HandRun, config, examples, trained, whole_run, worker_setup
 
 DATASET = {"kind": "npz", "path": "examples.npz", "features": "features", "fingerprint_key": "examples.key"}
+NO_NOISE = {"enabled": False}
 PAYS = {"dataset": DATASET, "ledger": {"account": "patients"}}
 
 
@@ -66,6 +68,33 @@ def test_a_run_on_other_data_ends_before_it_is_registered(home: Path, changes: C
         run.train()
     assert run.entries == 1
     assert not run.stage.calls("step")
+
+
+def test_a_run_that_calls_the_accounts_data_public_ends_before_it_is_registered(home: Path):
+    run = whole_run(home, dataset={**DATASET, "public": True}, ledger={"account": "patients"}, dp_config=NO_NOISE)
+    with pytest.raises(BudgetError, match="account_private"):
+        run.train()
+    assert run.entries == 1
+    assert not run.stage.calls("step")
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_copy_of_the_private_data_is_no_public_split_where_a_fingerprint_tells(home: Path, changed: bool):
+    features, labels = examples()
+    features[0, 0] += changed
+    data = home / "data"
+    worker_setup(config(dataset=DATASET), home)
+    (data / "copy.npz").write_bytes((data / "examples.npz").read_bytes())
+    if changed:
+        np.savez(data / "copy.npz", features=features, labels=labels)
+    split = {"dataset": {**DATASET, "path": "copy.npz", "public": True}}
+    run = whole_run(home, **PAYS, evaluation=split)
+    if changed:
+        run.train()
+        return
+    with pytest.raises(ConfigError, match=r"evaluation_private: .*fingerprint"):
+        run.train()
+    assert run.entries == 1
 
 
 def test_a_worker_computes_nothing_for_a_receipt_of_other_data(home: Path):

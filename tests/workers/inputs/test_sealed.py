@@ -1,8 +1,10 @@
 """Sealed data: a slice opens with its key alone, as what was sealed; a run trains on it."""
 
+import json
 import pickle
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,16 +15,24 @@ from raycloak.attestation.keys.release import key_commitment
 from raycloak.attestation.orchestrator.revocations import revoke
 from raycloak.attestation.orchestrator.state import state_file
 from raycloak.attestation.policy.policy import simulated_policy
+from raycloak.attestation.sealed.demand import SealedDemand
 from raycloak.attestation.sealed.sealed_data import SealedHeader, SealedSource, SliceKeys, Use, slice_file, slice_key
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
 from raycloak.coordinator.cli.tables import evaluation_text, plan_rows, sealed_text
-from raycloak.metrics.errors import ConfigError, DatasetError, EvidenceError, RaycloakError
+from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.training import admitted
+from raycloak.metrics.errors import BudgetError, ConfigError, DatasetError, EvidenceError, RaycloakError, RefusedError
 from raycloak.workers.inputs.datasets import ArrayDataset, dataset_form, slice_ids
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
+from raycloak.workers.inputs.fingerprint import dataset_fingerprint
 from raycloak.workers.inputs.sealed import SealedDataset, seal_dataset
-from tests.protocol import NOW, VIRTUAL_WORKERS, examples, whole_run
+from raycloak.workers.terms.measurement import Measurement
+from raycloak.workers.train_worker import TrainWorker
+from raycloak.workers.workload import PlannedWorkload
+from tests.protocol import NOW, VIRTUAL_WORKERS, HandRun, config, examples, mechanism, whole_run, worker_setup
 
 KEY, POLICY, COUNT = Secret(b"d" * 32), b"p" * 32, 3
+DEMAND = SealedDemand(ledger_key=b"l" * 32, account="patients", least_noise_multiplier=1.5)
 
 
 @pytest.fixture
@@ -32,7 +42,7 @@ def plain() -> ArrayDataset:
 
 @pytest.fixture
 def folder(plain, tmp_path):
-    seal_dataset(plain, COUNT, POLICY, KEY, tmp_path / "sealed")
+    seal_dataset(plain, COUNT, POLICY, KEY, tmp_path / "sealed", demand=DEMAND)
     return tmp_path / "sealed"
 
 
@@ -75,8 +85,17 @@ def test_another_key_and_any_change_of_a_slice_are_refused(folder):
             SealedDataset(folder).unlock(keys_of(folder, 0))
 
 
-@pytest.mark.parametrize("change", [{"policy_digest": b"q" * 32}, {"dataset_id": bytes(16)}])
-def test_a_slice_belongs_to_its_dataset_and_policy(folder, change):
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"policy_digest": b"q" * 32},
+        {"dataset_id": bytes(16)},
+        {"demand": DEMAND.model_copy(update={"ledger_key": b"m" * 32})},
+        {"demand": DEMAND.model_copy(update={"account": "nobody"})},
+        {"demand": DEMAND.model_copy(update={"least_noise_multiplier": 1e-9})},
+    ],
+)
+def test_a_slice_belongs_to_its_dataset_policy_and_demand(folder, change):
     keys, header = keys_of(folder, 0), SealedHeader.load(folder)
     changed = header.model_copy(update=change)
     assert slice_key(KEY, changed, 0).reveal() != keys[0].reveal()
@@ -101,6 +120,7 @@ def test_a_key_of_a_training_slice_opens_no_evaluation_slice_and_the_other_way(p
     # And by a purpose of its own, so that no other use of the key derives one of an evaluation slice.
     as_training = derive(KEY, Purpose.SEALED_SLICE, relabelled.context(0))
     assert slice_key(KEY, relabelled, 0).reveal() != as_training.reveal()
+    relabelled = relabelled.model_copy(update={"demand": None})  # no header of an evaluation split has one
     (folder / "header.json").write_bytes(relabelled.encode())
     with pytest.raises(DatasetError, match="sealed_changed"):
         SealedDataset(folder, "evaluation").unlock({0: slice_key(KEY, training, 0)})
@@ -121,7 +141,7 @@ def test_a_dataset_is_opened_for_the_use_that_it_was_sealed_for_alone(plain, fol
         for refused in (partial(SealedDataset, path), partial(SliceKeys.open, terms)):
             with pytest.raises(ConfigError, match=f"sealed for {use}"):
                 refused(other)
-    relabelled = SealedHeader.load(folder).model_copy(update={"use": "evaluation"})
+    relabelled = SealedHeader.load(folder).model_copy(update={"use": "evaluation", "demand": None})
     with pytest.raises(ConfigError, match="dataset_key"):
         SliceKeys.open(SealedSource(relabelled, str(key_file)), "evaluation")
 
@@ -139,17 +159,76 @@ def test_the_orchestrator_takes_no_other_dataset_key(folder, tmp_path):
                 SliceKeys.open(terms, "training")
 
 
-def sealed_run(home, policy_digest=None, **arguments):
-    """A run on sealed examples; sealed for its own policy unless another is given."""
+def test_training_data_has_a_demand_and_an_evaluation_split_has_none(plain, tmp_path):
+    for use, demand in (("training", None), ("evaluation", DEMAND)):
+        with pytest.raises(ValueError, match="training data comes with a demand"):
+            seal_dataset(plain, COUNT, POLICY, KEY, tmp_path / "other", use, demand)
+    assert not (tmp_path / "other").exists()
+
+
+def test_data_that_was_sealed_without_a_demand_is_refused_with_what_to_do(folder):
+    content = json.loads((folder / "header.json").read_bytes())
+    older = {name: value for name, value in content.items() if name != "demand"} | {"format": 2}
+    (folder / "header.json").write_text(json.dumps(older, sort_keys=True, separators=(",", ":")))
+    with pytest.raises(ConfigError, match=r"sealed_data: .* by an earlier version, without a demand.*Seal it again"):
+        SealedDataset(folder)
+    for other in ({"format": 2}, {"format": 4}, [], "x"):
+        (folder / "header.json").write_text(json.dumps(other))
+        with pytest.raises(ConfigError, match="sealed_data"):
+            SealedDataset(folder)
+
+
+def test_the_fingerprint_of_sealed_data_is_that_of_its_header(plain, folder, tmp_path):
+    """A second seal of the same examples is another dataset, and so is a header with one bit changed."""
+    seal_dataset(plain, COUNT, POLICY, KEY, tmp_path / "again", demand=DEMAND)
+    found = set()
+    for name in ("sealed", "again"):
+        descriptor = DatasetDescriptor(kind="sealed", path=name)
+        found.add(dataset_fingerprint(descriptor, descriptor.open(tmp_path), tmp_path))
+    assert found == {SealedHeader.load(tmp_path / name).digest() for name in ("sealed", "again")}
+    assert len(found) == 2
+
+
+def test_a_worker_computes_nothing_without_noise_on_sealed_data_whatever_it_is_told(folder):
+    """Neither a gradient nor a measurement, and not even if its driver calls the data public."""
+    descriptor = DatasetDescriptor(kind="sealed", path=str(folder), public=True)
+    setup = worker_setup(config(), folder.parent)
+    worker = TrainWorker("worker-0", None, lambda: 0.0)
+    worker.prepare(replace(setup, dataset=descriptor))
+    clear = mechanism(private=False)
+    counts = Measurement(mechanism=mechanism(private=False, query="class_counts"), every=0, loss_bound=0.0)
+    for released in ((clear,), (mechanism(), counts)):
+        with pytest.raises(RefusedError, match="not_public: this worker's data is sealed"):
+            worker.compute_known_answer(*released)
+
+
+def test_a_measurement_without_noise_needs_public_data_too(tmp_path):
+    worker = TrainWorker("worker-0", None, lambda: 0.0)
+    worker.prepare(worker_setup(config(), tmp_path))
+    counts = Measurement(mechanism=mechanism(private=False, query="class_counts"), every=0, loss_bound=0.0)
+    with pytest.raises(RefusedError, match="not_public"):
+        worker.compute_known_answer(mechanism(), counts)
+
+
+def sealed_run(home, policy_digest=None, demand=(), fingerprint=None, **arguments):
+    """A run on sealed examples; sealed for its own policy, ledger and account, unless something else is given.
+
+    The account is bound to them, or to the data of another fingerprint.
+    """
     vendor = SimulatedVendor.load_or_create(home / "simulator")
     own = simulated_policy(vendor, code_measurement()).digest()
-    seal_dataset(ArrayDataset(*examples()), VIRTUAL_WORKERS, policy_digest or own, KEY, home / "sealed")
+    with closing(PrivacyLedger(f"sqlite:///{home / 'ledger.sqlite'}")) as ledger:
+        demanded = DEMAND.model_copy(update={"ledger_key": ledger.public_key, **dict(demand)})
+        judged_by, data = policy_digest or own, ArrayDataset(*examples())
+        header = seal_dataset(data, VIRTUAL_WORKERS, judged_by, KEY, home / "sealed", demand=demanded)
+        ledger.open_account("patients", 20.0, 1e-5, fingerprint=fingerprint or header.digest())
     seal_dataset(ArrayDataset(*split()), VIRTUAL_WORKERS, own, KEY, home / "split", "evaluation")
     (home / "data.key").touch(mode=0o600)
     (home / "data.key").write_text(KEY.reveal().hex())
     dataset = {"kind": "sealed", "path": str(home / "sealed"), "key_file": str(home / "data.key")}
     evaluation = {"dataset": dataset | {"path": str(home / "split"), "public": True}, "every": 2}
-    return whole_run(home, dataset=dataset, evaluation=evaluation, **arguments)
+    named = {"account": "patients"}
+    return whole_run(home, **{"dataset": dataset, "evaluation": evaluation, "ledger": named} | arguments)
 
 
 def split():
@@ -187,6 +266,7 @@ def test_a_run_trains_on_sealed_data_and_its_driver_opens_none(tmp_path):
     rows = plan_rows(run.train().plan)
     assert ("data", sealed_text(True)) in rows
     assert ("evaluation data", evaluation_text("sealed")) in rows
+    assert run.finished.manifest.dataset_fingerprint == SealedHeader.load(tmp_path / "sealed").digest()
     assert run.left == [("worker-1", "revoked")]
     given = released(run, "dataset")
     assert given == released(run, "virtual_worker") == released(run, "evaluation")
@@ -210,7 +290,69 @@ def test_data_sealed_for_another_policy_is_not_released(tmp_path):
     run = sealed_run(tmp_path, POLICY)
     with pytest.raises(RaycloakError, match="release_denied"):
         run.train()
-    with closing(sqlite3.connect(state_file(tmp_path / "orchestrator", run.session.run_id))) as log:
-        kinds = [kind for (kind,) in log.execute("SELECT kind FROM log_entries")]
-    assert "release_refused" in kinds
-    assert "released" not in kinds
+    assert "release_refused" in log_of(run)
+    assert "released" not in log_of(run)
+
+
+def log_of(run):
+    """The kind of every entry of a run's evidence log, also of one that failed."""
+    with closing(sqlite3.connect(state_file(run.home / "orchestrator", run.session.run_id))) as log:
+        return [kind for (kind,) in log.execute("SELECT kind FROM log_entries")]
+
+
+OTHER_TERMS = [
+    ({"ledger_key": b"m" * 32}, {}, "the ledger 6d6d"),
+    ({"account": "others"}, {}, "the account 'others', and the run pays from 'patients'"),
+    ({}, {"ledger": {}}, "the account 'patients', and the run pays from 'run-"),
+    ({"least_noise_multiplier": 2.5}, {}, "at least 2.5, and the run has a release with 2"),
+    ({}, {"measurements": {"class_counts": {"classes": 3, "noise_multiplier": 1.0}}}, "at least 1.5, and .* with 1"),
+]
+
+
+@pytest.mark.parametrize(("demand", "arguments", "why"), OTHER_TERMS)
+@pytest.mark.parametrize("guard", ["driver", "worker", "orchestrator"])
+def test_a_run_on_other_terms_than_the_owner_demands_gets_no_slice(
+    guard, demand, arguments, why, tmp_path, monkeypatch
+):
+    """Worker and orchestrator refuse it alone, whatever the driver does; an honest driver registers nothing."""
+    if guard != "orchestrator":
+        monkeypatch.setattr(SliceKeys, "require_demand", lambda *_: None)
+    if guard != "worker":
+        monkeypatch.setattr(PlannedWorkload, "check", lambda *_: None)
+    if guard != "driver":
+        monkeypatch.setattr(admitted, "_require_demanded", lambda *_: None)
+    run = sealed_run(tmp_path, demand=demand, **arguments)
+    with pytest.raises(RaycloakError, match=f"sealed_demand.*{why}"):
+        run.train()
+    if guard == "driver":
+        assert run.entries == 1
+        return
+    assert "released" not in log_of(run)
+    assert ("release_refused" in log_of(run)) == (guard == "orchestrator")
+    assert not run.stage.calls("step")
+
+
+def test_a_driver_that_shows_the_orchestrator_another_manifest_gets_no_slice(plain, tmp_path):
+    """Nor without one: what counts is the manifest whose digest is in every piece of evidence."""
+    run = HandRun(tmp_path).manifest
+    terms = {"ledger_key": run.ledger_key, "account": run.account}
+    header = seal_dataset(plain, COUNT, POLICY, KEY, tmp_path / "sealed", demand=DEMAND.model_copy(update=terms))
+    keys = SliceKeys(header, KEY)
+    keys.require_demand(run.encode(), run.digest())
+    weaker = run.model_copy(update={"account": "others"})
+    for shown in (b"", weaker.encode()):
+        with pytest.raises(EvidenceError, match=r"sealed_demand: .* was not given, or is another one"):
+            keys.require_demand(shown, run.digest())
+    with pytest.raises(EvidenceError, match="pays from 'others'"):
+        keys.require_demand(weaker.encode(), weaker.digest())
+    clear = run.computation.mechanism.model_copy(update={"private": False, "noise_multiplier": 9.0})
+    without = run.model_copy(update={"computation": run.computation.model_copy(update={"mechanism": clear})})
+    with pytest.raises(EvidenceError, match="the run has a release with 0"):
+        keys.require_demand(without.encode(), without.digest())
+
+
+def test_an_account_that_is_bound_to_another_seal_pays_nothing_for_this_one(tmp_path):
+    run = sealed_run(tmp_path, fingerprint=b"f" * 32)
+    with pytest.raises(BudgetError, match=r"dataset_mismatch: .*6666.*is [0-9a-f]{64}"):
+        run.train()
+    assert "released" not in log_of(run)
