@@ -3,13 +3,12 @@
 The book lives in the state of its orchestrator.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 from raycloak.attestation.core.evidence import Bytes32
 from raycloak.attestation.core.messages import Message
 from raycloak.attestation.core.roster import Query
-from raycloak.attestation.log.entries import Entry
 from raycloak.attestation.log.evidence_log import EvidenceLog
 from raycloak.attestation.orchestrator.state import OrchestratorState
 from raycloak.metrics.errors import EvidenceError, ProtocolError
@@ -96,17 +95,3 @@ class SliceBook:
                 f"{bound.hex()}, now {commitment.hex()}",
                 "Start a new run: it draws fresh noise and is charged in full.",
             )
-
-
-def most_hosted(entries: Iterable[Entry]) -> int:
-    """Return the most virtual workers whose keys one member ever got, in any session in the log."""
-    most, held = 0, dict[str, set[int]]()
-    for entry in entries:
-        if entry.kind == "session":
-            held = {}  # the same name may be another worker's in the next session
-        elif entry.kind == "released":
-            body = entry.content
-            own = held.setdefault(body["member_id"], set())
-            own.update(body["virtual_workers"])
-            most = max(most, len(own))
-    return most

@@ -265,9 +265,19 @@ def hosted_at_most(config: RunConfig, workers: int) -> int:
     return -(-config.virtual_workers // workers)
 
 
+def keys_per_machine(config: RunConfig) -> int | None:
+    """Return how many virtual workers' keys of one epoch a machine may get; None if no worker is assumed to collude.
+
+    A colluding worker is a machine: it has what any process on it was ever given.
+    """
+    if not config.dp_config.enabled or config.dp_config.colluding_workers == 0:
+        return None
+    return hosted_at_most(config, config.fewest_workers)
+
+
 def _honest_share(config: RunConfig) -> float:
-    colluding = config.dp_config.colluding_workers if config.dp_config.enabled else 0
-    known = colluding * hosted_at_most(config, config.fewest_workers)
+    colluding = config.dp_config.colluding_workers
+    known = colluding * (keys_per_machine(config) or 0)
     if known >= config.virtual_workers:
         raise ConfigError(
             "colluding_workers",
