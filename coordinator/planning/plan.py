@@ -82,8 +82,8 @@ class Plan:
         epsilon: what the ledger will have charged after those steps, measurements included; it holds even if the
             noise of ``colluding_workers`` is known.
         epsilon_outsiders: for outsiders and the aggregator, who know no worker's noise.
-        epsilon_one_worker: for the aggregator together with any one worker of ``num_workers``; None if that leaves
-            no guarantee.
+        epsilon_one_worker: for the aggregator together with any one worker of ``num_workers``, each on a machine of its
+            own; None if that leaves no guarantee. Workers on one machine count as one: the verdict has their figure.
         delta_terms: what delta covers besides the accountant, all runs of the account together at most 1 % of it.
         epsilon_curve: (steps done, epsilon) pairs, the last at ``steps_within_cap``.
         sensitivity_inflation: C'/C - 1, what rounding to the grid costs.

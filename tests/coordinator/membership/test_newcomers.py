@@ -9,6 +9,8 @@ from itertools import pairwise
 import pytest
 
 from raycloak.attestation.log.evidence_log import verify_exported_log
+from raycloak.coordinator.accounting.calibration import epsilon_against
+from raycloak.coordinator.runs.verdict import verdict_of
 from raycloak.metrics.errors import RefusedError
 from raycloak.workers.train_worker import TrainWorker
 from tests.protocol import VIRTUAL_WORKERS, Call, Fate, HandRun, WholeRun, on, on_machines, trained, whole_run
@@ -444,6 +446,24 @@ def test_the_bound_holds_across_executions_and_the_second_gives_the_same_bytes(t
             held.setdefault(machine, set()).update(keys)
         assert run.digests == undisturbed_four
     assert max(map(len, held.values())) == run.finished.most_hosted <= 3
+
+
+def test_the_epsilon_with_one_worker_is_of_all_keys_that_its_machine_ever_had(tmp_path):
+    """Without a bound: one worker after the other dies, and each successor starts on machine A, which gets 7 of 8."""
+    place = {"worker-0": "A", "worker-1": "B", "worker-2": "C", "worker-3": "A", "worker-4": "A", "worker-5": "A"}
+    run = trained(
+        tmp_path,
+        tamper=on_machines(tmp_path, place.__getitem__),
+        disturb=fates(*(on("step", f"worker-{i}", "dies", index) for i, index in ((1, 1), (0, 4), (3, 3)))),
+        **{**LONG, "epoch_steps": 100},
+    )
+    by_worker, by_machine = (keys_by_machine(run, of) for of in (str, place.__getitem__))
+    most = len(by_machine["A"])
+    assert (most, max(map(len, by_worker.values()))) == (7, 6)
+    verdict = verdict_of(run.finished, run.folder, 1.0, "complete", ())
+    mechanism, delta = run.finished.plan.mechanism, run.finished.plan.delta
+    assert verdict.keys_on_one_machine == most
+    assert verdict.privacy_epsilon_one_worker == epsilon_against(mechanism, most, delta, 8)
 
 
 # --- everything at once
