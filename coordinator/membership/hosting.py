@@ -166,8 +166,8 @@ class Hosts:
             f"each machine may get the keys of {room.most} of {self.members.config.virtual_workers} virtual workers of "
             f"an epoch, and {len(self.members.workers)} workers are on machines that leave no placement: "
             f"{', '.join(f'{name} has got {count}' for name, count in sorted(machines.items()))}.",
-            "Add a machine that has had no worker of this run, one worker to a machine, and resume it; or wait for a "
-            "lost machine to return, and resume it.",
+            "Add a machine that has had no worker of this run, or bring a lost one back, one worker to a machine, and "
+            "resume it; a new run on few machines needs colluding_workers: 0.",
         )
 
     def _hand_out(self, needs: Hosting) -> None:
