@@ -559,6 +559,16 @@ def on(method: str, member_id: str, fate: Fate, index: int = 0) -> Callable[[Cal
     return lambda call: fate if (call.method, call.member_id, call.index) == (method, member_id, index) else None
 
 
+def on_machines(home: Path, machine_of: Callable[[str], str]) -> Callable[[TrainWorker, str], None]:
+    """What gives each worker of a run in ``home`` the evidence of a machine; all others share one."""
+    vendor = SimulatedVendor.load_or_create(home / "simulator")
+
+    def move(worker: TrainWorker, member_id: str) -> None:
+        worker._attester._source = LocalPlatform(vendor.platform(machine_of(member_id)))
+
+    return move
+
+
 @dataclass
 class WholeRun:
     """A run in one process, from its actors to its evidence log; ``finished`` is there once :meth:`train` returned."""

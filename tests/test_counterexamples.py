@@ -43,6 +43,7 @@ from tests.protocol import (
     initial_parameters,
     keys_of,
     mechanism,
+    on_machines,
     trained,
 )
 from tests.workers.terms.test_measurement import measurement
@@ -363,7 +364,8 @@ def test_a_loss_clipped_apart_from_its_gradient_adds_to_the_sensitivity(rule):
 @HONEST
 def test_a_worker_takes_its_own_noise_off(tmp_path, rule):
     """With two workers one of them knows half of the shares; the epsilon against it is stated beside the other."""
-    run = trained(tmp_path, num_workers=2, steps=1)
+    tamper = on_machines(tmp_path, lambda member_id: member_id)
+    run = trained(tmp_path, num_workers=2, steps=1, tamper=tamper)
     plan = run.finished.plan
     count = 20_000
     shares = [draws(plan.mechanism.sigma, keys_of(RUN, v).stream, 0, count) for v in range(VIRTUAL_WORKERS)]

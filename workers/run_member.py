@@ -79,8 +79,8 @@ class RunMember:
         """
         manifest, policy = self._admission.manifest, self._admission.policy
         member_id, hpke_key = self._attester.member_id, self._attester.hpke
-        of_run = manifest.log_owner, manifest.run_id
-        terms = ExpectedRelease(*of_run, member_id, self.manifest_digest, policy, self._watch)
+        of_run, most = (manifest.log_owner, manifest.run_id), manifest.keys_per_machine
+        terms = ExpectedRelease(*of_run, member_id, self.manifest_digest, policy, self._watch, keys_per_machine=most)
         # All packages are opened before a key is kept: a release that is refused leaves the keys as they were.
         slice_keys = open_slice_keys(release.slices, KeyKind.DATASET, terms, hpke_key)
         evaluation_keys = open_slice_keys(release.evaluation, KeyKind.EVALUATION, terms, hpke_key)

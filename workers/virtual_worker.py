@@ -78,8 +78,8 @@ class VirtualWorkerComputer:
         """Sample, clip, encode and noise virtual worker ``v``'s contribution to ``step``.
 
         Guarantee: the result is the same bytes for the same (keys, slice bytes, step, parameters, data root) in one
-        numerics class. Noise and sampling keys depend on all of them and on the query. So another model, another query of
-        the same step, or other data in any slice of the run never meets this noise.
+        numerics class. Noise and sampling keys depend on all of them and on the query. So another model, another query
+        of the same step, or other data in any slice of the run never meets this noise.
 
         Args:
             data_root: of the run, as its receipt states it; see `raycloak.workers.terms.receipt.data_root`.

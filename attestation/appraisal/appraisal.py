@@ -72,6 +72,7 @@ class Appraisal:
             quotes are malleable.
         evidence_classes: that class, and the classes of the GPUs.
         platform_id: names the machine, 16 bytes for TDX and up to 64 for SEV-SNP.
+        names_machine: False if the provider masks the chip id, so that ``platform_id`` names the guest alone.
         gpus: the worker's GPUs, in the order in which it presented them.
         facts: numbers of the collateral; the verifier keeps the highest of each as its next floor.
         hwmodel, dbgstat: of the guest's platform; see `raycloak.attestation.appraisal.eat`.
@@ -92,6 +93,7 @@ class Appraisal:
     measurement: bytes
     tcb_status: str
     platform_id: bytes
+    names_machine: bool
     gpus: tuple[GpuClaims, ...]
     facts: tuple[Fact, ...]
     hwmodel: str
@@ -243,6 +245,7 @@ def _result(
         measurement=claims.measurement,
         tcb_status=claims.tcb_status if isinstance(claims, TdxClaims) else claims.firmware,
         platform_id=claims.platform_id,
+        names_machine=isinstance(claims, TdxClaims) or claims.names_chip,
         gpus=gpus,
         facts=claims.facts,
         hwmodel=claims.hwmodel,

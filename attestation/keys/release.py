@@ -159,6 +159,7 @@ class ExpectedRelease:
     Attributes:
         orchestrator: the manifest's public keys, which must sign packages and heads of the log.
         policy: the run's policy.
+        keys_per_machine: the manifest's bound, under which virtual workers' keys must have been released.
         watch: heads of the log that the member has seen; None for a member that remembers nothing.
     """
 
@@ -168,6 +169,7 @@ class ExpectedRelease:
     manifest_digest: bytes
     policy: Policy
     watch: LogWatch | None = None
+    keys_per_machine: int | None = None
 
     def open(self, release: KeyRelease, kind: KeyKind, hpke_key: HpkeKey) -> tuple[KeyPackage, bytes]:
         """Verify and decrypt a package. Commitments to the keys in it are not checked here."""
@@ -176,7 +178,8 @@ class ExpectedRelease:
         if (package.run_id, package.member_id, package.manifest_digest) != expected:
             raise EvidenceError("key_package_mismatch", "the key package is for another run, member or manifest")
         # A package of one kind must not pass for another, nor one under weaker terms.
-        if (package.kind, package.policy_digest) != (kind, KeyPolicy.of(kind, self.policy).digest()):
+        terms = KeyPolicy.of(kind, self.policy, self.keys_per_machine)
+        if (package.kind, package.policy_digest) != (kind, terms.digest()):
             raise EvidenceError("key_package_mismatch", "the key package is of another kind, or under another policy")
         entry, head = parse(EntryProof, release.proof).check(self.orchestrator, self.run_id)
         if self.watch is not None:

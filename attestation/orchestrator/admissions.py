@@ -161,6 +161,10 @@ class Admissions:
         admitted = self._members.get(member_id)
         return None if admitted is None or self._revoked(admitted) else admitted
 
+    def workers(self) -> list[Appraisal]:
+        """Return the appraisals of the admitted workers."""
+        return [each.appraisal for _, each in self._participants() if each.appraisal.role == "worker"]
+
     def evidence_of(self, member_id: str) -> bytes | None:
         """Return the digest of the member's evidence; None where :meth:`find` has no member."""
         admitted = self.find(member_id)

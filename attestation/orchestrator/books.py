@@ -11,6 +11,7 @@ from raycloak.attestation.core.hybrid_signature import HybridSigner
 from raycloak.attestation.log.evidence_log import EvidenceLog
 from raycloak.attestation.orchestrator.commits import CommitBook
 from raycloak.attestation.orchestrator.data_commitments import SliceBook
+from raycloak.attestation.orchestrator.machine_book import MachineBook
 from raycloak.attestation.orchestrator.nonces import NonceBook
 from raycloak.attestation.orchestrator.refusal_log import RefusalLog
 from raycloak.attestation.orchestrator.revocations import Revocations
@@ -44,6 +45,7 @@ class RunBooks:
         self.nonces = NonceBook(self.state.db)
         self.revocations = Revocations(self.state.db, self.log, self.state.transactions)
         self.draws = DrawBook(self.state.db)
+        self.machines = MachineBook(self.state.db)
 
     @contextmanager
     def transaction_of(self, session: SessionId) -> Iterator[None]:

@@ -4,12 +4,11 @@ It refuses other examples early, and names whose they are. That a receipt is wor
 the ledger, which holds the root of all commitments, and on the workers' own checks.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 from raycloak.attestation.core.evidence import Bytes32
 from raycloak.attestation.core.messages import Message
-from raycloak.attestation.log.entries import Entry
 from raycloak.attestation.log.evidence_log import EvidenceLog
 from raycloak.attestation.orchestrator.state import OrchestratorState
 from raycloak.metrics.errors import EvidenceError, ProtocolError
@@ -77,17 +76,3 @@ class SliceBook:
                 f"the commitment to them was {bound.hex()}, now {commitment.hex()}",
                 "Start a new run: it draws fresh noise and is charged in full.",
             )
-
-
-def most_hosted(entries: Iterable[Entry]) -> int:
-    """Return the most virtual workers whose keys one member ever got, in any session in the log."""
-    most, held = 0, dict[str, set[int]]()
-    for entry in entries:
-        if entry.kind == "session":
-            held = {}  # in the next session another worker may have the same name
-        elif entry.kind == "released":
-            body = entry.content
-            own = held.setdefault(body["member_id"], set())
-            own.update(body["virtual_workers"])
-            most = max(most, len(own))
-    return most

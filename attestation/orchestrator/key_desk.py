@@ -3,11 +3,13 @@
 Guarantee: a key leaves only for a member whose evidence is accepted and not expired. It is sealed to the key that the
 evidence binds, no more often than its quota, and after the log has the release; the member gets the proof of that.
 A key of sealed training examples leaves only for a run whose manifest meets their owner's demand.
+No machine gets more virtual workers' keys of one epoch than the terms say: see
+`raycloak.attestation.orchestrator.machine_book`.
 All releases of a session are under the policy that the session began with. A refused release is in the log before the
 refusal is told, or counted there: see `raycloak.attestation.orchestrator.refusal_log`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
@@ -86,8 +88,8 @@ class _DigestedPolicy(NamedTuple):
     digest: bytes
 
 
-def _digested_policy(policy: Policy, kind: KeyKind) -> _DigestedPolicy:
-    terms = KeyPolicy.of(kind, policy)
+def _digested_policy(policy: Policy, keys_per_machine: int | None, kind: KeyKind) -> _DigestedPolicy:
+    terms = KeyPolicy.of(kind, policy, keys_per_machine)
     return _DigestedPolicy(terms, terms.digest())
 
 
@@ -119,6 +121,7 @@ class KeyDesk:
     ) -> None:
         self._transaction = partial(books.transaction_of, session)
         self._draws = books.draws
+        self._machines = books.machines
         self._log = books.log
         self._refusals = books.refusals
         self._keys = keys
@@ -134,7 +137,7 @@ class KeyDesk:
         }
         # All members of an epoch are told the same, and hardly any two epochs are under way at once.
         self._commitments = lru_cache(maxsize=4)(partial(keys.commitments, terms.key_context, terms.virtual_workers))
-        self._key_policy = cache(partial(_digested_policy, terms.policy))
+        self._key_policy = cache(partial(_digested_policy, terms.policy, terms.keys_per_machine))
         # From the log, not from the terms: a restarted driver may bring another policy to the same session.
         begun = next(self._log.newest("session")).content
         self._policy_of_session = bytes.fromhex(begun["policy_digest"])
@@ -149,8 +152,8 @@ class KeyDesk:
             The sealed keys, and the proof that the log has the release and extends what the member has seen.
 
         Raises:
-            EvidenceError: ``release_denied`` if the member is not an admitted worker, or a key was drawn as often as
-                its quota says. Also if its evidence has expired, served another epoch or was appraised by another
+            EvidenceError: ``release_denied`` if the member is not an admitted worker, a key was drawn as often as
+                its quota says, or its machine would get keys of more virtual workers than the terms allow. Also if its evidence has expired, served another epoch or was appraised by another
                 policy. ``sealed_demand`` if training examples are sealed for other terms than the run's manifest
                 states. ``log_forked`` if the member has seen more of the log than there is. The log has the refusal.
         """
@@ -169,6 +172,10 @@ class KeyDesk:
             grant = self._send(key_terms, admitted, epoch, virtual_workers, self._commitments(epoch), plaintext)
         self._hosting.released(member_id, virtual_workers)
         return replace(grant, slices=slices, evaluation=evaluation, seen=seen)
+
+    def held_by_machine(self, epoch: int) -> dict[str, Mapping[str, frozenset[int]]]:
+        """Return by admitted worker, and by name of its machine, whose keys of ``epoch`` went there in any session."""
+        return self._machines.held(self._admissions.workers(), epoch)
 
     def draw_checkpoint_key(self, info: bytes) -> None:
         """Count and log that the data key of a sealed package of the run leaves.
@@ -233,6 +240,9 @@ class KeyDesk:
         )
         with self._transaction():
             self._draws.draw(key_terms.policy, epoch, map(str, virtual_workers), self._session, member_id)
+            if key_terms.policy.kind is KeyKind.VIRTUAL_WORKER:
+                most = key_terms.policy.keys_per_machine
+                self._machines.give(admitted.appraisal, epoch, virtual_workers, most)
             self._admissions.keep(replace(admitted.row, epoch=epoch))
             entry = self._log.append("released", released_body(package))
         return Grant(seal_package(package, plaintext, admitted.presentation.hpke_key, self._signer), entry)

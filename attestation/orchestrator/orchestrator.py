@@ -32,7 +32,7 @@ from raycloak.attestation.keys.run_secret import create_secret, destroy_secret, 
 from raycloak.attestation.orchestrator.admissions import Admissions
 from raycloak.attestation.orchestrator.books import RunBooks
 from raycloak.attestation.orchestrator.commits import StepCommit
-from raycloak.attestation.orchestrator.data_commitments import DataCommitments, most_hosted
+from raycloak.attestation.orchestrator.data_commitments import DataCommitments
 from raycloak.attestation.orchestrator.evaluation_order import EvaluationOrder, place_order
 from raycloak.attestation.orchestrator.hosting import RunHosting, StaticHosting, TableRosters
 from raycloak.attestation.orchestrator.key_desk import KeyDesk
@@ -144,8 +144,8 @@ class OpenRun:
         return RunSession(self, self._session, terms)
 
     def most_hosted(self) -> int:
-        """Return the most virtual workers whose keys one worker ever got, in any session of the run."""
-        return most_hosted(self.books.log.entries())
+        """Return the most virtual workers whose keys of one epoch one machine has got, in any session of the run."""
+        return self.books.machines.most()
 
     def finish(self, commits: tuple[StepCommit, ...], log_file: str, destroy: bool) -> None:
         """Commit the last steps, export the log with its signed head, and destroy a generated secret if asked.

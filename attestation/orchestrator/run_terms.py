@@ -25,6 +25,8 @@ class RunTerms:
         displaces: whether a newcomer takes the place of the members on its machine or its GPUs, instead of being
             refused. At a key service members come one after the other, so a member that is still there has died.
         epochs: number of epochs of keys that the manifest or the contract commits to; no later key is released.
+        keys_per_machine: most virtual workers whose keys of one epoch may ever go to one platform or GPU; None for any
+            number.
         lasting: names of the members that are kept when their evidence expires; None for all but observers. A
             standalone service admits any name with accepted evidence, so it keeps only the members of its table.
     """
@@ -41,6 +43,7 @@ class RunTerms:
     lasting: frozenset[str] | None = None
     epochs: int = MAX_EPOCHS
     manifest: bytes = b""
+    keys_per_machine: int | None = None
 
     def lasts(self, member_id: str) -> bool:
         """Return whether a member is kept when its evidence expires; an observer, known by its name, never is."""

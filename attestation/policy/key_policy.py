@@ -34,6 +34,7 @@ class KeyPolicy(Message):
     Attributes:
         role: the role that a receiver must be admitted in; None where the run itself is the receiver.
         evidence_policy: digest of the evidence policy that the receiver must have been appraised by.
+        keys_per_machine: most virtual workers whose keys of one epoch may ever go to one machine; None for any number.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/key-policy/v1"
@@ -42,12 +43,19 @@ class KeyPolicy(Message):
     role: Role | None
     evidence_policy: bytes
     quotas: KeyQuotas
+    keys_per_machine: int | None = None
 
     @classmethod
-    def of(cls, kind: KeyKind, policy: Policy) -> Self:
-        """Return the terms of ``kind`` in a run under ``policy``."""
+    def of(cls, kind: KeyKind, policy: Policy, keys_per_machine: int | None = None) -> Self:
+        """Return the terms of ``kind`` in a run under ``policy``; only virtual workers' keys are counted by machine."""
         role: Role | None = None if kind is KeyKind.CHECKPOINT else "worker"
-        return cls(kind=kind, role=role, evidence_policy=policy.digest(), quotas=policy.key_quotas)
+        return cls(
+            kind=kind,
+            role=role,
+            evidence_policy=policy.digest(),
+            quotas=policy.key_quotas,
+            keys_per_machine=keys_per_machine if kind is KeyKind.VIRTUAL_WORKER else None,
+        )
 
 
 _SCHEMA = (

@@ -188,6 +188,7 @@ class EvidenceOrchestrator:
     # --- keys
 
     release = _in_turn(_keys_of, KeyDesk.release)
+    held_by_machine = _in_turn(_keys_of, KeyDesk.held_by_machine)
 
     # --- steps
 

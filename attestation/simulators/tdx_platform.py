@@ -96,9 +96,9 @@ class SimulatedPlatform:
         self._certifications: dict[QuoteVariant, bytes] = {}
 
     @classmethod
-    def create(cls, ca: Credential, root: Credential) -> Self:
-        """Make a new platform certified by ``ca``."""
-        instance_id = secrets.token_bytes(16)
+    def create(cls, ca: Credential, root: Credential, machine: str | None = None) -> Self:
+        """Make a new platform certified by ``ca``; its identity follows from the name ``machine``, if it has one."""
+        instance_id = secrets.token_bytes(16) if machine is None else hashlib.sha256(machine.encode()).digest()[:16]
         pck = new_platform_credential(
             ca,
             ppid=secrets.token_bytes(16),

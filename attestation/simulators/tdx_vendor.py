@@ -125,9 +125,14 @@ class SimulatedVendor:
         """The root certificate, which a policy names as anchor of class ``simulated``."""
         return self._root.certificate.public_bytes(Encoding.DER)
 
-    def platform(self) -> SimulatedPlatform:
-        """Make a new platform under this vendor. A node needs one."""
-        return SimulatedPlatform.create(self._platform_ca, self._root)
+    def platform(self, machine: str | None = None) -> SimulatedPlatform:
+        """Make a new platform under this vendor. A node needs one.
+
+        Args:
+            machine: name of the machine that it stands for; all platforms of one name have the same identity. None for
+                a machine that is never met again.
+        """
+        return SimulatedPlatform.create(self._platform_ca, self._root, machine)
 
     def collateral(self, now: int, variant: CollateralVariant = CURRENT) -> CollateralBundle:
         """Return everything the vendor publishes at unix second ``now``; see :meth:`tdx_collateral`."""

@@ -55,6 +55,7 @@ class SnpClaims:
         report_data: 64 bytes that the guest chose.
         platform_id: the chip's id, 64 bytes, of which a Turin chip uses 8. If a provider masks it, which only a VLEK
             admits, the 32-byte report id: it names the guest and says nothing about the machine.
+        names_chip: whether ``platform_id`` is the chip's.
         generation, key_kind: of the machine and of the endorsement key.
         reported_tcb: 8 bytes; ``firmware`` has them in words.
         policy: 64-bit guest policy. host_data: 32 bytes that the host chose at launch.
@@ -67,6 +68,7 @@ class SnpClaims:
     measurement: bytes
     report_data: bytes
     platform_id: bytes
+    names_chip: bool
     generation: Generation
     key_kind: KeyKind
     reported_tcb: bytes
@@ -290,14 +292,15 @@ def _check_guest(report: SnpReport, rules: SnpRules) -> None:
 
 def _claims(report: SnpReport, endorsement: _Endorsement, facts: tuple[Fact, ...], expires_at: int) -> SnpClaims:
     root, firmware = key_id(endorsement.chain[-1]), endorsement.layout.describe(report.reported_tcb)
-    platform_id = report.chip_id if any(report.chip_id) else report.report_id
+    names_chip = any(report.chip_id)
     hwmodel = f"AMD EPYC {endorsement.generation}"
     debug = bool(report.policy & _DEBUG)
     return SnpClaims(
         evidence_class=endorsement.anchor.evidence_class,
         measurement=report.measurement,
         report_data=report.report_data,
-        platform_id=platform_id,
+        platform_id=report.chip_id if names_chip else report.report_id,
+        names_chip=names_chip,
         generation=endorsement.generation,
         key_kind=report.key_kind,
         reported_tcb=report.reported_tcb,

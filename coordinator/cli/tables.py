@@ -39,7 +39,10 @@ def plan_rows(plan: "Plan") -> list[tuple[str, str]]:
         ("ε charged", f"{epsilon_text(plan.epsilon)} at δ = {plan.delta:g} ({mechanism.accountant} accountant)"),
         *accountant_rows(plan.epsilon_by_accountant, plan.accountants_not_computed),
         ("ε spent", f"{epsilon_text(plan.epsilon_outsiders)}, against outsiders and the aggregator"),
-        ("ε with one worker", f"{epsilon_text(plan.epsilon_one_worker)}, if it helps the aggregator"),
+        (
+            "ε with one worker",
+            f"{epsilon_text(plan.epsilon_one_worker)}, if it helps the aggregator (one a machine)",
+        ),
         ("ε by step", ", ".join(f"{step}: {epsilon_text(value)}" for step, value in _some(plan.epsilon_curve))),
         ("δ slack", f"{plan.delta_terms.total:.2g} of δ, for cut batches, rounding and sampling"),
         ("ring", f"{mechanism.ring_bits} bits, {rounded}"),
@@ -128,7 +131,7 @@ def replay_table(replay: "Replay") -> Table:
         [
             ("steps", f"{replay.first} to {replay.last - 1}, all digests as logged"),
             ("workers", str(replay.workers)),
-            ("keys", f"of {replay.most_hosted} of {replay.virtual_workers} virtual workers at most in one worker"),
+            ("keys", f"of {replay.most_hosted} of {replay.virtual_workers} virtual workers at most on one machine"),
             ("charged", f"nothing ({replay.charged_steps} steps, as before)"),
             ("last digest", replay.digests[-1]),
             ("run directory", str(replay.run_dir)),

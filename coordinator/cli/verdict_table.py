@@ -70,9 +70,10 @@ def _title(verdict: Verdict) -> str:
 
 def _budget_rows(verdict: Verdict) -> list[tuple[str, str]]:
     spent, cap = epsilon_text(verdict.privacy_epsilon), epsilon_text(verdict.epsilon_cap)
+    helper = f"its machine, with {verdict.keys_on_one_machine} of {verdict.virtual_workers} keys,"
     return [
         ("ε spent", f"{spent} of {cap}, against outsiders and the aggregator"),
-        ("ε with one worker", f"{epsilon_text(verdict.privacy_epsilon_one_worker)}, if it helps the aggregator"),
+        ("ε with one worker", f"{epsilon_text(verdict.privacy_epsilon_one_worker)}, if {helper} helps the aggregator"),
         ("ε charged", _charged(verdict)),
         *accountant_rows(verdict.epsilon_by_accountant, verdict.accountants_not_computed),
         ("δ", "unknown" if verdict.privacy_delta is None else f"{verdict.privacy_delta:g}"),

@@ -103,7 +103,10 @@ def alive_nodes() -> list[str]:
 
 
 class Platforms:
-    """The simulated platforms, one per node, also on nodes that join later."""
+    """The simulated platforms, one per node, also on nodes that join later.
+
+    A node's platform has the same identity in every execution, so that keys are counted by node across them.
+    """
 
     def __init__(self, vendor: SimulatedVendor) -> None:
         self._vendor = vendor
@@ -116,7 +119,7 @@ class Platforms:
         for node in alive_nodes():
             if node not in self.handles:
                 self.handles[node] = _on_node(node, NodePlatform).remote()
-                keys = self._vendor.platform().to_bytes()
+                keys = self._vendor.platform(node).to_bytes()
                 self._installing.append(ask(self.handles[node], NodePlatform.install, keys))
 
     def wait(self) -> None:

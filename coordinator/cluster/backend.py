@@ -61,6 +61,10 @@ class Backend(Protocol):
         """End the actor at once."""
         ...
 
+    def close_place(self, actor: WorkerActor) -> None:
+        """Start no other worker in the place of this one, which is about to be stopped."""
+        ...
+
     def node(self, actor: Actor) -> str:
         """Return the id of the node that the actor runs on."""
         ...
@@ -134,6 +138,9 @@ class LocalBackend:
 
     def stop(self, actor: Actor) -> None:
         self._stopped.add(actor.member_id)
+
+    def close_place(self, actor: WorkerActor) -> None:
+        """Do nothing: all workers are in one place, this process."""
 
     def node(self, actor: Actor) -> str:
         return "local"

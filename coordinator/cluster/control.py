@@ -246,6 +246,7 @@ class OrchestratorFace(_Face):
     committed = _Waits(EvidenceOrchestrator.committed)
     expel = _Waits(EvidenceOrchestrator.expel)
     export_log = _Waits(EvidenceOrchestrator.export_log)
+    held_by_machine = _Waits(EvidenceOrchestrator.held_by_machine)
     key_commitments = _Waits(EvidenceOrchestrator.key_commitments)
     log_position = _Waits(EvidenceOrchestrator.log_position)
     log_root_at = _Waits(EvidenceOrchestrator.log_root_at)

@@ -80,6 +80,8 @@ class Placement:
         self._seats: dict[str, int] = {}
         self._seated = 0
         self._own: dict[str, PlacementGroup] = {}
+        self._closed_seats: set[int] = set()
+        self._closed_groups: list[PlacementGroup] = []
         self._pending: dict[str, float] = {}
         self._reserved_at = 0.0
 
@@ -123,6 +125,14 @@ class Placement:
         if group is not None:
             remove_placement_group(group)
 
+    def close_place(self, member_id: str) -> None:
+        """Let nobody else have the place of a worker. It stays reserved, so that Ray places the next one elsewhere."""
+        seat = self._seats.pop(member_id, None)
+        if seat is not None:
+            self._closed_seats.add(seat)
+        elif (group := self._own.pop(member_id, None)) is not None:
+            self._closed_groups.append(group)
+
     def room(self) -> int:
         """Return how many more workers fit now: in vacated bundles, and in new ones on the nodes' free resources.
 
@@ -146,8 +156,9 @@ class Placement:
 
     def close(self) -> None:
         """Remove every group. Processes that still run in one end."""
-        groups = [*self._own.values(), *([self._shared] if self._shared else [])]
+        groups = [*self._own.values(), *self._closed_groups, *([self._shared] if self._shared else [])]
         self._own, self._pending, self._seats, self._shared = {}, {}, {}, None
+        self._closed_seats, self._closed_groups = set(), []
         for group in groups:
             remove_placement_group(group)
 
@@ -215,7 +226,7 @@ class Placement:
         return next((seat for seat in self._vacated() if nodes[seat] in usable), None)
 
     def _vacated(self) -> list[int]:
-        taken = set(self._seats.values())
+        taken = self._closed_seats.union(self._seats.values())
         return [seat for seat in range(self._seated) if seat not in taken]
 
     def _is_free(self, seat: int, nodes: list[NodeView]) -> bool:

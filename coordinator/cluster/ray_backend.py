@@ -162,6 +162,9 @@ class RayBackend:
         self._members.pop(actor.member_id, None)
         self._placement.release(actor.member_id)
 
+    def close_place(self, actor: WorkerActor) -> None:
+        self._placement.close_place(actor.member_id)
+
     def node(self, actor: Actor) -> str:
         started = self._members.get(actor.member_id) or _Started.of(actor.handle)
         return str(fetch(started.node, NODE_DEADLINE_S))

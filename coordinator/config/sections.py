@@ -43,7 +43,8 @@ class DPConfig(Section):
         noise_multiplier: z, if it is given instead of solved.
         epsilon_cap: hard cap of the run's own account; ``target_epsilon`` if absent.
         max_grad_norm: C.
-        colluding_workers: T, workers whose noise is not counted on.
+        colluding_workers: T, workers whose noise is not counted on. Each needs a machine of its own: keys are then
+            counted by platform and GPU, and no machine gets more than ``min_workers`` workers make necessary.
         accountant: with which noise is solved and the account is held. ``auto`` is ``pld`` for the run's own account
             and the named account's for one that runs share.
     """

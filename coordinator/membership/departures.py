@@ -14,7 +14,7 @@ ASKED = {
     "left": "it was asked to end",
     "preempted": "its node is being drained",
     "revoked": "it was revoked",
-    "key_share": "it held as many virtual workers' keys in this epoch as the noise allows for",
+    "key_share": "its machine has got as many virtual workers' keys of this epoch as the noise allows for",
 }
 
 

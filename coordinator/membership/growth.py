@@ -84,9 +84,30 @@ class Growth:
             self._admit_newcomers()
         members.departures.check()
 
+    def await_newcomer(self) -> bool:
+        """Wait for a newcomer to join, up to ``join_timeout_s`` and while one is expected; returns whether one did.
+
+        Raises:
+            RunFailedError: ``too_many_failures``.
+        """
+        members, before = self.members, set(self.members.workers)
+        deadline = members.timer.now() + members.config.failure.join_timeout_s
+        while self.expects_newcomer:
+            members.departures.check()
+            left_s = deadline - members.timer.now()
+            if left_s <= 0:
+                return False
+            self._look()
+            self.refill()
+            self._pause(min(POLL_S, left_s))
+            self._admit_newcomers()
+            if members.workers.keys() - before:
+                return True
+        return False
+
     def refill(self) -> None:
         """Start as many newcomers as there are workers missing to ``num_workers``."""
-        self._start_newcomers(self.members.config.num_workers - self._expected)
+        self._start_newcomers(self._missing)
 
     def _grow(self) -> None:
         """Start as many more as there is room for, up to ``max_workers``."""
@@ -94,6 +115,15 @@ class Growth:
         more = config.most_workers - self._expected
         if more > 0 and self._expected >= config.num_workers:
             self._start_newcomers(min(more, self.members.backend.room()))
+
+    @property
+    def expects_newcomer(self) -> bool:
+        """Return whether a newcomer is on its way, or will be started."""
+        return bool(self._joining) or (self._missing > 0 and self.members.departures.allow_newcomers)
+
+    @property
+    def _missing(self) -> int:
+        return self.members.config.num_workers - self._expected
 
     @property
     def _expected(self) -> int:

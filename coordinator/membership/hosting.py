@@ -4,7 +4,7 @@ The spread is a pure function: even, and moving as little as possible. The hando
 epoch and how far each worker has seen the evidence log.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -13,10 +13,10 @@ from raycloak.attestation.keys.release import KeyRelease
 from raycloak.attestation.orchestrator.data_commitments import DataCommitments
 from raycloak.coordinator.cluster.control import Control
 from raycloak.coordinator.membership.growth import Growth
+from raycloak.coordinator.membership.machine_room import Hosting, MachineRoom
 from raycloak.coordinator.membership.members import Members
-from raycloak.coordinator.planning.plan import hosted_at_most
-
-Hosting = Mapping[str, tuple[int, ...]]
+from raycloak.coordinator.planning.plan import keys_per_machine
+from raycloak.metrics.errors import RefusedError
 
 
 def rehost(current: Hosting, workers: Sequence[str], virtual_workers: int) -> dict[str, tuple[int, ...]]:
@@ -57,8 +57,8 @@ class Handout:
     """The record of the keys that each worker was given; it asks the orchestrator for them.
 
     Attributes:
-        most: virtual workers whose keys of one epoch a worker may ever hold; None for any number.
         commitments: to the slice of each virtual worker that was ever hosted in this session.
+        most: virtual workers whose keys of one epoch a machine may ever get; None for any number.
     """
 
     control: Control
@@ -66,20 +66,18 @@ class Handout:
     commitments: dict[int, bytes] = field(default_factory=dict)
     _epoch: int = -1
     _keyed: Hosting = field(default_factory=dict)
-    _held: dict[str, set[int]] = field(default_factory=dict)
     _seen: dict[str, int] = field(default_factory=dict)
 
     def begin(self, epoch: int) -> None:
         """Start handing out keys for ``epoch``. A new epoch clears all earlier grants."""
         if epoch != self._epoch:
-            self._epoch, self._keyed, self._held = epoch, {}, {}
+            self._epoch, self._keyed = epoch, {}
 
-    def exposed(self, hosting: Hosting) -> str | None:
-        """Return a worker that ``hosting`` would give more keys of this epoch than it may hold, if any."""
+    def room(self) -> MachineRoom | None:
+        """Return what machines may still get in this epoch; None if that is not bounded."""
         if self.most is None:
             return None
-        held = {i: self._held.get(i, set()) | set(hosted) for i, hosted in hosting.items()}
-        return next((member_id for member_id, each in held.items() if len(each) > self.most), None)
+        return MachineRoom(self.most, self.control.orchestrator.held_by_machine(self._epoch))
 
     def missing(self, hosting: Hosting) -> Hosting:
         """Return the keys that workers lack for ``hosting``, and expect them to be given next."""
@@ -91,7 +89,6 @@ class Handout:
     def release(self, member_id: str, virtual_workers: tuple[int, ...]) -> KeyRelease:
         """Return keys for a worker, with the proof that the log continues what the worker has seen of it."""
         seen = self._seen.get(member_id, 0)
-        self._held.setdefault(member_id, set()).update(virtual_workers)
         return self.control.orchestrator.release(member_id, self._epoch, virtual_workers, seen)
 
     def accepted(self, member_id: str, release: KeyRelease, commitments: Envelope) -> None:
@@ -119,10 +116,7 @@ class Hosts:
     @classmethod
     def of(cls, members: Members, growth: Growth) -> Self:
         """Begin without any host."""
-        config = members.config
-        counted = config.dp_config.enabled and config.dp_config.colluding_workers > 0
-        most = hosted_at_most(config, config.fewest_workers) if counted else None
-        return cls(members, growth, Handout(members.control, most))
+        return cls(members, growth, Handout(members.control, keys_per_machine(members.config)))
 
     @property
     def commitments(self) -> tuple[bytes, ...]:
@@ -135,25 +129,57 @@ class Hosts:
         A host that fails to take its keys, or that opened other data than the run began with, leaves, and the rest
         is placed again.
 
-        Guarantee: with ``colluding_workers``, no worker is ever given keys of more virtual workers of one epoch than
-        the noise allows for; one that would be leaves instead.
+        Guarantee: with ``colluding_workers``, no machine is ever given keys of more virtual workers of one epoch than
+        the noise allows for. If no placement keeps to that, newcomers are waited for, and then a worker on a full
+        machine leaves, once for each machine, so that another may join elsewhere.
 
         Raises:
-            RefusedError: ``too_few_workers``.
+            RefusedError: ``too_few_workers``; ``key_share`` if newcomers came to full machines, or none came in time.
             RunFailedError: ``too_many_failures``.
         """
         self._handout.begin(epoch)
+        vacated: set[str] = set()
         while True:
             self.growth.wait_for_enough()
             self.growth.refill()
-            self.hosting = rehost(self.hosting, list(self.members.workers), self.members.config.virtual_workers)
-            if (exposed := self._handout.exposed(self.hosting)) is not None:
-                self.members.take_leave(exposed, "key_share")
-                continue
-            needs = self._handout.missing(self.hosting)
+            workers, virtual_workers = list(self.members.workers), self.members.config.virtual_workers
+            hosting = rehost(self.hosting, workers, virtual_workers)
+            if (room := self._handout.room()) is not None:
+                within = room.rehost(self.hosting, workers, virtual_workers)
+                if within is None and (full := room.exceeded(hosting)) is not None:
+                    self._seek_room(room, full, vacated)
+                    continue
+                hosting = within or hosting
+            self.hosting = hosting
+            needs = self._handout.missing(hosting)
             if not needs:
                 return
             self._hand_out(needs)
+
+    def _seek_room(self, room: MachineRoom, full: str, vacated: set[str]) -> None:
+        """Wait for a newcomer; if none is expected, let worker ``full`` go, whose machine is then ``vacated``."""
+        if self.growth.expects_newcomer:
+            if self.growth.await_newcomer():
+                return
+            raise self._no_room(room)
+        # A successor came to the place that was vacated for it, or nobody can come: one less would change nothing.
+        if room.held[full].keys() & vacated or not self.members.departures.allow_newcomers:
+            raise self._no_room(room)
+        vacated.update(room.held[full])
+        # Its successor would otherwise be given its place, and so its machine.
+        self.members.backend.close_place(self.members.workers[full])
+        self.members.take_leave(full, "key_share")
+
+    def _no_room(self, room: MachineRoom) -> RefusedError:
+        machines = {name[:25]: len(held) for of_worker in room.held.values() for name, held in of_worker.items()}
+        return RefusedError(
+            "key_share",
+            f"each machine may get the keys of {room.most} of {self.members.config.virtual_workers} virtual workers of "
+            f"an epoch, and {len(self.members.workers)} workers are on machines that leave no placement: "
+            f"{', '.join(f'{name} has got {count}' for name, count in sorted(machines.items()))}.",
+            "Add a machine that has had no worker of this run, or bring a lost one back, one worker to a machine, and "
+            "resume it; a new run on few machines needs colluding_workers: 0.",
+        )
 
     def _hand_out(self, needs: Hosting) -> None:
         members = self.members

@@ -60,6 +60,7 @@ def build_manifest(
     key_commitments: tuple[bytes, ...],
     dataset_fingerprint: bytes = b"",
     key_service: ServiceContract | None = None,
+    keys_per_machine: int | None = None,
 ) -> Manifest:
     """Build the run's contract; see `workers/terms/manifest.py`."""
     return Manifest(
@@ -74,6 +75,7 @@ def build_manifest(
         key_commitments=key_commitments,
         dataset_fingerprint=dataset_fingerprint,
         key_service=key_service,
+        keys_per_machine=keys_per_machine,
     )
 
 
@@ -96,4 +98,5 @@ def run_terms(
         evaluation=evaluation,
         epochs=len(manifest.key_commitments),
         manifest=manifest.encode(),
+        keys_per_machine=manifest.keys_per_machine,
     )

@@ -82,8 +82,8 @@ class Plan:
         epsilon: what the ledger will have charged after those steps, measurements included; it holds even if the
             noise of ``colluding_workers`` is known.
         epsilon_outsiders: for outsiders and the aggregator, who know no worker's noise.
-        epsilon_one_worker: for the aggregator together with any one worker of ``num_workers``; None if that leaves
-            no guarantee.
+        epsilon_one_worker: for the aggregator together with any one worker of ``num_workers``, each on a machine of its
+            own; None if that leaves no guarantee. Workers on one machine count as one: the verdict has their figure.
         delta_terms: what delta covers besides the accountant, all runs of the account together at most 1 % of it.
         epsilon_curve: (steps done, epsilon) pairs, the last at ``steps_within_cap``.
         sensitivity_inflation: C'/C - 1, what rounding to the grid costs.
@@ -265,9 +265,19 @@ def hosted_at_most(config: RunConfig, workers: int) -> int:
     return -(-config.virtual_workers // workers)
 
 
+def keys_per_machine(config: RunConfig) -> int | None:
+    """Return how many virtual workers' keys of one epoch a machine may get; None if no worker is assumed to collude.
+
+    A colluding worker is a machine: it has what any process on it was ever given.
+    """
+    if not config.dp_config.enabled or config.dp_config.colluding_workers == 0:
+        return None
+    return hosted_at_most(config, config.fewest_workers)
+
+
 def _honest_share(config: RunConfig) -> float:
-    colluding = config.dp_config.colluding_workers if config.dp_config.enabled else 0
-    known = colluding * hosted_at_most(config, config.fewest_workers)
+    colluding = config.dp_config.colluding_workers
+    known = colluding * (keys_per_machine(config) or 0)
     if known >= config.virtual_workers:
         raise ConfigError(
             "colluding_workers",

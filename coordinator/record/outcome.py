@@ -78,7 +78,7 @@ class Finished:
     Attributes:
         parameters: float32[d] in canonical order.
         steps: finished steps of the run, in earlier executions too.
-        most_hosted: most virtual workers whose keys any single worker ever held.
+        most_hosted: most virtual workers whose keys of one epoch one machine has got, in any execution of the run.
         charged_epsilon: of the account after the last charge.
         released, measured: by the measurements of the run, earlier executions included: what they say, and how often
             each was charged.

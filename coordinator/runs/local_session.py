@@ -57,7 +57,7 @@ def local_session(
     secret, failure = str(run_secret) if run_secret else None, FailureConfig()
     ledger_url = ledger_url or f"sqlite:///{home / 'ledger.sqlite'}"
     vendor = SimulatedVendor.load_or_create(home / "simulator")
-    source = LocalPlatform(vendor.platform())
+    source = LocalPlatform(vendor.platform("this process"))
     orchestrator = EvidenceOrchestrator(str(home / "orchestrator"), clock, bind)
     run_id, key = orchestrator.open_run(secret)
     backend = LocalBackend(

@@ -27,8 +27,8 @@ class Replay:
     Attributes:
         first, last: the steps that were computed, ``last`` not included; they begin where a package ends.
         digests: hexadecimal parameter digest after each of them.
-        most_hosted: most virtual workers whose keys one worker has got by now, in any execution of the run; the epsilon
-            against the aggregator with that worker rests on it.
+        most_hosted: most virtual workers whose keys of one epoch one machine has got by now, in any execution of the
+            run; the epsilon against the aggregator with that machine rests on it.
         charged_steps: how many steps of the run the ledger has charged, the same before and after.
     """
 

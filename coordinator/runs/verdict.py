@@ -37,7 +37,10 @@ class Verdict:
         ending: ``complete``, ``cap_exceeded``, ``stopped``, or the code of the error that ended the execution.
         private: False if differential privacy was off; then every epsilon is None.
         privacy_epsilon: spent, against outsiders and the aggregator alone.
-        privacy_epsilon_one_worker: the same for the aggregator together with any one worker.
+        privacy_epsilon_one_worker: the same for the aggregator together with any one worker's machine; None if that
+            leaves no guarantee.
+        keys_on_one_machine: most virtual workers whose keys of one epoch one machine has got, in any execution of the
+            run; ``privacy_epsilon_one_worker`` rests on it.
         privacy_epsilon_charged: what the account has been charged by all its runs; never below what this run spent.
         privacy_delta: delta of each epsilon, the design's slack terms included.
         epsilon_cap: what the account may spend.
@@ -79,6 +82,7 @@ class Verdict:
     virtual_workers: int
     masked_bytes: int
     wall_seconds: float
+    keys_on_one_machine: int = 0
     exact: bool = True
     evaluation_loss: float | None = None
     measurements: tuple[Released, ...] = ()
@@ -147,6 +151,7 @@ def verdict_of(
         parameter_digest=finished.parameter_digest.hex(),
         num_workers=finished.workers,
         virtual_workers=mechanism.virtual_workers,
+        keys_on_one_machine=finished.most_hosted,
         masked_bytes=finished.masked_bytes,
         wall_seconds=wall_seconds,
         rollback_witness=finished.rollback_witness,

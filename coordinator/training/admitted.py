@@ -25,7 +25,7 @@ from raycloak.coordinator.membership.membership import Membership
 from raycloak.coordinator.planning.cross_check import checked
 from raycloak.coordinator.planning.manifest import build_computation, build_manifest, epochs, run_terms
 from raycloak.coordinator.planning.payer import PayingAccount, account_cap, paying_account
-from raycloak.coordinator.planning.plan import Plan, make_plan
+from raycloak.coordinator.planning.plan import Plan, keys_per_machine, make_plan
 from raycloak.coordinator.planning.references import given_contract, require_other_content, sealed_terms
 from raycloak.coordinator.record.same_run import require_ledger, require_same_manifest
 from raycloak.coordinator.training.assignment import Order
@@ -136,6 +136,7 @@ def _manifest(order: Order, facts: WorkerFacts, plan: Plan, account: str, known_
         key_commitments=commitments,
         dataset_fingerprint=facts.dataset_fingerprint,
         key_service=key_service,
+        keys_per_machine=keys_per_machine(config),
     )
     check_key_service(manifest)
     return manifest, view.rollback_witness

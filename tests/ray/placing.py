@@ -65,6 +65,22 @@ def joiners():
     return {"rooms": rooms, "own": own not in shared, "again": again in shared, "waiting": waiting, "left": left}
 
 
+def closed():
+    """Return whether a worker that comes after a place was closed has a place of its own; and what remains reserved."""
+    placement = Placement(PlacementConfig(resources_per_worker={"CPU": 2}), 2, use_gpu=False)
+    shared = {placement.take(f"worker-{index}").placement_group.id.hex() for index in range(2)}
+    rooms = [settled(placement.room, 1)]
+    placement.close_place("worker-0")
+    placement.release("worker-0")
+    own = placement.take("worker-2").placement_group.id.hex()
+    rooms.append(settled(placement.room, 0))
+    placement.close_place("worker-2")
+    placement.release("worker-2")
+    kept = settled(reserved, ["CREATED", "CREATED"])
+    placement.close()
+    return {"rooms": rooms, "own": own not in shared, "kept": kept}
+
+
 def reserved():
     """Return the states of all groups that hold or want resources."""
     return sorted(info["state"] for info in placement_group_table().values() if info["state"] != "REMOVED")
@@ -85,6 +101,7 @@ def main():
         "no_such_accelerator": refused(1, accelerator_type="H200"),
         "wrong_selector": refused(1, labels={"zone": "in()"}),
         "joiners": joiners(),
+        "closed": closed(),
     }
     answers["left"] = settled(reserved, [])
     print(json.dumps(answers))

@@ -81,6 +81,11 @@ def test_a_joiner_gets_a_group_of_its_own_or_the_place_of_one_that_left(answers)
     assert answers["left"] == []
 
 
+def test_nobody_gets_a_place_that_was_closed(answers):
+    """The nodes have room for one worker each; a closed place keeps its node's, so the third worker is on the third."""
+    assert answers["closed"] == {"rooms": [1, 0], "own": True, "kept": ["CREATED", "CREATED"]}
+
+
 def test_workers_asked_to_leave_drained_and_dead_nodes_change_no_byte(answers, nodes, raylets, run_python):
     """A SIGTERM and a drain cost no attempt, since the step under way finishes; a dead node costs one or two.
 

@@ -5,9 +5,9 @@
 these may differ between two executions that must give the same bytes.
 """
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import ValidationError
+from pydantic import ValidationError, model_validator
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.hybrid_signature import SignerPublic
@@ -162,6 +162,8 @@ class Manifest(Message):
         key_commitments: per epoch, digest of the commitments to all virtual-worker keys.
         dataset_fingerprint: as every worker computed it, see `workers/inputs/fingerprint.py`; empty without a key for
             data in the clear.
+        keys_per_machine: most virtual workers whose keys of one epoch may ever go to one platform or GPU. Set where the
+            noise of some is not counted on, and then at most as many; None elsewhere.
         key_service: contract of the data owner's service, which gives the second half of every virtual-worker key.
             ``key_commitments`` are then of the first half; the contract has the commitments to the second.
     """
@@ -179,6 +181,16 @@ class Manifest(Message):
     key_commitments: tuple[bytes, ...]
     dataset_fingerprint: bytes = b""
     key_service: ServiceContract | None = None
+    keys_per_machine: int | None = None
+
+    @model_validator(mode="after")
+    def _uncounted_noise_is_bounded(self) -> Self:
+        mechanism, most = self.computation.mechanism, self.keys_per_machine
+        # A share of a whole number is rounded, by less than half a virtual worker.
+        uncounted = round(mechanism.virtual_workers * (1 - mechanism.honest_share))
+        if (most is None) != (uncounted == 0) or (most is not None and not 1 <= most <= uncounted):
+            raise ValueError(f"{uncounted} virtual workers' noise is not counted on, and one machine may have {most}")
+        return self
 
     @property
     def stated(self) -> StatedRun:

@@ -2,16 +2,19 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from raycloak.attestation.appraisal.appraisal import Appraisal
+from raycloak.attestation.appraisal.composite import GuestClaims, verify_guest
 from raycloak.attestation.appraisal.eat import claims_set
 from raycloak.attestation.appraisal.enrolment import Enrolment, check_enrolment
 from raycloak.attestation.core.evidence import EvidenceClass
 from raycloak.attestation.gpu.gpu_set import gpu_nonce
 from raycloak.attestation.policy.policy import Policy
 from raycloak.attestation.snp.rules import SnpRules
+from raycloak.attestation.snp.verify import SnpClaims
 from raycloak.metrics.errors import EvidenceError
 from tests.attestation.composite_site import NONCE, Site, composite_site
 from tests.attestation.conftest import Session
@@ -81,6 +84,19 @@ def test_a_revocation_list_below_the_floor_is_a_rollback(site: Site) -> None:
     assert site.refusal(site.presentation(), floors=facts) is None
     higher = {name: number + 1 for name, number in facts.items()}
     assert site.refusal(site.presentation(), floors=higher) == "collateral_rollback"
+
+
+def test_a_masked_chip_id_names_no_machine(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys are counted by machine, and a member whose evidence names none gets no counted key."""
+    assert site.appraise(site.presentation()).names_machine
+
+    def masked(*arguments: Any) -> GuestClaims:
+        claims = verify_guest(*arguments)
+        assert isinstance(claims, SnpClaims)
+        return replace(claims, names_chip=False)
+
+    monkeypatch.setattr("raycloak.attestation.appraisal.appraisal.verify_guest", masked)
+    assert not site.appraise(site.presentation()).names_machine
 
 
 def test_missing_reference_values_and_answers_refuse(site: Site) -> None:

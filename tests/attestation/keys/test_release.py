@@ -89,8 +89,8 @@ def resealed(body: KeyPackage) -> KeyRelease:
 
 
 def opened(release: KeyRelease, **changes):
-    policy, hpke_key = changes.get("policy", POLICY), changes.get("hpke_key", RECIPIENT)
-    terms = ExpectedRelease(LOG_OWNER.public, "run", "worker-0", MANIFEST, policy)
+    policy, hpke_key, most = changes.get("policy", POLICY), changes.get("hpke_key", RECIPIENT), changes.get("most")
+    terms = ExpectedRelease(LOG_OWNER.public, "run", "worker-0", MANIFEST, policy, keys_per_machine=most)
     return open_keys(release, terms, hpke_key=hpke_key, key_commitments=IN_MANIFEST)
 
 
@@ -125,6 +125,15 @@ def test_a_package_of_another_kind_or_under_another_policy_is_refused():
     assert refusal(sealed(kind=KeyKind.CHECKPOINT)).code == "key_package_mismatch"
     other = KeyPolicy.of(KeyKind.CHECKPOINT, POLICY).digest()
     assert refusal(sealed(policy_digest=other)).code == "key_package_mismatch"
+
+
+def test_keys_that_were_released_under_another_bound_by_machine_than_the_manifests_are_refused():
+    """The driver tells the orchestrator the bound, and each worker knows it from the manifest."""
+    bounded = KeyPolicy.of(KeyKind.VIRTUAL_WORKER, POLICY, 3).digest()
+    assert opened(sealed(policy_digest=bounded), most=3)[0] == 1
+    for release, most in ((sealed(policy_digest=bounded), None), (sealed(), 3), (sealed(policy_digest=bounded), 2)):
+        assert refusal(release, most=most).code == "key_package_mismatch"
+    assert KeyPolicy.of(KeyKind.DATASET, POLICY, 3) == KeyPolicy.of(KeyKind.DATASET, POLICY)
 
 
 def test_another_members_hpke_key_opens_nothing():

@@ -113,3 +113,11 @@ def test_threads_that_ask_first_at_once_get_one_measurement(tmp_path: Path, monk
         found = list(pool.map(lambda _: code_measurement(tmp_path), range(2)))
     assert found[0] == found[1]
     assert len(read) == 1
+
+
+def test_a_machine_has_the_same_identity_in_every_execution_and_shares_it_with_no_other(tmp_path):
+    """Keys are counted by machine over a whole run, whose executions each make platforms anew."""
+    first, second = (SimulatedVendor.load_or_create(tmp_path / "simulator") for _ in range(2))
+    assert first.platform("node-1").instance_id == second.platform("node-1").instance_id
+    identities = {first.platform(name).instance_id for name in ("node-1", "node-2", None, None)}
+    assert len(identities) == 4

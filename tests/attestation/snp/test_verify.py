@@ -63,9 +63,11 @@ def test_a_vlek_names_the_guest_where_the_provider_masks_the_chip(each: SnpBench
     first, second = (vlek.verify(vlek.report()) for _ in range(2))
     assert first.key_kind == "VLEK"
     assert len(first.platform_id) == 32
+    assert not first.names_chip
     assert first.platform_id != second.platform_id
     chip = bytes(range(64))
-    assert vlek.verify(vlek.report(chip_id=chip)).platform_id == chip
+    named = vlek.verify(vlek.report(chip_id=chip))
+    assert (named.platform_id, named.names_chip) == (chip, True)
 
 
 @pytest.mark.parametrize("version", [2, 3, 4, 5])

@@ -10,7 +10,7 @@ from raycloak.attestation.core.messages import Envelope, seal
 from raycloak.metrics.errors import ModelError, RefusedError, RunFailedError
 from raycloak.workers.train_worker import TrainWorker
 from tests.anchors import INTEL_TDX_ANCHOR
-from tests.protocol import Call, Fate, HandRun, WholeRun, examples, on, trained, whole_run
+from tests.protocol import Call, Fate, HandRun, WholeRun, examples, on, on_machines, trained, whole_run
 
 PHASES = ["prepare", "compute_known_answer", "present", "accept_keys"]
 
@@ -214,7 +214,8 @@ def test_a_worker_that_opened_other_data_leaves_and_its_part_is_placed_again(tmp
 
 def test_each_key_goes_to_its_host_only_and_the_most_any_held_is_counted(tmp_path):
     """Worker-1 is lost in the second step; the newcomer is given a share in the third."""
-    run = trained(tmp_path, num_workers=4, disturb=on("step", "worker-1", "dies", 1))
+    tamper = on_machines(tmp_path, lambda member_id: member_id)
+    run = trained(tmp_path, num_workers=4, tamper=tamper, disturb=on("step", "worker-1", "dies", 1))
     held: dict[str, set[int]] = {}
     for call in run.stage.calls("release"):
         member_id, epoch, virtual_workers, _ = call.arguments

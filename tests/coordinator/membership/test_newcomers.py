@@ -2,15 +2,18 @@
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from raycloak.attestation.log.evidence_log import read_exported_log
+from raycloak.coordinator.accounting.calibration import epsilon_against
+from raycloak.coordinator.runs.verdict import verdict_of
 from raycloak.metrics.errors import RefusedError
 from raycloak.workers.train_worker import TrainWorker
-from tests.protocol import VIRTUAL_WORKERS, Call, Fate, HandRun, WholeRun, on, trained, whole_run
+from tests.protocol import VIRTUAL_WORKERS, Call, Fate, HandRun, WholeRun, on, on_machines, trained, whole_run
 
 LONG = {"steps": 8, "epoch_steps": 3}
 
@@ -344,24 +347,123 @@ def test_a_former_host_is_sent_its_keys_again_when_it_is_to_host_again(tmp_path,
     assert [code for _, code in run.left] == ["died", "died"]
 
 
-def test_no_worker_ever_holds_more_keys_of_an_epoch_than_the_noise_allows_for(tmp_path):
-    """With colluding workers assumed: worker-0 leaves before it would be sent one more, and is replaced."""
-    fates = [on("step", "worker-1", "dies", 1), on("step", "worker-2", "dies", 3)]
-    run = trained(
-        tmp_path,
-        num_workers=4,
-        min_workers=3,
-        overrides=["dp_config.colluding_workers=1"],
-        disturb=lambda call: next((fate for each in fates if (fate := each(call))), None),
-        **{**LONG, "epoch_steps": 100},
-    )
+# --- keys by machine
+
+
+FOUR = {
+    "num_workers": 4,
+    "min_workers": 3,
+    "overrides": ["dp_config.colluding_workers=1", "failure.join_timeout_s=30"],
+    **LONG,
+    "epoch_steps": 100,
+}
+"""Eight virtual workers on four workers, of which three suffice, with one machine assumed to collude: it may have three
+keys."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed_four(tmp_path_factory) -> list[str]:
+    """The digests of a run with four workers on four machines, none of which is lost."""
+    home = tmp_path_factory.mktemp("four")
+    return trained(home, tamper=on_machines(home, lambda member_id: member_id), **FOUR).digests
+
+
+def fates(*each: Callable[[Call], Fate]) -> Callable[[Call], Fate]:
+    return lambda call: next((fate for one in each if (fate := one(call))), None)
+
+
+def keys_by_machine(run: WholeRun, machine_of: Callable[[str], str]) -> dict[str, set[int]]:
+    """Virtual workers whose keys were sent to each machine; of a run with one epoch."""
     held: dict[str, set[int]] = {}
     for call in run.stage.calls("release"):
         member_id, _, virtual_workers, _ = call.arguments
-        held.setdefault(member_id, set()).update(virtual_workers)
-    assert max(map(len, held.values())) == 3 == run.finished.most_hosted
-    assert "key_share" in {code for _, code in run.left}, "else this test shows nothing"
-    assert all(len(roster.workers) >= 3 for roster in run.stage.rosters)
+        held.setdefault(machine_of(member_id), set()).update(virtual_workers)
+    return held
+
+
+def test_no_machine_ever_gets_more_keys_of_an_epoch_than_the_noise_allows_for(tmp_path, undisturbed_four):
+    """Workers die one after the other, and each successor starts on the machine of the one that it replaces."""
+    place: dict[str, str] = {f"worker-{i}": f"machine-{i}" for i in range(4)}
+    place |= {"worker-4": "machine-1", "worker-5": "machine-2", "worker-6": "machine-0"}
+    run = trained(
+        tmp_path,
+        tamper=on_machines(tmp_path, place.__getitem__),
+        disturb=fates(*(on("step", f"worker-{i}", "dies", step) for i, step in ((1, 1), (2, 3), (0, 5)))),
+        **FOUR,
+    )
+    assert [code for _, code in run.left] == ["died"] * 3
+    assert max(map(len, keys_by_machine(run, place.__getitem__).values())) == 3 == run.finished.most_hosted
+    assert run.digests == undisturbed_four
+
+
+def test_a_worker_on_a_full_machine_makes_room_for_a_newcomer_elsewhere(tmp_path, undisturbed_four):
+    """Two workers share a machine, which may have the keys of three of eight: with two others there is no placement."""
+    place = {"worker-0": "machine-0", "worker-1": "machine-0", "worker-2": "machine-1", "worker-3": "machine-2"}
+    closed: list[str] = []
+    run = whole_run(tmp_path, tamper=on_machines(tmp_path, place.__getitem__), **{**FOUR, "num_workers": 3})
+    run.stage.close_place = lambda actor: closed.append(actor.member_id)
+    run.train()
+    assert run.left == [("worker-0", "key_share")]
+    assert closed == ["worker-0"], "its successor must not be given its place"
+    assert run.digests == undisturbed_four
+    assert run.finished.most_hosted == 3
+
+
+def test_a_run_whose_newcomers_come_to_full_machines_ends_with_a_refusal_that_says_what_to_do(tmp_path):
+    run = whole_run(tmp_path, **FOUR)
+    with pytest.raises(RefusedError, match=r"each machine may get the keys of 3 of 8 .* has got 0") as error:
+        run.train()
+    assert error.value.code == "key_share"
+    assert "Add a machine" in error.value.remedy
+    assert run.left == [("worker-0", "key_share")], "one worker on each machine, then no more"
+    assert run.stage.calls("charge") == []
+
+
+def test_a_run_waits_for_a_newcomer_on_another_machine_and_then_ends(tmp_path):
+    """Of four machines one dies for good, and then another: the two that are left cannot have all keys."""
+    run = whole_run(
+        tmp_path,
+        tamper=on_machines(tmp_path, lambda member_id: member_id),
+        disturb=fates(
+            on("step", "worker-1", "dies", 1),
+            on("step", "worker-2", "dies", 3),
+            lambda call: "hangs" if call.method == "prepare" and call.member_id > "worker-3" else None,
+        ),
+        **{**FOUR, "overrides": [*FOUR["overrides"], "failure.admission_deadline_s=1000"]},
+    )
+    with pytest.raises(RefusedError) as error:
+        run.train()
+    assert error.value.code in ("too_few_workers", "key_share")
+    assert run.stage.time.now >= 30
+
+
+def test_the_bound_holds_across_executions_and_the_second_gives_the_same_bytes(tmp_path, undisturbed_four):
+    """The second execution knows no hosts, and its workers are started on the machines in another order."""
+    held: dict[str, set[int]] = {}
+    for machine_of in (lambda i: f"machine-{i[-1]}", lambda i: f"machine-{(int(i[-1]) + 1) % 4}"):
+        run = trained(tmp_path, tamper=on_machines(tmp_path, machine_of), **FOUR)
+        for machine, keys in keys_by_machine(run, machine_of).items():
+            held.setdefault(machine, set()).update(keys)
+        assert run.digests == undisturbed_four
+    assert max(map(len, held.values())) == run.finished.most_hosted <= 3
+
+
+def test_the_epsilon_with_one_worker_is_of_all_keys_that_its_machine_ever_had(tmp_path):
+    """Without a bound: one worker after the other dies, and each successor starts on machine A, which gets 7 of 8."""
+    place = {"worker-0": "A", "worker-1": "B", "worker-2": "C", "worker-3": "A", "worker-4": "A", "worker-5": "A"}
+    run = trained(
+        tmp_path,
+        tamper=on_machines(tmp_path, place.__getitem__),
+        disturb=fates(*(on("step", f"worker-{i}", "dies", index) for i, index in ((1, 1), (0, 4), (3, 3)))),
+        **{**LONG, "epoch_steps": 100},
+    )
+    by_worker, by_machine = (keys_by_machine(run, of) for of in (str, place.__getitem__))
+    most = len(by_machine["A"])
+    assert (most, max(map(len, by_worker.values()))) == (7, 6)
+    verdict = verdict_of(run.finished, run.folder, 1.0, "complete", ())
+    mechanism, delta = run.finished.plan.mechanism, run.finished.plan.delta
+    assert verdict.keys_on_one_machine == most
+    assert verdict.privacy_epsilon_one_worker == epsilon_against(mechanism, most, delta, 8)
 
 
 # --- everything at once

@@ -7,6 +7,7 @@ import pytest
 
 from raycloak.attestation.core.messages import parse
 from raycloak.coordinator.planning.manifest import build_computation, epochs, run_terms
+from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.gradients.clipping import micro_batches
 from raycloak.workers.terms.manifest import Manifest, key_context
 from tests.protocol import HandRun, config
@@ -102,6 +103,23 @@ def test_the_manifest_names_everybody_who_may_sign_and_survives_the_wire(hand):
     ]
     digests = {manifest.model_copy(update=changes).digest() for changes in others}
     assert len(digests | {manifest.digest()}) == 1 + len(others)
+
+
+@pytest.mark.parametrize(
+    ("honest_share", "most", "fits"),
+    [(1.0, None, True), (1.0, 1, False), (0.25, None, False), (0.25, 3, True), (0.25, 6, True), (0.25, 7, False)],
+)
+def test_a_manifest_bounds_keys_by_machine_exactly_where_some_noise_is_not_counted_on(hand, honest_share, most, fits):
+    """Of eight virtual workers, two machines with three each may be known at a share of a quarter; never seven."""
+    computation = hand.manifest.computation
+    mechanism = computation.mechanism.model_copy(update={"honest_share": honest_share})
+    changes = {"computation": computation.model_copy(update={"mechanism": mechanism}), "keys_per_machine": most}
+    body = hand.manifest.model_copy(update=changes).encode()
+    if fits:
+        assert run_terms(parse(Manifest, body), hand.policy, hand.collateral).keys_per_machine == most
+    else:
+        with pytest.raises(ProtocolError, match="malformed"):
+            parse(Manifest, body)
 
 
 def test_the_orchestrator_is_told_the_manifests_own_terms(hand):

@@ -25,6 +25,7 @@ VERDICT = Verdict(
     parameter_digest="ab" * 32,
     num_workers=3,
     virtual_workers=8,
+    keys_on_one_machine=3,
     masked_bytes=11_544_000,
     wall_seconds=21.53,
 )
@@ -39,7 +40,7 @@ def test_every_claim_stands_with_its_limit():
     text = verdict_text(VERDICT)
     assert "Verdict (SIMULATED evidence)" in text
     assert row(VERDICT, "ε spent") == "8.000 of 8.000, against outsiders and the aggregator"
-    assert row(VERDICT, "ε with one worker") == "10.975, if it helps the aggregator"
+    assert row(VERDICT, "ε with one worker") == "10.975, if its machine, with 3 of 8 keys, helps the aggregator"
     assert row(VERDICT, "ε charged") == "8.000 by all runs of the account"
     assert row(VERDICT, "δ") == "1e-05"
     assert row(VERDICT, "accuracy") == "94.4% on the public split"

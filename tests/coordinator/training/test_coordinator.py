@@ -20,6 +20,7 @@ from tests.protocol import (
     correlation,
     examples,
     keys_of,
+    on_machines,
     trained,
     whole_run,
 )
@@ -166,7 +167,7 @@ def test_nothing_but_refs_headers_and_masked_vectors_passes_the_driver(tmp_path)
 
 
 def test_the_one_worker_epsilon_is_larger_and_both_can_be_stated(tmp_path):
-    run = trained(tmp_path)
+    run = trained(tmp_path, tamper=on_machines(tmp_path, lambda member_id: member_id))
     plan, finished = run.finished.plan, run.finished
     outsiders = epsilon_against(plan.mechanism, 0, plan.delta, finished.steps)
     one_worker = epsilon_against(plan.mechanism, finished.most_hosted, plan.delta, finished.steps)
