@@ -55,11 +55,9 @@ class Probes:
         self.fills: tuple[float, ...] = tuple(odd)
 
     def draws(self, count: int) -> Iterator[Pair]:
-        """Yield pairs of ordinary batches of ``count`` rows, and one whose rows are all equal before."""
+        """Yield pairs of ordinary batches of ``count`` rows."""
         for index in range(_DRAWS):
             yield self._changed(Examples(self._features(count, normal=index % 2 == 1), self._labels(count)))
-        same = Examples(self._features(1).repeat_interleave(count, 0), self._labels(1).repeat_interleave(count, 0))
-        yield self._changed(same)
 
     def filled(self, count: int, fill: float) -> Iterator[Pair]:
         """Yield pairs in which an example that is almost all ``fill`` meets examples without it, and the reverse.

@@ -147,7 +147,8 @@ class MaskUnlessFull(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words = nn.Embedding(11, 6, padding_idx=4)
+        # So many that no ordinary draw has the padding.
+        self.words = nn.Embedding(1000, 6, padding_idx=4)
         self.scale = nn.Linear(6, 6)
         self.head = nn.Linear(6, 3)
 
@@ -317,7 +318,15 @@ def test_a_loss_with_a_memory_is_refused() -> None:
             self.mean = 0.5 * self.mean + 0.5 * float(losses.detach().mean())
             return losses / (1 + self.mean)
 
+    class RemembersIgnored:
+        seen = False
+
+        def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            self.seen = self.seen or -100 in labels.tolist()
+            return output.square().mean(1) * (1 + self.seen)
+
     assert refusal(nn.Linear(6, 3), loss=Running())[0] == "mixing_loss"
+    assert refusal(nn.Linear(6, 3), loss=RemembersIgnored())[0] == "mixing_loss"
 
 
 def test_a_loss_over_the_whole_batch_is_refused() -> None:
