@@ -27,6 +27,7 @@ from raycloak.attestation.core.roster import Member
 from raycloak.attestation.orchestrator.evaluation_order import open_order
 from raycloak.metrics.errors import DatasetError, ProtocolError
 from raycloak.workers.gradients.clipping import named_operations
+from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.inputs.datasets import Dataset, DatasetForm, dataset_form, slice_ids
 from raycloak.workers.inputs.models import LossFn, ModelRuntime, load_flat
 from raycloak.workers.inputs.sealed import SealedDataset
@@ -61,7 +62,7 @@ class Scorer:
     ) -> None:
         self._device = torch.device(device)
         self._module = module.to(self._device).eval()
-        self._loss_fn = loss_fn
+        self._loss = RowLoss.of(loss_fn)
         self._metric = metric
         self._deterministic = deterministic
 
@@ -90,7 +91,7 @@ class Scorer:
         """Return one score per example, [n]."""
         output: Tensor = self._module(features)
         if self._metric == "loss":
-            return self._loss_fn(output, labels)
+            return self._loss(output, labels)
         return (output.argmax(1) == labels).double().reshape(len(labels), -1).mean(1)
 
 

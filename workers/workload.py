@@ -13,8 +13,9 @@ from raycloak.attestation.core.roster import Query
 from raycloak.metrics.errors import ConfigError, ProtocolError, RefusedError
 from raycloak.workers.evaluation import open_split
 from raycloak.workers.gradients.clipping import GradientEngine
-from raycloak.workers.gradients.model_checks import check_trainable
+from raycloak.workers.gradients.model_checks import check_rows, check_trainable
 from raycloak.workers.gradients.numerics import current_numerics, pin_numerics
+from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.sum_engines import check_measurable, measurement_engine
 from raycloak.workers.inputs.datasets import Dataset, dataset_form
 from raycloak.workers.inputs.fingerprint import dataset_fingerprint
@@ -28,6 +29,9 @@ from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
 
+# Marks the known answer of a loss that does not run under vmap: its last bits may be others.
+_ROW_BY_ROW = digest(b"raycloak/loss/row-by-row/v1")
+
 
 class Workload:
     """Opens the dataset, builds the model, pins the numerics of this process.
@@ -37,6 +41,7 @@ class Workload:
         slices, evaluation_slices: where keys of training and evaluation slices go.
         form: the public outline of the dataset.
         runtime: how its model is built and run.
+        loss: the run's loss, one example at a time; the one in ``runtime``.
         module: the model whose gradients are computed.
         split: the sealed split that it is to evaluate on, if there is one.
         facts: its contribution to the manifest.
@@ -61,7 +66,9 @@ class Workload:
         build = partial(build_model, setup.model, setup.base, setup.seed)
         self.module = build()
         loss_fn, loss_code = loss_function(setup.loss, setup.base)
-        self.runtime = ModelRuntime(build, loss_fn, setup.device, deterministic)
+        # One for all engines, so that all of them compute as the known answer says.
+        self.loss = RowLoss(loss_fn)
+        self.runtime = ModelRuntime(build, self.loss, setup.device, deterministic)
         self.form = dataset_form(self.dataset)
         check_trainable(self.module, self.form, loss_fn, deterministic)
         self.facts = WorkerFacts(
@@ -93,7 +100,8 @@ class PlannedWorkload:
         ConfigError: ``measurement_labels`` or ``measurement_too_large``.
         RefusedError: ``not_public`` if anything is to be released without noise, of data that is sealed or is not
             declared public.
-        ModelError: ``nondeterministic_op``, with the operation's name: no example is in reach of it yet.
+        ModelError: ``nondeterministic_op``, with the operation's name: no example is in reach of it yet; or what
+            `raycloak.workers.gradients.model_checks.check_rows` refuses.
     """
 
     def __init__(self, workload: Workload, mechanism: Mechanism, measurements: tuple[Measurement, ...]) -> None:
@@ -105,6 +113,8 @@ class PlannedWorkload:
             raise RefusedError("not_public", "this worker's data is not declared public, so it trains only with noise")
         self.workload, self.mechanism, self.measurements = workload, mechanism, measurements
         dataset, start, runtime = workload.dataset, workload.facts.initial_parameters, workload.runtime
+        mechanisms = (mechanism, *(each.mechanism for each in measurements))
+        check_rows(workload.module, workload.form, mechanisms, runtime.deterministic)
         engine = GradientEngine(workload.module, runtime.loss_fn, mechanism, runtime.device, runtime.deterministic)
         gradient = VirtualWorkerComputer(mechanism, engine, dataset)
         self.computers: dict[Query, VirtualWorkerComputer] = {mechanism.query: gradient}
@@ -116,6 +126,8 @@ class PlannedWorkload:
             # One batch shows how the code computes; a whole slice would take as long as an evaluation.
             small = measurement.mechanism.model_copy(update={"micro_batches": 1})
             answers.append(known_answer(small, counting, dataset, start))
+        if workload.loss.row_by_row:
+            answers.append(_ROW_BY_ROW)
         self.known_answer = answers[0] if len(answers) == 1 else digest(b"".join(answers))
 
     def check(self, manifest: Manifest) -> None:

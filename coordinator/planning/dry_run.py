@@ -15,7 +15,7 @@ from raycloak.coordinator.planning.plan import Plan, make_plan
 from raycloak.coordinator.planning.references import descriptor, evaluation_form, preflight, sealed_terms
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.evaluation import check_evaluation_form
-from raycloak.workers.gradients.model_checks import check_trainable
+from raycloak.workers.gradients.model_checks import check_rows, check_trainable
 from raycloak.workers.gradients.sum_engines import check_measurable
 from raycloak.workers.inputs.datasets import dataset_form
 from raycloak.workers.inputs.models import ModelSource, build_model, loss_function, parameter_count, trainable_tensors
@@ -39,13 +39,15 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     model = build_model(ModelSource.of(config.model), config_dir, config.seed)
     loss, _ = loss_function(config.loss, config_dir)
     split_ranges(trainable_tensors(model), config.aggregators)
-    check_trainable(model, form, loss, deterministic=not config.allow_nondeterministic)
+    deterministic = not config.allow_nondeterministic
+    check_trainable(model, form, loss, deterministic)
     sealed = sealed_terms(config, config_dir, "evaluation")
     if sealed is not None:
         check_evaluation_form(evaluation_form(sealed), form)
     plan = make_plan(config, form.num_examples, parameter_count(model), _account(config))
     for measurement in plan.measurements:
         check_measurable(measurement, form)
+    check_rows(model, form, (plan.mechanism, *(each.mechanism for each in plan.measurements)), deterministic)
     return checked(plan)
 
 

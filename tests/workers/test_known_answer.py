@@ -3,10 +3,12 @@
 import numpy as np
 
 from raycloak.workers.gradients.clipping import GradientEngine
+from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.inputs.datasets import ArrayDataset
 from raycloak.workers.inputs.models import ModelSource, build_model, cross_entropy, mse
 from raycloak.workers.known_answer import known_answer
-from tests.protocol import Arrays, examples, initial_parameters, mechanism
+from raycloak.workers.workload import PlannedWorkload, Workload
+from tests.protocol import Arrays, config, examples, initial_parameters, mechanism, worker_setup
 
 PARAMETERS = initial_parameters()
 
@@ -60,3 +62,20 @@ def test_mechanism_and_parameters_are_part_of_it():
 def test_it_does_not_depend_on_how_many_share_the_work_or_how_much_is_sampled():
     chosen = mechanism()
     assert answer(chosen.model_copy(update={"num_examples": 4000, "sample_rate": 0.1})) == answer()
+
+
+def test_a_loss_that_is_evaluated_row_by_row_is_told_apart_although_no_bit_differs(tmp_path, monkeypatch):
+    """On private examples a bit may differ, so two such workers must not share a run."""
+    chosen = mechanism()
+
+    def planned() -> PlannedWorkload:
+        return PlannedWorkload(Workload(worker_setup(config(loss="tests.models:user_loss"), tmp_path)), chosen, ())
+
+    under_vmap = planned()
+    monkeypatch.setattr(RowLoss, "_runs_under_vmap", lambda *_: False)
+    row_by_row = planned()
+    assert under_vmap.known_answer != row_by_row.known_answer
+    engines = [each.computers["gradient"]._engine for each in (under_vmap, row_by_row)]
+    data = ArrayDataset(*examples())
+    assert len({known_answer(chosen, engine, data, PARAMETERS) for engine in engines}) == 1
+    assert under_vmap.known_answer in {known_answer(chosen, engine, data, PARAMETERS) for engine in engines}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from raycloak.metrics.errors import ModelError
 from raycloak.workers.gradients.numerics import choose_kernels
+from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.inputs.datasets import Batch, Dataset
 from raycloak.workers.inputs.models import LossFn, load_flat, trainable_tensors
 from raycloak.workers.inputs.opacus_modules import opacus_module
@@ -109,6 +110,9 @@ def _split(array: Tensor, columns: int | list[int]) -> Sequence[Tensor]:
 class PerExampleGradients:
     """The per-example gradients of a module, through Opacus' hooks.
 
+    Guarantee: labels enter through a :class:`RowLoss` alone. So one example's label or output changes no other
+    example's loss, whatever the loss computes from its arguments.
+
     Args:
         module: hooks are attached to it, and it is put into train mode; it belongs to this object from then on.
         loss_fn: one loss per example.
@@ -132,7 +136,7 @@ class PerExampleGradients:
                 "unsupported_layer", f"Opacus cannot give per-example gradients: {error}", "Use another layer."
             ) from None
         self._wrapped.train()
-        self._loss_fn = loss_fn
+        self._loss = RowLoss.of(loss_fn)
         self._deterministic = deterministic
         self._trained = [(name, tensor) for name, tensor in module.named_parameters() if tensor.requires_grad]
 
@@ -144,13 +148,7 @@ class PerExampleGradients:
         """
         count = len(features)
         with named_operations(self._deterministic):
-            losses = self._loss_fn(self._wrapped(features), labels)
-            if losses.shape != (count,):
-                raise ModelError(
-                    "loss_shape",
-                    f"the loss of {count} examples has shape {tuple(losses.shape)}.",
-                    "Let the loss return one number per example: reduction='none'.",
-                )
+            losses = self._loss(self._wrapped(features), labels)
             losses.sum().backward()  # type: ignore[no-untyped-call]
         return [self._take(name, tensor, count) for name, tensor in self._trained]
 

@@ -1,33 +1,35 @@
 """Checks of a model on synthetic data before anything is spent: is each example's gradient its own?
 
 The checks run on a copy of the model on the CPU, with slightly moved parameters so that a layer initialised to zero
-hides nothing. They are evidence, not proof: a layer that misbehaves only on certain inputs is not found.
+hides nothing. They are evidence, not proof: a layer that misbehaves only on certain inputs is not found. That the loss
+keeps examples apart rests on no check: :class:`raycloak.workers.gradients.row_loss.RowLoss` shows it one at a time.
 """
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
 
 from raycloak.metrics.errors import ModelError, RaycloakError
 from raycloak.workers.gradients.clipping import PerExampleGradients, named_operations
+from raycloak.workers.gradients.probes import Examples, Probes, odd_ids, vocabularies
+from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.inputs.datasets import DatasetForm
 from raycloak.workers.inputs.models import LossFn, check_layers
+from raycloak.workers.terms.mechanism import Mechanism
 
 _BATCH_SIZES = (5, 7)
 """Two sizes, so that another extent of the model's tensors cannot pass for the batch at both."""
 
-_DTYPES = {"float32": torch.float32, "int64": torch.int64}
-
-
-@dataclass(frozen=True, slots=True)
-class _Examples:
-    features: Tensor
-    labels: Tensor
+_FIX = (
+    "Treat each example alone: GroupNorm or LayerNorm, padding to one fixed length in place of the longest example, "
+    "and an explicit mask."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +42,63 @@ class _LayerTrace:
 def check_trainable(module: nn.Module, form: DatasetForm, loss_fn: LossFn, deterministic: bool = True) -> None:
     """Refuse a model or loss that cannot be trained under per-example clipping on data of this form.
 
-    Guarantee: on the synthetic examples tried, the forward pass changes neither a buffer nor a parameter. It draws no
-    random number, in training and in evaluation mode. An example's output, loss and gradient keep their bits when
-    another example or its label changes. The per-example gradients add up to the gradient of the summed loss.
-    ``module`` itself is not changed.
+    Guarantee: on the synthetic examples tried, the forward pass changes neither a buffer nor a parameter and draws
+    no random number, in training and in evaluation mode; an example's output, loss and gradient keep their bits, and
+    every layer its shape, when another example or its label changes; an example's output alone is its output in the
+    batch up to rounding; the losses of a batch are those of its examples alone; and the per-example gradients add up
+    to the gradient of the summed loss. ``module`` itself is not changed.
+
+    Batches are small here; :func:`check_rows` tries the size that a run computes.
 
     Args:
         deterministic: whether an operation without a deterministic kernel is refused.
 
     Raises:
         ModelError: what `raycloak.workers.inputs.models.check_layers` refuses, ``model_input`` if the model or loss
-            fails on such data, ``buffer_update``, ``random_layer``, ``mixing_layer``, ``loss_shape``,
+            fails on such data, ``buffer_update``, ``random_layer``, ``mixing_layer``, ``mixing_loss``, ``loss_shape``,
             ``unsupported_layer`` or ``nondeterministic_op``; the layer is named.
     """
     check_layers(module)
+    with _copy_of(module, form, deterministic) as probe:
+        probes = _probes_of(probe, form, deterministic)
+        # Private examples are evaluated in evaluation mode, where a module may mix rows that it keeps apart in
+        # training; see `raycloak.workers.gradients.sum_engines.PrivateEvaluationEngine`.
+        for training in (False, True):
+            probe.train(training)
+            for count in _BATCH_SIZES:
+                _check_draws(probe, probes, count)
+            _check_fills(probe, probes, min(_BATCH_SIZES), deterministic)
+            _check_alone(probe, probes, min(_BATCH_SIZES))
+        for count in _BATCH_SIZES:
+            _check_loss(probe, probes, loss_fn, count)
+            _check_gradients(probe, probes, loss_fn, count, deterministic)
+        _check_odd_labels(probe, probes, loss_fn, min(_BATCH_SIZES))
+
+
+def check_rows(
+    module: nn.Module, form: DatasetForm, mechanisms: Iterable[Mechanism], deterministic: bool = True
+) -> None:
+    """Refuse a model whose forward pass mixes the examples of a physical micro-batch of one of ``mechanisms``.
+
+    Guarantee: what :func:`check_trainable` says of the forward pass, at the number of rows that each mechanism computes
+    at once, in the mode in which private examples then meet the model.
+
+    Raises:
+        ModelError: ``mixing_layer``, ``buffer_update``, ``random_layer``, ``model_input`` or ``nondeterministic_op``.
+    """
+    with _copy_of(module, form, deterministic) as probe:
+        probes = _probes_of(probe, form, deterministic)
+        for mechanism in mechanisms:
+            if mechanism.query != "class_counts":
+                probe.train(mechanism.query == "gradient")
+                _check_draws(probe, probes, mechanism.micro_batch_size)
+                _check_fills(probe, probes, mechanism.micro_batch_size, deterministic)
+                _check_alone(probe, probes, mechanism.micro_batch_size)
+
+
+@contextmanager
+def _copy_of(module: nn.Module, form: DatasetForm, deterministic: bool) -> Iterator[nn.Module]:
+    """Lend a copy of ``module`` with moved parameters; the process's random state stays as it is."""
     probe = copy.deepcopy(module).cpu()
     with (
         torch.random.fork_rng(devices=[]),
@@ -65,14 +110,7 @@ def check_trainable(module: nn.Module, form: DatasetForm, loss_fn: LossFn, deter
         warnings.filterwarnings("ignore", ".* does not have a deterministic implementation")
         torch.default_generator.manual_seed(1)
         _perturb(probe)
-        for count in _BATCH_SIZES:
-            examples = _synthetic(form, count)
-            changed = _change_first(examples)
-            # Private examples are evaluated in evaluation mode, where a module may mix rows that it keeps apart in
-            # training; see `raycloak.workers.gradients.sum_engines.PrivateEvaluationEngine`.
-            _check_forward(probe.eval(), examples, changed)
-            _check_forward(probe.train(), examples, changed)
-            _check_gradients(probe, loss_fn, examples, changed, deterministic)
+        yield probe
 
 
 def _perturb(module: nn.Module) -> None:
@@ -82,25 +120,46 @@ def _perturb(module: nn.Module) -> None:
                 tensor.add_(torch.randn_like(tensor), alpha=0.05)
 
 
-def _synthetic(form: DatasetForm, count: int) -> _Examples:
-    """Return examples with features in [0, 1) or {0, 1}, and labels of class 0 or in [0, 1)."""
-    return _Examples(
-        _draw((count, *form.feature_shape), _DTYPES[form.feature_dtype], 2),
-        _draw((count, *form.label_shape), _DTYPES[form.label_dtype], 1),
+def _probes_of(module: nn.Module, form: DatasetForm, deterministic: bool) -> Probes:
+    """Return probes with as many ids as the module accepts."""
+    if form.feature_dtype != "int64":
+        return Probes(form)
+    # Two ids are for every module: where it fails on them, it shows that to the user.
+    accepted = (
+        size
+        for size in vocabularies(module)
+        if size == 2 or _accepts(module, torch.full((2, *form.feature_shape), size - 1), deterministic)
     )
+    return Probes(form, next(accepted), odd_ids(module))
 
 
-def _draw(shape: tuple[int, ...], dtype: torch.dtype, integers_below: int) -> Tensor:
-    return torch.randint(integers_below, shape) if dtype == torch.int64 else torch.rand(shape)
+def _accepts(module: nn.Module, features: Tensor, deterministic: bool) -> bool:
+    try:
+        with named_operations(deterministic):
+            module(features)
+    except RaycloakError:
+        raise
+    except Exception:  # noqa: BLE001 - user code may raise anything; an odd value may be none for it
+        return False
+    return True
 
 
-def _change_first(examples: _Examples) -> _Examples:
-    features, labels = examples.features.clone(), examples.labels.clone()
-    features[0], labels[0] = 1 - features[0], 1 - labels[0]
-    return _Examples(features, labels)
+def _check_draws(module: nn.Module, probes: Probes, count: int) -> None:
+    for pair in probes.draws(count):
+        before = _check_repeats(module, pair.before)
+        _check_apart(before, _trace(module, pair.after.features), count)
 
 
-def _check_forward(module: nn.Module, examples: _Examples, changed: _Examples) -> None:
+def _check_fills(module: nn.Module, probes: Probes, count: int, deterministic: bool) -> None:
+    for fill in probes.fills:
+        for pair in probes.filled(count, fill):
+            # A value that the module fails on is in no batch that it computes.
+            if _accepts(module, pair.after.features, deterministic):
+                _check_apart(_trace(module, pair.before.features), _trace(module, pair.after.features), count)
+
+
+def _check_repeats(module: nn.Module, examples: Examples) -> list[_LayerTrace]:
+    """Require a forward pass that changes and draws nothing; returns its trace."""
     state = {name: tensor.clone() for name, tensor in _all_tensors(module)}
     first = _trace(module, examples.features)
     for name, tensor in _all_tensors(module):
@@ -118,42 +177,97 @@ def _check_forward(module: nn.Module, examples: _Examples, changed: _Examples) -
                 "repeated.",
                 "Take the randomness out of the forward pass.",
             )
-    other = _trace(module, changed.features)
-    moved = [_mixes(*pair, len(examples.features)) for pair in zip(first, other, strict=True)]
+    return first
+
+
+def _check_apart(before: list[_LayerTrace], after: list[_LayerTrace], count: int) -> None:
+    """Require the same layers in the same shapes, and the same output, for all examples but the changed first."""
+    for index, (left, right) in enumerate(zip_longest(before, after)):
+        if left is None or right is None or (left.name, left.output.shape) != (right.name, right.output.shape):
+            # Of two traces, the longer one has the layer that the other skips.
+            raise ModelError(
+                "mixing_layer",
+                f"layer '{max(before, after, key=len)[index].name}' has another shape, or is skipped, when one example "
+                "of the batch changes, as if the batch were trimmed to its longest text.",
+                _FIX,
+            )
+    moved = [_mixes(*pair, count) for pair in zip(before, after, strict=True)]
     # The last layer to finish is the model itself. An inner tensor may have another first extent than the batch.
     if moved[-1]:
         raise ModelError(
             "mixing_layer",
-            f"layer '{first[moved.index(True)].name}' mixes the examples of a batch, so one example changes another's "
+            f"layer '{before[moved.index(True)].name}' mixes the examples of a batch, so one example changes another's "
             "gradient.",
-            "Use one that treats each alone, such as GroupNorm or LayerNorm.",
+            _FIX,
         )
 
 
-def _check_gradients(
-    module: nn.Module, loss_fn: LossFn, examples: _Examples, changed: _Examples, deterministic: bool
-) -> None:
-    gradients = PerExampleGradients(copy.deepcopy(module), loss_fn, deterministic)
-    before = gradients(examples.features, examples.labels)
-    after = gradients(changed.features, changed.labels)
+def _check_alone(module: nn.Module, probes: Probes, count: int) -> None:
+    """Require that an example's output in a batch of one is, up to rounding, what it is in the whole batch."""
+    for pair in probes.draws(count):
+        features = pair.before.features
+        batch = _trace(module, features)[-1]
+        for row in {0, count - 1}:
+            alone = _trace(module, features[row : row + 1])[-1]
+            if not _close(alone.output, batch.output[row : row + 1]):
+                raise ModelError(
+                    "mixing_layer",
+                    f"layer '{batch.name}' gives an example another output alone than in a batch of {count}.",
+                    _FIX,
+                )
+
+
+def _check_loss(module: nn.Module, probes: Probes, loss_fn: LossFn, count: int) -> None:
+    """Require that the loss of a batch is that of each example alone, and keeps no state."""
+    row_loss = RowLoss(loss_fn)
+    for pair in probes.draws(count):
+        output = module(pair.before.features).detach()
+        alone = row_loss(output, pair.before.labels)
+        whole = loss_fn(output, pair.before.labels)
+        if not _close(whole, alone):
+            raise _mixing_loss()
+
+
+def _check_odd_labels(module: nn.Module, probes: Probes, loss_fn: LossFn, count: int) -> None:
+    row_loss = RowLoss(loss_fn)
+    for pair in probes.odd_labels(count):
+        output = module(pair.before.features).detach()
+        try:
+            before, after = row_loss(output, pair.before.labels), row_loss(output, pair.after.labels)
+        except Exception:  # noqa: BLE001 - a label of no class may be an error for the user's code
+            continue
+        if not _same(before[1:], after[1:]):
+            raise _mixing_loss()
+
+
+def _mixing_loss() -> ModelError:
+    return ModelError(
+        "mixing_loss",
+        "the loss of a batch is not the loss of each example alone, which is what raycloak trains on.",
+        "Compute one number per example from its own output and label, and divide it by nothing of the batch.",
+    )
+
+
+def _check_gradients(module: nn.Module, probes: Probes, loss_fn: LossFn, count: int, deterministic: bool) -> None:
+    row_loss = RowLoss(loss_fn)
+    gradients = PerExampleGradients(copy.deepcopy(module), row_loss, deterministic)
     names = [name for name, tensor in module.named_parameters() if tensor.requires_grad]
-    loss_fn(module(examples.features), examples.labels).sum().backward()  # type: ignore[no-untyped-call]
-    for name, rows, moved in zip(names, before, after, strict=True):
-        if not _same(rows[1:], moved[1:]):
-            raise ModelError(
-                "mixing_layer",
-                f"one example changes another's gradient of parameter '{name}'.",
-                "Let model and loss treat each example alone.",
-            )
-        whole = module.get_parameter(name).grad
-        module.get_parameter(name).grad = None
-        # Loose: the two sums round in different orders. A wrong rule of Opacus is off by far more.
-        if whole is None or not torch.allclose(rows.sum(0), whole, rtol=1e-3, atol=1e-5):
-            raise ModelError(
-                "unsupported_layer",
-                f"Opacus' per-example gradients of parameter '{name}' do not add up to its gradient.",
-                "Use the parameter only through its own layer's forward.",
-            )
+    for pair in probes.draws(count):
+        before = gradients(pair.before.features, pair.before.labels)
+        after = gradients(pair.after.features, pair.after.labels)
+        row_loss(module(pair.before.features), pair.before.labels).sum().backward()  # type: ignore[no-untyped-call]
+        for name, rows, moved in zip(names, before, after, strict=True):
+            if not _same(rows[1:], moved[1:]):
+                raise ModelError("mixing_layer", f"one example changes another's gradient of parameter '{name}'.", _FIX)
+            whole = module.get_parameter(name).grad
+            module.get_parameter(name).grad = None
+            # Loose: the two sums round in different orders. A wrong rule of Opacus is off by far more.
+            if whole is None or not _close(rows.sum(0), whole, least=1e-5):
+                raise ModelError(
+                    "unsupported_layer",
+                    f"Opacus' per-example gradients of parameter '{name}' do not add up to its gradient.",
+                    "Use the parameter only through its own layer's forward.",
+                )
 
 
 def _all_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -192,6 +306,15 @@ def _trace(module: nn.Module, features: Tensor) -> list[_LayerTrace]:
 def _mixes(before: _LayerTrace, after: _LayerTrace, count: int) -> bool:
     """Return whether rows of ``count`` examples differ beyond the first."""
     return before.output.shape[:1] == (count,) and not _same(before.output[1:], after.output[1:])
+
+
+def _close(left: Tensor, right: Tensor, least: float = 1e-4) -> bool:
+    """Return whether two results of the same computation in other orders of rounding are equal."""
+    if left.shape != right.shape:
+        return False
+    left, right = left.double().nan_to_num(), right.double().nan_to_num()
+    # Where large terms cancel, what is left is as exact as the largest value beside it.
+    return torch.allclose(left, right, rtol=1e-3, atol=least * max(1.0, float(right.abs().max())))
 
 
 def _same(left: Tensor, right: Tensor) -> bool:

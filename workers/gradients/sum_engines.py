@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from raycloak.attestation.core.roster import Query
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.gradients.clipping import MAX_ROWS, ClippedSum, MicroBatch, named_operations
+from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.inputs.datasets import DatasetForm
 from raycloak.workers.inputs.models import LossFn, ModelRuntime, load_flat
 from raycloak.workers.terms.measurement import Measurement
@@ -110,7 +111,7 @@ class PrivateEvaluationEngine:
         self._measurement = measurement
         self._device = torch.device(device)
         self._module = module.to(self._device).eval()
-        self._loss_fn = loss_fn
+        self._loss = RowLoss.of(loss_fn)
         self._deterministic = deterministic
 
     @classmethod
@@ -141,7 +142,7 @@ class PrivateEvaluationEngine:
 
     def _rows(self, features: Tensor, labels: Tensor) -> Tensor:
         output: Tensor = self._module(features)
-        bound, losses = self._measurement.loss_bound, self._loss_fn(output, labels)
+        bound, losses = self._measurement.loss_bound, self._loss(output, labels)
         # Cutting an infinite loss would make it count; as NaN it takes the whole row out.
         columns = [torch.where(losses.isfinite(), losses.clamp(-bound, bound) / bound, torch.nan)]
         if self._measurement.mechanism.dimension == 2:

@@ -3,9 +3,10 @@
 Only tensors with ``requires_grad`` are trained, sent and hashed, in the order of ``named_parameters``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -138,9 +139,8 @@ def loss_function(loss: str, base: Path | str) -> tuple[LossFn, bytes]:
     Raises:
         ConfigError: ``module_function``.
     """
-    built_in = {"cross_entropy": cross_entropy, "mse": mse}
-    if loss in built_in:
-        return built_in[loss], b""
+    if loss in BUILT_IN_LOSSES:
+        return BUILT_IN_LOSSES[loss], b""
     return resolve(loss, base), source_digest(loss, base)
 
 
@@ -168,6 +168,10 @@ def mse(output: Tensor, labels: Tensor) -> Tensor:
             "mse needs as many outputs as labels.",
         )
     return _per_example((output - labels.reshape(output.shape)).square())
+
+
+BUILT_IN_LOSSES: Mapping[str, LossFn] = MappingProxyType({"cross_entropy": cross_entropy, "mse": mse})
+"""Each computes entry i of its result from row i of output and labels alone."""
 
 
 def trainable_tensors(module: nn.Module) -> tuple[TensorSpec, ...]:

@@ -9,7 +9,8 @@ from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.planning.dry_run import plan_of
 from raycloak.coordinator.planning.references import preflight
 from raycloak.coordinator.runs.trainer import Trainer
-from raycloak.metrics.errors import ConfigError
+from raycloak.metrics.errors import ConfigError, ModelError
+from tests.protocol import config, worker_setup
 
 GOOD: dict[str, Any] = {
     "expected_batch_size": 100,
@@ -114,13 +115,21 @@ def test_what_can_be_used_is_connected_to_by_nobody(tmp_path: Path):
 
 
 def test_the_trainer_and_the_plan_look_first(tmp_path: Path):
-    config = parse_config(GOOD | {"checkpoint": {"recipients": ["none.pub"]}})
+    settings = parse_config(GOOD | {"checkpoint": {"recipients": ["none.pub"]}})
     with pytest.raises(ConfigError, match=r"recipient: cannot read .*none\.pub"):
-        Trainer(config, config_dir=tmp_path)
+        Trainer(settings, config_dir=tmp_path)
     with pytest.raises(ConfigError, match=r"recipient: cannot read .*none\.pub"):
-        plan_of(config, tmp_path)
+        plan_of(settings, tmp_path)
 
 
 def test_a_plan_has_a_tensor_for_each_aggregator(tmp_path: Path):
     with pytest.raises(ConfigError, match="aggregators: 5 aggregators cannot share 4 trainable tensors"):
         plan_of(parse_config(GOOD | {"aggregators": 5}), tmp_path)
+
+
+def test_a_plan_tries_the_model_at_the_physical_size_of_the_run(tmp_path: Path):
+    settings = config(model="tests.models:with_centred_batches", micro_batch_size=7)
+    base = Path(worker_setup(settings, tmp_path).base)
+    plan_of(settings, base)
+    with pytest.raises(ModelError, match="mixing_layer"):
+        plan_of(settings.model_copy(update={"micro_batch_size": 8}), base)

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from raycloak.coordinator.cli.verdict_table import verdict_rows, verdict_text
@@ -52,7 +53,8 @@ def test_a_plan_refuses_it_by_name_as_well(tmp_path):
 def test_one_that_only_private_examples_meet_is_a_code_and_nothing_else(tmp_path):
     """The name of an operation could tell of examples that are in reach."""
     features, labels = examples()
-    error, run = failure(RunFailedError, tmp_path, model="tests.models:with_put_above_one", data=(features + 9, labels))
+    private = (features + np.float32(1e7), labels)
+    error, run = failure(RunFailedError, tmp_path, model="tests.models:with_put_above_a_million", data=private)
     assert (error.code, error.step) == ("nondeterministic_op", 0)
     assert "put_" not in str(error)
     replies = [references[0].value for call, references in run.stage.log if call.method == "step"]

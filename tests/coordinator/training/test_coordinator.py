@@ -199,13 +199,22 @@ def small_data(count: int):
     ("kind", "code", "arguments"),
     [
         (ModelError, "mixing_layer", {"model": "tests.models:with_batch_norm"}),
+        (ModelError, "mixing_layer", {"model": "tests.models:with_centred_batches", "micro_batch_size": 8}),
         (DatasetError, "dataset_too_small", {"data": small_data(7)}),
         (DatasetError, "dataset_empty", {"data": small_data(0)}),
         (ConfigError, "aggregators", {"aggregators": 5}),
         (ConfigError, "ring_capacity", {"overrides": ["ring.bits=32", "ring.clamp=1e-30"]}),
         (ConfigError, "cap_too_small", {"overrides": ["dp_config.epsilon_cap=0.01"]}),
     ],
-    ids=["BatchNorm", "fewer examples than V", "no examples", "more ranges than tensors", "no ring", "no step"],
+    ids=[
+        "BatchNorm",
+        "mixing at the physical size",
+        "fewer examples than V",
+        "no examples",
+        "more ranges than tensors",
+        "no ring",
+        "no step",
+    ],
 )
 def test_bad_input_is_named_and_nothing_is_charged_or_left_behind(tmp_path, kind, code, arguments):
     error, run = failure(kind, tmp_path, **arguments)

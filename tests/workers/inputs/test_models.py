@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from raycloak.attestation.core.roster import Query
 from raycloak.metrics.errors import ConfigError, ModelError
-from raycloak.workers.gradients.model_checks import check_trainable
+from raycloak.workers.gradients.model_checks import check_rows, check_trainable
 from raycloak.workers.inputs.datasets import ArrayDataset, DatasetForm, dataset_form
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.models import (
@@ -25,6 +26,7 @@ from raycloak.workers.inputs.models import (
     read_flat,
     trainable_tensors,
 )
+from tests.protocol import mechanism
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 FORM = DatasetForm(num_examples=100, feature_shape=(6,), feature_dtype="float32", label_shape=(), label_dtype="int64")
@@ -117,6 +119,70 @@ class ChannelsLast(nn.Module):
         return x.reshape(len(x), 2, 3, 1).contiguous(memory_format=torch.channels_last)
 
 
+class TrimmedTo(nn.Module):
+    """Texts on as many positions as the longest or shortest of the batch needs, by one of the usual ways."""
+
+    def __init__(self, way: str, padding: int = 0, words: int = 11) -> None:
+        super().__init__()
+        self.way, self.padding = way, padding
+        self.words = nn.Embedding(words, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        ids, real = ids.clamp(0, self.words.num_embeddings - 1), ids != self.padding
+        match self.way:
+            case "the number of words":
+                kept = ids[:, : max(1, int(real.sum(1).max()))]
+            case "the last word":
+                kept = ids[:, : 1 + int((real * torch.arange(ids.shape[1])).max())]
+            case "the first word":
+                kept = ids[:, int((~real).cumprod(1).sum(1).min().clamp(max=ids.shape[1] - 1)) :]
+            case _:
+                kept = ids[:, : max(1, int(real.sum(1).min()))]
+        return self.head(torch.tanh(self.words(kept).mean(1)))
+
+
+class MaskUnlessFull(nn.Module):
+    """Averages over the words of a text, and skips the mask where no text of the batch has padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # So many that no ordinary draw has the padding.
+        self.words = nn.Embedding(1000, 6, padding_idx=4)
+        self.scale = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        real = (ids != 4).float()[:, :, None]
+        words = self.words(ids)
+        if not bool((real == 1).all()):
+            words = self.scale(words) * real
+        return self.head(words.sum(1))
+
+
+class EqualRowsAtOnce(nn.Module):
+    """Computes one row where all rows are equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x[:1]).expand(len(x), 3) if bool((x == x[:1]).all()) else self.inner(x)
+
+
+class DividesByRows(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / len(x)
+
+
+class MixesBeyond(nn.Module):
+    """Mixes the rows of batches of more than eight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0) if len(x) > 8 else x
+
+
 class Puts(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.clone().put_(torch.tensor([0]), torch.ones(1))
@@ -182,11 +248,92 @@ def test_layers_are_refused_by_what_they_do(module: nn.Module, code: str, named:
     assert named in refusal(module)[1]
 
 
+TEXTS = FORM.model_copy(update={"feature_dtype": "int64", "feature_shape": (9,)})
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        TrimmedTo("the number of words"),
+        TrimmedTo("the last word"),
+        TrimmedTo("the first word"),
+        TrimmedTo("the shortest"),
+        TrimmedTo("the number of words", padding=1),
+        TrimmedTo("the number of words", padding=10),
+        TrimmedTo("the number of words", padding=-1),
+        TrimmedTo("the last word", padding=-100),
+        TrimmedTo("the last word", padding=2**20),
+        MaskUnlessFull(),
+    ],
+    ids=lambda module: f"{getattr(module, 'way', 'mask')} {getattr(module, 'padding', '')}",
+)
+def test_a_model_whose_shapes_follow_its_longest_text_is_refused_with_the_fix(module: nn.Module) -> None:
+    with pytest.raises(ModelError) as caught:
+        check_trainable(module, TEXTS, cross_entropy)
+    assert caught.value.code == "mixing_layer"
+    assert "trimmed to its longest text" in caught.value.message
+    assert "'words'" in caught.value.message or "'scale'" in caught.value.message
+    assert "one fixed length" in caught.value.remedy
+
+
+def test_a_text_model_that_masks_by_each_text_alone_is_accepted() -> None:
+    class Masked(TrimmedTo):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            real = (ids != 0).float()[:, :, None]
+            return self.head((self.words(ids) * real).sum(1) / real.sum(1).clamp(min=1))
+
+    check_trainable(Masked(""), TEXTS, cross_entropy)
+    check_rows(Masked(""), TEXTS, [mechanism(83, micro_batch_size=12)])
+
+
+def test_a_batch_of_equal_rows_and_a_batch_of_one_row_are_tried() -> None:
+    assert refusal(EqualRowsAtOnce())[0] == "mixing_layer"
+    code, message = refusal(around(DividesByRows()))
+    assert code == "mixing_layer"
+    assert "another output alone" in message
+
+
+@pytest.mark.parametrize("query", ["gradient", "evaluation"])
+def test_the_physical_micro_batch_of_a_run_is_tried_in_the_mode_that_it_computes_in(query: Query) -> None:
+    class OnlyThen(MixesBeyond):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) if self.training == (query == "gradient") else x
+
+    module = around(OnlyThen())
+    check_trainable(module, FORM, cross_entropy)
+    other: Query = "evaluation" if query == "gradient" else "gradient"
+    check_rows(module, FORM, [mechanism(83, query=query, micro_batch_size=8)])
+    check_rows(module, FORM, [mechanism(83, query=other, micro_batch_size=9)])
+    with pytest.raises(ModelError) as caught:
+        check_rows(module, FORM, [mechanism(83, query=query, micro_batch_size=9)])
+    assert caught.value.code == "mixing_layer"
+
+
+def test_a_loss_with_a_memory_is_refused() -> None:
+    class Running:
+        mean = 0.0
+
+        def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            losses = cross_entropy(output, labels)
+            self.mean = 0.5 * self.mean + 0.5 * float(losses.detach().mean())
+            return losses / (1 + self.mean)
+
+    class RemembersIgnored:
+        seen = False
+
+        def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            self.seen = self.seen or -100 in labels.tolist()
+            return output.square().mean(1) * (1 + self.seen)
+
+    assert refusal(nn.Linear(6, 3), loss=Running())[0] == "mixing_loss"
+    assert refusal(nn.Linear(6, 3), loss=RemembersIgnored())[0] == "mixing_loss"
+
+
 def test_a_loss_over_the_whole_batch_is_refused() -> None:
     module = nn.Linear(6, 3)
     assert refusal(module, loss=lambda out, y: cross_entropy(out, y).mean())[0] == "loss_shape"
-    assert refusal(module, loss=lambda out, y: cross_entropy(out, y) * out.std())[0] == "mixing_layer"
-    assert refusal(module, loss=lambda out, y: cross_entropy(out, y) * (1 + y.sum()))[0] == "mixing_layer"
+    assert refusal(module, loss=lambda out, y: cross_entropy(out, y) * out.std())[0] == "mixing_loss"
+    assert refusal(module, loss=lambda out, y: cross_entropy(out, y) * (1 + y.sum()))[0] == "mixing_loss"
     assert refusal(module, loss=mse)[0] == "loss_shape"
 
 

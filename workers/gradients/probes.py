@@ -1,0 +1,121 @@
+"""Synthetic examples that could make one row of a batch move another: ordinary ones, padding, odd ids and labels.
+
+Everything here is a function of public shapes and of the model's structure.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from raycloak.workers.inputs.datasets import DatasetForm
+
+_DTYPES = {"float32": torch.float32, "int64": torch.int64}
+# Two draws, so that a model that mixes rows on one of them by chance alone is not all that is looked at.
+_DRAWS = 2
+# Padding is mostly 0 or 1; -100 is the index that losses of torch ignore; ids may be hashes far above a vocabulary.
+_ODD_IDS = (0, 1, -1, -100, 2**20)
+_ODD_VALUES = (0.0, 1.0, -1.0, 1e4, math.nan)
+# Tried where no embedding tells the size of the vocabulary.
+_SOME_IDS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """A batch: features [n, ...], labels [n] or [n, k]."""
+
+    features: Tensor
+    labels: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two batches that differ in their first row alone."""
+
+    before: Examples
+    after: Examples
+
+
+class Probes:
+    """Synthetic batches in the form of a dataset, with labels in {0, 1} or [0, 1).
+
+    Draws come from torch's global CPU generator.
+
+    Args:
+        ids_below: integer features are drawn below it; at least 2.
+        odd_ids: further ids that may stand for no token.
+    """
+
+    def __init__(self, form: DatasetForm, ids_below: int = 2, odd_ids: tuple[int, ...] = ()) -> None:
+        self._form, self._ids_below = form, ids_below
+        self._integers = form.feature_dtype == "int64"
+        odd = dict.fromkeys((*_ODD_IDS, ids_below - 1, *odd_ids)) if self._integers else dict.fromkeys(_ODD_VALUES)
+        self.fills: tuple[float, ...] = tuple(odd)
+
+    def draws(self, count: int) -> Iterator[Pair]:
+        """Yield pairs of ordinary batches of ``count`` rows."""
+        for index in range(_DRAWS):
+            yield self._changed(Examples(self._features(count, normal=index % 2 == 1), self._labels(count)))
+
+    def filled(self, count: int, fill: float) -> Iterator[Pair]:
+        """Yield pairs in which an example that is almost all ``fill`` meets examples without it, and the reverse.
+
+        Before, either no row has the value, or all rows are equal and have it everywhere but in their middle.
+        """
+        whole = self._features(count)
+        # A remainder keeps the id inside the vocabulary.
+        whole = torch.where(whole == fill, (whole + 1) % self._ids_below, whole) if self._integers else whole
+        labels = self._labels(count)
+        short = torch.full_like(whole, fill)
+        if whole.ndim > 1 and whole.shape[1] > 2:
+            middle = whole.shape[1] // 2
+            short[:, middle] = whole[:1, middle]
+        for before, after in ((whole, short), (short, whole)):
+            mixed = before.clone()
+            mixed[0] = after[0]
+            yield Pair(Examples(before, labels), Examples(mixed, labels))
+
+    def odd_labels(self, count: int) -> Iterator[Pair]:
+        """Yield pairs in which labels of no class meet ordinary ones, and the reverse; none for float labels."""
+        if self._form.label_dtype != "int64":
+            return
+        features, ordinary = self._features(count), self._labels(count)
+        for label in (-100, -1, 2**20):
+            odd = torch.full_like(ordinary, label)
+            for before, after in ((ordinary, odd), (odd, ordinary)):
+                mixed = before.clone()
+                mixed[0] = after[0]
+                yield Pair(Examples(features, before), Examples(features, mixed))
+
+    def _features(self, count: int, normal: bool = False) -> Tensor:
+        shape = (count, *self._form.feature_shape)
+        if self._integers:
+            return torch.randint(self._ids_below, shape)
+        return torch.randn(shape) if normal else torch.rand(shape)
+
+    def _labels(self, count: int) -> Tensor:
+        shape = (count, *self._form.label_shape)
+        if _DTYPES[self._form.label_dtype] == torch.int64:
+            return torch.randint(2, shape)
+        return torch.rand(shape)
+
+    def _changed(self, before: Examples) -> Pair:
+        features, labels = before.features.clone(), before.labels.clone()
+        features[0] = (features[0] + 1) % self._ids_below if self._integers else 1 - features[0]
+        labels[0] = 1 - labels[0]
+        return Pair(before, Examples(features, labels))
+
+
+def vocabularies(module: nn.Module) -> tuple[int, ...]:
+    """Return how many ids may be drawn, the most first: sizes of the module's embeddings, a guess, and 2."""
+    sizes = {layer.num_embeddings for layer in module.modules() if isinstance(layer, nn.Embedding)}
+    return tuple(sorted({size for size in sizes if size > 2} | {_SOME_IDS, 2}, reverse=True))
+
+
+def odd_ids(module: nn.Module) -> tuple[int, ...]:
+    """Return the ids that the module's embeddings take for padding, and the last id of each."""
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.Embedding)]
+    padding = {layer.padding_idx for layer in layers if layer.padding_idx is not None}
+    return tuple(sorted(padding | {layer.num_embeddings - 1 for layer in layers}))
