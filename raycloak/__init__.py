@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from raycloak.workers.inputs.descriptor import DatasetDescriptor
     from raycloak.workers.inputs.models import ModelSource
     from raycloak.workers.messages import Admission, StepRequest, WorkerSetup
-    from raycloak.workers.terms.manifest import key_context
     from raycloak.workers.terms.parameter_digest import parameter_digest
     from raycloak.workers.terms.receipt import Receipt
     from raycloak.workers.train_worker import TrainWorker
@@ -101,7 +100,6 @@ _HOMES = {
     "build_manifest": "raycloak.coordinator.planning.manifest",
     "code_measurement": "raycloak.attestation.simulators.tdx_vendor",
     "epochs": "raycloak.coordinator.planning.manifest",
-    "key_context": "raycloak.workers.terms.manifest",
     "load_config": "raycloak.coordinator.config.run",
     "make_plan": "raycloak.coordinator.planning.plan",
     "parameter_digest": "raycloak.workers.terms.parameter_digest",
@@ -162,7 +160,6 @@ __all__ = [
     "build_manifest",
     "code_measurement",
     "epochs",
-    "key_context",
     "load_config",
     "make_plan",
     "parameter_digest",

@@ -9,7 +9,7 @@ from raycloak.attestation.sealed.sealed_data import SealedSource
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.messages import WorkerFacts
-from raycloak.workers.terms.manifest import Computation, Manifest, OptimizerSpec, key_context
+from raycloak.workers.terms.manifest import Computation, Manifest, OptimizerSpec
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
@@ -57,11 +57,13 @@ def build_manifest(
     policy_digest: bytes,
     ledger_key: bytes,
     orchestrator_key: SignerPublic,
-    key_commitments: tuple[bytes, ...],
     dataset_fingerprint: bytes = b"",
     key_service: ServiceContract | None = None,
 ) -> Manifest:
-    """Build the run's contract; see `workers/terms/manifest.py`."""
+    """Build the run's contract, but for the commitments to its keys: these derive from what it returns.
+
+    `Manifest.with_keys` adds them.
+    """
     return Manifest(
         run_id=run_id,
         computation=computation,
@@ -71,7 +73,7 @@ def build_manifest(
         ledger_key=ledger_key,
         orchestrator_key=orchestrator_key.ed25519,
         orchestrator_ml_dsa=orchestrator_key.ml_dsa_65,
-        key_commitments=key_commitments,
+        key_commitments=(),
         dataset_fingerprint=dataset_fingerprint,
         key_service=key_service,
     )
@@ -87,7 +89,7 @@ def run_terms(
     """Return the orchestrator's view of ``manifest``."""
     return RunTerms(
         manifest_digest=manifest.digest(),
-        key_context=key_context(manifest.computation, manifest.known_answer),
+        key_context=manifest.key_context,
         virtual_workers=manifest.computation.mechanism.virtual_workers,
         known_answer=manifest.known_answer,
         policy=policy,

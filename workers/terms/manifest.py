@@ -1,19 +1,19 @@
 """The manifest: everything that can change a gradient, and everybody who may sign, fixed before the first step.
 
-``Computation`` determines the bytes of the weights; virtual-worker keys derive from it and from the known answer
-(:func:`key_context`). The manifest adds who signs what. Neither holds a worker count, a path, a time or a range count:
-these may differ between two executions that must give the same bytes.
+``Computation`` says what is computed; the manifest adds who pays, who judges and who signs. Virtual-worker keys derive
+from all of it. Neither holds a worker count, a path, a time or a range count: these may differ between two executions
+that must give the same bytes.
 """
 
 from typing import ClassVar, Literal
 
 from pydantic import ValidationError
 
-from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.hybrid_signature import SignerPublic
 from raycloak.attestation.core.messages import Message
 from raycloak.attestation.core.roster import Query
 from raycloak.attestation.keys.halves import ServiceContract
+from raycloak.attestation.keys.release import KeyContract
 from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism
@@ -80,7 +80,7 @@ class NumericsClass(Message):
 
 
 class Computation(Message):
-    """All that determines the bytes of the weights, given the run secret and the data.
+    """All that determines the bytes of the weights, given the keys and the data.
 
     Attributes:
         measurements: the other releases beside the gradients, in their order.
@@ -142,23 +142,17 @@ class Computation(Message):
         return self.numerics.deterministic
 
 
-def key_context(computation: Computation, known_answer: bytes) -> bytes:
-    """Return what virtual-worker keys derive from: the computation as it is written down, and as it behaves.
-
-    The known answer changes with code that no digest of a source file sees, such as an installed package.
-    """
-    return digest(length_prefixed("raycloak/key-context/v1", computation.digest(), known_answer))
-
-
-class Manifest(Message):
+class Manifest(KeyContract):
     """The run's contract; its digest is in every piece of evidence, header, receipt and roster.
+
+    Virtual-worker keys derive from its :attr:`key_context`.
 
     Attributes:
         known_answer: digest of the encoded, noised vector of the public synthetic batch; see
-            `workers/known_answer.py`.
+            `workers/known_answer.py`. It changes with code that no digest of a source file sees, such as an installed
+            package.
         orchestrator_key, orchestrator_ml_dsa: the orchestrator's Ed25519 key, which signs all its messages, and its
             ML-DSA-65 key, which signs the heads of its evidence log as well.
-        key_commitments: per epoch, digest of the commitments to all virtual-worker keys.
         dataset_fingerprint: as every worker computed it, see `workers/inputs/fingerprint.py`; empty without a key.
         key_service: contract of the data owner's service, which gives the second half of every virtual-worker key.
             ``key_commitments`` are then of the first half; the contract has those of the second.
@@ -166,15 +160,11 @@ class Manifest(Message):
 
     DOMAIN: ClassVar[str] = "raycloak/manifest/v1"
 
-    run_id: str
     computation: Computation
-    known_answer: bytes
-    policy_digest: bytes
     account: str
     ledger_key: bytes
     orchestrator_key: bytes
     orchestrator_ml_dsa: bytes
-    key_commitments: tuple[bytes, ...]
     dataset_fingerprint: bytes = b""
     key_service: ServiceContract | None = None
 

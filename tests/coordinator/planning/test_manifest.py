@@ -7,7 +7,7 @@ import pytest
 
 from raycloak.coordinator.planning.manifest import build_computation, epochs, run_terms
 from raycloak.workers.gradients.clipping import micro_batches
-from raycloak.workers.terms.manifest import Manifest, key_context
+from raycloak.workers.terms.manifest import Manifest
 from tests.protocol import HandRun, config
 
 
@@ -106,7 +106,7 @@ def test_the_manifest_names_everybody_who_may_sign_and_survives_the_wire(hand):
 def test_the_orchestrator_is_told_the_manifests_own_terms(hand):
     terms = run_terms(hand.manifest, hand.policy, hand.collateral)
     assert terms.manifest_digest == hand.manifest.digest()
-    assert terms.key_context == key_context(hand.manifest.computation, hand.known_answer)
+    assert terms.key_context == hand.manifest.key_context
     assert terms.virtual_workers == hand.mechanism.virtual_workers
     assert terms.known_answer == hand.known_answer
     assert (terms.policy, terms.collateral) == (hand.policy, hand.collateral)
