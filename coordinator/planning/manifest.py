@@ -12,7 +12,7 @@ from raycloak.workers.messages import WorkerFacts
 from raycloak.workers.terms.manifest import Computation, Manifest, OptimizerSpec
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism
-from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
+from raycloak.workers.terms.parameter_digest import frozen_digest, parameter_digest, tensor_digests
 
 
 def build_computation(
@@ -36,6 +36,7 @@ def build_computation(
         loss_code=facts.loss_code,
         tensors=facts.tensors,
         initial_parameters=parameter_digest(facts.tensors, tensor_digests(facts.initial_parameters, facts.tensors)),
+        frozen=frozen_digest(facts.contents),
         optimizer=OptimizerSpec.model_validate(config.optimizer.model_dump()),
         numerics=facts.numerics,
         dataset=dataset.identity_digest(),

@@ -91,6 +91,7 @@ class Computation(Message):
         tensors: trainable tensors in canonical order.
         parameter_dtype, accumulation_dtype: of parameters and of gradients, and of clipped sums before the ring.
         initial_parameters: parameter digest of the start.
+        frozen: digest of every other parameter and buffer of the model; see `workers/terms/parameter_digest.py`.
         dataset: digest of the dataset descriptor's identity (not of its location).
         epoch_steps: E; keys of step s belong to epoch s // E.
     """
@@ -107,6 +108,7 @@ class Computation(Message):
     parameter_dtype: Literal["float32"] = "float32"
     accumulation_dtype: Literal["float64"] = "float64"
     initial_parameters: bytes
+    frozen: bytes
     optimizer: OptimizerSpec
     numerics: NumericsClass
     dataset: bytes
