@@ -73,7 +73,7 @@ class Workload:
         loss_fn, loss_code = loss_function(setup.loss, setup.base)
         self.runtime = ModelRuntime(self._build_again, loss_fn, setup.device, deterministic)
         self.form = dataset_form(self.dataset)
-        check_trainable(self.module, self.form, loss_fn, deterministic)
+        check_trainable(self.module, self.form, loss_fn, deterministic, setup.dataset.vocabulary)
         self.facts = WorkerFacts(
             num_examples=len(self.dataset),
             tensors=trainable_tensors(self.module),
@@ -133,14 +133,15 @@ class PlannedWorkload:
         engine = GradientEngine(workload.module, runtime.loss_fn, mechanism, runtime.device, runtime.deterministic)
         gradient = VirtualWorkerComputer(mechanism, engine, dataset)
         self.computers: dict[Query, VirtualWorkerComputer] = {mechanism.query: gradient}
-        answers = [known_answer(mechanism, engine, dataset, start)]
+        vocabulary = workload.setup.dataset.vocabulary
+        answers = [known_answer(mechanism, engine, dataset, start, vocabulary)]
         for measurement in measurements:
             check_measurable(measurement, workload.form)
             counting = measurement_engine(measurement, runtime)
             self.computers[measurement.query] = gradient.beside(measurement.mechanism, counting)
             # One batch shows how the code computes; a whole slice would take as long as an evaluation.
             small = measurement.mechanism.model_copy(update={"micro_batches": 1})
-            answers.append(known_answer(small, counting, dataset, start))
+            answers.append(known_answer(small, counting, dataset, start, vocabulary))
         self.known_answer = answers[0] if len(answers) == 1 else digest(b"".join(answers))
 
     def check(self, manifest: Manifest) -> None:

@@ -32,11 +32,12 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     if config.dataset is None or config.model is None:
         raise ConfigError("config", "a plan needs both dataset and model.", "Name them in the configuration.")
     preflight(config, config_dir)
-    form = dataset_form(descriptor(config.dataset).open(config_dir))
+    data = descriptor(config.dataset)
+    form = dataset_form(data.open(config_dir))
     model = build_model(ModelSource.of(config.model), config_dir, config.seed)
     loss, _ = loss_function(config.loss, config_dir)
     split_ranges(trainable_tensors(model), config.aggregators)
-    check_trainable(model, form, loss, deterministic=not config.allow_nondeterministic)
+    check_trainable(model, form, loss, not config.allow_nondeterministic, data.vocabulary)
     sealed = sealed_terms(config, config_dir, "evaluation")
     if sealed is not None:
         check_evaluation_form(evaluation_form(sealed), form)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from raycloak.metrics.errors import ModelError, RaycloakError
+from raycloak.metrics.errors import ConfigError, ModelError, RaycloakError
 from raycloak.workers.gradients.clipping import PerExampleGradients, named_operations
 from raycloak.workers.inputs.datasets import DatasetForm
 from raycloak.workers.inputs.models import LossFn, check_layers
@@ -37,7 +37,13 @@ class _LayerTrace:
     drew_randomness: bool
 
 
-def check_trainable(module: nn.Module, form: DatasetForm, loss_fn: LossFn, deterministic: bool = True) -> None:
+def check_trainable(
+    module: nn.Module,
+    form: DatasetForm,
+    loss_fn: LossFn,
+    deterministic: bool = True,
+    vocabulary: int | None = None,
+) -> None:
     """Refuse a model or loss that cannot be trained under per-example clipping on data of this form.
 
     Guarantee: on the synthetic examples tried, the forward pass changes neither a buffer nor a parameter and draws
@@ -47,13 +53,21 @@ def check_trainable(module: nn.Module, form: DatasetForm, loss_fn: LossFn, deter
 
     Args:
         deterministic: whether an operation without a deterministic kernel is refused.
+        vocabulary: public number of ids, where features are integers; synthetic ones are drawn over all of them.
 
     Raises:
+        ConfigError: ``vocabulary`` if features are integers and nobody says how many ids there are.
         ModelError: what `raycloak.workers.inputs.models.check_layers` refuses, ``model_input`` if the model or loss
             fails on such data, ``buffer_update``, ``random_layer``, ``mixing_layer``, ``loss_shape``,
             ``unsupported_layer`` or ``nondeterministic_op``; the layer is named.
     """
     check_layers(module)
+    if form.feature_dtype == "int64" and vocabulary is None:
+        raise ConfigError(
+            "vocabulary",
+            "features are integers, and nothing public says how many ids there are.",
+            "Set dataset.vocabulary to N if they are ids 0 .. N-1, or let the dataset give floating-point features.",
+        )
     probe = copy.deepcopy(module).cpu()
     with (
         torch.random.fork_rng(devices=[]),
@@ -66,8 +80,8 @@ def check_trainable(module: nn.Module, form: DatasetForm, loss_fn: LossFn, deter
         torch.default_generator.manual_seed(1)
         _perturb(probe)
         for count in _BATCH_SIZES:
-            examples = _synthetic(form, count)
-            changed = _change_first(examples)
+            examples = _synthetic(form, count, vocabulary or 1)
+            changed = _change_first(examples, vocabulary or 1)
             # Private examples are evaluated in evaluation mode, where a module may mix rows that it keeps apart in
             # training; see `raycloak.workers.gradients.sum_engines.PrivateEvaluationEngine`.
             _check_forward(probe.eval(), examples, changed)
@@ -82,10 +96,10 @@ def _perturb(module: nn.Module) -> None:
                 tensor.add_(torch.randn_like(tensor), alpha=0.05)
 
 
-def _synthetic(form: DatasetForm, count: int) -> _Examples:
-    """Return examples with features in [0, 1) or {0, 1}, and labels of class 0 or in [0, 1)."""
+def _synthetic(form: DatasetForm, count: int, vocabulary: int) -> _Examples:
+    """Return examples with features in [0, 1) or any id, and labels of class 0 or in [0, 1)."""
     return _Examples(
-        _draw((count, *form.feature_shape), _DTYPES[form.feature_dtype], 2),
+        _draw((count, *form.feature_shape), _DTYPES[form.feature_dtype], vocabulary),
         _draw((count, *form.label_shape), _DTYPES[form.label_dtype], 1),
     )
 
@@ -94,9 +108,10 @@ def _draw(shape: tuple[int, ...], dtype: torch.dtype, integers_below: int) -> Te
     return torch.randint(integers_below, shape) if dtype == torch.int64 else torch.rand(shape)
 
 
-def _change_first(examples: _Examples) -> _Examples:
+def _change_first(examples: _Examples, vocabulary: int) -> _Examples:
     features, labels = examples.features.clone(), examples.labels.clone()
-    features[0], labels[0] = 1 - features[0], 1 - labels[0]
+    features[0] = 1 - features[0] if features.is_floating_point() else (features[0] + 1) % vocabulary
+    labels[0] = 1 - labels[0]
     return _Examples(features, labels)
 
 

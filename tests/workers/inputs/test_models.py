@@ -209,7 +209,8 @@ def test_a_layer_initialised_to_zero_hides_nothing() -> None:
 
 def test_sequences_and_regression_are_accepted() -> None:
     tokens = FORM.model_copy(update={"feature_dtype": "int64"})
-    check_trainable(nn.Sequential(nn.Embedding(4, 5), nn.Flatten(), nn.Linear(30, 3)), tokens, cross_entropy)
+    embedding = nn.Sequential(nn.Embedding(4, 5), nn.Flatten(), nn.Linear(30, 3))
+    check_trainable(embedding, tokens, cross_entropy, vocabulary=4)
     values = FORM.model_copy(update={"label_dtype": "float32", "label_shape": (2,)})
     check_trainable(nn.Linear(6, 2), values, mse)
 
