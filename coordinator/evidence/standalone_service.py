@@ -233,10 +233,8 @@ def _served(
                 "the manifest names another run secret or another policy than this file.",
                 "Name the secret and the policy of that run.",
             )
-        answer, count = manifest.known_answer, manifest.computation.mechanism.virtual_workers
-        context = manifest.key_context
-        epochs = len(manifest.key_commitments)
-        return _Served(RunTerms(manifest.digest(), context, count, answer, policy, collateral, epochs=epochs), None)
+        count, epochs = manifest.computation.mechanism.virtual_workers, len(manifest.key_commitments)
+        return _Served(RunTerms(manifest, count, policy, collateral, epochs=epochs), None)
     assert config.contract is not None  # the configuration has one of the two
     answer, count = bytes.fromhex(config.contract.known_answer), config.contract.virtual_workers
     unkeyed = ServiceContract(
@@ -248,11 +246,11 @@ def _served(
         known_answer=answer,
         key_commitments=(),
     )
-    context = unkeyed.key_context
-    contract = unkeyed.with_keys(run.key_commitments(context, count, config.contract.epochs))
-    terms = contract.digest(), context, count, answer, policy, collateral
+    contract = unkeyed.with_keys(run.key_commitments(unkeyed.key_context, count, config.contract.epochs))
     # At a key service, a worker that died before its release makes room on its machine.
-    of_run = RunTerms(*terms, displaces=config.hosting == "any", epochs=config.contract.epochs)
+    of_run = RunTerms(
+        contract, count, policy, collateral, displaces=config.hosting == "any", epochs=config.contract.epochs
+    )
     return _Served(of_run, contract)
 
 

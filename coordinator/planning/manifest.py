@@ -89,10 +89,8 @@ def run_terms(
 ) -> RunTerms:
     """Return the orchestrator's view of ``manifest``."""
     return RunTerms(
-        manifest_digest=manifest.digest(),
-        key_context=manifest.key_context,
+        contract=manifest,
         virtual_workers=manifest.computation.mechanism.virtual_workers,
-        known_answer=manifest.known_answer,
         policy=policy,
         collateral=collateral,
         sealed=sealed,

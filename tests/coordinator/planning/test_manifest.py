@@ -138,7 +138,6 @@ def test_a_key_context_differs_with_every_field_but_the_commitments_to_its_own_k
 def test_the_orchestrator_is_told_the_manifests_own_terms(hand):
     terms = run_terms(hand.manifest, hand.policy, hand.collateral)
     assert terms.manifest_digest == hand.manifest.digest()
-    assert terms.key_context == hand.manifest.key_context
+    assert terms.contract == hand.manifest
     assert terms.virtual_workers == hand.mechanism.virtual_workers
-    assert terms.known_answer == hand.known_answer
     assert (terms.policy, terms.collateral) == (hand.policy, hand.collateral)
