@@ -49,11 +49,11 @@ answer = get(*(w.compute_known_answer.remote(plan.mechanism) for w in workers.va
 (run_id, orchestrator_key), ledger_view = get(orchestrator.open_run.remote(None), ledger.view.remote())
 computation = rc.build_computation(config, setup.model.name, data, facts, plan.mechanism)
 policy = rc.simulated_policy(vendor, rc.code_measurement())
-manifest = rc.build_manifest(
+unkeyed = rc.build_manifest(
     computation, run_id=run_id, account="by-hand", known_answer=answer, policy_digest=policy.digest(),
     ledger_key=ledger_view.public_key, orchestrator_key=orchestrator_key,
-    key_commitments=get(orchestrator.key_commitments.remote(rc.key_context(computation, answer), 8, 1))[0],
 )  # fmt: skip
+manifest = unkeyed.with_keys(get(orchestrator.key_commitments.remote(unkeyed.key_context, 8, 1))[0])
 get(ledger.open_account.remote("by-hand", plan.epsilon_cap, plan.delta, accountant=plan.mechanism.accountant))
 get(ledger.register_run.remote(run_id, "by-hand", (plan.mechanism,), manifest.digest()))
 

@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from raycloak.workers.inputs.models import ModelSource
     from raycloak.workers.messages import Admission, StepRequest, WorkerSetup
     from raycloak.workers.terms.binding import vectors_digest
-    from raycloak.workers.terms.manifest import key_context
     from raycloak.workers.terms.parameter_digest import parameter_digest
     from raycloak.workers.terms.receipt import Receipt, data_root
     from raycloak.workers.train_worker import TrainWorker
@@ -106,7 +105,6 @@ _HOMES = {
     "code_measurement": "raycloak.attestation.simulators.tdx_vendor",
     "data_root": "raycloak.workers.terms.receipt",
     "epochs": "raycloak.coordinator.planning.manifest",
-    "key_context": "raycloak.workers.terms.manifest",
     "load_config": "raycloak.coordinator.config.run",
     "make_plan": "raycloak.coordinator.planning.plan",
     "parameter_digest": "raycloak.workers.terms.parameter_digest",
@@ -171,7 +169,6 @@ __all__ = [
     "code_measurement",
     "data_root",
     "epochs",
-    "key_context",
     "load_config",
     "make_plan",
     "parameter_digest",

@@ -3,7 +3,9 @@
 The model has 83 parameters in four tensors, the data 40 examples in 8 slices, sampled at rate 1/2.
 """
 
+import atexit
 import json
+import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -55,7 +57,7 @@ from raycloak.workers.inputs.datasets import ArrayDataset
 from raycloak.workers.inputs.models import ModelSource, build_model, cross_entropy
 from raycloak.workers.messages import Admission, StepReply, StepRequest, WorkerSetup
 from raycloak.workers.terms.binding import Binding, vectors_digest
-from raycloak.workers.terms.manifest import Manifest, key_context
+from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
 from raycloak.workers.terms.receipt import Receipt, data_root
@@ -249,7 +251,7 @@ class HandRun:
         computation = build_computation(
             self.config, setup.model.name, setup.dataset, self.facts, self.mechanism, self.measurements
         )
-        return build_manifest(
+        unkeyed = build_manifest(
             computation,
             run_id=self.run_id,
             account="by-hand",
@@ -258,10 +260,9 @@ class HandRun:
             policy_digest=self.policy.digest(),
             ledger_key=self.ledger_key.public,
             orchestrator_key=self.orchestrator_key,
-            key_commitments=self.orchestrator.key_commitments(
-                key_context(computation, self.known_answer), VIRTUAL_WORKERS, epochs(self.config)
-            ),
         )
+        commitments = self.orchestrator.key_commitments(unkeyed.key_context, VIRTUAL_WORKERS, epochs(self.config))
+        return unkeyed.with_keys(commitments)
 
     def admit(self, name: str) -> None:
         """Challenge, presentation and admission of one worker."""
@@ -292,7 +293,7 @@ class HandRun:
 
     def computation_keys(self, v: int, epoch: int = 0) -> VirtualWorkerKeys:
         """Keys of a virtual worker of this run."""
-        return keys_of(key_context(self.manifest.computation, self.known_answer), v, epoch)
+        return keys_of(self.manifest.key_context, v, epoch)
 
     def clear_vector(self, v: int, step: int = 0) -> np.ndarray:
         """Return virtual worker ``v``'s contribution to ``step`` at the current parameters, before masking."""
@@ -638,6 +639,28 @@ class WholeRun:
         return sum(each.value for each in samples if labels.items() <= each.labels.items())
 
 
+@cache
+def _site() -> Path:
+    """A home with nothing but an empty ledger and a simulated vendor, the same for the whole session of tests."""
+    folder = tempfile.TemporaryDirectory(prefix="raycloak-site-")
+    atexit.register(folder.cleanup)
+    site = Path(folder.name)
+    PrivacyLedger(f"sqlite:///{site / 'ledger.sqlite'}").close()
+    SimulatedVendor.load_or_create(site / "simulator")
+    return site
+
+
+def settle(home: Path) -> None:
+    """Give a new ``home`` the ledger's key and the vendor that all homes of these tests share.
+
+    Keys depend on both, so runs of two homes give the same bytes only if the homes agree on them.
+    """
+    for name, copy in (("simulator", shutil.copytree), ("ledger.sqlite", shutil.copy2)):
+        if not (home / name).exists():
+            home.mkdir(parents=True, exist_ok=True)
+            copy(_site() / name, home / name)
+
+
 def whole_run(
     home: Path,
     *,
@@ -661,6 +684,7 @@ def whole_run(
     """
     settings = config(overrides, **fields)
     path = secret_file(home, secret) if secret else None
+    settle(home)
     session, backend = local_session(
         home, path, *([clock] if clock else []), witness=settings.ledger.witness, bind=settings.attestation.bind
     )

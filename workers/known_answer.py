@@ -20,12 +20,12 @@ _PUBLIC_KEY = Secret(bytes(32))
 
 
 class _SyntheticDataset:
-    """A dataset of public examples in the form of ``template``: features in [0, 1) or {0, 1}, labels in {0, 1}."""
+    """A dataset of public examples in the form of ``template``: features in [0, 1) or any id, labels in {0, 1}."""
 
-    def __init__(self, template: Dataset, count: int) -> None:
+    def __init__(self, template: Dataset, count: int, vocabulary: int) -> None:
         features, labels = template.batch(np.empty(0, np.int64))
-        self._features = _fill(features, count, "features")
-        self._labels = _fill(labels, count, "labels")
+        self._features = _fill(features, count, "features", vocabulary)
+        self._labels = _fill(labels, count, "labels", 2)
 
     def __len__(self) -> int:
         return len(self._features)
@@ -34,21 +34,25 @@ class _SyntheticDataset:
         return self._features[ids], self._labels[ids]
 
 
-def _fill(template: np.ndarray, count: int, name: str) -> np.ndarray:
+def _fill(template: np.ndarray, count: int, name: str, integers_below: int) -> np.ndarray:
     shape = (count, *template.shape[1:])
-    stream = KeyStream(derive(_PUBLIC_KEY, Purpose.KNOWN_ANSWER, name)).bytes(int(np.prod(shape)))
-    octets = np.frombuffer(stream, np.uint8).reshape(shape)
+    # Eight octets a value: the remainder of one alone would never reach the higher ids.
+    stream = KeyStream(derive(_PUBLIC_KEY, Purpose.KNOWN_ANSWER, name)).bytes(8 * int(np.prod(shape)))
+    words = np.frombuffer(stream, "<u8").reshape(shape)
     if np.issubdtype(template.dtype, np.floating):
-        return (octets / 256).astype(template.dtype)
-    return (octets % 2).astype(template.dtype)
+        return (words % 256 / 256).astype(template.dtype)
+    return (words % integers_below).astype(template.dtype)
 
 
-def known_answer(mechanism: Mechanism, engine: SumEngine, dataset: Dataset, parameters: np.ndarray) -> bytes:
+def known_answer(
+    mechanism: Mechanism, engine: SumEngine, dataset: Dataset, parameters: np.ndarray, vocabulary: int | None = None
+) -> bytes:
     """Return the digest of the encoded, noised vector of one synthetic virtual worker.
 
     Args:
         dataset: read for shapes and dtypes only.
         parameters: the run's initial parameters, float32[d].
+        vocabulary: public number of ids; needed where features are integers, which are drawn over all of them.
 
     Returns:
         32 bytes.
@@ -56,6 +60,7 @@ def known_answer(mechanism: Mechanism, engine: SumEngine, dataset: Dataset, para
     # A full batch: every row of every micro-batch is computed, and none is padding.
     count = mechanism.micro_batch_size * mechanism.micro_batches
     public = mechanism.model_copy(update={"num_examples": count, "virtual_workers": 1, "sample_rate": 1.0})
-    computer = VirtualWorkerComputer(public, engine, _SyntheticDataset(dataset, count))
+    synthetic = _SyntheticDataset(dataset, count, vocabulary or 1)
+    computer = VirtualWorkerComputer(public, engine, synthetic)
     keys = VirtualWorkerKeys(stream=_PUBLIC_KEY, data=_PUBLIC_KEY)
     return digest(computer.vector(0, keys, 0, bytes(32), bytes(32), parameters).values.data)

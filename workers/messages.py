@@ -10,6 +10,7 @@ from raycloak.attestation.policy.policy import Policy
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.models import ModelSource
 from raycloak.workers.terms.manifest import Manifest, NumericsClass, TensorSpec
+from raycloak.workers.terms.parameter_digest import TensorContent
 from raycloak.workers.vectors.payload import VectorRange
 
 
@@ -24,6 +25,7 @@ class WorkerSetup:
         device: ``cpu`` or ``cuda``.
         allow_nondeterministic: whether operations without a deterministic kernel may run; the run is then NOT EXACT.
         evaluation: folder of a sealed evaluation split, if the workers are to measure on one.
+        contents: tensors that the run's model has; None for the first workers, which find them.
     """
 
     model: ModelSource
@@ -34,6 +36,7 @@ class WorkerSetup:
     device: str
     allow_nondeterministic: bool = False
     evaluation: str | None = None
+    contents: tuple[TensorContent, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +46,13 @@ class WorkerFacts:
     Attributes:
         dataset_fingerprint: the only one that depends on the content of examples. It is keyed, or the digest of a
             sealed dataset's header; empty for data in the clear without a key.
+        contents: of all parameters and buffers of the model.
     """
 
     num_examples: int
     tensors: tuple[TensorSpec, ...]
     initial_parameters: np.ndarray
+    contents: tuple[TensorContent, ...]
     model_code: bytes
     loss_code: bytes
     numerics: NumericsClass

@@ -8,7 +8,7 @@ from raycloak.attestation.keys.release import VirtualWorkerKeys
 from raycloak.attestation.log.watch import LogWatch
 from raycloak.metrics.errors import EvidenceError
 from raycloak.workers.messages import Admission
-from raycloak.workers.terms.manifest import Manifest, key_context
+from raycloak.workers.terms.manifest import Manifest
 
 
 def check_key_service(manifest: Manifest) -> None:
@@ -83,7 +83,7 @@ class SecondHalves:
             virtual_workers=sorted(released),
             watch=self._watch,
         )
-        context = key_context(manifest.computation, manifest.known_answer)
+        context = manifest.key_context
         return {
             v: combine_halves(half, owned[v], run_id=manifest.run_id, key_context=context, v=v, epoch=epoch)
             for v, half in released.items()

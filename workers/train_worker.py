@@ -57,7 +57,7 @@ class TrainWorker:
 
         Raises:
             DatasetError, ModelError, ConfigError: what cannot be trained on, with the layer or array named.
-            ProtocolError: ``already_presented``.
+            ProtocolError: ``already_presented``, or ``model_mismatch`` with the tensor named.
         """
         self._check_unpresented()
         self._stage = workload = Workload(setup)

@@ -3,14 +3,14 @@
 Nothing of it is taken from a manifest: a manifest is compared with it.
 """
 
-from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.roster import Query
-from raycloak.metrics.errors import ConfigError, ProtocolError, RefusedError
+from raycloak.metrics.errors import ConfigError, ModelError, ProtocolError, RefusedError
 from raycloak.workers.evaluation import open_split
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.gradients.model_checks import check_rows, check_trainable
@@ -19,14 +19,21 @@ from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.sum_engines import check_measurable, measurement_engine
 from raycloak.workers.inputs.datasets import Dataset, dataset_form
 from raycloak.workers.inputs.fingerprint import dataset_fingerprint
-from raycloak.workers.inputs.models import ModelRuntime, build_model, loss_function, read_flat, trainable_tensors
+from raycloak.workers.inputs.models import (
+    ModelRuntime,
+    build_model,
+    loss_function,
+    read_flat,
+    tensor_contents,
+    trainable_tensors,
+)
 from raycloak.workers.inputs.sealed import ClearSlices, SliceLocks
 from raycloak.workers.known_answer import known_answer
 from raycloak.workers.messages import WorkerFacts, WorkerSetup
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism
-from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
+from raycloak.workers.terms.parameter_digest import check_same_tensors, frozen_digest, parameter_digest, tensor_digests
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
 
 # Marks the known answer of a loss that does not run under vmap: its last bits may be others.
@@ -48,6 +55,7 @@ class Workload:
 
     Raises:
         DatasetError, ModelError, ConfigError: what cannot be trained on, with the layer or array named.
+        ProtocolError: ``model_mismatch`` if the model is not that of ``setup.contents``, with the tensor named.
     """
 
     def __init__(self, setup: WorkerSetup) -> None:
@@ -63,18 +71,21 @@ class Workload:
         opened = setup.dataset.open_slices(setup.base)
         self.dataset: Dataset = opened.examples
         self.slices: SliceLocks = opened.slices
-        build = partial(build_model, setup.model, setup.base, setup.seed)
-        self.module = build()
+        self.module = self._build()
+        contents = tensor_contents(self.module)
+        if setup.contents is not None:
+            check_same_tensors(setup.contents, contents)
         loss_fn, loss_code = loss_function(setup.loss, setup.base)
         # One for all engines, so that all of them compute as the known answer says.
         self.loss = RowLoss(loss_fn)
-        self.runtime = ModelRuntime(build, self.loss, setup.device, deterministic)
+        self.runtime = ModelRuntime(self._build_again, self.loss, setup.device, deterministic)
         self.form = dataset_form(self.dataset)
-        check_trainable(self.module, self.form, loss_fn, deterministic)
+        check_trainable(self.module, self.form, loss_fn, deterministic, setup.dataset.vocabulary)
         self.facts = WorkerFacts(
             num_examples=len(self.dataset),
             tensors=trainable_tensors(self.module),
             initial_parameters=read_flat(self.module),
+            contents=contents,
             model_code=setup.model.code_digest(setup.base),
             loss_code=loss_code,
             numerics=current_numerics(setup.device),
@@ -83,6 +94,25 @@ class Workload:
         folder = None if setup.evaluation is None else Path(setup.base) / setup.evaluation
         self.split = None if folder is None else open_split(folder, setup.loss, self.form, self.runtime)
         self.evaluation_slices: SliceLocks = ClearSlices() if self.split is None else self.split.dataset
+
+    def _build(self) -> nn.Module:
+        return build_model(self.setup.model, self.setup.base, self.setup.seed)
+
+    def _build_again(self) -> nn.Module:
+        """Build another module of the same model.
+
+        Raises:
+            ModelError: ``model_function`` if a frozen tensor is another one now. Measurements would be of a model that
+                no key depends on.
+        """
+        module = self._build()
+        if frozen_digest(tensor_contents(module)) != frozen_digest(self.facts.contents):
+            raise ModelError(
+                "model_function",
+                f"{self.setup.model.name} gives other frozen parameters or buffers when it is called again.",
+                "Let it read the same files and draw from torch's generator alone.",
+            )
+        return module
 
 
 class PlannedWorkload:
@@ -114,18 +144,19 @@ class PlannedWorkload:
         self.workload, self.mechanism, self.measurements = workload, mechanism, measurements
         dataset, start, runtime = workload.dataset, workload.facts.initial_parameters, workload.runtime
         mechanisms = (mechanism, *(each.mechanism for each in measurements))
-        check_rows(workload.module, workload.form, mechanisms, runtime.deterministic)
+        check_rows(workload.module, workload.form, mechanisms, runtime.deterministic, workload.setup.dataset.vocabulary)
         engine = GradientEngine(workload.module, runtime.loss_fn, mechanism, runtime.device, runtime.deterministic)
         gradient = VirtualWorkerComputer(mechanism, engine, dataset)
         self.computers: dict[Query, VirtualWorkerComputer] = {mechanism.query: gradient}
-        answers = [known_answer(mechanism, engine, dataset, start)]
+        vocabulary = workload.setup.dataset.vocabulary
+        answers = [known_answer(mechanism, engine, dataset, start, vocabulary)]
         for measurement in measurements:
             check_measurable(measurement, workload.form)
             counting = measurement_engine(measurement, runtime)
             self.computers[measurement.query] = gradient.beside(measurement.mechanism, counting)
             # One batch shows how the code computes; a whole slice would take as long as an evaluation.
             small = measurement.mechanism.model_copy(update={"micro_batches": 1})
-            answers.append(known_answer(small, counting, dataset, start))
+            answers.append(known_answer(small, counting, dataset, start, vocabulary))
         if workload.loss.row_by_row:
             answers.append(_ROW_BY_ROW)
         self.known_answer = answers[0] if len(answers) == 1 else digest(b"".join(answers))
@@ -149,6 +180,7 @@ class PlannedWorkload:
             "model_code": (computation.model_code, facts.model_code),
             "loss_code": (computation.loss_code, facts.loss_code),
             "initial_parameters": (computation.initial_parameters, start),
+            "frozen": (computation.frozen, frozen_digest(facts.contents)),
             "dataset": (computation.dataset, setup.dataset.identity_digest()),
             "known_answer": (manifest.known_answer, self.known_answer),
             "dataset_fingerprint": (manifest.dataset_fingerprint, facts.dataset_fingerprint),

@@ -8,7 +8,7 @@ has the release comes with it: a worker takes no key that left without being log
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from pydantic import JsonValue
 
@@ -22,6 +22,35 @@ from raycloak.attestation.log.watch import LogWatch
 from raycloak.attestation.policy.key_policy import KeyKind, KeyPolicy
 from raycloak.attestation.policy.policy import Policy
 from raycloak.metrics.errors import EvidenceError
+
+
+class KeyContract(Message):
+    """The base of the documents that keys are derived for: the manifest of a run, the contract of a service.
+
+    Attributes:
+        run_id: derived from the secret that the keys come from.
+        known_answer: digest of the result on a public input that every worker must present.
+        policy_digest: digest of the policy that evidence is judged by.
+        key_commitments: per epoch, digest of the commitments to all virtual-worker keys.
+    """
+
+    run_id: str
+    known_answer: bytes
+    policy_digest: bytes
+    key_commitments: tuple[bytes, ...]
+
+    @property
+    def key_context(self) -> bytes:
+        """The part of every key that says what it is for.
+
+        Guarantee: differs with every field but ``key_commitments``, which follow from the keys. So another account,
+        policy, ledger, model or numerics class has other keys, under one run secret too.
+        """
+        return digest(length_prefixed("raycloak/key-context/v2", self.with_keys(()).digest()))
+
+    def with_keys(self, key_commitments: tuple[bytes, ...]) -> Self:
+        """Return the same document with these ``key_commitments``."""
+        return self.model_copy(update={"key_commitments": key_commitments})
 
 
 class KeyPackage(Message):

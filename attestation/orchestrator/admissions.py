@@ -370,7 +370,7 @@ class Admissions:
             now=self._clock(),
             floors=self._facts.floors(),
         )
-        if presentation.role == "worker" and presentation.known_answer != self._terms.known_answer:
+        if presentation.role == "worker" and presentation.known_answer != self._terms.contract.known_answer:
             raise EvidenceError(
                 "numerics_mismatch",
                 f"{presentation.member_id} computes other bytes than this run's numerics class",

@@ -135,8 +135,9 @@ class KeyDesk:
             KeyKind.DATASET: SliceKeys.open(terms.sealed, "training") if terms.sealed else None,
             KeyKind.EVALUATION: SliceKeys.open(terms.evaluation, "evaluation") if terms.evaluation else None,
         }
+        self._key_context = terms.contract.key_context
         # All members of an epoch are told the same, and hardly any two epochs are under way at once.
-        self._commitments = lru_cache(maxsize=4)(partial(keys.commitments, terms.key_context, terms.virtual_workers))
+        self._commitments = lru_cache(maxsize=4)(partial(keys.commitments, self._key_context, terms.virtual_workers))
         self._key_policy = cache(partial(_digested_policy, terms.policy, terms.keys_per_machine))
         # From the log, not from the terms: a restarted driver may bring another policy to the same session.
         begun = next(self._log.newest("session")).content
@@ -168,7 +169,7 @@ class KeyDesk:
         with refusals_logged(self._refusals, self._transaction, member_id, KeyKind.VIRTUAL_WORKER):
             key_terms = self._key_policy(KeyKind.VIRTUAL_WORKER)
             admitted = self._entitled(member_id, epoch, key_terms.policy)
-            keys = [self._keys.of(self._terms.key_context, v, epoch) for v in virtual_workers]
+            keys = [self._keys.of(self._key_context, v, epoch) for v in virtual_workers]
             plaintext = b"".join(key.stream.reveal() + key.data.reveal() for key in keys)
             grant = self._send(key_terms, admitted, epoch, virtual_workers, self._commitments(epoch), plaintext)
         self._hosting.released(member_id, virtual_workers)
@@ -208,7 +209,7 @@ class KeyDesk:
         with refusals_logged(self._refusals, self._transaction, member_id, kind):
             key_terms = self._key_policy(kind)
             keys.require_policy(key_terms.policy.evidence_policy)
-            keys.require_demand(self._terms.manifest, self._terms.manifest_digest)
+            keys.require_demand(self._terms.contract.encode(), self._terms.manifest_digest)
             admitted = self._entitled(member_id, epoch, key_terms.policy)
             plaintext = b"".join(keys.of(v).reveal() for v in virtual_workers)
             commitments = keys.header.key_commitments

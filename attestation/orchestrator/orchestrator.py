@@ -136,7 +136,13 @@ class OpenRun:
         Args:
             session: text that the driver draws for one execution of the run. The session on disk is resumed: members
                 whose evidence is still valid, their epochs and the ratchet are restored. Any other starts afresh.
+
+        Raises:
+            ProtocolError: ``policy_mismatch`` if the policy is not the one that the manifest names. Under a laxer one,
+                keys that derive from the manifest could leave for evidence that it does not accept.
         """
+        if terms.policy.digest() != terms.contract.policy_digest:
+            raise ProtocolError("policy_mismatch", "the policy is not the manifest's")
         self._session = SessionId(session, terms.manifest_digest)
         if self._is_new or not self.books.state.is_current(self._session):
             self._start_session(terms)

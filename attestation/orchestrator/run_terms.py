@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from raycloak.attestation.core.evidence import CollateralBundle
+from raycloak.attestation.keys.release import KeyContract
 from raycloak.attestation.policy.policy import Policy
 from raycloak.attestation.sealed.sealed_data import SealedSource
 
@@ -19,8 +20,8 @@ class RunTerms:
     """The terms of a run: the policy that evidence is judged by, and the manifest that it is for.
 
     Attributes:
-        manifest: the bytes of the manifest that ``manifest_digest`` is of; needed where training examples are sealed,
-            because their owner's demand is checked against it.
+        contract: the manifest of a run, or the contract of a standalone service. Keys derive from it alone, so nobody
+            can have the keys of one manifest released under another.
         sealed, evaluation: the training examples and the evaluation split, where they are sealed.
         displaces: whether a newcomer takes the place of the members on its machine or its GPUs, instead of being
             refused. At a key service members come one after the other, so a member that is still there has died.
@@ -31,10 +32,8 @@ class RunTerms:
             standalone service admits any name with accepted evidence, so it keeps only the members of its table.
     """
 
-    manifest_digest: bytes
-    key_context: bytes
+    contract: KeyContract
     virtual_workers: int
-    known_answer: bytes
     policy: Policy
     collateral: CollateralBundle
     sealed: SealedSource | None = None
@@ -42,8 +41,12 @@ class RunTerms:
     displaces: bool = False
     lasting: frozenset[str] | None = None
     epochs: int = MAX_EPOCHS
-    manifest: bytes = b""
     keys_per_machine: int | None = None
+
+    @property
+    def manifest_digest(self) -> bytes:
+        """The digest that every piece of evidence states."""
+        return self.contract.digest()
 
     def lasts(self, member_id: str) -> bool:
         """Return whether a member is kept when its evidence expires; an observer, known by its name, never is."""

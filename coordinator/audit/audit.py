@@ -195,7 +195,8 @@ def _audited(config: RunConfig, planned: Mechanism, canaries: int) -> RunConfig:
     """Replace the configuration's task by the canaries', at the planned sampling rate and noise."""
     assert config.dataset is not None, "the task was made from it"
     public = config.dataset.public
-    dataset = DatasetConfig(kind="module", function=f"{MODULE}:dataset", public=public)
+    vocabulary = config.dataset.vocabulary
+    dataset = DatasetConfig(kind="module", function=f"{MODULE}:dataset", public=public, vocabulary=vocabulary)
     noise = {"target_epsilon": None, "noise_multiplier": planned.noise_multiplier, "epsilon_cap": account_cap(config)}
     kept = config.model_dump(include=KEPT if public else {*KEPT, "ledger"})
     own = {

@@ -14,10 +14,11 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final, Self, TypeAlias
+from typing import Any, ClassVar, Final, Self, TypeAlias
 
 from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.keys import IdentityKey
+from raycloak.attestation.keys.release import KeyContract
 from raycloak.attestation.orchestrator.hosting import StaticHosting
 from raycloak.attestation.orchestrator.orchestrator import open_run
 from raycloak.attestation.orchestrator.run_terms import RunTerms
@@ -43,6 +44,15 @@ _HEADERS = (
     ("te", "trailers"),
     ("content-type", "application/grpc"),
 )
+
+
+class _BenchContract(KeyContract):
+    """The contract of the bench. Its clients know the digest, and know no policy."""
+
+    DOMAIN: ClassVar[str] = "raycloak/bench-contract/v1"
+
+    def digest(self) -> bytes:
+        return MANIFEST
 
 
 class Child:
@@ -109,7 +119,8 @@ def serve(pipe: Connection, folder: str) -> None:
     endless = {"key_quotas": KeyQuotas(per_run=2**30)}
     policy = simulated_policy(vendor, code_measurement()).model_copy(update=endless)
     collateral = vendor.collateral(int(time.time()))
-    terms = RunTerms(MANIFEST, digest(b"context"), VIRTUAL_WORKERS, ANSWER, policy, collateral)
+    contract = _BenchContract(run_id=run.run_id, known_answer=ANSWER, policy_digest=policy.digest(), key_commitments=())
+    terms = RunTerms(contract, VIRTUAL_WORKERS, policy, collateral)
     session = run.begin(terms, "bench")
     # Every worker comes from this one address.
     limits = ServiceLimits(address_rate=1e6, address_burst=10**6)

@@ -80,6 +80,7 @@ class DatasetConfig(Section):
         split: ``train`` or ``public`` for ``digits``.
         features, labels: array or column names of npz and parquet.
         scale: public constant that every feature is divided by.
+        vocabulary: N, if features are integers: they are ids 0 .. N-1. A public constant, compared with no example.
         public: declares that the data needs no protection; of a sealed evaluation split, that results on it need none.
         fingerprint_key: file of 64 hexadecimal digits beside the data, with which every worker computes the
             fingerprint that an account may be bound to; relative to the config file.
@@ -94,6 +95,7 @@ class DatasetConfig(Section):
     features: str | list[str] = "images"
     labels: str = "labels"
     scale: float = Field(default=1.0, gt=0)
+    vocabulary: int | None = Field(default=None, gt=1, le=2**31)
     public: bool = False
     fingerprint_key: str | None = None
     key_file: str | None = None

@@ -14,7 +14,7 @@ from raycloak.attestation.core.evidence import CollateralBundle
 from raycloak.attestation.core.messages import parse
 from raycloak.attestation.files.whole import write_whole
 from raycloak.attestation.files.yaml_reader import read_yaml
-from raycloak.attestation.keys.halves import ServiceContract, contract_context
+from raycloak.attestation.keys.halves import ServiceContract
 from raycloak.attestation.keys.run_secret import load_secret, run_id_of
 from raycloak.attestation.orchestrator.hosting import StaticHosting
 from raycloak.attestation.orchestrator.orchestrator import OpenRun, RunSession, open_run
@@ -32,7 +32,7 @@ from raycloak.coordinator.config.sections import Section
 from raycloak.coordinator.planning.references import load_terms
 from raycloak.metrics.errors import ConfigError, ProtocolError
 from raycloak.metrics.file_errors import file_error
-from raycloak.workers.terms.manifest import Manifest, key_context
+from raycloak.workers.terms.manifest import Manifest
 
 SESSION = "evidence service"
 
@@ -233,26 +233,24 @@ def _served(
                 "the manifest names another run secret or another policy than this file.",
                 "Name the secret and the policy of that run.",
             )
-        answer, count = manifest.known_answer, manifest.computation.mechanism.virtual_workers
-        context = key_context(manifest.computation, answer)
-        epochs = len(manifest.key_commitments)
-        terms = manifest.digest(), context, count, answer, policy, collateral
-        return _Served(RunTerms(*terms, epochs=epochs, manifest=manifest.encode()), None)
+        count, epochs = manifest.computation.mechanism.virtual_workers, len(manifest.key_commitments)
+        return _Served(RunTerms(manifest, count, policy, collateral, epochs=epochs), None)
     assert config.contract is not None  # the configuration has one of the two
     answer, count = bytes.fromhex(config.contract.known_answer), config.contract.virtual_workers
-    context = contract_context(count, answer)
-    contract = ServiceContract(
+    unkeyed = ServiceContract(
         run_id=run_id,
         orchestrator_key=key.ed25519,
         orchestrator_ml_dsa=key.ml_dsa_65,
         policy_digest=policy.digest(),
         virtual_workers=count,
         known_answer=answer,
-        key_commitments=run.key_commitments(context, count, config.contract.epochs),
+        key_commitments=(),
     )
-    by_contract = contract.digest(), context, count, answer, policy, collateral
+    contract = unkeyed.with_keys(run.key_commitments(unkeyed.key_context, count, config.contract.epochs))
     # At a key service, a worker that died before its release makes room on its machine.
-    of_run = RunTerms(*by_contract, displaces=config.hosting == "any", epochs=config.contract.epochs)
+    of_run = RunTerms(
+        contract, count, policy, collateral, displaces=config.hosting == "any", epochs=config.contract.epochs
+    )
     return _Served(of_run, contract)
 
 

@@ -1,21 +1,22 @@
 """The founders of a run: its first workers, from their start to the facts that most of them state.
 
-A manifest states what the founders agree on. A founder that differs is refused later, when it presents itself for
-that manifest.
+A manifest states what the founders agree on. A founder that built another model is refused here, by the name of the
+tensor. One that differs otherwise is refused later, when it presents itself for that manifest.
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Self, TypeVar
 
 from raycloak.coordinator.cluster.control import START_AGAIN
 from raycloak.coordinator.membership.crew import Crew, start_crew
 from raycloak.coordinator.membership.members import Members
-from raycloak.metrics.errors import RunFailedError
+from raycloak.metrics.errors import ProtocolError, RunFailedError
 from raycloak.workers.messages import WorkerFacts, WorkerSetup
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism
+from raycloak.workers.terms.parameter_digest import check_same_tensors
 
 T = TypeVar("T", bound=Hashable)
 
@@ -25,6 +26,7 @@ class Founders:
     """Workers that have opened their data and built their model, but are not admitted.
 
     Attributes:
+        setup: of every later worker, which has to build the same model.
         facts: of code, data and numerics, as most workers state them.
     """
 
@@ -50,8 +52,10 @@ class Founders:
         facts = members.ask_workers(lambda worker: worker.prepare(setup), meanwhile)
         if not facts:
             raise _nobody(members, "no worker could be prepared")
-        wanted = _most_common((fact.numerics, fact.model_code) for fact in facts.values())
-        return cls(members, setup, next(fact for fact in facts.values() if (fact.numerics, fact.model_code) == wanted))
+        wanted = _most_common(map(_class, facts.values()))
+        chosen = next(fact for fact in facts.values() if _class(fact) == wanted)
+        _refuse_other_models(members, facts, chosen)
+        return cls(members, replace(setup, contents=chosen.contents), chosen)
 
     def known_answer(self, mechanism: Mechanism, measurements: tuple[Measurement, ...]) -> bytes:
         """Return the known answer that most workers compute."""
@@ -59,6 +63,22 @@ class Founders:
         if not answers:
             raise _nobody(self.members, "no worker computed the known answer")
         return _most_common(answers.values())
+
+
+def _class(facts: WorkerFacts) -> Hashable:
+    """The facts by which the founders of a run are told apart."""
+    return facts.numerics, facts.model_code, facts.contents
+
+
+def _refuse_other_models(members: Members, facts: Mapping[str, WorkerFacts], chosen: WorkerFacts) -> None:
+    """Let the workers go that built another model from the same code; the reason names the tensor."""
+    for member_id, own in facts.items():
+        # Other code or another numerics class may well give other tensors; the manifest names those causes.
+        if (own.numerics, own.model_code) == (chosen.numerics, chosen.model_code):
+            try:
+                check_same_tensors(chosen.contents, own.contents)
+            except ProtocolError as refusal:
+                members.lose(member_id, refusal.code, refusal.message)
 
 
 def _nobody(members: Members, what: str) -> RunFailedError:

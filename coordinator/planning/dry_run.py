@@ -35,19 +35,22 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     if config.dataset is None or config.model is None:
         raise ConfigError("config", "a plan needs both dataset and model.", "Name them in the configuration.")
     preflight(config, config_dir)
-    form = dataset_form(descriptor(config.dataset).open(config_dir))
+    data = descriptor(config.dataset)
+    form = dataset_form(data.open(config_dir))
     model = build_model(ModelSource.of(config.model), config_dir, config.seed)
     loss, _ = loss_function(config.loss, config_dir)
     split_ranges(trainable_tensors(model), config.aggregators)
     deterministic = not config.allow_nondeterministic
-    check_trainable(model, form, loss, deterministic)
+    check_trainable(model, form, loss, deterministic, data.vocabulary)
     sealed = sealed_terms(config, config_dir, "evaluation")
     if sealed is not None:
         check_evaluation_form(evaluation_form(sealed), form)
     plan = make_plan(config, form.num_examples, parameter_count(model), _account(config))
     for measurement in plan.measurements:
         check_measurable(measurement, form)
-    check_rows(model, form, (plan.mechanism, *(each.mechanism for each in plan.measurements)), deterministic)
+    check_rows(
+        model, form, (plan.mechanism, *(each.mechanism for each in plan.measurements)), deterministic, data.vocabulary
+    )
     return checked(plan)
 
 

@@ -9,10 +9,10 @@ from raycloak.attestation.sealed.sealed_data import SealedSource
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.messages import WorkerFacts
-from raycloak.workers.terms.manifest import Computation, Manifest, OptimizerSpec, key_context
+from raycloak.workers.terms.manifest import Computation, Manifest, OptimizerSpec
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism
-from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
+from raycloak.workers.terms.parameter_digest import frozen_digest, parameter_digest, tensor_digests
 
 
 def build_computation(
@@ -36,6 +36,7 @@ def build_computation(
         loss_code=facts.loss_code,
         tensors=facts.tensors,
         initial_parameters=parameter_digest(facts.tensors, tensor_digests(facts.initial_parameters, facts.tensors)),
+        frozen=frozen_digest(facts.contents),
         optimizer=OptimizerSpec.model_validate(config.optimizer.model_dump()),
         numerics=facts.numerics,
         dataset=dataset.identity_digest(),
@@ -57,12 +58,14 @@ def build_manifest(
     policy_digest: bytes,
     ledger_key: bytes,
     orchestrator_key: SignerPublic,
-    key_commitments: tuple[bytes, ...],
     dataset_fingerprint: bytes = b"",
     key_service: ServiceContract | None = None,
     keys_per_machine: int | None = None,
 ) -> Manifest:
-    """Build the run's contract; see `workers/terms/manifest.py`."""
+    """Build the run's contract, but for the commitments to its keys: these derive from what it returns.
+
+    `Manifest.with_keys` adds them.
+    """
     return Manifest(
         run_id=run_id,
         computation=computation,
@@ -72,7 +75,7 @@ def build_manifest(
         ledger_key=ledger_key,
         orchestrator_key=orchestrator_key.ed25519,
         orchestrator_ml_dsa=orchestrator_key.ml_dsa_65,
-        key_commitments=key_commitments,
+        key_commitments=(),
         dataset_fingerprint=dataset_fingerprint,
         key_service=key_service,
         keys_per_machine=keys_per_machine,
@@ -88,15 +91,12 @@ def run_terms(
 ) -> RunTerms:
     """Return the orchestrator's view of ``manifest``."""
     return RunTerms(
-        manifest_digest=manifest.digest(),
-        key_context=key_context(manifest.computation, manifest.known_answer),
+        contract=manifest,
         virtual_workers=manifest.computation.mechanism.virtual_workers,
-        known_answer=manifest.known_answer,
         policy=policy,
         collateral=collateral,
         sealed=sealed,
         evaluation=evaluation,
         epochs=len(manifest.key_commitments),
-        manifest=manifest.encode(),
         keys_per_machine=manifest.keys_per_machine,
     )

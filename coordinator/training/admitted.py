@@ -34,7 +34,7 @@ from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.errors import RunFailedError
 from raycloak.workers.messages import Admission, WorkerFacts
 from raycloak.workers.second_halves import check_key_service
-from raycloak.workers.terms.manifest import Manifest, key_context
+from raycloak.workers.terms.manifest import Manifest
 
 Committed = Mapping[tuple[Query, int], StepCommit]
 
@@ -120,12 +120,9 @@ def _manifest(order: Order, facts: WorkerFacts, plan: Plan, account: str, known_
     """Return the run's contract, and whether the ledger it names has a witness on other storage."""
     config, session, setup = order.config, order.session, order.setup
     computation = build_computation(config, setup.model.name, setup.dataset, facts, plan.mechanism, plan.measurements)
-    commitments = session.control.orchestrator.key_commitments(
-        key_context(computation, known_answer), config.virtual_workers, epochs(config)
-    )
     key_service = given_contract(config.key_service, Path(setup.base))
     view = session.control.ledger.view()
-    manifest = build_manifest(
+    unkeyed = build_manifest(
         computation,
         run_id=session.run_id,
         account=account,
@@ -133,11 +130,14 @@ def _manifest(order: Order, facts: WorkerFacts, plan: Plan, account: str, known_
         policy_digest=session.policy.digest(),
         ledger_key=view.public_key,
         orchestrator_key=session.orchestrator_key,
-        key_commitments=commitments,
         dataset_fingerprint=facts.dataset_fingerprint,
         key_service=key_service,
         keys_per_machine=keys_per_machine(config),
     )
+    commitments = session.control.orchestrator.key_commitments(
+        unkeyed.key_context, config.virtual_workers, epochs(config)
+    )
+    manifest = unkeyed.with_keys(commitments)
     check_key_service(manifest)
     return manifest, view.rollback_witness
 

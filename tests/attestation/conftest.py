@@ -2,17 +2,19 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.rsa import generate_private_key
 
 from raycloak.attestation.appraisal.appraisal import Appraisal, appraise
+from raycloak.attestation.core.canonical import digest as hash_of
 from raycloak.attestation.core.evidence import CollateralBundle, Presentation, Role
 from raycloak.attestation.core.hpke import HpkeKey
 from raycloak.attestation.core.keys import AgreementKey, IdentityKey
 from raycloak.attestation.core.messages import Envelope, seal
 from raycloak.attestation.core.report_data import report_data
+from raycloak.attestation.keys.release import KeyContract
 from raycloak.attestation.policy.policy import Policy, simulated_policy
 from raycloak.attestation.simulators.tdx_platform import GENUINE, QuoteVariant, SimulatedPlatform
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
@@ -21,6 +23,24 @@ from tests.simulators.snp_pki import RSA_BITS, AuthorityKeys
 NOW = 1_800_000_000
 MEASUREMENT = bytes(range(48))
 RUN, MANIFEST = "run-1", b"m" * 32
+
+
+class StandIn(KeyContract):
+    """The contract of a run, with a digest that tests know."""
+
+    DOMAIN: ClassVar[str] = "raycloak/test/contract"
+
+    @classmethod
+    def under(cls, policy: Policy) -> Self:
+        """A contract that names ``policy``."""
+        return cls(run_id=RUN, known_answer=b"k" * 32, policy_digest=policy.digest(), key_commitments=())
+
+    def digest(self) -> bytes:
+        return MANIFEST
+
+    @property
+    def key_context(self) -> bytes:
+        return hash_of(b"computation")
 
 
 @dataclass

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from raycloak.attestation.attester.attester import Attester
-from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.messages import Envelope
 from raycloak.attestation.orchestrator.hosting import StaticHosting
 from raycloak.attestation.orchestrator.orchestrator import open_run
@@ -18,7 +17,7 @@ from raycloak.attestation.service.client import EvidenceClient
 from raycloak.attestation.service.limits import ServiceLimits
 from raycloak.attestation.service.server import EvidenceServer
 from tests.attestation.attester.test_attester import Source
-from tests.attestation.conftest import MANIFEST, MEASUREMENT, NOW, Session
+from tests.attestation.conftest import MANIFEST, MEASUREMENT, NOW, Session, StandIn
 
 ANSWER = b"k" * 32
 HOSTING = {"worker-0": (0, 2), "worker-1": (1, 3)}
@@ -37,7 +36,7 @@ class Site:
         self.run_id, self.log_owner = self.run.run_id, self.run.public
         self.key = self.log_owner.ed25519
         policy = simulated_policy(self.session.vendor, MEASUREMENT)
-        self.terms = RunTerms(MANIFEST, digest(b"computation"), 4, ANSWER, policy, self.session.collateral)
+        self.terms = RunTerms(StandIn.under(policy), 4, policy, self.session.collateral)
         self.begin("execution-1")
 
     def begin(self, session: str) -> None:

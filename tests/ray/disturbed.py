@@ -20,10 +20,11 @@ from raycloak.coordinator.bench.chaos.raylets import DRAIN_PREEMPTION
 from raycloak.coordinator.cluster.actors import connect
 from raycloak.coordinator.cluster.ray_backend import RayBackend
 from raycloak.coordinator.cluster.remote import Worker
+from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.runs.demo import demo_config
 from raycloak.coordinator.runs.trainer import Trainer
-from tests.protocol import RENYI, trained
+from tests.protocol import RENYI, settle, trained
 
 STEPS = 50
 SLOWED_S, LATER_S = 1.0, 10.0
@@ -116,6 +117,7 @@ def main():
     connect(num_cpus=0)
     alone = {"num_workers": 1, "secure_aggregation": False}
     undisturbed = trained(Path("alone").absolute(), secret=secret.read_text(), **raw_config() | alone).digests
+    settle(home.home())
     disturbances = Disturbances()
     digests, attempts = train(secret, disturbances.after, disturbances.notice)
     ray.shutdown()

@@ -17,7 +17,7 @@ from raycloak.coordinator.cluster.process_table import process_table
 from raycloak.workers.gradients.clipping import micro_batches
 from raycloak.workers.inputs.datasets import Dataset, slice_digest, slice_ids
 from raycloak.workers.inputs.models import load_flat, read_flat
-from raycloak.workers.terms.manifest import Manifest, key_context
+from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.receipt import data_root
 from raycloak.workers.vectors.ring import encode_into, ring_dtype
 from raycloak.workers.vectors.sampling import draw_ids
@@ -99,7 +99,7 @@ def run_needles(manifest: Manifest, dataset: Dataset, secret: Secret, digests: S
     """
     mechanism = manifest.computation.mechanism
     keys_of = RunKeys(secret, manifest.run_id)
-    context = key_context(manifest.computation, manifest.known_answer)
+    context = manifest.key_context
     needles = key_needles("run secret", secret.reveal())
     slices = [slice_ids(v, mechanism.virtual_workers, mechanism.num_examples) for v in range(mechanism.virtual_workers)]
     digests_of = [slice_digest(dataset, own) for own in slices]

@@ -17,6 +17,7 @@ import pytest
 from raycloak.coordinator.config.run import load_config
 from raycloak.coordinator.runs.trainer import Trainer
 from tests.layout import PACKAGES, ROOT
+from tests.protocol import settle
 
 DEADLINE_S = 900
 PROMISED = {
@@ -102,6 +103,8 @@ def test_a_ray_job_ends_with_the_same_verdict_as_a_local_run(head, ray_cluster, 
     for name in (*PACKAGES, "raycloak", "examples"):
         shutil.copytree(ROOT / name, checkout / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     (checkout / "secret.hex").write_text("7a" * 32)
+    settle(raycloak_home)
+    settle(tmp_path / "other")
     submit = [
         str(Path(sys.executable).parent / "ray"), "job", "submit", "--address", address, "--working-dir", ".", "--",
         "python", "-m", "raycloak", "run", "examples/digits.yaml", "--json", "--set", "steps=5",

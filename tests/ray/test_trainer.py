@@ -31,7 +31,7 @@ from raycloak.coordinator.runs.trainer import Trainer
 from raycloak.metrics.errors import ModelError, RefusedError
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
-from tests.protocol import RENYI
+from tests.protocol import RENYI, settle
 from tests.ray.unruly import AGED_S, BAD, revoke, unruly
 from tests.ray.watching import Observed, Scraping, observe, watched
 
@@ -84,7 +84,9 @@ def observed(ray_cluster, secret, tmp_path_factory):
             evidence.append(observe(trainer, f"observer-{report.step}", tmp_path_factory.mktemp("seen")))
 
     with pytest.MonkeyPatch.context() as patch, watched() as watching:
-        patch.setenv("RAYCLOAK_HOME", str(tmp_path_factory.mktemp("observed") / "home"))
+        home = tmp_path_factory.mktemp("observed") / "home"
+        settle(home)
+        patch.setenv("RAYCLOAK_HOME", str(home))
         config = digits(**OBSERVED, **SERVED)
         trainer = Trainer(config, run_secret=secret, notice=scraping.notices.append, progress=look)
         result = trainer.train()
@@ -178,11 +180,12 @@ def test_roster_and_log_are_served_during_the_run(observed):
 
 
 def test_a_run_continues_without_a_bad_a_killed_and_a_revoked_worker_on_renewed_evidence_with_the_same_bytes(
-    observed, secret, tmp_path
+    observed, secret, tmp_path, raycloak_home
 ):
     """One of five workers is refused. Another is killed in the first step, which is noticed by its death and costs one
     attempt. Evidence ages after that step, and another worker is revoked after the second."""
     noticed = []
+    settle(raycloak_home)
 
     def disturb(report):
         if report.step == 1:

@@ -1,11 +1,13 @@
 """The known answer: equal on machines of one numerics class, different as soon as one encoded bit is."""
 
 import numpy as np
+import torch
+from torch import nn
 
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.inputs.datasets import ArrayDataset
-from raycloak.workers.inputs.models import ModelSource, build_model, cross_entropy, mse
+from raycloak.workers.inputs.models import ModelSource, build_model, cross_entropy, mse, read_flat
 from raycloak.workers.known_answer import known_answer
 from raycloak.workers.workload import PlannedWorkload, Workload
 from tests.protocol import Arrays, config, examples, initial_parameters, mechanism, worker_setup
@@ -50,6 +52,36 @@ def test_float_labels_are_served():
     features, _ = examples()
     labels = np.zeros((40, 3), np.float32)
     assert answer(data=(features, labels)) != answer()
+
+
+def answer_of_table(rows: torch.Tensor, vocabulary: int) -> bytes:
+    """The answer of a frozen table of ``rows`` before a trained layer."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Embedding.from_pretrained(rows, freeze=True), nn.Flatten(), nn.Linear(12, 3))
+    chosen = mechanism(39)
+    data = ArrayDataset(np.zeros((40, 6), np.int64), examples()[1])
+    return known_answer(chosen, GradientEngine(module, cross_entropy, chosen), data, read_flat(module), vocabulary)
+
+
+def test_integer_features_are_drawn_over_the_whole_vocabulary():
+    """The public draw of 48 ids misses few of 20. Those that it has tell of a change of their row."""
+    rows = torch.linspace(-1, 1, 40).reshape(20, 2)
+    honest = answer_of_table(rows, 20)
+    assert answer_of_table(rows, 20) == honest
+
+    def is_seen(word: int) -> bool:
+        other = rows.clone()
+        other[word] += 1
+        return answer_of_table(other, 20) != honest
+
+    assert sum(map(is_seen, range(2, 20))) >= 16
+
+
+def test_a_large_vocabulary_is_reached_to_its_end():
+    """Ids above one octet: of 48 draws below 2^16, some are in the upper half, but for a chance of 2^-48."""
+    rows = torch.zeros(2**16, 2)
+    rows[2**15 :] = 1
+    assert answer_of_table(rows, 2**16) != answer_of_table(torch.zeros(2**16, 2), 2**16)
 
 
 def test_mechanism_and_parameters_are_part_of_it():

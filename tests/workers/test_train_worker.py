@@ -45,6 +45,7 @@ COMPUTATION_CHANGES = {
     "model_code": lambda c: {"model_code": bytes(32)},
     "loss_code": lambda c: {"loss_code": bytes(32)},
     "initial_parameters": lambda c: {"initial_parameters": bytes(32)},
+    "frozen": lambda c: {"frozen": bytes(32)},
     "dataset": lambda c: {"dataset": bytes(32)},
 }
 

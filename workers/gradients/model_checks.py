@@ -15,9 +15,9 @@ from itertools import zip_longest
 import torch
 from torch import Tensor, nn
 
-from raycloak.metrics.errors import ModelError, RaycloakError
+from raycloak.metrics.errors import ConfigError, ModelError, RaycloakError
 from raycloak.workers.gradients.clipping import PerExampleGradients, named_operations
-from raycloak.workers.gradients.probes import Examples, Probes, odd_ids, vocabularies
+from raycloak.workers.gradients.probes import Examples, Probes, odd_ids
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.inputs.datasets import DatasetForm
 from raycloak.workers.inputs.models import LossFn, check_layers
@@ -39,7 +39,13 @@ class _LayerTrace:
     drew_randomness: bool
 
 
-def check_trainable(module: nn.Module, form: DatasetForm, loss_fn: LossFn, deterministic: bool = True) -> None:
+def check_trainable(
+    module: nn.Module,
+    form: DatasetForm,
+    loss_fn: LossFn,
+    deterministic: bool = True,
+    vocabulary: int | None = None,
+) -> None:
     """Refuse a model or loss that cannot be trained under per-example clipping on data of this form.
 
     Guarantee: on the synthetic examples tried, the forward pass changes neither a buffer nor a parameter and draws
@@ -52,15 +58,17 @@ def check_trainable(module: nn.Module, form: DatasetForm, loss_fn: LossFn, deter
 
     Args:
         deterministic: whether an operation without a deterministic kernel is refused.
+        vocabulary: public number of ids, where features are integers; synthetic ones are drawn over all of them.
 
     Raises:
+        ConfigError: ``vocabulary`` if features are integers and nobody says how many ids there are.
         ModelError: what `raycloak.workers.inputs.models.check_layers` refuses, ``model_input`` if the model or loss
             fails on such data, ``buffer_update``, ``random_layer``, ``mixing_layer``, ``mixing_loss``, ``loss_shape``,
             ``unsupported_layer`` or ``nondeterministic_op``; the layer is named.
     """
     check_layers(module)
     with _copy_of(module, form, deterministic) as probe:
-        probes = _probes_of(probe, form, deterministic)
+        probes = _probes_of(probe, form, vocabulary)
         # Private examples are evaluated in evaluation mode, where a module may mix rows that it keeps apart in
         # training; see `raycloak.workers.gradients.sum_engines.PrivateEvaluationEngine`.
         for training in (False, True):
@@ -76,7 +84,11 @@ def check_trainable(module: nn.Module, form: DatasetForm, loss_fn: LossFn, deter
 
 
 def check_rows(
-    module: nn.Module, form: DatasetForm, mechanisms: Iterable[Mechanism], deterministic: bool = True
+    module: nn.Module,
+    form: DatasetForm,
+    mechanisms: Iterable[Mechanism],
+    deterministic: bool = True,
+    vocabulary: int | None = None,
 ) -> None:
     """Refuse a model whose forward pass mixes the examples of a physical micro-batch of one of ``mechanisms``.
 
@@ -87,7 +99,7 @@ def check_rows(
         ModelError: ``mixing_layer``, ``buffer_update``, ``random_layer``, ``model_input`` or ``nondeterministic_op``.
     """
     with _copy_of(module, form, deterministic) as probe:
-        probes = _probes_of(probe, form, deterministic)
+        probes = _probes_of(probe, form, vocabulary)
         for mechanism in mechanisms:
             if mechanism.query != "class_counts":
                 probe.train(mechanism.query == "gradient")
@@ -120,17 +132,17 @@ def _perturb(module: nn.Module) -> None:
                 tensor.add_(torch.randn_like(tensor), alpha=0.05)
 
 
-def _probes_of(module: nn.Module, form: DatasetForm, deterministic: bool) -> Probes:
-    """Return probes with as many ids as the module accepts."""
+def _probes_of(module: nn.Module, form: DatasetForm, vocabulary: int | None) -> Probes:
+    """Return probes with all ids that the data may have."""
     if form.feature_dtype != "int64":
         return Probes(form)
-    # Two ids are for every module: where it fails on them, it shows that to the user.
-    accepted = (
-        size
-        for size in vocabularies(module)
-        if size == 2 or _accepts(module, torch.full((2, *form.feature_shape), size - 1), deterministic)
-    )
-    return Probes(form, next(accepted), odd_ids(module))
+    if vocabulary is None:
+        raise ConfigError(
+            "vocabulary",
+            "features are integers, and nothing public says how many ids there are.",
+            "Set dataset.vocabulary to N if they are ids 0 .. N-1, or let the dataset give floating-point features.",
+        )
+    return Probes(form, vocabulary, odd_ids(module))
 
 
 def _accepts(module: nn.Module, features: Tensor, deterministic: bool) -> bool:

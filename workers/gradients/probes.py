@@ -18,8 +18,6 @@ _DRAWS = 2
 # Padding is mostly 0 or 1; -100 is the index that losses of torch ignore; ids may be hashes far above a vocabulary.
 _ODD_IDS = (0, 1, -1, -100, 2**20)
 _ODD_VALUES = (0.0, 1.0, -1.0, 1e4, math.nan)
-# Tried where no embedding tells the size of the vocabulary.
-_SOME_IDS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +104,6 @@ class Probes:
         features[0] = (features[0] + 1) % self._ids_below if self._integers else 1 - features[0]
         labels[0] = 1 - labels[0]
         return Pair(before, Examples(features, labels))
-
-
-def vocabularies(module: nn.Module) -> tuple[int, ...]:
-    """Return how many ids may be drawn, the most first: sizes of the module's embeddings, a guess, and 2."""
-    sizes = {layer.num_embeddings for layer in module.modules() if isinstance(layer, nn.Embedding)}
-    return tuple(sorted({size for size in sizes if size > 2} | {_SOME_IDS, 2}, reverse=True))
 
 
 def odd_ids(module: nn.Module) -> tuple[int, ...]:

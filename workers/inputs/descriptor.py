@@ -51,6 +51,7 @@ class DatasetDescriptor(Message):
         features: array name of npz; column names of parquet. Several scalar columns make a vector.
         labels: array or column name.
         scale: public constant that every feature is divided by.
+        vocabulary: public number N of the ids 0 .. N-1 that integer features are; None for other features.
         public: whether the data is declared to need no protection.
         fingerprint_key: file of the key of `raycloak.workers.inputs.fingerprint`, relative to the base folder or
         absolute.
@@ -65,6 +66,7 @@ class DatasetDescriptor(Message):
     features: tuple[str, ...] = ("images",)
     labels: str = "labels"
     scale: float = 1.0
+    vocabulary: int | None = None
     public: bool = False
     fingerprint_key: str | None = None
 
@@ -150,7 +152,8 @@ def export_in_memory(dataset: Any, path: Path) -> DatasetDescriptor:
     existing file is replaced as a whole.
 
     Args:
-        dataset: has ``__len__`` and ``__getitem__``; x and y are tensors, arrays or numbers of one shape each.
+        dataset: has ``__len__`` and ``__getitem__``; x and y are tensors, arrays or numbers of one shape each. Where x
+            is integer, an attribute ``vocabulary`` says how many ids there are.
         path: absolute path of the file to write.
 
     Raises:
@@ -180,7 +183,8 @@ def export_in_memory(dataset: Any, path: Path) -> DatasetDescriptor:
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         np.savez(file, features=features, labels=labels)
     partial.replace(path)
-    return DatasetDescriptor(kind="npz", path=str(path), features=("features",))
+    vocabulary = getattr(dataset, "vocabulary", None)
+    return DatasetDescriptor(kind="npz", path=str(path), features=("features",), vocabulary=vocabulary)
 
 
 def _items(dataset: Any) -> Iterator[Any]:

@@ -1,9 +1,10 @@
 """Models and losses: built from the names that the user gave, with their parameters as one flat vector.
 
-Only tensors with ``requires_grad`` are trained, sent and hashed, in the order of ``named_parameters``.
+Only tensors with ``requires_grad`` are trained and sent, in the order of ``named_parameters``. All are hashed.
 """
 
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -20,9 +21,11 @@ from raycloak.metrics.errors import ModelError
 from raycloak.workers.inputs.opacus_modules import opacus_module
 from raycloak.workers.inputs.user_code import resolve, source_digest
 from raycloak.workers.terms.manifest import TensorSpec
-from raycloak.workers.terms.parameter_digest import dimension, split_flat
+from raycloak.workers.terms.parameter_digest import TensorContent, dimension, split_flat
 
 _BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.batchnorm.SyncBatchNorm)
+# Elements that are hashed at once: bounds the memory beside the model, and changes no digest.
+_PIECE = 2**20
 LossFn = Callable[[Tensor, Tensor], Tensor]
 """(output [n, ...], labels [n] or [n, k]) to one loss per example, shape [n]."""
 
@@ -179,6 +182,17 @@ def trainable_tensors(module: nn.Module) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(name=name, shape=tuple(tensor.shape)) for name, tensor in _trainable(module))
 
 
+def tensor_contents(module: nn.Module) -> tuple[TensorContent, ...]:
+    """Return the content of every parameter and buffer of ``module``, and of tensors that its layers hold by name.
+
+    Guarantee: reads each tensor once, in pieces of 2^20 elements; no second copy of a tensor is made.
+
+    Raises:
+        ModelError: ``tensor_layout`` if a tensor has no plain bytes, such as a sparse one; it is named.
+    """
+    return tuple(_content(name, tensor) for name, tensor in _all_tensors(module))
+
+
 def read_flat(module: nn.Module) -> NDArray[np.float32]:
     """Return a copy of all trained tensors as float32 [d], in canonical order, each in C order."""
     return np.concatenate([tensor.detach().cpu().numpy().reshape(-1) for _, tensor in _trainable(module)])
@@ -195,6 +209,46 @@ def load_flat(module: nn.Module, vector: NDArray[np.float32]) -> None:
 def parameter_count(module: nn.Module) -> int:
     """Return d, the number of trained coordinates."""
     return dimension(trainable_tensors(module))
+
+
+def _all_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+    for prefix, layer in module.named_modules():
+        # A tensor that was assigned without being registered decides as much about a gradient as a buffer does.
+        for name, value in sorted(vars(layer).items()):
+            if isinstance(value, Tensor):
+                yield f"{prefix}.{name}" if prefix else name, value
+
+
+def _content(name: str, tensor: Tensor) -> TensorContent:
+    found = hashlib.sha256()
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    try:
+        for piece in _pieces(tensor.detach()):
+            found.update(piece.cpu().reshape(-1).view(torch.uint8).numpy().data)
+        shape = tuple(tensor.shape)
+    except (RuntimeError, ValueError, TypeError):
+        # Sparse, quantized, on the meta device, or not initialised yet.
+        raise ModelError(
+            "tensor_layout",
+            f"tensor '{name}' ({dtype}, {tensor.layout}, on {tensor.device}) has no plain bytes to identify it by.",
+            "Hold it as a dense tensor that is initialised when the model's function returns.",
+        ) from None
+    trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+    return TensorContent(name, dtype, shape, found.digest(), trained)
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the elements of ``tensor`` in C order, in contiguous pieces; only a strided piece is copied."""
+    if tensor.numel() <= _PIECE:
+        yield tensor.resolve_conj().resolve_neg().contiguous()
+    elif len(tensor) == 1:
+        yield from _pieces(tensor[0])
+    else:
+        rows = max(1, _PIECE * len(tensor) // tensor.numel())
+        for start in range(0, len(tensor), rows):
+            yield from _pieces(tensor[start : start + rows])
 
 
 def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

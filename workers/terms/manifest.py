@@ -1,19 +1,19 @@
 """The manifest: everything that can change a gradient, and everybody who may sign, fixed before the first step.
 
-``Computation`` determines the bytes of the weights; virtual-worker keys derive from it and from the known answer
-(:func:`key_context`). The manifest adds who signs what. Neither holds a worker count, a path, a time or a range count:
-these may differ between two executions that must give the same bytes.
+``Computation`` says what is computed; the manifest adds who pays, who judges and who signs. Virtual-worker keys derive
+from all of it. Neither holds a worker count, a path, a time or a range count: these may differ between two executions
+that must give the same bytes.
 """
 
 from typing import ClassVar, Literal, Self
 
 from pydantic import ValidationError, model_validator
 
-from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.hybrid_signature import SignerPublic
 from raycloak.attestation.core.messages import Message
 from raycloak.attestation.core.roster import Query
 from raycloak.attestation.keys.halves import ServiceContract
+from raycloak.attestation.keys.release import KeyContract
 from raycloak.attestation.sealed.demand import StatedRun
 from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.terms.measurement import Measurement
@@ -81,7 +81,7 @@ class NumericsClass(Message):
 
 
 class Computation(Message):
-    """All that determines the bytes of the weights, given the run secret and the data.
+    """All that determines the bytes of the weights, given the keys and the data.
 
     Attributes:
         measurements: the other releases beside the gradients, in their order.
@@ -92,6 +92,7 @@ class Computation(Message):
         tensors: trainable tensors in canonical order.
         parameter_dtype, accumulation_dtype: of parameters and of gradients, and of clipped sums before the ring.
         initial_parameters: parameter digest of the start.
+        frozen: digest of every other parameter and buffer of the model; see `workers/terms/parameter_digest.py`.
         dataset: digest of the dataset descriptor's identity (not of its location).
         epoch_steps: E; keys of step s belong to epoch s // E.
     """
@@ -108,6 +109,7 @@ class Computation(Message):
     parameter_dtype: Literal["float32"] = "float32"
     accumulation_dtype: Literal["float64"] = "float64"
     initial_parameters: bytes
+    frozen: bytes
     optimizer: OptimizerSpec
     numerics: NumericsClass
     dataset: bytes
@@ -143,23 +145,17 @@ class Computation(Message):
         return self.numerics.deterministic
 
 
-def key_context(computation: Computation, known_answer: bytes) -> bytes:
-    """Return what virtual-worker keys derive from: the computation as it is written down, and as it behaves.
-
-    The known answer changes with code that no digest of a source file sees, such as an installed package.
-    """
-    return digest(length_prefixed("raycloak/key-context/v1", computation.digest(), known_answer))
-
-
-class Manifest(Message):
+class Manifest(KeyContract):
     """The run's contract; its digest is in every piece of evidence, header, receipt and roster.
+
+    Virtual-worker keys derive from its :attr:`key_context`.
 
     Attributes:
         known_answer: digest of the encoded, noised vector of the public synthetic batch; see
-            `workers/known_answer.py`.
+            `workers/known_answer.py`. It changes with code that no digest of a source file sees, such as an installed
+            package.
         orchestrator_key, orchestrator_ml_dsa: the orchestrator's Ed25519 key, which signs all its messages, and its
             ML-DSA-65 key, which signs the heads of its evidence log as well.
-        key_commitments: per epoch, digest of the commitments to all virtual-worker keys.
         dataset_fingerprint: as every worker computed it, see `workers/inputs/fingerprint.py`; empty without a key for
             data in the clear.
         keys_per_machine: most virtual workers whose keys of one epoch may ever go to one platform or GPU. Set where the
@@ -170,15 +166,11 @@ class Manifest(Message):
 
     DOMAIN: ClassVar[str] = "raycloak/manifest/v1"
 
-    run_id: str
     computation: Computation
-    known_answer: bytes
-    policy_digest: bytes
     account: str
     ledger_key: bytes
     orchestrator_key: bytes
     orchestrator_ml_dsa: bytes
-    key_commitments: tuple[bytes, ...]
     dataset_fingerprint: bytes = b""
     key_service: ServiceContract | None = None
     keys_per_machine: int | None = None

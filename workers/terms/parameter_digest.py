@@ -1,11 +1,13 @@
-"""The parameter digest: one name for a model's weights that does not depend on how they are cut into ranges."""
+"""Digests of a model: the parameter digest, which does not depend on ranges, and the content of every tensor."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
+from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.terms.manifest import TensorSpec
 
 
@@ -59,3 +61,55 @@ def parameter_digest(tensors: Sequence[TensorSpec], digests: Sequence[bytes]) ->
     for tensor, content in zip(tensors, digests, strict=True):
         fields += (tensor.name, "float32", ",".join(map(str, tensor.shape)), content)
     return digest(length_prefixed("raycloak/parameters/v1", *fields))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorContent:
+    """The content of one tensor of a built model.
+
+    Attributes:
+        dtype: torch's name of it, such as ``float32``.
+        content: SHA-256 of its bytes, in C order.
+        trained: whether the run changes it; every other parameter and buffer is frozen.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    content: bytes
+    trained: bool
+
+
+def frozen_digest(tensors: Sequence[TensorContent]) -> bytes:
+    """Return a SHA-256 over the name, dtype, shape and content digest of every frozen tensor, in the model's order.
+
+    Guarantee: two models that differ in a frozen parameter or buffer, by a name, a shape or a byte, have different
+    digests. The trained tensors are in the parameter digest instead.
+    """
+    fields: list[bytes | str] = []
+    for tensor in tensors:
+        if not tensor.trained:
+            fields += (tensor.name, tensor.dtype, ",".join(map(str, tensor.shape)), tensor.content)
+    return digest(length_prefixed("raycloak/frozen/v1", *fields))
+
+
+def check_same_tensors(expected: Sequence[TensorContent], found: Sequence[TensorContent]) -> None:
+    """Require the tensors of a model to be those that the run has.
+
+    Raises:
+        ProtocolError: ``model_mismatch``, with the name of the first tensor that differs.
+    """
+    for wanted, tensor in zip(expected, found, strict=False):
+        if wanted != tensor:
+            _refuse_tensor(wanted.name if wanted.name == tensor.name else f"{wanted.name}' or '{tensor.name}")
+    if len(expected) != len(found):
+        longer = max(expected, found, key=len)
+        _refuse_tensor(longer[min(len(expected), len(found))].name)
+
+
+def _refuse_tensor(name: str) -> None:
+    raise ProtocolError(
+        "model_mismatch",
+        f"tensor '{name}' of the model built here is not that of the run",
+        "Let the model's function and the files it reads be the same on every node.",
+    )

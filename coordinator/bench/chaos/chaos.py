@@ -14,6 +14,7 @@ that the run would fall below ``min_workers``.
 
 import os
 import secrets
+import shutil
 import signal
 import tempfile
 import time
@@ -23,12 +24,14 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
 from raycloak.coordinator.bench.chaos.child_run import ChildRun, Task
 from raycloak.coordinator.bench.chaos.cluster import ChaosCluster
 from raycloak.coordinator.bench.chaos.figures import Kill
 from raycloak.coordinator.bench.chaos.report import ChaosReport, Runs, report
 from raycloak.coordinator.bench.chaos.schedule import Role, SignalName, Strike, make_schedule
 from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.metrics.errors import ConfigError, RunFailedError
 
 FIRST_STEPS = 5
@@ -78,13 +81,13 @@ def bench_chaos(
         )
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="raycloak-chaos-", ignore_cleanup_errors=True) as folder:
-        secret = Path(folder) / "secret.hex"
+        site, secret = _new_site(Path(folder) / "site"), Path(folder) / "secret.hex"
         secret.touch(mode=0o600)
         secret.write_text(secrets.token_hex(32))
         task = Task(path.resolve(), (*overrides, *FORCED), secret)
         with ChaosCluster(config.num_workers) as cluster:
             notice("the cluster is there; the disturbed run starts")
-            disturbed = _run(task, Path(folder) / "disturbed", config, cluster)
+            disturbed = _run(task, shutil.copytree(site, Path(folder) / "disturbed"), config, cluster)
             chaos = Chaos(config, cluster, disturbed, notice)
             try:
                 chaos.strike_all(schedule)
@@ -93,7 +96,7 @@ def bench_chaos(
                 # The fewest that the noise was planned for: any number gives the same bytes, and fewer processes start.
                 fewest = (f"num_workers={config.fewest_workers}", f"min_workers={config.fewest_workers}")
                 few = replace(task, overrides=(*task.overrides, *fewest))
-                reference = _run(few, Path(folder) / "reference", config, cluster)
+                reference = _run(few, shutil.copytree(site, Path(folder) / "reference"), config, cluster)
                 try:
                     reference.start()
                     _follow(reference, last)
@@ -106,8 +109,18 @@ def bench_chaos(
         return report(config, runs, time.monotonic() - started)
 
 
+def _new_site(folder: Path) -> Path:
+    """Make a state folder with an empty ledger and a simulated vendor.
+
+    Keys depend on both, so two executions give the same bytes only if they start from copies of one such folder.
+    """
+    folder.mkdir(mode=0o700)
+    PrivacyLedger(f"sqlite:///{folder / 'ledger.sqlite'}").close()
+    SimulatedVendor.load_or_create(folder / "simulator")
+    return folder
+
+
 def _run(task: Task, home: Path, config: RunConfig, cluster: ChaosCluster) -> ChildRun:
-    home.mkdir(mode=0o700)
     failure = config.failure
     # A stopped worker is missed after one deadline, its replacement has another. Half as much again for slow machines.
     patience_s = 1.5 * (failure.admission_deadline_s + failure.join_timeout_s + failure.step_deadline_s)

@@ -11,8 +11,8 @@ from raycloak.attestation.orchestrator.collateral_memory import CLOCK_TOLERANCE_
 from raycloak.attestation.orchestrator.run_terms import RunTerms
 from raycloak.attestation.policy.policy import simulated_policy
 from raycloak.attestation.simulators.tdx_vendor import CollateralVariant
-from tests.attestation.conftest import MEASUREMENT, NOW, Session
-from tests.attestation.orchestrator.test_orchestrator import ANSWER, COMPUTATION, COUNT, MANIFEST, Desk, Source, refusal
+from tests.attestation.conftest import MEASUREMENT, NOW, Session, StandIn
+from tests.attestation.orchestrator.test_orchestrator import COUNT, Desk, Source, refusal
 
 
 @dataclass
@@ -29,7 +29,7 @@ class StrictDesk(Desk):
         collateral = CollateralBundle(tdx=(self.session.vendor.tdx_collateral(int(self.now), variant),))
         rules = policy, collateral
         how = {"displaces": self.displaces, "lasting": self.lasting}
-        terms = RunTerms(MANIFEST, COMPUTATION, COUNT, ANSWER, *rules, **how)
+        terms = RunTerms(StandIn.under(policy), COUNT, *rules, **how)
         self.orchestrator.begin(terms, f"execution-{self.executions}")
 
 

@@ -2,7 +2,7 @@
 
 import json
 import stat
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,7 @@ from raycloak.attestation.policy.policy import KeyQuotas, Policy, simulated_poli
 from raycloak.attestation.service.serving_orchestrator import EvidenceOrchestrator
 from raycloak.metrics.errors import EvidenceError, RefusedError
 from tests.attestation.attester.test_attester import Source
-from tests.attestation.conftest import MANIFEST, MEASUREMENT, NOW, Session
+from tests.attestation.conftest import MANIFEST, MEASUREMENT, NOW, Session, StandIn
 
 SECRET = Secret(b"\xab" * 32)
 ANSWER = b"k" * 32
@@ -75,7 +75,8 @@ class Desk:
         return policy.model_copy(update={"evidence_lifetime_s": self.lifetime_s, "key_quotas": self.quotas})
 
     def begin(self) -> None:
-        terms = RunTerms(MANIFEST, COMPUTATION, COUNT, ANSWER, self.policy(), self.session.collateral, epochs=EPOCHS)
+        policy = self.policy()
+        terms = RunTerms(StandIn.under(policy), COUNT, policy, self.session.collateral, epochs=EPOCHS)
         self.orchestrator.begin(terms, f"execution-{self.executions}")
 
     def present(self, name: str, answer: bytes = ANSWER) -> Envelope:
@@ -132,6 +133,14 @@ def refusal(function, *arguments) -> str:
 KEYS = ("identity", "ml-dsa")
 
 
+def test_the_keys_of_a_manifest_are_released_under_its_own_policy_alone(desk):
+    """A driver that names a laxer one gets no session: the keys derive from a manifest that names another."""
+    lax = desk.policy().model_copy(update={"evidence_lifetime_s": 10**6})
+    terms = RunTerms(StandIn.under(desk.policy()), COUNT, lax, desk.session.collateral)
+    assert refusal(desk.orchestrator.begin, terms, "another") == "policy_mismatch"
+    desk.orchestrator.begin(replace(terms, contract=StandIn.under(lax)), "another")
+
+
 def test_run_id_and_key_follow_from_the_secret_so_a_restart_is_the_same_orchestrator(desk):
     run_id, key = desk.run_id, desk.key
     assert run_id == run_id_of(SECRET)
@@ -143,7 +152,7 @@ def test_run_id_and_key_follow_from_the_secret_so_a_restart_is_the_same_orchestr
 
 def test_a_run_and_its_session_are_whole_after_their_constructors(desk, tmp_path):
     run = open_run(str(desk.home), lambda: NOW, str(desk.home / "secret"))
-    terms = RunTerms(MANIFEST, COMPUTATION, COUNT, ANSWER, desk.policy(), desk.session.collateral)
+    terms = RunTerms(StandIn.under(desk.policy()), COUNT, desk.policy(), desk.session.collateral)
     opened = set(vars(run))
     begun = run.begin(terms, "execution")
     parts = [begun, begun.admission, begun.keys]

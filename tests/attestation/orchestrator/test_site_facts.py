@@ -10,8 +10,8 @@ from raycloak.attestation.policy.policy import simulated_policy
 from raycloak.attestation.simulators.tdx_vendor import CollateralVariant
 from raycloak.metrics.errors import EvidenceError
 from tests.attestation.attester.test_attester import Source
-from tests.attestation.conftest import MANIFEST, MEASUREMENT, NOW, Session
-from tests.attestation.orchestrator.test_orchestrator import ANSWER, COMPUTATION, COUNT
+from tests.attestation.conftest import MANIFEST, MEASUREMENT, NOW, Session, StandIn
+from tests.attestation.orchestrator.test_orchestrator import ANSWER, COUNT
 
 
 def admit(session: Session, home: Path, number: int, now: int = NOW) -> str | None:
@@ -19,7 +19,7 @@ def admit(session: Session, home: Path, number: int, now: int = NOW) -> str | No
     run = open_run(str(home), lambda: now, None)
     collateral = session.vendor.collateral(now, CollateralVariant(evaluation_number=number))
     policy = simulated_policy(session.vendor, MEASUREMENT)
-    admission = run.begin(RunTerms(MANIFEST, COMPUTATION, COUNT, ANSWER, policy, collateral), "execution").admission
+    admission = run.begin(RunTerms(StandIn.under(policy), COUNT, policy, collateral), "execution").admission
     attester = Attester("worker-0", Source(session.platform))
     try:
         admission.admit(attester.present(admission.challenge("worker-0", "worker"), MANIFEST, ANSWER))

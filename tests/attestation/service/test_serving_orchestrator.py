@@ -19,7 +19,7 @@ from raycloak.attestation.service.client import EvidenceClient
 from raycloak.attestation.service.serving_orchestrator import EvidenceOrchestrator
 from raycloak.metrics.errors import ConfigError, EvidenceError, RefusedError, RunFailedError
 from tests.attestation.attester.test_attester import Source
-from tests.attestation.conftest import MANIFEST, MEASUREMENT, NOW
+from tests.attestation.conftest import MANIFEST, MEASUREMENT, NOW, StandIn
 from tests.attestation.serving import ANSWER, eventually
 
 HOSTING = {"worker-0": (0, 2), "worker-1": (1, 3)}
@@ -32,7 +32,7 @@ class Run:
         self.session, self.home, self.now = session, home, NOW
         (home / "run.secret").write_text("5e" * 32)
         policy = simulated_policy(session.vendor, MEASUREMENT)
-        self.terms = RunTerms(MANIFEST, digest(b"computation"), 4, ANSWER, policy, session.collateral)
+        self.terms = RunTerms(StandIn.under(policy), 4, policy, session.collateral)
         self.members = {}
         self.start(bind)
 

@@ -7,8 +7,11 @@ run is admitted, agrees with itself and ends: nothing but the audit can tell.
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.keys import Purpose, derive
+from raycloak.attestation.keys.release import KeyContract
 from raycloak.coordinator.audit.audit import AuditResult, audit
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.planning import plan
@@ -56,18 +59,23 @@ def coins_of(seed: int, canaries: int) -> np.ndarray:
 def audited(
     home: Path, seed: int, canaries: int = 1000, confidence: float = 1 - FALSE_ALARM, **settings
 ) -> AuditResult:
-    """The audit of :func:`small_config`, with coins and run secret of ``seed``."""
+    """The audit of :func:`small_config`, with coins and keys of ``seed``.
+
+    Keys would depend on the ledger, too, and an audit has one of its own each time.
+    """
     home.mkdir(exist_ok=True)
     features, labels = examples(EXAMPLES)
     np.savez(home / "examples.npz", features=features, labels=labels)
-    return audit(
-        small_config(**settings),
-        home,
-        canaries=canaries,
-        confidence=1 - FALSE_ALARM,
-        coins=coins_of(seed, canaries),
-        run_secret=secret_file(home, f"{seed:064x}"),
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KeyContract, "key_context", digest(b"audit"))
+        return audit(
+            small_config(**settings),
+            home,
+            canaries=canaries,
+            confidence=1 - FALSE_ALARM,
+            coins=coins_of(seed, canaries),
+            run_secret=secret_file(home, f"{seed:064x}"),
+        )
 
 
 class Silence:

@@ -267,7 +267,7 @@ def test_integer_features_and_vector_labels_work_too(home):
     (home / "user_model.py").write_text(
         "from torch import nn\ndef model(): return nn.Sequential(nn.Embedding(4, 2), nn.Flatten(), nn.Linear(6, 2))\n"
     )
-    dataset = {"kind": "npz", "path": "tokens.npz", "features": "tokens", "labels": "targets"}
+    dataset = {"kind": "npz", "path": "tokens.npz", "features": "tokens", "labels": "targets", "vocabulary": 4}
     config = small_config(
         model="user_model:model", loss="mse", dataset=dataset, expected_batch_size=20, virtual_workers=4
     )

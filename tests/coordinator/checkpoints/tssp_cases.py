@@ -35,8 +35,8 @@ def run_manifest(tensors: tuple[TensorSpec, ...] = TENSORS, **changes: Any) -> M
     )  # fmt: skip
     computation = Computation(
         mechanism=protocol.mechanism(), model="m:f", model_code=b"", loss="mse", loss_code=b"", tensors=tensors,
-        initial_parameters=bytes(32), optimizer=optimizer, numerics=current_numerics("cpu"), dataset=b"",
-        epoch_steps=100,
+        initial_parameters=bytes(32), frozen=bytes(32), optimizer=optimizer, numerics=current_numerics("cpu"),
+        dataset=b"", epoch_steps=100,
     )  # fmt: skip
     fields: dict[str, Any] = {
         "run_id": "0123456789abcdef", "computation": computation, "known_answer": b"", "policy_digest": b"",

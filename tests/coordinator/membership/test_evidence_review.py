@@ -38,11 +38,19 @@ def bodies(run: WholeRun, wanted: str) -> list[dict[str, Any]]:
     return [body for kind, body in run.evidence if kind == wanted]
 
 
-def test_evidence_is_renewed_before_it_expires_and_the_bytes_stay_the_same(tmp_path, undisturbed):
+@pytest.fixture(scope="module")
+def unaged(tmp_path_factory) -> list[str]:
+    """The same run under the same policy, at a moment that does not pass. Keys depend on the policy."""
+    run = aging(tmp_path_factory.mktemp("unaged"), share=0.0)
+    run.train()
+    return run.digests
+
+
+def test_evidence_is_renewed_before_it_expires_and_the_bytes_stay_the_same(tmp_path, unaged):
     """Two thirds of its life have passed before the last step: everybody presents anew, once; the roster changes."""
     run = aging(tmp_path)
     run.train()
-    assert run.digests == undisturbed
+    assert run.digests == unaged
     assert run.left == []
     renewed_at = LIFE_S * 5 // 6
     expiry = [body["expires_at"] - NOW for body in bodies(run, "admitted")]
@@ -53,25 +61,25 @@ def test_evidence_is_renewed_before_it_expires_and_the_bytes_stay_the_same(tmp_p
     assert [len(each) for each in (evidence[0], evidence[-1])] == [4, 4]
 
 
-def test_evidence_that_expires_after_it_was_looked_at_is_renewed_too(tmp_path, undisturbed):
+def test_evidence_that_expires_after_it_was_looked_at_is_renewed_too(tmp_path, unaged):
     """A whole life passes while the first roster of a step is asked for, as when a machine slept."""
     run = aging(tmp_path, "open_step", 1.0)
     disturbed = run.stage.disturb
     run.stage.disturb = lambda call: disturbed(call) if call.index == 0 else None
     run.train()
-    assert run.digests == undisturbed
+    assert run.digests == unaged
     assert len(bodies(run, "admitted")) == 8
 
 
-def test_a_worker_that_cannot_renew_leaves_and_its_virtual_workers_move(tmp_path, undisturbed):
+def test_a_worker_that_cannot_renew_leaves_and_its_virtual_workers_move(tmp_path, unaged):
     run = aging(tmp_path, disturb=on("present", "worker-1", "dies", index=1))
     run.train()
     assert run.left == [("worker-1", "died")]
-    assert run.digests == undisturbed
+    assert run.digests == unaged
     assert "worker-1" not in {member.member_id for member in run.stage.rosters[-1].workers}
 
 
-def test_an_aggregator_whose_fresh_evidence_is_refused_is_replaced(tmp_path, undisturbed):
+def test_an_aggregator_whose_fresh_evidence_is_refused_is_replaced(tmp_path, unaged):
     """It answers the second challenge with its evidence of the first."""
     run = aging(tmp_path)
     shown: list[Any] = []
@@ -89,7 +97,7 @@ def test_an_aggregator_whose_fresh_evidence_is_refused_is_replaced(tmp_path, und
     run.stage.disturb = disturb
     run.train()
     assert run.left == [("aggregator-0-0", "nonce_replayed")]
-    assert run.digests == undisturbed
+    assert run.digests == unaged
 
 
 def test_a_run_ends_where_no_orchestrator_can_renew(tmp_path):

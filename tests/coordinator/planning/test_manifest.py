@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from raycloak.attestation.core.messages import parse
+from raycloak.attestation.keys.halves import ServiceContract
 from raycloak.coordinator.planning.manifest import build_computation, epochs, run_terms
 from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.gradients.clipping import micro_batches
-from raycloak.workers.terms.manifest import Manifest, key_context
+from raycloak.workers.terms.manifest import Manifest
+from raycloak.workers.terms.parameter_digest import TensorContent
 from tests.protocol import HandRun, config
 
 
@@ -55,6 +57,7 @@ def test_whatever_decides_the_bytes_of_the_weights_enters(hand):
         {"numerics": hand.facts.numerics.model_copy(update={"deterministic": False})},
         {"initial_parameters": hand.facts.initial_parameters * 2},
         {"tensors": hand.facts.tensors[::-1]},
+        {"contents": (TensorContent("table", "float32", (1,), bytes(32), trained=False),)},
     ]
     for changes in changed_facts:
         facts = replace(hand.facts, **changes)
@@ -122,11 +125,38 @@ def test_a_manifest_bounds_keys_by_machine_exactly_where_some_noise_is_not_count
             parse(Manifest, body)
 
 
+def test_a_key_context_differs_with_every_field_but_the_commitments_to_its_own_keys(hand):
+    """`KeyContract.key_context`. The field of a subclass that is added tomorrow is in it, too."""
+    manifest = hand.manifest
+    service = ServiceContract(
+        run_id="r", orchestrator_key=bytes(32), orchestrator_ml_dsa=b"", policy_digest=bytes(32), virtual_workers=8,
+        known_answer=bytes(32), key_commitments=(b"c",),
+    )  # fmt: skip
+    others = {
+        "computation": manifest.computation.model_copy(update={"frozen": bytes(32)}),
+        "key_service": service,
+        "account": "another",
+        "run_id": "another",
+    }
+    contexts = {manifest.key_context}
+    for field in type(manifest).model_fields:
+        changed = manifest.model_copy(update={field: others.get(field, b"another")})
+        if field == "key_commitments":
+            assert changed.key_context == manifest.key_context
+        else:
+            contexts.add(changed.key_context)
+    keyed = manifest.model_copy(update={"key_service": service.with_keys((b"d",))})
+    contexts.add(keyed.key_context)
+    assert len(contexts) == 1 + len(type(manifest).model_fields), "all but one field, and the service's own keys"
+    assert service.with_keys(()).key_context == service.key_context
+    fields = {"policy_digest": b"p" * 32, "known_answer": b"k" * 32, "virtual_workers": 9, "run_id": "s"}
+    of_service = {service.model_copy(update={name: value}).key_context for name, value in fields.items()}
+    assert len(of_service | {service.key_context}) == 1 + len(fields)
+
+
 def test_the_orchestrator_is_told_the_manifests_own_terms(hand):
     terms = run_terms(hand.manifest, hand.policy, hand.collateral)
     assert terms.manifest_digest == hand.manifest.digest()
-    assert parse(Manifest, terms.manifest) == hand.manifest
-    assert terms.key_context == key_context(hand.manifest.computation, hand.known_answer)
+    assert terms.contract == hand.manifest
     assert terms.virtual_workers == hand.mechanism.virtual_workers
-    assert terms.known_answer == hand.known_answer
     assert (terms.policy, terms.collateral) == (hand.policy, hand.collateral)

@@ -11,7 +11,7 @@ import pytest
 from raycloak.attestation.attester.attester import Attester
 from raycloak.attestation.core.keys import Purpose, Secret, derive
 from raycloak.attestation.core.messages import parse
-from raycloak.attestation.keys.halves import ServiceContract, contract_context
+from raycloak.attestation.keys.halves import ServiceContract
 from raycloak.attestation.keys.release import RunKeys, VirtualWorkerKeys
 from raycloak.attestation.log.watch import LogWatch
 from raycloak.attestation.orchestrator.orchestrator import RunSession
@@ -27,7 +27,6 @@ from raycloak.coordinator.evidence.standalone_service import ServiceConfig, star
 from raycloak.coordinator.runs.local_session import LocalPlatform
 from raycloak.coordinator.runs.verdict import verdict_of
 from raycloak.metrics.errors import ConfigError, EvidenceError, RefusedError
-from raycloak.workers.terms.manifest import key_context
 from tests.protocol import SECRET, VIRTUAL_WORKERS, trained, whole_run
 
 OWN = "cd" * 32
@@ -53,7 +52,7 @@ class Owner:
     def half(self, v: int, secret: str = OWN) -> Secret:
         """The half of a virtual worker's key in epoch 0."""
         contract = self.contract
-        context = contract_context(contract.virtual_workers, contract.known_answer)
+        context = contract.key_context
         return RunKeys(Secret(bytes.fromhex(secret)), contract.run_id).of(context, v, 0).stream
 
     @property
@@ -157,7 +156,7 @@ def test_the_workers_compute_with_the_combined_keys_alone(owner):
 
     trained(home.home(), key_service=owner.section(), tamper=tamper)
     manifest = manifests[0]
-    context = key_context(manifest.computation, manifest.known_answer)
+    context = manifest.key_context
     orchestrators = RunKeys(Secret(bytes.fromhex(SECRET)), manifest.run_id)
     assert sorted(held) == list(range(VIRTUAL_WORKERS))
     for v, key in held.items():

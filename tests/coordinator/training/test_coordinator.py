@@ -10,7 +10,7 @@ from raycloak.coordinator.accounting.calibration import epsilon_against
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.training.coordinator import Phase
 from raycloak.metrics.errors import BudgetError, ConfigError, DatasetError, ModelError
-from raycloak.workers.terms.manifest import Manifest, key_context
+from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.receipt import Receipt
 from tests.models import wide_model
 from tests.protocol import (
@@ -138,7 +138,7 @@ def test_no_aggregator_receives_an_unmasked_vector(tmp_path):
     for step in range(3):
         (request, *_), roster = calls[2 * step].arguments, run.stage.rosters[step]
         parameters = np.concatenate([call.arguments[2] for call in calls[2 * step : 2 * step + 2]])
-        context = key_context(manifest.computation, manifest.known_answer)
+        context = manifest.key_context
         clear = {
             v: vectors.vector(v, keys_of(context, v), step, request.parameter_digest, root, parameters).values
             for v in range(VIRTUAL_WORKERS)
@@ -248,7 +248,7 @@ def test_no_secret_is_in_anything_that_a_run_leaves_behind(tmp_path):
     """Keys of the run in files: only the secret's own file holds them."""
     run = trained(tmp_path)
     manifest = run.finished.manifest
-    computation = key_context(manifest.computation, manifest.known_answer)
+    computation = manifest.key_context
     secrets = [bytes.fromhex("ab" * 32)]
     secrets += [keys_of(computation, v).stream.reveal() for v in range(VIRTUAL_WORKERS)]
     secrets += [keys_of(computation, v).data.reveal() for v in range(VIRTUAL_WORKERS)]

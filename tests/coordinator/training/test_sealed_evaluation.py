@@ -26,7 +26,7 @@ from raycloak.workers.evaluation import EvaluationAnswer, EvaluationReply
 from raycloak.workers.inputs.datasets import ArrayDataset
 from raycloak.workers.inputs.sealed import seal_dataset
 from raycloak.workers.terms.manifest import Manifest
-from tests.protocol import SECRET, VIRTUAL_WORKERS, Call, Fate, WholeRun, config, examples, on, whole_run
+from tests.protocol import SECRET, VIRTUAL_WORKERS, Call, Fate, WholeRun, config, examples, on, settle, whole_run
 
 KEY, COUNT = Secret(b"e" * 32), 30
 NOBODY_JOINS = ["failure.join_timeout_s=0"]
@@ -39,6 +39,7 @@ def split():
 
 def sealed(home, features=6):
     """Seal a split for the runs of ``home``; returns the configuration's section."""
+    settle(home)
     vendor = SimulatedVendor.load_or_create(home / "simulator")
     policy = simulated_policy(vendor, code_measurement())
     if not (home / "split").exists():

@@ -192,9 +192,11 @@ def around(*layers: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), *layers, nn.Linear(6, 3))
 
 
-def refusal(module: nn.Module, form: DatasetForm = FORM, loss: LossFn = cross_entropy) -> tuple[str, str]:
+def refusal(
+    module: nn.Module, form: DatasetForm = FORM, loss: LossFn = cross_entropy, vocabulary: int | None = None
+) -> tuple[str, str]:
     with pytest.raises(ModelError) as caught:
-        check_trainable(module, form, loss)
+        check_trainable(module, form, loss, vocabulary=vocabulary)
     return caught.value.code, caught.value.message
 
 
@@ -356,7 +358,11 @@ def test_a_layer_initialised_to_zero_hides_nothing() -> None:
 
 def test_sequences_and_regression_are_accepted() -> None:
     tokens = FORM.model_copy(update={"feature_dtype": "int64"})
-    check_trainable(nn.Sequential(nn.Embedding(4, 5), nn.Flatten(), nn.Linear(30, 3)), tokens, cross_entropy)
+    embedding = nn.Sequential(nn.Embedding(4, 5), nn.Flatten(), nn.Linear(30, 3))
+    check_trainable(embedding, tokens, cross_entropy, vocabulary=4)
+    with pytest.raises(ConfigError, match="vocabulary: features are integers"):
+        check_trainable(embedding, tokens, cross_entropy)
+    assert refusal(embedding, tokens, vocabulary=5)[0] == "model_input", "an id beyond the table is drawn, too"
     values = FORM.model_copy(update={"label_dtype": "float32", "label_shape": (2,)})
     check_trainable(nn.Linear(6, 2), values, mse)
 
