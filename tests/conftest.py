@@ -1,4 +1,4 @@
-"""Shared fixtures: every test gets a `RAYCLOAK_HOME` of its own; those that need Ray share one local cluster."""
+"""Shared fixtures: every test gets a `RAYCLOAK_HOME` of its own; those that need Ray or PostgreSQL share one."""
 
 import gc
 import os
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+from tests.postgres import PostgresServer, binaries
 
 if TYPE_CHECKING:
     from raycloak.coordinator.bench.chaos.raylets import Raylets
@@ -114,6 +116,24 @@ def raylets(ray_environment: Mapping[str, str]) -> Iterator["Raylets"]:
 
     with Raylets(ray_environment) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def postgres_binaries() -> Path:
+    """Where PostgreSQL's programs are; skips where they, or its driver, are not installed."""
+    pytest.importorskip("psycopg", reason="needs psycopg (pip install 'raycloak[postgresql]')", exc_type=ImportError)
+    folder = binaries()
+    if folder is None:
+        pytest.skip("needs a PostgreSQL server (apt-get install postgresql)")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def postgres(postgres_binaries: Path) -> Iterator[PostgresServer]:
+    """One durable server for the whole session. A test that kills or reconfigures one starts its own."""
+    server = PostgresServer(postgres_binaries)
+    yield server
+    server.stop()
 
 
 @dataclass(frozen=True)

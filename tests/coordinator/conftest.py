@@ -1,4 +1,4 @@
-"""The results of an undisturbed run, and a local S3 and PostgreSQL."""
+"""The results of an undisturbed run, a local S3, and ledgers on each kind of database."""
 
 import itertools
 from collections.abc import Iterator
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from pyarrow import fs
 
-from tests.postgres import PostgresServer, binaries
 from tests.protocol import trained
 
 
@@ -29,24 +28,6 @@ def bucket_urls() -> Iterator[Iterator[str]]:
     bucket, _ = fs.FileSystem.from_uri(f"s3://key:secret@packages?{query}&allow_bucket_creation=true")
     bucket.create_dir("packages")
     yield (f"s3://key:secret@packages/{number}?{query}" for number in itertools.count())
-    server.stop()
-
-
-@pytest.fixture(scope="session")
-def postgres_binaries() -> Path:
-    """Return the folder of PostgreSQL's programs; skip the test where they, or its driver, are not installed."""
-    pytest.importorskip("psycopg", reason="needs psycopg (pip install 'raycloak[postgresql]')", exc_type=ImportError)
-    folder = binaries()
-    if folder is None:
-        pytest.skip("needs a PostgreSQL server (apt-get install postgresql)")
-    return folder
-
-
-@pytest.fixture(scope="session")
-def postgres(postgres_binaries: Path) -> Iterator[PostgresServer]:
-    """One durable server for the whole session. A test that kills or reconfigures one starts its own."""
-    server = PostgresServer(postgres_binaries)
-    yield server
     server.stop()
 
 
