@@ -78,10 +78,10 @@ def error(found: np.ndarray, truth: np.ndarray) -> float:
 
 
 def forget(monkeypatch, *, query: bool = False, model: bool = False, data: bool = False) -> None:
-    """Sampling and noise keyed without the query, the parameter digest or the digest of the slice."""
+    """Sampling and noise keyed without the query, the parameter digest or the digests of the slice and of all data."""
 
-    def weaker(secret, purpose, name, step, model_digest, slice_digest):
-        fields = ((name, query), (model_digest, model), (slice_digest, data))
+    def weaker(secret, purpose, name, step, model_digest, slice_digest, root):
+        fields = ((name, query), (model_digest, model), (slice_digest, data), (root, data))
         return derive(secret, purpose, step, *(field for field, dropped in fields if not dropped))
 
     monkeypatch.setattr("raycloak.workers.virtual_worker.derive", weaker)

@@ -20,7 +20,7 @@ class StepCommit:
     Attributes:
         parameter_digest: of the released parameters; for a measurement, SHA-256 of its values.
         query: the mechanism that this is a step of.
-        ledger_sequence, ledger_hash: position and hash of the charge's entry in the ledger's chain.
+        ledger_sequence, ledger_hash: position and hash of the ledger's newest entry about the step, its binding.
     """
 
     step: int

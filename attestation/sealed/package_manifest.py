@@ -122,7 +122,7 @@ class PackageManifest(Message):
         epsilon, delta: the account's charge so far, at its delta; epsilon is None for a run that is not private.
         evidence_class: of the run's members.
         roster_digest: of the roster under which the last step was computed.
-        ledger_sequence, ledger_hash: the ledger's entry that charged the last step.
+        ledger_sequence, ledger_hash: the ledger's newest entry about the last step, its binding.
         log_length, log_hash: entries of the evidence log at the time of the snapshot, and the Merkle root over them.
         previous: digest of the package published before this one; empty for the first.
         evaluation_accuracy, evaluation_loss: released metrics of these parameters.

@@ -36,7 +36,7 @@ class Snapshot:
         parameter_digest: digest over all ranges together.
         epsilon: the account's after the last charge; None if the run is not private.
         roster_digest: digest of the roster of the last step's last attempt.
-        ledger_head: the ledger's entry that charged the last step, as its receipt says.
+        ledger_head: the ledger's newest entry about the last step, its binding.
         log_head: the orchestrator's ``log_position`` at the time of the snapshot.
         evaluation: of exactly these parameters on the public split, if they were measured.
     """

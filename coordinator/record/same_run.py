@@ -69,7 +69,7 @@ def require_ledger(commits: Iterable[StepCommit], hash_at: Callable[[int], bytes
     if found != newest.ledger_hash:
         raise BudgetError(
             "ledger_rolled_back",
-            f"the evidence log saw step {newest.step} charged by the ledger's entry {newest.ledger_sequence} with hash "
+            f"the evidence log saw step {newest.step} bound by the ledger's entry {newest.ledger_sequence} with hash "
             f"{newest.ledger_hash.hex()}; the ledger has {found.hex() if found else 'no such entry'}.",
             "Put the ledger's newest file back; an older one forgets what was spent.",
         )

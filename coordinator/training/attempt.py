@@ -18,7 +18,7 @@ from raycloak.coordinator.training.model import Model
 from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.errors import BudgetError, ProtocolError, RunFailedError, SenderError
 from raycloak.workers.messages import StepReply, StepRequest
-from raycloak.workers.terms.binding import vectors_digest
+from raycloak.workers.terms.binding import Binding, vectors_digest
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.vectors.payload import Header, VectorRange
 from raycloak.workers.vectors.ring import RingVector
@@ -75,10 +75,12 @@ class Reduced:
     """The result of the aggregators' work on complete answers.
 
     Attributes:
+        binding: the ledger's, for the step.
         reports: one per range.
         updated: new parameters and state of each range; empty for a measurement.
     """
 
+    binding: Binding
     reports: tuple[ReduceReport | MeasureReport, ...]
     updated: tuple[tuple[Reference[Parameters], Reference[State]], ...]
 
@@ -188,7 +190,7 @@ class AttemptRunner:
         Returns:
             None if an aggregator was lost and replaced, or if a worker's vector failed its checks.
         """
-        reductions = self._ask_to_reduce(task, model, answers)
+        bound, reductions = self._ask_to_reduce(task, model, answers)
         ready = set(self.backend.wait([part for each in reductions for part in each.parts], self.deadline_s))
         reports: list[ReduceReport | MeasureReport] = []
         lost: dict[int, str] = {}
@@ -216,10 +218,11 @@ class AttemptRunner:
         if lost or accused:
             return None
         self.metrics.aggregate_released()
-        return Reduced(tuple(reports), tuple(each.updated for each in reductions if each.updated is not None))
+        updated = tuple(each.updated for each in reductions if each.updated is not None)
+        return Reduced(parse(Binding, bound.body), tuple(reports), updated)
 
-    def _ask_to_reduce(self, task: Task, model: Model, answers: Answers) -> list[Reduction]:
-        """Ask every aggregator; the backend delivers the questions when the vectors are bound.
+    def _ask_to_reduce(self, task: Task, model: Model, answers: Answers) -> tuple[Envelope, list[Reduction]]:
+        """Return the binding, and ask every aggregator; the backend delivers the questions when the vectors are bound.
 
         A question cannot keep an aggregator waiting for ever. A ledger that does not answer in time is stopped, its
         answer fails, and so does the question that waits for it. The aggregators are then asked again.
@@ -229,14 +232,14 @@ class AttemptRunner:
         request = ReduceRequest(answers.roster, answers.headers, model.digest, task.ranges)
         reductions = self._reductions(task, model, request, answers.vectors, awaited)
         try:
-            binding.result()
+            bound = binding.result()
         except BudgetError as refusal:
             if refusal.code != "not_reproducible":
                 raise
             raise RunFailedError(refusal.code, refusal.message, refusal.remedy, task.step) from None
         if binding.reference is awaited:
-            return reductions
-        return self._reductions(task, model, request, answers.vectors, binding.reference)
+            return bound, reductions
+        return bound, self._reductions(task, model, request, answers.vectors, binding.reference)
 
     def _bind_vectors(self, task: Task, answers: Answers) -> Pending[Envelope]:
         """Have the vectors of the step bound before they are summed, so that no execution can sum other ones."""

@@ -189,8 +189,9 @@ class StepRunner:
 
     def _outcome(self, done: _Done, released: bytes) -> StepOutcome:
         """Return the record of a finished step, and leave its commit to the next roster."""
-        task, paid = done.task, done.paid
-        commit = StepCommit(task.step, released, done.attempts, paid.sequence, paid.head, task.query)
+        task, paid, bound = done.task, done.paid, done.reduced.binding
+        # The binding's entry and not the charge's: the evidence log then pins both against a ledger that is put back.
+        commit = StepCommit(task.step, released, done.attempts, bound.sequence, bound.head, task.query)
         self.uncommitted += (commit,)
         return StepOutcome(
             commit=commit,

@@ -422,15 +422,6 @@ def test_no_roster_lets_a_member_compute_on_examples_it_has_not_committed_to(des
     assert refusal(desk.orchestrator.open_step, 0, hosting, (), ()) == "data_unknown"
 
 
-def test_a_step_has_the_same_vectors_in_every_session(desk):
-    desk.orchestrator.bind_vectors(0, b"v" * 32)
-    desk.orchestrator.bind_vectors(0, b"v" * 32)
-    desk.start()
-    desk.orchestrator.bind_vectors(0, b"v" * 32)
-    desk.orchestrator.bind_vectors(1, b"w" * 32)
-    assert refusal(desk.orchestrator.bind_vectors, 0, b"w" * 32) == "not_reproducible"
-
-
 def test_no_key_of_an_epoch_that_nobody_committed_to_is_released(desk, monkeypatch):
     """Nor does the question cost anything; before, each made the commitments of that epoch, and kept them for ever."""
     desk.admit("worker-0", "worker-1")

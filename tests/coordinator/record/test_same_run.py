@@ -96,5 +96,5 @@ def test_a_ledger_that_was_put_back_is_refused():
     for found, named in ((None, "no such entry"), (bytes(32), "0" * 64)):
         error = refused(BudgetError, require_ledger, commits, {2: bytes([2]) * 32, 5: found}.get)
         assert error.code == "ledger_rolled_back"
-        assert f"step 1 charged by the ledger's entry 5 with hash {'05' * 32}" in error.message
+        assert f"step 1 bound by the ledger's entry 5 with hash {'05' * 32}" in error.message
         assert named in error.message

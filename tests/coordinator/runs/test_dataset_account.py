@@ -145,4 +145,4 @@ def test_a_run_ends_by_name_when_its_witness_is_gone_and_the_step_stays_charged(
     with pytest.raises(BudgetError, match="witness_unavailable"):
         run.train()
     assert len(run.stage.calls("step")) == 3
-    assert run.entries == 4
+    assert run.entries == 6
