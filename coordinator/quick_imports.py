@@ -10,8 +10,8 @@ from contextlib import contextmanager
 def quickly() -> Iterator[None]:
     """Pause garbage collection, for a process that imports thousands of modules before it does anything else.
 
-    What they are made of stays for good: looking through it again and again would take a fifth of the time of the
-    import, and a tenth of a second in each full collection of a process with torch, so none looks at it later either.
+    Their objects stay for good. Scanning them repeatedly would take a fifth of the import, and a tenth of a second in
+    each full collection of a process with torch. So later collections skip them too.
     """
     paused, loaded = gc.isenabled(), len(sys.modules)
     gc.disable()

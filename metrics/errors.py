@@ -9,7 +9,7 @@ RaycloakError                      everything below; carries a stable code, a se
 │   ├── EvidenceError              evidence or keys are not accepted; the code is the refusal
 │   └── ProtocolError              a message does not match what its receiver holds
 │       └── SenderError            the same, and the receiver knows whose message it is
-└── RunFailedError       exit 4    the run could not go on; says who, which step, the cause and what was spent
+└── RunFailedError       exit 4    the run could not continue; says who, which step, the cause and what was spent
 
 A message never carries data-dependent text: workers answer codes from a fixed list.
 """

@@ -121,8 +121,8 @@ class EventWriter:
         """Append ``{"event": event, "time": now, **fields}``; a field that is None is left out.
 
         Raises:
-            RefusedError: ``event_field`` for an undeclared field, ``event_secret`` for a secret one, ``event_value``
-                for a value of another type, text that is no identifier, or a number that is not finite. Nothing is
+            RefusedError: ``event_field`` for an undeclared field, ``event_secret`` for a secret one. ``event_value``
+                for a value of another type, text that is not an identifier, or a number that is not finite. Nothing is
                 written then.
         """
         line: dict[str, Value] = {"event": event, "time": round(self._clock(), 6)}

@@ -64,7 +64,7 @@ class Label:
     at_most: int = 64
 
     def fold(self, value: str) -> str:
-        """Return ``value``, or ``other`` if it is outside the closed set or is no identifier.
+        """Return ``value``, or ``other`` if it is outside the closed set or is not an identifier.
 
         Guarantee: free text, such as an exception's message, cannot become a label value.
         """

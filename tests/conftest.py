@@ -118,7 +118,7 @@ def raylets(ray_environment: Mapping[str, str]) -> Iterator["Raylets"]:
 
 @dataclass(frozen=True)
 class Finished:
-    """What a child process left: exit code and both streams."""
+    """The traces of a child process: exit code and both streams."""
 
     code: int
     stdout: str

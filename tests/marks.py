@@ -44,7 +44,7 @@ def recorded(record: Path = RECORD) -> dict[str, list[str]]:
 
 
 def marks_of(test: str, record: Mapping[str, list[str]]) -> set[str]:
-    """Return the marks of a test, by its id without parameters: those of its folders, its file and its own."""
+    """Return the marks of a test, by its id without parameters: its own, and the marks of its folders and its file."""
     ends = [index for index in range(len(test)) if test[index] == "/" or test.startswith("::", index)]
     return {mark for end in (*ends, len(test)) for mark in record.get(test[:end], ())}
 

@@ -127,7 +127,8 @@ class PostgresServer:
 
 
 def _is_running(process: str) -> bool:
-    """Whether there is a process of this id that has not ended; one that nobody has waited for has."""
+    """Return whether a process of this id runs; one that ended counts as ended even before anybody has waited for
+    it."""
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

@@ -25,7 +25,7 @@ from raycloak.attestation.core.messages import Envelope, seal
 from raycloak.attestation.core.roster import Member, Roster
 from raycloak.attestation.keys.release import VirtualWorkerKeys, virtual_worker_keys
 from raycloak.attestation.keys.run_secret import run_id_of
-from raycloak.attestation.log.evidence_log import verify_exported_log
+from raycloak.attestation.log.evidence_log import read_exported_log
 from raycloak.attestation.orchestrator.commits import StepCommit
 from raycloak.attestation.policy.policy import Policy, simulated_policy
 from raycloak.attestation.service.serving_orchestrator import EvidenceOrchestrator
@@ -104,7 +104,7 @@ def secret_file(home: Path, secret: str = SECRET) -> Path:
 
 
 def worker_setup(settings: RunConfig, home: Path, data: Arrays | None = None) -> WorkerSetup:
-    """What workers open; the examples are written to ``home/data``."""
+    """Return the setup of the workers; the examples are written to ``home/data``."""
     base = home / "data"
     base.mkdir(parents=True, exist_ok=True)
     features, labels = examples() if data is None else data
@@ -124,12 +124,12 @@ def worker_setup(settings: RunConfig, home: Path, data: Arrays | None = None) ->
 
 
 def orchestrator_key(secret: str = SECRET) -> IdentityKey:
-    """The orchestrator's signing key, as only whoever has the run secret can derive it."""
+    """Derive the orchestrator's signing key from the run secret."""
     return IdentityKey.from_seed(derive(Secret(bytes.fromhex(secret)), Purpose.ORCHESTRATOR_IDENTITY))
 
 
 def keys_of(key_context: bytes, v: int, epoch: int = 0, secret: str = SECRET) -> VirtualWorkerKeys:
-    """A virtual worker's keys, as only whoever has the run secret can derive them."""
+    """Derive a virtual worker's keys from the run secret."""
     own = Secret(bytes.fromhex(secret))
     return virtual_worker_keys(own, run_id_of(own), key_context, v, epoch)
 
@@ -227,7 +227,7 @@ class HandRun:
         self.digest = self.manifest.computation.initial_parameters
 
     def judged_by(self) -> tuple[Policy, CollateralBundle]:
-        """What evidence is judged by."""
+        """Return the policy and collateral that evidence is judged by."""
         return simulated_policy(self.vendor, code_measurement()), self.vendor.collateral(NOW)
 
     def new_worker(self, name: str) -> TrainWorker:
@@ -282,7 +282,7 @@ class HandRun:
         return keys_of(self.manifest.key_context, v, epoch)
 
     def clear_vector(self, v: int, step: int = 0) -> np.ndarray:
-        """What virtual worker ``v`` contributes to ``step`` at the current parameters, before masking."""
+        """Return virtual worker ``v``'s contribution to ``step`` at the current parameters, before masking."""
         vectors = computer(self.mechanism, self.data, _model(self.config))
         return vectors.vector(v, self.computation_keys(v), step, self.digest, np.concatenate(self.parameters)).values
 
@@ -323,7 +323,7 @@ class HandRun:
         return seal(Receipt(**fields | changes), self.ledger_key)
 
     def request(self, roster: Envelope, step: int = 0, **changes: Any) -> "Asked":
-        """What the coordinator asks a worker, but for ``changes``."""
+        """Return the coordinator's request to a worker, with ``changes``."""
         honest = Asked(self.receipt(step), roster, tuple(self.presentations.values()), self.vector_ranges)
         return replace(honest, **changes)
 
@@ -442,7 +442,7 @@ class Stage(LocalBackend):
         return references
 
     def _failure_of(self, given: Iterable[Any]) -> Exception | None:
-        """Why a call with these arguments reaches nobody: what they stand for failed, or whoever owes it is ended."""
+        """Return why a call with these arguments reaches nobody: an awaited answer failed, or its actor is ended."""
         for each in given:
             if any(each is owed for owed in self._hanging):
                 return ActorLost("died")
@@ -503,7 +503,7 @@ class Stage(LocalBackend):
 
     @property
     def stopped(self) -> set[str]:
-        """Who was stopped, or died."""
+        """Return the actors that were stopped, or died."""
         return set(self._stopped)
 
     @property
@@ -572,13 +572,13 @@ class WholeRun:
     def evidence(self) -> list[tuple[str, dict[str, Any]]]:
         """Kind and body of each entry of the exported evidence log, after its signature and chain were verified."""
         path = self.folder / "evidence.jsonl"
-        verify_exported_log(path, self.session.orchestrator_key)
+        read_exported_log(path, self.session.orchestrator_key)
         lines = [json.loads(line) for line in path.read_text().splitlines()[:-1]]
         return [(line["kind"], line["body"]) for line in lines]
 
     @property
     def left(self) -> list[tuple[str, str]]:
-        """Who left, with the code."""
+        """Return the members that left, each with its code."""
         return [(departure.member_id, departure.code) for departure in self.departures]
 
     def metric(self, name: str, **labels: str) -> float:

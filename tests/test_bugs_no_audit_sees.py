@@ -28,7 +28,7 @@ class Silence:
 
 
 def release(chosen, data=None, step=0, noise=True) -> np.ndarray:
-    """What is decoded for a step, in real units."""
+    """Return the decoded sum of a step, in real units."""
     vectors = computer(chosen, data)
     if not noise:
         vectors.__dict__["_noise"] = Silence()
@@ -54,7 +54,7 @@ def divide_by_the_realised_batch_size(monkeypatch):
 
 @BUILD
 def test_others_contributions_do_not_depend_on_whether_an_example_is_in_the_batch(monkeypatch, build):
-    """Example 3 moves the release by its own clipped gradient, up to rounding, whoever else is in the batch."""
+    """Example 3 moves the release by its own clipped gradient, up to rounding, for any other examples in the batch."""
     if build == "defective":
         divide_by_the_realised_batch_size(monkeypatch)
     chosen = mechanism(sample_rate=1.0)

@@ -61,7 +61,7 @@ class Silence:
 
 
 def release(chosen, *, noise=True, data=None, computation=RUN, model=b"p" * 32, parameters=START) -> np.ndarray:
-    """What the aggregator decodes for step 0: the noised sum of all virtual workers, in real units."""
+    """Return what the aggregator decodes for step 0: the noised sum of all virtual workers, in real units."""
     vectors = computer(chosen, data)
     if not noise:
         vectors.__dict__["_noise"] = Silence()
@@ -153,7 +153,7 @@ def test_a_fork_with_doubled_noise_takes_it_off(rule):
 
 
 def test_the_noise_is_in_the_computation_that_keys_derive_from(tmp_path):
-    """What the fork above would have to keep equal: another sigma is another digest."""
+    """The fork above would have to keep this equal: another sigma is another digest."""
     computation = HandRun(tmp_path).manifest.computation
     doubled = computation.mechanism.model_copy(update={"sigma": 2 * computation.mechanism.sigma})
     assert computation.model_copy(update={"mechanism": doubled}).digest() != computation.digest()
@@ -175,7 +175,7 @@ def test_retraining_without_one_record_gives_its_gradient(monkeypatch, rule):
 
 @HONEST
 def test_fresh_noise_on_the_same_draw_is_one_release_with_less_noise(monkeypatch, rule):
-    """Of 40 examples over 10 steps, those drawn for both of two models: all of a draw, or about half of it."""
+    """Two models draw the same examples, or share about half of a draw, of 40 examples over 10 steps."""
     genuine, drawn = virtual_worker.draw_ids, []
     monkeypatch.setattr(
         virtual_worker, "draw_ids", lambda *given: drawn.append(set(genuine(*given))) or genuine(*given)
@@ -278,7 +278,7 @@ def test_an_attempt_counter_that_restarts_shows_a_moved_vector(tmp_path, monkeyp
 
 
 def next_attempt_after_restart(hand: HandRun) -> int:
-    """Of step 0, by an orchestrator that knows its predecessor's state alone."""
+    """Return the next attempt of step 0, by an orchestrator that knows its predecessor's state alone."""
     hand.orchestrator.close()
     hand.orchestrator = hand.start_orchestrator()
     hand.orchestrator.begin(run_terms(hand.manifest, hand.policy, hand.collateral), "second")
@@ -378,7 +378,8 @@ def test_a_worker_takes_its_own_noise_off(tmp_path, rule):
 
 
 def honest_part_splits(generator: np.random.Generator, degree: int, count: int = 100) -> bool:
-    """Whether a random graph of this degree (a union of matchings) falls apart when half of its nodes collude."""
+    """Return whether a random graph of this degree (a union of matchings) falls apart when half of its nodes
+    collude."""
     edges = np.zeros((count, count), bool)
     for _ in range(degree):
         order = generator.permutation(count)

@@ -1,4 +1,4 @@
-"""What importing costs: reporting, appraisal and the command line start without torch, Ray or Opacus."""
+"""The cost of importing: reporting, appraisal and the command line start without torch, Ray or Opacus."""
 
 import json
 from pathlib import Path

@@ -47,6 +47,11 @@ def test_no_import_names_a_package_by_its_folder_alone():
     assert bare == []
 
 
+def test_every_module_says_what_it_is_for():
+    first = {path: (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0] for path in SOURCES}
+    assert [str(path) for path, line in first.items() if len(line.split()) < 3 and "_pb2" not in path.name] == []
+
+
 def _imported(node):
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]

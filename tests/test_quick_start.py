@@ -1,4 +1,4 @@
-"""What `tests/quick_start` makes of Ray's command for a worker."""
+"""The command for a worker that `tests/quick_start` makes of Ray's."""
 
 import sys
 
@@ -12,7 +12,7 @@ WORKER = ["default_worker.py", "--node-ip-address=127.0.0.1", "--runtime-env-has
 
 
 def command(**context):
-    """What the raylet runs for a worker of this environment."""
+    """Return the command that the raylet runs for a worker of this environment."""
     first, *options = WORKER
     asked = RuntimeEnvContext(**context).serialize()
     return [sys.executable, f"/site/{SCRIPT}", first, PYTHON, *options, f"{CONTEXT}{asked}"]

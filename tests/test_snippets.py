@@ -3,12 +3,10 @@
 The ``python`` blocks of one document run in order in one process, so a later block may use the names of an earlier
 one; tracebacks carry the document's line numbers. A document that uses Ray joins the session's cluster by a plain
 ``ray.init()``. A ``yaml`` block is a file of another program (only parsed), an evidence policy, an evidence service, a
-whole configuration, or a part of one, which is checked laid over the demo's. A ``console-json`` block is a command line
-and the JSON it prints. Every ``raycloak`` command line in a ``console`` or ``sh`` block names commands and options that
-exist.
+whole configuration, or a part of one, which is checked laid over the demo's. Every ``raycloak`` command line in a
+``console`` or ``sh`` block names commands and options that exist.
 """
 
-import json
 import re
 import shlex
 from dataclasses import dataclass
@@ -111,19 +109,6 @@ def check_yaml(body, folder):
     if "batch_size_per_worker" in raw:
         del whole["expected_batch_size"]
     parse_config({**whole, **raw})
-
-
-@pytest.mark.parametrize("block", _in("console-json"), ids=str)
-def test_json_of_a_command_parses(block):
-    check_console_json(block.body)
-
-
-def check_console_json(body):
-    command, _, printed = body.partition("\n")
-    assert command.startswith("$ raycloak "), command
-    assert "--json" in command
-    check_command_line(command.removeprefix("$ "))
-    assert isinstance(json.loads(printed), dict)
 
 
 @pytest.mark.parametrize("block", _in("console", "sh", "bash"), ids=str)

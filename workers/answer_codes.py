@@ -46,8 +46,8 @@ def _silenced() -> Iterator[None]:
 def guarded(method: Callable[P, R]) -> Callable[P, R]:
     """Drop the prints of ``method``, and let only our own errors out.
 
-    Guarantee: an exception that is neither a RaycloakError nor the operator's interrupt leaves as ``RunFailedError``,
-    with a code and no text, cause or context of the original.
+    Guarantee: an exception leaves as ``RunFailedError``, with a code and no text, cause or context of the original. A
+    RaycloakError passes without traceback, cause and context; the operator's interrupt passes as it is.
     """
 
     @functools.wraps(method)

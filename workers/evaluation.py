@@ -6,7 +6,7 @@ scores and the number of examples of each slice, exactly.
 Guarantee: a worker evaluates only parameters that its orchestrator ordered to be evaluated
 (`raycloak.attestation.orchestrator.evaluation_order`), on slices whose evaluation keys it was given; nothing else of
 an example leaves. The score of a slice depends on model, parameters and slice alone, so it has the same bits on every
-host. Not guaranteed: differential privacy. Results are exact, and tell about the examples what exact results tell.
+host. Not guaranteed: differential privacy. Results are exact, and tell as much about the examples as exact results can.
 """
 
 import struct
@@ -35,7 +35,7 @@ from raycloak.workers.terms.parameter_digest import own_copy, parameter_digest, 
 
 Metric = Literal["accuracy", "loss"]
 
-# The size of a batch decides how a kernel rounds, so it is no setting: a score has the same bits on every worker.
+# Not a setting: it decides how a kernel rounds, and a score must have the same bits on every worker.
 _BATCH = 256
 # A score travels as the eight bytes of a float64: every bit arrives, also of a loss that is not finite.
 _FLOAT = struct.Struct(">d")
@@ -107,7 +107,7 @@ class SliceScore(Message):
     def value(self) -> float:
         """The sum; ProtocolError ``malformed`` if ``total`` is not eight bytes long."""
         if len(self.total) != _FLOAT.size:
-            raise ProtocolError("malformed", "a score is no float64")
+            raise ProtocolError("malformed", "a score is not a float64")
         value: float = _FLOAT.unpack(self.total)[0]
         return value
 
@@ -142,7 +142,7 @@ def check_evaluation_form(evaluation: DatasetForm, training: DatasetForm) -> Non
         raise DatasetError(
             "evaluation_form",
             f"the sealed evaluation split has features {evaluation.feature_dtype} {list(evaluation.feature_shape)} and "
-            f"labels {evaluation.label_dtype} {list(evaluation.label_shape)}; those of the training examples are "
+            f"labels {evaluation.label_dtype} {list(evaluation.label_shape)}; the training examples have "
             f"{training.feature_dtype} {list(training.feature_shape)} and {training.label_dtype} "
             f"{list(training.label_shape)}.",
             "Seal examples of the same shapes and types.",
@@ -184,7 +184,7 @@ class SliceEvaluator:
     """Evaluates released parameters on the slices that a worker hosts.
 
     Args:
-        attester: in whose name, and with whose key, answers are signed.
+        attester: the worker's; answers are signed in its name and with its key.
         manifest: of the run whose orders are taken; it was checked.
         split: the opened split to evaluate on.
     """
@@ -237,8 +237,8 @@ def _score(split: SealedSplit, v: int) -> SliceScore:
 def open_answer(envelope: Envelope, order_digest: bytes, member: Member, counts: Mapping[int, int]) -> dict[int, float]:
     """Verify a worker's answer, and return the sum of scores of each of its slices.
 
-    Guarantee: returns only what the holder of ``member``'s identity key signed in answer to that order, with exactly
-    the slices that it gives to ``member``, each with all its examples.
+    Guarantee: returns only scores that the holder of ``member``'s identity key signed in answer to that order. They
+    cover exactly the slices that the order gives to ``member``, each with all its examples.
 
     Args:
         counts: number of examples of each slice.

@@ -115,7 +115,7 @@ class RunMember:
         """
         began = time.perf_counter()
         roster = self._open_roster(request.roster)
-        # Before the position is checked: a repeat of the last request is no step back.
+        # Before the position is checked: a repeat of the last request is not a step back.
         if self._last and self._last[0] == digest(request.roster.body):
             return self._last[1], self._last[2]
         self._check_position(roster)

@@ -44,7 +44,7 @@ class VirtualWorkerComputer:
         mechanism: how examples are sampled, clipped, encoded and noised.
         engine: computes what an example contributes, and clips it.
         dataset: all examples that this process may open.
-        slices: by virtual worker, those whose digest is known; computers on one dataset may share them.
+        slices: by virtual worker, the slices whose digest is known; computers on one dataset may share them.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class VirtualWorkerComputer:
         """Sample, clip, encode and noise virtual worker ``v``'s contribution to ``step``.
 
         Guarantee: the result is the same bytes for the same (keys, slice bytes, step, parameters) in one numerics
-        class. Noise and sampling keys depend on all of them and on the query, so another model, other data or another
-        query of the same step never meet this noise.
+        class. Noise and sampling keys depend on all of them and on the query. So another model, other data or another
+        query of the same step never meets this noise.
 
         Args:
             parameters: float32[d], whose digest is ``parameter_digest``.

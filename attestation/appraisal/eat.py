@@ -1,6 +1,6 @@
 """An appraisal's result under the claim names of Entity Attestation Tokens (RFC 9711), for logs and ``--json``.
 
-It is no token: it is unsigned, and a relying party appraises the evidence itself.
+It is not a token: it is unsigned, and a relying party appraises the evidence itself.
 """
 
 import base64

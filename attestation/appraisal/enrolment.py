@@ -56,7 +56,7 @@ class Enrolment:
             self._workers.setdefault(member.platform_id, set()).add(member.member_id)
 
     def drop(self, member_id: str) -> None:
-        """Forget a member. An unknown one is no error."""
+        """Forget a member. An unknown one is not an error."""
         member = self._members.pop(member_id, None)
         if member is not None:
             for gpu in member.gpus:

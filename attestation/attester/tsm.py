@@ -180,7 +180,7 @@ class TsmReports:
         provider = self._text(entry / "provider")
         family = _FAMILIES.get(provider)
         if family is None:
-            raise EvidenceError("tee_report", f"'{provider}' is no platform whose evidence is understood.")
+            raise EvidenceError("tee_report", f"'{provider}' is not a platform whose evidence is understood.")
         # The kernel counts every write. Another count at the end means that another process wrote as well.
         expected = self._generation(entry)
         if self._privilege_level is not None:

@@ -1,7 +1,7 @@
 """Decodes the bytes in the files of an index: raw, hexadecimal, base64, or inside a JSON document.
 
 Text is read leniently where it does not matter: white space, case, the base64 alphabet, padding. The rest is read
-strictly: a character that is no digit, or a JSON object that names a key twice, is an error.
+strictly: a character that is not a digit, or a JSON object that names a key twice, is an error.
 """
 
 import base64

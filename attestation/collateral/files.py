@@ -59,7 +59,7 @@ def _content(path: Path) -> bytes:
     except OSError as error:
         raise file_error(CODE, "read", path, error) from None
     except ValueError as error:
-        raise ConfigError(CODE, f"{path} is no path: {error}.", "Check it.") from None
+        raise ConfigError(CODE, f"{path} is not a path: {error}.", "Check it.") from None
 
 
 def _tdx(path: Path) -> Collateral:

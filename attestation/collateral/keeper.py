@@ -172,6 +172,7 @@ def _text(at: int) -> str:
     return datetime.fromtimestamp(at, UTC).isoformat()
 
 
+# A look costs no request while no fetch is due, so it can be frequent.
 LOOK_S: Final = 5.0
 
 

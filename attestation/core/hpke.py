@@ -1,4 +1,9 @@
-"""TODO."""
+"""Encryption to a member's attested key: HPKE (RFC 9180) in base mode, with ML-KEM-768 and X25519 together.
+
+A ciphertext stays closed unless both are broken, so that one recorded today does not open to a quantum computer later.
+It opens only under the ``info`` that it was sealed with. HPKE in base mode says nothing about the sender, so the
+packages that carry keys are signed as well.
+"""
 
 from typing import Self
 
@@ -52,7 +57,7 @@ class HpkeKey:
 
 
 def hpke_seal(plaintext: bytes, recipient: bytes, info: bytes) -> bytes:
-    """Encrypt to the holder of ``recipient``, a :class:`HpkeKey`'s ``public``; ValueError if it is no key."""
+    """Encrypt to the holder of ``recipient``, a :class:`HpkeKey`'s ``public``; ValueError if it is not a key."""
     mlkem = mlkem_public(recipient[:MLKEM_BYTES])
     x25519 = X25519PublicKey.from_public_bytes(recipient[MLKEM_BYTES:])
     return _SUITE.encrypt(plaintext, MLKEM768X25519PublicKey(mlkem, x25519), info=info)

@@ -1,4 +1,7 @@
-"""TODO."""
+"""Rate limits: a token bucket per peer, in bounded memory. Not safe for several threads at once.
+
+A peer that was forgotten to make room begins with a full bucket again.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable

@@ -14,7 +14,7 @@ from raycloak.metrics.file_errors import file_error
 def require_name(path: Path, code: str) -> None:
     """Raise ConfigError ``code`` unless ``path`` ends in a file's name."""
     if not path.name:
-        raise ConfigError(code, f"'{path}' is no name for a file.", "Name a new file.")
+        raise ConfigError(code, f"'{path}' is not a file name.", "Name a new file.")
 
 
 def publish_pair(path: Path, private: bytes, public: bytes, code: str) -> Path:

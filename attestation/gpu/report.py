@@ -15,7 +15,6 @@ from raycloak.attestation.core.byte_reader import ByteReader
 from raycloak.attestation.core.evidence import Refusal, refuse
 
 MAX_REPORT_BYTES: Final = 1 << 16
-REQUEST_BYTES: Final = 37  # four bytes of header, the nonce and the slot of the certificate chain
 NONCE_BYTES: Final = 32
 SIGNATURE_BYTES: Final = 96  # r and s on P-384
 _VERSIONS: Final = (0x11, 0x12)  # SPDM 1.1 and 1.2

@@ -175,13 +175,6 @@ def commitments_digest(commitments: Sequence[bytes]) -> bytes:
     return digest(length_prefixed(Purpose.KEY_COMMITMENT, *commitments))
 
 
-def seal_keys(
-    package: KeyPackage, keys: Sequence[VirtualWorkerKeys], recipient: bytes, signer: IdentityKey
-) -> Envelope:
-    """Encrypt ``keys`` (in the order of ``package.virtual_workers``) to ``recipient`` and sign the package."""
-    return seal_package(package, b"".join(key.stream.reveal() + key.data.reveal() for key in keys), recipient, signer)
-
-
 def seal_package(package: KeyPackage, plaintext: bytes, recipient: bytes, signer: IdentityKey) -> Envelope:
     """Encrypt ``plaintext`` to ``recipient`` and sign the package."""
     ciphertext = hpke_seal(plaintext, recipient, package.info())

@@ -240,14 +240,6 @@ class EvidenceLog:
             return row[0] if row else None
 
 
-def verify_exported_log(path: Path, owner: SignerPublic) -> int:
-    """Check an exported log against its owner's public keys; return the number of entries.
-
-    Guarantee and Raises: as :func:`read_exported_log`.
-    """
-    return len(read_exported_log(path, owner).entries)
-
-
 class ExportedLog:
     """A verified log from a file, as :func:`read_exported_log` returns it.
 

@@ -1,4 +1,4 @@
-"""Spares an evidence log reads: its length and newest subtrees, while no other process can have changed them."""
+"""A cache of the length and the newest subtrees of an evidence log, while no other process can change them."""
 
 from collections.abc import Sequence
 from typing import Final

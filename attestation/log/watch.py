@@ -1,4 +1,4 @@
-"""Remembers the newest head of an evidence log that a reader saw, so that it cannot be shown another log later."""
+"""A reader's memory of the newest head it saw of an evidence log, so that it cannot be shown another log later."""
 
 from collections.abc import Sequence
 

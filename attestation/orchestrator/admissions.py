@@ -57,7 +57,7 @@ class MemberReview:
 
 
 @dataclass(slots=True)
-class Admitted:
+class AdmittedMember:
     """An admitted member.
 
     Attributes:
@@ -103,7 +103,7 @@ class Admissions:
         self._terms = terms
         self._hosting = hosting
         self._clock = clock
-        self._members: dict[str, Admitted] = {}
+        self._members: dict[str, AdmittedMember] = {}
         self._enrolment = Enrolment()
         self._swept_at = 0
         self._nonces.forget_expired(clock())
@@ -132,13 +132,14 @@ class Admissions:
             )
 
     def admit(self, envelope: Envelope) -> Appraisal:
-        """Appraise a presentation and admit its sender; logged either way (refusals:
-        `raycloak.attestation.orchestrator.refusal_log`).
+        """Appraise a presentation and admit its sender; either way the decision is logged.
 
-        Guarantee: returns only for evidence that the policy accepts, that answers an unused challenge of this
-        orchestrator issued to the same member, role and run, and that binds the presented keys. The first presentation
-        that proves possession of its key consumes the nonce, whatever the outcome. Nonce, decision and log entry are
-        one transaction.
+        A refusal may only be counted; see `raycloak.attestation.orchestrator.refusal_log`.
+
+        Guarantee: returns only for evidence that the policy accepts and that binds the presented keys. The evidence
+        answers an unused challenge that this orchestrator issued to the same member, role and run. The first
+        presentation that proves possession of its key consumes the nonce, whatever the outcome. Nonce, decision and log
+        entry are one transaction.
 
         The presentation that admitted a member gives the same appraisal again, until the member is challenged anew.
 
@@ -146,7 +147,7 @@ class Admissions:
             EvidenceError: with the code of the first failing check.
             ProtocolError: ``session_over`` once another session has begun.
         """
-        admitted: Admitted | EvidenceError | None = self._admitted_by(envelope)
+        admitted: AdmittedMember | EvidenceError | None = self._admitted_by(envelope)
         if admitted is None:
             with self._transaction():
                 admitted = self._decide(envelope)
@@ -155,7 +156,7 @@ class Admissions:
         self._enter(admitted)
         return admitted.appraisal
 
-    def find(self, member_id: str) -> Admitted | None:
+    def find(self, member_id: str) -> AdmittedMember | None:
         """Return the member if it is admitted and not revoked since; its evidence may have expired."""
         admitted = self._members.get(member_id)
         return None if admitted is None or self._revoked(admitted) else admitted
@@ -236,16 +237,16 @@ class Admissions:
                 continue
             # The evidence is no younger than it was: appraising it again must not prolong it.
             appraisal = replace(appraisal, expires_at=min(row.expires_at, appraisal.expires_at))
-            self._enter(Admitted(appraisal, presentation, row, self._clock()))
+            self._enter(AdmittedMember(appraisal, presentation, row, self._clock()))
 
-    def _enter(self, admitted: Admitted) -> None:
+    def _enter(self, admitted: AdmittedMember) -> None:
         if self._terms.lasting is not None:
             # Moved to the end, so that the member that attested longest ago comes first and is forgotten first.
             self._members.pop(admitted.row.member_id, None)
         self._members[admitted.row.member_id] = admitted
         self._enrolment.put(admitted.appraisal)
 
-    def _participants(self) -> Iterator[tuple[str, Admitted]]:
+    def _participants(self) -> Iterator[tuple[str, AdmittedMember]]:
         """Yield all members but observers, which renew their evidence on their own or leave."""
         # A copy: `view` runs beside other calls, which may admit or forget members meanwhile.
         return ((i, each) for i, each in list(self._members.items()) if each.appraisal.role != OBSERVER)
@@ -300,10 +301,10 @@ class Admissions:
         del self._members[member_id]
         self._enrolment.drop(member_id)
 
-    def _revoked(self, admitted: Admitted) -> EvidenceError | None:
+    def _revoked(self, admitted: AdmittedMember) -> EvidenceError | None:
         return self._revocations.find(admitted.appraisal.member_id, admitted.appraisal.platform_id)
 
-    def _admitted_by(self, envelope: Envelope) -> Admitted | None:
+    def _admitted_by(self, envelope: Envelope) -> AdmittedMember | None:
         """Return the member that this very presentation admitted; None once a newer challenge asks for another."""
         try:
             member = self._members.get(open_presentation(envelope).member_id)
@@ -313,7 +314,7 @@ class Admissions:
             return None
         return member
 
-    def _decide(self, envelope: Envelope) -> Admitted | EvidenceError:
+    def _decide(self, envelope: Envelope) -> AdmittedMember | EvidenceError:
         """Use up the nonce, appraise, and log the decision; see `raycloak.attestation.orchestrator.refusal_log` for
         refusals."""
         claimed = ""
@@ -351,7 +352,7 @@ class Admissions:
         joined = known.row.joined if known else self._state.ratchet
         row = MemberRow(claimed, envelope, appraisal.expires_at, joined)
         self._state.keep_member(row)
-        return Admitted(appraisal, presentation, row, self._clock())
+        return AdmittedMember(appraisal, presentation, row, self._clock())
 
     def _appraise(self, envelope: Envelope, presentation: Presentation) -> Appraisal:
         appraisal = appraise(

@@ -85,5 +85,5 @@ def _not_reproducible(commit: StepCommit, known: StepCommit) -> ProtocolError:
         "not_reproducible",
         f"{commit.query} step {commit.step} now gives {commit.parameter_digest.hex()}, but "
         f"{known.parameter_digest.hex()} were committed.",
-        "Use the kind of machine and the library versions of the first time, or start a new run.",
+        "Use the kind of machine and the library versions of the first execution, or start a new run.",
     )

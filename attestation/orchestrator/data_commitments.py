@@ -54,7 +54,7 @@ class SliceBook:
     def require_opened(self, hosting: Mapping[str, tuple[int, ...]]) -> None:
         """Require that every host has committed to the slices it is to compute on.
 
-        Guarantee: no roster lets a member compute on other examples than those the run began with.
+        Guarantee: no roster lets a member compute on other examples than the run began with.
 
         Raises:
             EvidenceError: ``data_unknown``.
@@ -68,8 +68,8 @@ class SliceBook:
     def bind_vectors(self, query: Query, step: int, vectors: bytes) -> None:
         """Bind the run to the vectors of a step, by the digest of their keyed tags, before they are summed.
 
-        Guarantee: vectors that differ from those of an earlier execution of the step are refused before anybody can
-        decode them. The difference of the two sums would carry no noise.
+        Guarantee: vectors are refused, before anybody can decode them, if an earlier execution of the step had others.
+        The difference of the two sums would carry no noise.
 
         Raises:
             ProtocolError: ``not_reproducible``, with both digests.
@@ -81,7 +81,7 @@ class SliceBook:
             raise ProtocolError(
                 "not_reproducible",
                 f"{query} step {step} now gives vectors {vectors.hex()}, but {bound.hex()} were computed before.",
-                "Use the kind of machine and the library versions of the first time, or start a new run.",
+                "Use the kind of machine and the library versions of the first execution, or start a new run.",
             )
 
     def _bind(self, v: int, commitment: bytes) -> None:
@@ -92,8 +92,8 @@ class SliceBook:
         elif bound != commitment:
             raise EvidenceError(
                 "data_changed",
-                f"the examples of virtual worker {v} are not those this run began with: the commitment to them was "
-                f"{bound.hex()}, now {commitment.hex()}",
+                f"the examples of virtual worker {v} are not the ones that this run began with: "
+                f"the commitment to them was {bound.hex()}, now {commitment.hex()}",
                 "Start a new run: it draws fresh noise and is charged in full.",
             )
 
@@ -103,7 +103,7 @@ def most_hosted(entries: Iterable[Entry]) -> int:
     most, held = 0, dict[str, set[int]]()
     for entry in entries:
         if entry.kind == "session":
-            held = {}  # the same name may be another worker's in the next session
+            held = {}  # in the next session another worker may have the same name
         elif entry.kind == "released":
             body = entry.content
             own = held.setdefault(body["member_id"], set())

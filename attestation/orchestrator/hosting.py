@@ -96,7 +96,7 @@ class TableRosters:
         self._newest: tuple[frozenset[bytes], Envelope] | None = None
 
     def newest_roster(self) -> Envelope | None:
-        """Return the newest roster, opened anew if a member's evidence is; None until all members are admitted.
+        """Return the newest roster, opened anew after fresh evidence of a member; None until all members are admitted.
 
         Raises:
             ProtocolError: ``no_roster`` if a roster cannot be opened now.

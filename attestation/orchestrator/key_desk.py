@@ -19,7 +19,7 @@ from raycloak.attestation.keys.release import KeyPackage, KeyRelease, RunKeys, r
 from raycloak.attestation.log.entries import Entry
 from raycloak.attestation.log.evidence_log import EvidenceLog
 from raycloak.attestation.log.watch import forked
-from raycloak.attestation.orchestrator.admissions import Admissions, Admitted
+from raycloak.attestation.orchestrator.admissions import Admissions, AdmittedMember
 from raycloak.attestation.orchestrator.books import RunBooks
 from raycloak.attestation.orchestrator.hosting import RunHosting
 from raycloak.attestation.orchestrator.refusal_log import RefusalLog
@@ -90,7 +90,7 @@ def _digested_policy(policy: Policy, kind: KeyKind) -> _DigestedPolicy:
     return _DigestedPolicy(terms, terms.digest())
 
 
-class ReleaseDesk:
+class KeyDesk:
     """The keys face of a session: it releases the keys of the run to admitted workers.
 
     Args:
@@ -149,9 +149,9 @@ class ReleaseDesk:
             The sealed keys, and the proof that the log has the release and extends what the member has seen.
 
         Raises:
-            EvidenceError: ``release_denied`` if the member is not an admitted worker, its evidence has expired, served
-                another epoch or was appraised by another policy, or a key was drawn as often as its quota says;
-                ``log_forked`` if the member has seen more of the log than there is. The log has the refusal.
+            EvidenceError: ``release_denied`` if the member is not an admitted worker, or a key was drawn as often as
+                its quota says. Also if its evidence has expired, served another epoch or was appraised by another
+                policy. ``log_forked`` if the member has seen more of the log than there is. The log has the refusal.
         """
         return self.grant(member_id, epoch, virtual_workers, seen).proved(self._log)
 
@@ -207,7 +207,7 @@ class ReleaseDesk:
     def _send(
         self,
         key_terms: _DigestedPolicy,
-        admitted: Admitted,
+        admitted: AdmittedMember,
         epoch: int,
         virtual_workers: tuple[int, ...],
         commitments: tuple[bytes, ...],
@@ -235,7 +235,7 @@ class ReleaseDesk:
             entry = self._log.append("released", released_body(package))
         return Grant(seal_package(package, plaintext, admitted.presentation.hpke_key, self._signer), entry)
 
-    def _entitled(self, member_id: str, epoch: int, terms: KeyPolicy) -> Admitted:
+    def _entitled(self, member_id: str, epoch: int, terms: KeyPolicy) -> AdmittedMember:
         admitted = self._admissions.find(member_id)
         if admitted is None or admitted.appraisal.role != terms.role:
             raise EvidenceError("release_denied", f"{member_id} is not an admitted worker")

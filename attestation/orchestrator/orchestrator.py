@@ -35,9 +35,9 @@ from raycloak.attestation.orchestrator.commits import StepCommit
 from raycloak.attestation.orchestrator.data_commitments import DataCommitments, most_hosted
 from raycloak.attestation.orchestrator.evaluation_order import EvaluationOrder, place_order
 from raycloak.attestation.orchestrator.hosting import RunHosting, StaticHosting, TableRosters
-from raycloak.attestation.orchestrator.key_desk import ReleaseDesk
+from raycloak.attestation.orchestrator.key_desk import KeyDesk
 from raycloak.attestation.orchestrator.package_desk import PackageDesk
-from raycloak.attestation.orchestrator.peer_desk import Decisions, EvidenceDesk
+from raycloak.attestation.orchestrator.peer_desk import Decisions, PeerDesk
 from raycloak.attestation.orchestrator.run_terms import RunTerms
 from raycloak.attestation.orchestrator.state import SessionId, state_file
 from raycloak.attestation.sealed.package_keys import run_recipient_key
@@ -219,7 +219,7 @@ class RunSession:
         self.admission = Admissions(
             run.books, run_id=run.run_id, session=session, terms=terms, hosting=self._hosting, clock=run.now
         )
-        self.keys = ReleaseDesk(
+        self.keys = KeyDesk(
             run.books,
             keys=run.keys,
             signer=run.identity,
@@ -346,14 +346,14 @@ class RunSession:
         with self._books.transaction_of(self._id):
             self._books.commits.record(commits, self._id)
 
-    def evidence_desk(self, table: StaticHosting | None = None) -> EvidenceDesk:
+    def peer_desk(self, table: StaticHosting | None = None) -> PeerDesk:
         """Return the desk that the gRPC service of this session answers from.
 
         Args:
             table: the hosting where no coordinator decides. None in a run: a member gets over the service only the
                 keys that the run gave it, and the newest roster that was opened.
         """
-        desk = EvidenceDesk(
+        desk = PeerDesk(
             run_id=self.run.run_id,
             end=server_end(self.run.identity),
             decisions=Decisions(

@@ -1,8 +1,8 @@
 """The orchestrator's part in sealed packages: it signs, remembers and opens them.
 
 Guarantee: the desk signs a package only of its own run and manifest. Its log must say that the step was committed with
-exactly those parameters after that entry of the ledger, and must have the entry that the package was sealed after. The
-log names the package before the signature leaves.
+exactly those parameters, after that entry of the ledger. The log must also have the entry that the package was sealed
+after. The log names the package before the signature leaves.
 Not guaranteed: the rest of what a package states (epsilon, evidence class, metrics). That is the coordinator's word.
 """
 
@@ -80,9 +80,9 @@ class PackageDesk:
         """Return the bytes of ``manifest.sig`` for a package of this run; logged as ``sealed`` before they return.
 
         Raises:
-            EvidenceError: ``not_committed`` if the step is not committed yet, ``seal_refused`` if the package is
-                of another run or manifest, has other parameters or another ledger entry than were committed, or
-                states a log head that is not in the log.
+            EvidenceError: ``not_committed`` if the step is not committed yet. ``seal_refused`` if the package is of
+                another run or manifest, or states a log head that is not in the log. Also if it has other parameters or
+                another ledger entry than were committed.
             ProtocolError: ``malformed``.
         """
         manifest = parse(PackageManifest, manifest_bytes)

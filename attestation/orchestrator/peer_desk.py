@@ -30,7 +30,7 @@ from raycloak.attestation.core.messages import Envelope, Message, parse
 from raycloak.attestation.core.roster import Roster
 from raycloak.attestation.keys.release import KeyRelease
 from raycloak.attestation.log.evidence_log import EvidenceLog
-from raycloak.attestation.orchestrator.admissions import Admissions, Admitted
+from raycloak.attestation.orchestrator.admissions import Admissions, AdmittedMember
 from raycloak.attestation.orchestrator.data_commitments import DataCommitments
 from raycloak.attestation.orchestrator.key_desk import Grant, refusals_logged
 from raycloak.attestation.orchestrator.refusal_log import RefusalLog
@@ -106,7 +106,7 @@ class Decisions:
     Attributes:
         challenge: as `Admissions.challenge`.
         admit: as `Admissions.admit`.
-        grant: as `ReleaseDesk.grant`.
+        grant: as `KeyDesk.grant`.
         record_data: as `raycloak.attestation.orchestrator.orchestrator.RunSession.record_data`.
     """
 
@@ -125,7 +125,7 @@ class TreePath:
 
 
 @dataclass(frozen=True, slots=True)
-class EvidenceDesk:
+class PeerDesk:
     """The calls of the evidence service.
 
     Attributes:
@@ -196,7 +196,7 @@ class EvidenceDesk:
         if not (certified and signed):
             self._refuse(presentation, "came over a channel that its identity key does not vouch for")
         if self._is_taken(presentation.member_id, presentation.identity_key):
-            self._refuse(presentation, "is that of somebody else than the member of this name")
+            self._refuse(presentation, "does not belong to the member of this name")
         known = self.admissions.find(presentation.member_id)
         is_member = known is not None and known.presentation.identity_key == presentation.identity_key
         with self.refusals.asked_by("member" if is_member else "stranger"):
@@ -210,11 +210,11 @@ class EvidenceDesk:
         :meth:`proved` turns the grant into an answer.
 
         Args:
-            seen: as in `ReleaseDesk.release`.
+            seen: as in `KeyDesk.release`.
 
         Raises:
             EvidenceError: ``peer_not_bound``, or ``release_denied`` if it names one that it does not host, or as
-                `ReleaseDesk.release`.
+                `KeyDesk.release`.
         """
         logged = partial(refusals_logged, self.refusals, self.transaction, member_id, KeyKind.VIRTUAL_WORKER)
         with self.refusals.asked_by("stranger"), logged():
@@ -272,7 +272,7 @@ class EvidenceDesk:
         size = size or len(self.log)
         return _path(size, lambda: self.log.prove_extends(old_size, size))
 
-    def _member(self, peer: Peer, member_id: str) -> Admitted:
+    def _member(self, peer: Peer, member_id: str) -> AdmittedMember:
         admitted = self.admissions.find(member_id)
         if admitted is None:
             raise EvidenceError("release_denied", f"'{member_id}' is not an admitted member")
@@ -283,7 +283,7 @@ class EvidenceDesk:
         return admitted
 
     def _wanted(self, member_id: str, virtual_workers: tuple[int, ...]) -> tuple[int, ...]:
-        """Return those it names, or all it hosts; EvidenceError ``release_denied`` unless it hosts them."""
+        """Return the virtual workers it names, or all it hosts; EvidenceError ``release_denied`` if it hosts others."""
         hosted = tuple(sorted(self.hosted(member_id)))
         wanted = tuple(sorted(set(virtual_workers))) or hosted
         if not wanted or not set(wanted) <= set(hosted):

@@ -1,12 +1,12 @@
 """The refusals in the evidence log: each is an entry of its own, up to a budget, and is only counted beyond it.
 
 An entry stays for ever, and being refused costs nothing. So refusals over the service have a budget: `BURST` refusals,
-and `PER_SECOND` more. Refusals beyond it are counted. An entry ``refusals_omitted`` gives the count of each code before
-the next refusal that is logged, and when the log is exported or its owner closes.
+and `PER_SECOND` more. Refusals beyond it are counted. An entry ``refusals_omitted`` gives their count by code. It is
+written before the next logged refusal, and when the log is exported or its owner closes.
 
 Strangers share one budget, as they cannot be told apart. Members, whose identity key is admitted and certified their
-channel, share a second budget that no stranger can use up; an ``admitted`` entry names whoever floods it. Refusals of
-the orchestrator's own driver have no budget: each is an entry.
+channel, share a second budget that no stranger can use up. An ``admitted`` entry names a member that floods it.
+Refusals of the orchestrator's own driver have no budget: each is an entry.
 """
 
 import sqlite3
@@ -22,6 +22,7 @@ from raycloak.attestation.core.rate_limit import RateLimit
 from raycloak.attestation.log.evidence_log import EvidenceLog
 
 Asker = Literal["stranger", "member"]
+# Anybody who reaches the service can be refused 2,000 times per second, and an entry stays for ever.
 BURST: Final = 4096
 PER_SECOND: Final = 1.0
 # Letters of a name that are logged: over the service anybody may ask in a name of any length.
@@ -32,7 +33,7 @@ class RefusalLog:
     """The refusals of one evidence log.
 
     Guarantee: over the service, strangers cause at most ``BURST`` + ``PER_SECOND`` * seconds entries about refusals,
-    and members as many, each with at most one ``refusals_omitted`` beside it. Omitted refusals are counted by code.
+    and members as many. Each has at most one ``refusals_omitted`` beside it. Omitted refusals are counted by code.
     Not guaranteed: the count since the last such entry is in memory, and a crash loses it.
 
     Args:

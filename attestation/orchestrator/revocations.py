@@ -1,4 +1,4 @@
-"""Revocations: an operator takes members or machines off a run in progress, by a command in another process.
+"""Revocations: an operator excludes members or machines from a run in progress, by a command in another process.
 
 They are rows in the state file of the run's orchestrator, which reads them whenever it looks a member up. A revocation
 cannot be taken back.
@@ -16,6 +16,7 @@ from raycloak.metrics.errors import ConfigError, EvidenceError
 
 RevokedKind = Literal["member", "platform"]
 
+# Bounds the wait for the lock of the orchestrator, which may be writing or stopped.
 BUSY_DEADLINE_S = 30.0
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS revocations (
@@ -138,7 +139,9 @@ def _platform(name: str) -> str:
         identity = b""
     if not identity:
         raise ConfigError(
-            "platform_id", f"'{name}' is not a platform id: they are hexadecimal digits.", "The evidence log has them."
+            "platform_id",
+            f"'{name}' is not a platform id, which consists of hexadecimal digits.",
+            "Copy it from the evidence log.",
         )
     return identity.hex()
 

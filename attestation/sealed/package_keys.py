@@ -259,7 +259,7 @@ def _load_recipient(path: Path) -> RecipientPublic:
         hpke_seal(b"", public.key, b"")
     except ValueError:
         raise ConfigError(
-            "recipient", f"{path} does not hold a public key.", "Get the file from its owner once more."
+            "recipient", f"{path} does not hold a public key.", "Get the file from its owner again."
         ) from None
     return public
 
@@ -282,5 +282,5 @@ def _load(cls: type[M], path: Path, code: str) -> M:
         raise file_error(code, "read", path, error) from None
     except ValidationError:
         raise ConfigError(
-            code, f"{path} is not the public file of a {code}.", "Get the file from its owner once more."
+            code, f"{path} is not the public file of a {code}.", "Get the file from its owner again."
         ) from None

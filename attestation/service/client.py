@@ -28,7 +28,7 @@ from raycloak.attestation.service.wire_messages import from_wire, release_from_w
 from raycloak.attestation.trust.channel import SERVER_NAME, ChannelBinding, ChannelEnd, client_credentials, client_end
 from raycloak.metrics.errors import EvidenceError, ProtocolError
 
-DEADLINE_S: Final = 10.0  # as long as the service gives a call, whatever its caller says
+DEADLINE_S: Final = 10.0  # the default of `ServiceLimits.deadline_s`: the service ends a call by then
 MAX_MESSAGE_BYTES: Final = 16 * 2**20
 
 

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class EvidenceStub:
-    """The evidence service of one run. What somebody signs travels as the canonical bytes that the signature covers, so
+    """The evidence service of one run. A signed message travels as the canonical bytes that its signature covers, so
     neither side re-encodes it; see attestation/core/messages.py. Every call needs mutual TLS; see attestation/trust/channel.py.
     A refusal is a status whose trailing metadata "raycloak-refusal-bin" names its code.
     """
@@ -65,13 +65,13 @@ class EvidenceStub:
 
 
 class EvidenceServicer:
-    """The evidence service of one run. What somebody signs travels as the canonical bytes that the signature covers, so
+    """The evidence service of one run. A signed message travels as the canonical bytes that its signature covers, so
     neither side re-encodes it; see attestation/core/messages.py. Every call needs mutual TLS; see attestation/trust/channel.py.
     A refusal is a status whose trailing metadata "raycloak-refusal-bin" names its code.
     """
 
     def Challenge(self, request, context):
-        """A nonce for one presentation, bound to the caller's identity key.
+        """Issue a nonce for one presentation, bound to the caller's identity key.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -85,21 +85,21 @@ class EvidenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseKeys(self, request, context):
-        """The keys of the virtual workers that the caller hosts, sealed to its attested key.
+        """Release the keys of the virtual workers that the caller hosts, sealed to its attested key.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Roster(self, request, context):
-        """The newest roster that the caller is in, with the evidence of its members; any roster for an observer.
+        """Return the newest roster that the caller is in, with its members' evidence; for an observer, the newest of all.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Log(self, request, context):
-        """A stretch of the evidence log, its signed head, and proofs after RFC 9162, sections 2.1.3 and 2.1.4.
+        """Return a stretch of the evidence log, its signed head, and proofs after RFC 9162, sections 2.1.3 and 2.1.4.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -142,7 +142,7 @@ def add_EvidenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Evidence:
-    """The evidence service of one run. What somebody signs travels as the canonical bytes that the signature covers, so
+    """The evidence service of one run. A signed message travels as the canonical bytes that its signature covers, so
     neither side re-encodes it; see attestation/core/messages.py. Every call needs mutual TLS; see attestation/trust/channel.py.
     A refusal is a status whose trailing metadata "raycloak-refusal-bin" names its code.
     """

@@ -1,8 +1,8 @@
 """The data owner's key service, and a worker's way to it: second halves of keys, over a channel of their own.
 
 The service is an orchestrator with its own secret, storage, signing key and evidence log. It decides on nothing but
-keys. The run's orchestrator decides who hosts what. Without the orchestrator's half a second half is worth nothing, so
-any worker whose evidence the policy accepts may have any half, as often as the quotas say.
+keys. The run's orchestrator decides who hosts what. A second half is worthless without the orchestrator's half. So any
+worker whose evidence the policy accepts may have any half, as often as the quotas say.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from raycloak.attestation.keys.release import ExpectedRelease, VirtualWorkerKeys
 from raycloak.attestation.log.watch import LogWatch
 from raycloak.attestation.orchestrator.key_desk import Grant
 from raycloak.attestation.orchestrator.orchestrator import RunSession
-from raycloak.attestation.orchestrator.peer_desk import EvidenceDesk
+from raycloak.attestation.orchestrator.peer_desk import PeerDesk
 from raycloak.attestation.policy.policy import Policy
 from raycloak.attestation.service.client import EvidenceClient
 from raycloak.metrics.errors import EvidenceError
@@ -39,7 +39,7 @@ class KeyService:
         return self.session.admission.challenge(member_id, role, identity_key)
 
     def grant(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...], seen: int = 0) -> Grant:
-        """Grant as `ReleaseDesk.grant`, once per attestation."""
+        """Grant as `KeyDesk.grant`, once per attestation."""
         grant = self.session.keys.grant(member_id, epoch, virtual_workers, seen)
         self.session.admission.expel(member_id, "has its keys")
         return grant
@@ -49,9 +49,9 @@ class KeyService:
         raise EvidenceError("release_denied", "a key service takes no data commitments")
 
 
-def key_service_desk(session: RunSession, virtual_workers: int) -> EvidenceDesk:
+def key_service_desk(session: RunSession, virtual_workers: int) -> PeerDesk:
     """Return the desk of a key service of ``virtual_workers``; it has no rosters."""
-    desk, service = session.evidence_desk(), KeyService(session)
+    desk, service = session.peer_desk(), KeyService(session)
     return replace(
         desk,
         decisions=replace(

@@ -1,8 +1,8 @@
 """The queue of calls to the orchestrator, which executes them one after the other, many in one transaction.
 
 Each call alone would wait for the disk to confirm its record. Calls that wait at the same time share that wait: they
-are executed in one transaction, and answered when it is on disk. Work that they put off until then, such as a proof
-under a signed head of the log, rests on the records of all of them.
+are executed in one transaction, and answered when it is on disk. They may put off work until then, such as a proof
+under a signed head of the log. That work rests on the records of all of them.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class _Call:
     error: BaseException | None = None
 
     def execute(self) -> None:
-        """Ask, unless it is too late; an error belongs to this call alone, and the batch continues."""
+        """Make the call, unless it is too late; an error belongs to this call alone, and the batch continues."""
         if time.monotonic() >= self.until:
             self.error = _late()
         else:
@@ -53,7 +53,7 @@ class _Call:
     def _note(self, call: Callable[[], Any]) -> None:
         try:
             self.result = call()
-        except Exception as error:  # noqa: BLE001 - whatever it was, somebody waits for it
+        except Exception as error:  # noqa: BLE001 - a caller waits, whatever the error
             self.error = error
 
     def expire(self) -> None:
@@ -101,8 +101,8 @@ class ServiceQueue:
         """Queue ``call`` and return its answer; an event loop must be running.
 
         Raises:
-            EvidenceError: ``busy`` if too many calls wait, ``deadline`` without an answer in time (a call that has
-                begun may still complete), ``release_denied`` once a record could not be written.
+            EvidenceError: ``busy`` if too many calls wait. ``deadline`` without an answer in time; a call that has
+                begun may still complete. ``release_denied`` once a record could not be written.
             BaseException: as ``call`` raises.
         """
         loop = asyncio.get_running_loop()
@@ -150,7 +150,7 @@ class ServiceQueue:
                             item.execute()
                     for item in batch:
                         item.finish()
-            except Exception as error:  # noqa: BLE001 - whatever it was, the record is not on disk
+            except Exception as error:  # noqa: BLE001 - the record is not on disk, whatever the error
                 self.failure = error
                 self._on_failure()
         if self.failure is not None:

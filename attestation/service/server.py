@@ -28,7 +28,7 @@ from grpc_reflection.v1alpha import reflection
 
 from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.rate_limit import RateLimit
-from raycloak.attestation.orchestrator.peer_desk import EvidenceDesk, Peer
+from raycloak.attestation.orchestrator.peer_desk import Peer, PeerDesk
 from raycloak.attestation.service import evidence_pb2 as wire
 from raycloak.attestation.service.evidence_pb2_grpc import EvidenceServicer, add_EvidenceServicer_to_server
 from raycloak.attestation.service.fair_lock import Turn
@@ -48,7 +48,7 @@ START_DEADLINE_S: Final = 30.0
 class _Servicer(EvidenceServicer):
     """Turns wire messages into calls of the desk, under the limits."""
 
-    def __init__(self, desk: EvidenceDesk, queue: ServiceQueue, limits: ServiceLimits) -> None:
+    def __init__(self, desk: PeerDesk, queue: ServiceQueue, limits: ServiceLimits) -> None:
         self._desk = desk
         self._queue = queue
         self._limits = limits
@@ -175,7 +175,7 @@ class EvidenceServer:
     @classmethod
     def start(
         cls,
-        desk: EvidenceDesk,
+        desk: PeerDesk,
         manifest_digest: bytes,
         bind: str,
         limits: ServiceLimits | None = None,
@@ -225,7 +225,7 @@ class EvidenceServer:
 
 
 async def _serve(
-    desk: EvidenceDesk, manifest_digest: bytes, bind: str, limits: ServiceLimits, queue: ServiceQueue
+    desk: PeerDesk, manifest_digest: bytes, bind: str, limits: ServiceLimits, queue: ServiceQueue
 ) -> tuple[int, Callable[[float], Coroutine[Any, Any, None]]]:
     server = grpc.aio.server(options=limits.channel_options())
     add_EvidenceServicer_to_server(_Servicer(desk, queue, limits), server)  # type: ignore[no-untyped-call]

@@ -6,9 +6,9 @@ It gives every question a name of its own and a turn, and may answer peers over 
                               >-- Turn: first come, first served --<
     service queue (batch)  --'                                      '-- all else: one at a time
 
-The decisions are those of `raycloak.attestation.orchestrator.orchestrator`. The driver of a run admits its members;
-over the service only observers are admitted. A member gets there what the run gave it already, an observer the log and
-the newest roster.
+Every decision is taken in `raycloak.attestation.orchestrator.orchestrator`. The driver of a run admits its members;
+over the service only observers are admitted. A member gets from the service what the run gave it already. An observer
+gets the log and the newest roster.
 
 Guarantee: no two threads are inside the orchestrator at once, and they enter in the order in which they asked. Nobody
 holds a turn while something travels over a network: the service reads and writes in a thread of its own, and the
@@ -31,7 +31,7 @@ from raycloak.attestation.files.whole import write_whole
 from raycloak.attestation.log.evidence_log import EvidenceLog
 from raycloak.attestation.orchestrator.admissions import Admissions, OrchestratorView
 from raycloak.attestation.orchestrator.commits import CommitBook, StepCommit
-from raycloak.attestation.orchestrator.key_desk import ReleaseDesk
+from raycloak.attestation.orchestrator.key_desk import KeyDesk
 from raycloak.attestation.orchestrator.orchestrator import OpenRun, RunSession, open_run
 from raycloak.attestation.orchestrator.package_desk import PackageDesk
 from raycloak.attestation.orchestrator.run_terms import OBSERVER, RunTerms
@@ -89,7 +89,7 @@ def _admission_of(self: "EvidenceOrchestrator") -> Admissions:
     return _session_of(self).admission
 
 
-def _keys_of(self: "EvidenceOrchestrator") -> ReleaseDesk:
+def _keys_of(self: "EvidenceOrchestrator") -> KeyDesk:
     return _session_of(self).keys
 
 
@@ -187,7 +187,7 @@ class EvidenceOrchestrator:
 
     # --- keys
 
-    release = _in_turn(_keys_of, ReleaseDesk.release)
+    release = _in_turn(_keys_of, KeyDesk.release)
 
     # --- steps
 
@@ -234,7 +234,7 @@ class EvidenceOrchestrator:
         """Start the service, and note its port for later incarnations of the session."""
         from raycloak.attestation.service.server import EvidenceServer  # it takes a while to load; few runs need it
 
-        desk = replace(begun.evidence_desk(), attests=(OBSERVER,), again_only=True, open_log=False)
+        desk = replace(begun.peer_desk(), attests=(OBSERVER,), again_only=True, open_log=False)
         host, _, port = bind.rpartition(":")
         port_file = Path(self._directory) / f"{begun.run.run_id}.port"
         former = _former_port(port_file, session) if int(port) == 0 else None

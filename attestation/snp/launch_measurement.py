@@ -47,7 +47,9 @@ def snp_measurement(launch: SnpLaunch) -> bytes:
             "measure_tool", "sev-snp-measure is not installed.", "Install raycloak with the extra 'measure'."
         ) from None
     if launch.vcpu_type not in CPU_SIGS:
-        raise ConfigError("measure", f"'{launch.vcpu_type}' is no known processor model.", "Name one, such as EPYC-v4.")
+        raise ConfigError(
+            "measure", f"'{launch.vcpu_type}' is not a known processor model.", "Name one, such as EPYC-v4."
+        )
     files = [str(path) if path else "" for path in (launch.kernel, launch.initrd)]
     try:
         digest = guest.calc_launch_digest(

@@ -266,7 +266,7 @@ def evaluation_facts(documents: TdxDocuments, root_key_id: bytes, floor: int) ->
     """Return the evaluation numbers of TCB info and QE identity, each named after its document.
 
     Raises:
-        EvidenceError: ``collateral_rollback`` if one of them is below ``floor``, or is no number.
+        EvidenceError: ``collateral_rollback`` if one of them is below ``floor``, or is not a number.
     """
     numbers = [document.get("tcbEvaluationDataNumber") for document in (documents.tcb_info, documents.qe_identity)]
     tcb_info, qe_identity = (number if type(number) is int else -1 for number in numbers)

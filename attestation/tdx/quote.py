@@ -176,7 +176,7 @@ def _read_certification(data: bytes, raw: bytes, signed: bytes, body: bytes) -> 
 
 
 def _read_chain(pem: bytes) -> tuple[x509.Certificate, ...]:
-    """Read the certificates; return none if one of them cannot be read, which is no chain."""
+    """Read the certificates; return none if one of them cannot be read, which is not a chain."""
     try:
         return read_certificates(pem.rstrip(b"\0"))
     except ValueError:

@@ -159,7 +159,7 @@ def certificate_digest(certificate: x509.Certificate) -> bytes:
 
 @lru_cache(maxsize=16)
 def _introduction_key(manifest_digest: bytes) -> EllipticCurvePrivateKey:
-    """Derive the introduction root's key. It is no secret: it follows from data that every participant knows."""
+    """Derive the introduction root's key. It is not a secret: it follows from data that every participant knows."""
     seed = hashlib.sha512(length_prefixed("raycloak/introduction-root/v1", manifest_digest)).digest()
     # 512 bits reduced by a 256-bit order are uniform to within 2^-256; below the order, and never zero.
     return derive_private_key(int.from_bytes(seed, "big") % (SECP256R1.group_order - 1) + 1, SECP256R1())

@@ -151,6 +151,3 @@ def anchor_of(anchors: Sequence[Anchor], family: Family, root: x509.Certificate)
     """Return the anchor of ``family`` with the public key of ``root``, if any."""
     wanted = key_id(root)
     return next((anchor for anchor in anchors if anchor.family == family and anchor.root_key_id == wanted), None)
-
-
-INTEL_TDX_ANCHOR: Final = pinned_anchors(EvidenceClass.INTEL_TDX)[0]

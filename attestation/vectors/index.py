@@ -201,7 +201,7 @@ def read_index(path: Path) -> tuple[Case, ...]:
         raise ConfigError(
             "index",
             f"{path} is of format {stated}; this version reads format {_FORMAT}.",
-            "Use the version of raycloak for it.",
+            "Use the version of raycloak that reads it.",
         )
     entries, given = fields.get("cases"), fields.get("default_policy")
     defaults = {} if given is None else given

@@ -25,7 +25,7 @@ QUOTE_POINTS = 16
 
 @dataclass(frozen=True, slots=True)
 class AccountLimits:
-    """What may be spent from an account.
+    """The limits of what may be spent from an account.
 
     Attributes:
         epsilon_cap: most that all its charges may come to.

@@ -79,8 +79,8 @@ def solve_noise_multiplier(
 ) -> float:
     """Return the smallest noise multiplier that keeps ``steps`` steps within the target, to five digits, rounded up.
 
-    Guarantee: with ``others``, ``steps`` releases at the result cost at most the target, and at least 99.7 % of it
-    (99.9 % under ``rdp``), unless the result is the floor ``SMALLEST_NOISE_MULTIPLIER``.
+    Guarantee: with ``others``, ``steps`` releases at the result cost at most the target. They cost at least 99.7 % of
+    it (99.9 % under ``rdp``), unless the result is the floor ``SMALLEST_NOISE_MULTIPLIER``.
 
     Args:
         delta: of the account, before the slack reserve is taken off.

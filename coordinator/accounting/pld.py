@@ -1,8 +1,8 @@
 """The tight epsilon of a plan that is fixed in advance, by dp-accounting's privacy loss distributions.
 
-A privacy loss distribution is put on a grid by connecting the dots (Doroshenko et al., arXiv 2207.04380): the result
-dominates the real one, so epsilon is an upper bound on any grid, and halving the interval quarters what it is too
-large by. :func:`epsilon` halves it until that settles.
+A privacy loss distribution is put on a grid by connecting the dots (Doroshenko et al., arXiv 2207.04380). The result
+dominates the real one, so epsilon is an upper bound on any grid. Halving the interval quarters the excess;
+:func:`epsilon` halves it until that settles.
 
 Plain Gaussians among the releases are one Gaussian, and alone they have a closed form (Balle and Wang, arXiv
 1805.06530).
@@ -18,7 +18,8 @@ from raycloak.coordinator.accounting.releases import Release, Releases, merged
 from raycloak.metrics.errors import ConfigError
 
 SETTLED = 4e-3
-"""Relative change of epsilon under a halved interval at which it counts as settled; three times what is left."""
+"""Relative change of epsilon under a halved interval at which it counts as settled; three times the excess that is
+left."""
 
 STATED_ERROR = 0.01
 """Epsilon is at most this share above the tight value (and never below it); measured: 0.3 %."""

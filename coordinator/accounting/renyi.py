@@ -3,9 +3,9 @@
 RDP is Opacus' of the Poisson-subsampled Gaussian, at the fixed orders of ``ORDERS``. A run's spend is (steps charged)
 x (RDP vector of one step), so epsilon costs one vector addition per step.
 
-Delta is split once for all: the accountant is given ``(1 - SLACK_SHARE) * delta``, and the rest is a reserve that
-pays for the distance between the ideal mechanism and the one that runs (:class:`DeltaSlack`). The split does not
-depend on what is spent, so a second run on an account never raises the first one's epsilon by its slack.
+Delta is split once for all. The accountant is given ``(1 - SLACK_SHARE) * delta``. The rest is a reserve that pays for
+the distance between the ideal mechanism and the one that runs (:class:`DeltaSlack`). The split does not depend on what
+is spent, so a second run on an account never raises the first one's epsilon by its slack.
 """
 
 import math

@@ -240,7 +240,7 @@ class MaskedAggregator:
             roster = self._open_roster(request.roster)
             self._check_query(roster, updates)
             self._latest = self._verify(request, roster)
-        # Again, because a request may be expected before it is known what it is for.
+        # Checked again, because a request may be expected before its purpose is known.
         self._check_query(self._latest.roster, updates)
         return self._latest
 

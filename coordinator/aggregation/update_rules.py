@@ -84,7 +84,9 @@ class Optimizer:
             )
         if spec.warmup_steps > total_steps:
             raise ConfigError(
-                "optimizer", f"warmup_steps ({spec.warmup_steps}) exceeds steps ({total_steps}).", "Lower it."
+                "optimizer",
+                f"warmup_steps ({spec.warmup_steps}) exceeds steps ({total_steps}).",
+                "Lower optimizer.warmup_steps.",
             )
         self._spec = spec
         self._tensors = tuple(tensors)

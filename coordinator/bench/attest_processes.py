@@ -124,7 +124,7 @@ def serve(pipe: Connection, folder: str) -> None:
     session = run.begin(terms, "bench")
     # Every worker comes from this one address.
     limits = ServiceLimits(address_rate=1e6, address_burst=10**6)
-    server = EvidenceServer.start(session.evidence_desk(_Everybody({})), MANIFEST, "127.0.0.1:0", limits)
+    server = EvidenceServer.start(session.peer_desk(_Everybody({})), MANIFEST, "127.0.0.1:0", limits)
     pipe.send((f"127.0.0.1:{server.port}", run.public.ed25519))
     _answer(pipe, dict)
     server.stop()

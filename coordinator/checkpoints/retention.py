@@ -1,4 +1,7 @@
-"""Retention keeps the newest packages of a run, and the best by a released metric."""
+"""Retention keeps the newest packages of a run, and the best by a released metric.
+
+`raycloak.coordinator.checkpoints.saver` decides when packages are written; only the rule for what stays is here.
+"""
 
 from collections.abc import Mapping
 

@@ -43,6 +43,7 @@ from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.errors import ConfigError, EvidenceError
 from raycloak.workers.terms.manifest import Manifest
 
+# Pause before a storage that failed is tried again; a newer snapshot may take the waiting one's place meanwhile.
 RETRY_S = 5.0
 
 
@@ -290,7 +291,7 @@ def newest(
         return _restore(verify_package(storage, names[-1], TrustStore.of("run", signer), expected), control)
     except STORAGE_ERRORS as error:
         raise ConfigError(
-            "storage", f"the checkpoints cannot be read: {one_line(error)}.", "Bring their storage back, then go on."
+            "storage", f"the checkpoints cannot be read: {one_line(error)}.", "Restore the storage, then resume."
         ) from None
 
 
@@ -343,7 +344,7 @@ def _discarded_on_error(draft: Draft) -> Iterator[None]:
 
 
 class Background:
-    """One daemon thread that works off its queue in order. Work in progress is lost when the process exits."""
+    """One daemon thread that does the work of its queue in order. Work in progress is lost when the process exits."""
 
     def __init__(self) -> None:
         self._work: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()

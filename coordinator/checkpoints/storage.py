@@ -1,7 +1,7 @@
 """The storage of packages: a local folder, or a prefix of an S3 bucket.
 
 Guarantee: a package exists as a whole or not at all. On a local disk it is written to a hidden folder, synced and
-renamed. On S3 its ``manifest.sig`` is written last, and a prefix without one is no package. An existing package is
+renamed. On S3 its ``manifest.sig`` is written last, and a prefix without one is not a package. An existing package is
 never written to again: another package of the same step gets a name of its own. Not guaranteed: that no other party
 writes there. Verify before use.
 """
@@ -99,7 +99,7 @@ class PackageStorage:
             Path(folder).rename(hidden)
             folder = hidden
         else:
-            # Without its signature it is no package any more.
+            # Without its signature it is not a package any more.
             self._filesystem.delete_file(f"{folder}/{SIGNATURE}")
         self._filesystem.delete_dir(folder)
 

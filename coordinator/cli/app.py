@@ -72,7 +72,7 @@ def run(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Train as CONFIG says; end in a verdict and a run directory. Exit code 4 if it was stopped before its end."""
+    """Train as CONFIG says; leaves a verdict and a run directory. Exit code 4 if it was stopped before its end."""
     _execute(
         as_json,
         debug,
@@ -171,7 +171,7 @@ def plan(
     config: ConfigFile,
     overrides: Overrides = None,
     trials: Annotated[
-        int | None, typer.Option(metavar="K", help="Also say what a search of K such runs costs.", min=1)
+        int | None, typer.Option(metavar="K", help="Also show the cost of a search of K such runs.", min=1)
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,

@@ -48,7 +48,7 @@ def _verify(output: Output, index: Path, wanted: list[str]) -> int:
     cases = read_index(index)
     unknown = sorted(set(wanted) - {each.fields.id for each in cases})
     if unknown:
-        raise ConfigError("case_unknown", f"{index} has no case '{unknown[0]}'.", "Without --case all are judged.")
+        raise ConfigError("case_unknown", f"{index} has no case '{unknown[0]}'.", "Leave --case out to judge all.")
     verdicts = [check(each) for each in cases if not wanted or each.fields.id in wanted]
     failed = [verdict for verdict in verdicts if verdict.accepted is None]
     output.result({"cases": [_as_json(verdict) for verdict in verdicts]}, _table(verdicts))

@@ -89,7 +89,7 @@ def prove_command(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Prove one entry of a log that verifies: the entry, the hashes up to the root, and the signed head."""
+    """Check a log, and write a proof of one entry: the entry, the hashes up to the root, and the signed head."""
     execute(as_json, debug, lambda output: _prove(output, log, sequence, key, out))
 
 
@@ -105,7 +105,7 @@ def _prove(output: Output, path: Path, sequence: int, key: Path | None, out: Pat
             with out.open("xb") as file:
                 file.write(proof.encode() + b"\n")
         except FileExistsError:
-            raise ConfigError("out_exists", f"{out} is there already.", "Choose another name, or remove it.") from None
+            raise ConfigError("out_exists", f"{out} already exists.", "Choose another name, or remove it.") from None
         except OSError as error:
             raise file_error("out_unwritable", "write", out, error) from None
     facts = {"sequence": sequence, "kind": proof.entry.kind, "hashes": len(proof.path), "entries": log.head.length}
@@ -114,7 +114,7 @@ def _prove(output: Output, path: Path, sequence: int, key: Path | None, out: Pat
 
 @attest_log.command("check")
 def check_command(
-    proof: Annotated[Path, typer.Argument(metavar="PROOF", help="File that prove has written.", show_default=False)],
+    proof: Annotated[Path, typer.Argument(metavar="PROOF", help="File that `prove` wrote.", show_default=False)],
     key: Annotated[
         Path,
         typer.Option(metavar="FILE", help="Both public keys of the log's owner, or a manifest.", show_default=False),

@@ -1,4 +1,4 @@
-"""``raycloak attest observe``: the roster and the evidence log of a run that goes on, checked from outside."""
+"""``raycloak attest observe``: the roster and the evidence log of a run in progress, checked from outside."""
 
 import secrets
 import tempfile
@@ -28,11 +28,14 @@ def observe_command(
         ),
     ],
     address: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Of its evidence service; default: service.json.")
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Evidence service of the run; default: the one in service.json."),
     ] = None,
     policy: Annotated[Path | None, typer.Option(metavar="FILE", help="The run's policy; default: simulated.")] = None,
-    collateral: Annotated[Path | None, typer.Option(metavar="FILE", help="To judge hardware evidence with.")] = None,
-    log: Annotated[Path | None, typer.Option(metavar="FILE", help="Keep the evidence log there.")] = None,
+    collateral: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Collateral that hardware evidence is judged with.")
+    ] = None,
+    log: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the evidence log to this file.")] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -63,7 +66,7 @@ def _observe(
 def _terms(
     manifest: "Manifest", policy_file: Path | None, collateral_file: Path | None
 ) -> tuple["Policy", "CollateralBundle", "EvidenceSource"]:
-    """Policy, collateral and own evidence; ConfigError ``policy`` unless it is the policy of the manifest."""
+    """Return policy, collateral and own evidence; ConfigError ``policy`` unless it is the policy of the manifest."""
     from raycloak.attestation.policy.policy import load_policy, simulated_policy
     from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
     from raycloak.coordinator.config import home

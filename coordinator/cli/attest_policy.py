@@ -79,8 +79,8 @@ def _simulated(output: Output) -> int:
 @measure.command("sev-snp")
 def sev_snp_command(
     ovmf: Annotated[Path, typer.Option(metavar="FILE", help="Firmware image.", show_default=False)],
-    vcpus: Annotated[int, typer.Option(help="Virtual processors of the guest.", min=1, show_default=False)],
-    vcpu_type: Annotated[str, typer.Option(help="QEMU's name of their model.")] = "EPYC-v4",
+    vcpus: Annotated[int, typer.Option(help="Number of virtual processors.", min=1, show_default=False)],
+    vcpu_type: Annotated[str, typer.Option(help="QEMU's name of the processor model.")] = "EPYC-v4",
     kernel: ImageFile = None,
     initrd: ImageFile = None,
     append: Annotated[str, typer.Option(help="Kernel command line.")] = "",

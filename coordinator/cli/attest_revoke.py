@@ -1,4 +1,4 @@
-"""``raycloak attest revoke``: takes a member or a machine off a run that is under way."""
+"""``raycloak attest revoke``: excludes a member or a machine from a run that is under way."""
 
 import time
 from pathlib import Path
@@ -16,15 +16,17 @@ if TYPE_CHECKING:
 
 def revoke_command(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of the run.", show_default=False)],
-    member: Annotated[str | None, typer.Option(metavar="ID", help="A worker or an aggregator.")] = None,
+    member: Annotated[str | None, typer.Option(metavar="ID", help="Name of a worker or an aggregator.")] = None,
     platform: Annotated[
-        str | None, typer.Option(metavar="HEX", help="A machine; the evidence log says who is on which.")
+        str | None, typer.Option(metavar="HEX", help="Platform id of a machine, from the evidence log.")
     ] = None,
-    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why, for the evidence log.")] = "revoked by the operator",
+    reason: Annotated[
+        str, typer.Option(metavar="TEXT", help="Reason, for the evidence log.")
+    ] = "revoked by the operator",
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Take a member, or everybody on a machine, off a run. It is out by the next step, and nothing takes that back."""
+    """Exclude a member, or everybody on a machine, from a run, before its next step. This cannot be undone."""
     execute(as_json, debug, lambda output: _revoke(output, run_dir, member, platform, reason))
 
 
@@ -35,9 +37,7 @@ def _revoke(output: Output, run_dir: Path, member: str | None, platform: str | N
     from raycloak.coordinator.record.folder import RunFolder
 
     if (member is None) == (platform is None):
-        raise ConfigError(
-            "revoke_one", "say who is revoked: either --member or --platform.", "The evidence log has both names."
-        )
+        raise ConfigError("revoke_one", "give either --member or --platform.", "The evidence log has both names.")
     kind: RevokedKind = "platform" if platform is not None else "member"
     name = platform or member or ""
     record = RunFolder.open(run_dir).record
@@ -45,7 +45,7 @@ def _revoke(output: Output, run_dir: Path, member: str | None, platform: str | N
         raise ConfigError(
             "run_done",
             f"the run in {run_dir} is over; nobody takes part in it.",
-            "Keep the machine out of later runs by the policy.",
+            "Exclude the machine from later runs in the policy.",
         )
     revoke(home.orchestrator_file(record.run_id), kind, name, reason=reason, now=int(time.time()))
     rows = [("run", record.run_id), (kind, name), ("reason", reason), ("in effect", "from the next step on")]

@@ -14,6 +14,7 @@ from raycloak.coordinator.console.output import Output
 from raycloak.coordinator.quick_imports import quickly
 from raycloak.metrics.errors import RunFailedError
 
+# How soon a failed record ends the command; a signal ends the wait at once.
 _LOOK_S = 0.5
 
 

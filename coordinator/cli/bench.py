@@ -74,9 +74,9 @@ def _bench_step(output: Output, config: RunConfig, config_dir: Path) -> int:
 @bench.command("chaos")
 def chaos_command(
     config: ConfigFile,
-    kills: Annotated[int, typer.Option(help="Signals to send to processes of the run.")] = 20,
+    kills: Annotated[int, typer.Option(help="Number of signals to send to processes of the run.")] = 20,
     seed: Annotated[int, typer.Option(help="Seed of the damage: what is hit, how and when.")] = 0,
-    nodes_lost: Annotated[int, typer.Option(help="Nodes of the cluster to kill as well.")] = 0,
+    nodes_lost: Annotated[int, typer.Option(help="Number of cluster nodes to kill as well.")] = 0,
     strict: Annotated[bool, typer.Option("--strict", help="Exit code 4 also for a missed expectation.")] = False,
     overrides: Overrides = None,
     as_json: AsJson = False,
@@ -103,7 +103,7 @@ def _bench_chaos(output: Output, path: Path, overrides: tuple[str, ...], damage:
 @bench.command("attest")
 def attest_command(
     connections: Annotated[int, typer.Option(help="Workers to attest, each over a connection of its own.")] = 2000,
-    concurrency: Annotated[int, typer.Option(help="Workers at a time.")] = 16,
+    concurrency: Annotated[int, typer.Option(help="Workers that attest at the same time.")] = 16,
     held: Annotated[int, typer.Option(help="Idle, half-open and slow connections to hold meanwhile.")] = 0,
     as_json: AsJson = False,
     debug: Debug = False,

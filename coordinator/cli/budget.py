@@ -75,7 +75,9 @@ def open_command(
     ] = None,
     fingerprint: Annotated[
         str | None,
-        typer.Option(metavar="HEX", help="Bind it by what `budget fingerprint` printed."),
+        typer.Option(
+            metavar="HEX", help="Bind the account to the dataset of this fingerprint, from `budget fingerprint`."
+        ),
     ] = None,
     ledger: LedgerUrl = None,
     witness: Witness = None,
@@ -177,10 +179,10 @@ def authorize_command(
     epsilon_cap: Annotated[float, typer.Option(help="The higher cap.", show_default=False)],
     key: Annotated[Path, typer.Option(metavar="FILE", help="Private key of the authority.", show_default=False)],
     out: Annotated[Path, typer.Option(metavar="FILE", help="New file with the authorisation.", show_default=False)],
-    days: Annotated[float, typer.Option(help="Days within which it can be used.")] = 7.0,
+    days: Annotated[float, typer.Option(help="Days for which the authorisation can be used.")] = 7.0,
     ledger: LedgerUrl = None,
     export: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="An exported ledger to check and use instead.")
+        Path | None, typer.Option(metavar="FILE", help="Exported ledger to check and use in place of --ledger.")
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -229,7 +231,7 @@ def _authorize(
     except OSError as error:
         raise file_error("authorisation", "write", out, error) from None
     if not is_new:
-        raise ConfigError("out_exists", f"{out} is there already.", "Choose another name, or remove it.")
+        raise ConfigError("out_exists", f"{out} already exists.", "Choose another name, or remove it.")
     facts = {**change.model_dump(mode="json"), "out": str(out)}
     output.result(facts, fields_table("Authorisation", [(name, str(value)) for name, value in facts.items()]))
     return 0
@@ -250,11 +252,13 @@ def _change(
         from raycloak.coordinator.ledger.export import check_export
 
         checked = check_export(export)
-        found = checked.replay.accounts.items()
+        found = checked.audited.accounts.items()
         now = {name: (each.terms.epsilon_cap, each.changed.hash, each.opened.authority) for name, each in found}
         ledger_key = checked.public_key
     if account not in now:
-        raise BudgetError("account_unknown", f"there is no account '{account}'.", "See them: raycloak budget show")
+        raise BudgetError(
+            "account_unknown", f"there is no account '{account}'.", "List the accounts: raycloak budget show"
+        )
     old_cap, follows, authority = now[account]
     change = CapAuthorisation(
         account=account,
@@ -301,9 +305,9 @@ def _cap(
 
 @budget.command("transfer")
 def transfer_command(
-    source: Annotated[str, typer.Argument(help="The account that gives.", show_default=False)],
-    target: Annotated[str, typer.Argument(help="The account that gets.", show_default=False)],
-    epsilon: Annotated[float, typer.Option(help="Part of the cap to move.", show_default=False)],
+    source: Annotated[str, typer.Argument(help="Account that gives.", show_default=False)],
+    target: Annotated[str, typer.Argument(help="Account that receives.", show_default=False)],
+    epsilon: Annotated[float, typer.Option(help="Epsilon to move.", show_default=False)],
     ledger: LedgerUrl = None,
     witness: Witness = None,
     as_json: AsJson = False,

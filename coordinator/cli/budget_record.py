@@ -21,7 +21,7 @@ from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import BudgetError, ConfigError
 
 if TYPE_CHECKING:
-    from raycloak.coordinator.ledger.audit import Replay
+    from raycloak.coordinator.ledger.audit import AuditedChain
 
 
 def history_command(
@@ -38,7 +38,9 @@ def _history(output: Output, account: str | None, url: str | None) -> int:
         known = ledger.verify().accounts
         entries = ledger.history(account)
     if account not in (None, *known):
-        raise BudgetError("account_unknown", f"there is no account '{account}'.", "See them: raycloak budget show")
+        raise BudgetError(
+            "account_unknown", f"there is no account '{account}'.", "List the accounts: raycloak budget show"
+        )
     records = [
         {"sequence": entry.sequence, "kind": entry.kind, **entry.event.model_dump(mode="json"), "hash": entry.hash}
         for entry in entries
@@ -70,13 +72,18 @@ def _export(output: Output, file: Path, url: str | None) -> int:
 
 def verify_command(
     ledger: LedgerUrl = None,
-    export: Annotated[Path | None, typer.Option(metavar="FILE", help="An exported ledger to check instead.")] = None,
-    public_key: Annotated[str | None, typer.Option(metavar="HEX", help="The key that the ledger must have.")] = None,
+    export: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Exported ledger to check in place of --ledger.")
+    ] = None,
+    public_key: Annotated[
+        str | None, typer.Option(metavar="HEX", help="Public key that the ledger must sign with.")
+    ] = None,
     packages: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Sealed packages by run; default: those in RAYCLOAK_HOME.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of sealed packages by run; default: the one in RAYCLOAK_HOME."),
     ] = None,
     runs: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Run directories; default: those in RAYCLOAK_HOME.")
+        Path | None, typer.Option(metavar="DIR", help="Folder of run directories; default: the one in RAYCLOAK_HOME.")
     ] = None,
     witness: Witness = None,
     as_json: AsJson = False,
@@ -106,7 +113,7 @@ def _verify(
         if place is not None and not place.is_dir():
             # A mistyped folder holds no heads: nothing would be compared, and no rollback found.
             raise ConfigError("usage", f"there is no folder {place}.", "Name the folder of the packages or runs.")
-    with _record(url, export) as (key, replay, hash_at):
+    with _record(url, export) as (key, audited, hash_at):
         require_key(hexadecimal(public_key), key)
         home = state_folder()
         pins = [
@@ -118,11 +125,11 @@ def _verify(
     used = [pin for pin in pins if not pin.unusable]
     facts = {
         "verified": True,
-        "entries": replay.head.sequence,
-        "head": replay.head.hash,
+        "entries": audited.head.sequence,
+        "head": audited.head.hash,
         "public_key": key,
-        "accounts": len(replay.accounts),
-        "runs": len(replay.runs),
+        "accounts": len(audited.accounts),
+        "runs": len(audited.runs),
         "rollback_covered_to": max((pin.newest for pin in used), default=0),
         "checked": [
             {"kind": pin.kind, "source": pin.source, "heads": len(pin.heads), "newest": pin.newest} for pin in used
@@ -136,7 +143,9 @@ def _verify(
 
 
 @contextmanager
-def _record(url: str | None, export: Path | None) -> Iterator[tuple[bytes, "Replay", Callable[[int], bytes | None]]]:
+def _record(
+    url: str | None, export: Path | None
+) -> Iterator[tuple[bytes, "AuditedChain", Callable[[int], bytes | None]]]:
     """Return key, content and hashes of a ledger that was checked, or of an exported one."""
     if export is None:
         with ledger_at(url, create=False) as ledger:
@@ -147,4 +156,4 @@ def _record(url: str | None, export: Path | None) -> Iterator[tuple[bytes, "Repl
     from raycloak.coordinator.ledger.export import check_export
 
     checked = check_export(export)
-    yield checked.public_key, checked.replay, checked.hash_at
+    yield checked.public_key, checked.audited, checked.hash_at

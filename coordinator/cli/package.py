@@ -94,7 +94,7 @@ def _open(output: Output, path: str, trust: Path, key: Path, out: Path) -> int:
 
     own = load_recipient_key(key)
     if out.exists():
-        raise ConfigError("out_exists", f"{out} is there already.", "Choose another name, or remove it.")
+        raise ConfigError("out_exists", f"{out} already exists.", "Choose another name, or remove it.")
     with _verified(path, trust) as found:
         open_to_file(found, found.unwrap(own), out)
         return _show(output, _title(found), _facts(found) | {"out": str(out)})

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from raycloak.coordinator.training.reporting import StepReport
 
 LINES_PER_RUN = 10
-"""Lines of progress where the output is no terminal, so that logs stay short."""
+"""Lines of progress where the output is not a terminal, so that logs stay short."""
 
 
 def status_line(report: StepReport) -> str:

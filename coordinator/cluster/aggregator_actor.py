@@ -10,7 +10,7 @@ with quickly():
 
 
 class MaskedAggregatorActor(MaskedAggregator):
-    """A MaskedAggregator that is no member and holds no key until :meth:`take_part`."""
+    """A MaskedAggregator that is not a member and holds no key until :meth:`take_part`."""
 
     def __init__(self, source: EvidenceSource) -> None:
         # The rest is built by `take_part`: which member it becomes is known when it is needed.

@@ -1,18 +1,17 @@
-"""The interface to actors: start, call, wait, fetch; and the first members of a run.
+"""The interface to actors: start, call, wait, fetch.
 
 :class:`LocalBackend` runs the plain classes in this process, for tests and for breakpoints in a debugger;
 `raycloak.coordinator.cluster.ray_backend` has the one on Ray. The coordinator knows neither.
 """
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
 from raycloak.coordinator.cluster.remote import Actor, Aggregator, AggregatorActor, Reference, Worker, WorkerActor
-from raycloak.coordinator.config.run import RunConfig
 
 T = TypeVar("T")
 
@@ -152,39 +151,3 @@ def _read_only(value: Any) -> Any:
         value = value.view()
         value.flags.writeable = False
     return value
-
-
-@dataclass(frozen=True, slots=True)
-class Crew:
-    """The first members, whose processes have been started but may not be up yet.
-
-    Attributes:
-        workers: by member id.
-        aggregators: in range order.
-    """
-
-    workers: Mapping[str, WorkerActor]
-    aggregators: Sequence[AggregatorActor]
-
-
-def worker_id(serial: int) -> str:
-    """Return the member id of the run's worker number ``serial``."""
-    return f"worker-{serial}"
-
-
-def aggregator_id(index: int, serial: int) -> str:
-    """Return the member id of the run's aggregator number ``serial``, which owns range ``index``."""
-    return f"aggregator-{index}-{serial}"
-
-
-def start_crew(backend: Backend, config: RunConfig) -> Crew:
-    """Start ``num_workers`` workers and one aggregator per range, and wait for none of them.
-
-    Raises:
-        ConfigError: ``unplaceable`` if there is no room for them.
-    """
-    names = [worker_id(serial) for serial in range(config.num_workers)]
-    workers = {name: backend.start_worker(name) for name in names}
-    # Workers first, since they have to open the data. Aggregators are needed later, so they start meanwhile.
-    aggregators = [backend.start_aggregator(aggregator_id(index, index)) for index in range(config.aggregators)]
-    return Crew(workers, aggregators)

@@ -3,8 +3,8 @@
     control.ledger.view()                  waits, and returns the answer
     control.ledger.charge(...)             returns a `Pending`, so that other calls overlap with it
 
-This module hides that either actor may die. An actor that does not answer is stopped for good, another incarnation
-starts from the same disk, and the question is asked again with the same arguments.
+This module hides that either actor may die. An actor that does not answer is stopped for good, and another incarnation
+starts from the same disk. The question is asked again with the same arguments.
 
 Guarantee: each answer comes from one incarnation, which had all that earlier answers rest on.
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 ControlRole = Literal["ledger", "orchestrator"]
 
-START_AGAIN = "Mend the cause, then start it again; a run that had begun goes on with --resume."
+START_AGAIN = "Fix the cause, then start the run again, with --resume if it had begun."
 
 
 class ControlBackend(Protocol):

@@ -1,4 +1,7 @@
-"""PrivacyLedger as an actor."""
+"""PrivacyLedger as an actor.
+
+A module of its own, so that the ledger's process imports nothing that only other actors need.
+"""
 
 import ray
 

@@ -1,4 +1,7 @@
-"""EvidenceOrchestrator as an actor."""
+"""EvidenceOrchestrator as an actor.
+
+A module of its own, so that the orchestrator's process imports nothing that only other actors need.
+"""
 
 from collections.abc import Callable
 

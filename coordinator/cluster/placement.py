@@ -26,6 +26,7 @@ from raycloak.coordinator.config.sections import PlacementConfig
 from raycloak.metrics.errors import ConfigError
 
 LOGGER = logging.getLogger("raycloak.placement")
+# Ray's table of draining nodes is asked for at most this often.
 POLL_S = 1.0
 SETTLE_S = 1.0
 """The seconds after which Ray's table of free resources shows a new reservation."""

@@ -71,7 +71,7 @@ class RayBackend:
     """The workers and aggregators of one run on Ray.
 
     A spare aggregator process is kept while the run trains, because importing torch takes longer than the rest of a
-    recovery. The spare is no member and has no keys.
+    recovery. The spare is not a member and has no keys.
 
     Args:
         platforms: sources of evidence.

@@ -116,7 +116,7 @@ class Aggregator(Protocol):
 def positional(method: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, ...]:
     """Return a call's arguments in the order of the method's parameters, defaults included.
 
-    A backend takes no keywords: its own would be confused with those of the method.
+    A backend takes no keywords: its own keywords would be confused with the method's.
     """
     bound = inspect.signature(method).bind(None, *args, **keywords)
     bound.apply_defaults()

@@ -53,7 +53,7 @@ def collateral_folder() -> Path:
     return _folder(home() / "collateral")
 
 
-def run_lock(run_id: str) -> Path:
+def run_lock_file(run_id: str) -> Path:
     """Return the file whose lock the one process that executes the run holds."""
     return _folder(home() / "orchestrator") / f"{run_id}.lock"
 

@@ -24,7 +24,7 @@ from raycloak.coordinator.console.streams import Outlet
 from raycloak.metrics.errors import RaycloakError, RunFailedError
 
 PLAIN_WIDTH = 120
-"""Columns where the output is no terminal: enough for a digest beside its label."""
+"""Columns where the output is not a terminal: enough for a digest beside its label."""
 
 RAY_LOG = "ray.log"
 
@@ -74,7 +74,7 @@ class Diversion(io.TextIOBase):
         for from_ray in (False, True):
             texts = [text for ray, text in self._kept if ray == from_ray]
             log = self.log.with_name(RAY_LOG) if from_ray else self.log
-            # A full disk is no fault of the code that prints, and must not hide an error that is being reported.
+            # A full disk is not the fault of the code that prints, and must not hide an error that is being reported.
             with suppress(OSError):
                 if texts:
                     with log.open("ab", buffering=0) as sink:
@@ -85,7 +85,7 @@ class Diversion(io.TextIOBase):
 def attach_log(log: Path | None) -> None:
     """Send what the process prints, and has printed since the command began, to ``log``.
 
-    None lets go of the log, before its folder is removed.
+    None releases the log, before its folder is removed.
     Does nothing where no command owns the standard output, as in a notebook or a script.
     """
     if isinstance(sys.stdout, Diversion):
@@ -137,7 +137,7 @@ class Output:
         JSON has no infinity and no NaN; such numbers become null. Bytes become hexadecimal text.
 
         Raises:
-            RaycloakError: ``output_lost`` if it could not be written. Somebody who has stopped reading is no error.
+            RaycloakError: ``output_lost`` if it could not be written. Somebody who has stopped reading is not an error.
         """
         if self._as_json:
             print(json.dumps(_plain(data), allow_nan=False), file=self._stdout, flush=True)

@@ -133,7 +133,7 @@ class ServiceFacts:
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """What the service gives keys of: a run by its manifest, or a contract of its own."""
+    """The subject of the service's keys: a run by its manifest, or a contract of its own."""
 
     run: RunTerms
     contract: ServiceContract | None
@@ -166,10 +166,7 @@ def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, Ru
         # Members that the table names are kept. Others are forgotten when their evidence expires.
         lasting = frozenset() if hosting is None else frozenset((*hosting.workers, *hosting.aggregators))
         session = run.begin(replace(served.run, lasting=lasting), SESSION)
-        if hosting is None:
-            desk = key_service_desk(session, served.run.virtual_workers)
-        else:
-            desk = session.evidence_desk(hosting)
+        desk = key_service_desk(session, served.run.virtual_workers) if hosting is None else session.peer_desk(hosting)
         # The server's calls and the refresh of collateral take turns at the orchestrator.
         turn = Turn()
         server = EvidenceServer.start(desk, served.run.manifest_digest, config.bind, config.limits, turn)
@@ -210,8 +207,8 @@ def _policy(config: ServiceConfig, base: Path) -> tuple[Policy, CollateralBundle
     if given is None:
         raise ConfigError(
             "collateral",
-            "there is none to judge evidence with, and the policy names no service of it.",
-            "Name the file of it as collateral, or a collateral_service in the policy.",
+            "there is no collateral to judge evidence with, and the policy names no collateral service.",
+            "Name a file in 'collateral', or a collateral_service in the policy.",
         )
     return policy, given, None
 

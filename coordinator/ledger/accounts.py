@@ -86,7 +86,7 @@ def opening(
 ) -> AccountOpened:
     """Build the event that opens an account; ConfigError ``account_terms`` if a value makes no sense."""
     if not (name.strip() and name.isprintable()):
-        raise ConfigError("account_terms", f"{name!r} is no name for an account.", "Give it one that can be printed.")
+        raise ConfigError("account_terms", f"{name!r} is not a name for an account.", "Use printable characters.")
     if not (0 <= epsilon_cap < math.inf and 0 < delta < 1):
         raise ConfigError(
             "account_terms",
@@ -174,7 +174,7 @@ def check_cap_change(standing: Standing, event: CapChanged, ledger_key: bytes) -
         raise BudgetError(
             "cap_mismatch",
             f"the cap of '{terms.account}' is {terms.epsilon_cap:g}.",
-            "It was just changed: look, and ask again.",
+            "It was just changed: read it again, then repeat.",
         )
     if event.epsilon_cap >= event.old_cap:
         expected = CapAuthorisation(

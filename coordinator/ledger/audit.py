@@ -1,4 +1,4 @@
-"""Replays a ledger's chain: checks that its events could have happened, and adds them up.
+"""Audits a ledger's chain: checks that its events could have happened, and adds them up.
 
 It works on any copy of the entries. A third party needs only the ledger's public key.
 """
@@ -45,7 +45,7 @@ _TOLERANCE = 1e-6
 
 
 @dataclass(slots=True)
-class ReplayedRun:
+class AuditedRun:
     """A run, as its events define it. ``charges`` maps the charged steps of each query to their entries."""
 
     sequence: int
@@ -56,12 +56,12 @@ class ReplayedRun:
 
 
 @dataclass(slots=True)
-class Replay:
+class AuditedChain:
     """The totals of a chain: accounts by name, and runs by id. ``public_key`` is the ledger's."""
 
     public_key: bytes
     accounts: dict[str, Account] = field(default_factory=dict)
-    runs: dict[str, ReplayedRun] = field(default_factory=dict)
+    runs: dict[str, AuditedRun] = field(default_factory=dict)
     head: Head = field(default_factory=Head)
 
     def add(self, entry: LedgerEntry) -> None:
@@ -125,7 +125,7 @@ class Replay:
                 check_shareable(account, registered)
         _require(_same_cost(event, account.orders), entry, "its cost per step is not that of its mechanism")
         _require(_same_quote(event, quoted(account, event.mechanisms)), entry, "its quote is not what its plan costs")
-        self.runs[event.run_id] = ReplayedRun(entry.sequence, event, PricedRun.of(event), charges=charges)
+        self.runs[event.run_id] = AuditedRun(entry.sequence, event, PricedRun.of(event), charges=charges)
 
     def _charge(self, entry: LedgerEntry, event: StepCharged) -> None:
         run = self.runs.get(event.run_id)
@@ -150,7 +150,7 @@ class Replay:
         _require(within, entry, "it crosses the cap of its account")
 
 
-def audit(entries: Iterable[LedgerEntry], public_key: bytes) -> Replay:
+def audit(entries: Iterable[LedgerEntry], public_key: bytes) -> AuditedChain:
     """Check chain, signatures and meaning of a whole ledger, from its first entry.
 
     Guarantee: returns only if ``public_key`` signed every entry and none is missing before the last. No step was
@@ -161,25 +161,25 @@ def audit(entries: Iterable[LedgerEntry], public_key: bytes) -> Replay:
     Raises:
         BudgetError: ``chain_broken``, naming the first entry that is wrong.
     """
-    replay = Replay(public_key)
+    audited = AuditedChain(public_key)
 
-    def replayed() -> Iterator[LedgerEntry]:
+    def followed() -> Iterator[LedgerEntry]:
         # A generator resumes only after the chain check has accepted the entry it was given.
         for entry in entries:
             yield entry
-            replay.add(entry)
+            audited.add(entry)
 
-    replay.head = check_chain(replayed(), public_key)
-    return replay
+    audited.head = check_chain(followed(), public_key)
+    return audited
 
 
-def check_tables(rows: Rows, replay: Replay) -> None:
+def check_tables(rows: Rows, audited: AuditedChain) -> None:
     """Check that every table agrees with the chain; BudgetError ``chain_broken`` otherwise."""
-    accounts = [AccountRow(name, each.opened_at, each.changed.sequence) for name, each in replay.accounts.items()]
+    accounts = [AccountRow(name, each.opened_at, each.changed.sequence) for name, each in audited.accounts.items()]
     if rows.accounts() != accounts:
-        raise broken(replay.head.sequence, "the table of accounts does not follow from the chain")
+        raise broken(audited.head.sequence, "the table of accounts does not follow from the chain")
     found = {row.run_id: row for row in rows.runs()}
-    for run_id, run in replay.runs.items():
+    for run_id, run in audited.runs.items():
         row = found.pop(run_id, None)
         counts = {query: len(charges) for query, charges in run.charges.items()}
         expected = (run.registered.account, run.sequence, counts)
@@ -188,7 +188,7 @@ def check_tables(rows: Rows, replay: Replay) -> None:
             raise broken(run.sequence, f"the row of run {run_id} does not follow from the chain")
     charges = {
         sequence: (run_id, query, step)
-        for run_id, run in replay.runs.items()
+        for run_id, run in audited.runs.items()
         for query, steps in run.charges.items()
         for step, sequence in steps.items()
     }
@@ -196,7 +196,7 @@ def check_tables(rows: Rows, replay: Replay) -> None:
         if charges.get(sequence, (None, None, None)) != tuple(filed):
             raise broken(sequence, "it is filed under another run, query or step")
     if found:
-        raise broken(replay.head.sequence, "the table of runs holds a run that the chain does not")
+        raise broken(audited.head.sequence, "the table of runs holds a run that the chain does not")
 
 
 def _same_cost(event: RunRegistered, orders: tuple[float, ...]) -> bool:

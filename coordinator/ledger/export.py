@@ -17,7 +17,7 @@ from raycloak.attestation.core.canonical import canonical_json
 from raycloak.attestation.core.keys import IdentityKey
 from raycloak.attestation.core.messages import Message, parse
 from raycloak.attestation.files.whole import whole_file
-from raycloak.coordinator.ledger.audit import Replay, audit
+from raycloak.coordinator.ledger.audit import AuditedChain, audit
 from raycloak.coordinator.ledger.entries import Head, LedgerEntry, broken
 from raycloak.coordinator.ledger.heads import LedgerHead, head_line, read_head_line
 from raycloak.metrics.errors import ConfigError, ProtocolError
@@ -53,7 +53,7 @@ class CheckedExport:
     """An accepted export: the totals of its chain, and the hash of each entry in order."""
 
     public_key: bytes
-    replay: Replay
+    audited: AuditedChain
     stated: LedgerHead
     hashes: tuple[bytes, ...]
 
@@ -91,7 +91,7 @@ def check_export(path: Path) -> CheckedExport:
 
     Raises:
         BudgetError: ``chain_broken``, naming the first entry that is wrong.
-        ConfigError: ``export_file`` if the file cannot be read or is no export.
+        ConfigError: ``export_file`` if the file cannot be read or is not an export.
     """
     try:
         with path.open("rb") as file:
@@ -99,11 +99,11 @@ def check_export(path: Path) -> CheckedExport:
             start = _parse_line(ExportedLedger, next(lines, b""), path)
             hashes: list[bytes] = []
             ending: list[bytes] = []
-            replay = audit(_entries(lines, hashes, ending), start.public_key)
+            audited = audit(_entries(lines, hashes, ending), start.public_key)
     except OSError as error:
         raise file_error("export_file", "read", path, error) from None
-    stated = _stated_head(ending, start.public_key, replay.head)
-    return CheckedExport(start.public_key, replay, stated, tuple(hashes))
+    stated = _stated_head(ending, start.public_key, audited.head)
+    return CheckedExport(start.public_key, audited, stated, tuple(hashes))
 
 
 def _entries(lines: Iterator[bytes], hashes: list[bytes], ending: list[bytes]) -> Iterator[LedgerEntry]:

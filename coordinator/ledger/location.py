@@ -39,7 +39,7 @@ def prepare_file(path: Path, create: bool) -> None:
     if create and not path.exists():
         _create(path)
     if path.exists() and not path.is_file():
-        raise ConfigError("ledger_url", f"{path} is no file.", "Name the file of a ledger.")
+        raise ConfigError("ledger_url", f"{path} is not a file.", "Name the file of a ledger.")
     if not path.exists():
         raise ledger_missing(f"there is no ledger at {path}.")
     mode = path.stat().st_mode & 0o777

@@ -10,7 +10,7 @@ from raycloak.attestation.core.keys import IdentityKey
 from raycloak.attestation.core.roster import Query
 from raycloak.coordinator.accounting.accountants import Spend
 from raycloak.coordinator.ledger.accounts import Account, Standing, named
-from raycloak.coordinator.ledger.audit import Replay, audit, check_tables
+from raycloak.coordinator.ledger.audit import AuditedChain, audit, check_tables
 from raycloak.coordinator.ledger.entries import (
     AccountClosed,
     AccountOpened,
@@ -93,7 +93,7 @@ class LedgerReader:
             runs = {row.run_id for row in rows.runs(account)}
         return tuple(entry for entry in entries if _belongs(entry.event, account, runs))
 
-    def verify(self) -> Replay:
+    def verify(self) -> AuditedChain:
         """Check the whole record, which takes about 0.3 ms per entry.
 
         Guarantee: returns only if :func:`raycloak.coordinator.ledger.audit.audit` accepts the chain and every table
@@ -103,9 +103,9 @@ class LedgerReader:
             BudgetError: ``chain_broken``, naming the entry.
         """
         with self._store.read() as rows:
-            replay = audit(rows.entries(), self.public_key)
-            check_tables(rows, replay)
-        return replay
+            audited = audit(rows.entries(), self.public_key)
+            check_tables(rows, audited)
+        return audited
 
     def export(self, path: Path) -> Head:
         """Check the whole record, write it to ``path`` and return its head; see `raycloak.coordinator.ledger.export`.

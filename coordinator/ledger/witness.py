@@ -27,6 +27,7 @@ from raycloak.metrics.errors import BudgetError, ConfigError, ProtocolError
 TIMEOUT_S = 5.0
 """Bounds the wait for one answer of a URL, and for another process to release a folder's file."""
 
+# Another instance may put a head between our look and our put; then both are repeated.
 _TRIES = 20
 _TAIL_BYTES = 8192  # several times a line with a head
 

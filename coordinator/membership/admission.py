@@ -12,9 +12,10 @@ from typing import Self
 from raycloak.attestation.core.evidence import CollateralBundle
 from raycloak.attestation.core.messages import Envelope
 from raycloak.coordinator.aggregation.ranges import ParameterRange
-from raycloak.coordinator.cluster.backend import ActorLost, aggregator_id
+from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.cluster.control import START_AGAIN
 from raycloak.coordinator.cluster.remote import AggregatorActor, Reference, WorkerActor
+from raycloak.coordinator.membership.crew import aggregator_id
 from raycloak.coordinator.membership.departures import Departure
 from raycloak.coordinator.membership.evidence_review import Review
 from raycloak.coordinator.membership.members import Members
@@ -88,7 +89,7 @@ class MemberAdmission:
                 self.replace_aggregator(index, refusal.code)
 
     def review(self, *, now: bool = False) -> bool:
-        """Let go every member that was revoked; returns whether the evidence of the others has to be renewed.
+        """Remove every revoked member; returns whether the evidence of the others has to be renewed.
 
         Guarantee: between two steps every revocation so far is found; from then on a revoked member is sent nothing.
 

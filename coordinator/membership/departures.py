@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from raycloak.coordinator.cluster.control import START_AGAIN
 from raycloak.metrics.errors import RefusedError, RunFailedError
 
-# These befall a worker, unlike a refusal that it answers with: another worker in its place may well succeed.
+# Causes that befall a worker, unlike a refusal that it answers with: a replacement may well succeed.
 ACCIDENTS = frozenset({"died", "unreachable", "deadline"})
 
 # Reasons to leave between two steps that are no failure, so they never use up max_failures.

@@ -33,7 +33,7 @@ class Review:
         if not now and revocations == self._seen and self.timer.now() < self._due:
             return MemberReview((), math.inf)
         review = self.control.orchestrator.review()
-        # Counted before it was asked: what was revoked in between is asked about again.
+        # Counted before asking: a revocation in between makes the next look ask again.
         self._seen = revocations
         # Evidence that is about to be renewed will be new at the next look, which tells when it ages.
         self._due = -math.inf if review.ages else self.timer.now() + review.renew_in_s

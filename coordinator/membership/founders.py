@@ -1,4 +1,4 @@
-"""The founders of a run: its first workers, from their start to what most of them compute.
+"""The founders of a run: its first workers, from their start to the facts that most of them state.
 
 A manifest states what the founders agree on. A founder that built another model is refused here, by the name of the
 tensor. One that differs otherwise is refused later, when it presents itself for that manifest.
@@ -9,8 +9,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Self, TypeVar
 
-from raycloak.coordinator.cluster.backend import Crew, start_crew
 from raycloak.coordinator.cluster.control import START_AGAIN
+from raycloak.coordinator.membership.crew import Crew, start_crew
 from raycloak.coordinator.membership.members import Members
 from raycloak.metrics.errors import ProtocolError, RunFailedError
 from raycloak.workers.messages import WorkerFacts, WorkerSetup

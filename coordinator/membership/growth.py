@@ -1,4 +1,4 @@
-"""Growth: replaces workers that are missing, starts more where there is room, and lets go those that are to leave.
+"""Growth: replaces missing workers, starts more where there is room, and removes workers that are to leave.
 
 A newcomer is a new member with a new id, new keys and new evidence, which joins between two steps. Steps continue
 meanwhile with at least ``min_workers``; with fewer, the run waits for newcomers up to ``join_timeout_s``.
@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Self
 
-from raycloak.coordinator.cluster.backend import worker_id
 from raycloak.coordinator.membership.admission import MemberAdmission
+from raycloak.coordinator.membership.crew import worker_id
 from raycloak.coordinator.membership.departures import ASKED
 from raycloak.coordinator.membership.members import Members
 from raycloak.coordinator.membership.newcomers import Joining
 from raycloak.metrics.errors import RefusedError
 from raycloak.workers.messages import WorkerSetup
 
-# How often drained nodes and room for more workers are looked for: each look asks the cluster.
+# Seconds between two looks for drained nodes and for room for more workers: each look asks the cluster.
 LOOK_EVERY_S = 2.0
 
-# Drained nodes and the pause after a failure are looked at again meanwhile, so a wait must not last for the newcomer.
+# A wait for a newcomer ends this early, to check again for drained nodes and for the end of a pause after a failure.
 POLL_S = 0.2
 
 
@@ -97,7 +97,7 @@ class Growth:
 
     @property
     def _expected(self) -> int:
-        """The number of workers once all that join have joined and all that leave have left."""
+        """The number of workers once every newcomer has joined and every leaving worker has left."""
         return len(self.members.workers) - len(self.members.leaving) + len(self._joining)
 
     def _start_newcomers(self, count: int) -> None:

@@ -21,8 +21,8 @@ Hosting = Mapping[str, tuple[int, ...]]
 def rehost(current: Hosting, workers: Sequence[str], virtual_workers: int) -> dict[str, tuple[int, ...]]:
     """Spread ``virtual_workers`` over ``workers``, starting from ``current``.
 
-    Guarantee: every virtual worker has exactly one host, loads differ by at most one, and no placement with these
-    loads keeps more virtual workers where they are. The result depends on nothing but the arguments.
+    Guarantee: every virtual worker has exactly one host, and loads differ by at most one. No placement with these loads
+    keeps more virtual workers where they are. The result depends on nothing but the arguments.
 
     Args:
         current: hosting so far; hosts that are not in ``workers`` lose theirs. May be empty.

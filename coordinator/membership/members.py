@@ -113,7 +113,7 @@ class Members:
         self.departures.add(departure, newcomer=newcomer)
 
     def ask_to_leave(self, member_id: str, code: str) -> None:
-        """Let a worker go at the next step boundary that can spare it; ``code`` is ``left`` or ``preempted``."""
+        """Have a worker leave at the next step boundary that can spare it; ``code`` is ``left`` or ``preempted``."""
         if member_id in self.workers:
             self.leaving.setdefault(member_id, Leave(code, self.timer.now()))
 

@@ -1,4 +1,4 @@
-"""Membership: the members of a run from their admission on, by subject.
+"""Membership: the members of a run from their admission on; one part for each way to deal with them.
 
 A worker that fails or is refused is named, with its code, and another is started in its place. Nothing here holds a
 key or an example: keys go from the orchestrator to their host, wrapped for it.
@@ -25,7 +25,7 @@ class Membership:
     Attributes:
         members: the workers and aggregators that take part right now.
         admission: admits, renews and revokes members.
-        growth: replaces, adds and lets go workers, and waits for them.
+        growth: replaces, adds and removes workers, and waits for newcomers.
         hosts: places virtual workers on workers, with their keys.
     """
 

@@ -86,7 +86,7 @@ class Joining:
         return presented
 
     def _answer(self, member_id: str, newcomer: _Newcomer) -> Any:
-        """Return the last answer of its stage; None if it is not there yet, or the newcomer was dropped."""
+        """Return the last answer of a newcomer's stage; None if it has not arrived, or the newcomer was dropped."""
         if len(self.members.backend.wait(newcomer.awaited, 0)) < len(newcomer.awaited):
             if self.members.timer.now() - newcomer.since > self._deadline_s:
                 self.drop(member_id, "deadline", f"{member_id} was not ready to join within {self._deadline_s:g} s")

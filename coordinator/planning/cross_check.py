@@ -1,7 +1,8 @@
 """Four computations of one epsilon, and the refusal of a plan on which they do not agree.
 
-Opacus' RDP and PRV, and dp-accounting's RDP and PLD. The two RDPs share the conversion to epsilon, so that they agree
-shows only that the divergences do; PRV and PLD discretise differently and bound the true value from both sides.
+The four are Opacus' RDP and PRV, and dp-accounting's RDP and PLD. The two RDPs share the conversion to epsilon, so
+their agreement shows only that the divergences agree. PRV and PLD discretise differently, and bound the true value from
+both sides.
 """
 
 import logging
@@ -27,11 +28,11 @@ RDP_TOLERANCE = 1e-3
 not converge for larger sampling rates; it then leaves the order out, and its epsilon is larger."""
 
 PRV_ERROR_SHARE = 0.005
-"""PRV is asked for an error of this share of epsilon, where its grid is then small enough."""
+"""The error that PRV is asked for, as a share of epsilon, where its grid is then small enough."""
 
 PRV_GRID = 2**19
 LARGEST_PRV_GRID = 2**22
-"""Points of PRV's grid: what an error is chosen for, and what is not exceeded for an error of 1."""
+"""Points of PRV's grid: the number that an error is chosen for, and the limit, beyond which PRV is not computed."""
 
 LARGEST_PRV_LOSS = 700.0
 """PRV takes the exponential of every loss on its grid; a float64 holds that of 709."""
@@ -49,7 +50,7 @@ class CrossCheck:
     Attributes:
         epsilon: by accountant; ``opacus_prv`` is its estimate.
         integer_orders: RDP of Opacus and of dp-accounting where only integer orders are used.
-        prv_bounds: what PRV claims the true value lies between; None if it was not computed.
+        prv_bounds: the bounds that PRV claims for the true value; None if it was not computed.
         not_computed: reason, by accountant that is missing in ``epsilon``.
     """
 
@@ -92,7 +93,7 @@ def load_accountants(config: RunConfig) -> None:
 
 
 def checked(plan: Plan) -> Plan:
-    """Return ``plan`` with what each accountant says of it; unchanged where nothing is private.
+    """Return ``plan`` with the epsilon of each accountant; unchanged where nothing is private.
 
     Raises:
         RefusedError: ``accountants_disagree``.
@@ -106,7 +107,8 @@ def checked(plan: Plan) -> Plan:
 
 @lru_cache(maxsize=64)
 def cross_check(releases: Releases, delta: float) -> CrossCheck:
-    """Return epsilon of ``releases`` by all four, at ``delta``, the accountant's share. Takes up to 5 s when new."""
+    """Return the epsilon of ``releases`` by all four, at ``delta``, the accountant's share. Takes up to 5 s at
+    first."""
     missing = {}
     found = {
         "opacus_rdp": _opacus_rdp(releases, delta, renyi.ORDERS),
@@ -183,8 +185,8 @@ def _prv_library() -> Any:
 def _prv_grid(releases: Releases, delta_error: float, expected: float) -> tuple[float, float, float]:
     """Return the largest loss on PRV's grid, an error to ask for, and how many points the grid then has.
 
-    The loss is that of remark 5.6 of Gopi et al. (arXiv 2106.02848), as Opacus' ``compute_safe_domain_size`` has it,
-    but from divergences that are there already: computing them takes a second, and Opacus does it four times.
+    The loss follows remark 5.6 of Gopi et al. (arXiv 2106.02848), as Opacus' ``compute_safe_domain_size`` does. It is
+    taken from known divergences: computing them takes a second, and Opacus does it four times.
     """
     total = sum(each.count for each in releases)
     single = [replace(each, count=1) for each in releases]

@@ -1,4 +1,7 @@
-"""`raycloak plan`: the plan of a configuration, from the sizes of its data and model. It touches no budget."""
+"""`raycloak plan`: the plan of a configuration, from the sizes of its data and model. It touches no budget.
+
+`raycloak.coordinator.planning.plan` is pure; the files and the ledger that the command reads are opened here.
+"""
 
 from pathlib import Path
 

@@ -27,7 +27,7 @@ def account_cap(config: RunConfig) -> float:
 
 
 def paying_account(view: LedgerView, config: RunConfig, run_id: str = "") -> PayingAccount:
-    """Return the account that the configuration names, with its cap as ``run_id`` was registered, if it was.
+    """Return the account that the configuration names, with the cap at which ``run_id`` was registered, if it was.
 
     A run is planned once. A cap that changes later may end it sooner, but does not change its plan.
 

@@ -237,7 +237,7 @@ def check_public(config: RunConfig) -> None:
 
 def _check_sizes(config: RunConfig, num_examples: int, dimension: int) -> None:
     if num_examples <= 0:
-        raise DatasetError("dataset_empty", "the dataset has no examples.", "Name data that has some.")
+        raise DatasetError("dataset_empty", "the dataset has no examples.", "Name a dataset with examples.")
     if num_examples < config.virtual_workers:
         raise DatasetError(
             "dataset_too_small",
@@ -348,7 +348,7 @@ def _slack(run: Schedule, cap: float, delta: float) -> DeltaSlack:
             "delta_slack",
             f"at the cap {cap:g}, slack takes {slack.total:.2g} of delta {delta:g}, over {SLACK_SHARE:.0%} "
             f"({numbers}).",
-            "Lower the cap, the steps or the size.",
+            "Lower the cap, the steps, the virtual workers or the size of the model.",
         )
     return slack
 

@@ -1,6 +1,6 @@
 """References of a configuration, checked before anything starts or is charged.
 
-They are what a configuration names beside data and model: sealed examples, a key service's contract, accounts, files.
+A configuration refers to more than data and model: sealed examples, a key service's contract, accounts, files.
 """
 
 from pathlib import Path
@@ -50,13 +50,13 @@ def descriptor(dataset: DatasetConfig) -> DatasetDescriptor:
 
 
 def given_contract(config: KeyServiceConfig | None, base: Path) -> ServiceContract | None:
-    """The contract of the data owner's key service; None if the configuration names none.
+    """Return the contract of the data owner's key service; None if the configuration names none.
 
     Args:
         base: folder that a relative path starts from.
 
     Raises:
-        ConfigError: ``key_service`` if the file is no contract of an evidence service.
+        ConfigError: ``key_service`` if the file is not the contract of an evidence service.
     """
     if config is None:
         return None
@@ -76,7 +76,7 @@ def given_contract(config: KeyServiceConfig | None, base: Path) -> ServiceContra
 
 
 def sealed_terms(config: RunConfig, base: Path, use: Use = "training") -> SealedSource | None:
-    """What the orchestrator needs of a run's sealed examples for ``use``; None if those are not sealed, or not there.
+    """Return the terms of a run's sealed examples for ``use``; None if there are none, or they are not sealed.
 
     Raises:
         ConfigError: ``sealed_data`` if there are none at their path, or they are for another use or in another number
@@ -93,18 +93,18 @@ def sealed_terms(config: RunConfig, base: Path, use: Use = "training") -> Sealed
 
 
 def evaluation_folder(config: RunConfig) -> str | None:
-    """Where the workers find the sealed evaluation split; None if the run has none."""
+    """Return the folder of the sealed evaluation split; None if the run has none."""
     dataset = part_of(config, "evaluation")
     return dataset.path if dataset is not None and dataset.kind == "sealed" else None
 
 
 def evaluation_form(terms: SealedSource) -> DatasetForm:
-    """The outline of a sealed split, from its header."""
+    """Return the outline of a sealed split, from its header."""
     return DatasetForm.model_validate_json(canonical_json(terms.header.form))
 
 
 def load_terms(folder: Path, key_file: Path, virtual_workers: int, use: Use) -> SealedSource:
-    """The terms of the sealed dataset in ``folder``; ConfigError ``sealed_data`` as :func:`sealed_terms`."""
+    """Return the terms of the sealed dataset in ``folder``; ConfigError ``sealed_data`` as :func:`sealed_terms`."""
     header = SealedHeader.load(folder)
     header.require_use(use)
     if header.virtual_workers != virtual_workers:
@@ -117,7 +117,7 @@ def load_terms(folder: Path, key_file: Path, virtual_workers: int, use: Use) -> 
 
 
 def require_public(kind: str, public: bool) -> None:
-    """ConfigError ``evaluation_not_public`` unless results on a dataset of this kind may be shown to everybody."""
+    """Require that results on a dataset of this kind may be public; ConfigError ``evaluation_not_public``."""
     if not public:
         what = "results on it" if kind == "sealed" else "its examples"
         raise ConfigError(
@@ -128,7 +128,7 @@ def require_public(kind: str, public: bool) -> None:
 
 
 def part_of(config: RunConfig, use: Use) -> DatasetConfig | None:
-    """The dataset that ``config`` names for ``use``."""
+    """Return the dataset that ``config`` names for ``use``."""
     if use == "training":
         return config.dataset
     return config.evaluation.dataset if config.evaluation else None

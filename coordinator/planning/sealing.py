@@ -1,4 +1,7 @@
-"""Sealing: the examples of a configuration are encrypted for its policy and its virtual workers."""
+"""Sealing: the examples of a configuration are encrypted for its policy and its virtual workers.
+
+Only `raycloak data seal` needs it: the owner seals where the data lies, before there is a run.
+"""
 
 import secrets
 from pathlib import Path
@@ -29,7 +32,7 @@ def seal_for(
     part = part_of(config, use)
     if part is None or part.kind == "sealed":
         field = "dataset" if use == "training" else "evaluation.dataset"
-        raise ConfigError("config", f"there is no {field} to seal.", "Name one that is in the clear.")
+        raise ConfigError("config", f"there is no {field} to seal.", "Name a dataset that is in the clear.")
     if config.policy is None:
         vendor = SimulatedVendor.load_or_create(home.simulator_folder())
         policy = simulated_policy(vendor, code_measurement())
@@ -37,7 +40,7 @@ def seal_for(
         policy = load_policy(base / config.policy)
     dataset = descriptor(part).open(base)
     if out.exists():  # Checked before a key is made that would open nothing.
-        raise DatasetError("dataset_unreadable", f"cannot write {out}: it is there already.", "Name a new folder.")
+        raise DatasetError("dataset_unreadable", f"cannot write {out}: it already exists.", "Name a new folder.")
     is_new = _make_key(key_file)
     try:
         return seal_dataset(

@@ -174,14 +174,15 @@ def unfinished_run(name: str) -> RunFolder:
 
 @contextmanager
 def run_lock(run_id: str) -> Iterator[None]:
-    """Hold the run for this process; the operating system lets go of it however the process ends.
+    """Lock the run for this process; the operating system releases the lock however the process ends.
 
     Raises:
         RefusedError: ``run_in_progress`` if another process has it.
     """
-    path = home.run_lock(run_id)
+    path = home.run_lock_file(run_id)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
+        # Not blocking: a second execution is refused at once instead of starting after the first one.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)

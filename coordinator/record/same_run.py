@@ -22,8 +22,9 @@ OPERATIONAL = frozenset(
         "key_service",
     }
 )
-"""Fields of a configuration that may differ when a run is resumed: where and how it computes, never what. So may the
-ledger's witness, since the ledger itself stays the same. The manifest has the part of a key service that must stay."""
+"""Fields of a configuration that may differ when a run is resumed: where and how it computes, never the result. So may
+the ledger's witness, since the ledger itself stays the same. The manifest has the part of a key service that must
+stay."""
 
 
 def require_same_config(before: RunConfig, now: RunConfig) -> None:
@@ -45,11 +46,11 @@ def require_same_manifest(before: Manifest, now: Manifest) -> None:
     Raises:
         RefusedError: ``resume_differs``; names every item that differs, with both values.
     """
-    _refuse(differences(before.model_dump(mode="json"), now.model_dump(mode="json")), "what the run is made of")
+    _refuse(differences(before.model_dump(mode="json"), now.model_dump(mode="json")), "the run's manifest")
 
 
 def require_ledger(commits: Iterable[StepCommit], hash_at: Callable[[int], bytes | None]) -> None:
-    """Refuse a ledger that is behind the evidence log, or another one.
+    """Refuse a ledger that is behind the evidence log, or is another ledger.
 
     Guarantee: returns only if the ledger has the newest entry that the evidence log knows of, and so, as its entries
     are chained, all before it.
@@ -96,6 +97,6 @@ def _refuse(found: list[str], what: str) -> None:
     if found:
         raise RefusedError(
             "resume_differs",
-            f"{what} is not what the run began with: {'; '.join(found)}.",
+            f"{what} changed since the run began: {'; '.join(found)}.",
             "Restore it, or start a new run: it draws fresh noise and is charged in full.",
         )

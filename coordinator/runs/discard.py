@@ -1,4 +1,7 @@
-"""`raycloak discard`: gives up an unfinished run, so that nobody can resume or replay it."""
+"""`raycloak discard`: gives up an unfinished run, so that nobody can resume or replay it.
+
+It needs no Ray and no execution: what it ends is on disk.
+"""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Where the evidence service of a run is, for whoever wants to look at its evidence while it goes on."""
+"""The address of a run's evidence service, for readers who check its evidence while it is in progress."""
 
 from pathlib import Path
 from typing import ClassVar
@@ -17,9 +17,9 @@ class RunService(Message):
     """The evidence service of a run, as its folder names it.
 
     Attributes:
-        address: ``host:port``; it answers while the run goes on.
+        address: ``host:port``; it answers while the run is in progress.
         evidence: class of the members' evidence, or ``SIMULATED``.
-        manifest_digest, orchestrator_key: as in the run's manifest, from which whoever connects should take them.
+        manifest_digest, orchestrator_key: as in the run's manifest; a client should take them from there.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/run-service/v1"
@@ -46,7 +46,7 @@ def announce(control: Control, manifest: Manifest, evidence_class: str, folder: 
 
 
 def served_at(folder: Path) -> str:
-    """The address in ``service.json``; ConfigError ``not_served`` if there is none."""
+    """Return the address in ``service.json``; ConfigError ``not_served`` if there is none."""
     try:
         return parse(RunService, (folder / FILE).read_bytes().strip()).address
     except (OSError, ProtocolError):
@@ -58,7 +58,7 @@ def served_at(folder: Path) -> str:
 
 
 def manifest_in(folder: Path) -> Manifest:
-    """The manifest of the run of ``folder``; ConfigError ``not_a_run`` if there is none that can be read."""
+    """Return the manifest of the run of ``folder``; ConfigError ``not_a_run`` if none can be read."""
     try:
         return parse(Manifest, (folder / "manifest.json").read_bytes().strip())
     except (OSError, ProtocolError):

@@ -1,6 +1,6 @@
 """Execution: one session of a run on the Ray cluster that is there or on a local one.
 
-It hides how actors, platforms, metrics and logs of a session are started and how they end. A new run, a resumed run and
+It hides how actors, platforms, metrics and logs of a session start and end. A new run, a resumed run and
 a replay differ in their assignment only.
 """
 
@@ -170,7 +170,7 @@ class Execution:
             if assignment.charges:
                 folder.mark("failed")
             raise
-        assert finished.ending is not None, "it has ended"
+        assert finished.ending is not None, "a finished run has an ending"
         if assignment.charges:
             folder.mark("stopped" if finished.ending is Ending.STOPPED else "done")
         return self._outcome(finished, folder, finished.ending.value, started)

@@ -1,7 +1,7 @@
 """Launch: every process of a session on Ray, started at once.
 
-A process that starts mostly imports, for seconds of processor time. So no process waits for another to be there: a
-value that one needs of another is waited for where it is used.
+A process that starts mostly imports, for seconds of processor time. So no process waits for another to start: a value
+that one needs from another is awaited where it is used.
 """
 
 import time
@@ -18,7 +18,6 @@ from raycloak.attestation.orchestrator.revocations import count_revocations
 from raycloak.attestation.policy.policy import Policy, simulated_policy
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
 from raycloak.coordinator.cluster.actors import GpuSamplers, Platforms
-from raycloak.coordinator.cluster.backend import Crew, start_crew
 from raycloak.coordinator.cluster.control import Control
 from raycloak.coordinator.cluster.placement import Placement
 from raycloak.coordinator.cluster.ray_backend import EvidenceSources, RayBackend
@@ -26,6 +25,7 @@ from raycloak.coordinator.cluster.ray_control import RayControl
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.evidence.sources import Guests, collateral_of, configured_policy
+from raycloak.coordinator.membership.crew import Crew, start_crew
 from raycloak.coordinator.planning.payer import accountant_for
 from raycloak.coordinator.training.assignment import Session
 

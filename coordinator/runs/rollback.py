@@ -1,6 +1,6 @@
-"""Compares a ledger with heads that were kept elsewhere.
+"""The comparison of a ledger with heads that were kept elsewhere.
 
-A chain that verifies may be an older one that was put back. It then lacks an entry that a sealed package, an evidence
+A valid chain may be an older one that was put back. It then lacks an entry that a sealed package, an evidence
 log or a witness has seen. The answer names the sources that were used, and those that could not be.
 """
 

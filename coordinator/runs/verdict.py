@@ -1,6 +1,6 @@
-"""What a run shows of itself: series while it goes on, and a verdict at its end.
+"""The public account of a run: metric series while it is in progress, and a verdict at its end.
 
-The verdict is what a finished run may claim, and what it may not. The same facts that limit a claim are its fields.
+The verdict says what a finished run may claim, and what it may not. The facts that limit a claim are among its fields.
 """
 
 import math
@@ -32,8 +32,8 @@ class Verdict:
 
     Attributes:
         run_dir: the run directory.
-        steps: finished steps, those of earlier executions included.
-        planned_steps: what the run was planned for.
+        steps: finished steps, earlier executions included.
+        planned_steps: steps that the run was planned for.
         ending: ``complete``, ``cap_exceeded``, ``stopped``, or the code of the error that ended the execution.
         private: False if differential privacy was off; then every epsilon is None.
         privacy_epsilon: spent, against outsiders and the aggregator alone.
@@ -41,7 +41,7 @@ class Verdict:
         privacy_epsilon_charged: what the account has been charged by all its runs; never below what this run spent.
         privacy_delta: delta of each epsilon, the design's slack terms included.
         epsilon_cap: what the account may spend.
-        accountant: with which the account is held.
+        accountant: the one that holds the account.
         epsilon_by_accountant: of what this run released, by four accountants; the noise of ``colluding_workers`` is
             not counted on. ``accountants_not_computed`` says why one is not there.
         exact: False if operations without a deterministic kernel were allowed: a repeat may give other bytes.
@@ -159,13 +159,13 @@ def verdict_of(
 
 
 def _cross_check(counts: Sequence[tuple[Mechanism, int]], delta: float) -> CrossCheck | None:
-    """Return what four accountants say of what a run released, at its planned noise; None if that is nothing."""
+    """Return four accountants' epsilons of a run's releases, at its planned noise; None if there are none."""
     releases = releases_of(counts)
     return cross_check(releases, accountant_delta(delta)) if releases else None
 
 
 def metrics_view(view: LedgerView) -> collectors.LedgerFigures:
-    """Return what a scrape shows of the ledger."""
+    """Return the facts of the ledger that a scrape shows."""
     accounts = tuple(
         collectors.AccountFigures(
             name=account.name,
@@ -181,7 +181,7 @@ def metrics_view(view: LedgerView) -> collectors.LedgerFigures:
 
 
 def run_facts(manifest: Manifest, evidence_class: str, workers_required: int) -> collectors.RunFacts:
-    """Return what is known of a run once its members are admitted."""
+    """Return the public facts of a run once its members are admitted."""
     mechanism = manifest.computation.mechanism
     return collectors.RunFacts(
         run=manifest.run_id,

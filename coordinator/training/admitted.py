@@ -5,7 +5,7 @@
     account    opened or found, and the run registered in it
     evidence   the orchestrator told of the terms, every member admitted
 
-Nothing is charged here. The order matters: a resumed run that is not the one that was begun is refused before an
+Nothing is charged here. The order matters: a resumed run that differs from the one on record is refused before an
 account is opened or evidence is presented.
 """
 
@@ -40,7 +40,7 @@ Committed = Mapping[tuple[Query, int], StepCommit]
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
+class AdmittedRun:
     """A run whose account is open and whose members are admitted.
 
     Attributes:
@@ -67,7 +67,7 @@ class Admitted:
     rollback_witness: bool
 
 
-def admit(order: Order, founders: Founders, reporter: Reporter, evaluation: SealedSource | None) -> Admitted:
+def admit(order: Order, founders: Founders, reporter: Reporter, evaluation: SealedSource | None) -> AdmittedRun:
     """Plan the run, open its account and admit its members.
 
     Raises:
@@ -91,7 +91,7 @@ def admit(order: Order, founders: Founders, reporter: Reporter, evaluation: Seal
         order.folder.write_manifest(manifest)
     view = session.control.orchestrator.view()
     colocated = _is_colocated(order, membership)
-    return Admitted(
+    return AdmittedRun(
         facts=facts,
         plan=plan,
         manifest=manifest,
@@ -108,14 +108,14 @@ def admit(order: Order, founders: Founders, reporter: Reporter, evaluation: Seal
 
 
 def _paying_account(order: Order) -> PayingAccount | None:
-    """The named account that pays; None if the run opens its own."""
+    """Return the named account that pays; None if the run opens its own."""
     if order.config.ledger.account is None:
         return None
     return paying_account(order.session.control.ledger.view(), order.config, order.session.run_id)
 
 
 def _manifest(order: Order, facts: WorkerFacts, plan: Plan, account: str, known_answer: bytes) -> tuple[Manifest, bool]:
-    """The run's contract, and whether the ledger it names has a witness on other storage."""
+    """Return the run's contract, and whether the ledger it names has a witness on other storage."""
     config, session, setup = order.config, order.session, order.setup
     computation = build_computation(config, setup.model.name, setup.dataset, facts, plan.mechanism, plan.measurements)
     key_service = given_contract(config.key_service, Path(setup.base))
@@ -140,7 +140,7 @@ def _manifest(order: Order, facts: WorkerFacts, plan: Plan, account: str, known_
 
 
 def _committed(order: Order, manifest: Manifest) -> Committed:
-    """The steps that earlier executions committed, once it is sure that this is their run and their ledger."""
+    """Return the steps that earlier executions committed; first require that this is their run and their ledger."""
     recorded, control = order.assignment.recorded, order.session.control
     if recorded is None:
         return {}
@@ -161,7 +161,7 @@ def _open_account(order: Order, plan: Plan, manifest: Manifest, named: PayingAcc
 
 
 def _terms(order: Order, manifest: Manifest) -> Admission:
-    """The terms that each worker presents itself for."""
+    """Return the terms that each worker presents itself for."""
     config, session = order.config, order.session
     return Admission(
         manifest,

@@ -14,9 +14,10 @@ from raycloak.attestation.core.hybrid_signature import SignerPublic
 from raycloak.attestation.policy.policy import Policy
 from raycloak.coordinator.checkpoints.archive import Archive
 from raycloak.coordinator.checkpoints.saver import Restored
-from raycloak.coordinator.cluster.backend import Backend, Crew
+from raycloak.coordinator.cluster.backend import Backend
 from raycloak.coordinator.cluster.control import Control
 from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.membership.crew import Crew
 from raycloak.coordinator.record.folder import RunFolder
 from raycloak.coordinator.training.public_evaluation import Evaluator
 from raycloak.coordinator.training.reporting import Reporting
@@ -118,7 +119,7 @@ Assignment = NewRun | ResumedRun | ReplayedRun
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """All that a coordinator is given; no stage changes it.
+    """The complete input of a coordinator; no stage changes it.
 
     Attributes:
         setup: what each worker opens.

@@ -14,7 +14,7 @@ from raycloak.coordinator.cluster.backend import ActorLost, Backend
 from raycloak.coordinator.cluster.control import Control, Pending
 from raycloak.coordinator.cluster.remote import Parameters, Reduction, Reference, StepAnswer
 from raycloak.coordinator.membership.membership import Membership
-from raycloak.coordinator.training.member_failures import Losses
+from raycloak.coordinator.training.member_failures import MemberFailures
 from raycloak.coordinator.training.model import Model
 from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.errors import ProtocolError, RunFailedError, SenderError
@@ -105,15 +105,15 @@ class AttemptRunner:
     deadline_s: float
     _tags: dict[int, bytes] = field(default_factory=dict)
     _seen: dict[str, tuple[Envelope, ...]] = field(default_factory=dict)
-    _losses: Losses = field(init=False)
+    _failures: MemberFailures = field(init=False)
 
     def __post_init__(self) -> None:
-        self._losses = Losses(self.backend, self.membership.members, self.deadline_s)
+        self._failures = MemberFailures(self.backend, self.membership.members, self.deadline_s)
 
     def begin(self) -> None:
         """Forget the vector tags of the step before: the attempts that follow belong to another step."""
         self._tags = {}
-        self._losses.begin()
+        self._failures.begin()
 
     def ask(self, task: Task, model: Model, receipt: Envelope | Reference[Envelope], roster: Envelope) -> Asked:
         """Ask every worker.
@@ -166,8 +166,8 @@ class AttemptRunner:
                 failures[member_id] = "header_mismatch"
         headers = tuple(reply.header for reply in replies.values() if reply.header is not None)
         if failures:
-            self._losses.require_model(model, failures.values(), task.name, task.step)
-            self._losses.take(failures, task.name, task.step, everybody=len(failures) == len(answers))
+            self._failures.require_model(model, failures.values(), task.name, task.step)
+            self._failures.take(failures, task.name, task.step, everybody=len(failures) == len(answers))
             return None
         for reply in replies.values():
             if reply.leaving:
@@ -202,13 +202,13 @@ class AttemptRunner:
                 accused[error.member_id] = error.code
             except RunFailedError as error:
                 raise RunFailedError(error.code, f"{task.name}: {error.message}", error.remedy, task.step) from None
-        self._losses.require_model(model, lost.values(), task.name, task.step)
+        self._failures.require_model(model, lost.values(), task.name, task.step)
         for index, cause in lost.items():
-            # A lost object is a vector that went with its sender's node. The aggregator is well, and the next attempt
-            # finds out that the sender is not.
+            # A lost object is a vector that was lost with its sender's node. The aggregator is well.
+            # The next attempt finds that the sender is not.
             if cause != "object_lost":
                 self.membership.admission.replace_aggregator(index, cause)
-        self._losses.take(accused, task.name, task.step, everybody=False)
+        self._failures.take(accused, task.name, task.step, everybody=False)
         if lost or accused:
             return None
         self.metrics.aggregate_released()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from raycloak.attestation.core.roster import Query
 from raycloak.coordinator.ledger.view import AccountView
 from raycloak.coordinator.record.outcome import Ending, Evaluation, Finished
-from raycloak.coordinator.training.admitted import Admitted
+from raycloak.coordinator.training.admitted import AdmittedRun
 from raycloak.coordinator.training.assignment import Order
 from raycloak.coordinator.training.steps import Training
 from raycloak.metrics.errors import RunFailedError
@@ -18,7 +18,7 @@ class Conclusion:
     """Concludes an execution, whether it ended or failed; ``training`` moves on until then."""
 
     order: Order
-    admitted: Admitted
+    admitted: AdmittedRun
     training: Training
 
     def conclude(self, ending: Ending) -> Finished:
@@ -51,7 +51,7 @@ class Conclusion:
         Returns:
             The result so far; None if no step was finished.
         """
-        with suppress(RunFailedError):  # The model may be what was lost; earlier packages stay.
+        with suppress(RunFailedError):  # The model itself may have been lost; earlier packages stay.
             self.training.seal()
         self._close_checkpoints()
         self.training.runner.commit()

@@ -1,7 +1,7 @@
 """Coordinator: one execution of a run, as a state machine whose phases hand each other finished objects.
 
     PREPARING  start workers, open data, build models           -> Founders
-    ADMITTING  plan, manifest, account, evidence, keys          -> Admitted
+    ADMITTING  plan, manifest, account, evidence, keys          -> AdmittedRun
     TRAINING   step by step, until the planned steps or the cap -> Training, and how it ended
     FINISHING  commit the last step, export the evidence log    -> Finished
     DONE | FAILED

@@ -1,4 +1,4 @@
-"""Losses: members that fail at a task leave, and the run ends if all fail alike."""
+"""Failures of members at a task: those members leave, and the run ends if all fail alike."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from raycloak.metrics.errors import RunFailedError
 
 
 @dataclass(slots=True)
-class Losses:
-    """The losses of a session, one task after the other."""
+class MemberFailures:
+    """The failed members of a session, one task after the other."""
 
     backend: Backend
     members: Members

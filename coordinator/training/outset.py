@@ -7,7 +7,7 @@ import numpy as np
 from raycloak.coordinator.aggregation.ranges import ParameterRange
 from raycloak.coordinator.checkpoints.saver import Checkpoints, Restored
 from raycloak.coordinator.checkpoints.writer import PackageOrigin
-from raycloak.coordinator.training.admitted import Admitted
+from raycloak.coordinator.training.admitted import AdmittedRun
 from raycloak.coordinator.training.assignment import Order
 from raycloak.coordinator.training.model import Model, ModelReader
 from raycloak.coordinator.training.public_evaluation import DriverEvaluator
@@ -17,7 +17,7 @@ from raycloak.coordinator.training.step import StepRunner
 from raycloak.coordinator.training.steps import Course, Training
 
 
-def set_out(order: Order, admitted: Admitted, reporter: Reporter) -> Training:
+def set_out(order: Order, admitted: AdmittedRun, reporter: Reporter) -> Training:
     """Return the steps that are left to this execution, from the model of the newest package or of the manifest.
 
     Raises:
@@ -68,7 +68,7 @@ def set_out(order: Order, admitted: Admitted, reporter: Reporter) -> Training:
     )
 
 
-def _open_checkpoints(order: Order, admitted: Admitted) -> Checkpoints | None:
+def _open_checkpoints(order: Order, admitted: AdmittedRun) -> Checkpoints | None:
     assignment = order.assignment
     if not assignment.charges or assignment.archive is None:
         return None
@@ -76,7 +76,7 @@ def _open_checkpoints(order: Order, admitted: Admitted) -> Checkpoints | None:
     return assignment.archive.open(order.session.control, terms, admitted.metrics)
 
 
-def _model(order: Order, admitted: Admitted, restored: Restored | None) -> Model:
+def _model(order: Order, admitted: AdmittedRun, restored: Restored | None) -> Model:
     backend, manifest, aggregators = order.session.backend, admitted.manifest, admitted.membership.members.aggregators
     flat, digest = admitted.facts.initial_parameters, manifest.computation.initial_parameters
     states = tuple(aggregator.initial_state() for aggregator in aggregators)
@@ -89,6 +89,6 @@ def _model(order: Order, admitted: Admitted, restored: Restored | None) -> Model
 
 
 def _state_of(merged: Mapping[str, np.ndarray], owned: ParameterRange) -> dict[str, np.ndarray]:
-    """The part of an optimizer state that belongs to the tensors of a range."""
+    """Return the part of an optimizer state that belongs to the tensors of a range."""
     names = {tensor.name for tensor in owned.tensors}
     return {key: value for key, value in merged.items() if key.rpartition("/")[0] in names}

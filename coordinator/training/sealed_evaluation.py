@@ -20,7 +20,7 @@ from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.planning.references import evaluation_form
 from raycloak.coordinator.record.outcome import Evaluation
-from raycloak.coordinator.training.member_failures import Losses
+from raycloak.coordinator.training.member_failures import MemberFailures
 from raycloak.coordinator.training.model import Model
 from raycloak.coordinator.training.step import StepRunner
 from raycloak.metrics.errors import EvidenceError, ProtocolError
@@ -36,7 +36,7 @@ class SealedEvaluator:
     `raycloak.coordinator.training.steps.ModelEvaluator`.
 
     Attributes:
-        runner: whose model it is.
+        runner: the runner of the session whose model is measured.
         metric: what the scores are of.
         num_examples: of the split, as its header says.
         every: steps between two evaluations; see `raycloak.coordinator.training.steps.ModelEvaluator`.
@@ -47,10 +47,10 @@ class SealedEvaluator:
     num_examples: int
     every: int
     asks_workers: ClassVar[bool] = True
-    _losses: Losses = field(init=False)
+    _failures: MemberFailures = field(init=False)
 
     def __post_init__(self) -> None:
-        self._losses = Losses(self.runner.backend, self.runner.membership.members, self.runner.deadline_s)
+        self._failures = MemberFailures(self.runner.backend, self.runner.membership.members, self.runner.deadline_s)
 
     @classmethod
     def of(cls, config: RunConfig, terms: SealedSource | None, runner: StepRunner) -> Self | None:
@@ -67,7 +67,7 @@ class SealedEvaluator:
             RefusedError: ``too_few_workers``.
             RunFailedError: what failed: every worker alike, or more members than the run survives.
         """
-        self._losses.begin()
+        self._failures.begin()
         self.runner.commit()
         epoch = self.runner.manifest.computation.epoch_of("gradient", finished_steps - 1)
         while True:
@@ -113,8 +113,8 @@ class SealedEvaluator:
         if not failures:
             return scores
         task = f"the evaluation after step {finished_steps - 1}"
-        self._losses.require_model(model, failures.values(), task, finished_steps)
-        self._losses.take(failures, task, finished_steps, everybody=len(failures) == len(asked))
+        self._failures.require_model(model, failures.values(), task, finished_steps)
+        self._failures.take(failures, task, finished_steps, everybody=len(failures) == len(asked))
         return None
 
     def _verified(self, order: EvaluationOrder, member_id: str, reply: EvaluationReply) -> Scores:

@@ -17,7 +17,6 @@ An aggregator keeps no state between steps, so a step that fails anywhere is rep
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.messages import Envelope, parse
@@ -41,7 +40,7 @@ from raycloak.workers.vectors.payload import VectorRange
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _AskedRoster:
     """A roster that was asked for, and the finished steps that the answer commits."""
 
     pending: Pending[Envelope]
@@ -86,7 +85,7 @@ class StepRunner:
     uncommitted: tuple[StepCommit, ...] = ()
     _attempting: AttemptRunner = field(init=False)
     _manifest_digest: bytes = field(init=False)
-    _prepared: tuple[Any, _Asked] | None = None
+    _prepared: tuple[object, _AskedRoster] | None = None
     _last_paid: int = 0
 
     def __post_init__(self) -> None:
@@ -121,6 +120,7 @@ class StepRunner:
     def _execute(self, task: Task, model: Model) -> _Done:
         """Charge a step once, and attempt it until every aggregator has reduced it."""
         started = time.perf_counter()
+        # Before the ledger is asked: a charge whose answer is lost counts as spent.
         self.charging = True
         self._attempting.begin()
         epoch = self.manifest.computation.epoch_of(task.query, task.step)
@@ -224,8 +224,8 @@ class StepRunner:
         prepared, self._prepared = self._prepared, None
         if prepared is not None and prepared[0] == self._standing(task):
             return self._receive(task, prepared[1])
-        # The prepared roster is not even looked at: it rests on former members, so it may have been refused. The steps
-        # that it was to commit are still in `uncommitted`, and go with the new question.
+        # The prepared roster is not read: it rests on former members, so it may have been refused. The steps that it
+        # was to commit are still in `uncommitted`, and the new question commits them.
         return self._receive(task, self._ask_roster(task))
 
     def _prepare_next(self, task: Task) -> None:
@@ -243,7 +243,7 @@ class StepRunner:
             after = Task("gradient", following, task.ranges)
             self._prepared = self._standing(after), self._ask_roster(after)
 
-    def _ask_roster(self, task: Task) -> _Asked:
+    def _ask_roster(self, task: Task) -> _AskedRoster:
         """Ask for the roster of the next attempt of a step; the same question commits the finished steps.
 
         They stay in `uncommitted` until the answer is there. Asked twice, the orchestrator commits them once.
@@ -251,9 +251,9 @@ class StepRunner:
         hosting, commits = dict(self.membership.hosts.hosting), self.uncommitted
         aggregators = self._aggregator_ids(task)
         roster = self.control.orchestrator.open_step(task.step, hosting, aggregators, commits, task.query)
-        return _Asked(roster, commits)
+        return _AskedRoster(roster, commits)
 
-    def _receive(self, task: Task, asked: _Asked) -> Envelope:
+    def _receive(self, task: Task, asked: _AskedRoster) -> Envelope:
         """Return the roster, or another one if a member's evidence has expired or was revoked since the last review."""
         try:
             roster = asked.pending.result()
@@ -268,7 +268,7 @@ class StepRunner:
         self.uncommitted = tuple(commit for commit in self.uncommitted if commit not in asked.commits)
         return roster
 
-    def _standing(self, task: Task) -> Any:
+    def _standing(self, task: Task) -> object:
         """Return everything that a roster of a step depends on, for comparison."""
         evidence = tuple(self.membership.members.presentations.items())
         return task.query, task.step, dict(self.membership.hosts.hosting), self._aggregator_ids(task), evidence

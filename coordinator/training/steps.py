@@ -54,7 +54,7 @@ class ModelEvaluator(Protocol):
 
     @property
     def asks_workers(self) -> bool:
-        """Return whether workers measure; they are asked nothing any more once a run has failed."""
+        """Return whether workers measure; a failed run no longer asks them."""
         ...
 
     def measure(self, model: Model, finished_steps: int) -> Evaluation:
@@ -149,7 +149,7 @@ class Training:
         return self._evaluated[1]
 
     def evaluated(self) -> Evaluation | None:
-        """Return what :meth:`evaluate` gives without asking workers, which a failed run no longer asks."""
+        """Return the result of :meth:`evaluate` if it needs no workers, because a failed run no longer asks them."""
         if self.evaluator is not None and self.evaluator.asks_workers:
             return self._known_evaluation
         return self.evaluate()
@@ -170,7 +170,7 @@ class Training:
         self.metrics.phase_finished("checkpoint", time.perf_counter() - started)
 
     def _measure(self) -> None:
-        """Make the releases that are due between two steps. One that was made before comes out the same, for free."""
+        """Make the releases that are due between two steps. A repeated release gives the same values and is free."""
         planned = self.plan.mechanism.steps
         for measurement in self.plan.measurements:
             number = measurement.due(self.finished_steps, planned)
@@ -221,7 +221,7 @@ class Training:
                 "not_reproducible",
                 f"{commit.query} {commit.step} gave the digest {commit.parameter_digest.hex()}; the evidence log has "
                 f"{known.parameter_digest.hex()}",
-                "Nothing further was charged. Compare machines and libraries with those of the run.",
+                "Nothing further was charged. Compare this machine and its libraries with the run's.",
                 commit.step,
             )
 

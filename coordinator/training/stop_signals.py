@@ -25,7 +25,7 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals(request: StopRequest, notice: Callable[[str], None]) -> Iterator[None]:
-    """Have SIGINT and SIGTERM make ``request`` while it is open; another one raises KeyboardInterrupt.
+    """Have SIGINT and SIGTERM make ``request`` inside the block; a second signal raises KeyboardInterrupt.
 
     Ray replaces the handler of SIGTERM when it starts, so this must be opened after that, in the main thread.
     """
@@ -34,7 +34,7 @@ def stop_on_signals(request: StopRequest, notice: Callable[[str], None]) -> Iter
         if request.made:
             raise KeyboardInterrupt
         request.make()
-        notice(f"{signal.Signals(number).name}: the run stops after this step; once more stops it at once")
+        notice(f"{signal.Signals(number).name}: the run stops after this step; a second signal stops it at once")
 
     kept = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -14,7 +14,7 @@ from raycloak.attestation.core.evidence import Collateral
 
 @dataclass
 class CollateralSite:
-    """What it publishes, which a test may change; ``asked`` are the paths of all requests.
+    """The published collateral, which a test may change; ``asked`` are the paths of all requests.
 
     Attributes:
         answers: by path, instead of the honest answer: a status, or a function of the handler.

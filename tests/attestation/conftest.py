@@ -55,7 +55,7 @@ class Member:
     mask: AgreementKey = field(default_factory=AgreementKey.generate)
 
     def fields(self, **changes: Any) -> dict[str, Any]:
-        """What the member binds into its quote."""
+        """Return the fields that the member binds into its quote."""
         return {
             "nonce": b"n" * 32,
             "run_id": RUN,
@@ -81,7 +81,7 @@ class Member:
 
 @dataclass
 class Session:
-    """What a verifier holds, and members to judge."""
+    """A verifier's material, and members to judge."""
 
     vendor: SimulatedVendor
     platform: SimulatedPlatform

@@ -42,7 +42,7 @@ class Site:
     def begin(self, session: str) -> None:
         """Begin a session, which the next server answers for."""
         self.begun = self.run.begin(self.terms, session)
-        self.desk = self.begun.evidence_desk(StaticHosting.of(HOSTING, (), 4))
+        self.desk = self.begun.peer_desk(StaticHosting.of(HOSTING, (), 4))
 
     @contextmanager
     def served(self) -> Iterator["Site"]:

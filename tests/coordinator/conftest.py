@@ -1,4 +1,4 @@
-"""What a run gives when nothing disturbs it, and an S3 and a PostgreSQL that are not far away."""
+"""The results of an undisturbed run, and a local S3 and PostgreSQL."""
 
 import itertools
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def bucket_urls() -> Iterator[Iterator[str]]:
 
 @pytest.fixture(scope="session")
 def postgres_binaries() -> Path:
-    """Where PostgreSQL's programs are; skips where they, or its driver, are not installed."""
+    """Return the folder of PostgreSQL's programs; skip the test where they, or its driver, are not installed."""
     pytest.importorskip("psycopg", reason="needs psycopg (pip install 'raycloak[postgresql]')", exc_type=ImportError)
     folder = binaries()
     if folder is None:

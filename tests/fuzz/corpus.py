@@ -79,7 +79,7 @@ def _presentation(quote: bytes, gpu: bytes) -> bytes:
 
 
 def recorded(index: Path) -> Iterator[Seed]:
-    """What the cases of an index present, what they are judged with, and indexes of one case each."""
+    """Return the evidence of an index's cases, what they are judged with, and indexes of one case each."""
     document = json.loads(index.read_bytes())
     for case in document["cases"][:: max(1, len(document["cases"]) // 10)]:
         yield "index", json.dumps({"default_policy": document.get("default_policy", {}), "cases": [case]}).encode()

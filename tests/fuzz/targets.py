@@ -1,4 +1,4 @@
-"""What is fuzzed: every parser of evidence, collateral, policies and messages, with the one way each may refuse."""
+"""The fuzz targets: every parser of evidence, collateral, policies and messages, with the one way each may refuse."""
 
 import os
 import time
@@ -57,7 +57,7 @@ class Target:
 
 
 def _in_a_file(read: Callable[[Path], object]) -> Callable[[bytes], object]:
-    """For parsers of files: one file in memory that each call writes again."""
+    """Wrap a parser of files: each call writes one file in memory again."""
     descriptor = os.memfd_create("raycloak-fuzz")
     path = Path(f"/proc/self/fd/{descriptor}")
 

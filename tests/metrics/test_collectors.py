@@ -18,7 +18,7 @@ from raycloak.metrics.collectors import (
 from raycloak.metrics.exporter import Exporter
 from raycloak.metrics.gpu_readings import GpuReading
 from raycloak.metrics.registry import ACCOUNT, BY_NAME, RUN_SERIES
-from tests.samples import sample_names
+from tests.metrics.samples import sample_names
 
 FACTS = RunFacts(
     run="0123456789abcdef",

@@ -1,6 +1,6 @@
 """The real NVML binding over a library made of Python functions, which write through the pointers they are given."""
 
-# ruff: noqa: N802, N815 - the names are those of the C library
+# ruff: noqa: N802, N815 - the C library gives the names
 
 import ctypes
 

@@ -60,7 +60,7 @@ class Watched(RayBackend):
 
 
 class Disturbances:
-    """What is done after which step; the run is slowed down until all of it was done."""
+    """The disturbances after each step; the run is slowed down until all of them were done."""
 
     def __init__(self):
         self.departed = []

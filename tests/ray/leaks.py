@@ -1,4 +1,4 @@
-"""What must not leave a worker, and a search for it wherever bytes of a run may lie.
+"""The secrets that must not leave a worker, and a search for them wherever bytes of a run may lie.
 
 A needle is bytes under a name. Needles are long or distinctive enough that none is found by chance: at least 8 bytes
 that a key, a float64 or several numbers of the run fix.
@@ -91,7 +91,7 @@ def worker_needles(worker) -> dict[str, bytes]:
 
 
 def run_needles(manifest: Manifest, dataset: Dataset, secret: Secret, digests: Sequence[bytes]) -> dict[str, bytes]:
-    """What the run secret gives, for every step of a run: keys, sampled ids and realised batch sizes.
+    """Return what the run secret gives, for every step of a run: keys, sampled ids and realised batch sizes.
 
     Args:
         digests: of the parameters each step started from.
@@ -192,7 +192,7 @@ def object_stores(session: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _extents(path: Path) -> Iterator[bytes]:
-    """What was ever written to a sparse file."""
+    """Return the extents of a sparse file that were ever written."""
     with open(path, "rb", buffering=0) as file:
         end, position = os.fstat(file.fileno()).st_size, 0
         while position < end:

@@ -32,7 +32,7 @@ def digests(run_dir):
 
 
 def wait_for(condition, process):
-    """What ``condition`` returns once it is true."""
+    """Return what ``condition`` gives once it is true."""
     end = time.monotonic() + DEADLINE_S
     while not (found := condition()):
         assert process.poll() is None, "the command ended early"
@@ -72,7 +72,7 @@ def config_file(tmp_path):
     return path
 
 
-def test_a_stopped_run_goes_on_and_can_be_replayed(ray_cluster, config_file, tmp_path, raycloak_home):
+def test_a_stopped_run_resumes_and_can_be_replayed(ray_cluster, config_file, tmp_path, raycloak_home):
     secret = tmp_path / "secret"
     secret.write_text("5e" * 32)
     secret.chmod(0o644)

@@ -1,4 +1,4 @@
-"""What must not leak: every byte that left a worker is searched for what only a worker may know.
+"""Leaks: every byte that left a worker is searched for what only a worker may know.
 
 The needles are made inside the workers, by their own classes from their own state, and never leave them: what comes
 back is the names of those found. The searched places are the object store's memory, Ray's whole session folder (logs,

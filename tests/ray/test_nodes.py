@@ -30,7 +30,7 @@ def nodes(raylets):
 
 @pytest.fixture(scope="module")
 def answers(nodes, raylets, run_python_in, tmp_path_factory):
-    """What a driver of the three nodes found."""
+    """Return what a driver of the three nodes found."""
     folder = tmp_path_factory.mktemp("driver")
     done = run_python_in(folder)(str(HERE / "placing.py"), environment=raylets.environment, deadline_s=600)
     assert done.code == 0, done.stderr
@@ -106,7 +106,7 @@ def test_workers_asked_to_leave_drained_and_dead_nodes_change_no_byte(answers, n
     assert answer["steps"] == 50
     # Two if its worker had just answered: then the first is lost with its vector, and the next finds the worker gone.
     assert answer["repeated"] in (1, 2)
-    # By the death and not by a deadline of the run; test_ray_cluster.py adds up what DEAD_NODE_S is made of.
+    # By the death and not by a deadline of the run; `DEAD_NODE_S` of test_ray_cluster.py is what the documents promise.
     assert 0 < answer["detected_s"] < FailureConfig().step_deadline_s
     deadline = time.monotonic() + DEADLINE_S
     while left := [each for each in process_table() if each.session == session and role(each)]:

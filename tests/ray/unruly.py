@@ -54,15 +54,15 @@ class Passing:
         self._file.write_text("0")
 
     def let_pass(self, seconds: int) -> None:
-        """From now on it is so much later."""
+        """Let so much time pass."""
         self._file.write_text(str(seconds))
 
     def timer(self) -> Timer:
-        """For the driver."""
+        """Return the driver's timer."""
         return Timer(now=lambda: time.monotonic() + int(self._file.read_text()))
 
     def clock(self):
-        """For the orchestrator, in a process of its own."""
+        """Return the clock of the orchestrator, which works in a process of its own."""
         file = self._file
 
         def now() -> float:

@@ -1,4 +1,4 @@
-"""What tests see of a run on Ray while it goes on: its metrics, what its aggregators are given, and its evidence."""
+"""Views of a run on Ray in progress: its metrics, the vectors of its aggregators, and its evidence."""
 
 import os
 import signal
@@ -73,7 +73,7 @@ class Scraping:
 
 @dataclass
 class Observed:
-    """What was seen of a run: metrics pages, processes, the vectors its aggregators were given, and its evidence."""
+    """The observations of a run: metrics pages, processes, the vectors its aggregators were given, and its evidence."""
 
     trainer: Trainer
     result: dict
@@ -85,7 +85,7 @@ class Observed:
 
 
 def observe(trainer, name, scratch):
-    """What an observer on this machine sees of a run that goes on."""
+    """Return what an observer on this machine sees of a run in progress."""
     folder = trainer._execution.folder.path
     vendor = SimulatedVendor.load_or_create(home.simulator_folder())
     policy, collateral = simulated_policy(vendor, code_measurement()), vendor.collateral(int(time.time()))

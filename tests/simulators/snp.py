@@ -26,7 +26,6 @@ from raycloak.attestation.core.evidence import MEASUREMENT_BYTES, REPORT_DATA_BY
 from raycloak.attestation.simulators.tdx_vendor import COLLATERAL_AGE_S, COLLATERAL_LIFETIME_S
 from raycloak.attestation.snp.endorsement import LAYOUTS, Layout
 from raycloak.attestation.snp.report import (
-    CHIP_ID_BYTES,
     ECDSA_P384_SHA384,
     KEY_KINDS,
     REPORT_BYTES,
@@ -50,6 +49,7 @@ from tests.simulators.snp_pki import (
 
 SNP_SVN: Final = 24
 CRL_NUMBER: Final = 7
+_CHIP_ID_BYTES = 64
 _SVNS = {1: 4, 2: 1, 3: SNP_SVN, 8: 0xDB, 9: 2}
 _POLICY = 0x3_0000
 _PLATFORM_INFO = 0x25
@@ -131,7 +131,7 @@ class SimulatedAmd:
             hardware_id=hardware_id,
             variant=endorsement,
         )
-        chip_id = hardware_id.ljust(CHIP_ID_BYTES, b"\0") if kind == "VCEK" else bytes(CHIP_ID_BYTES)
+        chip_id = hardware_id.ljust(_CHIP_ID_BYTES, b"\0") if kind == "VCEK" else bytes(_CHIP_ID_BYTES)
         return SimulatedMachine(key, (certificate, ca.certificate), kind, tcb, chip_id, layout)
 
     def crl(

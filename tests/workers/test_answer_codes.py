@@ -1,4 +1,4 @@
-"""What a worker lets out of a failure: a code, and nothing that could hold an example."""
+"""A worker lets only a code out of a failure, and nothing that could hold an example."""
 
 import os
 import pickle

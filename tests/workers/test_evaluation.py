@@ -216,7 +216,7 @@ def test_a_worker_forgets_the_slices_that_it_has_no_keys_of_in_the_next_epoch(tm
 
 
 def test_a_worker_takes_no_evaluation_keys_in_the_place_of_others(run):
-    """Nor those of another split."""
+    """Keys of another split do not serve either."""
     name, hosted = "worker-0", run.hosting["worker-0"]
     release = run.orchestrator.release(name, 0, hosted, run.workers[name]._stage._watch.length)
     for wrong in (

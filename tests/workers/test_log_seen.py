@@ -89,7 +89,7 @@ def test_a_coordinator_tells_the_orchestrator_what_each_worker_has_seen(tmp_path
 
 
 def test_a_worker_that_is_kept_from_the_proof_leaves_and_takes_no_key(tmp_path, monkeypatch):
-    """Whoever is between worker and orchestrator cannot make the worker forget what it saw."""
+    """A party between worker and orchestrator cannot make the worker forget what it saw."""
     run = whole_run(tmp_path, epoch_steps=1)
     genuine = Handout.release
 

@@ -40,7 +40,7 @@ class StrictRun(HandRun):
         return TrainWorker(name, self.platforms[name], self.clock, SimulatedGpus((self.gpus[name],)))
 
     def code_beside(self, platform: str, gpu: str) -> str:
-        """What worker-0 answers to a roster in which worker-1 is on ``platform`` with ``gpu``."""
+        """Return the code of worker-0's answer to a roster in which worker-1 is on ``platform`` with ``gpu``."""
         other = Attester("worker-1", self.platforms[platform], SimulatedGpus((self.gpus[gpu],)))
         challenge = Challenge(
             nonce=b"n" * 32,
@@ -77,7 +77,7 @@ def test_a_second_worker_on_a_platform_or_with_a_gpu_refuses_the_roster(strict: 
 
 
 def test_a_worker_refuses_collateral_older_than_it_has_seen(strict: StrictRun) -> None:
-    """Whoever hands it collateral anew, as for every renewal, cannot turn it back while the process lives."""
+    """Handing it collateral anew, as for every renewal, cannot turn it back while the process lives."""
     worker = strict.workers["worker-2"]
 
     def present(number: int) -> str | None:

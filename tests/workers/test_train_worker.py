@@ -1,4 +1,4 @@
-"""What a worker checks before it computes, and what it lets out."""
+"""The checks of a worker before it computes, and the limits of what it lets out."""
 
 import pickle
 from collections.abc import Iterator
@@ -142,7 +142,7 @@ def test_parameters_that_change_after_they_were_verified_reach_no_gradient(hand,
 
 
 def test_every_step_has_vectors_of_its_own(hand):
-    """What was kept for another attempt of a step does not serve the next one."""
+    """Vectors kept for another attempt of a step do not serve the next step."""
     commit = hand.advance(hand.roster())
     _, (vectors,) = hand.compute(hand.roster(1, commit=commit), 1)
     clear = [hand.clear_vector(v, step=1) for v in range(VIRTUAL_WORKERS)]
@@ -286,7 +286,7 @@ def test_keys_of_a_past_epoch_are_dropped(tmp_path):
 
 
 def test_commitments_to_data_are_signed_and_keyed(still):
-    """Whoever lacks the key cannot tell a guessed slice from another by its commitment."""
+    """Without the key, nobody can tell a guessed slice from another by its commitment."""
     worker = still.workers["worker-2"]
     envelope = worker.accept_keys(still.orchestrator.release("worker-2", 0, (2,), worker._stage._watch.length))
     member = next(each for each in members(still.roster()) if each.member_id == "worker-2")

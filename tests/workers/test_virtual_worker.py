@@ -112,7 +112,7 @@ def test_the_slice_is_every_vth_example_and_its_digest_covers_their_bytes():
 
 
 def test_sampling_is_keyed_like_the_noise(monkeypatch):
-    """Of 20 pairs of draws of 5 examples at rate 1/2, all being equal has probability 2^-100."""
+    """All of 20 pairs of draws of 5 examples at rate 1/2 are equal with probability 2^-100."""
     drawn = []
     genuine = VirtualWorkerComputer.vector.__globals__["draw_ids"]
     monkeypatch.setattr(
@@ -185,7 +185,7 @@ def moved_by(features, label, chosen, parameters=PARAMETERS) -> float:
 @pytest.mark.parametrize("adversary", ADVERSARIES)
 @pytest.mark.parametrize(("bits", "gamma_log2"), [(32, -20), (32, -5), (64, -40)])
 def test_an_adversarial_example_never_moves_the_encoded_sum_by_more_than_the_sensitivity(adversary, bits, gamma_log2):
-    """From features to ring words: C' = C + gamma sqrt(d) holds, also where rounding is as coarse as C itself."""
+    """The bound C' = C + gamma sqrt(d) holds from features to ring words, even if rounding is as coarse as C."""
     chosen = mechanism(sample_rate=1.0, max_grad_norm=0.25, ring_bits=bits, gamma_log2=gamma_log2, clamp=8.0)
     for scale in (1, 30):
         moved = moved_by(*ADVERSARIES[adversary], chosen, PARAMETERS * np.float32(scale))

@@ -156,7 +156,7 @@ class PerExampleGradients:
 
     def _take(self, name: str, tensor: nn.Parameter, count: int) -> Tensor:
         gradient = getattr(tensor, "grad_sample", None)
-        # Opacus appends to what it finds: the next batch must find nothing.
+        # Opacus appends to gradients that are already there, so they are cleared before the next batch.
         tensor.grad = tensor.grad_sample = None  # type: ignore[attr-defined]
         if not isinstance(gradient, Tensor) or gradient.shape != (count, *tensor.shape):
             raise ModelError(

@@ -46,9 +46,9 @@ def check_trainable(
 ) -> None:
     """Refuse a model or loss that cannot be trained under per-example clipping on data of this form.
 
-    Guarantee: on the synthetic examples tried, the forward pass changes neither a buffer nor a parameter and draws
-    no random number, in training and in evaluation mode; an example's output, loss and gradient keep their bits when
-    another example or its label changes; and the per-example gradients add up to the gradient of the summed loss.
+    Guarantee: on the synthetic examples tried, the forward pass changes neither a buffer nor a parameter. It draws no
+    random number, in training and in evaluation mode. An example's output, loss and gradient keep their bits when
+    another example or its label changes. The per-example gradients add up to the gradient of the summed loss.
     ``module`` itself is not changed.
 
     Args:

@@ -1,7 +1,7 @@
 """The numerics class: all that the last bits of a gradient depend on besides code and data.
 
-The same code gives other last bits under AVX2 than under AVX-512, with two threads than with one, and with another
-library version. Two values under one noise leak their difference, so a run admits one class only.
+The last bits of a result differ between AVX2 and AVX-512, between one thread and two, and between library versions. Two
+values under one noise leak their difference, so a run admits one class only.
 """
 
 import os
@@ -27,7 +27,7 @@ _KERNEL_CAPS = {
     },
     "default": {},
 }
-# Each of these chooses kernels, so two processes that differ in one are of two classes.
+# Each of these chooses kernels, so processes that differ in one of them are of different classes.
 _DISPATCH_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "CUBLAS_WORKSPACE_CONFIG")
 
 

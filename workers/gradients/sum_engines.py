@@ -1,4 +1,4 @@
-"""Sum engines: what turns a virtual worker's examples into one clipped sum, for each query of a run.
+"""Sum engines: they turn a virtual worker's examples into one clipped sum, for each query of a run.
 
     gradient       raycloak.workers.gradients.clipping.GradientEngine
     class_counts   ClassCountEngine
@@ -69,8 +69,8 @@ class ClassCountEngine:
         if (form.label_shape, form.label_dtype) != ((), "int64"):
             raise ConfigError(
                 "measurement_labels",
-                f"labels of type {form.label_dtype} and shape {list(form.label_shape)} are no class numbers to count.",
-                "Remove measurements.class_counts, or give one integer label an example.",
+                f"labels of type {form.label_dtype} and shape {list(form.label_shape)} are not class numbers to count.",
+                "Remove measurements.class_counts, or give one integer label per example.",
             )
 
     def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> NDArray[np.float64]:

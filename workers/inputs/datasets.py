@@ -103,10 +103,12 @@ def check_arrays(features: NDArray[Any], labels: NDArray[Any], name: str) -> Non
         )
     if len(features) != len(labels):
         raise DatasetError(
-            "dataset_lengths", f"{name}: {len(features)} features but {len(labels)} labels.", "Give each example both."
+            "dataset_lengths",
+            f"{name}: {len(features)} features but {len(labels)} labels.",
+            "Give each example features and a label.",
         )
     if len(features) == 0:
-        raise DatasetError("dataset_empty", f"{name} has no examples.", "Name data that has some.")
+        raise DatasetError("dataset_empty", f"{name} has no examples.", "Name a dataset with examples.")
 
 
 def dataset_form(dataset: Dataset) -> DatasetForm:
@@ -116,7 +118,7 @@ def dataset_form(dataset: Dataset) -> DatasetForm:
         DatasetError: ``dataset_empty``, or ``dataset_dtype`` if a batch breaks the :class:`Dataset` contract.
     """
     if len(dataset) == 0:
-        raise DatasetError("dataset_empty", "the dataset has no examples.", "Name data that has some.")
+        raise DatasetError("dataset_empty", "the dataset has no examples.", "Name a dataset with examples.")
     features, labels = dataset.batch(np.empty(0, dtype=np.int64))
     for name, array in (("features", features), ("labels", labels)):
         if array.dtype not in (np.float32, np.int64) or array.ndim < 1 or len(array) != 0:

@@ -167,14 +167,14 @@ def export_in_memory(dataset: Any, path: Path) -> DatasetDescriptor:
             "Give it __len__ and __getitem__.",
         )
     if len(dataset) == 0:
-        raise DatasetError("dataset_empty", "the dataset has no examples.", "Name data that has some.")
+        raise DatasetError("dataset_empty", "the dataset has no examples.", "Name a dataset with examples.")
     try:
         features, labels = (np.stack(part) for part in zip(*map(_pair, _items(dataset)), strict=True))
     except ValueError:
         raise DatasetError(
             "dataset_array",
             "the dataset's examples do not all have one shape.",
-            "Pad or crop them, by public constants.",
+            "Pad or crop them to one public shape.",
         ) from None
     check_arrays(features, labels, "dataset")
     # The mode is given when the file is created: at no moment can others open it.

@@ -61,7 +61,7 @@ def read_npz(path: Path, features: tuple[str, ...], labels: str) -> Arrays:
             raise DatasetError(
                 "dataset_dtype", f"{path}: an array holds Python objects.", "Store it as numbers."
             ) from None
-        raise DatasetError("dataset_unreadable", f"{path} is no npz archive, or is damaged.", _NPZ) from None
+        raise DatasetError("dataset_unreadable", f"{path} is not an npz archive, or is damaged.", _NPZ) from None
 
 
 def _array(archive: Any, name: str, path: Path) -> NDArray[Any]:
@@ -103,7 +103,7 @@ def read_parquet(path: Path, features: tuple[str, ...], labels: str) -> Arrays:
             "dataset_unreadable", f"cannot read {path}: {why}.", "Check that it is a parquet file."
         ) from None
     if len(table) == 0:
-        raise DatasetError("dataset_empty", f"{path} has no examples.", "Name data that has some.")
+        raise DatasetError("dataset_empty", f"{path} has no examples.", "Name a dataset with examples.")
     columns = [_column(table.column(name), f"{path}, column '{name}'") for name in features]
     if len(columns) > 1 and any(column.ndim > 1 for column in columns):
         raise DatasetError(
@@ -119,7 +119,7 @@ def _column(column: Any, name: str) -> NDArray[Any]:
     import pyarrow.compute as pc
 
     if column.null_count:
-        raise DatasetError("dataset_array", f"{name} has missing values.", "Fill them, by public constants.")
+        raise DatasetError("dataset_array", f"{name} has missing values.", "Fill them with public constants.")
     array = column.combine_chunks()
     if not pa.types.is_list(array.type) and not pa.types.is_fixed_size_list(array.type):
         return np.asarray(array)
@@ -127,6 +127,6 @@ def _column(column: Any, name: str) -> NDArray[Any]:
     lengths = np.unique(np.asarray(pc.list_value_length(array)))
     if len(lengths) != 1:
         raise DatasetError(
-            "dataset_array", f"{name} has lists of different lengths.", "Pad or crop them, by public constants."
+            "dataset_array", f"{name} has lists of different lengths.", "Pad or crop them to one public length."
         )
     return values.reshape(len(array), lengths[0])

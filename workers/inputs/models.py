@@ -64,7 +64,7 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class ModelRuntime:
-    """How a process builds and runs the model of a run.
+    """A way to build and run the model of a run in one process.
 
     Attributes:
         build: gives each caller a module of its own, with the initial parameters.
@@ -280,7 +280,9 @@ def _check_dtypes(module: nn.Module) -> None:
     trainable = _trainable(module)
     if not trainable:
         raise ModelError(
-            "no_trainable_parameters", "no parameter of the model has requires_grad.", "Let some of them have it."
+            "no_trainable_parameters",
+            "no parameter of the model has requires_grad.",
+            "Set requires_grad on some of them.",
         )
     for name, tensor in trainable:
         if tensor.dtype != torch.float32:

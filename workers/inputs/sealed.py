@@ -73,7 +73,7 @@ def seal_dataset(
             )
             commitments = tuple(key_commitment(key) for key in keys)
             sealed = header.model_copy(update={"key_commitments": commitments, "slices": payloads})
-            # Last: a folder without a header is no sealed dataset, however far the slices came.
+            # Last: a folder without a header is not a sealed dataset, however far the slices came.
             (folder / HEADER_FILE).write_bytes(sealed.encode())
     except OSError as error:
         raise file_error("dataset_unreadable", "write", folder, error, DatasetError) from None
@@ -103,7 +103,7 @@ class SliceLocks(Protocol):
     """The slices of a dataset, as the keys that a worker is given open and lock them."""
 
     def take(self, keys: Mapping[int, Secret], hosted: Collection[int]) -> None:
-        """Lock the slices of virtual workers that are not ``hosted``, then open those of ``keys``."""
+        """Lock the slices of virtual workers that are not ``hosted``, then open the slices of ``keys``."""
         ...
 
 
@@ -136,7 +136,7 @@ class SealedDataset:
         return self._form.num_examples
 
     def take(self, keys: Mapping[int, Secret], hosted: Collection[int]) -> None:
-        """Lock the slices of virtual workers that are not ``hosted``, then :meth:`unlock` those of ``keys``."""
+        """Lock the slices of virtual workers that are not ``hosted``, then :meth:`unlock` the slices of ``keys``."""
         self.lock_all_but(hosted)
         self.unlock(keys)
 

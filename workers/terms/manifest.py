@@ -157,7 +157,7 @@ class Manifest(KeyContract):
             ML-DSA-65 key, which signs the heads of its evidence log as well.
         dataset_fingerprint: as every worker computed it, see `workers/inputs/fingerprint.py`; empty without a key.
         key_service: contract of the data owner's service, which gives the second half of every virtual-worker key.
-            ``key_commitments`` are then of the first half; the contract has those of the second.
+            ``key_commitments`` are then of the first half; the contract has the commitments to the second.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/manifest/v1"

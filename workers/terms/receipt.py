@@ -53,7 +53,8 @@ def check_receipt(
     """Verify a receipt for exactly this step.
 
     Guarantee: returns only if ``ledger_key`` signed that this mechanism was charged to this account for (run, query,
-    step, parameters, manifest, dataset), by an instance whose fencing number is not below ``lowest_fencing``.
+    step, parameters, manifest, dataset). The instance that charged it has a fencing number of at least
+    ``lowest_fencing``.
 
     Raises:
         ProtocolError: ``receipt_mismatch``, ``receipt_fenced`` or ``signature``.

@@ -1,4 +1,4 @@
-"""From a clipped sum to a masked vector: sampling, ring, noise, masks, tags and their keystreams.
+"""The way from a clipped sum to a masked vector: sampling, ring, noise, masks, tags and their keystreams.
 
 Doors: masks, noise, payload, ring, sampling, streams.
 

@@ -1,8 +1,8 @@
 """Exact-integer keyed discrete Gaussian noise, added to ring vectors.
 
-A draw of standard deviation sigma is X_0 + k * (X_1 + k * (X_2 + ...)), where the n base draws X_i are discrete
-Gaussians of standard deviation sigma_0 = sigma / sqrt(1 + k^2 + ... + k^(2n-2)), taken from a table with 128-bit
-probabilities. At run time there are only integers. `docs/proofs/001-noise-sampler.md` proves the distance.
+A draw of standard deviation sigma is X_0 + k * (X_1 + k * (X_2 + ...)). The n base draws X_i are discrete Gaussians of
+standard deviation sigma_0 = sigma / sqrt(1 + k^2 + ... + k^(2n-2)). A table with 128-bit probabilities gives them. At
+run time there are only integers. `docs/proofs/001-noise-sampler.md` proves the distance.
 
 Stream layout, fixed for ever (it decides the bytes of every run): draws come in blocks of BLOCK. Block b reads
 n * BLOCK 16-bit words of the index stream, first all words of X_0, then of X_1, and so on. A word whose bin lies
@@ -49,7 +49,7 @@ TAIL_BITS = 130
 # Twice the bits of a probability: errors of some 4,296 multiplications stay below 2^-223.
 _FIXED_BITS = 256
 _PROBABILITY_BITS = 128
-_BIN_BITS = 112
+_BIN_BITS = 112  # the other 16 are the word of the index stream
 # No outcome: these reach from -4,296 to 4,296.
 _AMBIGUOUS = np.iinfo(np.int16).min
 

@@ -191,8 +191,8 @@ def seal_header(
 def open_header(envelope: Envelope, attempt: VerifiedAttempt, sender: str) -> Header:
     """Verify a header against what its receiver knows.
 
-    Guarantee: returns only a header that ``sender``, a worker of the roster, signed for exactly this run, manifest,
-    step, attempt, roster, parameters, ring, virtual workers and ranges.
+    Guarantee: returns only a header that ``sender``, a worker of the roster, signed. It is for exactly this run,
+    manifest, step, attempt, roster, parameters, ring, virtual workers and ranges.
 
     Raises:
         ProtocolError: ``roster_member``, ``signature``, ``malformed``, ``header_mismatch``, ``range_mismatch`` or

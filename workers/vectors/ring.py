@@ -32,6 +32,7 @@ LARGEST_INFLATION = 1.0
 
 # The scale 2^-gamma_log2 and the clamp must be normal float32 numbers, for float32 input to be scaled exactly.
 _GAMMA_LOG2_LIMIT = 120
+# Of a float32.
 _SIGNIFICAND_BITS = 24
 
 

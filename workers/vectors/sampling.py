@@ -1,4 +1,7 @@
-"""Poisson sampling of a virtual worker's examples from a keyed stream."""
+"""Poisson sampling of a virtual worker's examples from a keyed stream.
+
+A function of a key and public numbers, by itself, so that tests can hold it against the law that it promises.
+"""
 
 from fractions import Fraction
 

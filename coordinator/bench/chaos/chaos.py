@@ -36,6 +36,7 @@ from raycloak.metrics.errors import ConfigError, RunFailedError
 
 FIRST_STEPS = 5
 LATEST_STEPS = 50
+# One wait has a fixed deadline, so a long run is followed in parts of so many steps.
 FOLLOWED_STEPS = 100
 DRIVER_PAUSE_S = 1.0
 _NUMBERS: Mapping[SignalName, int] = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}

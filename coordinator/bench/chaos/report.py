@@ -33,6 +33,7 @@ from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.console.tables import fields_table, value_text
 from raycloak.metrics.errors import EvidenceError
 
+# Expectations: a miss breaks no promise, and fails the bench only with --strict.
 RECOVERY_S = 1.0
 MEMBERS_S = 15.0
 STEP_S = 30.0

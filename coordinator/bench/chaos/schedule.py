@@ -45,7 +45,9 @@ def make_schedule(kills: int, seed: int, processes: Mapping[Role, int], nodes_lo
         ConfigError: ``chaos_kills`` for a number of kills below 1 or of nodes below 0.
     """
     if kills < 1 or nodes_lost < 0:
-        raise ConfigError("chaos_kills", f"{kills} kills and {nodes_lost} lost nodes cannot be.", "Give --kills 10.")
+        raise ConfigError(
+            "chaos_kills", f"{kills} kills and {nodes_lost} lost nodes are not possible.", "Give --kills 10."
+        )
     draw = random.Random(seed)
     certain = list(KILLED_ROLES) if kills >= ALL_ROLES else []
     weights = [processes[role] for role in KILLED_ROLES]

@@ -14,8 +14,8 @@ from raycloak.attestation.policy.policy import simulated_policy
 from raycloak.attestation.simulators.tdx_platform import QuoteVariant
 from raycloak.attestation.simulators.tdx_vendor import COLLATERAL_LIFETIME_S, SimulatedVendor
 from raycloak.attestation.tdx.rules import RTMRS, TdxRules
-from raycloak.attestation.trust.roots import INTEL_TDX_ANCHOR
 from raycloak.metrics.errors import EvidenceError
+from tests.anchors import INTEL_TDX_ANCHOR
 from tests.attestation.conftest import MEASUREMENT, NOW, Session, with_tdx
 
 

@@ -6,8 +6,8 @@ from raycloak.attestation.appraisal.mutual import ORCHESTRATOR, appraise_orchest
 from raycloak.attestation.attester.attester import Attester
 from raycloak.attestation.core.evidence import Challenge, EvidenceClass
 from raycloak.attestation.core.keys import IdentityKey
-from raycloak.attestation.trust.roots import INTEL_TDX_ANCHOR
 from raycloak.metrics.errors import EvidenceError
+from tests.anchors import INTEL_TDX_ANCHOR
 from tests.attestation.attester.test_attester import Source
 from tests.attestation.conftest import MANIFEST, NOW, RUN
 

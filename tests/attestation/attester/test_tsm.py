@@ -115,7 +115,7 @@ def source(root: Path, kernel: ReportTree, clock: Clock, **options: Any) -> TsmR
 
 
 def table(*entries: tuple[UUID, bytes]) -> bytes:
-    """A host's table of certificates; it goes on behind them with zeros, as pages do."""
+    """Return a host's table of certificates, filled up with zeros as its pages are."""
     header, blobs, start = b"", b"", 24 * (len(entries) + 1)
     for name, blob in entries:
         header += name.bytes + (start + len(blobs)).to_bytes(4, "little") + len(blob).to_bytes(4, "little")

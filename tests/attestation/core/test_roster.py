@@ -1,4 +1,4 @@
-"""What a roster must be before anybody acts on it."""
+"""The checks that a roster must pass before anybody acts on it."""
 
 import pytest
 from hypothesis import given

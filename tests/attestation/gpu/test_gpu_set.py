@@ -99,7 +99,7 @@ def test_manifests_are_chosen_by_what_each_gpu_is(node: Node) -> None:
     gpu: SimulatedGpu = node.gpus[0]
     evidence = [gpu.evidence(NONCE)]
     assert node.code(evidence, 1, rims=()) == "gpu_state"
-    assert node.code(evidence, 1, rims=node.rims[2:]) == "gpu_state"  # those of the other generation
+    assert node.code(evidence, 1, rims=node.rims[2:]) == "gpu_state"  # the other generation's
     other_board = node.vendor.sign(Manifest(VBIOS_VERSION, "GH100", {i: (bytes(48),) for i in VBIOS_INDICES}))
     assert node.verify(evidence, 1, rims=[other_board, *node.rims])
     assert node.code(evidence, 1, rims=[node.rims[0], other_board]) == "gpu_state"

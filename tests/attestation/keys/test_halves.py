@@ -1,4 +1,4 @@
-"""What comes of two halves depends on both, and on what it is for."""
+"""A combined key depends on both halves and on its purpose."""
 
 import pytest
 

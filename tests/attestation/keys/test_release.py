@@ -21,7 +21,7 @@ from raycloak.attestation.keys.release import (
     key_commitment,
     open_keys,
     released_body,
-    seal_keys,
+    seal_package,
     virtual_worker_keys,
 )
 from raycloak.attestation.log.entries import EntryProof
@@ -80,7 +80,8 @@ def logged(run_id="run", signer=LOG_OWNER, entry_kind="released", **body) -> byt
 def sealed(keys=None, signer=ORCHESTRATOR, recipient=RECIPIENT.public, **changes) -> KeyRelease:
     contents = [keys_of(0), keys_of(2)] if keys is None else keys
     body = package(**changes)
-    return KeyRelease(seal_keys(body, contents, recipient, signer), logged(**released_body(body)))
+    plaintext = b"".join(key.stream.reveal() + key.data.reveal() for key in contents)
+    return KeyRelease(seal_package(body, plaintext, recipient, signer), logged(**released_body(body)))
 
 
 def resealed(body: KeyPackage) -> KeyRelease:

@@ -14,7 +14,7 @@ from raycloak.attestation.core.hybrid_signature import HybridSigner, SignerPubli
 from raycloak.attestation.core.keys import Secret
 from raycloak.attestation.core.messages import parse
 from raycloak.attestation.log.entries import EntryProof, LogHead, check_extends
-from raycloak.attestation.log.evidence_log import EvidenceLog, read_exported_log, verify_exported_log
+from raycloak.attestation.log.evidence_log import EvidenceLog, read_exported_log
 from raycloak.attestation.log.merkle import EMPTY_ROOT, MerkleTree
 from raycloak.metrics.errors import EvidenceError
 
@@ -40,7 +40,7 @@ def fill(log: EvidenceLog, count: int = 5) -> None:
 
 def broken(path: Path, key: SignerPublic = KEY.public) -> str:
     with pytest.raises(EvidenceError) as refused:
-        verify_exported_log(path, key)
+        read_exported_log(path, key)
     assert refused.value.code == "log_broken"
     return refused.value.message
 
@@ -131,7 +131,9 @@ def test_an_entry_is_part_of_the_caller_s_transaction(log: EvidenceLog, connecti
     assert rows == 1
 
 
-def test_a_restarted_log_goes_on_where_it_was(log: EvidenceLog, connection: sqlite3.Connection, tmp_path: Path) -> None:
+def test_a_restarted_log_continues_where_it_was(
+    log: EvidenceLog, connection: sqlite3.Connection, tmp_path: Path
+) -> None:
     fill(log)
     head = log.position()
     connection.commit()
@@ -198,7 +200,7 @@ def test_a_log_of_an_older_version_is_refused_by_name(connection: sqlite3.Connec
     connection.execute("CREATE TABLE evidence_log (run_id TEXT)")
     path = tmp_path / "log.jsonl"
     path.write_bytes(b'{"head":"00","signature":"00"}\n')
-    for refused in (lambda: EvidenceLog(connection, RUN, KEY), lambda: verify_exported_log(path, KEY.public)):
+    for refused in (lambda: EvidenceLog(connection, RUN, KEY), lambda: read_exported_log(path, KEY.public)):
         with pytest.raises(EvidenceError, match="log_format"):
             refused()
 
@@ -222,7 +224,7 @@ def test_an_exported_log_verifies(log: EvidenceLog, tmp_path: Path) -> None:
     for count in (0, 5):
         fill(log, count)
         log.export(path)
-        assert verify_exported_log(path, KEY.public) == count
+        assert len(read_exported_log(path, KEY.public).entries) == count
     assert json.loads(path.read_text().splitlines()[3])["body"]["number"] == 3
     assert not [each for each in tmp_path.iterdir() if each.name.startswith(".log")]
 

@@ -1,4 +1,4 @@
-"""A reader of a log takes only heads that extend what it saw, whoever signed them."""
+"""A reader of a log takes only heads that extend the ones it saw, however validly others are signed."""
 
 import pytest
 

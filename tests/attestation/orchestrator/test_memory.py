@@ -1,4 +1,4 @@
-"""What an orchestrator remembers beside nonces: numbers of collateral, the time, and who is enrolled where."""
+"""The memory of an orchestrator beside nonces: numbers of collateral, the time, and who is enrolled where."""
 
 from dataclasses import dataclass
 from pathlib import Path

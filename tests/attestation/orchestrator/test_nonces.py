@@ -122,7 +122,7 @@ def test_who_asks_later_finds_unanswered_nonces_dropped_and_used_ones_known(
     assert refusal(book, used) == "nonce_replayed"
 
 
-def test_whoever_asks_without_end_fills_the_book_with_two_lifetimes_at_most(connection: sqlite3.Connection) -> None:
+def test_endless_requests_fill_the_book_with_two_lifetimes_at_most(connection: sqlite3.Connection) -> None:
     book = NonceBook(connection)
     most = 0
     for second in range(5 * DEFAULT_LIFETIME_S):
@@ -131,10 +131,10 @@ def test_whoever_asks_without_end_fills_the_book_with_two_lifetimes_at_most(conn
     assert DEFAULT_LIFETIME_S <= most <= 2 * DEFAULT_LIFETIME_S
 
 
-def test_whoever_attests_without_end_fills_the_book_with_a_number_of_used_nonces(
+def test_endless_attestations_fill_the_book_with_a_number_of_used_nonces(
     connection: sqlite3.Connection, member: Member, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that are dropped stay refused: nobody issued them, as far as anybody can tell."""
+    """A dropped nonce stays refused: it looks as if it was never issued."""
     monkeypatch.setattr("raycloak.attestation.orchestrator.nonces.MAX_USED", 3)
     book = NonceBook(connection)
     used = []

@@ -17,7 +17,7 @@ from raycloak.attestation.core.messages import Envelope, open_envelope, seal
 from raycloak.attestation.core.roster import Roster
 from raycloak.attestation.keys.release import ExpectedRelease, key_commitment, open_keys
 from raycloak.attestation.keys.run_secret import run_id_of
-from raycloak.attestation.log.evidence_log import read_exported_log, verify_exported_log
+from raycloak.attestation.log.evidence_log import read_exported_log
 from raycloak.attestation.orchestrator.commits import StepCommit
 from raycloak.attestation.orchestrator.data_commitments import DataCommitments
 from raycloak.attestation.orchestrator.orchestrator import open_run
@@ -302,7 +302,8 @@ def test_keys_go_to_admitted_workers_only(desk):
 
 
 def test_a_refused_release_is_in_the_log_though_nothing_else_is_left_of_it(desk):
-    """For a stranger, for an aggregator and for a worker without fresh evidence; durable when the refusal is told."""
+    """Try a stranger, an aggregator and a worker without fresh evidence; each entry is durable when the refusal is
+    told."""
     desk.admit("worker-0", "aggregator-0")
     desk.orchestrator.release("worker-0", 0, (0,))
     for name in ("stranger", "aggregator-0", "worker-0"):
@@ -581,12 +582,12 @@ def test_the_exported_log_verifies_and_holds_every_decision(desk, tmp_path):
     desk.orchestrator.finish((commit(0, b"p" * 32, 1),), str(tmp_path / "evidence.jsonl"), destroy=True)
     path = tmp_path / "evidence.jsonl"
     kinds = ["session", "admitted", "admitted", "released", *["data"] * 4, "roster", "committed", "finished"]
-    assert verify_exported_log(path, desk.key) == len(kinds)
+    assert len(read_exported_log(path, desk.key).entries) == len(kinds)
     lines = [json.loads(line) for line in path.read_text().splitlines()[:-1]]
     assert [line["kind"] for line in lines] == kinds
     assert lines[8]["body"] == {"query": "gradient", "step": 0, "attempt": 0, "digest": view.digest().hex()}
     with pytest.raises(EvidenceError):
-        verify_exported_log(path, HybridSigner.generate().public)
+        read_exported_log(path, HybridSigner.generate().public)
 
 
 def test_a_generated_secret_is_destroyed_when_asked_and_a_users_own_never(session, desk, tmp_path):

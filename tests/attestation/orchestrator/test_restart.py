@@ -1,4 +1,4 @@
-"""An orchestrator that dies at any moment: its next incarnation goes on, and every question may be asked twice."""
+"""An orchestrator that dies at any moment: its next incarnation resumes, and every question may be asked twice."""
 
 import sqlite3
 import threading
@@ -7,7 +7,7 @@ import pytest
 
 from raycloak.attestation.core.evidence import Presentation
 from raycloak.attestation.core.messages import open_envelope, seal
-from raycloak.attestation.log.evidence_log import verify_exported_log
+from raycloak.attestation.log.evidence_log import read_exported_log
 from raycloak.attestation.orchestrator.orchestrator import open_run
 from raycloak.attestation.service.serving_orchestrator import EvidenceOrchestrator
 from raycloak.metrics.errors import ConfigError, ProtocolError
@@ -293,5 +293,5 @@ def test_a_finish_that_was_cut_off_is_completed_by_the_next_incarnation(session,
                 desk.orchestrator.finish((commit(0, b"p" * 32, 1),), str(path), destroy=True)
         desk.restart()
     desk.orchestrator.finish((commit(0, b"p" * 32, 1),), str(path), destroy=True)
-    assert verify_exported_log(path, desk.key) == len(desk.log()) == 3
+    assert len(read_exported_log(path, desk.key).entries) == len(desk.log()) == 3
     assert not (desk.home / f"{desk.run_id}.secret").exists()

@@ -1,4 +1,4 @@
-"""Who is revoked while a run is under way gets nothing more, whatever else happens, and the log says so."""
+"""A member that is revoked during a run gets nothing more, whatever else happens, and the log says so."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What the runs of one site share: a new run begins with the floors and the clock of the runs before it."""
+"""The facts that runs of one site share: a new run begins with the floors and the clock of the runs before it."""
 
 from pathlib import Path
 

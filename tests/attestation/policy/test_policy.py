@@ -10,8 +10,9 @@ from raycloak.attestation.policy.collateral_service import CollateralService
 from raycloak.attestation.policy.policy import KeyQuotas, Policy, load_policy, simulated_policy
 from raycloak.attestation.snp.rules import SnpRules
 from raycloak.attestation.tdx.rules import REGISTERS, TdxRules
-from raycloak.attestation.trust.roots import INTEL_SGX_ROOT_DER, INTEL_TDX_ANCHOR, Anchor
+from raycloak.attestation.trust.roots import INTEL_SGX_ROOT_DER, Anchor
 from raycloak.metrics.errors import ConfigError
+from tests.anchors import INTEL_TDX_ANCHOR
 from tests.attestation.conftest import MEASUREMENT, Session, with_tdx
 
 TDX = {"measurements": [MEASUREMENT.hex()]}

@@ -1,4 +1,4 @@
-"""The generated stubs are those of the proto file."""
+"""The generated stubs match the proto file."""
 
 from pathlib import Path
 

@@ -12,7 +12,7 @@ def waiting(turn):
     return len(turn._waiting)
 
 
-def test_whoever_waits_is_next_and_nobody_overtakes_by_asking_again():
+def test_a_waiting_thread_is_next_and_nobody_overtakes_by_asking_again():
     turn, order = Turn(), []
 
     def take(name):
@@ -69,7 +69,7 @@ def test_only_one_thread_at_a_time_is_inside():
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["while it waits", "just as it is given its turn"])
-def test_whoever_is_interrupted_while_it_waits_holds_up_nobody(given, monkeypatch):
+def test_a_thread_that_is_interrupted_while_it_waits_holds_up_nobody(given, monkeypatch):
     turn, own = Turn(), threading.get_ident()
 
     class Interrupted(threading.Event().__class__):

@@ -15,9 +15,9 @@ from raycloak.attestation.core.messages import seal
 from raycloak.attestation.policy.policy import simulated_policy
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
 from raycloak.attestation.snp.rules import SnpRules
-from raycloak.attestation.trust.roots import INTEL_TDX_ANCHOR
 from raycloak.attestation.vectors.index import read_index
 from raycloak.metrics.errors import EvidenceError
+from tests.anchors import INTEL_TDX_ANCHOR
 from tests.attestation.composite_site import Site, composite_site
 from tests.attestation.conftest import MEASUREMENT, NOW, Session, with_tdx
 from tests.attestation.orchestrator.test_orchestrator import Desk
@@ -177,6 +177,6 @@ def test_every_refusal_is_provoked() -> None:
 
 
 def test_recorded_evidence_provokes_every_refusal_that_a_file_can(vectors: Path) -> None:
-    """That each case has its verdict is tested in `test_vector_check`."""
+    """`test_check` tests that each case has its verdict."""
     found = {case.fields.refusal for case in read_index(vectors / "INDEX.json")} - {None}
     assert found == set(Refusal) - IN_NO_FILE

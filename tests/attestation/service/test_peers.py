@@ -39,7 +39,7 @@ def code_of(call, *arguments) -> str:
         ("unix:/run/socket", "unix:/run/socket"),
     ],
 )
-def test_whoever_has_an_ipv6_network_has_one_address(host, counted):
+def test_an_ipv6_network_counts_as_one_address(host, counted):
     """Or a limit on the calls of an address would be none: a customer has 2^64 of them."""
     assert network_of(host) == counted
 
@@ -71,7 +71,7 @@ def test_what_is_remembered_of_a_peer_has_a_size_whatever_its_certificate_says(s
 
 
 class _Context:
-    """What the service asks of gRPC about a peer."""
+    """The part of gRPC's context that the service reads about a peer."""
 
     def __init__(self, peer, pem):
         self.peer = lambda: peer

@@ -248,7 +248,7 @@ def test_a_service_that_runs_for_long_never_has_rosters_enough(session, tmp_path
         roster = open_envelope(Roster, desk.newest_roster(), site.key)
         places.append((roster.step, roster.attempt))
         if round_ == 3:  # as after a restart
-            desk = site.begun.evidence_desk(StaticHosting.of(HOSTING, (), 4))
+            desk = site.begun.peer_desk(StaticHosting.of(HOSTING, (), 4))
     assert places == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
     site.run.close()
 
@@ -312,7 +312,7 @@ def test_an_address_that_asks_too_often_is_refused(session, tmp_path):
 
 def test_a_call_is_refused_when_the_orchestrator_does_not_answer_in_time(session, tmp_path):
     with _limited(session, tmp_path, deadline_s=0.3) as site, site.client(site.attester()) as client:
-        with site.server._queue._turn:  # whoever else asks the orchestrator keeps it busy
+        with site.server._queue._turn:  # another caller keeps the orchestrator busy
             assert refusal(client.challenge) == "deadline"
         eventually(lambda: _outcome(client.challenge) == "")
 

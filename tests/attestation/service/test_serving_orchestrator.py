@@ -1,4 +1,4 @@
-"""An orchestrator that serves while its run goes on: real sockets, and calls of the run beside them."""
+"""An orchestrator that serves during its run: real sockets, and calls of the run beside them."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -45,7 +45,7 @@ class Run:
         self.address = self.orchestrator.service_address()
 
     def admit(self, name):
-        """What the driver does for a member of the run."""
+        """Admit a member of the run as the driver does."""
         attester = self.members.setdefault(name, Attester(name, Source(self.session.platform)))
         challenge = self.orchestrator.challenge(name, "worker")
         self.orchestrator.admit(attester.present(challenge, MANIFEST, ANSWER))
@@ -130,7 +130,8 @@ def test_an_observer_cannot_bind_the_run_to_data(run):
 
 
 def test_a_member_gets_over_the_service_no_keys_that_the_run_has_not_given_it(run):
-    """Of the epoch that the run gave it, again; with fresh evidence none, of whatever epoch, until the run gives it."""
+    """It gets keys again of the epoch that the run gave it. With fresh evidence it gets none until the run gives
+    them."""
     run.begun()
     member = run.members["worker-0"]
     with run.client(member) as client:
@@ -188,7 +189,7 @@ def test_nobody_becomes_a_member_of_the_run_over_the_service(run, role):
 
 
 def test_a_name_that_was_challenged_before_it_was_taken_is_not_taken_away(run):
-    """A challenge is no claim to a name: whoever is admitted first keeps it while its evidence lasts."""
+    """A challenge is no claim to a name: the member that is admitted first keeps it while its evidence lasts."""
     thief = Attester("observer-0", Source(run.session.platform))
     with run.client(thief) as early:
         answer = thief.present(early.challenge(OBSERVER), MANIFEST, b"")
@@ -238,7 +239,7 @@ def test_observers_are_bounded_and_make_room_when_their_evidence_expires(run, mo
 
 
 def test_calls_of_the_run_and_of_its_observers_never_meet_inside(run):
-    """Both go on at once over the same state; each decision is whole, and the log holds them all."""
+    """Both call at once over the same state; each decision is whole, and the log holds them all."""
     run.begun()
     done, seen = threading.Event(), []
 
@@ -265,7 +266,7 @@ def test_calls_of_the_run_and_of_its_observers_never_meet_inside(run):
 def test_every_public_method_takes_its_turn_but_those_that_are_asked_beside_others(run):
     public = {name: each for name, each in vars(EvidenceOrchestrator).items() if not name.startswith("_")}
     written_here = {name for name, each in public.items() if each.__module__ == EvidenceOrchestrator.__module__}
-    assert written_here == {"open_run", "begin", "finish", "close", "service_address", "view", "present"}
+    assert written_here == {"open_run", "begin", "expel", "finish", "close", "service_address", "view", "present"}
     assert all(each.__name__ == name for name, each in public.items()), "each is sent under the name of its function"
     with ThreadPoolExecutor(1) as pool:
         with run.orchestrator._turn:

@@ -1,4 +1,4 @@
-"""The SEV-SNP verifier on recorded evidence with changes; `test_vector_check.py` judges it as it was recorded."""
+"""The SEV-SNP verifier on recorded evidence with changes; `test_check.py` judges it as it was recorded."""
 
 import base64
 from functools import cache

@@ -1,4 +1,5 @@
-"""What dcap-qvl is asked, what of its answer is passed over, and which code its refusal gets."""
+"""The second opinion of dcap-qvl: the question, the parts of its answer that are ignored, and the code of its
+refusal."""
 
 from typing import Any
 
@@ -53,7 +54,7 @@ TEXTS: dict[str, tuple[QuoteVariant, CollateralVariant, str]] = {
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_the_librarys_own_words_get_the_code_that_our_stage_would_set(session: Session, name: str) -> None:
-    """The texts are those of the library that is installed: another wording would show here."""
+    """The texts come from the installed library, so a changed wording would show here."""
     guest, collateral, code = TEXTS[name]
     text = library_text(session, session.platform.quote(REPORT_DATA, MEASUREMENT, guest), collateral, 18)
     with pytest.raises(EvidenceError) as refused:

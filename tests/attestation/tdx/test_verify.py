@@ -21,8 +21,8 @@ from raycloak.attestation.simulators.tdx_vendor import (
 )
 from raycloak.attestation.tdx.rules import TdxRules
 from raycloak.attestation.tdx.verify import TdxClaims, verify_tdx
-from raycloak.attestation.trust.roots import INTEL_TDX_ANCHOR
 from raycloak.metrics.errors import EvidenceError
+from tests.anchors import INTEL_TDX_ANCHOR
 from tests.attestation.conftest import MEASUREMENT, NOW, Session, with_tdx
 
 REPORT_DATA = bytes(range(64))
@@ -347,7 +347,7 @@ def library_accepts(session: Session, quote: bytes, variant: CollateralVariant) 
 
 
 def test_the_gaps_of_the_library_that_we_close_are_still_there(session: Session, quote: bytes) -> None:
-    """If one of these fails, the library closed a gap, and the reason for a check of ours has gone."""
+    """A failure means that the library closed a gap, and that a check of ours is no longer needed."""
     assert library_accepts(session, quote, CollateralVariant(signer=session.platform))
     assert library_accepts(session, quote, CollateralVariant(evaluation_number=1))
     assert library_accepts(session, quote + b"x", CollateralVariant())

@@ -45,7 +45,7 @@ class Altered(Case):
 
 
 def parts_of(case: Case) -> Iterator[tuple[str, bytes]]:
-    """What a case brings, by the names of `Altered`."""
+    """Return the parts of a case, by the names of `Altered`."""
     named = case.fields
     yield "evidence", case.evidence()
     yield from ((f"chain {position}", entry) for position, entry in enumerate(case.chain()))

@@ -150,7 +150,7 @@ def test_a_quote_covers_the_plan_and_is_never_below_what_a_part_costs():
     assert quote.at((101, 0)) == math.inf
 
 
-def test_a_quote_has_a_point_at_the_largest_part_that_the_cap_allows_and_goes_on_to_the_plans_end():
+def test_a_quote_has_a_point_at_the_largest_part_that_the_cap_allows_and_reaches_to_the_plans_end():
     plan = (Release(0.05, 1.0, 200),)
     cap = pld.epsilon((Release(0.05, 1.0, 77),), DELTA)
     quote = PLD.quote(plan, terms(cap))

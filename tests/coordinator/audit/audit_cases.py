@@ -149,7 +149,7 @@ def one_worker_that_does_not_clip(monkeypatch):
 
 def noise_key_reused_across_steps(monkeypatch):
     def forgetful(secret, purpose, *context):
-        """Of what noise is keyed by, only the digest of the slice is left, which comes last."""
+        """Key noise by the digest of the slice alone, which comes last."""
         return derive(secret, purpose, *(context[-1:] if purpose == Purpose.NOISE else context))
 
     monkeypatch.setattr(virtual_worker, "derive", forgetful)

@@ -1,7 +1,7 @@
 """`raycloak audit`: it flags each seeded defect, and never a correct build.
 
-All audits here state a confidence of 1 - 3e-8. Those of a correct build are fewer than thirty, so one of them is
-flagged with a chance below 1e-6. Coins and run secrets are fixed.
+All audits here state a confidence of 1 - 3e-8. Fewer than thirty are of a correct build, so one of them is flagged with
+a chance below 1e-6. Coins and run secrets are fixed.
 """
 
 import json
@@ -198,7 +198,7 @@ def test_what_cannot_be_audited_is_refused_before_anything_is_charged(home, rayc
 
 
 def test_an_audit_that_fails_is_over_for_good(home, raycloak_home, monkeypatch):
-    """What was charged stays charged, and nothing is left to go on with."""
+    """The charge stays, and nothing is left to resume."""
     genuine, asked = RunMember._compute, []
 
     def compute(self, *arguments):

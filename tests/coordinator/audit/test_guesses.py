@@ -22,7 +22,7 @@ def claimed(deviation: float = 4.0, sample_rate: float = 0.5):
 
 
 def observed(included, *, steps=4, rate=0.5, deviation=4.0, repeated=False, seed=0):
-    """What a Gaussian mechanism with clipping norm 1 shows."""
+    """Return an observer's view of a Gaussian mechanism with clipping norm 1."""
     generator = np.random.default_rng(seed)
     drawn = (generator.random((steps, len(included))) < rate) & included
     noise = generator.normal(0, deviation, drawn.shape)

@@ -1,4 +1,4 @@
-"""Where packages lie: all or nothing, on a disk and on S3."""
+"""The storage of packages: all or nothing, on a disk and on S3."""
 
 import importlib.util
 

@@ -28,7 +28,7 @@ TENSORS = (TensorSpec(name="layer.weight", shape=(3, 4)), TensorSpec(name="layer
 
 
 def run_manifest(tensors: tuple[TensorSpec, ...] = TENSORS, **changes: Any) -> Manifest:
-    """Of a run that was never trained."""
+    """Return the manifest of a run that was never trained."""
     optimizer = OptimizerSpec(
         name="adam", learning_rate=0.5, momentum=0.0, weight_decay=0.0, beta1=0.9, beta2=0.999, eps=1e-8,
         schedule="constant", warmup_steps=0,

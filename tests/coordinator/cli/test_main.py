@@ -1,4 +1,4 @@
-"""Where the command begins."""
+"""The start of the command."""
 
 import signal
 import subprocess

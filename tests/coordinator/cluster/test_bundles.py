@@ -1,4 +1,4 @@
-"""How many bundles fit where, and how it is said that they do not."""
+"""The number of bundles that fit on each node, and the words of a refusal."""
 
 import pytest
 

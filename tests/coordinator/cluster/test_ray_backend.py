@@ -1,4 +1,4 @@
-"""What the wired classes add to the plain ones, without a cluster."""
+"""The additions of the wired classes to the plain ones, without a cluster."""
 
 import os
 import resource

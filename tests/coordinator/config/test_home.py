@@ -41,7 +41,7 @@ def test_no_folder_below_home_is_open_to_others(raycloak_home: Path):
 
 def test_paths_below_home(raycloak_home: Path):
     assert home.ledger_url() == f"sqlite:///{raycloak_home}/ledger.sqlite"
-    assert home.run_lock("ab12") == raycloak_home / "orchestrator" / "ab12.lock"
+    assert home.run_lock_file("ab12") == raycloak_home / "orchestrator" / "ab12.lock"
     assert home.simulator_folder() == raycloak_home / "simulator"
     for name in ("orchestrator", "simulator"):
         assert (raycloak_home / name).stat().st_mode & 0o777 == 0o700

@@ -1,4 +1,4 @@
-"""What the configuration refuses on its face."""
+"""The refusals that need the configuration alone."""
 
 from pathlib import Path
 from typing import Any

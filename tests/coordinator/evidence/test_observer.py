@@ -1,4 +1,4 @@
-"""``raycloak attest observe``: what somebody outside sees of a run that goes on."""
+"""``raycloak attest observe``: the view of an outsider on a run in progress."""
 
 import json
 from pathlib import Path

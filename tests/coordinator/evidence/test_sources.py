@@ -1,4 +1,4 @@
-"""Where evidence and collateral of a run come from follows from its policy."""
+"""The policy decides the sources of a run's evidence and collateral."""
 
 import pickle
 from pathlib import Path

@@ -209,7 +209,7 @@ def test_collateral_comes_from_the_service_that_the_policy_names(folder):
     server.stop()
     session.run.close()
     (folder / "plain.yaml").write_text(yaml.safe_dump({**policy, "collateral_service": None}))
-    with pytest.raises(ConfigError, match="names no service"):
+    with pytest.raises(ConfigError, match="names no collateral service"):
         started(folder, policy="plain.yaml")
 
 

@@ -43,7 +43,7 @@ def mechanism(**changes: Any) -> Mechanism:
 
 
 def expected_epsilon(steps: int, noise_multiplier: float = 2.6) -> float:
-    """What the account should say after that many steps of one run."""
+    """Return the epsilon that the account should state after that many steps of one run."""
     return epsilon([steps * value for value in step_rdp(1.0, noise_multiplier)], accountant_delta(DELTA))
 
 

@@ -1,4 +1,4 @@
-"""Child process of `test_ledger_crash.py`: ``kill URL`` or ``race URL``, the URL of a ledger that does not exist yet.
+"""Child process of `test_crash.py`: ``kill URL`` or ``race URL``, the URL of a ledger that does not exist yet.
 
 It never imports torch, so that forking it is safe and fast.
 """
@@ -94,7 +94,7 @@ def empty(url: str, name: str, new: bool = True) -> str:
 
 
 def act_until_killed(url: str, k: int, mute_from: int = len(ACTS)) -> tuple[list[dict[str, Any] | None], bool]:
-    """What a process printed of each act before it was killed, a charge's receipt or None, and whether it was.
+    """Return what a process printed of each act (a charge's receipt or None), and whether it was killed.
 
     It is killed ahead of its k-th statement, or when act ``mute_from`` has returned.
     """
@@ -118,7 +118,7 @@ def act_until_killed(url: str, k: int, mute_from: int = len(ACTS)) -> tuple[list
 
 
 def kill_before_statement(k: int) -> None:
-    """From now on this process kills itself when any connection is about to run the k-th statement.
+    """Have this process kill itself when any connection is about to run the k-th statement.
 
     SQLite tells of each, also of those that SQLAlchemy does not know of. PostgreSQL's driver sends a commit by itself.
     """
@@ -141,9 +141,9 @@ def kill_before_statement(k: int) -> None:
 
 
 def check_after_kill(url: str, acknowledged: list[dict[str, Any] | None]) -> int:
-    """Acts found in the reopened ledger: those that were acknowledged, and at most one more.
+    """Count the acts in the reopened ledger: all that were acknowledged, and at most one more.
 
-    Going on from there, nothing is charged twice and nothing is missing.
+    If the charges continue from there, nothing is charged twice and nothing is missing.
     """
     ledger = PrivacyLedger(url)
     ledger.verify()
@@ -164,7 +164,7 @@ def check_after_kill(url: str, acknowledged: list[dict[str, Any] | None]) -> int
 
 
 def race(url: str) -> list[tuple[str, int, int]]:
-    """Of each of four processes: the ledger's key, its fencing number, and the steps it could charge."""
+    """Return the ledger's key, the fencing number and the charged steps of each of four processes."""
     go_reading, go_writing = os.pipe()
     readings = []
     for number in range(4):

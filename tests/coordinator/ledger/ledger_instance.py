@@ -1,4 +1,4 @@
-"""Child process of `test_ledger_leases.py`: one live instance of the ledger at a URL, told what to do line by line.
+"""Child process of `test_leases.py`: one live instance of the ledger at a URL, told what to do line by line.
 
 ``register RUN``, ``charge RUN STEP`` and ``stop RUN``, which stops this process by SIGSTOP inside a transaction that
 takes the run. Each is answered by one line of JSON: the code of the refusal, or what the charge returned.

@@ -1,4 +1,4 @@
-"""Child process of `test_ledger_race.py`: processes that race for the last step of an account, round after round.
+"""Child process of `test_race.py`: processes that race for the last step of an account, round after round.
 
 It never imports torch, so that forking it is safe and fast.
 """
@@ -22,7 +22,8 @@ FORKING = multiprocessing.get_context("fork")
 
 
 class Line:
-    """Where racers wait for each other: one semaphore each, since a barrier asks every process six times as often."""
+    """The line at which racers wait for each other: one semaphore each, since a barrier asks every process six times as
+    often."""
 
     def __init__(self) -> None:
         self._go = [FORKING.Semaphore(0) for _ in range(RACERS)]
@@ -66,11 +67,11 @@ def main(url: str, rounds: int) -> None:
         line.round()
     for racer in racers:
         racer.join(DEADLINE_S)
-    replay = ledger.verify()
+    audited = ledger.verify()
     result: dict[str, Any] = {
         "codes": [racer.exitcode for racer in racers],
         "winners": [[number for number in range(RACERS) if won[number * rounds + step]] for step in range(rounds)],
-        "charged": [sorted(replay.runs[f"run-{number}"].charges["gradient"]) for number in range(RACERS)],
+        "charged": [sorted(audited.runs[f"run-{number}"].charges["gradient"]) for number in range(RACERS)],
     }
     print(json.dumps(result))
 

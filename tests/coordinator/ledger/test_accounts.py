@@ -1,4 +1,4 @@
-"""What may become of an account: every change is an entry that anyone can check, and none gives away more epsilon."""
+"""The changes of an account: every change is an entry that anyone can check, and none gives away more epsilon."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -67,7 +67,7 @@ def content(ledger: PrivacyLedger) -> LedgerView:
 
 
 def change_of(ledger: PrivacyLedger, new_cap: float, name: str = "patients", **changes: Any) -> CapAuthorisation:
-    """What an authority signs to raise the cap from what it is now."""
+    """Return the statement that an authority signs to raise the present cap."""
     now = account(ledger, name)
     values = {
         "account": name,
@@ -369,7 +369,7 @@ def test_noise_that_the_argument_does_not_cover_is_refused(ledger: PrivacyLedger
 
 
 def forged(ledger: PrivacyLedger, event: Event) -> str:
-    """What the audit says of the chain with one more signed entry."""
+    """Return the audit's verdict on the chain with one more signed entry."""
     extra = make_entry(ledger.view().head, event, ledger._store.key)
     with pytest.raises(BudgetError) as refusal:
         audit([*ledger.history(), extra], ledger.public_key)

@@ -1,4 +1,4 @@
-"""Of two live instances of one ledger at most one is believed for a run; real processes, stopped and woken up."""
+"""At most one of two live instances of a ledger is believed for a run; real processes, stopped and woken up."""
 
 import io
 import json
@@ -116,7 +116,7 @@ def lease_of(reader: PrivacyLedger, run: int = 0) -> tuple[int, str]:
 
 
 def shown(reader: PrivacyLedger) -> str:
-    """What `raycloak budget show` prints."""
+    """Return what `raycloak budget show` prints."""
     console = Console(width=300, record=True, file=io.StringIO())
     console.print(accounts_view(reader.view().accounts))
     return console.export_text()
@@ -136,7 +136,8 @@ def test_an_instance_that_was_paused_and_replaced_is_believed_by_nobody(
     second = instance()
     assert second.fencing > paused.fencing
     again = believed(reader, second.ask("charge run-a 0"), 0)
-    # The charge is one, whoever shows its receipt: no two instances can let a step go on from different parameters.
+    # There is one charge, no matter who shows its receipt: no two instances can let a step go on from different
+    # parameters.
     assert again == believed(reader, first, 0).model_copy(update={"fencing": second.fencing})
     second.ask("charge run-a 1")
 

@@ -304,7 +304,7 @@ def test_view_does_not_wait_for_a_writer(ledger: PrivacyLedger):
         assert ledger.view() == before
 
 
-def test_a_new_instance_goes_on_without_the_accountant_once_its_predecessors_lock_is_gone(
+def test_a_new_instance_continues_without_the_accountant_once_its_predecessors_lock_is_gone(
     ledger_url: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Opacus takes seconds to import, and a stopped process holds its lock until it is killed."""

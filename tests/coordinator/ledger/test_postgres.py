@@ -46,7 +46,7 @@ def careless(postgres: PostgresServer) -> Iterator[str]:
 
 
 def test_every_commit_is_synchronous_and_follows_the_one_before_whatever_the_defaults(careless: str):
-    """What each transaction runs with is read on its own connection, just before it commits."""
+    """The settings of each transaction are read on its own connection, just before it commits."""
     seen: list[tuple[str, ...]] = []
     names = ("synchronous_commit", "transaction_isolation", "transaction_read_only", "lock_timeout")
     names += ("idle_in_transaction_session_timeout",)

@@ -75,7 +75,7 @@ def copied(original: Path, tmp_path: Path) -> Path:
 
 
 def refusal(path: Path) -> str:
-    """What `PrivacyLedger.verify` says of a ledger that is opened to read; empty if it accepts it."""
+    """Return the refusal of `PrivacyLedger.verify` for a ledger that is opened to read; empty if it accepts it."""
     ledger = PrivacyLedger(f"sqlite:///{path}", create=False)
     try:
         ledger.verify()
@@ -196,8 +196,8 @@ def refused_export(path: Path) -> str:
 def test_an_export_is_checked_without_the_ledger(original: Path, export: Path):
     checked, entries = check_export(export), entries_of(original)
     assert checked.hashes == tuple(entry.hash for entry in entries)
-    assert checked.replay.head == checked.stated.position == Head(ENTRIES, entries[-1].hash)
-    assert {name: len(run.charges["gradient"]) for name, run in checked.replay.runs.items()} == {
+    assert checked.audited.head == checked.stated.position == Head(ENTRIES, entries[-1].hash)
+    assert {name: len(run.charges["gradient"]) for name, run in checked.audited.runs.items()} == {
         "run-a": 3,
         "run-b": 1,
         "run-c": 1,

@@ -41,7 +41,7 @@ def witness(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where the test's ledger will be."""
+    """Return the path of the test's ledger, which does not exist yet."""
     return tmp_path / "state" / "ledger.sqlite"
 
 
@@ -114,7 +114,7 @@ def test_a_ledger_that_is_put_back_while_it_is_open_is_refused_at_the_next_charg
     ledger.close()
 
 
-def test_two_copies_of_a_ledger_cannot_both_go_on(path: Path, witness: str, tmp_path: Path):
+def test_two_copies_of_a_ledger_cannot_both_continue(path: Path, witness: str, tmp_path: Path):
     begin(path, witness).close()
     copy = tmp_path / "copy.sqlite"
     shutil.copy2(path, copy)

@@ -1,4 +1,4 @@
-"""Child process of `test_ledger_witness.py`: kills a charging ledger at each act of its or its witness's, in turn.
+"""Child process of `test_witness.py`: kills a charging ledger at each act of its or its witness's, in turn.
 
 ``FOLDER`` is empty. Acts are the ledger's SQL statements, and what the witness asks of the operating system. It never
 imports torch, so that forking it is safe and fast.
@@ -112,7 +112,7 @@ class _WatchedSystem:
 
 
 def watch(ledger: PrivacyLedger, told: Any) -> None:
-    """From now on ``told`` is called before each act of this process."""
+    """Call ``told`` before each further act of this process."""
     witness.os = _WatchedSystem(told)
     sa.event.listen(
         ledger._store._engine,
@@ -122,7 +122,8 @@ def watch(ledger: PrivacyLedger, told: Any) -> None:
 
 
 def check(home: Path, given: list[dict[str, Any]]) -> None:
-    """The witness has whatever was acknowledged, the ledger opens under it, and goes on with the same receipts."""
+    """Check that the witness has all that was acknowledged, and that the ledger opens under it with the same
+    receipts."""
     ledger = begin(home)
     heads = witness.open_witness(str(home / "witness"), ledger.public_key).heads()
     newest = max((head.sequence for head in heads), default=0)

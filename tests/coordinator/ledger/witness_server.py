@@ -30,7 +30,7 @@ class WitnessServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """Return the URL of the server."""
         return f"http://127.0.0.1:{self.server_port}/witness"
 
 

@@ -14,7 +14,7 @@ worker_sets = st.lists(st.sampled_from(NAMES), min_size=1, unique=True)
 
 @st.composite
 def situations(draw):
-    """Any hosting of V virtual workers, complete or not, and any workers to go on with."""
+    """Draw any hosting of V virtual workers, complete or not, and any workers for the next one."""
     count = draw(st.integers(1, 12))
     hosts = draw(st.lists(st.sampled_from([None, *NAMES]), min_size=count, max_size=count))
     current = {name: tuple(v for v, host in enumerate(hosts) if host == name) for name in set(hosts) - {None}}

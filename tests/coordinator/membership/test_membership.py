@@ -1,4 +1,4 @@
-"""Who takes part: whoever fails is named and the run goes on, as long as enough are left."""
+"""Membership: a worker that fails is named, and the run continues as long as enough are left."""
 
 from dataclasses import replace
 
@@ -7,9 +7,9 @@ import pytest
 from raycloak.attestation.core.evidence import EvidenceClass, Presentation
 from raycloak.attestation.core.keys import IdentityKey
 from raycloak.attestation.core.messages import Envelope, seal
-from raycloak.attestation.trust.roots import INTEL_TDX_ANCHOR
 from raycloak.metrics.errors import ModelError, RefusedError, RunFailedError
 from raycloak.workers.train_worker import TrainWorker
+from tests.anchors import INTEL_TDX_ANCHOR
 from tests.protocol import Call, Fate, HandRun, WholeRun, examples, on, trained, whole_run
 
 PHASES = ["prepare", "compute_known_answer", "present", "accept_keys"]

@@ -68,7 +68,7 @@ def test_whatever_decides_the_bytes_of_the_weights_enters(hand):
 
 
 def test_physical_shape_and_dtypes_are_in_the_manifest(hand):
-    """What a kernel is given decides how it rounds: rows per pass, their number, and the types."""
+    """A kernel's rounding depends on the rows per pass, their number, and the types."""
     computation = hand.manifest.computation
     assert (computation.mechanism.micro_batch_size, computation.mechanism.micro_batches) == (4, 2)
     assert (computation.parameter_dtype, computation.accumulation_dtype) == ("float32", "float64")

@@ -362,7 +362,7 @@ def test_measurements_that_do_not_fit_are_refused_with_numbers(changes: dict[str
 
 
 def test_the_example_is_planned_within_its_target_and_measures_usefully():
-    """Of 1,437 images each class has about 144, and a mean over all is off by 0.02."""
+    """Each class has about 144 of the 1,437 images, and a mean over all is off by 0.02."""
     planned = plan_of(load_config(EXAMPLES / "digits_measured.yaml"), EXAMPLES)
     assert 7.99 < planned.epsilon <= 8
     counts, evaluation = planned.measurements

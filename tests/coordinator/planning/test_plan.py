@@ -1,4 +1,4 @@
-"""From configuration to mechanism, and what cannot run."""
+"""The mechanism that follows from a configuration, and the refusals of what cannot run."""
 
 import json
 import math

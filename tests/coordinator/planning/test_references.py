@@ -1,4 +1,4 @@
-"""What a configuration names is looked at before anything starts: by `plan`, and by the trainer."""
+"""Both `plan` and the trainer check what a configuration names before anything starts."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a hyper-parameter search costs."""
+"""The cost of a hyper-parameter search."""
 
 import pytest
 

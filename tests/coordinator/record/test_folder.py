@@ -1,4 +1,4 @@
-"""What a run directory keeps for a later execution, and that two executions never meet."""
+"""A run directory keeps what a later execution needs, and two executions never meet."""
 
 import os
 import signal
@@ -106,7 +106,7 @@ def test_a_run_is_held_by_one_process_and_freed_by_its_death(tmp_path):
         finally:
             process.send_signal(signal.SIGKILL)
     with run_lock("ab"):
-        assert home.run_lock("ab").exists()
+        assert home.run_lock_file("ab").exists()
     with run_lock("ab"):
         pass
 

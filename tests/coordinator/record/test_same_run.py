@@ -1,4 +1,4 @@
-"""What a run that goes on must have in common with the one that was begun."""
+"""A resumed run must match the run that was begun."""
 
 import pytest
 

@@ -1,6 +1,6 @@
-"""One run has one result, bit for bit, whoever computes it and in whatever order.
+"""One run has one result, bit for bit, whatever the workers and their order.
 
-What a failure does to it is in `tests/coordinator/training/test_step.py` and `test_membership.py`.
+Failures are tested in `tests/coordinator/training/test_step.py` and `test_membership.py`.
 """
 
 import random

@@ -50,7 +50,7 @@ def test_a_plan_refuses_it_by_name_as_well(tmp_path):
 
 
 def test_one_that_only_private_examples_meet_is_a_code_and_nothing_else(tmp_path):
-    """Where examples are in reach, the name of an operation could tell of them."""
+    """The name of an operation could tell of examples that are in reach."""
     features, labels = examples()
     error, run = failure(RunFailedError, tmp_path, model="tests.models:with_put_above_one", data=(features + 9, labels))
     assert (error.code, error.step) == ("nondeterministic_op", 0)

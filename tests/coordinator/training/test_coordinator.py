@@ -153,7 +153,7 @@ def test_no_aggregator_receives_an_unmasked_vector(tmp_path):
 
 
 def test_nothing_but_refs_headers_and_masked_vectors_passes_the_driver(tmp_path):
-    """What workers answer: small messages, ring words, and never a float array."""
+    """Workers answer with small messages and ring words, never with a float array."""
     run = trained(tmp_path)
     for call, references in run.stage.log:
         if call.member_id.startswith("worker") and call.method != "prepare":
@@ -175,7 +175,7 @@ def test_the_one_worker_epsilon_is_larger_and_both_can_be_stated(tmp_path):
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_a_poisoned_example_is_silent_and_the_run_goes_on(tmp_path, poison, capfd):
+def test_a_poisoned_example_is_silent_and_the_run_continues(tmp_path, poison, capfd):
     features, labels = examples()
     features[5] = poison
     run = trained(tmp_path, data=(features, labels))

@@ -1,4 +1,4 @@
-"""Evaluating on a sealed split: one value whoever hosts what, no example for the driver, no answer taken on trust."""
+"""Evaluation on a sealed split: one value for any hosting, no example for the driver, no answer taken on trust."""
 
 import json
 from dataclasses import replace
@@ -60,7 +60,7 @@ def evaluated(home, **arguments) -> WholeRun:
 
 
 def results(run: WholeRun) -> list[float | None]:
-    """What progress told after each step, and the verdict's figure."""
+    """Return the figures that progress told after each step, and the verdict's."""
     assert run.finished is not None
     assert run.finished.evaluation is not None
     return [*(report.evaluation_accuracy for report in run.reports), run.finished.evaluation.value]
@@ -109,7 +109,7 @@ def test_a_result_is_the_same_for_any_number_of_workers(tmp_path, loss):
 
 
 def test_scores_are_added_in_the_order_of_the_slices():
-    """Where hosts are not in that order, bits would tell who hosts what."""
+    """If the hosts were added in another order, bits would tell who hosts what."""
     scores = {2: 1.0, 0: 1e16, 1: -1e16}
     assert added(scores) == added(dict(sorted(scores.items()))) == 1.0
     assert scores[2] + scores[0] + scores[1] == 0.0
@@ -190,7 +190,7 @@ def test_evidence_that_expired_is_renewed_before_a_model_is_measured(tmp_path, u
     assert "worker-2" not in {call.member_id for call in run.stage.calls("evaluate")}
 
 
-def test_a_run_goes_on_from_packages_that_state_results_on_a_sealed_split(tmp_path, undisturbed):
+def test_a_run_resumes_from_packages_that_state_results_on_a_sealed_split(tmp_path, undisturbed):
     """It is asked to stop while the second model is measured."""
     settings = CheckpointConfig(checkpoint_frequency=1, num_to_keep=1, keep_best="evaluation_accuracy")
     section, stop = sealed(tmp_path), StopRequest()

@@ -1,4 +1,4 @@
-"""One step: receipts come first, and whoever is lost on the way, the bytes stay the same."""
+"""One step: receipts come first, and the bytes stay the same no matter who is lost on the way."""
 
 import sqlite3
 from contextlib import closing
@@ -138,7 +138,7 @@ def test_a_model_lost_with_its_node_ends_the_run_by_name(tmp_path):
 
 
 def test_losses_in_every_attempt_of_a_step_still_give_the_same_bytes(tmp_path, undisturbed):
-    """Of five workers one dies, one hangs after it, then an aggregator dies; two workers finish the step."""
+    """One of five workers dies, another hangs, then an aggregator dies; two workers finish the step."""
     run = trained(
         tmp_path,
         num_workers=5,
@@ -171,7 +171,7 @@ def test_another_hosting_order_changes_nothing(tmp_path, undisturbed, monkeypatc
     assert run.digests == undisturbed
 
 
-# --- when it cannot go on
+# --- when it cannot continue
 
 
 def all_workers(fate: Fate):
@@ -238,7 +238,7 @@ def test_more_failures_than_allowed_end_the_run(tmp_path):
 
 
 def perturb_recomputation(monkeypatch) -> None:
-    """Whoever computes a vector for the second time gets one bit another way."""
+    """Flip one bit of a vector for the worker that computes it a second time."""
     genuine = VirtualWorkerComputer.vector
     seen = set()
 

@@ -9,7 +9,7 @@ import yaml
 from raycloak.metrics.dashboards.panels import ROWS, VERDICT
 from raycloak.metrics.dashboards.render import PATH, render
 from raycloak.metrics.registry import SERIES
-from tests.samples import sample_names
+from tests.metrics.samples import sample_names
 
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool (Debian package prometheus) is not installed")

@@ -1,4 +1,4 @@
-"""A process loads what it uses of Opacus, and whoever uses more of it finds all of it."""
+"""A process loads only the parts of Opacus that it uses, and code that uses more finds all of it."""
 
 import json
 
@@ -107,9 +107,9 @@ def found_by(code):
 
 @pytest.fixture(scope="module")
 def answers(run_python_in, tmp_path_factory):
-    """What each piece of code finds, in a process of its own that is forked where nothing of Opacus is imported.
+    """Return what each piece of code finds, in a process of its own, forked before anything of Opacus is imported.
 
-    Where it is asked what else is imported, that is torch alone.
+    The pieces that ask what else is imported find torch alone.
     """
     alone = {"step": STEP, "updates": UPDATES}
     codes = {name: f"{BEFORE}{code}\nfound = found is ours" for name, code in USERS_IMPORTS.items()}

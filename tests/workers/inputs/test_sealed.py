@@ -94,7 +94,7 @@ def test_a_key_of_a_training_slice_opens_no_evaluation_slice_and_the_other_way(p
         SealedDataset(folder).unlock(keys_of(tmp_path / "split", 0))
     with pytest.raises(EvidenceError, match="key_not_committed"):
         SealedDataset(tmp_path / "split", "evaluation").unlock(keys_of(folder, 0))
-    # The same header but for its use, so that only use tells the keys apart: whoever relabels a dataset opens nothing.
+    # The same header but for its use, so that only use tells the keys apart: relabelling a dataset opens nothing.
     relabelled = training.model_copy(update={"use": "evaluation"})
     assert relabelled.context(0) != training.context(0)
     assert slice_key(KEY, relabelled, 0).reveal() != slice_key(KEY, training, 0).reveal()

@@ -1,4 +1,4 @@
-"""What an example adds to a measurement, and what a release says."""
+"""The contribution of an example to a measurement, and the content of a release."""
 
 import math
 from typing import Any
@@ -92,7 +92,7 @@ def test_zeroing_one_example_out_moves_the_clear_sum_by_at_most_the_norm(of: Mea
 
 @pytest.mark.parametrize("of", [COUNTS, EVALUATION], ids=["class_counts", "evaluation"])
 def test_the_bound_does_not_rest_on_the_scale_of_the_coordinates(of: Measurement, monkeypatch: pytest.MonkeyPatch):
-    """What clips is the code that clips gradients; coordinates that are scaled wrongly are cut, not released."""
+    """The code that clips gradients clips here too; coordinates that are scaled wrongly are cut, not released."""
     monkeypatch.setattr(Measurement, "unit", property(lambda self: 7.0))
     whole, *others = clear_sums(of, examples(), [None, *range(40)])
     assert max(np.linalg.norm(whole - other) for other in others) <= 1.0

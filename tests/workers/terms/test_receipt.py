@@ -1,4 +1,4 @@
-"""Which receipts a worker accepts."""
+"""A worker accepts a receipt for exactly the step that it is asked for."""
 
 from dataclasses import replace
 from typing import Any

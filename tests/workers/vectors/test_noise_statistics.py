@@ -77,7 +77,7 @@ def test_mean_variance_and_fourth_moment(sigma: float) -> None:
 
 
 def chi_square_alarm(observed: np.ndarray, expected: np.ndarray) -> bool:
-    """Whether Pearson's statistic exceeds its 1 - 1e-7 quantile."""
+    """Return whether Pearson's statistic exceeds its 1 - 1e-7 quantile."""
     statistic = float(((observed - expected) ** 2 / expected).sum())
     return statistic > chi2.isf(1e-7, observed.size - 1)
 

@@ -1,4 +1,4 @@
-"""How the chaos bench goes about it, with a run and a cluster that only exist on paper."""
+"""The course of the chaos bench, with a run and a cluster that only exist on paper."""
 
 import signal
 import subprocess

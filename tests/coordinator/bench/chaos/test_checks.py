@@ -1,4 +1,4 @@
-"""What the chaos bench checks finds what is wrong: other bytes, charges too few or too many, an edited log."""
+"""The chaos bench's checks find each fault: other bytes, charges too few or too many, an edited log."""
 
 import sqlite3
 from contextlib import closing

@@ -1,4 +1,4 @@
-"""Who is who among the processes of a cluster."""
+"""The roles of the processes of a cluster."""
 
 import pytest
 

@@ -29,7 +29,7 @@ def _step(step, time, digest=None):
 
 
 def _run(home, steps, *, charged=(), logged=None, ended=()):
-    """What a run with these steps leaves in ``home``."""
+    """Return a run with these steps as it is left in ``home``."""
     home.mkdir()
     ledger = opened(home / "ledger.sqlite")
     for step in charged:

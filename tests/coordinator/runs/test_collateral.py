@@ -1,4 +1,4 @@
-"""A run whose collateral ends in the middle: it goes on with newer collateral, or with nobody."""
+"""A run whose collateral ends in the middle: it continues with newer collateral, or with nobody."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def aging_run(tmp_path, newer, disturb=None):
 
 
 def vendors(tmp_path):
-    """What the vendor publishes at the time it is asked."""
+    """Return what the vendor publishes at the time it is asked."""
     from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
 
     def newer(clock):

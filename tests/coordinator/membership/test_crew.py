@@ -1,6 +1,6 @@
 """The first members' processes are started before anything else, and once."""
 
-from raycloak.coordinator.cluster.backend import start_crew
+from raycloak.coordinator.membership.crew import start_crew
 from tests.protocol import on, whole_run
 
 

@@ -46,7 +46,7 @@ class Owner:
         return parse(ServiceContract, self.file.read_bytes().strip())
 
     def section(self, **changes: str) -> dict[str, str]:
-        """What a run's configuration says of it."""
+        """Return the section of a run's configuration about it."""
         return {"address": self.address, "contract": str(self.file), **changes}
 
     def half(self, v: int, secret: str = OWN) -> Secret:
@@ -240,7 +240,7 @@ def test_an_attestation_serves_one_release(owner):
 
 
 def test_a_worker_that_died_before_it_had_its_halves_holds_nobody_up(tmp_path, monkeypatch):
-    """Neither another worker on its machine, nor one of its name, as in an execution that goes on."""
+    """It holds up neither another worker on its machine, nor one of its name, as after a resume."""
     source, policy = session()
     policy = policy.model_copy(update={"workers_per_platform": 1})
     monkeypatch.setattr("raycloak.coordinator.evidence.standalone_service.simulated_policy", lambda *_: policy)
