@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-WORDS = 12
+WORDS = 400
 
 
 class Frozen:

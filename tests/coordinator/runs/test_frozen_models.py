@@ -22,7 +22,13 @@ WITH_TABLE = {
     "dataset": {"kind": "npz", "path": "examples.npz", "features": "features", "vocabulary": WORDS},
     "steps": 1,
 }
-OTHERS = {"rows": Frozen.rows.flip(0), "shift": torch.full((4,), 0.25)}
+UNSEEN = 101
+"""An id that examples have and the public draws of the known answer have not."""
+OTHERS = {
+    "rows": Frozen.rows.index_fill(0, torch.tensor([UNSEEN]), 0.5),
+    "shift": torch.full((4,), 0.25),
+    "table": Frozen.rows.flip(0),
+}
 NAMES = {"rows": "0.weight", "shift": "1.shift"}
 
 
@@ -63,17 +69,20 @@ def drawn_by(stream: Secret, v: int) -> list[int]:
     return list(draw_ids(key, slice_ids(v, VIRTUAL_WORKERS, 4000), 0.5, 500))
 
 
-@pytest.mark.parametrize("part", OTHERS)
+@pytest.mark.parametrize("part", NAMES)
 def test_another_frozen_tensor_gives_other_keys_noise_and_sampling(tmp_path, monkeypatch, part):
     """Under one run secret, policy and ledger key, on a second ledger file: nothing but the tensor differs."""
-    streams, released = [], []
+    streams, released, answers = [], [], []
     for home in ("a", "b"):
         kept = Kept()
         run = ready(tmp_path / home, tamper=kept)
         run.train()
         streams.append(kept.streams)
         released.append(run.finished.parameters)
+        answers.append(run.finished.manifest.known_answer)
         monkeypatch.setattr(Frozen, part, OTHERS[part])
+    assert UNSEEN in tokens()[0]
+    assert (len(set(answers)) == 1) == (part == "rows"), "one row is in no digest but that of the frozen tensors"
     first, second = streams
     assert set(first) == set(second) == set(range(VIRTUAL_WORKERS))
     for v in range(VIRTUAL_WORKERS):
@@ -86,7 +95,7 @@ def test_another_frozen_tensor_gives_other_keys_noise_and_sampling(tmp_path, mon
     assert np.std(moved) > 0.1 * np.std(released[0])
 
 
-@pytest.mark.parametrize("part", OTHERS)
+@pytest.mark.parametrize("part", NAMES)
 def test_another_frozen_tensor_is_refused_by_the_ledger_that_knows_the_run(tmp_path, monkeypatch, part):
     ready(tmp_path).train()
     monkeypatch.setattr(Frozen, part, OTHERS[part])
@@ -129,18 +138,18 @@ def test_another_account_policy_or_ledger_gives_other_keys(tmp_path, what):
     assert first.digests != run.digests
 
 
-def differing(part: str):
+def differing(part: str, other: str | None = None):
     """Let a worker build the model from another tensor."""
 
     def prepare(self: TrainWorker, setup):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Frozen, part, OTHERS[part])
+            patch.setattr(Frozen, part, OTHERS[other or part])
             return TrainWorker.prepare(self, setup)
 
     return prepare
 
 
-@pytest.mark.parametrize("part", OTHERS)
+@pytest.mark.parametrize("part", NAMES)
 def test_a_founder_with_another_model_is_refused_by_the_name_of_the_tensor(tmp_path, part):
     def tamper(worker: TrainWorker, member_id: str) -> None:
         if member_id == "worker-0":
@@ -181,7 +190,7 @@ class Slow(list):
 
 def test_a_worker_that_hides_its_frozen_tensors_is_refused_by_its_known_answer(tmp_path):
     def hiding(self: TrainWorker, setup):
-        facts = differing("rows")(self, setup)
+        facts = differing("rows", "table")(self, setup)
         honest = TrainWorker("other", self._attester._source, lambda: 0.0).prepare(setup)
         self._stage.facts = replace(facts, contents=honest.contents)
         return self._stage.facts
