@@ -11,8 +11,8 @@ from raycloak.attestation.orchestrator.orchestrator import open_run
 from raycloak.attestation.orchestrator.run_terms import RunTerms
 from raycloak.metrics.errors import EvidenceError
 from tests.attestation.attester.test_attester import Source
-from tests.attestation.conftest import MANIFEST
-from tests.attestation.orchestrator.test_orchestrator import ANSWER, COMPUTATION, EPOCHS, Desk, refusal
+from tests.attestation.conftest import StandIn
+from tests.attestation.orchestrator.test_orchestrator import EPOCHS, Desk, refusal
 
 COUNT, MOST = 8, 3
 
@@ -22,8 +22,9 @@ class BoundedDesk(Desk):
     """A desk of a run of eight virtual workers, of which one machine may have three."""
 
     def begin(self) -> None:
-        terms = RunTerms(MANIFEST, COMPUTATION, COUNT, ANSWER, self.policy(), self.session.collateral, epochs=EPOCHS)
-        self.orchestrator.begin(replace(terms, keys_per_machine=MOST), f"execution-{self.executions}")
+        policy, collateral = self.policy(), self.session.collateral
+        terms = RunTerms(StandIn.under(policy), COUNT, policy, collateral, epochs=EPOCHS, keys_per_machine=MOST)
+        self.orchestrator.begin(terms, f"execution-{self.executions}")
 
     def admit_on(self, machine: str, *names: str) -> None:
         """Admit members whose evidence is of one machine."""

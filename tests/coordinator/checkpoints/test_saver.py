@@ -70,7 +70,8 @@ class Bench:
         self.orchestrator = self.control.actors["orchestrator"].handle
         self.ledger = self.control.actors["ledger"].handle
         self.ledger.open_account("a", 10.0, 1e-5)
-        self.manifest = run_manifest(tensors, run_id=self.session.run_id)
+        policy = self.session.policy.digest()
+        self.manifest = run_manifest(tensors, run_id=self.session.run_id, policy_digest=policy)
         self.control.orchestrator.begin(run_terms(self.manifest, self.session.policy, self.session.collateral), "s")
         self.storage = storage or PackageStorage.open(str(home / "packages"))
         self.notices, self.metrics, self.clock = [], Counted(), Clock()
