@@ -562,6 +562,7 @@ def on(method: str, member_id: str, fate: Fate, index: int = 0) -> Callable[[Cal
 
 def on_machines(home: Path, machine_of: Callable[[str], str]) -> Callable[[TrainWorker, str], None]:
     """What gives each worker of a run in ``home`` the evidence of a machine; all others share one."""
+    settle(home)
     vendor = SimulatedVendor.load_or_create(home / "simulator")
 
     def move(worker: TrainWorker, member_id: str) -> None:

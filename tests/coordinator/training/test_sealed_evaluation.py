@@ -221,11 +221,12 @@ def test_a_run_resumes_from_packages_that_state_results_on_a_sealed_split(tmp_pa
 
 def test_a_plan_checks_the_split_and_says_how_it_is_kept(tmp_path):
     np.savez(tmp_path / "examples.npz", features=examples()[0], labels=examples()[1])
+    np.savez(tmp_path / "public.npz", features=examples()[0] + 1, labels=examples()[1])
     section = sealed(tmp_path)
     plan = plan_of(config(evaluation=section), tmp_path)
     assert dict(plan_rows(plan))["evaluation data"].startswith("sealed: ")
     assert plan.as_json()["evaluation_data"] == "sealed"
-    public = {"dataset": {"kind": "npz", "path": "examples.npz", "features": "features", "public": True}}
+    public = {"dataset": {"kind": "npz", "path": "public.npz", "features": "features", "public": True}}
     assert dict(plan_rows(plan_of(config(evaluation=public), tmp_path)))["evaluation data"] == "public, in the clear"
     assert "evaluation data" not in dict(plan_rows(plan_of(config(), tmp_path)))
     undeclared = {"dataset": section["dataset"] | {"public": False}}
