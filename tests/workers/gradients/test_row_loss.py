@@ -143,7 +143,7 @@ def test_a_model_that_trims_its_batch_would_move_the_sum_by_many_c_and_is_refuse
     data = one_long_text()
     assert moved(of(Trimming), cross_entropy, data, 0.5) > 10
     with pytest.raises(ModelError) as caught:
-        check_trainable(of(Trimming), dataset_form(data), cross_entropy)
+        check_trainable(of(Trimming), dataset_form(data), cross_entropy, vocabulary=WORDS)
     assert caught.value.code == "mixing_layer"
     assert "'words'" in caught.value.message
     assert "trimmed to its longest text" in caught.value.message

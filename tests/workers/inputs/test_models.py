@@ -269,9 +269,11 @@ TEXTS = FORM.model_copy(update={"feature_dtype": "int64", "feature_shape": (9,)}
     ],
     ids=lambda module: f"{getattr(module, 'way', 'mask')} {getattr(module, 'padding', '')}",
 )
-def test_a_model_whose_shapes_follow_its_longest_text_is_refused_with_the_fix(module: nn.Module) -> None:
+def test_a_model_whose_shapes_follow_its_longest_text_is_refused_with_the_fix(
+    module: TrimmedTo | MaskUnlessFull,
+) -> None:
     with pytest.raises(ModelError) as caught:
-        check_trainable(module, TEXTS, cross_entropy)
+        check_trainable(module, TEXTS, cross_entropy, vocabulary=module.words.num_embeddings)
     assert caught.value.code == "mixing_layer"
     assert "trimmed to its longest text" in caught.value.message
     assert "'words'" in caught.value.message or "'scale'" in caught.value.message
@@ -284,8 +286,8 @@ def test_a_text_model_that_masks_by_each_text_alone_is_accepted() -> None:
             real = (ids != 0).float()[:, :, None]
             return self.head((self.words(ids) * real).sum(1) / real.sum(1).clamp(min=1))
 
-    check_trainable(Masked(""), TEXTS, cross_entropy)
-    check_rows(Masked(""), TEXTS, [mechanism(83, micro_batch_size=12)])
+    check_trainable(Masked(""), TEXTS, cross_entropy, vocabulary=11)
+    check_rows(Masked(""), TEXTS, [mechanism(83, micro_batch_size=12)], vocabulary=11)
 
 
 def test_a_batch_of_equal_rows_and_a_batch_of_one_row_are_tried() -> None:
