@@ -83,7 +83,7 @@ class Host:
             "steps": 1,
             "expected_batch_size": TEXTS,
             "model": "frozen:model",
-            "dataset": {"kind": "npz", "path": "texts.npz", "features": "ids"},
+            "dataset": {"kind": "npz", "path": "texts.npz", "features": "ids", "vocabulary": ROWS},
             "optimizer": {"learning_rate": LEARNING_RATE},
             "dp_config": RENYI | {"max_grad_norm": CLIP_NORM},
             "ledger": {"url": url},

@@ -44,7 +44,7 @@ class Watching(RayBackend):
             self.asked.append(actor.member_id)
         references = super().call(actor, method, *args, **options)
         if method is Aggregator.reduce:
-            self.seen.append(args[3:])
+            self.seen.append(args[4:])
         return references
 
 
