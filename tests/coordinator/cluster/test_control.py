@@ -12,7 +12,7 @@ from raycloak.attestation.log.evidence_log import read_exported_log
 from raycloak.coordinator.cluster.backend import ActorLost, LocalBackend
 from raycloak.coordinator.cluster.control import Control, LedgerFace, Restart, _Overlaps
 from raycloak.coordinator.cluster.remote import Actor
-from raycloak.coordinator.ledger.entries import StepCharged
+from raycloak.coordinator.ledger.entries import StepCharged, VectorsBound
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.metrics.errors import BudgetError, ConfigError, RunFailedError
 from tests.protocol import Call, Fate, WholeRun, on, trained, whole_run
@@ -52,7 +52,7 @@ class Losing:
 
 
 def check(run: WholeRun, undisturbed: list[str]) -> None:
-    """The bytes of an undisturbed run, one charge and one commit per step, and records that hold."""
+    """The bytes of an undisturbed run; one charge, one binding and one commit per step; and records that hold."""
     assert run.digests == undisturbed
     path = run.folder / "evidence.jsonl"
     read_exported_log(path, run.session.orchestrator_key)
@@ -64,9 +64,12 @@ def check(run: WholeRun, undisturbed: list[str]) -> None:
     assert len(set(rosters)) == len(rosters)
     ledger = PrivacyLedger(f"sqlite:///{run.home / 'ledger.sqlite'}")
     ledger.verify()
-    charges = [entry for entry in ledger.history() if isinstance(entry.event, StepCharged)]
+    history = list(ledger.history())
     ledger.close()
-    assert [(entry.event.step, entry.sequence, entry.hash.hex()) for entry in charges] == [
+    charged = [entry.event.step for entry in history if isinstance(entry.event, StepCharged)]
+    assert charged == [body["step"] for body in committed]
+    bound = [entry for entry in history if isinstance(entry.event, VectorsBound)]
+    assert [(entry.event.step, entry.sequence, entry.hash.hex()) for entry in bound] == [
         (body["step"], body["ledger_sequence"], body["ledger_hash"]) for body in committed
     ]
 
