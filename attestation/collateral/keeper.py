@@ -77,7 +77,7 @@ class CollateralKeeper:
 
     @property
     def due(self) -> bool:
-        """Whether it is time to fetch again."""
+        """Return whether it is time to fetch again."""
         now = self._clock()
         if now < self._not_before:
             return False

@@ -20,7 +20,7 @@ class ByteReader:
 
     @property
     def at_end(self) -> bool:
-        """Whether every byte has been taken."""
+        """Return whether every byte has been taken."""
         return self.position == len(self._data)
 
     def take(self, size: int) -> bytes:

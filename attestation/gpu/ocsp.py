@@ -53,7 +53,7 @@ class Answer:
 
     @property
     def is_final(self) -> bool:
-        """Whether no later answer can lift this one: of all revocations only a hold ends (RFC 5280, 5.3.1)."""
+        """Return whether no later answer can lift this one: of all revocations, only a hold ends (RFC 5280, 5.3.1)."""
         return self.status is ocsp.OCSPCertStatus.REVOKED and self.reason is not x509.ReasonFlags.certificate_hold
 
 

@@ -87,7 +87,7 @@ class Policy(Message):
 
     @property
     def accepts_simulated(self) -> bool:
-        """Whether a run under this policy may rest on simulated evidence. Its outputs then say SIMULATED."""
+        """Return whether a run under this policy may rest on simulated evidence. Its outputs then say SIMULATED."""
         return EvidenceClass.SIMULATED in self.accepted_classes
 
 

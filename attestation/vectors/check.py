@@ -150,7 +150,7 @@ class CaseVerdict:
 
     @property
     def as_expected(self) -> bool | None:
-        """Whether this is the verdict the index expects; None if it expects none."""
+        """Return whether this is the verdict the index expects; None if it expects none."""
         fields = self.case.fields
         if fields.expect is None:
             return None

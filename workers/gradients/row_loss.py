@@ -41,7 +41,7 @@ class RowLoss:
 
     @property
     def row_by_row(self) -> bool:
-        """Whether each row is a call of its own; known after the first evaluation."""
+        """Return whether each row is a call of its own; known after the first evaluation."""
         assert self._row_by_row is not None, "no loss was evaluated yet"
         return self._row_by_row
 

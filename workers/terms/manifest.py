@@ -141,7 +141,7 @@ class Computation(Message):
 
     @property
     def exact(self) -> bool:
-        """Whether every operation of the run has a deterministic kernel; if not, the run is NOT EXACT."""
+        """Return whether every operation of the run has a deterministic kernel; if not, the run is NOT EXACT."""
         return self.numerics.deterministic
 
 

@@ -118,7 +118,7 @@ class ChildRun:
 
     @property
     def alive(self) -> bool:
-        """Whether the driver is running."""
+        """Return whether the driver is running."""
         return self._driver is not None and self._driver.poll() is None
 
     @property
