@@ -4,32 +4,22 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
-from raycloak.attestation.core.messages import Envelope, Message, open_envelope
+from raycloak.attestation.core.messages import Envelope
 from raycloak.attestation.core.roster import Query
-from raycloak.metrics.errors import ProtocolError
+from raycloak.workers.terms.ledger_statement import LedgerStatement, open_statement
 from raycloak.workers.vectors.payload import Header
 
 
-class Binding(Message):
+class Binding(LedgerStatement):
     """Proof that a charged step was durably bound to its vectors before anything was decoded.
 
     Attributes:
-        query, step: the release of the run's mechanism.
         vectors_digest: see :func:`vectors_digest`.
-        fencing: number of the ledger instance; later instances have higher numbers.
-        sequence, head: position and hash of the binding's entry in the ledger's chain.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/binding/v1"
 
-    run_id: str
-    query: Query
-    step: int
-    manifest_digest: bytes
     vectors_digest: bytes
-    fencing: int
-    sequence: int
-    head: bytes
 
 
 def vectors_digest(headers: Sequence[Header]) -> bytes:
@@ -60,7 +50,6 @@ def check_binding(
     Raises:
         ProtocolError: ``binding_mismatch``, ``binding_fenced``, ``malformed`` or ``signature``.
     """
-    binding = open_envelope(Binding, envelope, ledger_key)
     expected = {
         "run_id": run_id,
         "query": query,
@@ -68,10 +57,4 @@ def check_binding(
         "manifest_digest": manifest_digest,
         "vectors_digest": vectors_digest,
     }
-    differing = [name for name, value in expected.items() if getattr(binding, name) != value]
-    if differing:
-        names = ", ".join(differing)
-        raise ProtocolError("binding_mismatch", f"the binding of step {step} of run {run_id} differs in {names}")
-    if binding.fencing < lowest_fencing:
-        raise ProtocolError("binding_fenced", f"ledger instance {binding.fencing} was replaced by {lowest_fencing}")
-    return binding
+    return open_statement(Binding, envelope, ledger_key, expected, lowest_fencing, "binding")
