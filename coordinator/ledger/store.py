@@ -28,7 +28,8 @@ from raycloak.coordinator.ledger.leases import Lease, Leases
 from raycloak.coordinator.ledger.location import ledger_missing
 from raycloak.metrics.errors import BudgetError
 
-APPLICATION = "raycloak ledger v3"
+_FAMILY = "raycloak ledger v"
+APPLICATION = f"{_FAMILY}3"
 
 _tables = sa.MetaData()
 _integer = sa.BigInteger().with_variant(sa.Integer, "sqlite")
@@ -229,7 +230,15 @@ class Rows:
         names = set(sa.inspect(self._connection).get_table_names())
         if not names:
             raise ledger_missing("the database is empty.")
-        if not names >= set(_tables.tables) or self.meta("application") != APPLICATION:
+        format_found = self.meta("application") if {"meta", "accounts", "entries"} <= names else ""
+        if format_found != APPLICATION and format_found.startswith(_FAMILY):
+            # A hint to start an empty ledger here would be a hint to forget what was spent.
+            raise BudgetError(
+                "ledger_foreign",
+                f"the ledger has the format '{format_found}'; this version reads '{APPLICATION}' alone.",
+                "Use the version that wrote it. What its accounts have spent counts for their data in any ledger.",
+            )
+        if not names >= set(_tables.tables) or format_found != APPLICATION:
             raise BudgetError(
                 "ledger_foreign",
                 f"the database holds {', '.join(sorted(names))}, not the tables of a '{APPLICATION}'.",

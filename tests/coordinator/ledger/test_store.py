@@ -186,6 +186,16 @@ def test_another_programs_database_is_refused(tmp_path: Path, tables: list[str])
     assert path.read_bytes() == before
 
 
+def test_a_ledger_of_another_format_is_never_answered_with_an_empty_one(tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    LedgerStore(url(path)).close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE meta SET value = 'raycloak ledger v2' WHERE name = 'application'")
+    connection.close()
+    with pytest.raises(BudgetError, match=r"ledger_foreign.*'raycloak ledger v2'.*Use the version that wrote it"):
+        LedgerStore(url(path))
+
+
 def test_a_reader_creates_nothing(tmp_path: Path):
     with pytest.raises(ConfigError, match="ledger_missing"):
         LedgerStore(url(tmp_path / "ledger.sqlite"), create=False)
