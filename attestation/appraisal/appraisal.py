@@ -112,6 +112,7 @@ def open_presentation(envelope: Envelope) -> Presentation:
     Raises:
         EvidenceError: ``evidence_malformed``, ``peer_not_bound`` or ``key_not_bound``.
     """
+    # Before parsing: the bound limits what a stranger's bytes can cost.
     if len(envelope.body) > MAX_PRESENTATION_BYTES:
         refuse(Refusal.EVIDENCE_MALFORMED, f"a presentation of {len(envelope.body)} bytes is too large")
     try:
@@ -220,6 +221,7 @@ def _is_mlkem(public: bytes) -> bool:
         mlkem_public(public)
     except ValueError:
         return False
+    # A key of zeros parses, and anybody can open what is sealed to it.
     return any(public[:-32])
 
 
@@ -250,6 +252,7 @@ def _result(
         facts=claims.facts,
         hwmodel=claims.hwmodel,
         dbgstat=claims.dbgstat,
+        # Evidence lives no longer than its shortest-lived part.
         expires_at=min(claims.expires_at, *(gpu.expires_at for gpu in gpus), now + policy.evidence_lifetime_s),
         policy_digest=_digest_of(policy),
         steps=_steps(presentation, claims, gpus, policy),

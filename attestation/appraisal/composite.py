@@ -53,6 +53,7 @@ def verify_own_gpus(
 def measurements_of(policy: Policy, family: QuoteFamily) -> tuple[bytes, ...]:
     """Return the reference values for guests of ``family``. Zero is never one."""
     rules = policy.tdx if family == "tdx" else policy.sev_snp
+    # A register of zeros means that nothing was measured into it.
     return tuple(value for value in rules.measurements or () if any(value))
 
 

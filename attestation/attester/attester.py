@@ -106,5 +106,6 @@ class Attester:
         found = self._source.collect(expected_report_data(presentation))
         fields = {name: getattr(found, name) for name in ("quote", "quote_family", "certificates")}
         envelope = seal(presentation.model_copy(update=fields), self.identity)
+        # Kept, because a roster names it: `require_own` compares the two.
         self.evidence_digest = digest(envelope.body)
         return envelope

@@ -32,6 +32,7 @@ def visible_devices(environment: Mapping[str, str]) -> tuple[int, ...] | None:
     if given is None:
         return None
     names = [name.strip() for name in given.split(",") if name.strip()]
+    # `isdigit` alone accepts digits that `int` refuses, such as superscripts.
     if not all(name.isascii() and name.isdigit() for name in names):
         raise EvidenceError(
             "gpu_unavailable",

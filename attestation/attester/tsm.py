@@ -41,6 +41,7 @@ PAUSE_S: Final = 0.05
 _FAMILIES: Final[dict[str, QuoteFamily]] = {"tdx_guest": "tdx", "sev_guest": "sev_snp"}
 # A busy or interrupted platform may answer later. No other error goes away.
 _RETRIED = (errno.EBUSY, errno.EWOULDBLOCK, errno.EINTR, errno.ETIMEDOUT)
+# As large as the largest quote that is accepted, so one read is usually enough.
 _CHUNK = 1 << 16
 
 
@@ -206,6 +207,7 @@ class TsmReports:
     def _optional(self, attribute: Path) -> bytes:
         try:
             return self._tree.read(attribute)
+        # The kernel shows this attribute only for providers that fill it.
         except FileNotFoundError:
             return b""
 

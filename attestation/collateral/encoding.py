@@ -67,6 +67,7 @@ def certificate_text(value: Any) -> bytes:
 
 
 def _squeezed(content: bytes) -> str:
+    # Some editors put a byte-order mark in front.
     return "".join(content.decode("utf-8-sig").split())
 
 

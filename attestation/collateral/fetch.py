@@ -96,6 +96,7 @@ def _tdx(client: _Client, service: CollateralService, fmspc: str, roots: set[byt
         _check_signed(found, roots)
     except EvidenceError as error:
         _refuse(f"collateral of family {fmspc}", service.intel or "", error.message)
+    # An answer about another family is genuine too, so no signature refuses it.
     if str(json.loads(tcb_info).get("fmspc", "")).lower() != fmspc:
         _refuse(f"collateral of family {fmspc}", service.intel or "", "the TCB info is of another family")
     return found
@@ -130,6 +131,7 @@ def _chain(answer: Answer, names: Sequence[str], what: str, url: str) -> str:
     found = next((answer.headers[name] for name in names if name in answer.headers), None)
     if found is None:
         _refuse(what, url, "the answer has no chain of its signer")
+    # Intel sends the PEM text percent-encoded.
     return unquote(found)
 
 
@@ -149,6 +151,7 @@ def _members(text: str) -> Mapping[str, str]:
         name, end = decoder.raw_decode(text, _skip(text, at))
         start = _skip(text, _after(text, end, ":"))
         _, end = decoder.raw_decode(text, start)
+        # Readers of JSON disagree about which of two equal members counts.
         if name in members:
             raise ValueError("a member is there twice")
         members[name] = text[start:end]

@@ -74,5 +74,6 @@ def _tdx(path: Path) -> Collateral:
 def _bare(content: bytes) -> bytes:
     try:
         return decode(content, "base64")
+    # An answer in DER cannot pass for base64: the bytes of its length are no text.
     except ValueError:
         return content

@@ -25,6 +25,7 @@ from raycloak.attestation.policy.collateral_service import CollateralService
 from raycloak.attestation.policy.policy import Policy
 from raycloak.metrics.errors import EvidenceError, ProtocolError
 
+# The last third bridges an outage of the service.
 FETCHED_AFTER: Final = 2 / 3
 """Fetch again after this share of the life that the collateral had left when it was fetched."""
 PAUSE_S: Final = 60
@@ -67,6 +68,7 @@ class CollateralKeeper:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._service: CollateralService = policy.collateral_service
         self._anchors = policy.anchors
+        # Named by the service, so that collateral of another policy is never taken for this one's.
         self._file = folder / f"{self._service.digest().hex()[:32]}.json"
         self._given = given or CollateralBundle()
         self._clock = clock
@@ -123,6 +125,7 @@ class CollateralKeeper:
             self.problem = f"{self._file} cannot be written ({error.strerror}), so a restart has to fetch it again"
 
     def _require_no_older(self, bundle: CollateralBundle) -> None:
+        # Nothing is kept before the first fetch, so the lengths may differ.
         for known, found in zip(self._kept.bundle.tdx if self._kept else (), bundle.tdx, strict=False):
             if _number(found) < _number(known):
                 numbers = f"{_number(found)}, where {_number(known)} was fetched before"
@@ -137,6 +140,7 @@ class CollateralKeeper:
     def _stored(self) -> FetchedCollateral | None:
         try:
             return parse(FetchedCollateral, self._file.read_bytes().strip())
+        # A lost or damaged copy costs one fetch.
         except (OSError, ProtocolError):
             return None
 
@@ -145,6 +149,7 @@ def ends_at(bundle: CollateralBundle) -> int:
     """Return the unix second at which the first document or list in ``bundle`` ends; 0 if one does not say."""
     try:
         return int(min(_ends(bundle)).timestamp())
+    # Collateral that cannot be read counts as ended, so it is never used.
     except (LookupError, TypeError, ValueError):
         return 0
 

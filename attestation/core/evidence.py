@@ -237,6 +237,7 @@ class Collateral(Message):
         try:
             fields = read_json(text)
             known = {name: fields[name] for name in cls.model_fields}
+            # Through JSON, because only there a strict model takes bytes as hexadecimal text.
             return cls.model_validate_json(json.dumps(known))
         except (LookupError, TypeError, ValueError):
             refuse(Refusal.COLLATERAL_STALE, "the collateral is not in the expected form")

@@ -15,6 +15,7 @@ from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.keys import IdentityKey, Secret, signature_is_valid
 from raycloak.attestation.core.messages import Message
 
+# Short, because it only finds a key: both signatures are verified under what it finds.
 KEY_ID_BYTES = 16
 
 

@@ -103,6 +103,7 @@ class IdentityKey(_Unexportable):
 
     def certify(self, builder: x509.CertificateBuilder) -> x509.Certificate:
         """Issue the certificate that ``builder`` describes, signed by this key."""
+        # Ed25519 includes its hash, so none is named.
         return builder.sign(self._key, None)
 
 

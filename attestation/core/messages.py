@@ -87,6 +87,7 @@ def _text(value: Any) -> str:
 
 def _writer_of(kind: type) -> Callable[[Any], str]:
     """Find the writer of a class, once for each class that is written here."""
+    # A class that configures or serializes itself may have other bytes.
     if issubclass(kind, Message) and kind.model_config == Message.model_config and not _serializes_itself(kind):
         _WRITERS[kind] = _message_writer(kind)
     elif issubclass(kind, StrEnum):

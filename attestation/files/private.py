@@ -46,6 +46,7 @@ def publish_pair(path: Path, private: bytes, public: bytes, code: str) -> Path:
 def _undone(path: Path) -> Iterator[None]:
     try:
         yield
+    # Also on an interrupt: a private key without its public half blocks the name.
     except BaseException:
         path.unlink()
         raise
@@ -56,6 +57,7 @@ def publish(path: Path, data: bytes, mode: int = 0o600) -> bool:
 
     Guarantee: exactly one of concurrent callers puts its data, and no reader ever sees a part of it.
     """
+    # A name of its own, so that concurrent writers do not share a draft.
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:

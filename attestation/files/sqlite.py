@@ -37,6 +37,7 @@ class Transactions:
         """
         is_part = self._db.in_transaction
         end = "RELEASE part" if is_part else "COMMIT"
+        # IMMEDIATE takes the write lock now. Taken later, it could be refused after another process's commit.
         self._db.execute("SAVEPOINT part" if is_part else "BEGIN IMMEDIATE")
         self.begun += not is_part
         try:
@@ -55,6 +56,7 @@ class Transactions:
 
 BUSY_DEADLINE_S: Final = 30.0
 """Bounds the wait for another process's lock. A stopped process holds its lock until it is killed."""
+# The file is needed alone for milliseconds only.
 _RETRY_S: Final = 0.005
 
 

@@ -17,6 +17,7 @@ def whole_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     Args:
         mode: mode of the new file, less the process's umask.
     """
+    # A name of its own, so that concurrent writers do not share a draft.
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:

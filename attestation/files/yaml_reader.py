@@ -50,6 +50,7 @@ class _PlainLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        # Compared as text, because a key may be a list, which has no hash.
         if len(set(map(repr, keys))) != len(keys):
             raise yaml.constructor.ConstructorError(None, None, "a key is given twice", node.start_mark)
         return super().construct_mapping(node, deep)

@@ -116,6 +116,7 @@ def _verify(
         except EvidenceError as error:
             if error.code == Refusal.NONCE_FOREIGN:
                 refuse(Refusal.GPU_NOT_BOUND, "a GPU's report is not over the nonce of this worker and its key")
+            # A state may differ because these references are of another board; any other refusal holds for all.
             if error.code != Refusal.GPU_STATE or position == len(references):
                 raise
     raise AssertionError("there is always one combination of references, if an empty one")

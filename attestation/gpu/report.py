@@ -15,6 +15,7 @@ from raycloak.attestation.core.byte_reader import ByteReader
 from raycloak.attestation.core.evidence import Refusal, refuse
 
 MAX_REPORT_BYTES: Final = 1 << 16
+# Fixed by SPDM.
 NONCE_BYTES: Final = 32
 SIGNATURE_BYTES: Final = 96  # r and s on P-384
 _VERSIONS: Final = (0x11, 0x12)  # SPDM 1.1 and 1.2

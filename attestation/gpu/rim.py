@@ -147,6 +147,7 @@ def verify_rim(rim: Rim, roots: Collection[bytes], now: datetime, what: str) -> 
     )
     try:
         verified = XMLVerifier().verify(rim.root, x509_cert=rim.certificates[0], expect_config=config)
+    # signxml passes on errors of its parsers; none of them proves the signature.
     except (SignXMLException, etree.LxmlError, ValueError, TypeError, AttributeError, LookupError):
         refuse(Refusal.GPU_STATE, f"the signature over the {what} manifest does not hold")
     # Continue with what the signature covers, never with the document around it.

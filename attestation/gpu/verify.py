@@ -171,9 +171,11 @@ def _named(rims: GpuReferences) -> tuple[tuple[bytes | None, str], ...]:
 
 
 def _read_chain(chain: Sequence[bytes]) -> tuple[x509.Certificate, ...]:
+    # Nothing signs text around the blocks, so it would give one chain several encodings.
     if any(is_pem(data) and not has_only_blocks(data.rstrip(b"\0")) for data in chain):
         refuse(Refusal.EVIDENCE_MALFORMED, "the GPU's chain contains text other than certificates")
     try:
+        # One more than allowed is enough to refuse, so the rest is not read.
         certificates = tuple(each for data in chain[: CHAIN_LENGTH + 1] for each in read_presented(data))
     except ValueError:
         refuse(Refusal.CHAIN_BROKEN, "a certificate of the GPU cannot be read")

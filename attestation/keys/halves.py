@@ -53,6 +53,7 @@ def combine_halves(
     Args:
         run_id, key_context: of the run. The owner's half is for no run in particular, so this binds the result.
     """
+    # Both parts have a fixed length, so the concatenation is injective.
     stream = Secret(first.stream.reveal() + second.stream.reveal())
     data = Secret(first.data.reveal() + second.data.reveal())
     return VirtualWorkerKeys(

@@ -202,6 +202,7 @@ class ExpectedRelease:
 
     def open(self, release: KeyRelease, kind: KeyKind, hpke_key: HpkeKey) -> tuple[KeyPackage, bytes]:
         """Verify and decrypt a package. Commitments to the keys in it are not checked here."""
+        # Verified first: nothing in an unsigned package is interpreted.
         package = open_envelope(KeyPackage, release.package, self.orchestrator.ed25519)
         expected = (self.run_id, self.member_id, self.manifest_digest)
         if (package.run_id, package.member_id, package.manifest_digest) != expected:

@@ -73,6 +73,7 @@ def kept_secret(directory: Path, run_id: str) -> tuple[Path, Secret]:
     path = directory / f"{run_id}.secret"
     try:
         secret = load_secret(path)
+    # What the loss means matters more than why the file cannot be read.
     except ConfigError:
         secret = None
     if secret is None or run_id_of(secret) != run_id:
@@ -86,6 +87,7 @@ def kept_secret(directory: Path, run_id: str) -> tuple[Path, Secret]:
 
 def destroy_secret(path: Path) -> None:
     """Overwrite and remove a secret file. Copies that a journaling or copying file system kept are beyond reach."""
+    # Overwritten first, because removing a name leaves the bytes on disk.
     with path.open("r+b") as file:
         file.write(b"0" * path.stat().st_size)
         file.flush()

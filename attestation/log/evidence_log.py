@@ -101,6 +101,7 @@ class EvidenceLog:
             raise _old_format("the state of this run")
         for statement in _SCHEMA:
             connection.execute(statement)
+        # At opening, so that nothing is appended to a log that was changed.
         self._check()
 
     def append(self, kind: str, body: Mapping[str, JsonValue]) -> Entry:
@@ -279,6 +280,7 @@ def read_exported_log(path: Path, owner: SignerPublic) -> ExportedLog:
     """
     *lines, last = _lines(path)
     signed = _signed_head(last)
+    # Not verified yet: entries are checked first, so that the message names the first wrong one.
     claimed = parse_line(LogHead, signed.head, "the signed head")
     entries = []
     for sequence, line in enumerate(lines):

@@ -66,6 +66,7 @@ class RecentLog:
             return
         now = self._transactions.begun, self._transactions.undone
         if now != self._read:
+            # Only an undone append makes a subtree wrong; the next transaction does not.
             if self._read is None or self._read[1] != now[1]:
                 self._subtrees.clear()
             self._read, self._length, self._head = now, None, None

@@ -121,6 +121,7 @@ class Admissions:
         """
         with self._transaction():
             if member_id in self._members:
+                # A challenge asks for fresh evidence, so the old presentation admits no more.
                 self.keep(replace(self._members[member_id].row, superseded=True))
             return self._nonces.issue(
                 run_id=self._run_id,
@@ -147,12 +148,15 @@ class Admissions:
             EvidenceError: with the code of the first failing check.
             ProtocolError: ``session_over`` once another session has begun.
         """
+        # An answer may have been lost. Its nonce is used up, so deciding again would refuse the member.
         admitted: AdmittedMember | EvidenceError | None = self._admitted_by(envelope)
         if admitted is None:
             with self._transaction():
                 admitted = self._decide(envelope)
+        # Raised outside the transaction, which commits the used nonce and the entry of a refusal.
         if isinstance(admitted, EvidenceError):
             raise admitted
+        # Only now, because the decision is on disk.
         self._enter(admitted)
         return admitted.appraisal
 
@@ -325,14 +329,18 @@ class Admissions:
         try:
             presentation = open_presentation(envelope)
             claimed = presentation.member_id
+            # First, so that the nonce is used up whatever the appraisal says.
             self._nonces.consume(presentation, self._clock())
+            # With a clock set back, expired collateral would pass for valid.
             self._facts.check_clock(self._clock())
             appraisal = self._appraise(envelope, presentation)
+            # Kept even if a later check refuses: the collateral was genuine.
             self._facts.keep(appraisal.facts)
             self._make_room(appraisal)
             self._forget_passing()
             if (revoked := self._revocations.find(claimed, appraisal.platform_id)) is not None:
                 raise revoked
+            # Before the check, which would refuse the newcomer because of the members that it displaces.
             self._displace(appraisal)
             self._enrolment.check(appraisal, self._terms.policy)
         except EvidenceError as refusal:
@@ -353,6 +361,7 @@ class Admissions:
             },
         )
         known = self._members.get(claimed)
+        # A member that presents anew keeps its place in the ratchet.
         joined = known.row.joined if known else self._state.ratchet
         row = MemberRow(claimed, envelope, appraisal.expires_at, joined)
         self._state.keep_member(row)

@@ -62,5 +62,6 @@ class RunBooks:
 
     def close(self) -> None:
         """Log the refusals that were only counted, and close the file."""
+        # Before the file is closed, which holds the log.
         self.refusals.close()
         self.state.close()

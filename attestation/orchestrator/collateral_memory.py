@@ -35,6 +35,7 @@ class FactBook:
     """
 
     def __init__(self, path: Path) -> None:
+        # Before SQLite, which would create it readable by others.
         path.touch(mode=0o600)
         self._db = sqlite3.connect(path, timeout=BUSY_DEADLINE_S, isolation_level=None, check_same_thread=False)
         enter_wal(self._db)

@@ -172,6 +172,7 @@ class KeyDesk:
             keys = [self._keys.of(self._key_context, v, epoch) for v in virtual_workers]
             plaintext = b"".join(key.stream.reveal() + key.data.reveal() for key in keys)
             grant = self._send(key_terms, admitted, epoch, virtual_workers, self._commitments(epoch), plaintext)
+        # Only now: a refused release leaves the hosting as it was.
         self._hosting.released(member_id, virtual_workers)
         return replace(grant, slices=slices, evaluation=evaluation, seen=seen)
 
@@ -247,6 +248,7 @@ class KeyDesk:
                 self._machines.give(admitted.appraisal, epoch, virtual_workers, most)
             self._admissions.keep(replace(admitted.row, epoch=epoch))
             entry = self._log.append("released", released_body(package))
+        # After the block: without a logged release there is no package.
         return Grant(seal_package(package, plaintext, admitted.presentation.hpke_key, self._signer), entry)
 
     def _entitled(self, member_id: str, epoch: int, terms: KeyPolicy) -> AdmittedMember:

@@ -46,6 +46,7 @@ from raycloak.metrics.errors import ConfigError, EvidenceError, ProtocolError
 
 # A step that is tried so often never ends. A standalone service takes the next step instead.
 MAX_ATTEMPTS_PER_STEP: Final = 4096
+# The form of `run_id_of`. Any other text could lead out of the folder.
 _RUN_ID: Final = re.compile(r"[0-9a-f]{16}")
 
 
@@ -163,6 +164,7 @@ class OpenRun:
             ProtocolError: ``not_reproducible`` as :meth:`RunSession.commit`.
         """
         state = self.books.state
+        # Decided once and kept on disk, so that a repeat after a crash does not decide otherwise.
         destroys = None if self._is_new else state.destroys(self._session)
         self._is_new = False
         if destroys is None:
@@ -172,6 +174,7 @@ class OpenRun:
                 self.books.refusals.settle()
                 self.books.log.append("finished", {"secret_destroyed": destroys})
                 state.finish_session(self._session, destroys)
+        # After the transaction, so that the file has the entry ``finished``.
         self.books.log.export(Path(log_file))
         # Last, as nobody can open the run afterwards: a crash before this line leaves a run that can be finished again.
         if destroys and self._generated is not None and self._generated.exists():
@@ -188,6 +191,7 @@ class OpenRun:
 
     def _start_session(self, terms: RunTerms) -> None:
         with self.books.state.transaction():
+            # A challenge of the session before must not admit anybody to this one.
             self.books.nonces.forget_unused()
             self.books.state.start_session(self._session)
             body = {
@@ -253,6 +257,7 @@ class RunSession:
                 ``release_denied`` if the sender is not an admitted worker.
             ProtocolError: ``signature``, or ``malformed`` if it names no slices of this run.
         """
+        # Read before it is verified, only to learn whose key must have signed it.
         body = parse(DataCommitments, envelope.body)
         admitted = self.admission.find(body.member_id)
         if admitted is None or admitted.appraisal.role != "worker" or body.run_id != self.run.run_id:
@@ -324,6 +329,7 @@ class RunSession:
         )
         with self._books.transaction_of(self._id):
             place_order(order, self._terms.virtual_workers, self._books.commits, self._books.log)
+        # After the block: nobody gets an order that is not on disk.
         return seal(order, self.run.identity)
 
     def commit(self, commits: tuple[StepCommit, ...]) -> None:

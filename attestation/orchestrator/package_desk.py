@@ -93,6 +93,7 @@ class PackageDesk:
         self._check_committed(manifest)
         if self._log.root_at(manifest.log_length) != manifest.log_hash:
             raise EvidenceError("seal_refused", "the package states an evidence log head that is not in the log")
+        # Logged first: no signature exists that the log does not name.
         self._record("sealed", PublishedPackage(manifest.step, manifest.digest()))
         return self._signer.sign(manifest_bytes).encode()
 
@@ -131,6 +132,7 @@ class PackageDesk:
             EvidenceError: ``key_not_for_us``, or ``release_denied`` if the key was opened as often as its quota says.
         """
         data_key = self._recipient_key.open(wrapped_key, info)
+        # After the opening, so that a foreign package uses up no quota; before the key leaves.
         self._draw_key(info)
         return data_key
 

@@ -91,6 +91,7 @@ class OrchestratorState:
         path.touch(mode=0o600)  # before SQLite, which would create it readable by others
         self.db = sqlite3.connect(path, timeout=BUSY_DEADLINE_S, isolation_level=None, check_same_thread=False)
         enter_wal(self.db)
+        # Stated, because a build of SQLite may have a weaker default.
         self.db.execute("PRAGMA synchronous = FULL")
         self.db.executescript(_SCHEMA)
         self.transactions = Transactions(self.db)
@@ -183,6 +184,7 @@ class OrchestratorState:
 
     def next_attempt(self, query: Query, step: int) -> int:
         """Issue the next attempt of a step of ``query``: the first that was never issued."""
+        # Kept over all sessions, because the masks of an attempt must not be used twice.
         known = self.db.execute("SELECT attempt FROM attempts WHERE query = ? AND step = ?", (query, step)).fetchone()
         attempt = int(known[0]) + 1 if known else 0
         self.db.execute("INSERT OR REPLACE INTO attempts VALUES (?, ?, ?)", (query, step, attempt))

@@ -55,6 +55,7 @@ class CollateralService(Message):
     pck_ca: Literal["platform", "processor"] = "platform"
     intel_root_crl: Url | None = None
     amd: Url | None = None
+    # Two kinds of key in three generations.
     snp_lists: Annotated[tuple[SnpList, ...], Field(max_length=6)] = ()
 
     @model_validator(mode="after")

@@ -24,6 +24,7 @@ from raycloak.attestation.sealed.package_manifest import (
     refuse,
 )
 
+# A tag of 16 bytes weighs little on a chunk of this size; larger ones would only take memory.
 CHUNK_BYTES = 2**20
 
 Piece = bytes | bytearray | memoryview
@@ -50,6 +51,7 @@ def write_payload(
         data_key: the package's key, 32 bytes.
         context: the package's context; see `raycloak.attestation.sealed.package_manifest.package_context`.
     """
+    # Fresh for each writing: a payload written again under one key must not repeat a nonce.
     prefix = secrets.token_bytes(NONCE_PREFIX_BYTES)
     sha256, plain_bytes, cipher_bytes = hashlib.sha256(), 0, 0
     cipher, associated = _cipher(data_key, context, name), _associated(context, name)

@@ -81,6 +81,7 @@ class Payload(Message):
     name: str = Field(pattern=r"^[a-z]+(\.[a-z]+)*\.enc$")
     plain_bytes: int = Field(ge=0)
     cipher_bytes: int = Field(ge=0)
+    # Bounded, because a reader holds whole chunks in memory.
     chunk_bytes: int = Field(gt=0, le=2**24)
     chunks: int = Field(gt=0, lt=2**32)  # a nonce gives the position four bytes
     sha256: bytes
@@ -155,6 +156,7 @@ class PackageManifest(Message):
 
     def info(self) -> bytes:
         """Return the HPKE context of the data key: everything but the wrapped keys."""
+        # The wrapped keys are sealed under this context, so they cannot be part of it.
         unwrapped = tuple(each.model_copy(update={"wrapped_key": b""}) for each in self.recipients)
         return self.model_copy(update={"recipients": unwrapped}).digest()
 

@@ -29,6 +29,7 @@ from raycloak.attestation.trust.channel import SERVER_NAME, ChannelBinding, Chan
 from raycloak.metrics.errors import EvidenceError, ProtocolError
 
 DEADLINE_S: Final = 10.0  # the default of `ServiceLimits.deadline_s`: the service ends a call by then
+# A roster comes with all members' presentations, which gRPC's default of 4 MiB does not hold.
 MAX_MESSAGE_BYTES: Final = 16 * 2**20
 
 
@@ -65,7 +66,9 @@ class EvidenceClient:
         options = (
             # The certificate names the service, wherever it listens.
             ("grpc.ssl_target_name_override", SERVER_NAME),
+            # Each channel has its own certificate; a shared pool could reuse another channel's connection.
             ("grpc.use_local_subchannel_pool", 1),
+            # A call that gRPC repeats by itself would use up a nonce or a draw.
             ("grpc.enable_retries", 0),
             ("grpc.enable_http_proxy", 0),
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -180,6 +183,7 @@ class EvidenceClient:
 
     def _refusal(self, error: grpc.RpcError) -> Exception:
         metadata: Any = ()
+        # Some of gRPC's errors carry no status and no metadata.
         status = getattr(error, "code", lambda: grpc.StatusCode.UNKNOWN)()
         with suppress(AttributeError):
             metadata = error.trailing_metadata() or ()

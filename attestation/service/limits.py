@@ -71,6 +71,7 @@ class ServiceLimits(Message):
             ("grpc.keepalive_permit_without_calls", 0),
             ("grpc.http2.min_ping_interval_without_data_ms", 30_000),
             ("grpc.http2.max_ping_strikes", 2),
+            # With reuse, a second service could take the same port, and a part of the calls.
             ("grpc.so_reuseport", 0),
         )
 

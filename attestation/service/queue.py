@@ -136,6 +136,7 @@ class ServiceQueue:
                 else:
                     batch.append(item)
             self._execute(batch)
+            # Only now, because the records of the batch are on disk.
             for loop in {item.loop for item in batch}:
                 loop.call_soon_threadsafe(_settle, [item for item in batch if item.loop is loop])
             if ends:
@@ -148,6 +149,7 @@ class ServiceQueue:
                     with self._transaction():
                         for item in batch:
                             item.execute()
+                    # Still in the turn: nothing may be logged between these proofs, which share one signed head.
                     for item in batch:
                         item.finish()
             except Exception as error:  # noqa: BLE001 - the record is not on disk, whatever the error

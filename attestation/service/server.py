@@ -129,6 +129,7 @@ class _Servicer(EvidenceServicer):
     def _peer(self, context: Context) -> Peer:
         """Return the peer at the other end; EvidenceError ``rate_limited`` if it has no calls left."""
         pem = next(iter(context.auth_context().get("x509_pem_cert", ())), b"")
+        # gRPC percent-encodes the brackets of IPv6 addresses.
         host = unquote(context.peer()).rpartition(":")[0]
         peer, identity = _identified(host, pem)
         if not (self._by_address.allows(network_of(host)) and self._by_identity.allows(identity)):
@@ -216,8 +217,10 @@ class EvidenceServer:
         """Finish the calls under way for up to ``grace_s`` seconds, then close."""
         for call in self._at_stop:
             call()
+        # A loop that hangs must not keep the process from ending.
         with suppress(TimeoutError):
             asyncio.run_coroutine_threadsafe(self._stop(grace_s), self._loop).result(grace_s + START_DEADLINE_S)
+        # The loop ends after the queue, whose last answers need it.
         self._queue.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(START_DEADLINE_S)
@@ -235,6 +238,7 @@ async def _serve(
     reflection.enable_server_reflection(names, server)
     try:
         port = server.add_secure_port(bind, server_credentials(desk.end, manifest_digest))
+    # gRPC's only sign that it could not listen there.
     except RuntimeError:
         raise ConfigError("bind", f"cannot listen on '{bind}'.", "Give host:port of this machine.") from None
     serving, ended = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -250,5 +254,6 @@ async def _serve(
 
     queue.when_failed(lambda: asyncio.run_coroutine_threadsafe(tell(ended), loop))
     await server.start()
+    # Last, so that nobody is sent here before calls are answered.
     await tell(serving)
     return port, stop

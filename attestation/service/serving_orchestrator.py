@@ -47,6 +47,7 @@ RUN_LIMITS: Final = ServiceLimits(connections=1024, pending_calls=256, address_r
 # A port may stay taken while the process of a former incarnation is about to end.
 PORT_DEADLINE_S: Final = 10.0
 _PAUSE_S: Final = 0.2
+# Calls are short, and a caller that is cut off asks again.
 _STOP_S: Final = 0.2
 
 Part = TypeVar("Part")
@@ -178,6 +179,7 @@ class EvidenceOrchestrator:
 
     def view(self) -> OrchestratorView:
         """Return facts for metrics, without a turn; before a session, nobody is admitted."""
+        # Read once, because another thread may replace it meanwhile.
         session = self._session
         return OrchestratorView({}, "", {}) if session is None else session.admission.view()
 

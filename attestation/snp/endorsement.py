@@ -87,7 +87,9 @@ def certified_hardware_id(certificate: x509.Certificate, layout: Layout) -> byte
 def _component(certificate: x509.Certificate, number: int) -> int | None:
     value = _extension(certificate, f"{AMD_OID}.3.{number}")
     if value is None:
+        # A reserved component is zero, and certificates leave it out.
         return 0 if number in _RESERVED else None
+    # DER has one form for a number: a zero byte in front only where the sign bit would be set.
     short = len(value) == 3 and value[:2] == bytes((_INTEGER, 1)) and value[2] < 0x80
     long = len(value) == 4 and value[:3] == bytes((_INTEGER, 2, 0)) and value[3] >= 0x80
     return value[-1] if short or long else None

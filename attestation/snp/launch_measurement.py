@@ -63,6 +63,7 @@ def snp_measurement(launch: SnpLaunch) -> bytes:
         )
     except OSError as error:
         raise file_error("measure", "read", error.filename, error) from None
+    # The library does not check its input; a bad image ends in any of these.
     except (RuntimeError, ValueError, LookupError, AssertionError) as error:
         raise ConfigError(
             "measure", f"{launch.ovmf} cannot be measured: {error}.", "Check that it is the guest's OVMF file."

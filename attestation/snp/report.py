@@ -46,6 +46,7 @@ class SnpReport:
     @property
     def signature(self) -> bytes:
         """The signature's r and s, big-endian, 48 bytes each."""
+        # AMD writes both little-endian.
         r, s = (self.raw[at : at + SIGNATURE_VALUE_BYTES][::-1] for at in (SIGNED_BYTES, _S_AT))
         return r + s
 

@@ -36,6 +36,7 @@ from raycloak.attestation.trust.certificates import (
 from raycloak.attestation.trust.floors import NO_FLOORS, Fact, Floors, check_not_older, crl_fact, highest
 from raycloak.attestation.trust.roots import Anchor, amd_intermediates, amd_roots, anchor_of
 
+# A chain has three. The bound limits the search among hints.
 MAX_CERTIFICATES: Final = 8
 
 # Bits of a guest's policy, and of the word about the machine (AMD's document 56860).
@@ -232,6 +233,7 @@ def _newest_editions(lists: Sequence[x509.CertificateRevocationList]) -> list[x5
     """
     newest: dict[tuple[x509.Name, str], x509.CertificateRevocationList] = {}
     others = []
+    # Ascending, so that the newest edition is stored last.
     for crl in sorted(lists, key=lambda each: crl_number(each) or 0):
         if scope := crl_scope(crl):
             newest[crl.issuer, scope] = crl
@@ -266,6 +268,7 @@ def _check_firmware(report: SnpReport, endorsement: _Endorsement, rules: SnpRule
     floor = rules.min_snp_svn.get(generation)
     if floor is None:
         refuse(Refusal.FIRMWARE_FLOOR, f"the policy sets no firmware floor for {generation} processors")
+    # A machine can be rolled back to its committed version, so the reported one alone says too little.
     versions = {"reported": report.reported_tcb, "committed": report.committed_tcb, "launch": report.launch_tcb}
     for name, tcb in versions.items():
         svn = endorsement.layout.snp_svn(tcb)

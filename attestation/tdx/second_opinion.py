@@ -18,6 +18,7 @@ from raycloak.attestation.tdx.rules import RELAUNCH_STATUSES, TdxRules
 from raycloak.attestation.trust.certificates import remembered
 from raycloak.attestation.trust.roots import Anchor
 
+# Our rules decide on statuses, so the library's grace period must not end first.
 _FOREVER_S: Final = 2**31
 _PREFIX: Final = "Verification failed: "
 

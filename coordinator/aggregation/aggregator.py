@@ -236,6 +236,7 @@ class MaskedAggregator:
             virtual_workers=manifest.computation.mechanism.virtual_workers,
             minimum_workers=1,
         )
+        # A slice, because a roster may have fewer aggregators.
         owner = roster.aggregators[self._part.range.index : self._part.range.index + 1]
         if [member.identity_key for member in owner] != [self._attester.identity.public]:
             raise ProtocolError("roster_own_entry", "the roster gives this range to another aggregator")
@@ -295,6 +296,7 @@ class MaskedAggregator:
             vectors_digest=verified.vectors_digest,
             lowest_fencing=self._fencing,
         )
+        # Kept, so that an older instance of the ledger is refused from now on.
         self._fencing = bound.fencing
 
     def _check_vectors(self, verified: _Verified, vectors: Sequence[RingVector]) -> None:
@@ -320,6 +322,7 @@ def _naming(member_id: str) -> Iterator[None]:
 
 def ring_sum(vectors: Sequence[RingVector], bits: int) -> RingVector:
     """Sum equally long vectors in Z_{2^bits}. The inputs are only read."""
+    # A new array, because Ray's arguments are read-only.
     total = np.zeros(len(vectors[0]), ring_dtype(bits))
     for vector in vectors:
         np.add(total, vector, out=total)

@@ -160,6 +160,7 @@ class CanaryTask(Section):
 
     def write(self, folder: Path) -> None:
         """Write the task and its loader to ``folder``, private to this user, so that a configuration can name it."""
+        # Before the content, which others could otherwise read for a moment.
         path = folder / _TASK_FILE
         path.touch(mode=0o600)
         path.write_text(self.model_dump_json())
@@ -182,6 +183,7 @@ class CanaryTask(Section):
         both = [self.included.index(kind) for kind in (True, False) if kind in self.included]
         features, labels = self.make_dataset().batch(np.array(both, np.int64) + count)
         with warnings.catch_warnings():
+            # torch warns that no input needs a gradient, which is intended: only parameters do.
             warnings.filterwarnings("ignore", "Full backward hook is firing")
             rows = gradients(torch.from_numpy(features), torch.from_numpy(labels))
         found = torch.cat([row.flatten(1) for row in rows], dim=1)

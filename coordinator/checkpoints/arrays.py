@@ -48,6 +48,7 @@ def safetensors_pieces(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, 
     encoded += b" " * (-len(encoded) % _ALIGNMENT)
     yield len(encoded).to_bytes(8, "little") + encoded
     for array in arrays.values():
+        # The format is little-endian, whatever the machine.
         little = array.astype(array.dtype.newbyteorder("<"), copy=False)
         if little.size:
             yield np.ascontiguousarray(little).reshape(-1).view(np.uint8).data

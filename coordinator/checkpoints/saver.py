@@ -159,6 +159,7 @@ class Checkpoints:
         package stays the newest.
         """
         end = self._monotonic() + deadline_s
+        # At the end there is no later attempt to wait for.
         self._not_before = self._monotonic()
         self.poll()
         # A draft without a signature waits for a commit that will not come, and the other work waits behind it.
@@ -231,6 +232,7 @@ class Checkpoints:
 
     def _record(self, manifest: PackageManifest) -> None:
         self._previous = manifest.digest()
+        # Only now: what the log calls published has to be there.
         self._control.orchestrator.record_published(manifest.step, self._previous)
         self._metrics.checkpoint_written()
         if self._in_trouble:
@@ -338,6 +340,7 @@ def _discarded_on_error(draft: Draft) -> Iterator[None]:
     try:
         yield
     except STORAGE_ERRORS:
+        # The first error is the one to report; a sweep removes what stays.
         with suppress(*STORAGE_ERRORS):
             draft.discard()
         raise

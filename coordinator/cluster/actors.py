@@ -238,6 +238,7 @@ def fetch(reference: Reference[T], deadline_s: float) -> T:
         raise ActorLost("out_of_memory") from None
     except ObjectLostError:
         raise ActorLost("object_lost") from None
+    # A subclass of RayActorError, so it has to be caught first.
     except ActorUnavailableError:
         raise ActorLost("unreachable") from None
     except RayActorError:
@@ -272,6 +273,7 @@ def connect(num_cpus: int) -> bool:
     """
     if ray.is_initialized():
         return False
+    # Every failure that matters is fetched; Ray would print the others among the run's lines.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     divert_logger("ray")
     if address := os.environ.get("RAY_ADDRESS"):

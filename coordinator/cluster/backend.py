@@ -154,6 +154,7 @@ class LocalBackend:
 
 def _read_only(value: Any) -> Any:
     if isinstance(value, np.ndarray):
+        # A view, so that the caller's own array stays writable.
         value = value.view()
         value.flags.writeable = False
     return value

@@ -279,6 +279,7 @@ class OrchestratorFace(_Face):
     def take_collateral(self, collateral: CollateralBundle) -> None:
         """Judge evidence by newer collateral from now on."""
         if self.begun is not None:
+            # Kept first, as in `begin`.
             terms, session = self.begun
             self.begun = replace(terms, collateral=collateral), session
         self._ask(EvidenceOrchestrator.take_collateral, collateral)

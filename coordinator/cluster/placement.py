@@ -145,6 +145,7 @@ class Placement:
 
     def expire(self) -> None:
         """Give up on groups of joiners that were not placed in time. The workers for them are lost."""
+        # A copy, because `release` removes entries.
         for member_id, deadline in list(self._pending.items()):
             if placement_group_table(self._own[member_id])["state"] != "PENDING":
                 self._pending.pop(member_id)

@@ -25,6 +25,7 @@ class ActorProcess:
             state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             return None
+        # Z and X have ended; only their entries are left.
         return None if state in "ZX" else cls(pid, fields[18])
 
     def kill(self) -> None:

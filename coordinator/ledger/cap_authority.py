@@ -155,6 +155,7 @@ def check_authorisation(signed: SignedCap | None, expected: CapAuthorisation, au
             "signature of its authority.",
             f"Ask for it: raycloak budget authorize {account}",
         )
+    # The signature first: what a forged statement says is not compared.
     if not signed.is_signed_by(authority):
         raise BudgetError(
             "authorisation_forged",

@@ -80,6 +80,7 @@ def _configure(connection: Any, writes: bool) -> None:
             "this build of SQLite cannot synchronise fully.",
             "Use a Python with the usual SQLite.",
         )
+    # Off in SQLite, unless each connection asks for it.
     cursor.execute("PRAGMA foreign_keys = ON")
     cursor.close()
 

@@ -58,6 +58,7 @@ def ledger_missing(fact: str) -> ConfigError:
 
 
 def _create(path: Path) -> None:
+    # Listed before they are made: the name of a new folder is durable once its parent is synced.
     missing = [folder for folder in path.parents if not folder.exists()]
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -252,6 +252,7 @@ class Rows:
 
     def next_fencing(self) -> int:
         """Return a fencing number higher than every earlier one."""
+        # Read and raised under the write lock, so that no two instances get one number.
         number = int(self.meta("fencing")) + 1
         self._connection.execute(_UPDATE_META, {"key": "fencing", "content": str(number)})
         return number

@@ -212,6 +212,7 @@ class UrlWitness:
         """Replace the head at the URL, on condition that its ETag is still ``token``."""
         condition = {"If-Match": token} if token else {"If-None-Match": "*"}
         status, etag, _ = self._ask("PUT", line, {"Content-Type": "application/json", **condition})
+        # Object stores answer 409 where RFC 9110 says 412: another head was put first.
         if status in (409, 412):
             return None
         if status not in (200, 201, 204):
@@ -238,6 +239,7 @@ class UrlWitness:
                 return answer.status, answer.headers.get("ETag", ""), answer.read(_TAIL_BYTES)
             except (OSError, http.client.HTTPException) as error:
                 self.close()
+                # Only a kept connection may have been closed while it was idle; a new one would fail again.
                 if is_last or not kept:
                     raise self._unavailable(str(error) or type(error).__name__) from None
         raise AssertionError("unreachable: the second failure is raised")

@@ -78,6 +78,7 @@ class _Search:
                 if self.place(other, displaced):
                     return True
                 self._take(v)
+            # Put back: without it there was no room either.
             self._put(other, worker)
         return False
 

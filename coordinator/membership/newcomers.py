@@ -78,6 +78,7 @@ class Joining:
         for member_id, newcomer in list(self._newcomers.items()):
             answer = self._answer(member_id, newcomer)
             if answer is not None and not newcomer.presents:
+                # Only now, because a challenge expires and preparing may take longer.
                 newcomer.awaited = (self.admission.challenge(newcomer.actor),)
                 newcomer.presents = True
                 answer = self._answer(member_id, newcomer)
