@@ -41,7 +41,7 @@ def end(part: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> int:
-    """The first exit code that is not 0. Whatever ends this early ends both parts."""
+    """Return the first exit code that is not 0. Whatever ends this early ends both parts."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryFile() as log:
         parts = []

@@ -34,14 +34,14 @@ settings.load_profile("raycloak")
 
 @pytest.fixture(autouse=True)
 def raycloak_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The test's own state folder, in the environment as `RAYCLOAK_HOME`; not created yet."""
+    """Return the test's own state folder, in the environment as `RAYCLOAK_HOME`; not created yet."""
     home = tmp_path / "home"
     monkeypatch.setenv("RAYCLOAK_HOME", str(home))
     return home
 
 
 def _ray_environment(folder: Path) -> dict[str, str]:
-    """Variables under which Ray touches nothing outside ``folder``; the token is a file, so `~/.ray` stays as it is."""
+    """Return variables that keep Ray's files in ``folder``; the token is a file, so `~/.ray` stays as it is."""
     (folder / "ray").mkdir()
     token = folder / "auth_token"
     token.touch(mode=0o600)
@@ -83,7 +83,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(scope="session")
 def ray_environment() -> Mapping[str, str]:
-    """Ray's variables for a child process."""
+    """Return Ray's variables for a child process."""
     return _RAY_ENVIRONMENT
 
 
@@ -97,7 +97,7 @@ class RayCluster:
 
 @pytest.fixture(scope="session")
 def ray_cluster(ray_environment: Mapping[str, str]) -> Iterator[RayCluster]:
-    """One local Ray of 8 CPUs for the whole session; this process is a driver of it."""
+    """Yield one local Ray of 8 CPUs for the whole session; this process is a driver of it."""
     import ray
 
     context = ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=256 * 2**20)
@@ -108,7 +108,7 @@ def ray_cluster(ray_environment: Mapping[str, str]) -> Iterator[RayCluster]:
 
 @pytest.fixture(scope="session")
 def raylets(ray_environment: Mapping[str, str]) -> Iterator["Raylets"]:
-    """A cluster of several nodes for the whole session: a head without CPUs, to which a test adds the nodes it needs.
+    """Yield a cluster of nodes for the whole session: a head without CPUs, to which a test adds the nodes it needs.
 
     No process is a driver of it but the children that tests start with its ``environment``.
     """
@@ -120,7 +120,7 @@ def raylets(ray_environment: Mapping[str, str]) -> Iterator["Raylets"]:
 
 @pytest.fixture(scope="session")
 def postgres_binaries() -> Path:
-    """Where PostgreSQL's programs are; skips where they, or its driver, are not installed."""
+    """Return where PostgreSQL's programs are; skips where they, or its driver, are not installed."""
     pytest.importorskip("psycopg", reason="needs psycopg (pip install 'raycloak[postgresql]')", exc_type=ImportError)
     folder = binaries()
     if folder is None:
@@ -130,7 +130,7 @@ def postgres_binaries() -> Path:
 
 @pytest.fixture(scope="session")
 def postgres(postgres_binaries: Path) -> Iterator[PostgresServer]:
-    """One durable server for the whole session. A test that kills or reconfigures one starts its own."""
+    """Yield one durable server for the whole session. A test that kills or reconfigures one starts its own."""
     server = PostgresServer(postgres_binaries)
     yield server
     server.stop()
@@ -147,7 +147,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Runner:
-    """Runs this interpreter in a folder outside the repository, with the repository's packages importable."""
+    """A runner of this interpreter in a folder outside the repository, with the repository's packages importable."""
 
     folder: Path
 
@@ -181,5 +181,5 @@ def run_python(tmp_path: Path) -> Runner:
 
 @pytest.fixture(scope="session")
 def run_python_in() -> type[Runner]:
-    """As `run_python`, in a folder that the caller gives."""
+    """Return the runner of `run_python`, for a folder that the caller gives."""
     return Runner

@@ -14,7 +14,7 @@ from importlinter import Contract, ContractCheck, fields, output
 
 
 class DoorsContract(Contract):
-    """Every room below ``containers`` names its doors, keeps to them, and names none that nobody uses.
+    """A contract: every room below ``containers`` names its doors, keeps to them, and names none that nobody uses.
 
     Configuration options:
         containers: the packages whose sub-packages are rooms; a sub-package of a room is a room too.
@@ -54,7 +54,7 @@ class DoorsContract(Contract):
 
 
 def doors_of(docstring: str) -> set[str] | None:
-    """The module names that a room's docstring states as its doors; None if it states nothing."""
+    """Return the module names that a room's docstring states as its doors; None if it states nothing."""
     found = re.search(r"^Doors: ([^.]*)\.$", docstring, re.MULTILINE)
     return set(re.findall(r"\w+", found[1])) - {"none"} if found else None
 

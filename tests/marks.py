@@ -72,7 +72,7 @@ def processor_s() -> float:
 
 
 class Limit:
-    """Fails an unmarked test whose setup and call cost more than `LIMIT_S` twice in a row.
+    """A plugin that fails an unmarked test whose setup and call cost more than `LIMIT_S` twice in a row.
 
     Shared fixtures are not its cost. Nor is what only the first test pays that needs it, such as a late import: that is
     why a test above the limit is run again.

@@ -18,7 +18,7 @@ _ROOM = 2**30
 
 
 def binaries() -> Path | None:
-    """Folder of ``initdb`` and ``postgres``, which Debian keeps out of PATH; None if they are not installed."""
+    """Return the folder of ``initdb`` and ``postgres``, which Debian keeps out of PATH; None if not installed."""
     found = shutil.which("postgres")
     folders = [Path(found).resolve().parent] if found else []
     folders += sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda folder: float(folder.parent.name))[::-1]
@@ -82,7 +82,7 @@ class PostgresServer:
         shutil.rmtree(self._folder)
 
     def url(self, user: str = "raycloak") -> str:
-        """URL of a schema that is empty."""
+        """Return the URL of a schema that is empty."""
         name = f"schema_{next(self._numbers)}"
         self.execute(f"CREATE SCHEMA {name}")
         return f"postgresql://{user}@/postgres?host={self._folder}&options=-csearch_path%3D{name}"
@@ -137,13 +137,13 @@ def _is_running(process: str) -> bool:
 
 
 def _base() -> str:
-    """Memory, where a commit waits for no disk and a killed server loses no more; `/tmp` where there is too little."""
+    """Return a folder in memory, where a commit waits for no disk; `/tmp` where there is too little memory."""
     memory = Path("/dev/shm")
     return str(memory if memory.is_dir() and shutil.disk_usage(memory).free > _ROOM else "/tmp")
 
 
 def _unprivileged() -> dict[str, Any]:
-    """Arguments of Popen that give up root, as which PostgreSQL refuses to run."""
+    """Return arguments of Popen that give up root, as which PostgreSQL refuses to run."""
     if os.geteuid() != 0:
         return {}
     names = {entry.pw_name: entry for entry in pwd.getpwall()}

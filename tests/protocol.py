@@ -79,13 +79,13 @@ Arrays = tuple[np.ndarray, np.ndarray]
 
 
 def examples(count: int = 40) -> Arrays:
-    """Features and labels that never change."""
+    """Return features and labels that never change."""
     generator = np.random.default_rng(1)
     return generator.normal(size=(count, 6)).astype(np.float32), generator.integers(0, 3, count)
 
 
 def config(overrides: Sequence[str] = (), **fields: Any) -> RunConfig:
-    """The small run's configuration, changed by whole fields and then by ``dotted.key=value``."""
+    """Return the small run's configuration, changed by whole fields and then by ``dotted.key=value``."""
     raw = {
         "num_workers": 3,
         "virtual_workers": VIRTUAL_WORKERS,
@@ -101,7 +101,7 @@ def config(overrides: Sequence[str] = (), **fields: Any) -> RunConfig:
 
 
 def secret_file(home: Path, secret: str = SECRET) -> Path:
-    """A run secret at rest."""
+    """Return a run secret at rest."""
     home.mkdir(parents=True, exist_ok=True)
     path = home / f"{secret[:8]}.secret"
     path.write_text(secret)
@@ -142,14 +142,14 @@ def keys_of(key_context: bytes, v: int, epoch: int = 0, secret: str = SECRET) ->
 def computer(
     mechanism: Mechanism, data: Arrays | None = None, model: Callable[[], nn.Module] = small_model
 ) -> VirtualWorkerComputer:
-    """Computes vectors of any virtual worker, outside of any worker."""
+    """Return a computer of any virtual worker's vectors, outside of any worker."""
     module = build_model(ModelSource.of(f"tests.models:{model.__name__}"), ".", 0)
     dataset = ArrayDataset(*(examples() if data is None else data))
     return VirtualWorkerComputer(mechanism, GradientEngine(module, cross_entropy, mechanism), dataset)
 
 
 def initial_parameters(model: Callable[[], nn.Module] = small_model) -> np.ndarray:
-    """The start of every run with seed 0, float32."""
+    """Return the start of every run with seed 0, float32."""
     module = build_model(ModelSource.of(f"tests.models:{model.__name__}"), ".", 0)
     return torch.cat([tensor.detach().reshape(-1) for tensor in module.parameters()]).numpy().copy()
 
@@ -164,12 +164,12 @@ def _planned(dimension: int) -> Mechanism:
 
 
 def mechanism(dimension: int = 83, **changes: Any) -> Mechanism:
-    """The small run's mechanism."""
+    """Return the small run's mechanism."""
     return _planned(dimension).model_copy(update=changes)
 
 
 def correlation(masked: np.ndarray, clear: np.ndarray) -> float:
-    """Between two ring vectors as centred integers, in standard errors of independent ones."""
+    """Return the correlation of two ring vectors as centred integers, in standard errors of independent ones."""
     signed = np.dtype(f"<i{masked.itemsize}")
     pair = np.corrcoef(masked.view(signed).astype(float), clear.view(signed).astype(float))
     return float(abs(pair[0, 1]) * np.sqrt(len(masked)))
@@ -237,11 +237,11 @@ class HandRun:
         return simulated_policy(self.vendor, code_measurement()), self.vendor.collateral(NOW)
 
     def new_worker(self, name: str) -> TrainWorker:
-        """A worker; all of them share a platform."""
+        """Start a worker; all of them share a platform."""
         return TrainWorker(name, self.source, self.clock)
 
     def start_orchestrator(self) -> EvidenceOrchestrator:
-        """A new one on the same state, as after a crash."""
+        """Start a new orchestrator on the same state, as after a crash."""
         orchestrator = EvidenceOrchestrator(str(self.home / "orchestrator"), self.clock)
         self.run_id, self.orchestrator_key = orchestrator.open_run(str(secret_file(self.home)))
         return orchestrator
@@ -265,13 +265,13 @@ class HandRun:
         return unkeyed.with_keys(commitments)
 
     def admit(self, name: str) -> None:
-        """Challenge, presentation and admission of one worker."""
+        """Challenge one worker, and admit it on its presentation."""
         challenge = self.orchestrator.challenge(name, "worker")
         self.presentations[name] = self.workers[name].present(challenge, self.admission)
         self.orchestrator.admit(self.presentations[name])
 
     def admit_aggregator(self, index: int) -> None:
-        """The same for the aggregator of one range."""
+        """Admit the aggregator of one range likewise."""
         name = f"aggregator-{index}"
         challenge = self.orchestrator.challenge(name, "aggregator")
         self.presentations[name] = self.aggregators[index].present(challenge, self.manifest, self.ranges[index])
@@ -292,7 +292,7 @@ class HandRun:
         return tuple(self.opened[v] for v in sorted(self.opened))
 
     def computation_keys(self, v: int, epoch: int = 0) -> VirtualWorkerKeys:
-        """Keys of a virtual worker of this run."""
+        """Return keys of a virtual worker of this run."""
         return keys_of(self.manifest.key_context, v, epoch)
 
     def clear_vector(self, v: int, step: int = 0) -> np.ndarray:
@@ -308,21 +308,21 @@ class HandRun:
     def roster(
         self, step: int = 0, hosting: Mapping[str, tuple[int, ...]] | None = None, commit: StepCommit | None = None
     ) -> Envelope:
-        """The next attempt's roster."""
+        """Return the next attempt's roster."""
         names = tuple(f"aggregator-{index}" for index in range(len(self.aggregators)))
         return self.orchestrator.open_step(
             step, self.hosting if hosting is None else hosting, names, (commit,) if commit else ()
         )
 
     def forged(self, roster: Envelope, members: Iterable[Member] | None = None, **changes: Any) -> Envelope:
-        """``roster`` with changes, signed by the orchestrator's own key."""
+        """Return ``roster`` with changes, signed by the orchestrator's own key."""
         body = Roster.model_validate_json(roster.body)
         if members is not None:
             changes["members"] = tuple(members)
         return seal(body.model_copy(update=changes), orchestrator_key())
 
     def receipt(self, step: int = 0, **changes: Any) -> Envelope:
-        """A receipt for the current parameters, but for ``changes``."""
+        """Return a receipt for the current parameters, but for ``changes``."""
         fields: dict[str, Any] = {
             "run_id": self.run_id,
             "step": step,
@@ -339,7 +339,7 @@ class HandRun:
         return seal(Receipt(**fields | changes), self.ledger_key)
 
     def request(self, roster: Envelope, step: int = 0, **changes: Any) -> "Asked":
-        """What the coordinator asks a worker, but for ``changes``."""
+        """Return what the coordinator asks a worker, but for ``changes``."""
         shown = tuple(self.presentations.values())
         honest = Asked(self.receipt(step), roster, shown, self.commitments, self.vector_ranges)
         return replace(honest, **changes)
@@ -347,20 +347,20 @@ class HandRun:
     def ask(
         self, name: str, asked: "Asked", parameters: Sequence[np.ndarray] | None = None
     ) -> tuple[StepReply, tuple[np.ndarray, ...]]:
-        """A worker's answer: reply, and one vector per range."""
+        """Return a worker's answer: reply, and one vector per range."""
         request = StepRequest(asked.roster, asked.presentations, asked.commitments, asked.ranges)
         given = self.parameters if parameters is None else parameters
         reply, *vectors = self.workers[name].step(asked.receipt, request, *given)
         return reply, tuple(vectors)
 
     def code(self, name: str, request: "Asked", parameters: Sequence[np.ndarray] | None = None) -> str:
-        """The code of a worker's answer, which comes with nothing else unless it is ``ok``."""
+        """Return the code of a worker's answer, which comes with nothing else unless it is ``ok``."""
         reply, vectors = self.ask(name, request, parameters)
         assert (reply.code == "ok") == (reply.header is not None) == all(len(vector) for vector in vectors)
         return reply.code
 
     def compute(self, roster: Envelope, step: int = 0) -> tuple[ReduceRequest, list[tuple[np.ndarray, ...]]]:
-        """Everybody's answers to ``roster``: the aggregators' request, and per range the vectors."""
+        """Return everybody's answers to ``roster``: the aggregators' request, and per range the vectors."""
         request = self.request(roster, step)
         names = [member.member_id for member in Roster.model_validate_json(roster.body).workers]
         answers = [self.ask(name, request) for name in names]
@@ -370,7 +370,7 @@ class HandRun:
         return ReduceRequest(roster, headers, self.digest, self.vector_ranges), vectors
 
     def binding(self, request: ReduceRequest, **changes: Any) -> Envelope:
-        """A binding of the step to the vectors whose headers are in ``request``, but for ``changes``."""
+        """Return a binding of the step to the vectors whose headers are in ``request``, but for ``changes``."""
         headers, roster = [], Roster.model_validate_json(request.roster.body)
         for envelope in request.headers:
             # A header that no aggregator can read has no tags.
@@ -396,7 +396,7 @@ class HandRun:
         index: int = 0,
         binding: Envelope | None = None,
     ) -> tuple[ReduceReport, np.ndarray, Mapping[str, np.ndarray]]:
-        """The answer of the aggregator of range ``index``, to the honest binding unless another is given."""
+        """Return the answer of the aggregator of range ``index``, to the honest binding unless another is given."""
         bound = self.binding(request) if binding is None else binding
         own = self.parameters[index], self.states[index]
         return self.aggregators[index].reduce(request, bound, *own, *vectors[index])
@@ -540,7 +540,7 @@ class Stage(LocalBackend):
         return super().fetch(reference, deadline_s)
 
     def calls(self, method: str) -> list[Call]:
-        """All calls of ``method``, in order."""
+        """Return all calls of ``method``, in order."""
         return [call for call, _ in self.log if call.method == method]
 
     @property
@@ -556,12 +556,12 @@ class Stage(LocalBackend):
 
 
 def on(method: str, member_id: str, fate: Fate, index: int = 0) -> Callable[[Call], Fate]:
-    """The fate of one call; every other is left alone."""
+    """Return the fate of one call; every other is left alone."""
     return lambda call: fate if (call.method, call.member_id, call.index) == (method, member_id, index) else None
 
 
 def on_machines(home: Path, machine_of: Callable[[str], str]) -> Callable[[TrainWorker, str], None]:
-    """What gives each worker of a run in ``home`` the evidence of a machine; all others share one."""
+    """Return what gives each worker of a run in ``home`` the evidence of a machine; all others share one."""
     settle(home)
     vendor = SimulatedVendor.load_or_create(home / "simulator")
 
@@ -635,14 +635,14 @@ class WholeRun:
         return [(departure.member_id, departure.code) for departure in self.departures]
 
     def metric(self, name: str, **labels: str) -> float:
-        """The value of one series of the run."""
+        """Return the value of one series of the run."""
         samples = [sample for family in self.metrics[0].collect() for sample in family.samples if sample.name == name]
         return sum(each.value for each in samples if labels.items() <= each.labels.items())
 
 
 @cache
 def _site() -> Path:
-    """A home with nothing but an empty ledger and a simulated vendor, the same for the whole session of tests."""
+    """Return a home with an empty ledger and a simulated vendor alone, the same for the whole session of tests."""
     folder = tempfile.TemporaryDirectory(prefix="raycloak-site-")
     atexit.register(folder.cleanup)
     site = Path(folder.name)
@@ -674,7 +674,7 @@ def whole_run(
     assignment: Assignment | None = None,
     **fields: Any,
 ) -> WholeRun:
-    """A run that is ready to be trained; with one ``home`` and ``secret``, a repeat of the same run.
+    """Return a run that is ready to be trained; with one ``home`` and ``secret``, a repeat of the same run.
 
     Args:
         disturb: what becomes of each call of the coordinator.

@@ -6,12 +6,11 @@ Names are looked up in the source (AST); nothing is imported.
 import ast
 import re
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("coordinator", "workers", "attestation", "metrics")
+from tests.layout import PACKAGES, ROOT, SOURCES
+
 MAP = ROOT / "docs" / "architecture.md"
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 MENTION = re.compile(r"`([^`\n]+)`")
@@ -23,11 +22,11 @@ WORDS = {
     "raycloak.<folder>",
     "secret_retention: keep",
 }
-"""What the map says in code style that is neither a path nor a name."""
+"""The words of the map in code style that are neither a path nor a name."""
 
 
 def mentions(text):
-    """The words in backticks outside of fenced blocks, each once, in order."""
+    """Return the words in backticks outside of fenced blocks, each once, in order."""
     return list(dict.fromkeys(MENTION.findall(FENCE.sub("", text))))
 
 
@@ -48,18 +47,14 @@ def exists(word):
 
 @cache
 def definitions():
-    """Every end of every full name: of ``raycloak.a.b.C.f`` also ``b.C.f``, ``C.f`` and ``f``."""
+    """Return every end of every full name: of ``raycloak.a.b.C.f`` also ``b.C.f``, ``C.f`` and ``f``."""
     found = set()
-    for path in _modules():
+    for path in SOURCES:
         module = ".".join(["raycloak", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__")
         for name in (module, *(f"{module}.{each}" for each in _defined(ast.parse(path.read_text()).body))):
             parts = name.split(".")
             found |= {".".join(parts[start:]) for start in range(len(parts))}
     return found
-
-
-def _modules():
-    return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 
 
 def _defined(statements):
@@ -76,7 +71,7 @@ def _defined(statements):
 
 
 def test_every_room_is_on_the_map():
-    rooms = {path.parent.relative_to(ROOT).as_posix() for path in _modules() if path.name == "__init__.py"}
+    rooms = {path.parent.relative_to(ROOT).as_posix() for path in SOURCES if path.name == "__init__.py"}
     assert rooms - set(PACKAGES) <= set(MENTIONS)
 
 

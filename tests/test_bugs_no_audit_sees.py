@@ -31,7 +31,7 @@ BUILD = pytest.mark.parametrize("build", ["correct", "defective"])
 
 
 class Silence:
-    """Noise that adds nothing."""
+    """A noise that adds nothing."""
 
     def add_to(self, vector, key):
         pass
@@ -88,7 +88,7 @@ def shuffle_instead_of_sampling(monkeypatch):
     position = {}
 
     def draw_ids(key, ids, rate, capacity):
-        """Each example once per epoch, in batches of one size."""
+        """Return each example once per epoch, in batches of one size."""
         size = max(1, round(rate * len(ids)))
         at = position[ids[0]] = position.get(ids[0], -size) + size
         return np.sort(np.roll(ids, -at)[:size])

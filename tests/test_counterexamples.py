@@ -56,7 +56,7 @@ HONEST = pytest.mark.parametrize("rule", ["kept", "removed"])
 
 
 class Silence:
-    """Noise that adds nothing."""
+    """A noise that adds nothing."""
 
     def add_to(self, vector, key):
         pass
@@ -78,7 +78,7 @@ def error(found: np.ndarray, truth: np.ndarray) -> float:
 
 
 def forget(monkeypatch, *, query: bool = False, model: bool = False, data: bool = False) -> None:
-    """Sampling and noise keyed without the query, the parameter digest or the digests of the slice and of all data."""
+    """Key sampling and noise without the query, the parameter digest or the digests of the slice and of all data."""
 
     def weaker(secret, purpose, name, step, model_digest, slice_digest, root):
         fields = ((name, query), (model_digest, model), (slice_digest, data), (root, data))
@@ -211,7 +211,7 @@ def test_the_same_draw_twice_would_cost_far_more_than_two_draws():
 
 
 def two_workers(home) -> HandRun:
-    """Each holds the keys of six of eight virtual workers, so that some can be hosted by either."""
+    """Return two workers; each holds the keys of six of eight virtual workers, so that some can be hosted by either."""
     hand = HandRun(home, workers=2, model="tests.models:wide_model")
     hand.hosting = {"worker-0": (0, 1, 2, 3), "worker-1": (4, 5, 6, 7)}
     hand.place({"worker-0": tuple(range(6)), "worker-1": tuple(range(2, 8))})
@@ -309,7 +309,7 @@ json.dump([answer.hex(), vector.tolist()], open(sys.argv[1], "w"))
 
 
 def answer_and_vector() -> tuple[bytes, np.ndarray]:
-    """The known answer of this process's numerics class, and a vector under fixed keys."""
+    """Return the known answer of this process's numerics class, and a vector under fixed keys."""
     pin_numerics()
     chosen = mechanism(5003, sample_rate=1.0)
     module = build_model(ModelSource.of("tests.models:wide_model"), ".", 0)

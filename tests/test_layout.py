@@ -60,7 +60,7 @@ def _imported(node):
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A copy of what the distribution is built from, so that building leaves nothing in the repository."""
+    """Return a copy of what the distribution is built from, so that building leaves nothing in the repository."""
     folder = tmp_path_factory.mktemp("source")
     for package in (*PACKAGES, "raycloak"):
         ignored = shutil.ignore_patterns("__pycache__")

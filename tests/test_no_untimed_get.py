@@ -10,7 +10,7 @@ WAITING = {"get", "wait"}
 
 
 def untimed(source):
-    """Line numbers of `ray.get` and `ray.wait` without a timeout, or under a name that hides them."""
+    """Return the lines of `ray.get` and `ray.wait` without a timeout, or under a name that hides them."""
     return sorted(node.lineno for node in ast.walk(ast.parse(source)) if _hides(node) or _waits_for_ever(node))
 
 

@@ -65,7 +65,7 @@ def _in(*languages):
 
 
 def as_program(blocks):
-    """The python blocks of a document as one source whose line numbers are the document's."""
+    """Return the python blocks of a document as one source whose line numbers are the document's."""
     rows = []
     for block in blocks:
         rows += [""] * (block.line - 1 - len(rows)) + block.body.splitlines()

@@ -27,7 +27,7 @@ class CollateralSite:
     url: str = ""
 
     def honest(self, path: str) -> tuple[bytes, dict[str, str]]:
-        """Body and headers of the answer."""
+        """Return body and headers of the answer."""
         found = self.collateral
         match path.removeprefix("/sgx/certification/v4").removeprefix("/tdx/certification/v4"):
             case "/pckcrl":

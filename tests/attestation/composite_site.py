@@ -57,7 +57,7 @@ class Site:
 
 
 def composite_site(session: Session, amd_keys: AuthorityKeys) -> Site:
-    """A new site; its policy is strict but for accepting simulated evidence."""
+    """Return a new site; its policy is strict but for accepting simulated evidence."""
     amd, nvidia = SimulatedAmd("Genoa", amd_keys), SimulatedGpuVendor.create()
     gpus = (nvidia.gpu(), nvidia.gpu())
     references = nvidia.references()

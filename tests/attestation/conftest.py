@@ -32,7 +32,7 @@ class StandIn(KeyContract):
 
     @classmethod
     def under(cls, policy: Policy) -> Self:
-        """A contract that names ``policy``."""
+        """Return a contract that names ``policy``."""
         return cls(run_id=RUN, known_answer=b"k" * 32, policy_digest=policy.digest(), key_commitments=())
 
     def digest(self) -> bytes:
@@ -70,7 +70,7 @@ class Member:
         } | changes
 
     def presentation(self, variant: QuoteVariant = GENUINE, **changes: Any) -> Presentation:
-        """Honest evidence for :meth:`fields` with ``changes``."""
+        """Return honest evidence for :meth:`fields` with ``changes``."""
         fields = self.fields(**changes)
         quote = self.platform.quote(report_data(**fields), MEASUREMENT, variant)
         return Presentation(**fields, quote=quote)
@@ -106,7 +106,7 @@ class Session:
 
 
 def with_tdx(policy: Policy, **changes: Any) -> Policy:
-    """``policy`` with other rules for TDX quotes."""
+    """Return ``policy`` with other rules for TDX quotes."""
     return policy.model_copy(update={"tdx": policy.tdx.model_copy(update=changes)})
 
 
@@ -118,14 +118,14 @@ def session() -> Session:
 
 @pytest.fixture(scope="session")
 def amd_keys() -> AuthorityKeys:
-    """Keys of a simulated AMD; both CAs share one, since an RSA key takes long to make."""
+    """Return keys of a simulated AMD; both CAs share one, since an RSA key takes long to make."""
     root, ca = (generate_private_key(65537, RSA_BITS) for _ in range(2))
     return AuthorityKeys(root, ca, ca)
 
 
 @pytest.fixture(scope="session")
 def vectors() -> Path:
-    """Folder of recorded hardware evidence; tests that need it are skipped where it is absent."""
+    """Return the folder of recorded hardware evidence; skip tests that need it where it is absent."""
     folder = Path(__file__).resolve().parents[3] / "shared" / "vectors"
     if not (folder / "INDEX.json").is_file():
         pytest.skip("no recorded hardware evidence beside the repository (../shared/vectors)")

@@ -71,12 +71,12 @@ class Site:
         return client, attester
 
     def connect(self) -> socket.socket:
-        """A bare TCP connection."""
+        """Open a bare TCP connection."""
         return socket.create_connection(("127.0.0.1", self.server.port), timeout=60)
 
 
 def answer(client: EvidenceClient, attester: Attester) -> Envelope:
-    """An honest presentation for a fresh challenge."""
+    """Return an honest presentation for a fresh challenge."""
     return attester.present(client.challenge("worker"), MANIFEST, ANSWER)
 
 

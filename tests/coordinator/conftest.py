@@ -12,13 +12,13 @@ from tests.protocol import trained
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory) -> list[str]:
-    """The small run's parameter digests after each of its three steps."""
+    """Return the small run's parameter digests after each of its three steps."""
     return trained(tmp_path_factory.mktemp("undisturbed")).digests
 
 
 @pytest.fixture(scope="session")
 def bucket_urls() -> Iterator[Iterator[str]]:
-    """URLs of empty prefixes in the bucket ``packages`` of a moto server on this machine."""
+    """Yield URLs of empty prefixes in the bucket ``packages`` of a moto server on this machine."""
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
@@ -33,7 +33,7 @@ def bucket_urls() -> Iterator[Iterator[str]]:
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.server)])
 def ledger_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """URL of a ledger that does not exist yet, on each kind of database."""
+    """Return the URL of a ledger that does not exist yet, on each kind of database."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'state' / 'ledger.sqlite'}"
     return request.getfixturevalue("postgres").url()

@@ -42,14 +42,14 @@ def environment(container):
 
 
 def mounted(spec, path):
-    """The volume that is mounted at ``path`` in the pod's only container."""
+    """Return the volume that is mounted at ``path`` in the pod's only container."""
     (name,) = [m["name"] for m in spec["containers"][0]["volumeMounts"] if m["mountPath"] == path]
     (volume,) = [v for v in spec["volumes"] if v["name"] == name]
     return volume
 
 
 def closed(schema):
-    """``schema`` with every unknown field an error, as the API server's strict validation has it."""
+    """Return ``schema`` with every unknown field an error, as the API server's strict validation has it."""
     if isinstance(schema, list):
         return [closed(part) for part in schema]
     if not isinstance(schema, dict):
@@ -75,7 +75,7 @@ def accepted(resource, document):
 
 
 def repeated_keys(schema, value):
-    """Lists whose items must differ in the keys that the definition names, and do not."""
+    """Return lists whose items must differ in the keys that the definition names, and do not."""
     if isinstance(value, dict):
         properties = schema.get("properties", {})
         return [found for key in value if key in properties for found in repeated_keys(properties[key], value[key])]

@@ -29,7 +29,7 @@ def write_corpus(folder: Path, index: Path | None) -> None:
 
 
 def simulated() -> Iterator[Seed]:
-    """One or more seeds for every target that needs a form."""
+    """Yield one or more seeds for every target that needs a form."""
     vendor, gpus = SimulatedVendor.create(), SimulatedGpuVendor.create()
     gpu, references, collateral = gpus.gpu(), gpus.references(), vendor.collateral(NOW).tdx[0]
     quote = vendor.platform().quote(bytes(64), bytes(48))

@@ -11,12 +11,12 @@ from raycloak.metrics.gpu_readings import GpuReading, GpuSampler
 
 
 def written(pointer):
-    """The object behind a ``byref``; fails for a structure passed by value, which C would read as a wild pointer."""
+    """Return the object behind a ``byref``; fail for a structure passed by value, which C would read as a pointer."""
     return pointer._obj
 
 
 class FakeNvml:
-    """Functions of libnvidia-ml with the C calling convention: status returned, results through pointers."""
+    """A libnvidia-ml with the C calling convention: status returned, results through pointers."""
 
     def __init__(self, gpus=2, conf_compute=(2, 1, 0, 0)):
         self.gpus = gpus

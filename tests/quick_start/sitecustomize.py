@@ -17,7 +17,7 @@ PYTHON = "--language=PYTHON"
 
 
 def worker_of(words: list[str]) -> tuple[list[str], dict[str, str]] | None:
-    """Command and variables of the worker that an interpreter with these arguments would become by Ray's script."""
+    """Return command and variables of the worker that Ray's script makes of an interpreter with these arguments."""
     if len(words) < 2 or not words[1].endswith(SCRIPT) or PYTHON not in words:
         return None
     import json

@@ -70,7 +70,7 @@ def raw_config():
 
 
 def keys_by_node():
-    """By node and epoch: the virtual workers whose keys went there, as the exported evidence log says."""
+    """Return, by node and epoch, the virtual workers whose keys went there, as the exported evidence log says."""
     (folder,) = runs_folder().iterdir()
     given = defaultdict(set)
     for entry in read_exported_log(folder / "evidence.jsonl", manifest_in(folder).log_owner).entries:

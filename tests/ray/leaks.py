@@ -28,7 +28,7 @@ _PLASMA = ("plasma", "/dev/shm/")
 
 
 def key_needles(name: str, raw: bytes) -> dict[str, bytes]:
-    """A key as it is, in hexadecimal and in base 64."""
+    """Return a key as it is, in hexadecimal and in base 64."""
     return {
         f"{name}, raw": raw,
         f"{name}, hexadecimal": raw.hex().encode(),
@@ -37,7 +37,7 @@ def key_needles(name: str, raw: bytes) -> dict[str, bytes]:
 
 
 def array_needles(name: str, values: np.ndarray) -> dict[str, bytes]:
-    """Stretches of an array's bytes from its begin, middle and end, where no two neighbours are equal."""
+    """Return stretches of an array's bytes from its begin, middle and end, where no two neighbours are equal."""
     size = WINDOW // values.itemsize
     flat = np.ascontiguousarray(values).ravel()
     starts = [start for start in range(0, len(flat) - size + 1, size) if _distinct(flat[start : start + size])]
@@ -47,7 +47,7 @@ def array_needles(name: str, values: np.ndarray) -> dict[str, bytes]:
 
 
 def number_needles(name: str, values: np.ndarray) -> dict[str, bytes]:
-    """Several numbers as 64 and 32 bit words, and as text with commas and spaces."""
+    """Return several numbers as 64 and 32 bit words, and as text with commas and spaces."""
     numbers = [int(value) for value in values[:8]]
     assert len(numbers) >= 4
     return {
@@ -60,12 +60,12 @@ def number_needles(name: str, values: np.ndarray) -> dict[str, bytes]:
 
 
 def float_needles(name: str, value: float) -> dict[str, bytes]:
-    """A float64 as bytes and as text; nine digits, so that rounding in the last ones does not hide it."""
+    """Return a float64 as bytes and as text; nine digits, so that rounding in the last ones does not hide it."""
     return {f"{name}, float64": np.float64(value).tobytes(), f"{name}, text": f"{value:.12f}"[:11].encode()}
 
 
 def worker_needles(worker) -> dict[str, bytes]:
-    """All secrets of a ``TrainWorker`` that has just finished a step; to be called in its process.
+    """Return all secrets of a ``TrainWorker`` that has just finished a step; to be called in its process.
 
     Its keys, and for each virtual worker it hosts the sampled ids, their number, the losses, the clear sum and its
     encoding, with and without noise, as its own classes compute them.
@@ -168,12 +168,12 @@ def _losses(workload, ids) -> np.ndarray:
 
 
 def leaks(needles: Needles, places: Iterable[tuple[str, bytes]]) -> list[str]:
-    """``needle in place`` for every needle found in any of ``places``."""
+    """Return ``needle in place`` for every needle found in any of ``places``."""
     return [f"{name} in {place}" for place, content in places for name, needle in needles.items() if needle in content]
 
 
 def files_below(*folders: Path) -> Iterator[tuple[str, bytes]]:
-    """Every regular file below ``folders``; those that vanish meanwhile are left out."""
+    """Yield every regular file below ``folders``; those that vanish meanwhile are left out."""
     for folder in folders:
         for path in sorted(folder.rglob("*")):
             try:
@@ -184,7 +184,7 @@ def files_below(*folders: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def object_stores(session: str) -> Iterator[tuple[str, bytes]]:
-    """The memory of every object store of the Ray session: live objects, and what deleted ones left behind.
+    """Yield the memory of every object store of the Ray session: live objects, and what deleted ones left behind.
 
     Plasma maps a file that has no name any more, so it is opened through the raylet's descriptor.
     """

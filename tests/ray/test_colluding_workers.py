@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture
 def nodes(raylets):
-    """Three nodes of two CPUs each; they are taken away again."""
+    """Yield three nodes of two CPUs each; they are taken away again."""
     nodes = [raylets.add(Node(2)) for _ in range(3)]
     yield nodes
     for each in nodes:

@@ -62,7 +62,7 @@ def _free_ports(count):
 
 @pytest.fixture
 def head(ray_environment, tmp_path):
-    """A real head by `ray start`, with token authentication; yields its dashboard's address."""
+    """Start a real head by `ray start`, with token authentication; yield its dashboard's address."""
     dashboard, agent, grpc, metrics, client = _free_ports(5)
     bin_folder = Path(sys.executable).parent
     environment = os.environ | ray_environment | {"PATH": f"{bin_folder}:{os.environ['PATH']}"}

@@ -26,7 +26,7 @@ STEPS = 40
 
 
 def digests(run_dir):
-    """Parameter digest after each step, in the order of metrics.jsonl."""
+    """Return the parameter digest after each step, in the order of metrics.jsonl."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return [event["parameter_digest"] for event in map(json.loads, lines) if event["event"] == "step"]
 

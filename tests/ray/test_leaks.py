@@ -57,7 +57,7 @@ def watching(monkeypatch):
 
 @pytest.fixture
 def inputs(tmp_path):
-    """A folder with the data, whose first row is the marker, and the user's code; it is not searched."""
+    """Return a folder with the data, whose first row is the marker, and the user's code; it is not searched."""
     folder = tmp_path / "inputs"
     folder.mkdir()
     generator = np.random.default_rng(11)
@@ -80,7 +80,7 @@ def _places(home):
 
 
 def _search_inside(worker, home, tests):
-    """Runs in a worker's process; returns how many needles it looked for, in how many bytes, and those it found."""
+    """Search a worker's process from inside; return the number of needles and bytes, and what was found."""
     import sys
 
     sys.path.insert(0, tests)
@@ -91,13 +91,13 @@ def _search_inside(worker, home, tests):
 
 
 def _plant(worker, home):
-    """Runs in a worker's process; leaves there what must not leave it."""
+    """Leave in a worker's process what must not leave it."""
     values = next(iter(worker._stage._vectors.values())).values
     (Path(home) / "planted").write_bytes(values.tobytes())
 
 
 def _config(kind="sealed"):
-    """A run that is evaluated on a split that is sealed, or still to be."""
+    """Return a run that is evaluated on a split that is sealed, or still to be."""
     split = {"npz": {"path": "split.npz"}, "sealed": {"path": "split", "key_file": "split.key", "public": True}}
     raw = demo_config() | {
         "num_workers": 2,
@@ -143,14 +143,14 @@ class _Searching:
         )
 
     def _plant_and_search(self, handle):
-        """The same search in the same process, now that there is something to be found."""
+        """Search the same process again, now that there is something to be found."""
         ray.get(handle.__ray_call__.remote(_plant, str(self.home)), timeout=DEADLINE_S)
         ((_, _, self.planted),) = self._search(handle)
         (self.home / "planted").unlink()
 
 
 def _markers(folder):
-    """The first example to train on, and the first to evaluate on, with the keys of the split."""
+    """Return the first example to train on, and the first to evaluate on, with the keys of the split."""
     needles = leaks.key_needles("key of the split", bytes.fromhex((folder / "split.key").read_text()))
     keys = SliceKeys.open(SealedSource(SealedHeader.load(folder / "split"), str(folder / "split.key")), "evaluation")
     for v in range(keys.header.virtual_workers):
@@ -166,7 +166,7 @@ def _markers(folder):
 
 
 def _run_needles(folder, inputs):
-    """Keys, sampled ids and batch sizes of every step, as the run secret gives them."""
+    """Return keys, sampled ids and batch sizes of every step, as the run secret gives them."""
     manifest = Manifest.model_validate_json((folder / "manifest.json").read_bytes())
     events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     after = [bytes.fromhex(event["parameter_digest"]) for event in events if event["event"] == "step"]

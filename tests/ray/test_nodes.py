@@ -21,7 +21,7 @@ DEADLINE_S = 120
 
 @pytest.fixture(scope="module")
 def nodes(raylets):
-    """Three nodes of two CPUs each; they are taken away again."""
+    """Yield three nodes of two CPUs each; they are taken away again."""
     nodes = [raylets.add(Node(2, {"vault": 1.0} if index == 0 else {}, {"zone": f"z{index}"})) for index in range(3)]
     yield nodes
     for each in nodes:

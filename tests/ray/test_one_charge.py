@@ -55,7 +55,7 @@ class Inputs:
         return cls(folder)
 
     def clear_sum(self):
-        """The sum of clipped gradients at the start, without noise: every example is in every batch."""
+        """Return the sum of clipped gradients at the start, without noise: every example is in every batch."""
         data = np.load(self.folder / "texts.npz")
         module, total = build_model(ModelSource.of("frozen:model"), self.folder, 0), 0.0
         for ids, label in zip(torch.from_numpy(data["ids"]), torch.from_numpy(data["labels"]), strict=True):
@@ -99,14 +99,14 @@ class Host:
 
 
 def released(run_dir):
-    """The noised sum of the run's one step, but for a constant that all runs share."""
+    """Return the noised sum of the run's one step, but for a constant that all runs share."""
     saved = load_file(run_dir / "parameters.safetensors")
     flat = np.concatenate([saved[name].ravel() for name in ("head.bias", "head.weight")])
     return -flat.astype(np.float64) * TEXTS / LEARNING_RATE
 
 
 def charges(url):
-    """Number of charges of all runs, and what every account has spent."""
+    """Return the number of charges of all runs, and what every account has spent."""
     ledger = PrivacyLedger(url, create=False)
     try:
         accounts = ledger.view().accounts
@@ -132,7 +132,7 @@ class Paid:
 
 @pytest.fixture(scope="module")
 def paid(ray_cluster, postgres, tmp_path_factory):
-    """The first host's run."""
+    """Return the first host's run."""
     folder, url = tmp_path_factory.mktemp("first"), postgres.url()
     inputs, host = Inputs.write(folder / "inputs"), Host(folder / "home")
     run_dir, asked = host.train(inputs, url)
@@ -144,7 +144,7 @@ def paid(ray_cluster, postgres, tmp_path_factory):
 
 @pytest.fixture
 def second_host(paid, tmp_path):
-    """Another machine of the same site."""
+    """Return another machine of the same site."""
     return Host(tmp_path / "second", paid.vendor)
 
 

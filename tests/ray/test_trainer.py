@@ -74,7 +74,7 @@ def digests(result):
 
 @pytest.fixture(scope="module")
 def observed(ray_cluster, secret, tmp_path_factory):
-    """An undisturbed run of three workers and two aggregators, with measurements, which serves its evidence."""
+    """Return an undisturbed run of three workers and two aggregators, with measurements, which serves its evidence."""
     before, processes, scraping, evidence = _members(), set(), Scraping(), []
 
     def look(report):
@@ -95,7 +95,7 @@ def observed(ray_cluster, secret, tmp_path_factory):
 
 
 def _members():
-    """Processes of workers and aggregators below this one, which started their cluster, but for those that are dead."""
+    """Return the live processes of workers and aggregators below this one, which started their cluster."""
     return {
         (each.pid, each.started, role(each))
         for each in descendants([os.getpid()], process_table())

@@ -47,7 +47,7 @@ class OneBad(Watching):
 
 
 class Passing:
-    """Time of orchestrator and driver, which passes when the test says so."""
+    """A time of orchestrator and driver that passes when the test says so."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "passed"
@@ -73,7 +73,7 @@ class Passing:
 
 @contextmanager
 def unruly(folder: Path) -> Iterator[Passing]:
-    """Every trainer has `OneBad` for its backend meanwhile, and the time that is yielded."""
+    """Give every trainer `OneBad` for its backend meanwhile, and yield the time."""
     passing = Passing(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("raycloak.coordinator.runs.ray_session.RayBackend", OneBad)
@@ -83,7 +83,7 @@ def unruly(folder: Path) -> Iterator[Passing]:
 
 
 def revoke(run_dir: Path, member_id: str) -> None:
-    """By the command, in a process of its own."""
+    """Revoke by the command, in a process of its own."""
     command = [sys.executable, "-m", "raycloak", "attest", "revoke", str(run_dir), "--member", member_id, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     assert json.loads(done.stdout)["name"] == member_id

@@ -50,7 +50,7 @@ class Watching(RayBackend):
 
 @contextmanager
 def watched():
-    """`Watching`, which every trainer takes for its backend meanwhile."""
+    """Yield `Watching`, which every trainer takes for its backend meanwhile."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Watching, "seen", [])
         patch.setattr(Watching, "asked", [])

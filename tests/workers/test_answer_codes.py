@@ -15,7 +15,7 @@ PRIVATE = "patient 4711"
 
 
 class OutOfMemoryError(RuntimeError):
-    """Named as torch names its own."""
+    """An error named as torch names its own."""
 
 
 @guarded

@@ -55,15 +55,15 @@ class EvaluatedRun(HandRun):
         return policy, collateral
 
     def order(self) -> Envelope:
-        """The order for the model after the first step."""
+        """Return the order for the model after the first step."""
         return self.orchestrator.order_evaluation(1, self.digest, self.hosting)
 
     def forged_order(self, **changes: Any) -> Envelope:
-        """An order with changes, signed by the orchestrator's own key."""
+        """Return an order with changes, signed by the orchestrator's own key."""
         return seal(parse(EvaluationOrder, self.order().body).model_copy(update=changes), orchestrator_key())
 
     def evaluate(self, name: str, order: Envelope) -> EvaluationReply:
-        """A worker's answer."""
+        """Return a worker's answer."""
         return self.workers[name].evaluate(order, *self.parameters)
 
     def log(self) -> list[tuple[str, dict[str, Any]]]:
@@ -72,7 +72,7 @@ class EvaluatedRun(HandRun):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> EvaluatedRun:
-    """One for all tests; orders and answers change nothing but the log."""
+    """Return one run for all tests; orders and answers change nothing but the log."""
     run = EvaluatedRun(tmp_path_factory.mktemp("evaluated"))
     run.orchestrator.commit((run.advance(run.roster()),))
     return run

@@ -24,7 +24,7 @@ def answer(chosen=None, data: Arrays | None = None, parameters=PARAMETERS, engin
 
 
 class OtherNumerics(GradientEngine):
-    """Differs by one grid step in one coordinate, as another instruction set would."""
+    """A numerics that differs by one grid step in one coordinate, as another instruction set would."""
 
     def clipped_sum(self, parameters, batches):
         total = super().clipped_sum(parameters, batches)
@@ -55,7 +55,7 @@ def test_float_labels_are_served():
 
 
 def answer_of_table(rows: torch.Tensor, vocabulary: int) -> bytes:
-    """The answer of a frozen table of ``rows`` before a trained layer."""
+    """Return the answer of a frozen table of ``rows`` before a trained layer."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Embedding.from_pretrained(rows, freeze=True), nn.Flatten(), nn.Linear(12, 3))
     chosen = mechanism(39)

@@ -25,7 +25,7 @@ def code(function, *arguments):
 
 
 def put_back(run, state):
-    """The orchestrator's state as it was, opened by a new incarnation, which the members do not notice."""
+    """Put the orchestrator's state back, opened by a new incarnation, which the members do not notice."""
     run.orchestrator.close()
     file = run.home / "orchestrator" / f"{run.run_id}.sqlite"
     for suffix in ("-wal", "-shm"):
@@ -38,7 +38,7 @@ def put_back(run, state):
 
 
 def copied(run):
-    """A copy of the orchestrator's state as it is now."""
+    """Return a copy of the orchestrator's state as it is now."""
     copy = run.home / "copy.sqlite"
     run.orchestrator._run.books.state.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     shutil.copy(run.home / "orchestrator" / f"{run.run_id}.sqlite", copy)

@@ -20,7 +20,7 @@ SPARE = "spare"
 
 
 class StrictRun(HandRun):
-    """Every worker on a platform of its own with a GPU of its own, as the policy wants it."""
+    """A run with every worker on a platform of its own with a GPU of its own, as the policy wants it."""
 
     def judged_by(self) -> tuple[Policy, CollateralBundle]:
         policy, collateral = super().judged_by()

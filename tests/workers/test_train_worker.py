@@ -57,7 +57,7 @@ def hand(tmp_path) -> HandRun:
 
 @pytest.fixture(scope="module")
 def still(tmp_path_factory) -> HandRun:
-    """A run whose workers are asked for nothing but what they refuse, so that they stay where they are."""
+    """Return a run whose workers are asked for nothing but what they refuse, so that they stay where they are."""
     return HandRun(tmp_path_factory.mktemp("still"))
 
 
@@ -68,7 +68,7 @@ def roster(still) -> Envelope:
 
 @pytest.fixture
 def computed(monkeypatch) -> list[int]:
-    """The virtual workers whose vectors are computed, in order."""
+    """Return the virtual workers whose vectors are computed, in order."""
     seen: list[int] = []
     genuine = VirtualWorkerComputer.vector
 

@@ -20,14 +20,14 @@ PARAMETERS = initial_parameters()
 
 
 class Silence:
-    """Noise that adds nothing: the encoded sum alone is left."""
+    """A noise that adds nothing: the encoded sum alone is left."""
 
     def add_to(self, vector, key):
         pass
 
 
 def silent(chosen, data: Arrays | None = None) -> VirtualWorkerComputer:
-    """A computer without noise; the test's alone, since no option of the product switches it off."""
+    """Return a computer without noise; the test's alone, since no option of the product switches it off."""
     quiet = computer(chosen, data)
     quiet.__dict__["_noise"] = Silence()
     return quiet
@@ -40,12 +40,12 @@ def vector(
 
 
 def real(difference: np.ndarray, chosen) -> np.ndarray:
-    """A difference of two ring vectors as real numbers."""
+    """Return a difference of two ring vectors as real numbers."""
     return difference.view(f"<i{difference.itemsize}").astype(np.float64) * chosen.gamma
 
 
 def with_example(features, label=None, position=0) -> Arrays:
-    """The small run's data with one example replaced."""
+    """Return the small run's data with one example replaced."""
     all_features, labels = (array.copy() for array in examples())
     all_features[position] = features
     if label is not None:
@@ -188,7 +188,7 @@ ADVERSARIES = {
 
 
 def moved_by(features, label, chosen, parameters=PARAMETERS) -> float:
-    """Distance, in real units, from the vector in which the example contributes zero."""
+    """Return the distance, in real units, from the vector in which the example contributes zero."""
     present = vector(silent(chosen, with_example(features, label)), parameters=parameters)
     absent = vector(silent(chosen, with_example(np.nan, label)), parameters=parameters)
     return float(np.linalg.norm(real(present - absent, chosen)))

@@ -31,7 +31,7 @@ CA = UUID("4ab7b379-bbac-4fe4-a02f-05aef327c782")
 
 
 class Kernel(ReportTree):
-    """Real folders and files, with what the kernel does when they are made, written and removed.
+    """A tree of real folders and files, with what the kernel does when they are made, written and removed.
 
     Args:
         quote: makes ``outblob`` of what is in ``inblob``.
@@ -85,7 +85,7 @@ class Kernel(ReportTree):
 
 
 class Clock:
-    """Time that passes only while somebody sleeps."""
+    """A clock whose time passes only while somebody sleeps."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -15,7 +15,7 @@ from tests.simulators.snp_pki import AuthorityKeys
 
 @pytest.fixture
 def folder(session: Session, amd_keys: AuthorityKeys, tmp_path: Path) -> Path:
-    """Files of every kind, in every form they may have."""
+    """Return files of every kind, in every form they may have."""
     crl = SimulatedAmd("Genoa", amd_keys).crl(NOW)
     (tmp_path / "tdx.json").write_bytes(session.collateral.tdx[0].encode())
     (tmp_path / "list.crl").write_bytes(crl)

@@ -123,7 +123,7 @@ def test_comments_and_processing_instructions_cannot_change_a_value(signed: Sign
 
 
 def evil(signed: Signed) -> Any:
-    """An unsigned manifest of the attacker's own values."""
+    """Return an unsigned manifest of the attacker's own values."""
     return write_manifest(Manifest(GENUINE.version, GENUINE.product, {3: (bytes(48),)}))
 
 
@@ -152,7 +152,7 @@ def test_a_second_signature_or_signed_element_is_refused(signed: Signed) -> None
 
 
 def sign(signed: Signed, root: Any, **changes: Any) -> bytes:
-    """A signature of the vendor's genuine signer, made in another way."""
+    """Return a signature of the vendor's genuine signer, made in another way."""
     signer, chain = signed.vendor.rim_signer, [c.certificate for c in _chain(signed)]
     how = {
         "method": SignatureConstructionMethod.enveloped,

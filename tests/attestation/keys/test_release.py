@@ -68,7 +68,7 @@ def package(**changes) -> KeyPackage:
 
 
 def logged(run_id="run", signer=LOG_OWNER, entry_kind="released", **body) -> bytes:
-    """The proof of an entry that says what ``body`` says, between others."""
+    """Return the proof of an entry that says what ``body`` says, between others."""
     with closing(sqlite3.connect(":memory:")) as connection:
         log = EvidenceLog(connection, run_id, signer)
         log.append("admitted", {})

@@ -31,7 +31,7 @@ CT_ROOTS = {
 
 
 def by_definition(leaves: list[bytes]) -> bytes:
-    """RFC 9162 section 2.1.1, word for word."""
+    """Compute RFC 9162 section 2.1.1, word for word."""
     if not leaves:
         return hashlib.sha256(b"").digest()
     if len(leaves) == 1:

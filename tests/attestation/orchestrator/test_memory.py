@@ -79,7 +79,7 @@ def on_its_own_machine(desk: StrictDesk, *names: str) -> None:
 
 
 def kept(desk: StrictDesk) -> set[str]:
-    """Members on disk."""
+    """Return the members on disk."""
     return {row.member_id for row in desk.orchestrator._run.books.state.members()}
 
 

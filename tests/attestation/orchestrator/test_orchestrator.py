@@ -51,7 +51,7 @@ class Desk:
         self.start()
 
     def start(self) -> None:
-        """Another execution of the run, by a new instance on the same state."""
+        """Begin another execution of the run, by a new instance on the same state."""
         self.orchestrator = EvidenceOrchestrator(str(self.home), lambda: self.now)
         if self.generated:
             self.run_id, self.key = self.orchestrator.open_run(None)
@@ -62,7 +62,7 @@ class Desk:
         self.begin()
 
     def restart(self, begin: bool = True) -> None:
-        """A new instance in the same execution, as after a crash."""
+        """Replace the instance in the same execution, as after a crash."""
         self.orchestrator.close()
         self.orchestrator = EvidenceOrchestrator(str(self.home), lambda: self.now)
         secret = None if self.generated else str(self.home / "secret")
@@ -80,7 +80,7 @@ class Desk:
         self.orchestrator.begin(terms, f"execution-{self.executions}")
 
     def present(self, name: str, answer: bytes = ANSWER) -> Envelope:
-        """A fresh challenge, answered honestly."""
+        """Answer a fresh challenge honestly."""
         role = "aggregator" if name.startswith("aggregator") else "worker"
         attester = self.members.setdefault(name, Attester(name, Source(self.session.platform)))
         challenge = self.orchestrator.challenge(name, role)

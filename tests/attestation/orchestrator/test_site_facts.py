@@ -15,7 +15,7 @@ from tests.attestation.orchestrator.test_orchestrator import ANSWER, COUNT
 
 
 def admit(session: Session, home: Path, number: int, now: int = NOW) -> str | None:
-    """One worker presents itself to a new run of its own, whose verifiers hold collateral of that evaluation number."""
+    """Admit one worker to a new run of its own, whose verifiers hold collateral of that evaluation number."""
     run = open_run(str(home), lambda: now, None)
     collateral = session.vendor.collateral(now, CollateralVariant(evaluation_number=number))
     policy = simulated_policy(session.vendor, MEASUREMENT)

@@ -35,21 +35,21 @@ class Bench:
     folder: Path
 
     def guest(self, name: str) -> None:
-        """A guest or quoting enclave of `test_tdx.QUOTE_VARIANTS`."""
+        """Verify a guest or quoting enclave of `test_tdx.QUOTE_VARIANTS`."""
         variant, _ = QUOTE_VARIANTS[name]
         self.session.appraise(self.session.member().envelope(variant))
 
     def collateral(self, name: str) -> None:
-        """An honest guest, judged with collateral of `test_tdx.collateral_variants`."""
+        """Judge an honest guest with collateral of `test_tdx.collateral_variants`."""
         variant, _ = collateral_variants(self.session)[name]
         self.honest(collateral=self.session.vendor.collateral(NOW, variant))
 
     def honest(self, **changes: Any) -> None:
-        """An honest guest, judged with ``changes``."""
+        """Judge an honest guest with ``changes``."""
         self.session.appraise(self.session.member().envelope(), **changes)
 
     def changed(self, change: Callable[[Presentation], dict[str, Any]]) -> None:
-        """A presentation that its sender changed after the quote was made, and signed."""
+        """Send a presentation that its sender changed after the quote was made, and signed."""
         member = self.session.member()
         honest = member.presentation()
         self.session.appraise(seal(honest.model_copy(update=change(honest)), member.identity))

@@ -20,7 +20,7 @@ SINCE = datetime(2027, 1, 1, tzinfo=UTC)
 
 
 def code_of(call, *arguments) -> str:
-    """The code of the refusal; empty if it is none."""
+    """Return the code of the refusal; empty if it is none."""
     try:
         call(*arguments)
     except RefusedError as error:

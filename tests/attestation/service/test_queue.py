@@ -12,7 +12,7 @@ from raycloak.metrics.errors import EvidenceError, ProtocolError
 
 
 class Book:
-    """Transactions that note what was answered before their end."""
+    """A book whose transactions note what was answered before their end."""
 
     def __init__(self) -> None:
         self.ended = 0

@@ -39,7 +39,7 @@ def _frame(kind, flags, stream, payload):
 
 
 def _literal(name, value):
-    """A header as HPACK writes it without its tables (RFC 7541, 6.2.2)."""
+    """Return a header as HPACK writes it without its tables (RFC 7541, 6.2.2)."""
     return b"\0" + b"".join(bytes([len(text)]) + text.encode() for text in (name, value))
 
 

@@ -17,7 +17,7 @@ def entry(guid: str, data: bytes) -> bytes:
 
 @pytest.fixture
 def ovmf(tmp_path: Path) -> Path:
-    """The smallest firmware image that says where its processors start: one page with a footer table."""
+    """Return the smallest firmware image that says where its processors start: one page with a footer table."""
     block = entry(RESET_BLOCK, (0x80B004).to_bytes(4, "little"))
     table = block + entry(FOOTER, b"")[:-18] + (len(block) + 18).to_bytes(2, "little") + uuid.UUID(FOOTER).bytes_le
     path = tmp_path / "OVMF.fd"

@@ -23,7 +23,7 @@ def turin(amd_keys: AuthorityKeys) -> SnpBench:
 
 @pytest.fixture(scope="module")
 def stranger(amd_keys: AuthorityKeys) -> SimulatedAmd:
-    """Another vendor with the same names; root and CAs have each other's keys, since those take long to make."""
+    """Return another vendor with the same names; root and CAs have each other's keys, since those take long to make."""
     return SimulatedAmd("Genoa", AuthorityKeys(amd_keys.vcek_ca, amd_keys.root, amd_keys.root))
 
 

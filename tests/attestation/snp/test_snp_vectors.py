@@ -35,7 +35,7 @@ def verify(case: Case, report: bytes, **changes: Any) -> SnpClaims:
 
 @cache
 def accepted_reports() -> dict[str, Any]:
-    """One accepted case for each recorded report."""
+    """Return one accepted case for each recorded report."""
     index = VECTORS / "INDEX.json"
     cases = read_index(index) if index.is_file() else ()
     seen: dict[str, Any] = {}

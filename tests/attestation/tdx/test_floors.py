@@ -41,7 +41,7 @@ def test_the_floor_of_one_platform_family_is_none_for_another(session: Session, 
 
 
 def replace_family(vendor: SimulatedVendor, fmspc: bytes) -> SimulatedPlatform:
-    """A machine of another platform family under the same vendor."""
+    """Return a machine of another platform family under the same vendor."""
     instance_id = bytes(range(16))
     pck = new_platform_credential(
         vendor._platform_ca,

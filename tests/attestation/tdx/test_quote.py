@@ -67,7 +67,7 @@ def test_certification_without_a_chain_has_no_certificates(quote: bytes) -> None
 
 
 def with_chain(quote: bytes, chain: bytes) -> bytes:
-    """The quote with another text in place of its certificates, and all lengths to fit."""
+    """Return the quote with another text in place of its certificates, and all lengths to fit."""
     certification = quote[636 + 134 : INNER_TYPE] + b"\5\0" + len(chain).to_bytes(4, "little") + chain
     outer = quote[636 : 636 + 130] + len(certification).to_bytes(4, "little") + certification
     return quote[:632] + len(outer).to_bytes(4, "little") + outer

@@ -23,7 +23,7 @@ OLD_MODULE = bytes((TEE_TCB_SVN[0] - 1,)) + TEE_TCB_SVN[1:]
 
 
 def library_text(session: Session, quote: bytes, variant: CollateralVariant, number: int = 0) -> str:
-    """Why the library refuses, under a policy that only asks for an evaluation number."""
+    """Return why the library refuses, under a policy that only asks for an evaluation number."""
     collateral = session.vendor.tdx_collateral(NOW, variant)
     fields = {name: getattr(collateral, name) for name in Collateral.model_fields}
     policy = dcap_qvl.QuotePolicy.strict(NOW).allow_dynamic_platform(True).allow_cached_keys(True).allow_smt(True)

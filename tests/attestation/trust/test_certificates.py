@@ -39,7 +39,7 @@ SECOND = timedelta(seconds=1)
 
 @pytest.fixture(scope="module")
 def pki() -> tuple[Credential, Credential, Credential]:
-    """Root, CA and a leaf under the CA."""
+    """Return root, CA and a leaf under the CA."""
     root = new_root()
     ca = new_platform_ca(root)
     return root, ca, new_tcb_signer(ca)

@@ -57,7 +57,7 @@ def parts_of(case: Case) -> Iterator[tuple[str, bytes]]:
 
 
 def sweeps() -> list[object]:
-    """Each distinct part of the accepted cases, once."""
+    """Return each distinct part of the accepted cases, once."""
     cases = read_index(VECTORS) if VECTORS.is_file() else ()
     seen: dict[bytes, object] = {}
     for case in cases:
@@ -69,7 +69,7 @@ def sweeps() -> list[object]:
 
 
 def changes(data: bytes, seed: str) -> Iterator[tuple[int, int]]:
-    """Positions and non-zero masks."""
+    """Yield positions and non-zero masks."""
     draw = random.Random(seed)
     if _LONG == "all":
         yield from ((position, mask) for position in range(len(data)) for mask in range(1, 256))
@@ -84,7 +84,7 @@ def appraise(case: Case, part: str, data: bytes) -> Claims:
 
 
 def bytes_that_count(case: Case, data: bytes) -> int:
-    """Leading bytes of evidence of which none may change: what a TDX quote signs; all else with its signature."""
+    """Return the leading bytes that may not change: what a TDX quote signs; all else with its signature."""
     if case.fields.family == "tdx":
         return 632 if data[0] == 4 else 48 + 6 + 648
     return len(data) if case.fields.family == "sev_snp" else len(data.rstrip(b"\0"))

@@ -26,7 +26,7 @@ AT = datetime.fromtimestamp(NOW, UTC).isoformat()
 
 @pytest.fixture
 def folder(session: Session, tmp_path: Path) -> Path:
-    """A quote, its collateral and its root as files."""
+    """Return a quote, its collateral and its root as files."""
     quote = session.platform.quote(REPORT_DATA, MEASUREMENT)
     (tmp_path / "quote.bin").write_bytes(quote)
     (tmp_path / "quote.json").write_text(json.dumps({"quotes": [quote.hex()]}))

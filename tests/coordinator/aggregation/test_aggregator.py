@@ -24,13 +24,13 @@ Answers = tuple[ReduceRequest, list[tuple[np.ndarray, ...]]]
 
 @pytest.fixture(scope="module")
 def hand(tmp_path_factory) -> HandRun:
-    """Three workers and three ranges; the aggregators are pure functions, so all tests may share them."""
+    """Return three workers and three ranges; the aggregators are pure functions, so all tests may share them."""
     return HandRun(tmp_path_factory.mktemp("aggregator"), aggregators=3)
 
 
 @pytest.fixture(scope="module")
 def earlier(hand) -> Answers:
-    """The answers of an attempt that was given up."""
+    """Return the answers of an attempt that was given up."""
     return hand.compute(hand.roster())
 
 
@@ -41,7 +41,7 @@ def answers(hand, earlier) -> Answers:
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory) -> tuple[HandRun, Answers]:
-    """A model of 5,003 parameters and the answers of three workers."""
+    """Return a model of 5,003 parameters and the answers of three workers."""
     hand = HandRun(tmp_path_factory.mktemp("wide"), model="tests.models:wide_model")
     return hand, hand.compute(hand.roster())
 
@@ -53,7 +53,7 @@ def refused(hand: HandRun, request: ReduceRequest, vectors, index: int = 0) -> P
 
 
 def resigned(hand: HandRun, request: ReduceRequest, position: int, edit: Callable[[Header], dict]) -> ReduceRequest:
-    """The request with one header changed and signed again by its own sender."""
+    """Return the request with one header changed and signed again by its own sender."""
     header = Header.model_validate_json(request.headers[position].body)
     signer = hand.workers[header.sender]._attester.identity
     changed = seal(header.model_copy(update=edit(header)), signer)
@@ -73,7 +73,7 @@ def with_vector(vectors, position: int, vector: np.ndarray, index: int = 0):
 
 
 def looks_uniform(words: np.ndarray) -> bool:
-    """Chi-square over bytes, 255 degrees of freedom; uniform words fail with probability 1e-7."""
+    """Test by chi-square over bytes, 255 degrees of freedom; uniform words fail with probability 1e-7."""
     counts = np.bincount(np.ascontiguousarray(words).view(np.uint8), minlength=256)
     expected = words.nbytes / 256
     return float(((counts - expected) ** 2).sum() / expected) < chi2.isf(1e-7, 255)

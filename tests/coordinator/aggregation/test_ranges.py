@@ -16,7 +16,7 @@ def tensors_of(sizes: list[int]) -> list[TensorSpec]:
 
 
 def smallest_largest(sizes: list[int], count: int) -> int:
-    """By trying every cut."""
+    """Find it by trying every cut."""
     cuts = ((0, *inner, len(sizes)) for inner in combinations(range(1, len(sizes)), count - 1))
     return min(max(sum(sizes[a:b]) for a, b in pairwise(cut)) for cut in cuts)
 

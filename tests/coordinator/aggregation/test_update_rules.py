@@ -56,7 +56,7 @@ def gradients() -> list[np.ndarray]:
 
 
 def trained(spec: OptimizerSpec, ranges: int) -> tuple[list[bytes], State]:
-    """Parameters after every step and the last state, of all ranges together."""
+    """Return parameters after every step and the last state, of all ranges together."""
     owned = split_ranges(TENSORS, ranges)
     rules = [Optimizer(spec, each.tensors, STEPS) for each in owned]
     parts = [start()[each.start : each.stop] for each in owned]

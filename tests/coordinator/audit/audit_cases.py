@@ -34,7 +34,7 @@ FALSE_ALARM = 3e-8
 def small_config(
     *, sample_rate: float = 0.5, epsilon: float = 1.0, steps: int = 4, virtual_workers: int = 16, **fields: object
 ) -> RunConfig:
-    """Two workers on 200 examples. A small delta: its share of the p-value grows with the number of canaries."""
+    """Return two workers on 200 examples. A small delta: its share of the p-value grows with the number of canaries."""
     noise = None if "measurements" in fields else SOLVED.get((sample_rate, epsilon, steps))
     dial = {"noise_multiplier": noise, "epsilon_cap": epsilon} if noise else {"target_epsilon": epsilon}
     raw: dict[str, object] = {
@@ -52,14 +52,14 @@ def small_config(
 
 
 def coins_of(seed: int, canaries: int) -> np.ndarray:
-    """Fair coins."""
+    """Return fair coins."""
     return np.random.default_rng(seed).random(canaries) < 0.5
 
 
 def audited(
     home: Path, seed: int, canaries: int = 1000, confidence: float = 1 - FALSE_ALARM, **settings
 ) -> AuditResult:
-    """The audit of :func:`small_config`, with coins and keys of ``seed``.
+    """Return the audit of :func:`small_config`, with coins and keys of ``seed``.
 
     Keys would depend on the ledger, too, and an audit has one of its own each time.
     """
@@ -79,7 +79,7 @@ def audited(
 
 
 class Silence:
-    """Noise that adds nothing."""
+    """A noise that adds nothing."""
 
     def add_to(self, vector, key):
         pass
@@ -111,7 +111,7 @@ def sigma_divided_by_virtual_workers_once_more(monkeypatch, virtual_workers=16):
 
 
 class Unclipped(ClippedSum):
-    """Adds gradients as they are."""
+    """A clipping that adds gradients as they are."""
 
     def __init__(self, sizes, clip, device):
         super().__init__(sizes, None, device)
@@ -120,7 +120,7 @@ class Unclipped(ClippedSum):
 
 
 class ClippedAverage(Unclipped):
-    """Clips the average of a virtual worker's batch instead of each example, then makes it a sum again."""
+    """A clipping of the average of a virtual worker's batch instead of each example, made a sum again."""
 
     def add(self, gradients, valid):
         super().add(gradients, valid)

@@ -9,7 +9,7 @@ from raycloak.coordinator.audit.bound import epsilon_lower_bound, p_value
 
 
 def brute_force(epsilon: float, delta: float, canaries: int, guesses: int, correct: int) -> float:
-    """The formula of the paper, in exact arithmetic on the float accuracy."""
+    """Return the formula of the paper, in exact arithmetic on the float accuracy."""
     accuracy = Fraction(1 / (1 + math.exp(-epsilon)))
     chance = [math.comb(guesses, k) * accuracy**k * (1 - accuracy) ** (guesses - k) for k in range(guesses + 1)]
     beta = sum(chance[correct:], Fraction(0))

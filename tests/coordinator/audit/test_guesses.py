@@ -14,7 +14,7 @@ CANARIES = 800
 
 
 def claimed(deviation: float = 4.0, sample_rate: float = 0.5):
-    """A mechanism whose whole noise has this deviation at C = 1."""
+    """Return a mechanism whose whole noise has this deviation at C = 1."""
     base = mechanism()
     return base.model_copy(
         update={"sigma": deviation / base.gamma / math.sqrt(base.virtual_workers), "sample_rate": sample_rate}
@@ -31,7 +31,7 @@ def observed(included, *, steps=4, rate=0.5, deviation=4.0, repeated=False, seed
 
 
 def aligned(sums):
-    """The same for gradients of one sign."""
+    """Return the same for gradients of one sign."""
     return Observed(sums, np.ones(sums.shape, np.int64))
 
 

@@ -52,7 +52,7 @@ class Clock:
 
 
 class Counted:
-    """Stands for the run's metrics."""
+    """A stand-in for the run's metrics."""
 
     written = 0
 
@@ -80,7 +80,7 @@ class Bench:
         self.pump(lambda: self.keeper._job is None)
 
     def start(self):
-        """A keeper, as of a driver that starts."""
+        """Return a keeper, as of a driver that starts."""
         return Checkpoints(
             CheckpointConfig(**self.settings),
             self.storage,
@@ -308,7 +308,7 @@ def test_a_keeper_that_starts_removes_what_a_dead_one_left(make):
 
 @contextmanager
 def full_disk(at_most):
-    """No file of this process grows beyond ``at_most`` bytes."""
+    """Let no file of this process grow beyond ``at_most`` bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (at_most, hard))
     try:

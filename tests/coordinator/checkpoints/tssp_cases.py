@@ -50,7 +50,7 @@ def ranges_of(manifest: Manifest, count: int = 2) -> tuple[ParameterRange, ...]:
 
 
 def snapshot(manifest: Manifest, step: int = 3, **changes: Any) -> Snapshot:
-    """Parameters and Adam-like state that depend on the step."""
+    """Return parameters and Adam-like state that depend on the step."""
     tensors = manifest.computation.tensors
     size = sum(tensor.size for tensor in tensors)
     flat = np.arange(size, dtype=np.float32) + np.float32(step)
@@ -99,7 +99,7 @@ class Site:
         return PackageOrigin(self.manifest, 1e-5, "simulated")
 
     def publish(self, step: int = 3, chunk_bytes: int = 64, signer: PackageSigner | None = None, **changes: Any) -> str:
-        """A package of a snapshot with changes; returns its name."""
+        """Publish a package of a snapshot with changes; return its name."""
         return self.publish_snapshot(snapshot(self.manifest, step, **changes), chunk_bytes, signer)
 
     def publish_snapshot(self, made: Snapshot, chunk_bytes: int, signer: PackageSigner | None = None) -> str:
@@ -136,7 +136,7 @@ class Site:
         return package.unwrap(self.recipient)
 
     def refusal(self, name: str, expected: Expected = NOTHING_EXPECTED) -> str:
-        """The code with which the package is refused; empty if it is not."""
+        """Return the code with which the package is refused; empty if it is not."""
         try:
             self.verify(name, expected)
         except EvidenceError as error:

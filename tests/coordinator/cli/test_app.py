@@ -40,7 +40,7 @@ RESULT = {
 
 
 class FakeTrainer:
-    """Stands for the trainer: records how it was made, reports two steps, prints, and returns or raises."""
+    """A stand-in for the trainer: it records how it was made, reports two steps, prints, and returns or raises."""
 
     made = None
     outcome = None

@@ -11,7 +11,7 @@ NOW = 1_800_000_000
 
 @pytest.fixture
 def index(tmp_path):
-    """One case that is accepted, one that is refused and one of a family that nobody judges."""
+    """Return one case that is accepted, one that is refused and one of a family that nobody judges."""
     vendor = SimulatedVendor.create()
     (tmp_path / "quote").write_bytes(vendor.platform().quote(bytes(64), bytes(range(48))))
     (tmp_path / "collateral").write_bytes(vendor.tdx_collateral(NOW).encode())

@@ -15,7 +15,7 @@ from tests.protocol import WholeRun, trained
 
 @pytest.fixture
 def run(tmp_path, monkeypatch) -> WholeRun:
-    """A run that looks as if it were under way."""
+    """Return a run that looks as if it were under way."""
     monkeypatch.setenv(home.HOME_VARIABLE, str(tmp_path))
     run = trained(tmp_path, steps=1)
     RunFolder(run.folder, run.coordinator.order.folder.record).mark("running")

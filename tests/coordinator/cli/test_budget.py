@@ -39,7 +39,7 @@ def raycloak(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def authority(raycloak: Any, tmp_path: Path) -> Path:
-    """An authority's private key."""
+    """Return an authority's private key."""
     code, made = raycloak("keygen", tmp_path / "board.key")
     assert (code, made["name"], made["public"]) == (0, "board", str(tmp_path / "board.key.pub"))
     assert (tmp_path / "board.key").stat().st_mode & 0o777 == 0o600
@@ -152,7 +152,7 @@ def test_expired_means_expired(raycloak: Any, authority: Path, tmp_path: Path):
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    """A configuration of a dataset with a key beside it."""
+    """Return a configuration of a dataset with a key beside it."""
     np.savez(tmp_path / "train.npz", images=np.zeros((40, 64), np.uint8), labels=np.arange(40) % 10)
     (tmp_path / "train.key").touch(mode=0o600)
     (tmp_path / "train.key").write_text("ab" * 32)

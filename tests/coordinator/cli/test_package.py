@@ -30,7 +30,7 @@ def raycloak(capfd, monkeypatch):
 
 @pytest.fixture
 def reader(raycloak, tmp_path):
-    """A package, and a reader with a key and a trust store made by the commands."""
+    """Return a package, and a reader with a key and a trust store made by the commands."""
     assert raycloak("keygen", tmp_path / "auditor.key")[0] == 0
     site = Site(tmp_path, recipient=load_recipient_key(tmp_path / "auditor.key"))
     trust = ("trust", tmp_path / "trust.json", "--signer", tmp_path / "signer" / "signer.pub.json", "--name", "site-a")

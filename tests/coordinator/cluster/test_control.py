@@ -30,7 +30,7 @@ def role_of(call: Call) -> str | None:
 
 
 class Losing:
-    """Gives each method of the two its fate at its ``nth`` question, whichever incarnation is asked."""
+    """A backend that gives each method of the two its fate at its ``nth`` question, whichever incarnation is asked."""
 
     def __init__(self, fate: Fate, nth: int, *methods: str) -> None:
         self.fate, self.nth, self.methods = fate, nth, methods
@@ -52,7 +52,7 @@ class Losing:
 
 
 def check(run: WholeRun, undisturbed: list[str]) -> None:
-    """The bytes of an undisturbed run; one charge, one binding and one commit per step; and records that hold."""
+    """Require the bytes of an undisturbed run; one charge, binding and commit per step; and records that hold."""
     assert run.digests == undisturbed
     path = run.folder / "evidence.jsonl"
     read_exported_log(path, run.session.orchestrator_key)
@@ -139,13 +139,13 @@ def test_one_that_is_lost_too_often_ends_the_run_by_name(tmp_path, method, role)
 
 @dataclass(frozen=True)
 class Terms:
-    """Terms of a run, as far as control looks at them."""
+    """The terms of a run, as far as control looks at them."""
 
     collateral: str
 
 
 class Counting:
-    """Answers with its own number, whatever of the two it stands for."""
+    """An actor that answers with its own number, whatever of the two it stands for."""
 
     def __init__(self, number: int) -> None:
         self.number = number

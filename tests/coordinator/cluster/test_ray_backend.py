@@ -22,7 +22,7 @@ class NoSource:
 
 @pytest.fixture
 def worker(monkeypatch):
-    """A worker whose step is asked to end while it computes, on the second and third call."""
+    """Yield a worker whose step is asked to end while it computes, on the second and third call."""
     calls = []
 
     def step(self, receipt, request, *parameters):

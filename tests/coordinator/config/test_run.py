@@ -16,7 +16,7 @@ GOOD: dict[str, Any] = {
 
 
 def with_field(dotted: str, value: Any) -> dict[str, Any]:
-    """GOOD with one field set."""
+    """Return GOOD with one field set."""
     raw: dict[str, Any] = {key: dict(part) if isinstance(part, dict) else part for key, part in GOOD.items()}
     node, (*parents, last) = raw, dotted.split(".")
     for parent in parents:

@@ -29,7 +29,7 @@ def observe(capfd, monkeypatch):
 
 
 def observed_run(observe, tmp_path, lost=False):
-    """A run that is looked at as its steps 0 and 2 are computed; with ``lost``, its orchestrator dies in between."""
+    """Look at a run as its steps 0 and 2 are computed; with ``lost``, its orchestrator dies in between."""
     seen = []
 
     def disturb(call):

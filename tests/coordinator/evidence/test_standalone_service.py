@@ -74,7 +74,7 @@ def release_terms(contract, attester):
 
 
 def simulated():
-    """The policy of every service here that names none."""
+    """Return the policy of every service here that names none."""
     return simulated_policy(SimulatedVendor.load_or_create(home.simulator_folder()), code_measurement())
 
 

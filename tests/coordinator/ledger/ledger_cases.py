@@ -20,7 +20,7 @@ DATA = b"d" * 32
 
 
 def mechanism(**changes: Any) -> Mechanism:
-    """A full-batch mechanism of 20 steps, of which the cap allows 16; its RDP needs no series."""
+    """Return a full-batch mechanism of 20 steps, of which the cap allows 16; its RDP needs no series."""
     values: dict[str, Any] = {
         "private": True,
         "num_examples": 800,
@@ -49,12 +49,12 @@ def expected_epsilon(steps: int, noise_multiplier: float = 2.6) -> float:
 
 
 def affordable() -> int:
-    """Steps of `mechanism` that CAP allows."""
+    """Return the number of steps of `mechanism` that CAP allows."""
     return next(steps for steps in range(1, 100) if expected_epsilon(steps + 1) > CAP)
 
 
 def opened(where: str | Path, run_id: str = "run-a", **changes: Any) -> PrivacyLedger:
-    """A ledger with an account `patients` and one run of it, at a URL or in an SQLite file."""
+    """Return a ledger with an account `patients` and one run of it, at a URL or in an SQLite file."""
     ledger = PrivacyLedger(f"sqlite:///{where}" if isinstance(where, Path) else where)
     ledger.open_account("patients", CAP, DELTA)
     register(ledger, run_id, mechanism(**changes))

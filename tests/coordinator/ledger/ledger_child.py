@@ -93,7 +93,7 @@ def kill_sweep(url: str) -> list[int]:
 
 
 def empty(url: str, name: str, new: bool = True) -> str:
-    """URL of another ledger beside the one at ``url``: a file, or a schema that is created if it is ``new``."""
+    """Return the URL of a ledger beside the one at ``url``: a file, or a schema that is created if it is ``new``."""
     if url.startswith("sqlite:"):
         return url.replace("ledger.sqlite", f"{name}.sqlite")
     if new:
@@ -105,7 +105,7 @@ def empty(url: str, name: str, new: bool = True) -> str:
 
 
 def act_until_killed(url: str, k: int, mute_from: int = len(ACTS)) -> tuple[list[dict[str, Any] | None], bool]:
-    """What a process printed of each act before it was killed, its receipt or binding or None, and whether it was.
+    """Return what a process printed of each act (receipt, binding or None), and whether it was killed.
 
     It is killed ahead of its k-th statement, or when act ``mute_from`` has returned.
     """
@@ -128,7 +128,7 @@ def act_until_killed(url: str, k: int, mute_from: int = len(ACTS)) -> tuple[list
 
 
 def signed_by(ledger: PrivacyLedger, number: int, envelope: Envelope | None) -> str:
-    """The body of the envelope that act ``number`` gave, once its signature was checked, or ``null``."""
+    """Return the body of the envelope that act ``number`` gave, once its signature was checked, or ``null``."""
     if envelope is None:
         return "null"
     return open_envelope(SIGNED[KINDS[number]], envelope, ledger.public_key).model_dump_json()

@@ -31,11 +31,11 @@ class Line:
         self._broken = FORKING.RawValue("b", 0)
 
     def wait(self, number: int) -> None:
-        """A racer's way to its next round."""
+        """Wait for this racer's next round."""
         assert self._go[number].acquire(timeout=DEADLINE_S), "the next round did not begin"
 
     def arrive(self, *, broken: bool = False) -> None:
-        """A racer's end of its round, or of the race if something is ``broken``."""
+        """End this racer's round, or the race if something is ``broken``."""
         self._broken.value |= broken
         self._done.release()
 
@@ -77,7 +77,7 @@ def main(url: str, rounds: int) -> None:
 
 
 def race(url: str, rounds: int, number: int, won: Any, line: Line) -> None:
-    """One coordinator with a run of its own: try to charge one step in each round."""
+    """Try to charge one step in each round, as one coordinator with a run of its own."""
     run_id = f"run-{number}"
     try:
         line.wait(number)
@@ -101,7 +101,7 @@ def race(url: str, rounds: int, number: int, won: Any, line: Line) -> None:
 
 
 def cap(step: int) -> float:
-    """The cap that admits charges until ``step + 1`` of them are made, and no more."""
+    """Return the cap that admits charges until ``step + 1`` of them are made, and no more."""
     return expected_epsilon(step + 1, NOISE) * (1 + 1e-9)
 
 

@@ -31,7 +31,7 @@ def planned(**changes) -> Mechanism:
 
 
 def tight(steps: int) -> float:
-    """Epsilon of full batches, by the closed form."""
+    """Return epsilon of full batches, by the closed form."""
     return pld.epsilon((Release(1.0, NOISE, steps),), accountant_delta(DELTA))
 
 

@@ -28,7 +28,7 @@ VECTORS = b"v" * 32
 
 @pytest.fixture
 def ledger(ledger_url: str) -> Iterator[PrivacyLedger]:
-    """The ledger of `opened`, on each kind of database."""
+    """Yield the ledger of `opened`, on each kind of database."""
     instance = opened(ledger_url)
     yield instance
     instance.close()

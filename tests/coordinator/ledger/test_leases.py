@@ -42,7 +42,7 @@ class Instance:
         self.process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
-        """The next answer."""
+        """Return the next answer."""
         assert self.process.stdout is not None
         return json.loads(self.process.stdout.readline())
 
@@ -52,7 +52,7 @@ class Instance:
         return self.answer()
 
     def stop(self) -> None:
-        """SIGSTOP."""
+        """Send SIGSTOP."""
         self.process.send_signal(signal.SIGSTOP)
         self.await_stop()
 
@@ -61,18 +61,18 @@ class Instance:
         os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def wake(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         self.process.send_signal(signal.SIGCONT)
 
     def end(self) -> None:
-        """SIGKILL, which also ends a stopped process."""
+        """Send SIGKILL, which also ends a stopped process."""
         self.process.kill()
         self.process.communicate()
 
 
 @pytest.fixture
 def reader(ledger_url: str) -> Iterator[PrivacyLedger]:
-    """An account with a ledger that only this test's process looks at."""
+    """Yield an account with a ledger that only this test's process looks at."""
     ledger = PrivacyLedger(ledger_url)
     ledger.open_account("patients", CAP, DELTA)
     yield ledger
@@ -81,7 +81,7 @@ def reader(ledger_url: str) -> Iterator[PrivacyLedger]:
 
 @pytest.fixture
 def instance(ledger_url: str, reader: PrivacyLedger) -> Iterator[Callable[..., Instance]]:
-    """Starts processes that hold the ledger open, and ends them."""
+    """Start processes that hold the ledger open, and end them."""
     started: list[Instance] = []
 
     def start(deadline_s: float = 30.0) -> Instance:
@@ -94,7 +94,7 @@ def instance(ledger_url: str, reader: PrivacyLedger) -> Iterator[Callable[..., I
 
 
 def believed(reader: PrivacyLedger, answer: dict[str, Any], step: int, lowest_fencing: int = 0) -> Receipt:
-    """The receipt in an answer as a worker checks it that has seen ``lowest_fencing``."""
+    """Return the receipt in an answer as a worker checks it that has seen ``lowest_fencing``."""
     return check_receipt(
         Envelope(bytes.fromhex(answer["body"]), bytes.fromhex(answer["signature"])),
         ledger_key=reader.public_key,

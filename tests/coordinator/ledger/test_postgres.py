@@ -30,7 +30,7 @@ LEDGER_TABLES = ("meta", "accounts", "runs", "entries")
 
 @pytest.fixture
 def careless(postgres: PostgresServer) -> Iterator[str]:
-    """URL for a role whose defaults would lose charges, admit them over the cap, and wait for ever."""
+    """Yield the URL for a role whose defaults would lose charges, admit them over the cap, and wait for ever."""
     defaults = {
         "synchronous_commit": "off",
         "default_transaction_isolation": "serializable",

@@ -32,7 +32,7 @@ PEOPLE = b"f" * 32
 
 
 def realistic(path: Path) -> PrivacyLedger:
-    """A ledger with every kind of entry: accounts that change, three runs that charge in turn; `ENTRIES` entries."""
+    """Return a ledger with every kind of entry: changing accounts, three runs charging in turn; `ENTRIES` entries."""
     ledger, authority = PrivacyLedger(f"sqlite:///{path}"), IdentityKey.generate()
     ledger.open_account("study", CAP, DELTA, authority.public, PEOPLE)
     ledger.open_account("sister", CAP, DELTA, authority.public, PEOPLE)
@@ -64,7 +64,7 @@ def realistic(path: Path) -> PrivacyLedger:
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file of a closed `realistic` ledger."""
+    """Return the file of a closed `realistic` ledger."""
     path = tmp_path_factory.mktemp("original") / "ledger.sqlite"
     ledger = realistic(path)
     assert ledger.view().head.sequence == ENTRIES
@@ -74,7 +74,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copied(original: Path, tmp_path: Path) -> Path:
-    """A copy that the test may change."""
+    """Return a copy that the test may change."""
     return Path(shutil.copy2(original, tmp_path / "ledger.sqlite"))
 
 
@@ -106,7 +106,7 @@ def entries_of(path: Path) -> list[LedgerEntry]:
 
 
 def flipped(value: Any) -> Any:
-    """Another value of the same type."""
+    """Return another value of the same type."""
     if isinstance(value, bytes):
         return bytes([value[0] ^ 1]) + value[1:]
     return value + "x" if isinstance(value, str) else value + 1

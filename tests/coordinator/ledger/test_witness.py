@@ -24,14 +24,14 @@ from tests.coordinator.ledger.witness_server import WitnessServer, witness_serve
 
 @pytest.fixture
 def server() -> Iterator[WitnessServer]:
-    """A witness that is asked over HTTP."""
+    """Yield a witness that is asked over HTTP."""
     with witness_server() as running:
         yield running
 
 
 @pytest.fixture(params=["folder", "url"])
 def witness(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Location of an empty witness of each kind."""
+    """Return the location of an empty witness of each kind."""
     if request.param == "url":
         server: WitnessServer = request.getfixturevalue("server")
         return server.url
@@ -46,7 +46,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def begin(path: Path, witness: str | None, run_id: str = "run-a") -> PrivacyLedger:
-    """An instance of the ledger with an account and a run of this instance."""
+    """Return an instance of the ledger with an account and a run of this instance."""
     ledger = PrivacyLedger(f"sqlite:///{path}", witness=witness)
     ledger.open_account("patients", CAP, DELTA)
     ledger.register_run(run_id, "patients", (mechanism(),), MANIFEST)

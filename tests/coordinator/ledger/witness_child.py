@@ -38,7 +38,7 @@ def main(folder: Path) -> None:
 
 
 def begin(home: Path) -> PrivacyLedger:
-    """The ledger of a home, under its witness."""
+    """Return the ledger of a home, under its witness."""
     (home / "witness").mkdir(parents=True, exist_ok=True)
     ledger = PrivacyLedger(f"sqlite:///{home / 'ledger.sqlite'}", witness=str(home / "witness"))
     ledger.open_account("patients", CAP, DELTA)
@@ -48,12 +48,12 @@ def begin(home: Path) -> PrivacyLedger:
 
 
 def copy(folder: Path, name: str) -> Path:
-    """Another home whose run has charged nothing yet."""
+    """Return another home whose run has charged nothing yet."""
     return Path(shutil.copytree(folder / "begun", folder / name))
 
 
 def charge_until_killed(home: Path, k: int) -> tuple[list[dict[str, Any]], bool]:
-    """Receipts that a process printed before its k-th act, at which it is killed, and whether it was."""
+    """Return the receipts that a process printed before its k-th act, at which it is killed, and whether it was."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -72,7 +72,7 @@ def charge_until_killed(home: Path, k: int) -> tuple[list[dict[str, Any]], bool]
 
 
 def count_acts(home: Path) -> set[str]:
-    """The names of the operating system's calls that a witness makes, in an undisturbed process."""
+    """Return the names of the operating system's calls that a witness makes, in an undisturbed process."""
     reading, writing = os.pipe()
     if os.fork() == 0:
         names: set[str] = set()
@@ -90,12 +90,12 @@ _print = os.write
 
 
 def print_to(descriptor: int, text: str) -> None:
-    """A line that is no act."""
+    """Print a line that is no act."""
     _print(descriptor, f"{text}\n".encode())
 
 
 class _WatchedSystem:
-    """`os` as the witness sees it."""
+    """The module `os` as the witness sees it."""
 
     def __init__(self, told: Any) -> None:
         self._told = told

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class WitnessServer(ThreadingHTTPServer):
-    """Keeps one content per path.
+    """A server that keeps one content per path.
 
     Attributes:
         kept: the contents.
@@ -86,7 +86,7 @@ def _etag(content: bytes | None) -> str:
 
 @contextmanager
 def witness_server() -> Iterator[WitnessServer]:
-    """A server on this machine."""
+    """Yield a server on this machine."""
     server = WitnessServer()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()

@@ -21,7 +21,7 @@ def aging(
     disturb: Callable[[Call], Fate] | None = None,
     **fields: Any,
 ):
-    """A run of which every call of one method takes a share of the evidence's life."""
+    """Return a run of which every call of one method takes a share of the evidence's life."""
     clock = Clock()
 
     def disturbed(call: Call) -> Fate:
@@ -40,7 +40,7 @@ def bodies(run: WholeRun, wanted: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def unaged(tmp_path_factory) -> list[str]:
-    """The same run under the same policy, at a moment that does not pass. Keys depend on the policy."""
+    """Return the same run under the same policy, at a moment that does not pass. Keys depend on the policy."""
     run = aging(tmp_path_factory.mktemp("unaged"), share=0.0)
     run.train()
     return run.digests
@@ -112,7 +112,7 @@ def test_a_run_ends_where_no_orchestrator_can_renew(tmp_path):
 
 
 class Told(list[Any]):
-    """Progress reports, each followed by what the test does then."""
+    """A list of progress reports, each followed by what the test does then."""
 
     def __init__(self, then: Callable[[], None]) -> None:
         self.then = then
@@ -123,7 +123,7 @@ class Told(list[Any]):
 
 
 def revoking(home: Path, moment: tuple[str, int], name: str, **fields: Any) -> WholeRun:
-    """A run of which a member is revoked, as by another process, just before a call is made or after a step."""
+    """Return a run of which a member is revoked, as by another process, just before a call is made or after a step."""
 
     def now(method: str, index: int) -> None:
         if (method, index) == moment:

@@ -22,7 +22,7 @@ def situations(draw):
 
 
 def fewest_moves(current, workers, count) -> int:
-    """By trying every even assignment of loads: what stays is at most min(load, share) on each worker."""
+    """Find it by trying every even assignment of loads: what stays is at most min(load, share) on each worker."""
     small, larger = divmod(count, len(workers))
     best = 0
     for chosen in itertools.combinations(workers, larger):

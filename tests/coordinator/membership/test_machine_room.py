@@ -9,7 +9,7 @@ from raycloak.coordinator.membership.machine_room import MachineRoom
 
 @st.composite
 def situations(draw):
-    """Workers on machines that have got some keys each, and any hosting so far."""
+    """Return workers on machines that have got some keys each, and any hosting so far."""
     count, workers = draw(st.integers(1, 7)), draw(st.integers(1, 4))
     most = draw(st.integers(-(-count // workers), count))
     keys = st.frozensets(st.integers(0, count - 1), max_size=most)
@@ -24,7 +24,7 @@ def situations(draw):
 
 
 def exists(room: MachineRoom, count: int) -> bool:
-    """Whether some hosting keeps to the bound, with no worker above it; by trying them all."""
+    """Return whether some hosting keeps to the bound, with no worker above it; by trying them all."""
 
     def rest(v: int, hosting: dict[str, tuple[int, ...]]) -> bool:
         if room.exceeded(hosting) is not None or any(len(hosted) > room.most for hosted in hosting.values()):

@@ -38,7 +38,7 @@ def test_a_worker_lost_before_the_first_step_is_named_and_the_bytes_stay_the_sam
 
 
 def tampered(name: str, **methods):
-    """Replaces methods of one worker, which is then not the code that it claims to be."""
+    """Replace methods of one worker, which is then not the code that it claims to be."""
 
     def tamper(worker: TrainWorker, member_id: str) -> None:
         if member_id == name:

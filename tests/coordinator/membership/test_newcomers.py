@@ -20,12 +20,12 @@ LONG = {"steps": 8, "epoch_steps": 3}
 
 @pytest.fixture(scope="module")
 def undisturbed_long(tmp_path_factory) -> list[str]:
-    """The digests of eight steps in three epochs."""
+    """Return the digests of eight steps in three epochs."""
     return trained(tmp_path_factory.mktemp("long"), **LONG).digests
 
 
 def asks_to_leave(reply, *vectors):
-    """A worker that was sent SIGTERM: it answers as ever, and says so."""
+    """Return a worker that was sent SIGTERM: it answers as ever, and says so."""
     return (replace(reply, leaving=True), *vectors)
 
 
@@ -43,7 +43,7 @@ def at_step(run: WholeRun, events: dict) -> None:
 
 
 def sizes(run: WholeRun) -> list[int]:
-    """Workers of the roster that completed each step."""
+    """Return the number of workers in the roster that completed each step."""
     final = {roster.step: len(roster.workers) for roster in run.stage.rosters}
     return [final[step] for step in range(len(run.digests))]
 
@@ -363,7 +363,7 @@ keys."""
 
 @pytest.fixture(scope="module")
 def undisturbed_four(tmp_path_factory) -> list[str]:
-    """The digests of a run with four workers on four machines, none of which is lost."""
+    """Return the digests of a run with four workers on four machines, none of which is lost."""
     home = tmp_path_factory.mktemp("four")
     return trained(home, tamper=on_machines(home, lambda member_id: member_id), **FOUR).digests
 
@@ -373,7 +373,7 @@ def fates(*each: Callable[[Call], Fate]) -> Callable[[Call], Fate]:
 
 
 def keys_by_machine(run: WholeRun, machine_of: Callable[[str], str]) -> dict[str, set[int]]:
-    """Virtual workers whose keys were sent to each machine; of a run with one epoch."""
+    """Return the virtual workers whose keys were sent to each machine, in a run with one epoch."""
     held: dict[str, set[int]] = {}
     for call in run.stage.calls("release"):
         member_id, _, virtual_workers, _ = call.arguments

@@ -26,7 +26,7 @@ PAYS = {"dataset": DATASET, "ledger": {"account": "patients"}}
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A state folder with data, the key beside it, and the account `patients` of that data."""
+    """Return a state folder with data, the key beside it, and the account `patients` of that data."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "examples.key").touch(mode=0o600)
     (tmp_path / "data" / "examples.key").write_text("5a" * 32)
@@ -119,7 +119,7 @@ def test_a_worker_that_opened_other_data_does_not_take_part(home: Path):
 
 @pytest.fixture
 def witness_url() -> Iterator[str]:
-    """An empty witness on another machine, as far as the ledger can tell."""
+    """Yield an empty witness on another machine, as far as the ledger can tell."""
     with witness_server() as server:
         yield server.url
 

@@ -21,7 +21,7 @@ ARRIVALS = {
 
 
 def digests_everywhere(run: WholeRun) -> list[str]:
-    """The digest of each step: metrics.jsonl and the evidence log, both on disk, say what progress said."""
+    """Return the digest of each step: metrics.jsonl and the evidence log, both on disk, say what progress said."""
     told = [line for line in run.told if line["event"] == "step"]
     logged = [body for kind, body in run.evidence if kind == "committed"]
     steps = list(range(run.config.steps))
@@ -113,7 +113,7 @@ def test_another_data_byte_is_another_run_from_the_first_step_on(tmp_path, undis
 
 
 def initial(run: WholeRun) -> np.ndarray:
-    """The parameters that the first step started from."""
+    """Return the parameters that the first step started from."""
     _, _, parameters, *_ = run.stage.calls("reduce")[0].arguments
     return parameters
 

@@ -33,7 +33,7 @@ NAMES = {"rows": "0.weight", "shift": "1.shift"}
 
 
 def tokens() -> tuple[np.ndarray, np.ndarray]:
-    """Six ids an example."""
+    """Return examples of six ids each."""
     return np.random.default_rng(2).integers(0, WORDS, (40, 6)), examples()[1]
 
 
@@ -177,7 +177,7 @@ def test_a_newcomer_with_another_model_is_refused_by_the_name_of_the_tensor(tmp_
 
 
 class Slow(list):
-    """Lets time pass after each step, so that newcomers are started."""
+    """A progress that lets time pass after each step, so that newcomers are started."""
 
     def __init__(self, run: WholeRun) -> None:
         super().__init__()

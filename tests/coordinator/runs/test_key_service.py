@@ -50,7 +50,7 @@ class Owner:
         return {"address": self.address, "contract": str(self.file), **changes}
 
     def half(self, v: int, secret: str = OWN) -> Secret:
-        """The half of a virtual worker's key in epoch 0."""
+        """Return the half of a virtual worker's key in epoch 0."""
         contract = self.contract
         context = contract.key_context
         return RunKeys(Secret(bytes.fromhex(secret)), contract.run_id).of(context, v, 0).stream
@@ -83,7 +83,7 @@ def owner(tmp_path) -> Iterator[Owner]:
 
 
 def refused(kind: type[Exception] = EvidenceError, **arguments) -> str:
-    """The code of a run that must not begin."""
+    """Return the code of a run that must not begin."""
     run = whole_run(home.home(), **arguments)
     with pytest.raises(kind) as error:
         run.train()
@@ -93,7 +93,7 @@ def refused(kind: type[Exception] = EvidenceError, **arguments) -> str:
 
 
 def unkeyed(**arguments) -> set[str]:
-    """Why the workers of a run were given up that got no keys; none of them has computed anything."""
+    """Return why the workers of a run were given up that got no keys; none of them has computed anything."""
     run = whole_run(home.home(), **arguments)
     with pytest.raises(RefusedError) as error:
         run.train()
@@ -105,13 +105,13 @@ def unkeyed(**arguments) -> set[str]:
 
 
 def session() -> tuple[LocalPlatform, Policy]:
-    """The machine and the policy of this home."""
+    """Return the machine and the policy of this home."""
     vendor = SimulatedVendor.load_or_create(home.simulator_folder())
     return LocalPlatform(vendor.platform()), simulated_policy(vendor, code_measurement())
 
 
 def fetch(owner: Owner, attester: Attester, policy: Policy, v: int) -> Mapping[int, VirtualWorkerKeys]:
-    """The half of one key in epoch 0, for somebody who was never here before."""
+    """Return the half of one key in epoch 0, for somebody who was never here before."""
     at = owner.contract, owner.address, attester
     return fetch_halves(*at, policy=policy, epoch=0, virtual_workers=(v,), watch=LogWatch())
 

@@ -19,7 +19,7 @@ from tests.protocol import RENYI, WholeRun, examples, trained, whole_run
 
 
 def altered() -> tuple[np.ndarray, np.ndarray]:
-    """The examples, with one of them another one."""
+    """Return the examples, with one of them another one."""
     features, labels = examples()
     features[17] = -features[17]
     return features, labels

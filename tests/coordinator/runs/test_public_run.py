@@ -105,7 +105,7 @@ def regression_data() -> Arrays:
 
 
 def regression(home, workers: int) -> WholeRun:
-    """Full batches, declared public, measured on the same examples every fifth step."""
+    """Return full batches, declared public, measured on the same examples every fifth step."""
     source = {"kind": "npz", "path": "examples.npz", "features": "features", "public": True}
     return trained(
         home,
@@ -137,7 +137,7 @@ def test_a_linear_regression_has_the_same_weights_for_any_workers(tmp_path, alon
 
 
 def released(run: WholeRun) -> list[np.ndarray]:
-    """The parameters after each step, as the one aggregator returned them."""
+    """Return the parameters after each step, as the one aggregator returned them."""
     return [references[1].value for call, references in run.stage.log if call.method == "reduce"]
 
 

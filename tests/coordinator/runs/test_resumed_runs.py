@@ -36,7 +36,7 @@ RUN_ID = "the one of SECRET"
 
 
 class Killed(BaseException):
-    """Stands for a driver that ends without any of its handlers."""
+    """An error that stands for a driver that ends without any of its handlers."""
 
 
 def archive(home: Path, run_id: str = RUN_ID, every: int = 2) -> Archive:
@@ -45,7 +45,7 @@ def archive(home: Path, run_id: str = RUN_ID, every: int = 2) -> Archive:
 
 
 def begun(home: Path, disturb: Callable, **fields) -> WholeRun:
-    """A run of STEPS steps that seals packages and ends as ``disturb`` has it."""
+    """Return a run of STEPS steps that seals packages and ends as ``disturb`` has it."""
     home.mkdir(parents=True, exist_ok=True)
     assignment = fields.pop("assignment", NewRun(archive(home)))
     run = whole_run(home, assignment=assignment, steps=STEPS, **fields)
@@ -66,7 +66,7 @@ def resumed(home: Path, first: WholeRun, **fields) -> WholeRun:
 
 
 def killed_at(method: str, index: int, member: str | None = None) -> Callable:
-    """Kills the driver when it makes that call."""
+    """Kill the driver when it makes that call."""
 
     def disturb(call):
         if (call.method, call.index) == (method, index) and member in (None, call.member_id):
@@ -76,7 +76,7 @@ def killed_at(method: str, index: int, member: str | None = None) -> Callable:
 
 
 def killed_when_sealed(method: str, index: int) -> Callable:
-    """The same, once everything that was handed over to be sealed is published."""
+    """Kill it likewise, once everything that was handed over to be sealed is published."""
 
     def kill(run: WholeRun, call) -> None:
         if (call.method, call.index) == (method, index):
@@ -308,10 +308,10 @@ def replayed(home: Path, run: WholeRun, first: int, last: int, **fields) -> Whol
 
 @pytest.fixture
 def finished(tmp_path) -> WholeRun:
-    """A run that is done, with packages of 4 and 6 steps."""
+    """Return a run that is done, with packages of 4 and 6 steps."""
 
     def wait(call) -> None:
-        """Until the package of 4 steps is out, so that the next one does not take its place."""
+        """Wait until the package of 4 steps is out, so that the next one does not take its place."""
         end = time.monotonic() + 300
         checkpoints = run.coordinator._conclusion.training.checkpoints if run.coordinator._conclusion else None
         while (call.method, call.index) == ("charge", 4) and (checkpoints._job or checkpoints._waiting):

@@ -53,7 +53,7 @@ def sealed(home, features=6):
 
 
 def evaluated(home, **arguments) -> WholeRun:
-    """A run of three steps that is measured after the second and at the end."""
+    """Return a run of three steps that is measured after the second and at the end."""
     run = whole_run(home, evaluation=sealed(home), **arguments)
     run.train()
     return run
@@ -67,7 +67,7 @@ def results(run: WholeRun) -> list[float | None]:
 
 
 def orders(run: WholeRun) -> list[tuple[int, str]]:
-    """Steps and digest of each order in the evidence log."""
+    """Return steps and digest of each order in the evidence log."""
     found = [body for kind, body in run.evidence if kind == "evaluation_ordered"]
     return [(body["finished_steps"], body["parameter_digest"]) for body in found]
 
@@ -116,14 +116,14 @@ def test_scores_are_added_in_the_order_of_the_slices():
 
 
 def forging(reply: EvaluationReply) -> tuple[EvaluationReply]:
-    """Another's signature."""
+    """Return another's signature."""
     assert reply.answer is not None
     answer = seal(parse(EvaluationAnswer, reply.answer.body), IdentityKey.generate())
     return (replace(reply, answer=answer),)
 
 
 def failing(reply: EvaluationReply) -> tuple[EvaluationReply]:
-    """No answer, and why."""
+    """Return no answer, and why."""
     return (EvaluationReply(reply.member_id, "worker_error"),)
 
 

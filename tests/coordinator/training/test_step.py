@@ -18,7 +18,7 @@ from tests.protocol import VIRTUAL_WORKERS, Call, Fate, WholeRun, on, trained, w
 
 
 def answering(code: str) -> Fate:
-    """A worker that computes nothing and says why."""
+    """Return a worker that computes nothing and says why."""
     return lambda reply, *vectors: (replace(reply, code=code, header=None), *(vector[:0] for vector in vectors))
 
 
@@ -37,20 +37,20 @@ def hosting_of(roster) -> dict[str, tuple[int, ...]]:
 
 
 def committed(run: WholeRun) -> list[str]:
-    """Digests of the committed steps as the evidence log has them; each step is there once."""
+    """Return digests of the committed steps as the evidence log has them; each step is there once."""
     bodies = [body for kind, body in run.evidence if kind == "committed"]
     assert [body["step"] for body in bodies] == list(range(len(bodies)))
     return [body["parameter_digest"] for body in bodies]
 
 
 def several(*fates):
-    """The first fate that one of ``fates`` has for a call."""
+    """Return the first fate that one of ``fates`` has for a call."""
     return lambda call: next((found for fate in fates if (found := fate(call))), None)
 
 
 @pytest.fixture
 def computed(monkeypatch) -> list[tuple[int, int]]:
-    """(step, virtual worker) of every vector that is computed, in order; known answers left out."""
+    """Return (step, virtual worker) of every vector that is computed, in order; known answers left out."""
     seen: list[tuple[int, int]] = []
     genuine = VirtualWorkerComputer.vector
 

@@ -23,7 +23,7 @@ EXPRESSIONS = [query.expr for panel in PANELS for query in panel.queries]
 
 
 def metrics_of(expr):
-    """Names in a PromQL expression that are neither functions, keywords nor labels."""
+    """Return the names in a PromQL expression that are neither functions, keywords nor labels."""
     bare = re.sub(r'"[^"]*"', "", expr)
     bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]", " ", bare)
     bare = re.sub(r"\b(by|on|without|ignoring|group_left|group_right)\s*\([^)]*\)", " ", bare)

@@ -16,7 +16,7 @@ KEY = "0f" * 32
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """A folder with a dataset of two features and its key."""
+    """Return a folder with a dataset of two features and its key."""
     rng = np.random.default_rng(3)
     features, others = rng.integers(0, 255, (2, 50, 4), dtype=np.uint8)
     np.savez(tmp_path / "data.npz", images=features, others=others, labels=rng.integers(0, 3, 50))

@@ -48,7 +48,7 @@ class Noisy(nn.Module):
 
 
 class RareNoise(nn.Module):
-    """Draws every time, and changes its output once in 2^50."""
+    """A layer that draws every time, and changes its output once in 2^50."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * (torch.rand((), dtype=torch.float64) >= 2.0**-50)
@@ -82,7 +82,7 @@ class Offset(nn.Module):
 
 
 class Bypassing(nn.Module):
-    """Uses a layer's weight without calling the layer."""
+    """A model that uses a layer's weight without calling the layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Bypassing(nn.Module):
 
 
 class TwiceUsed(nn.Module):
-    """Uses a weight through its layer and beside it."""
+    """A model that uses a weight through its layer and beside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class TwiceUsed(nn.Module):
 
 
 class BatchSecond(nn.Module):
-    """Hands its layer [time, batch, features]."""
+    """A model that hands its layer [time, batch, features]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class ChannelsLast(nn.Module):
 
 
 class TrimmedTo(nn.Module):
-    """Texts on as many positions as the longest or shortest of the batch needs, by one of the usual ways."""
+    """A model of texts on as many positions as the longest or shortest of the batch needs, by one usual way."""
 
     def __init__(self, way: str, padding: int = 0, words: int = 11) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class TrimmedTo(nn.Module):
 
 
 class MaskUnlessFull(nn.Module):
-    """Averages over the words of a text, and skips the mask where no text of the batch has padding."""
+    """A model that averages over the words of a text, and skips the mask where no text of the batch has padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class MaskUnlessFull(nn.Module):
 
 
 class EqualRowsAtOnce(nn.Module):
-    """Computes one row where all rows are equal."""
+    """A layer that computes one row where all rows are equal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class DividesByRows(nn.Module):
 
 
 class MixesBeyond(nn.Module):
-    """Mixes the rows of batches of more than eight."""
+    """A layer that mixes the rows of batches of more than eight."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x - x.mean(0) if len(x) > 8 else x

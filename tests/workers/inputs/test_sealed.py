@@ -211,7 +211,7 @@ def test_a_measurement_without_noise_needs_public_data_too(tmp_path):
 
 
 def sealed_run(home, policy_digest=None, demand=(), fingerprint=None, **arguments):
-    """A run on sealed examples; sealed for its own policy, ledger and account, unless something else is given.
+    """Return a run on sealed examples; sealed for its own policy, ledger and account, unless something else is given.
 
     The account is bound to them, or to the data of another fingerprint.
     """
@@ -232,13 +232,13 @@ def sealed_run(home, policy_digest=None, demand=(), fingerprint=None, **argument
 
 
 def split():
-    """Examples to evaluate on."""
+    """Return examples to evaluate on."""
     features, labels = examples(64)
     return features[40:], labels[40:]
 
 
 def released(run, kind):
-    """Virtual workers of each member whose keys of this kind were released to it."""
+    """Return the virtual workers of each member whose keys of this kind were released to it."""
     found = {}
     for entry, body in run.evidence:
         if entry == "released" and body["kind"] == kind:
@@ -295,7 +295,7 @@ def test_data_sealed_for_another_policy_is_not_released(tmp_path):
 
 
 def log_of(run):
-    """The kind of every entry of a run's evidence log, also of one that failed."""
+    """Return the kind of every entry of a run's evidence log, also of one that failed."""
     with closing(sqlite3.connect(state_file(run.home / "orchestrator", run.session.run_id))) as log:
         return [kind for (kind,) in log.execute("SELECT kind FROM log_entries")]
 

@@ -22,7 +22,7 @@ BINDING = Binding(**EXPECTED, fencing=3, sequence=9, head=b"h" * 32)
 
 
 def check(envelope: Envelope, **changes: Any) -> Binding:
-    """The check of an aggregator that expects BINDING's vectors and has seen fencing number 3."""
+    """Return the check of an aggregator that expects BINDING's vectors and has seen fencing number 3."""
     return check_binding(envelope, **{"ledger_key": LEDGER.public, "lowest_fencing": 3, **EXPECTED, **changes})
 
 

@@ -30,7 +30,7 @@ PARAMETERS = initial_parameters()
 
 
 def measurement(query: str, dimension: int, count: int = 40, **changes: Any) -> Measurement:
-    """A measurement of ``count`` examples by eight virtual workers; noise multiplier 2, ring step 2^-20."""
+    """Return a measurement of ``count`` examples by eight virtual workers; noise multiplier 2, ring step 2^-20."""
     sigma = 2.0 * (1 + 2.0**-20 * math.sqrt(dimension)) * 2**20 / math.sqrt(8) * 1.0001
     own = {
         "query": query, "dimension": dimension, "sample_rate": 1.0, "steps": 3, "max_grad_norm": 1.0,
@@ -55,12 +55,12 @@ def engine(of: Measurement, loss=cross_entropy) -> SumEngine:
 
 
 def clear_sum(of: Measurement, data, without: int | None = None) -> np.ndarray:
-    """The sum over all examples, in the clear, with one of them zeroed out."""
+    """Return the sum over all examples, in the clear, with one of them zeroed out."""
     return clear_sums(of, data, [without])[0]
 
 
 def clear_sums(of: Measurement, data, each_without) -> list[np.ndarray]:
-    """The same for several, by one engine."""
+    """Return the same for several, by one engine."""
     measuring = engine(of)
     ids = np.arange(40).reshape(2, 20)
     return [
@@ -70,7 +70,7 @@ def clear_sums(of: Measurement, data, each_without) -> list[np.ndarray]:
 
 
 def wild() -> tuple[np.ndarray, np.ndarray]:
-    """Examples of which some are huge, some not finite, and some of no class."""
+    """Return examples of which some are huge, some not finite, and some of no class."""
     features, labels = (array.copy() for array in examples())
     features[3] *= 1e6
     features[5] = np.nan

@@ -33,7 +33,7 @@ MECHANISM = Mechanism(**VALUES)
 
 
 def changed(name: str) -> Any:
-    """Another admissible value of a field."""
+    """Return another admissible value of a field."""
     value = VALUES[name]
     if name in ("ring_bits", "query"):
         return {"ring_bits": 64, "query": "evaluation"}[name]

@@ -28,7 +28,7 @@ RECEIPT = Receipt(
 
 
 def check(envelope: Envelope, **changes: Any) -> Receipt:
-    """The check a worker makes that expects RECEIPT's step and has seen fencing number 3."""
+    """Return the check a worker makes that expects RECEIPT's step and has seen fencing number 3."""
     expected = {"run_id": "ab12", "step": 7, "parameter_digest": b"p" * 32, "manifest_digest": b"m" * 32}
     expected |= {"account": "patients", "mechanism_digest": b"d" * 32}
     return check_receipt(envelope, **{"ledger_key": LEDGER.public, "lowest_fencing": 3, **expected, **changes})

@@ -69,7 +69,7 @@ def pair(own: Member, peer: Member, run_id="0123456789abcdef", manifest=MANIFEST
 
 
 def masks_of(own: Member, view: Roster, parameters=PARAMETERS):
-    """The masks of one worker over a single range, from fresh pair secrets."""
+    """Return the masks of one worker over a single range, from fresh pair secrets."""
     pairs = pairs_of(own, view.workers)
     return roster_masks(pairs, view, own.member_id, parameter_digest=parameters, ranges=cut(1))[0]
 
@@ -88,7 +88,7 @@ def ring_sum(vectors, dtype) -> np.ndarray:
 
 
 def looks_uniform(words: np.ndarray) -> bool:
-    """Chi-square over byte values with 255 degrees of freedom; a uniform vector fails with probability 1e-6."""
+    """Test by chi-square over byte values, 255 degrees of freedom; a uniform vector fails with probability 1e-6."""
     counts = np.bincount(words.view(np.uint8), minlength=256)
     expected = words.nbytes / 256
     return float(((counts - expected) ** 2).sum() / expected) < chi2.isf(1e-6, 255)

@@ -40,7 +40,7 @@ def key_of(number: int) -> Secret:
 
 
 def ideal_law(variance: Fraction, last: int, digits: int = 70) -> list[Decimal]:
-    """exp(-x^2 / (2 variance)) / its sum over the integers, for x = -last .. last."""
+    """Return exp(-x^2 / (2 variance)) / its sum over the integers, for x = -last .. last."""
     with localcontext() as context:
         context.prec = digits
         halved = -Decimal(variance.denominator) / Decimal(2 * variance.numerator)
@@ -51,7 +51,7 @@ def ideal_law(variance: Fraction, last: int, digits: int = 70) -> list[Decimal]:
 
 
 def table_law(table: BaseTable, last: int) -> list[int]:
-    """Probabilities of -last .. last in units of 2^-128, from the words that `resolve` compares with."""
+    """Return probabilities of -last .. last in units of 2^-128, from the words that `resolve` compares with."""
     inner = [(int(high) << 64) | low for high, low in zip(table._high, table._low, strict=True)]
     upper = dict(enumerate([*inner, 2**128], start=table._lowest))
     ends = [0, *(upper.get(x, 2**128 if x > 0 else 0) for x in range(-last, last + 1))]
@@ -59,7 +59,7 @@ def table_law(table: BaseTable, last: int) -> list[int]:
 
 
 def total_variation(law: list[int], unit_bits: int, ideal: list[Decimal]) -> Decimal:
-    """Exact to 60 digits; mass of ``ideal`` outside the listed outcomes counts as difference."""
+    """Compute it exactly to 60 digits; mass of ``ideal`` outside the listed outcomes counts as difference."""
     with localcontext() as context:
         context.prec = 70
         unit = Decimal(2) ** -unit_bits
@@ -80,7 +80,7 @@ def test_table_is_within_its_share_of_the_distance(sigma: float) -> None:
 
 
 def convolve(inner: list[int], outer: list[int], multiplier: int) -> list[int]:
-    """Exact law of X + multiplier * Y for symmetric supports; probabilities are integers."""
+    """Return the exact law of X + multiplier * Y for symmetric supports; probabilities are integers."""
     last_x, last_y = len(inner) // 2, len(outer) // 2
     result = np.zeros(2 * (last_x + multiplier * last_y) + 1, dtype=object)
     column = np.array(inner, dtype=object)
@@ -248,7 +248,7 @@ def test_sigma_outside_the_range_is_refused(sigma: float) -> None:
 
 
 def reference_draws(sigma: float, key: Secret, blocks: int) -> list[int]:
-    """The documented stream layout in plain Python, with the table recomputed from exponentials of 70 digits."""
+    """Follow the documented stream layout in plain Python, with the table recomputed from exponentials of 70 digits."""
     parts = decompose(sigma)
     last = math.ceil(14 * parts.base_sigma)
     with localcontext() as context:

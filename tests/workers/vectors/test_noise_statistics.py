@@ -36,7 +36,7 @@ def _drop_cached_draws() -> Iterator[None]:
 
 
 def small_law(sigma: float) -> np.ndarray:
-    """Probabilities of -400 .. 400."""
+    """Return probabilities of -400 .. 400."""
     law = np.exp(-(np.arange(-400.0, 401.0) ** 2) / (2 * sigma**2))
     return law / law.sum()
 

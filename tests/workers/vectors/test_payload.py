@@ -103,7 +103,7 @@ def test_an_honest_answer_is_accepted(bits):
 
 
 def altered(**changes) -> Envelope:
-    """A header with changed fields, properly signed by its sender."""
+    """Return a header with changed fields, properly signed by its sender."""
     attempt = attempt_of()
     header = open_header(answer(attempt, arrays_of()), attempt, "worker-0")
     return seal(header.model_copy(update=changes), IDENTITIES["worker-0"])

@@ -152,7 +152,7 @@ def test_all_maximum_vectors_of_all_virtual_workers_decode_exactly(bits, virtual
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:
-    """l2 distance of two encodings in centred ring units."""
+    """Return the l2 distance of two encodings in centred ring units."""
     signed = np.int32 if a.itemsize == 4 else np.int64
     return math.sqrt(sum(int(x) ** 2 for x in np.subtract(a, b).view(signed).tolist()))
 
@@ -207,7 +207,7 @@ def test_encoded_change_of_an_adversarial_example_is_at_most_the_sensitivity(bit
 
 
 def load(found: RingFit, virtual_workers: int) -> Fraction:
-    """V·clamp/γ + V/2 + 16·σ·√V of the capacity rule, exact but for the square root."""
+    """Return v·clamp/γ + V/2 + 16·σ·√V of the capacity rule, exact but for the square root."""
     units = Fraction(found.clamp) / Fraction(2) ** found.gamma_log2
     tail = 16 * Fraction(found.sigma) * Fraction(math.sqrt(virtual_workers))
     return virtual_workers * units + Fraction(virtual_workers, 2) + tail

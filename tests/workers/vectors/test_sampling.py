@@ -19,12 +19,12 @@ def key_of(number: int) -> Secret:
 
 
 def slice_of(count: int, virtual_workers: int = 8, owner: int = 3) -> np.ndarray:
-    """The ids of one virtual worker."""
+    """Return the ids of one virtual worker."""
     return np.arange(count, dtype=np.int64) * virtual_workers + owner
 
 
 def binomial_interval(count: int, probability: float) -> tuple[float, float]:
-    """Counts outside happen with probability at most 1e-8."""
+    """Return an interval of counts; those outside happen with probability at most 1e-8."""
     return binom.ppf(5e-9, count, probability), binom.isf(5e-9, count, probability)
 
 
