@@ -116,6 +116,7 @@ class EventWriter:
             self._file: BinaryIO = path.open("a+b")
         except OSError as error:
             raise file_error("events_file", "append to", path, error) from None
+        # A driver that was killed may have left half a line, which would spoil the next one.
         _cut_unfinished_line(self._file)
 
     def write(self, event: str, **fields: Value) -> None:
@@ -133,6 +134,7 @@ class EventWriter:
         for name, value in line.items():
             _check_value(FIELD_BY_NAME[name], value)
         self._file.write(json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n")
+        # At once, so that a reader beside the run sees each event, and a killed driver loses none.
         self._file.flush()
 
     def close(self) -> None:

@@ -48,6 +48,7 @@ class Peers:
             now=int(self._clock()),
             floors=self._seen.floors,
         )
+        # Kept, so that no peer is judged by older collateral from now on.
         self._seen.keep(appraisal.facts)
 
     def appraise(self, roster: Roster, presentations: Sequence[Envelope], admission: Admission) -> None:
@@ -65,6 +66,7 @@ class Peers:
                     raise EvidenceError("peer_not_bound", f"no evidence of {member.member_id} was shown")
                 known = self._appraise(roster, member, shown[member.evidence_digest], admission, now)
                 self._appraisals[member.evidence_digest] = known
+            # Also for known evidence: an appraisal is kept over steps, and ages meanwhile.
             if known.expires_at <= now:
                 raise EvidenceError("peer_expired", f"the evidence of {member.member_id} is too old")
             if (known.member_id, known.role) != (member.member_id, member.role):

@@ -86,6 +86,7 @@ class RunMember:
         evaluation_keys = open_slice_keys(release.evaluation, KeyKind.EVALUATION, terms, hpke_key)
         epoch, keys = open_keys(release, terms, hpke_key=hpke_key, key_commitments=manifest.key_commitments)
         keys = self._halves.complete(self._admission, epoch, keys)
+        # A key that is no longer held cannot leak.
         self._keys = {place: key for place, key in self._keys.items() if place[0] == epoch}
         self._keys |= {(epoch, v): key for v, key in keys.items()}
         hosted = {v for _, v in self._keys}
@@ -109,11 +110,13 @@ class RunMember:
             RaycloakError: why there is no vector; anything else is a defect, or comes from user code.
         """
         began = time.perf_counter()
+        # First, because a request counts for nothing without the orchestrator's signature over its roster.
         roster = self._open_roster(request.roster)
         # Before the position is checked: a repeat of the last request is not a step back.
         if self._last and self._last[0] == digest(request.roster.body):
             return self._last[1], self._last[2]
         self._check_position(roster)
+        # Verified and computed on one copy: shared memory could change in between.
         flat = own_copy(parameters)
         model, paid = self._check_parameters(receipt, roster, flat)
         self._check_data(paid, roster, request.commitments)
@@ -140,6 +143,7 @@ class RunMember:
             run_id=manifest.run_id,
             manifest_digest=self.manifest_digest,
             virtual_workers=manifest.computation.mechanism.virtual_workers,
+            # A lone worker has nobody to share a mask with.
             minimum_workers=2 if self._admission.secure_aggregation else 1,
         )
         self._attester.require_own(roster.member(self._attester.member_id))
@@ -167,6 +171,7 @@ class RunMember:
             lowest_fencing=self._fencing,
             dataset_fingerprint=manifest.dataset_fingerprint,
         )
+        # Kept, so that an older instance's receipt is refused from now on.
         self._fencing = receipt.fencing
         if (roster.query, roster.step) == ("gradient", 0) and model != manifest.computation.initial_parameters:
             raise ProtocolError("parameters_mismatch", "step 0 does not start from the manifest's parameters")

@@ -83,6 +83,7 @@ def create_run_folder(name: str, run_id: str) -> Path:
         path = base if number == 1 else base.with_name(f"{base.name}-{number}")
         try:
             path.mkdir(mode=0o700)
+        # Making is the test: between a look and the making another process could take the name.
         except FileExistsError:
             continue
         return path

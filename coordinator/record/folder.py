@@ -150,6 +150,7 @@ class RunFolder:
             draft,
             metadata={"run_id": finished.manifest.run_id, "parameter_digest": finished.parameter_digest.hex()},
         )
+        # Before the rename, so that the name never leads to content that is not on disk.
         with draft.open("rb") as file:
             os.fsync(file.fileno())
         draft.replace(self.path / "parameters.safetensors")
@@ -169,6 +170,7 @@ def unfinished_run(name: str) -> RunFolder:
             f"no run named '{name}' in {home.runs_folder()} was left unfinished.",
             "Start it without --resume.",
         )
+    # By its own record: a copied folder has new times on disk.
     return max(open_runs, key=lambda each: each.record.started_at)
 
 

@@ -117,6 +117,7 @@ class Execution:
     def _again(self, folder: RunFolder, assignment: Assignment) -> "Outcome":
         self._warn_of(folder.record.secret_file)
         with ExitStack() as stack:
+            # Locked before anything is opened: two drivers of one run would write the same files.
             stack.enter_context(run_lock(folder.record.run_id))
             launched = self._launch(stack, self._config.attestation.bind if assignment.charges else None)
             _, key = launched.control.open_run(folder.record.secret_file, folder.record.run_id)
@@ -133,6 +134,7 @@ class Execution:
         """Join or start Ray, take the signals over from it, and start every process of a session."""
         if connect(num_cpus=self._config.num_workers + 1):
             stack.callback(disconnect)
+        # After Ray, which replaces the handler of SIGTERM when it starts.
         if self._handle_signals:
             stack.enter_context(stop_on_signals(self._stop, self._notice))
         return launch(stack, self._config, Path(self._base), self._placement(), bind)
@@ -181,6 +183,7 @@ class Execution:
         log = str(folder.path / "evidence.jsonl")
         try:
             control.orchestrator.finish((), log, self._config.secret_retention == "run")
+        # The error that ended the run is the one to report.
         except (ActorLost, RaycloakError) as trouble:
             self._notice(f"a generated secret was not destroyed: {trouble}")
 

@@ -104,6 +104,7 @@ class Trainer:
 
     def _recovered(self, execute: Callable[[], Outcome]) -> Outcome:
         """Return the outcome of ``execute``; resume from the newest package if the node with the model is lost."""
+        # Bounded, because a cluster that loses its node each time would go on for ever.
         for _ in range(self._config.failure.max_failures):
             try:
                 return execute()

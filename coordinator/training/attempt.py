@@ -178,6 +178,7 @@ class AttemptRunner:
         for reply in replies.values():
             if reply.leaving:
                 self.membership.members.ask_to_leave(reply.member_id, "left")
+        # Only after whole answers: a worker that failed may not have kept what it was shown.
         self._seen = dict.fromkeys(answers, asked.shown)
         vectors = tuple(tuple(answer.vectors[part.index] for answer in answers.values()) for part in task.ranges)
         return Answers(asked.roster, headers, vectors, tuple(replies.values()))

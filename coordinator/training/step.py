@@ -128,6 +128,7 @@ class StepRunner:
         self._attempting.begin()
         epoch = self.manifest.computation.epoch_of(task.query, task.step)
         self.place(epoch)
+        # Before the charge, because the receipt states the root of the run's data.
         self._bind_data()
         receipt, asked = self._pay(task, model)
         paid = parse(Receipt, receipt.body)
@@ -135,11 +136,13 @@ class StepRunner:
         self.charged_epsilon = paid.charged_epsilon
         charged = time.perf_counter()
         self.metrics.phase_finished("charge", charged - started)
+        # Only now: the workers have been asked, so this call overlaps with their computation.
         self._prepare_next(task)
         attempts, begun = 1, charged
         while (finished := self._attempt(task, model, asked, begun)) is None:
             self.place(epoch)
             roster = self._receive(task, self._ask_roster(task))
+            # Another attempt keeps the receipt: a step is charged once.
             attempts, begun = attempts + 1, time.perf_counter()
             asked = self._attempting.ask(task, model, receipt, roster)
         answers, reduced, computed = finished

@@ -99,6 +99,7 @@ class Training:
         """
         first = self.finished_steps
         while self.finished_steps < self.course.last_step:
+            # Between two steps only: a step that is charged is finished.
             if self.stop.made:
                 return Ending.STOPPED
             ages = self.membership.admission.review()
@@ -119,6 +120,7 @@ class Training:
             raise
         except BudgetError as refusal:
             self.metrics.step_refused(refusal.code)
+            # Without a finished step there is no result, so the refusal is the outcome.
             if refusal.code != "cap_exceeded" or self.finished_steps == 0:
                 raise
             return True

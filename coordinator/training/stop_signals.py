@@ -36,6 +36,7 @@ def stop_on_signals(request: StopRequest, notice: Callable[[str], None]) -> Iter
         request.make()
         notice(f"{signal.Signals(number).name}: the run stops after this step; a second signal stops it at once")
 
+    # Kept, so that a caller's own handlers are back after the run.
     kept = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
