@@ -63,6 +63,7 @@ class Exporter(Collector):
 
     def __init__(self) -> None:
         self._sources: list[MetricSource] = []
+        # The default registry of the library takes series from any code of the process.
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
@@ -112,6 +113,7 @@ class Values:
 
     def set(self, name: str, value: float, *labels: str) -> None:
         """Set a gauge, or a counter whose total is kept elsewhere."""
+        # Scrapes come on threads of the HTTP server.
         with self._lock:
             self._numbers[name][self._key(name, labels)] = float(value)
 

@@ -62,6 +62,7 @@ class GpuSampler:
 
     def sample(self) -> tuple[GpuReading, ...]:
         """Return one reading per GPU in NVML's order; empty on a machine without NVML."""
+        # A node without a driver is usual, so it is no error.
         if not self._ready:
             return ()
         state = confidential_state()
@@ -99,6 +100,7 @@ def _supported(query: Callable[..., Any], *arguments: Any) -> Any:
     """Return the query's answer, or None if NVML refuses it (not supported, lost GPU, not in this driver)."""
     try:
         return query(*arguments)
+    # Boards and drivers differ in what they report; a missing figure must not hide the others.
     except pynvml.NVMLError:
         return None
 

@@ -104,6 +104,7 @@ def _prove(output: Output, path: Path, sequence: int, key: Path | None, out: Pat
         try:
             with out.open("xb") as file:
                 file.write(proof.encode() + b"\n")
+        # Opened exclusively: a proof must not take the place of another one.
         except FileExistsError:
             raise ConfigError("out_exists", f"{out} already exists.", "Choose another name, or remove it.") from None
         except OSError as error:

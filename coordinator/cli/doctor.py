@@ -33,6 +33,7 @@ SUPPORTED = {"opacus": "1.6", "ray": "2.60", "torch": "2.13"}
 """The release series that the distribution is made for."""
 
 PORTS = {6379: "Ray's control store", 8265: "Ray's dashboard and jobs", 9464: "raycloak's metrics"}
+# A container's default of 64 MiB is far below; Ray then keeps objects on a disk.
 SHARED_MEMORY_BYTES = 2**30
 MEMORY_FILE_SYSTEMS = ("ramfs", "tmpfs")
 

@@ -42,6 +42,7 @@ def _guard(output: Output, body: Callable[[Output], int]) -> int:
             error,
         )
         return RaycloakError.exit_code
+    # A mistyped size asks for more than there is; a trace would not say so.
     except MemoryError as error:
         output.error(RaycloakError("out_of_memory", "there is not enough memory for that.", "Ask for less."), error)
         return RaycloakError.exit_code

@@ -95,6 +95,7 @@ class Observer:
                 virtual_workers=self.manifest.computation.mechanism.virtual_workers,
                 minimum_workers=1,
             )
+            # By digest, because the signed roster names evidence by it.
             shown = {digest(envelope.body): envelope for envelope in presentations}
             missing = [member for member in roster.members if member.evidence_digest not in shown]
             if not missing:

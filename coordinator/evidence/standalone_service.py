@@ -174,10 +174,12 @@ def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, Ru
         turn = Turn()
         server = EvidenceServer.start(desk, served.run.manifest_digest, config.bind, config.limits, turn)
     except BaseException:
+        # Otherwise its files stay open in a process that serves nothing.
         run.close()
         raise
     if keeper is not None:
         refresh = CollateralRefresh(keeper, session.admission.take_collateral, turn)
+        # Before the service stops, because the refresh uses its orchestrator.
         server.at_stop(refresh.stop)
         refresh.start()
     facts = ServiceFacts(

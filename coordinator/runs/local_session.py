@@ -71,6 +71,7 @@ def local_session(
     incarnations = itertools.count(1)
 
     def restart(role: ControlRole) -> Actor:
+        # Closed first: in one process nothing else releases its files.
         actors[role].handle.close()
         if role == "ledger":
             return Actor(f"ledger-{next(incarnations)}", PrivacyLedger(ledger_url, witness=witness))

@@ -83,6 +83,7 @@ def launch(stack: ExitStack, config: RunConfig, base: Path, placement: Placement
     folder = str(home.home() / "orchestrator")
     url, accountant = ledger.url or home.ledger_url(), accountant_for(config, None)
     control = RayControl(url, folder, ledger.witness, bind, accountant)
+    # Registered as soon as it runs, so that a later failure ends these processes too.
     stack.callback(control.close)
     sources: EvidenceSources = Guests(policy.gpus_per_worker if policy else 0)
     present: Mapping[str, Any] = {}

@@ -81,14 +81,17 @@ def admit(order: Order, founders: Founders, reporter: Reporter, evaluation: Seal
     account = config.ledger.account or f"run-{session.run_id}"
     known_answer = founders.known_answer(plan.mechanism, plan.measurements)
     manifest, rollback_witness = _manifest(order, facts, plan, account, known_answer)
+    # Before the account: a resumed run that differs from its record must open and register nothing.
     committed = _committed(order, manifest)
     sealed = sealed_terms(config, Path(order.setup.base))
     _require_demanded(sealed, manifest)
+    # Before any evidence: an account that refuses the run spares all members their presentation.
     _open_account(order, plan, manifest, named)
     terms = run_terms(manifest, session.policy, session.collateral, sealed, evaluation)
     session.control.orchestrator.begin(terms, secrets.token_hex(16))
     ranges = split_ranges(facts.tensors, config.aggregators)
     membership = Membership.admit(founders, _terms(order, manifest), ranges, session.revocations, reporter.joined)
+    # A resumed or replayed run has arrived at the manifest that is there already.
     if order.assignment.recorded is None:
         order.folder.write_manifest(manifest)
     view = session.control.orchestrator.view()
@@ -134,6 +137,7 @@ def _manifest(order: Order, facts: WorkerFacts, plan: Plan, account: str, known_
         key_service=key_service,
         keys_per_machine=keys_per_machine(config),
     )
+    # Keys derive from all of the manifest but their own commitments, so those come last.
     commitments = session.control.orchestrator.key_commitments(
         unkeyed.key_context, config.virtual_workers, epochs(config)
     )

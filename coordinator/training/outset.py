@@ -40,6 +40,7 @@ def set_out(order: Order, admitted: AdmittedRun, reporter: Reporter) -> Training
     sealed = SealedEvaluator.of(config, admitted.evaluation, runner)
 
     def renew() -> None:
+        # Before the renewal, so that fresh evidence is judged by current collateral.
         if session.collateral_now is not None:
             membership.admission.take_collateral(session.collateral_now())
         membership.admission.renew()
@@ -84,6 +85,7 @@ def _model(order: Order, admitted: AdmittedRun, restored: Restored | None) -> Mo
         flat, digest = np.concatenate(restored.parameters), restored.parameter_digest
         merged = {key: value for state in restored.states for key, value in state.items()}
         states = tuple(backend.put(_state_of(merged, owned)) for owned in admitted.ranges)
+    # Copies: a view would keep the whole vector alive behind each range.
     parameters = tuple(backend.put(flat[owned.start : owned.stop].copy()) for owned in admitted.ranges)
     return Model(parameters, states, digest)
 

@@ -68,6 +68,7 @@ class SealedEvaluator:
             RunFailedError: what failed: every worker alike, or more members than the run survives.
         """
         self._failures.begin()
+        # First, because an order is for committed parameters alone.
         self.runner.commit()
         epoch = self.runner.manifest.computation.epoch_of("gradient", finished_steps - 1)
         while True:

@@ -71,6 +71,7 @@ def source_digest(target: str | Callable[..., Any], base: Path | str) -> bytes:
         return _files_digest(_source_file(_split(target)[0], base, target), Path(base).resolve())
     try:
         source = inspect.getsource(target)
+    # A callable from an interactive session has no source; its pickled form names it all the same.
     except (OSError, TypeError):
         source = ""
     return digest(length_prefixed("raycloak/callable/v1", source, cloudpickle.dumps(target)))
@@ -83,6 +84,7 @@ def _files_digest(start: Path, base: Path) -> bytes:
         for path in _local_imports(waiting.pop(), base) - found:
             found.add(path)
             waiting.append(path)
+    # Sorted and relative, so that the digest depends neither on the order of a set nor on the folder.
     named = sorted((os.path.relpath(path, start.parent), path.read_bytes()) for path in found)
     return digest(length_prefixed("raycloak/source/v1", *(field for pair in named for field in pair)))
 
@@ -177,6 +179,7 @@ def _load_file(path: Path, base: Path | str) -> ModuleType:
     try:
         with _importable(base):
             spec.loader.exec_module(module)
+    # A module that failed half-way must not be found by the next import.
     except BaseException:
         del sys.modules[name]
         raise
