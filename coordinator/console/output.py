@@ -79,6 +79,7 @@ class Diversion(io.TextIOBase):
                 if texts:
                     with log.open("ab", buffering=0) as sink:
                         sink.write("".join(texts).encode(errors="backslashreplace"))
+        # Also after a failure, so that a full disk does not fill the memory as well.
         self._kept.clear()
 
 
@@ -109,6 +110,7 @@ def divert_logger(name: str) -> None:
     if not isinstance(sys.stderr, Diversion):
         return
     logger = logging.getLogger(name)
+    # Replaced, because Ray's own handler writes to the terminal.
     logger.handlers[:] = [_RayHandler()]
     logger.propagate = False
 
@@ -207,6 +209,7 @@ def command_output(as_json: bool, debug: bool) -> Iterator[Output]:
 
 def leave_stdout() -> None:
     """Send what exit handlers may still print to standard error: the result is complete."""
+    # Before the descriptor changes: buffered text belongs to where it was printed.
     sys.stdout.flush()
     os.dup2(2, 1)
 
@@ -214,6 +217,7 @@ def leave_stdout() -> None:
 @contextmanager
 def _own_descriptor() -> Iterator[TextIO]:
     sys.stdout.flush()
+    # A native library writes to descriptor 1 whatever `sys.stdout` is.
     kept = os.dup(1)
     os.dup2(2, 1)
     try:

@@ -81,6 +81,7 @@ class RunFolder:
             status="running",
         )
         folder = cls(path, record)
+        # Last: a folder without its record is no run yet.
         folder.mark("running")
         return folder
 

@@ -127,7 +127,9 @@ class Training:
         return False
 
     def _next(self) -> None:
+        # Members change between two steps only, because a roster fixes them for an attempt.
         self.membership.growth.settle()
+        # Before the step: a measurement is of the model that the step starts from.
         self._measure()
         self._step()
 
@@ -142,6 +144,7 @@ class Training:
         if self._evaluated is None or self._evaluated[0] != self.model.digest:
             started = time.perf_counter()
             evaluation = self.evaluator.measure(self.model, self.finished_steps)
+            # Kept by digest, because the end of a run asks for the result of its last step again.
             self._evaluated = self.model.digest, evaluation
             if evaluation.accuracy is not None:
                 self.metrics.accuracy_measured(evaluation.accuracy)
@@ -167,6 +170,7 @@ class Training:
             return
         started = time.perf_counter()
         self.runner.commit()
+        # After the commit, without which the orchestrator signs no package.
         self.checkpoints.offer(self._snapshot())
         self._sealed_steps = self.finished_steps
         self.metrics.phase_finished("checkpoint", time.perf_counter() - started)
@@ -186,6 +190,7 @@ class Training:
 
     def _step(self) -> None:
         step = self.finished_steps
+        # A replay may repeat what was released, and nothing else.
         if not self.course.charges:
             self._require_charged(step)
         model, outcome = self.runner.run(step, self.model)
@@ -218,6 +223,7 @@ class Training:
         """Refuse a step that differs from what an earlier execution committed, before it is committed itself."""
         known = self.course.committed.get((commit.query, commit.step))
         if known is not None and known.parameter_digest != commit.parameter_digest:
+            # Withdrawn, so that the failure's last commits do not log it.
             self.runner.uncommitted = tuple(each for each in self.runner.uncommitted if each != commit)
             raise RunFailedError(
                 "not_reproducible",

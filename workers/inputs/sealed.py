@@ -99,6 +99,7 @@ def _seal_slice(
 ) -> Payload:
     chunks = [ids[start : start + _CHUNK] for start in range(0, len(ids), _CHUNK)]
     pieces = (np.ascontiguousarray(dataset.batch(chunk)[part]).tobytes() for part in (0, 1) for chunk in chunks)
+    # Exclusive: two seals must not write into one file.
     with slice_file(folder, v).open("xb") as file:
         return write_payload(file, key, header.context(v), PAYLOAD, pieces)
 
@@ -155,6 +156,7 @@ class SealedDataset:
 
     def take(self, keys: Mapping[int, Secret], hosted: Collection[int]) -> None:
         """Lock the slices of virtual workers that are not ``hosted``, then :meth:`unlock` the slices of ``keys``."""
+        # Locked first, so that memory never holds the former slices beside the new ones.
         self.lock_all_but(hosted)
         self.unlock(keys)
 
@@ -209,6 +211,7 @@ class SealedDataset:
             raise DatasetError(
                 "sealed_changed", f"slice {v} of the dataset is not what was sealed.", _RESTORE
             ) from None
+        # The header's shapes and the encrypted sizes are two statements, and may disagree.
         if len(content) != features.nbytes + labels.nbytes:
             raise DatasetError(
                 "sealed_changed", f"slice {v} of the dataset has another size than its header says.", _RESTORE

@@ -42,6 +42,7 @@ class PairSecret:
             raise ProtocolError("pair_key", f"{own.member_id} and {peer.member_id} do not have two keys of their own")
         try:
             shared = own_key.agree(peer.mask_key)
+        # The library refuses a point of low order, under which every secret would be zero.
         except ValueError:
             raise ProtocolError("pair_key", f"the mask key of {peer.member_id} is not usable") from None
         # Sorted, so that both ends derive from the same bytes.
