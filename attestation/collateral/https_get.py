@@ -15,6 +15,7 @@ from typing import Any, Final
 from urllib.error import HTTPError, URLError
 
 DEADLINE_S: Final = 20.0
+# Bounds the memory that a service can take from its caller.
 MAX_BYTES: Final = 4 * 2**20
 _CHUNK: Final = 65_536
 

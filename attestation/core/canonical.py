@@ -7,6 +7,7 @@ import hashlib
 import json
 from typing import Any
 
+# SHA-256's.
 DIGEST_BYTES = 32
 # A value must have exactly one text, because texts are hashed and signed.
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)

@@ -28,6 +28,7 @@ from raycloak.attestation.trust.certificates import (
     read_root,
 )
 
+# Bounds the work on an answer before its signature is known to hold.
 MAX_OCSP_BYTES: Final = 1 << 14
 
 

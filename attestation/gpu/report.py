@@ -14,6 +14,7 @@ from typing import Final
 from raycloak.attestation.core.byte_reader import ByteReader
 from raycloak.attestation.core.evidence import Refusal, refuse
 
+# Bounds the work on bytes that nothing vouches for yet.
 MAX_REPORT_BYTES: Final = 1 << 16
 # Fixed by SPDM.
 NONCE_BYTES: Final = 32

@@ -24,6 +24,7 @@ from raycloak.attestation.core.evidence import Refusal, refuse
 from raycloak.attestation.trust.certificates import check_certificate_windows, check_links, key_id, read_root
 from raycloak.metrics.errors import EvidenceError
 
+# Bounds the work of the XML parser, which runs before any signature is verified.
 MAX_RIM_BYTES: Final = 1 << 18
 SWID: Final = "{http://standards.iso.org/iso/19770/-2/2015/schema.xsd}"
 HASH: Final = "{http://www.w3.org/2001/04/xmlenc#sha384}"

@@ -16,6 +16,7 @@ from raycloak.attestation.gpu.rim import GoldenValues
 from raycloak.attestation.gpu.rules import GpuRules
 from raycloak.attestation.trust.certificates import common_name
 
+# A firmware id is a SHA-384.
 _FWID_BYTES: Final = 48
 _FWID_OIDS: Final = (ObjectIdentifier("2.23.133.5.4.1"), ObjectIdentifier("2.23.133.5.4.1.1"))  # Hopper, Blackwell
 _SHA384_DIGEST: Final = bytes.fromhex("06096086480165030402020430")

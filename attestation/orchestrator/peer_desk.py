@@ -39,6 +39,7 @@ from raycloak.attestation.policy.key_policy import KeyKind
 from raycloak.attestation.trust.channel import ChannelBinding, ChannelEnd, certificate_digest, is_channel_of, read_leaf
 from raycloak.metrics.errors import EvidenceError, ProtocolError
 
+# The orchestrator answers one call at a time, so one reader must not hold it for a whole log.
 MAX_LOG_ENTRIES = 1000
 _ROLES: frozenset[str] = frozenset({"worker", "aggregator", OBSERVER})
 

@@ -14,6 +14,7 @@ from raycloak.attestation.core.messages import Message
 from raycloak.metrics.errors import EvidenceError
 
 FORMAT: Final = 1
+# AES-GCM's.
 TAG_BYTES = 16
 NONCE_PREFIX_BYTES = 7  # with four bytes of position and one end mark, the 12-byte nonce of AES-GCM
 

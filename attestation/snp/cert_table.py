@@ -15,6 +15,7 @@ from raycloak.attestation.trust.certificates import read_presented
 from raycloak.metrics.errors import EvidenceError
 
 _ENTRY_BYTES = 24  # GUID, offset and length
+# The host chooses the size, and is not trusted.
 _MAX_TABLE_BYTES = 1 << 20
 _MAX_ENTRIES = 64  # a megabyte of entries would take over a tenth of a second to read
 _KEYS: Final[dict[KeyKind, UUID]] = {

@@ -11,6 +11,7 @@ from typing import Final, Literal
 
 from raycloak.attestation.core.evidence import Refusal, refuse
 
+# Sizes and codes are the ABI's: a change of one would misread every report.
 REPORT_BYTES: Final = 1184
 SIGNED_BYTES: Final = 0x2A0
 SIGNATURE_FIELD_BYTES: Final = 72

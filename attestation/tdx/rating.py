@@ -14,6 +14,7 @@ from raycloak.attestation.tdx.platform import TdxPlatform
 from raycloak.attestation.tdx.quote import TdxQuote
 from raycloak.attestation.tdx.rules import TdxRules
 
+# Intel publishes a version for each; with fewer, a comparison would pass by itself.
 _COMPONENTS: Final = 16
 _REVOKED: Final = "Revoked"
 _PATCHED: Final = ("UpToDate", "SWHardeningNeeded", "ConfigurationNeeded", "ConfigurationAndSWHardeningNeeded")

@@ -22,6 +22,7 @@ from raycloak.coordinator.ledger.location import prepare_file, usable_url
 from raycloak.coordinator.ledger.postgres import begin_write, check_logged, postgres_engine
 from raycloak.metrics.errors import BudgetError
 
+# A stopped writer holds its lock until it is killed, so the wait for it has to end.
 LOCK_DEADLINE_S = 30.0
 _BUSY_MS = 30_000  # for other reasons why the file may be busy: recovery, and the last connection's checkpoint
 _RETRY_S = 0.001  # processes that race for the lock wait half as long as with SQLite's own pauses
