@@ -13,8 +13,10 @@ from raycloak.metrics.errors import ConfigError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+    from rich.table import Table
 
     from raycloak.coordinator.bench.chaos.chaos import Damage
+    from raycloak.coordinator.bench.gradient import GradientBench, Spread
 
 bench = typer.Typer(help="Measurements on this machine.")
 
@@ -69,6 +71,65 @@ def _bench_step(output: Output, config: RunConfig, config_dir: Path) -> int:
     from raycloak.coordinator.bench.step import bench_step
 
     return _measured(output, "bench step", bench_step(config, config_dir=config_dir))
+
+
+@bench.command("gradient")
+def gradient_command(
+    model: Annotated[str, typer.Argument(help="cnn, mlp, bert, bert-lora, gpt2, gpt2-lora or llama-lora.")],
+    against: Annotated[
+        str, typer.Option(metavar="PEERS", help="Any of opacus, ghost and plain, separated by commas.")
+    ] = "opacus,ghost,plain",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    threads: Annotated[int, typer.Option(help="Threads of torch, for every method.")] = 1,
+    rounds: Annotated[int, typer.Option(help="Rounds, in each of which every method has one turn.")] = 7,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Sum the clipped gradients of MODEL beside Opacus and non-private training: speed, memory, and the right sum."""
+    execute(as_json, debug, lambda output: _bench_gradient(output, model, against.split(","), device, threads, rounds))
+
+
+def _bench_gradient(output: Output, model: str, against: list[str], device: str, threads: int, rounds: int) -> int:
+    from raycloak.coordinator.bench.gradient import bench_gradient
+    from raycloak.coordinator.bench.gradient_cases import case_named
+
+    result = bench_gradient(case_named(model), against, device=device, threads=threads, rounds=rounds)
+    output.result(asdict(result), _gradient_table(result))
+    return 0
+
+
+def _gradient_table(result: "GradientBench") -> "Table":
+    from rich.table import Table
+
+    from raycloak.coordinator.console.tables import size_text, value_text
+
+    table = Table(
+        title=f"bench gradient {result.model}: {result.parameters:,} trained parameters, {result.micro_batches} x "
+        f"{result.rows} rows, {result.device}, {result.threads} thread(s), {result.rounds} rounds, {result.clock} time",
+        title_justify="left",
+        title_style="bold",
+    )
+    for column in ("method", "seconds", "vs non-private", "ours vs it", "error", "peak memory", "vs non-private"):
+        table.add_column(column)
+    ours = {"plain": result.vs_nonprivate, "opacus": result.vs_opacus_hooks, "ghost": result.vs_opacus_ghost}
+    for name, figures in result.methods.items():
+        if figures.refused:
+            table.add_row(name, f"refused: {figures.refused}")
+            continue
+        table.add_row(
+            name,
+            _range_text(figures.seconds),
+            _range_text(figures.vs_nonprivate),
+            _range_text(ours.get(name)),
+            "" if figures.sum_error is None else f"{figures.sum_error:.1e}",
+            "" if figures.peak_extra_bytes is None else size_text(figures.peak_extra_bytes),
+            value_text(figures.memory_vs_nonprivate),
+        )
+    return table
+
+
+def _range_text(spread: "Spread | None") -> str:
+    return "" if spread is None else f"{spread.median:.3g} ({spread.low:.3g} to {spread.high:.3g})"
 
 
 @bench.command("chaos")

@@ -1,0 +1,257 @@
+"""The engine and its peers, each as the sum that it makes of one workload.
+
+The peers are for comparison alone: Opacus' hooks and Opacus' ghost clipping as their own optimizers use them, and plain
+autograd. The noise is left out everywhere, and no parameter is updated.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final, Protocol, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from raycloak.coordinator.bench.gradient_cases import Case, Features
+from raycloak.workers.gradients.clipping import GradientEngine
+from raycloak.workers.gradients.numerics import choose_kernels
+from raycloak.workers.inputs.models import LossFn, read_flat
+from raycloak.workers.inputs.opacus_modules import opacus_module
+from raycloak.workers.terms.mechanism import Mechanism
+
+CLIP: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One model and its batch, ready to be summed.
+
+    Attributes:
+        module: belongs to the method that gets the workload.
+        batches: features [m, ...] and labels [m, ...] of each micro-batch.
+        parameters: float32 [d], those of ``module``.
+    """
+
+    case: Case
+    module: nn.Module
+    batches: list[tuple[Features, NDArray[np.int64]]]
+    parameters: NDArray[np.float32]
+    device: torch.device
+
+    @classmethod
+    def of(cls, case: Case, device: torch.device) -> Self:
+        """Build a new one."""
+        module = case.build().to(device)
+        return cls(case, module, case.batches(), read_flat(module), device)
+
+    def trained(self) -> list[nn.Parameter]:
+        """Return the trained parameters in canonical order."""
+        return [tensor for tensor in self.module.parameters() if tensor.requires_grad]
+
+    def tensors(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the batch on the device."""
+
+        def moved(array: NDArray[np.generic]) -> Tensor:
+            return torch.tensor(array, device=self.device)
+
+        return [(moved(features), moved(labels)) for features, labels in self.batches]
+
+
+class Method(Protocol):
+    """A way to sum the gradients of a workload, which belongs to it from then on."""
+
+    def __init__(self, work: Workload) -> None: ...
+
+    def run(self) -> None:
+        """Compute the sum of all micro-batches. This is what is measured."""
+        ...
+
+    def total(self) -> NDArray[np.float64]:
+        """Return the sum of the last run, float64 [d]."""
+        ...
+
+
+class Ours:
+    """The product's engine, from NumPy arrays and a parameter vector to a float64 sum, with deterministic kernels."""
+
+    def __init__(self, work: Workload) -> None:
+        rows = np.ones(work.case.rows, np.bool_)
+        self._batches = [(features, labels, rows) for features, labels in work.batches]
+        self._parameters = work.parameters
+        self._engine = GradientEngine(work.module, work.case.loss_fn, _mechanism(work), work.device)
+
+    def run(self) -> None:
+        """Compute the clipped sum."""
+        # A worker's process has them for good; here the peers have torch's default.
+        choose_kernels(True)
+        try:
+            self._total = self._engine.clipped_sum(self._parameters, self._batches)
+        finally:
+            choose_default_kernels()
+
+    def total(self) -> NDArray[np.float64]:
+        """Return the clipped sum."""
+        return self._total
+
+
+class Plain:
+    """Non-private training up to the update: forward, backward, gradients accumulated by autograd."""
+
+    def __init__(self, work: Workload) -> None:
+        self._module, self._loss_fn = work.module, work.case.loss_fn
+        self._trained, self._tensors = work.trained(), work.tensors()
+
+    def run(self) -> None:
+        """Compute the sum of all gradients, which nothing clips."""
+        for tensor in self._trained:
+            tensor.grad = None
+        for features, labels in self._tensors:
+            self._loss_fn(self._module(features), labels).sum().backward()  # type: ignore[no-untyped-call]
+
+    def total(self) -> NDArray[np.float64]:
+        """Return the sum."""
+        return _flat([tensor.grad for tensor in self._trained])
+
+
+class OpacusHooks:
+    """Opacus' per-example gradients (GradSampleModule), clipped and accumulated by its DPOptimizer."""
+
+    def __init__(self, work: Workload) -> None:
+        self._loss_fn, self._trained, self._tensors = work.case.loss_fn, work.trained(), work.tensors()
+        # Its own check for buffers is off: it would refuse models that it computes correctly.
+        self._module = opacus_module("opacus.grad_sample").GradSampleModule(
+            work.module, batch_first=True, loss_reduction="sum", strict=False
+        )
+        self._optimizer = _optimizer("DPOptimizer", self._trained)
+
+    def run(self) -> None:
+        """Compute the clipped sum as Opacus does for a logical batch of several physical ones."""
+        _forget_sums(self._trained)
+        for features, labels in self._tensors:
+            self._optimizer.zero_grad(set_to_none=True)
+            self._loss_fn(self._module(features), labels).sum().backward()  # type: ignore[no-untyped-call]
+            _accumulate(self._optimizer)
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def total(self) -> NDArray[np.float64]:
+        """Return the clipped sum."""
+        return _flat([tensor.summed_grad for tensor in self._trained])  # type: ignore[attr-defined]
+
+
+class OpacusGhost:
+    """Opacus' ghost clipping: a backward pass for the norms, and another for the sum of the scaled losses."""
+
+    def __init__(self, work: Workload) -> None:
+        self._trained, self._tensors = work.trained(), work.tensors()
+        self._module = opacus_module("opacus.grad_sample").GradSampleModuleFastGradientClipping(
+            work.module, batch_first=True, loss_reduction="sum", strict=False, max_grad_norm=CLIP
+        )
+        self._optimizer = _optimizer("DPOptimizerFastGradientClipping", self._trained)
+        clipping = opacus_module("opacus.utils.fast_gradient_clipping_utils")
+        self._criterion = clipping.DPLossFastGradientClipping(
+            self._module, self._optimizer, _Criterion(work.case.loss_fn), "sum"
+        )
+
+    def run(self) -> None:
+        """Compute the clipped sum as Opacus does for a logical batch of several physical ones."""
+        _forget_sums(self._trained)
+        for features, labels in self._tensors:
+            self._optimizer.zero_grad(set_to_none=True)
+            self._criterion(self._module(features), labels).backward()
+            _accumulate(self._optimizer)
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def total(self) -> NDArray[np.float64]:
+        """Return the clipped sum."""
+        return _flat([tensor.summed_grad for tensor in self._trained])  # type: ignore[attr-defined]
+
+
+METHODS: Final[Mapping[str, Callable[[Workload], Method]]] = MappingProxyType(
+    {"ours": Ours, "opacus": OpacusHooks, "ghost": OpacusGhost, "plain": Plain}
+)
+
+
+def exact_sum(work: Workload) -> NDArray[np.float64]:
+    """Return the clipped sum in float64 on the CPU: autograd on one example at a time, and nothing else."""
+    module = copy.deepcopy(work.module).cpu().double()
+    trained = [tensor for tensor in module.parameters() if tensor.requires_grad]
+    total = np.zeros(len(work.parameters))
+    for features, labels in work.batches:
+        inputs, targets = torch.tensor(features), torch.tensor(labels)
+        inputs = inputs.double() if inputs.is_floating_point() else inputs
+        for row in range(len(inputs)):
+            loss = work.case.loss_fn(module(inputs[row : row + 1]), targets[row : row + 1]).sum()
+            gradient = _flat(torch.autograd.grad(loss, trained))
+            total += gradient * min(1.0, CLIP / float(np.linalg.norm(gradient)))
+    return total
+
+
+def choose_default_kernels() -> None:
+    """Let torch choose kernels as it does by default, which is what the peers' users have."""
+    torch.set_deterministic_debug_mode("default")
+
+
+class _Criterion:
+    """A loss in the form in which Opacus takes one."""
+
+    reduction = "sum"
+
+    def __init__(self, loss_fn: LossFn) -> None:
+        self._loss_fn = loss_fn
+
+    def __call__(self, output: Tensor, labels: Tensor) -> Tensor:
+        assert self.reduction == "none", "ghost clipping asks for one loss per example"
+        return self._loss_fn(output, labels)
+
+
+def _optimizer(name: str, trained: list[nn.Parameter]) -> Any:
+    """Return that optimizer of Opacus around an SGD that is never stepped."""
+    return getattr(opacus_module("opacus.optimizers"), name)(
+        torch.optim.SGD(trained, lr=0.0),
+        noise_multiplier=0.0,
+        max_grad_norm=CLIP,
+        expected_batch_size=None,
+        loss_reduction="sum",
+    )
+
+
+def _accumulate(optimizer: Any) -> None:
+    """Clip and add up; as Opacus' BatchMemoryManager does, end the step before noise and update."""
+    optimizer.signal_skip_step(do_skip=True)
+    optimizer.step()
+
+
+def _forget_sums(trained: list[nn.Parameter]) -> None:
+    for tensor in trained:
+        tensor.summed_grad = None  # type: ignore[attr-defined]
+
+
+def _flat(tensors: Any) -> NDArray[np.float64]:
+    return np.concatenate([tensor.detach().double().cpu().numpy().reshape(-1) for tensor in tensors])
+
+
+def _mechanism(work: Workload) -> Mechanism:
+    """Return a mechanism of the workload's shape; its accounting has no say in a clipped sum."""
+    examples = work.case.rows * work.case.micro_batches
+    return Mechanism(
+        private=True,
+        num_examples=examples,
+        virtual_workers=1,
+        sample_rate=1.0,
+        steps=1,
+        max_grad_norm=CLIP,
+        noise_multiplier=1.0,
+        honest_share=1.0,
+        expected_batch_size=float(examples),
+        dimension=len(work.parameters),
+        ring_bits=32,
+        gamma_log2=-20,
+        clamp=100.0,
+        sigma=100.0,
+        micro_batch_size=work.case.rows,
+        micro_batches=work.case.micro_batches,
+        overflow_probability=0.0,
+    )
