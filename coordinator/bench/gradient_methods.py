@@ -174,19 +174,28 @@ METHODS: Final[Mapping[str, Callable[[Workload], Method]]] = MappingProxyType(
 )
 
 
-def exact_sum(work: Workload) -> NDArray[np.float64]:
-    """Return the clipped sum in float64 on the CPU: autograd on one example at a time, and nothing else."""
+@dataclass(frozen=True, slots=True)
+class ExactSums:
+    """The sum of the clipped gradients, and of the gradients as they are: float64 [d]."""
+
+    clipped: NDArray[np.float64]
+    plain: NDArray[np.float64]
+
+
+def exact_sums(work: Workload) -> ExactSums:
+    """Compute the sums in float64 on the CPU: autograd on one example at a time, and nothing else."""
     module = copy.deepcopy(work.module).cpu().double()
     trained = [tensor for tensor in module.parameters() if tensor.requires_grad]
-    total = np.zeros(len(work.parameters))
+    clipped, plain = np.zeros(len(work.parameters)), np.zeros(len(work.parameters))
     for features, labels in work.batches:
         inputs, targets = torch.tensor(features), torch.tensor(labels)
         inputs = inputs.double() if inputs.is_floating_point() else inputs
         for row in range(len(inputs)):
             loss = work.case.loss_fn(module(inputs[row : row + 1]), targets[row : row + 1]).sum()
             gradient = _flat(torch.autograd.grad(loss, trained))
-            total += gradient * min(1.0, CLIP / float(np.linalg.norm(gradient)))
-    return total
+            clipped += gradient * min(1.0, CLIP / float(np.linalg.norm(gradient)))
+            plain += gradient
+    return ExactSums(clipped, plain)
 
 
 def choose_default_kernels() -> None:
