@@ -20,6 +20,9 @@ from raycloak.coordinator.bench.gradient_methods import METHODS, Workload, choos
 from raycloak.metrics.errors import RunFailedError
 from raycloak.workers.gradients.numerics import pin_numerics
 
+_M_MMAP_THRESHOLD = -3
+"""The number of that setting in glibc's malloc.h."""
+
 
 def peak_extra_bytes(case: Case, method: str, device: torch.device, threads: int) -> int:
     """Measure ``method`` in a new process.
@@ -46,6 +49,8 @@ def prepare(threads: int) -> None:
 
 def _measured(case: Case, method: str, device: torch.device, threads: int) -> int:
     prepare(threads)
+    # Blocks of 64 KiB and more go back to the system once freed. Left in the heap they would count, or not, by chance.
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         METHODS[method](Workload.of(case, device)).run()
