@@ -117,6 +117,17 @@ def test_a_method_that_refuses_the_model_has_a_code_in_place_of_figures(monkeypa
 
 
 @pytest.mark.usefixtures("_peaks_known")
+def test_a_person_reads_ranges_and_refusals_in_a_table(monkeypatch, command):
+    monkeypatch.setattr(gradient_cases, "_KINDS", {"functional": gradient_cases._Kind(FunctionalUse, (784,))})
+    monkeypatch.setattr(gradient_cases, "CASES", {"functional": Case("functional", 4, 1)})
+    code, out = command("functional", "--against", "plain", "--rounds", "1")
+    assert code == 0
+    assert "1 x 4 rows, cpu, 1 thread(s), 1 rounds, processor time" in " ".join(out.split())
+    assert re.search(r"ours +│ refused: unsupported_layer", out)
+    assert re.search(r"plain +│ [\d.e-]+ \([\d.e-]+ to [\d.e-]+\) +│ 1 \(1 to 1\)", out)
+
+
+@pytest.mark.usefixtures("_peaks_known")
 def test_a_wrong_sum_of_ours_ends_the_command_with_code_4(monkeypatch, command):
     monkeypatch.setattr(gradient_cases, "CASES", {"mlp": SMALL})
     right = Ours.total
