@@ -123,7 +123,7 @@ def bench_gradient(case: Case, against: Iterable[str], *, device: str, threads: 
     place = _device(device)
     if rounds < 1 or threads < 1:
         raise ConfigError("bench_input", "the bench needs at least 1 round and 1 thread.", "Raise the number.")
-    prepare(threads)
+    prepare(place, threads)
     work = Workload.of(case, place)
     with warnings.catch_warnings():
         # Opacus' hooks and torch's backward hooks warn at every pass.

@@ -8,6 +8,7 @@ that is dropped, so that imports and libraries' workspaces are there already; th
 import ctypes
 import gc
 import multiprocessing
+import os
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -18,7 +19,7 @@ import torch
 from raycloak.coordinator.bench.gradient_cases import Case
 from raycloak.coordinator.bench.gradient_methods import METHODS, Workload, choose_default_kernels
 from raycloak.metrics.errors import RunFailedError
-from raycloak.workers.gradients.numerics import pin_numerics
+from raycloak.workers.gradients.numerics import pin_numerics, worker_environment
 
 _M_MMAP_THRESHOLD = -3
 """The number of that setting in glibc's malloc.h."""
@@ -40,15 +41,18 @@ def peak_extra_bytes(case: Case, method: str, device: torch.device, threads: int
             ) from None
 
 
-def prepare(threads: int) -> None:
+def prepare(device: torch.device, threads: int) -> None:
     """Fix the numerics of this process for the bench: no TF32, ``threads`` threads, torch's default kernels."""
+    if device.type == "cuda":
+        # As in a worker: cuBLAS reads it when its first product is computed, and is not deterministic without.
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = worker_environment("default")["CUBLAS_WORKSPACE_CONFIG"]
     pin_numerics()
     torch.set_num_threads(threads)
     choose_default_kernels()
 
 
 def _measured(case: Case, method: str, device: torch.device, threads: int) -> int:
-    prepare(threads)
+    prepare(device, threads)
     # Blocks of 64 KiB and more go back to the system once freed. Left in the heap they would count, or not, by chance.
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
     with warnings.catch_warnings():
