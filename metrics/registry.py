@@ -189,6 +189,7 @@ RUN_SERIES = (
         "raycloak_evidence_expiry_timestamp_seconds",
         "Unix time at which the earliest evidence of a role expires.",
         "gauge",
+        privacy=_PHYSICAL,
         labels=(_RUN, _ROLE),
         unit="seconds",
     ),
@@ -255,7 +256,13 @@ LEDGER_SERIES = (
     Series("raycloak_ledger_entries", "Entries in the ledger's hash chain.", "gauge", _RELEASED),
     Series("raycloak_ledger_fencing", "Fencing number of the ledger instance that answered.", "gauge"),
     Series("raycloak_ledger_accounts", "Accounts in the ledger's answer.", "gauge"),
-    Series("raycloak_privacy_epsilon_spent", "Epsilon charged at the account's delta.", "gauge", _RELEASED, (ACCOUNT,)),
+    Series(
+        "raycloak_privacy_epsilon_spent",
+        "Epsilon charged so far at the account's delta; a running charge, and no claim about a run that is stopped.",
+        "gauge",
+        _RELEASED,
+        (ACCOUNT,),
+    ),
     Series("raycloak_privacy_epsilon_cap", "Hard cap of the account.", "gauge", labels=(ACCOUNT,)),
     Series("raycloak_privacy_delta", "Delta of every stated epsilon of the account.", "gauge", labels=(ACCOUNT,)),
     Series(

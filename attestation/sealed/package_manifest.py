@@ -121,7 +121,8 @@ class PackageManifest(Message):
         step: number of finished steps.
         ranges: number of parameter ranges that the optimizer state is cut into.
         parameter_digest: of the released parameters after ``step`` steps.
-        epsilon, delta: the account's charge so far, at its delta; epsilon is None for a run that is not private.
+        epsilon, delta: what the run claims, of its whole plan and not of the steps so far: which package is used may
+            depend on what was released. epsilon is None for a run that is not private.
         evidence_class: of the run's members.
         roster_digest: of the roster under which the last step was computed.
         ledger_sequence, ledger_hash: the ledger's newest entry about the last step, its binding.

@@ -34,7 +34,7 @@ class Snapshot:
         parameters: float32, one vector per range, in the order of the ranges.
         states: optimizer state of each range.
         parameter_digest: digest over all ranges together.
-        epsilon: the account's after the last charge; None if the run is not private.
+        epsilon: what the run claims however it ends; None if it is not private.
         roster_digest: digest of the roster of the last step's last attempt.
         ledger_head: the ledger's newest entry about the last step, its binding.
         log_head: the orchestrator's ``log_position`` at the time of the snapshot.

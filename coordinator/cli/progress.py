@@ -17,7 +17,7 @@ def status_line(report: StepReport) -> str:
     """Return budget, accuracy and workers in one line."""
     parts = ["NOT PRIVATE" if report.epsilon is None else f"ε {report.epsilon:.3f}"]
     if report.epsilon is not None and report.epsilon_cap is not None:
-        parts[0] += f" of {report.epsilon_cap:g}"
+        parts[0] += f" of {report.epsilon_cap:g} charged"
     if not report.exact:
         parts.append("NOT EXACT")
     if report.evaluation_accuracy is not None:

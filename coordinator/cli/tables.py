@@ -38,7 +38,7 @@ def plan_rows(plan: "Plan") -> list[tuple[str, str]]:
         ("steps", f"{plan.steps_within_cap} of {mechanism.steps} fit the cap {plan.epsilon_cap:g}"),
         ("ε charged", f"{epsilon_text(plan.epsilon)} at δ = {plan.delta:g} ({mechanism.accountant} accountant)"),
         *accountant_rows(plan.epsilon_by_accountant, plan.accountants_not_computed),
-        ("ε spent", f"{epsilon_text(plan.epsilon_outsiders)}, against outsiders and the aggregator"),
+        ("ε", f"{epsilon_text(plan.epsilon_outsiders)}, against outsiders and the aggregator, however the run ends"),
         (
             "ε with one worker",
             f"{epsilon_text(plan.epsilon_one_worker)}, if it helps the aggregator (one a machine)",
@@ -118,6 +118,7 @@ def search_rows(cost: "SearchCost") -> list[tuple[str, str]]:
     )
     return [
         ("search", f"{cost.trials} trials cost ε {epsilon_text(cost.epsilon)} together, one {cost.epsilon_one:.3f}"),
+        ("ε of the search", f"{cost.epsilon_cap:g}, the account's cap, whichever trials are run, stopped or kept"),
         ("trials that fit", f"{cost.trials_within_cap} of {cost.trials}, on one shared account (rdp accountant)"),
         ("search noise", enough),
     ]
@@ -142,7 +143,7 @@ def replay_table(replay: "Replay") -> Table:
 def accounts_view(accounts: Iterable["AccountView"]) -> Table:
     """Return the accounts, each with its runs below it."""
     table = Table(title="Budget", title_justify="left", title_style="bold")
-    for header in ("account", "ε spent", "ε cap", "δ", "accountant", "run", "steps charged", "held by"):
+    for header in ("account", "ε charged so far", "ε cap", "δ", "accountant", "run", "steps charged", "held by"):
         table.add_column(header, overflow="fold")
     for account in accounts:
         spent = epsilon_text(account.spent_epsilon)

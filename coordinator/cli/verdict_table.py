@@ -69,20 +69,29 @@ def _title(verdict: Verdict) -> str:
 
 
 def _budget_rows(verdict: Verdict) -> list[tuple[str, str]]:
-    spent, cap = epsilon_text(verdict.privacy_epsilon), epsilon_text(verdict.epsilon_cap)
     helper = f"its machine, with {verdict.keys_on_one_machine} of {verdict.virtual_workers} keys,"
     return [
-        ("ε spent", f"{spent} of {cap}, against outsiders and the aggregator"),
+        ("ε", f"{epsilon_text(verdict.privacy_epsilon)}, against outsiders and the aggregator, however the run ended"),
+        *_blind_rows(verdict),
         ("ε with one worker", f"{epsilon_text(verdict.privacy_epsilon_one_worker)}, if {helper} helps the aggregator"),
-        ("ε charged", _charged(verdict)),
+        ("ε of the account", _account(verdict)),
         *accountant_rows(verdict.epsilon_by_accountant, verdict.accountants_not_computed),
         ("δ", "unknown" if verdict.privacy_delta is None else f"{verdict.privacy_delta:g}"),
     ]
 
 
-def _charged(verdict: Verdict) -> str:
+def _blind_rows(verdict: Verdict) -> list[tuple[str, str]]:
+    """Return the smaller figure of a run that charged less than it planned, with its condition; else nothing."""
+    blind = verdict.privacy_epsilon_if_stop_was_blind
+    if blind == verdict.privacy_epsilon:
+        return []
+    return [("ε if the stop was blind", f"{epsilon_text(blind)}, only if nothing that was released led to the end")]
+
+
+def _account(verdict: Verdict) -> str:
+    charged, cap = epsilon_text(verdict.privacy_epsilon_charged), epsilon_text(verdict.epsilon_cap)
     accountant = f" ({verdict.accountant} accountant)" if verdict.accountant else ""
-    return f"{epsilon_text(verdict.privacy_epsilon_charged)} by all runs of the account{accountant}"
+    return f"{cap} for all its runs together, of which {charged} is charged so far{accountant}"
 
 
 def _evaluation_row(verdict: Verdict) -> tuple[str, str]:

@@ -79,6 +79,7 @@ class Plan:
         mechanism_costs: what each mechanism would cost alone, the gradient's first.
         epsilon_cap, delta: of the account.
         steps_within_cap: steps the cap allows, at most the planned ones, if nothing else is charged to the account.
+        measured_within_cap: the last finished step whose measurements the cap allows.
         epsilon: what the ledger will have charged after those steps, measurements included; it holds even if the
             noise of ``colluding_workers`` is known.
         epsilon_outsiders: for outsiders and the aggregator, who know no worker's noise.
@@ -105,6 +106,7 @@ class Plan:
     epsilon_cap: float
     delta: float
     steps_within_cap: int
+    measured_within_cap: int
     epsilon: float
     epsilon_outsiders: float
     epsilon_one_worker: float | None
@@ -157,6 +159,7 @@ def make_plan(config: RunConfig, num_examples: int, dimension: int, account: Pay
         epsilon_cap=cap,
         delta=delta,
         steps_within_cap=steps,
+        measured_within_cap=measured,
         epsilon=run.epsilon(steps, measured, delta),
         epsilon_outsiders=epsilon_against(mechanism, 0, delta, steps, beside),
         epsilon_one_worker=one_worker if math.isfinite(one_worker) else None,

@@ -11,8 +11,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
+import numpy as np
 import yaml
 from safetensors.numpy import save_file
 
@@ -25,9 +26,6 @@ from raycloak.metrics.errors import ConfigError, ProtocolError, RefusedError
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import Released
 from raycloak.workers.terms.parameter_digest import split_flat
-
-if TYPE_CHECKING:
-    from raycloak.coordinator.record.outcome import Finished  # which imports torch, and that takes seconds
 
 Status = Literal["running", "stopped", "failed", "void", "done"]
 """A ``void`` run ended before anything was charged, or was discarded. Neither it nor a ``done`` one can be resumed."""
@@ -141,15 +139,15 @@ class RunFolder:
         values = ReleasedValues(releases=tuple(known.values()))
         write_whole(self.path / "measurements.json", values.encode() + b"\n")
 
-    def write_parameters(self, finished: "Finished") -> None:
+    def write_parameters(self, manifest: Manifest, parameters: np.ndarray, parameter_digest: bytes) -> None:
         """Keep the released parameters as ``parameters.safetensors``; they are on disk when this returns."""
-        tensors = finished.manifest.computation.tensors
-        parts = split_flat(finished.parameters, tensors)
+        tensors = manifest.computation.tensors
+        parts = split_flat(parameters, tensors)
         draft = self.path / f".parameters.safetensors.{secrets.token_hex(8)}"
         save_file(
             {t.name: part.reshape(t.shape) for t, part in zip(tensors, parts, strict=True)},
             draft,
-            metadata={"run_id": finished.manifest.run_id, "parameter_digest": finished.parameter_digest.hex()},
+            metadata={"run_id": manifest.run_id, "parameter_digest": parameter_digest.hex()},
         )
         # Before the rename, so that the name never leads to content that is not on disk.
         with draft.open("rb") as file:

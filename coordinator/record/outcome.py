@@ -79,9 +79,10 @@ class Finished:
         parameters: float32[d] in canonical order.
         steps: finished steps of the run, in earlier executions too.
         most_hosted: most virtual workers whose keys of one epoch one machine has got, in any execution of the run.
-        charged_epsilon: of the account after the last charge.
-        released, measured: by the measurements of the run, earlier executions included: what they say, and how often
-            each was charged.
+        charged: how often each mechanism of the run was charged, by the ledger's record, in any execution. A step that
+            failed after its charge counts: its sum may have been decoded.
+        charged_epsilon: of the account by now, by the ledger's record.
+        released: what the measurements of the run say, earlier executions included.
         outcomes, measurement_outcomes: of the steps and measurements of this execution.
         colocated: whether an aggregator ran on the orchestrator's node.
         ending: why it ended; None if it failed.
@@ -95,10 +96,10 @@ class Finished:
     steps: int
     most_hosted: int
     workers: int
+    charged: Mapping[Query, int]
     charged_epsilon: float
     evaluation: Evaluation | None
     released: tuple[Released, ...]
-    measured: Mapping[Query, int]
     evidence_class: str
     outcomes: tuple[StepOutcome, ...]
     measurement_outcomes: tuple[StepOutcome, ...]

@@ -204,7 +204,9 @@ class Execution:
             self._notice(f"not everything could be saved: {trouble}")
             finished = None
         if isinstance(error, RaycloakError) and begun:
-            error.step, error.spent_epsilon = coordinator.step, coordinator.charged_epsilon
+            # The ledger's record, where it answered: a charge whose receipt was lost is in no receipt.
+            error.spent_epsilon = finished.charged_epsilon if finished else coordinator.charged_epsilon
+            error.step = coordinator.step
             if finished is not None:
                 error.result = self._outcome(finished, folder, error.code, started).result()
 

@@ -10,11 +10,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
-from raycloak.coordinator.accounting.calibration import epsilon_against
 from raycloak.coordinator.accounting.releases import releases_of
 from raycloak.coordinator.accounting.renyi import accountant_delta
 from raycloak.coordinator.config.sections import Kept
 from raycloak.coordinator.ledger.view import LedgerView
+from raycloak.coordinator.planning.claim import claimed_epsilon, covered, epsilon_if_stop_was_blind
 from raycloak.coordinator.planning.cross_check import CrossCheck, cross_check
 from raycloak.coordinator.record.outcome import Finished
 from raycloak.metrics import collectors
@@ -36,17 +36,21 @@ class Verdict:
         planned_steps: steps that the run was planned for.
         ending: ``complete``, ``cap_exceeded``, ``stopped``, or the code of the error that ended the execution.
         private: False if differential privacy was off; then every epsilon is None.
-        privacy_epsilon: spent, against outsiders and the aggregator alone.
+        privacy_epsilon: claimed for the run, however it ended, against outsiders and the aggregator alone: what its
+            plan costs, as far as the cap reaches. See `raycloak.coordinator.planning.claim`.
+        privacy_epsilon_if_stop_was_blind: of what was charged; holds only if nothing that was released had a part in
+            when the run ended.
         privacy_epsilon_one_worker: the same for the aggregator together with any one worker's machine; None if that
             leaves no guarantee.
         keys_on_one_machine: most virtual workers whose keys of one epoch one machine has got, in any execution of the
             run; ``privacy_epsilon_one_worker`` rests on it.
-        privacy_epsilon_charged: what the account has been charged by all its runs; never below what this run spent.
+        privacy_epsilon_charged: what the account has been charged by all its runs so far. More may follow, so all its
+            runs together claim ``epsilon_cap``.
         privacy_delta: delta of each epsilon, the design's slack terms included.
-        epsilon_cap: what the account may spend.
+        epsilon_cap: what the account may spend, and what all its runs together claim, however they were chosen.
         accountant: the one that holds the account.
-        epsilon_by_accountant: of what this run released, by four accountants; the noise of ``colluding_workers`` is
-            not counted on. ``accountants_not_computed`` says why one is not there.
+        epsilon_by_accountant: of the releases that the claim covers, by four accountants; the noise of
+            ``colluding_workers`` is not counted on. ``accountants_not_computed`` says why one is not there.
         exact: False if operations without a deterministic kernel were allowed: a repeat may give other bytes.
         evaluation_accuracy: share in [0, 1] on the evaluation split; None without one, or where the loss is measured.
         evaluation_loss: mean over the examples of the evaluation split, for a loss that has no accuracy; else None.
@@ -71,6 +75,7 @@ class Verdict:
     ending: str
     private: bool
     privacy_epsilon: float | None
+    privacy_epsilon_if_stop_was_blind: float | None
     privacy_epsilon_one_worker: float | None
     privacy_epsilon_charged: float | None
     privacy_delta: float | None
@@ -120,12 +125,10 @@ def verdict_of(
     finished: Finished, folder: Path, wall_seconds: float, ending: str, warnings: tuple[str, ...]
 ) -> Verdict:
     """Return what a finished run may claim."""
-    mechanism, delta = finished.plan.mechanism, finished.plan.delta
-    private = mechanism.private
-    beside = [(each.mechanism, finished.measured[each.query]) for each in finished.plan.measurements]
-    outsiders = epsilon_against(mechanism, 0, delta, finished.steps, beside) if private else None
-    one_worker = epsilon_against(mechanism, finished.most_hosted, delta, finished.steps, beside) if private else None
-    check = _cross_check([(mechanism, finished.steps), *beside], delta)
+    plan, charged = finished.plan, finished.charged
+    mechanism, delta, private = plan.mechanism, plan.delta, plan.mechanism.private
+    one_worker = claimed_epsilon(plan, charged, finished.most_hosted) if private else None
+    check = _cross_check(covered(plan, charged), delta)
     problem = check.disagreement() if check else None
     if problem:
         warnings += (f"THE ACCOUNTANTS DISAGREE: {problem}.",)
@@ -135,7 +138,8 @@ def verdict_of(
         planned_steps=mechanism.steps,
         ending=ending,
         private=private,
-        privacy_epsilon=outsiders,
+        privacy_epsilon=claimed_epsilon(plan, charged) if private else None,
+        privacy_epsilon_if_stop_was_blind=epsilon_if_stop_was_blind(plan, charged) if private else None,
         privacy_epsilon_one_worker=one_worker if one_worker is not None and math.isfinite(one_worker) else None,
         privacy_epsilon_charged=finished.charged_epsilon if private else None,
         privacy_delta=delta if private else None,

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from raycloak.attestation.core.roster import Query
+import numpy as np
+
 from raycloak.coordinator.ledger.view import AccountView
 from raycloak.coordinator.record.outcome import Ending, Evaluation, Finished
 from raycloak.coordinator.training.admitted import AdmittedRun
@@ -38,7 +39,7 @@ class Conclusion:
         training.runner.commit()
         if self.order.assignment.charges:
             # Packages cannot be opened any more once the secret is gone: the model must be on disk before.
-            self.order.folder.write_parameters(finished)
+            self._write(finished.parameters)
             if ending is Ending.STOPPED:
                 export_log(self.order)
             else:
@@ -58,31 +59,35 @@ class Conclusion:
         end_log(self.order, destroy=destroy)
         if self.training.finished_steps == 0:
             return None
-        finished = self._result(None, self.training.evaluated)
-        self.order.folder.write_parameters(finished)
-        return finished
+        parameters = self.training.parameters()
+        # Before the ledger is asked, which may be what is lost.
+        self._write(parameters)
+        return self._result(None, parameters, self.training.evaluated)
 
     def finished(self, ending: Ending | None = None) -> Finished | None:
         """Return the result so far, measured if it was not yet; None before the first step is done."""
         if self.training.finished_steps == 0:
             return None
-        return self._result(ending, self.training.evaluate)
+        return self._result(ending, self.training.parameters(), self.training.evaluate)
 
-    def _result(self, ending: Ending | None, evaluate: Callable[[], Evaluation | None]) -> Finished:
+    def _result(
+        self, ending: Ending | None, parameters: np.ndarray, evaluate: Callable[[], Evaluation | None]
+    ) -> Finished:
         admitted, training = self.admitted, self.training
-        charged = training.runner.charged_epsilon
+        account = self._account_view()
+        (run,) = (run for run in account.runs if run.run_id == self.order.session.run_id)
         return Finished(
             manifest=admitted.manifest,
             plan=admitted.plan,
-            parameters=training.parameters(),
+            parameters=parameters,
             parameter_digest=training.model.digest,
             steps=training.finished_steps,
             most_hosted=self.order.session.control.orchestrator.most_hosted(),
             workers=len(admitted.membership.members.workers),
-            charged_epsilon=self._account_view().spent_epsilon if charged is None else charged,
+            charged={each.query: each.charged for each in run.queries},
+            charged_epsilon=account.spent_epsilon,
             evaluation=evaluate(),
             released=self.order.folder.released(),
-            measured=self._measured(),
             evidence_class=admitted.evidence_class,
             outcomes=tuple(training.outcomes),
             measurement_outcomes=tuple(training.measurement_outcomes),
@@ -91,16 +96,12 @@ class Conclusion:
             rollback_witness=admitted.rollback_witness,
         )
 
+    def _write(self, parameters: np.ndarray) -> None:
+        self.order.folder.write_parameters(self.admitted.manifest, parameters, self.training.model.digest)
+
     def _close_checkpoints(self) -> None:
         if self.training.checkpoints is not None:
             self.training.checkpoints.close(self.order.config.failure.step_deadline_s)
-
-    def _measured(self) -> dict[Query, int]:
-        """Count how often each measurement was charged, whether or not its release arrived."""
-        if not self.admitted.plan.measurements:
-            return {}
-        (run,) = (run for run in self._account_view().runs if run.run_id == self.order.session.run_id)
-        return {each.query: each.charged for each in run.queries}
 
     def _account_view(self) -> AccountView:
         accounts = self.order.session.control.ledger.view().accounts

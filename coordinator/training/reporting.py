@@ -20,7 +20,8 @@ class StepReport:
     Attributes:
         step: number of committed steps, 1 to ``steps``.
         steps: planned steps.
-        epsilon: spent so far against outsiders and the aggregator; None if the run is not private.
+        epsilon: charged to the account so far, by all its runs; None if the run is not private. It is no claim: a run
+            that is stopped because of what it shows claims what its plan costs.
         epsilon_cap: what the account may spend; None if the run is not private.
         evaluation_accuracy: share in [0, 1] on the public split, if it was measured after this step.
         evaluation_loss: mean on the public split, in its place where a loss is measured.

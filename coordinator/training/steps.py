@@ -18,6 +18,7 @@ from raycloak.coordinator.checkpoints.writer import Snapshot
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.ledger.entries import Head
 from raycloak.coordinator.membership.membership import Membership
+from raycloak.coordinator.planning.claim import claimed_epsilon
 from raycloak.coordinator.planning.plan import Plan
 from raycloak.coordinator.record.outcome import Ending, Evaluation, StepOutcome
 from raycloak.coordinator.training.model import Model, ModelReader
@@ -236,12 +237,13 @@ class Training:
     def _snapshot(self) -> Snapshot:
         outcome = self.outcomes[-1]
         state = self.reader.state(self.model)
+        claim = claimed_epsilon(self.plan, {"gradient": self.finished_steps})
         return Snapshot(
             finished_steps=self.finished_steps,
             parameters=(self.parameters(),),
             states=(state,),
             parameter_digest=self.model.digest,
-            epsilon=outcome.charged_epsilon if self.plan.mechanism.private else None,
+            epsilon=claim if self.plan.mechanism.private else None,
             roster_digest=outcome.roster_digest,
             ledger_head=Head(outcome.commit.ledger_sequence, outcome.commit.ledger_hash),
             log_head=self.runner.control.orchestrator.log_position(),

@@ -123,8 +123,8 @@ VERDICT_ROW = Row(
             limits=(0, 1),
         ),
         Panel(
-            "Epsilon spent",
-            "At the account's delta. It is concave in steps; judge the pace by the budget share below.",
+            "Epsilon charged so far",
+            "At the account's delta, and no claim. It is concave in steps; judge the pace by the budget share below.",
             "stat",
             (PromQuery(f"max(raycloak_privacy_epsilon_spent{_ACCOUNT})", "epsilon"),),
             width=4,

@@ -25,6 +25,7 @@ RESULT = {
     "ending": "complete",
     "private": True,
     "privacy_epsilon": 7.5,
+    "privacy_epsilon_if_stop_was_blind": 7.5,
     "privacy_epsilon_one_worker": 10.0,
     "privacy_epsilon_charged": 7.5,
     "privacy_delta": 1e-5,

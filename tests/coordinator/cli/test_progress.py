@@ -24,11 +24,11 @@ REPORT = StepReport(
 @pytest.mark.parametrize(
     ("report", "line"),
     [
-        (REPORT, "ε 1.250 of 8 · 3 workers"),
-        (replace(REPORT, evaluation_accuracy=0.931), "ε 1.250 of 8 · accuracy 93.1% · 3 workers"),
+        (REPORT, "ε 1.250 of 8 charged · 3 workers"),
+        (replace(REPORT, evaluation_accuracy=0.931), "ε 1.250 of 8 charged · accuracy 93.1% · 3 workers"),
         (replace(REPORT, epsilon=None, epsilon_cap=None, workers=1), "NOT PRIVATE · 1 worker"),
-        (replace(REPORT, exact=False), "ε 1.250 of 8 · NOT EXACT · 3 workers"),
-        (replace(REPORT, evaluation_loss=0.25), "ε 1.250 of 8 · loss 0.25 · 3 workers"),
+        (replace(REPORT, exact=False), "ε 1.250 of 8 charged · NOT EXACT · 3 workers"),
+        (replace(REPORT, evaluation_loss=0.25), "ε 1.250 of 8 charged · loss 0.25 · 3 workers"),
     ],
 )
 def test_the_status_line(report, line):
@@ -47,7 +47,7 @@ def shown(terminal, reports):
 def test_without_a_terminal_a_run_prints_ten_lines():
     lines = shown(False, [replace(REPORT, step=step) for step in range(1, 201)]).splitlines()
     assert len(lines) == 10
-    assert lines[0] == "digits: step 20 of 200 · ε 1.250 of 8 · 3 workers"
+    assert lines[0] == "digits: step 20 of 200 · ε 1.250 of 8 charged · 3 workers"
     assert lines[-1].startswith("digits: step 200 of 200")
 
 
@@ -66,4 +66,4 @@ def test_the_last_loss_stays_visible():
 def test_a_terminal_shows_a_bar_with_budget_accuracy_and_workers():
     text = shown(True, [replace(REPORT, step=200, evaluation_accuracy=0.94)])
     assert "200/200" in text
-    assert "ε 1.250 of 8 · accuracy 94.0% · 3 workers" in text
+    assert "ε 1.250 of 8 charged · accuracy 94.0% · 3 workers" in text

@@ -16,6 +16,7 @@ VERDICT = Verdict(
     ending="complete",
     private=True,
     privacy_epsilon=7.99998,
+    privacy_epsilon_if_stop_was_blind=7.99998,
     privacy_epsilon_one_worker=10.9746,
     privacy_epsilon_charged=7.99998,
     privacy_delta=1e-5,
@@ -39,9 +40,9 @@ def row(verdict, label):
 def test_every_claim_stands_with_its_limit():
     text = verdict_text(VERDICT)
     assert "Verdict (SIMULATED evidence)" in text
-    assert row(VERDICT, "ε spent") == "8.000 of 8.000, against outsiders and the aggregator"
+    assert row(VERDICT, "ε") == "8.000, against outsiders and the aggregator, however the run ended"
     assert row(VERDICT, "ε with one worker") == "10.975, if its machine, with 3 of 8 keys, helps the aggregator"
-    assert row(VERDICT, "ε charged") == "8.000 by all runs of the account"
+    assert row(VERDICT, "ε of the account") == "8.000 for all its runs together, of which 8.000 is charged so far"
     assert row(VERDICT, "δ") == "1e-05"
     assert row(VERDICT, "accuracy") == "94.4% on the public split"
     assert row(VERDICT, "evidence").startswith("SIMULATED")
@@ -85,6 +86,7 @@ def test_a_run_without_privacy_says_so_in_capitals():
         VERDICT,
         private=False,
         privacy_epsilon=None,
+        privacy_epsilon_if_stop_was_blind=None,
         privacy_epsilon_one_worker=None,
         privacy_epsilon_charged=None,
         privacy_delta=None,
@@ -110,6 +112,13 @@ def test_a_loss_is_shown_where_no_accuracy_is_measured():
     measured = replace(VERDICT, evaluation_accuracy=None, evaluation_loss=0.0123456)
     assert row(measured, "loss") == "0.0123456, mean over the public split"
     assert "accuracy" not in [label for label, _ in verdict_rows(measured)]
+
+
+def test_a_smaller_figure_stands_beside_the_claim_only_with_its_condition():
+    assert "ε if the stop was blind" not in [label for label, _ in verdict_rows(VERDICT)]
+    stopped = replace(VERDICT, steps=20, ending="stopped", privacy_epsilon_if_stop_was_blind=2.1)
+    assert row(stopped, "ε").startswith("8.000")
+    assert row(stopped, "ε if the stop was blind") == "2.100, only if nothing that was released led to the end"
 
 
 def test_hardware_evidence_is_named_and_never_called_simulated():
