@@ -64,6 +64,26 @@ class MachineBook:
                     "Host them on another machine; another process on the same one changes nothing.",
                 )
 
+    def require_known(self, charged: bool, virtual_workers: int, most: int | None) -> None:
+        """Refuse a book that is empty although the run was ``charged``, in the caller's transaction.
+
+        Guarantee: with ``most``, no key is released beside another state folder than that of the run's former releases.
+        Without, every key counts as held by one machine from then on, because nobody knows which machines got them.
+
+        Raises:
+            EvidenceError: ``machine_book_missing``.
+        """
+        if not charged or self.most():
+            return
+        if most is not None:
+            raise EvidenceError(
+                "machine_book_missing",
+                "the ledger has charged this run, but the state folder does not know which machines got its keys",
+                "Run it beside the state folder that it began with, or start a new run with another secret.",
+            )
+        everything = (("unknown", 0, v) for v in range(virtual_workers))
+        self._db.executemany("INSERT INTO machine_keys VALUES (?, ?, ?)", everything)
+
     def held(self, members: Iterable[Appraisal], epoch: int) -> dict[str, Mapping[str, frozenset[int]]]:
         """Return by member, and by name of its machine, the virtual workers whose keys of ``epoch`` went there."""
         return {

@@ -141,9 +141,13 @@ class OpenRun:
         Raises:
             ProtocolError: ``policy_mismatch`` if the policy is not the one that the manifest names. Under a laxer one,
                 keys that derive from the manifest could leave for evidence that it does not accept.
+            EvidenceError: ``machine_book_missing`` if the run was charged beside another state folder, and the terms
+                bound the keys of a machine.
         """
         if terms.policy.digest() != terms.contract.policy_digest:
             raise ProtocolError("policy_mismatch", "the policy is not the manifest's")
+        with self.books.state.transaction():
+            self.books.machines.require_known(terms.charged, terms.virtual_workers, terms.keys_per_machine)
         self._session = SessionId(session, terms.manifest_digest)
         if self._is_new or not self.books.state.is_current(self._session):
             self._start_session(terms)

@@ -28,6 +28,8 @@ class RunTerms:
         epochs: number of epochs of keys that the manifest or the contract commits to; no later key is released.
         keys_per_machine: most virtual workers whose keys of one epoch may ever go to one platform or GPU; None for any
             number.
+        charged: whether the ledger had charged the run before this execution. Its keys have then been released before,
+            and the books of the run must know of it.
         lasting: names of the members that are kept when their evidence expires; None for all but observers. A
             standalone service admits any name with accepted evidence, so it keeps only the members of its table.
     """
@@ -42,6 +44,7 @@ class RunTerms:
     lasting: frozenset[str] | None = None
     epochs: int = MAX_EPOCHS
     keys_per_machine: int | None = None
+    charged: bool = False
 
     @property
     def manifest_digest(self) -> bytes:

@@ -88,8 +88,9 @@ def run_terms(
     collateral: CollateralBundle,
     sealed: SealedSource | None = None,
     evaluation: SealedSource | None = None,
+    charged: bool = False,
 ) -> RunTerms:
-    """Return the orchestrator's view of ``manifest``."""
+    """Return the orchestrator's view of ``manifest``; ``charged`` as in `RunTerms`."""
     return RunTerms(
         contract=manifest,
         virtual_workers=manifest.computation.mechanism.virtual_workers,
@@ -99,4 +100,5 @@ def run_terms(
         evaluation=evaluation,
         epochs=len(manifest.key_commitments),
         keys_per_machine=manifest.keys_per_machine,
+        charged=charged,
     )

@@ -87,7 +87,7 @@ def admit(order: Order, founders: Founders, reporter: Reporter, evaluation: Seal
     _require_demanded(sealed, manifest)
     # Before any evidence: an account that refuses the run spares all members their presentation.
     _open_account(order, plan, manifest, named)
-    terms = run_terms(manifest, session.policy, session.collateral, sealed, evaluation)
+    terms = run_terms(manifest, session.policy, session.collateral, sealed, evaluation, _is_charged(order))
     session.control.orchestrator.begin(terms, secrets.token_hex(16))
     ranges = split_ranges(facts.tensors, config.aggregators)
     membership = Membership.admit(founders, _terms(order, manifest), ranges, session.revocations, reporter.joined)
@@ -171,6 +171,13 @@ def _open_account(order: Order, plan: Plan, manifest: Manifest, named: PayingAcc
     mechanisms = manifest.computation.mechanisms
     terms = mechanisms, manifest.digest(), manifest.dataset_fingerprint
     control.ledger.register_run(order.session.run_id, manifest.account, *terms)
+
+
+def _is_charged(order: Order) -> bool:
+    """Return whether the ledger has charged the run before, in whatever execution and on whatever host."""
+    accounts = order.session.control.ledger.view().accounts
+    runs = (run for account in accounts for run in account.runs if run.run_id == order.session.run_id)
+    return any(each.charged for run in runs for each in run.queries)
 
 
 def _terms(order: Order, manifest: Manifest) -> Admission:

@@ -130,3 +130,34 @@ def test_without_a_bound_a_machine_gets_all_keys_and_the_count_tells(session, tm
     run = open_run(str(desk.home), lambda: desk.now, str(desk.home / "secret"))
     assert run.most_hosted() == 4, "without a session, too"
     run.close()
+
+
+def test_a_charged_run_releases_no_bounded_key_beside_an_empty_book(desk, session, tmp_path):
+    """The same secret in a second state folder: machine a would have got six keys of eight."""
+    desk.admit_on("a", "worker-0")
+    desk.take("worker-0", 0, 3, 6)
+    second = tmp_path / "second" / "orchestrator"
+    second.mkdir(parents=True)
+    secret = (desk.home / "secret").read_text()
+    (second / "secret").write_text(secret)
+    run = open_run(str(second), lambda: desk.now, str(second / "secret"))
+    policy, collateral = desk.policy(), session.collateral
+    terms = RunTerms(
+        StandIn.under(policy), COUNT, policy, collateral, epochs=EPOCHS, keys_per_machine=MOST, charged=True
+    )
+    with pytest.raises(EvidenceError) as error:
+        run.begin(terms, "elsewhere")
+    assert error.value.code == "machine_book_missing"
+    run.begin(replace(terms, charged=False), "a run that was never charged")
+    assert run.most_hosted() == 0
+    run.begin(replace(terms, keys_per_machine=None), "without a bound")
+    assert run.most_hosted() == COUNT, "nobody knows which machines got them"
+    run.close()
+
+
+def test_a_charged_run_goes_on_beside_its_own_book(desk):
+    desk.admit_on("a", "worker-0")
+    desk.take("worker-0", 0, 3)
+    desk.start()
+    desk.orchestrator._run.books.machines.require_known(True, COUNT, MOST)
+    assert desk.orchestrator.most_hosted() == 2

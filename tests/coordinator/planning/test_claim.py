@@ -73,7 +73,7 @@ def test_the_claim_holds_under_every_stopping_rule_and_what_was_charged_does_not
 
 
 def test_the_claim_holds_under_the_renyi_accountant_too():
-    """Its least epsilon over many orders, taken at each stop, hides 2.6 times the delta that it states."""
+    """Its least epsilon over many orders, taken at each stop, hides almost three times the delta that it states."""
     orders = np.array([1 + x / 10 for x in range(1, 100)] + list(range(12, 257)))
     steps = np.arange(1, STEPS + 1)[:, None]
     delta = accountant_delta(DELTA)

@@ -13,9 +13,9 @@ import pytest
 
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.runs.local_session import local_session
-from raycloak.metrics.errors import BudgetError, RunFailedError
+from raycloak.metrics.errors import BudgetError, EvidenceError, RunFailedError
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
-from tests.protocol import RENYI, WholeRun, examples, trained, whole_run
+from tests.protocol import RENYI, WholeRun, examples, on_machines, trained, whole_run
 
 
 def altered() -> tuple[np.ndarray, np.ndarray]:
@@ -49,6 +49,24 @@ def test_a_rerun_without_the_orchestrators_files_gives_the_same_bytes_for_the_sa
     again = trained(first.home, dp_config=RENYI)
     assert again.digests == first.digests
     assert entries(first.home) == before
+    assert again.finished.most_hosted == 8, "nobody knows which machines got keys before"
+
+
+def test_a_rerun_without_the_orchestrators_files_gets_no_key_whose_machines_are_bounded(tmp_path: Path):
+    """The first execution had its keys on three machines; the second would count anew, on the same machines."""
+    bounded = {"dp_config": RENYI | {"colluding_workers": 1}, "min_workers": 3}
+    home = tmp_path / "first"
+    tamper = on_machines(home, lambda member_id: member_id)
+    trained(home, tamper=tamper, **bounded)
+    before = entries(home)
+    trained(home, tamper=tamper, **bounded)
+    lose_the_orchestrator(home)
+    again = whole_run(home, tamper=tamper, **bounded)
+    with pytest.raises(EvidenceError) as refusal:
+        again.train()
+    assert refusal.value.code == "machine_book_missing"
+    assert again.stage.calls("release") == again.stage.calls("charge") == []
+    assert entries(home) == before
 
 
 def test_a_rerun_without_the_orchestrators_files_and_with_a_record_altered_computes_nothing(first: WholeRun):
