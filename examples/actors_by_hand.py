@@ -79,7 +79,8 @@ for name, hosted in hosting.items():
     commitments += rc.DataCommitments.model_validate_json(opened.body).commitments
 get(ledger.bind_data.remote(run_id, manifest.digest(), rc.data_root(commitments)))
 
-# The loop: charge and roster, compute and mask, bind, sum and update.
+# The loop: charge and roster, compute and mask, bind, sum and update. Wherever it ends, the run claims
+# plan.epsilon_outsiders: its author may have looked at what it released.
 parameters, state = ray.put(facts.initial_parameters), aggregator.initial_state.remote()
 digest, commits, whole = computation.initial_parameters, (), (rc.VectorRange(0, 0, plan.mechanism.dimension),)
 for step in range(config.steps):

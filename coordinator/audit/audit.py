@@ -290,4 +290,5 @@ def _epsilon(config: RunConfig, finished: Finished) -> float:
     if config.ledger.account is None:
         return finished.charged_epsilon
     mechanism, delta = finished.plan.mechanism, finished.plan.delta
-    return epsilon_of(mechanism.sample_rate, mechanism.noise_multiplier, finished.steps, delta, mechanism.accountant)
+    steps = finished.charged[mechanism.query]
+    return epsilon_of(mechanism.sample_rate, mechanism.noise_multiplier, steps, delta, mechanism.accountant)

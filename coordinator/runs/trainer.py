@@ -99,7 +99,10 @@ class Trainer:
         return outcome.result()
 
     def stop(self) -> None:
-        """Ask the run to end after the step it is in; from any thread."""
+        """Ask the run to end after the step it is in; from any thread.
+
+        It claims what its whole plan costs, all the same: its user may stop it because of what it released.
+        """
         self._stop.make()
 
     def _recovered(self, execute: Callable[[], Outcome]) -> Outcome:
