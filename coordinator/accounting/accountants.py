@@ -1,8 +1,9 @@
 """The accountants that an account may be held with: they compute composed epsilon, behind one interface.
 
-``rdp`` is a Renyi filter: it adds up, and holds for runs that are chosen after others were seen. ``pld`` is tight, and
-holds for one plan that was fixed before its first step; a run may only end early. Every value either gives is an upper
-bound on the same quantity, so the smaller of two bounds is one too.
+``rdp`` is a Renyi filter: it adds up, and holds for runs that are chosen after others were seen. It is held at one
+order, which the account's first private run fixes. ``pld`` is tight, and holds for one plan that was fixed before its
+first step; a run may only end early. For such a plan every value is an upper bound on the same quantity, so the smaller
+of two bounds is one too.
 """
 
 import math
@@ -30,7 +31,7 @@ class AccountLimits:
     Attributes:
         epsilon_cap: most that all its charges may come to.
         delta: the accountant's share of the account's.
-        orders: Renyi orders that the account was opened with, and keeps.
+        orders: Renyi orders in use. A filter that has several shares its delta among them.
     """
 
     epsilon_cap: float
@@ -70,7 +71,7 @@ class Spend:
     """The charges of one run.
 
     Attributes:
-        rdp: at the account's orders, of all its charges.
+        rdp: at the account's orders in use, of all its charges.
         counts: per private mechanism of the run, its charges.
         releases: the same charges as releases, without those that were never made.
         quote: what its registration recorded.
@@ -101,8 +102,18 @@ class Accountant(Protocol):
         """Import those libraries, which takes seconds; optional."""
         ...
 
-    def curve(self, points: Sequence[Releases], delta: float) -> tuple[float, ...]:
-        """Return epsilon of each of several growing compositions at ``delta``, the accountant's share."""
+    def curve(
+        self, points: Sequence[Releases], delta: float, orders: tuple[float, ...] | None = None
+    ) -> tuple[float, ...]:
+        """Return epsilon of each of several growing compositions at ``delta``, the accountant's share.
+
+        Args:
+            orders: those in use by the account that pays. None for one plan that is fixed in advance and alone.
+        """
+        ...
+
+    def fixed_orders(self, plan: Sequence[Release], limits: AccountLimits) -> tuple[float, ...]:
+        """Return those of an account's orders that its first private run puts to use, given what that run plans."""
         ...
 
     def quote(self, plan: Sequence[Release], limits: AccountLimits) -> Quote:
@@ -119,7 +130,10 @@ class Accountant(Protocol):
 
 
 class RenyiAccountant:
-    """The sum of Opacus' RDP at fixed orders: a Renyi filter (Feldman and Zrnic, arXiv 2008.11193)."""
+    """The sum of Opacus' RDP at one fixed order: a Renyi filter (Feldman and Zrnic, arXiv 2008.11193).
+
+    An account that was charged before orders were fixed has several, which share its delta.
+    """
 
     name: ClassVar[AccountantName] = "rdp"
     shareable: ClassVar[bool] = True
@@ -132,9 +146,18 @@ class RenyiAccountant:
         """Import Opacus."""
         renyi.step_rdp(0.5, 1.0, (2.0,))
 
-    def curve(self, points: Sequence[Releases], delta: float) -> tuple[float, ...]:
-        """Convert the summed RDP of each composition."""
-        return tuple(renyi.epsilon(renyi.composed_rdp(point), delta) for point in points)
+    def curve(
+        self, points: Sequence[Releases], delta: float, orders: tuple[float, ...] | None = None
+    ) -> tuple[float, ...]:
+        """Convert the summed RDP of each composition, at the best of all orders or at an account's."""
+        if orders is None:
+            return tuple(renyi.epsilon(renyi.composed_rdp(point), delta) for point in points)
+        return tuple(renyi.filter_epsilon(renyi.composed_rdp(point, orders), delta, orders) for point in points)
+
+    def fixed_orders(self, plan: Sequence[Release], limits: AccountLimits) -> tuple[float, ...]:
+        """Return the one order at which the whole plan takes the least share of the cap."""
+        rdp = renyi.composed_rdp(plan, limits.orders)
+        return (renyi.least_share_order(rdp, limits.epsilon_cap, limits.delta, limits.orders),)
 
     def quote(self, plan: Sequence[Release], limits: AccountLimits) -> Quote:
         """Return an empty quote: a filter needs no plan."""
@@ -142,11 +165,11 @@ class RenyiAccountant:
 
     def spent(self, spends: Sequence[Spend], limits: AccountLimits) -> float:
         """Convert the summed RDP of all runs."""
-        return renyi.epsilon(_total(spends, limits), limits.delta, limits.orders)
+        return renyi.filter_epsilon(_total(spends, limits), limits.delta, limits.orders)
 
     def ratio(self, spends: Sequence[Spend], limits: AccountLimits) -> float:
-        """Return the spent share at the order that admits most."""
-        caps = renyi.order_caps(limits.epsilon_cap, limits.delta, limits.orders)
+        """Return the spent share at the order in use; of several, at the one that admits most."""
+        caps = renyi.filter_caps(limits.epsilon_cap, limits.delta, limits.orders)
         return spent_ratio(_total(spends, limits).tolist(), caps)
 
 
@@ -165,9 +188,15 @@ class PrivacyLossAccountant:
         pld.epsilon((Release(0.5, 1.0, 1),), 1e-5)
         RENYI.load()
 
-    def curve(self, points: Sequence[Releases], delta: float) -> tuple[float, ...]:
+    def curve(
+        self, points: Sequence[Releases], delta: float, orders: tuple[float, ...] | None = None
+    ) -> tuple[float, ...]:
         """Compose the privacy loss distributions, most exactly for the last."""
         return pld.curve(tuple(points), delta)
+
+    def fixed_orders(self, plan: Sequence[Release], limits: AccountLimits) -> tuple[float, ...]:
+        """Return all orders: an account with one plan may state the smallest epsilon over them."""
+        return limits.orders
 
     def quote(self, plan: Sequence[Release], limits: AccountLimits) -> Quote:
         """Quote sixteen parts of the plan within the cap, and sixteen of the rest, in case the cap is raised."""
@@ -185,9 +214,9 @@ class PrivacyLossAccountant:
         have every mechanism in proportion, and a run may be ahead with one of them.
         """
         made = [spend for spend in spends if spend.releases]
-        by_renyi = RENYI.spent(spends, limits)
         if len(made) != 1:
-            return by_renyi
+            return math.inf if made else 0.0
+        by_renyi = smallest_epsilon(made, limits)
         looked_up = min(by_renyi, made[0].quote.at(made[0].counts))
         if looked_up <= limits.epsilon_cap:
             return looked_up
@@ -200,6 +229,15 @@ class PrivacyLossAccountant:
 
 RENYI = RenyiAccountant()
 _ACCOUNTANTS: dict[AccountantName, Accountant] = {"rdp": RENYI, "pld": PrivacyLossAccountant()}
+
+
+def smallest_epsilon(spends: Sequence[Spend], limits: AccountLimits) -> float:
+    """Return the smallest epsilon over all orders, each at the whole delta.
+
+    Precondition: one plan, fixed before its first release. Earlier versions also admitted adaptive charges by it, so
+    the audit of their entries needs it.
+    """
+    return renyi.epsilon(_total(spends, limits), limits.delta, limits.orders)
 
 
 def accountant_of(name: AccountantName) -> Accountant:
@@ -235,7 +273,10 @@ def largest_part(accountant: Accountant, plan: Sequence[Release], cap: float, de
 
 
 def _total(spends: Sequence[Spend], limits: AccountLimits) -> NDArray[np.float64]:
-    return sum((spend.rdp for spend in spends), np.zeros(len(limits.orders)))
+    # A run without private releases has no RDP, and may have been registered before the orders in use were known.
+    made = [spend.rdp for spend in spends if spend.releases]
+    assert all(len(rdp) == len(limits.orders) for rdp in made)
+    return sum(made, np.zeros(len(limits.orders)))
 
 
 def _sixteenths(start: int, end: int) -> list[int]:

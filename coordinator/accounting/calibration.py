@@ -7,7 +7,6 @@ from raycloak.coordinator.accounting import renyi
 from raycloak.coordinator.accounting.accountants import accountant_of
 from raycloak.coordinator.accounting.releases import Release, Releases
 from raycloak.coordinator.accounting.renyi import (
-    ORDERS,
     SLACK_SHARE,
     SMALLEST_NOISE_MULTIPLIER,
     WHOLE_ORDERS,
@@ -33,14 +32,25 @@ def epsilon_of(
     return composed_epsilon((Release(sample_rate, noise_multiplier, steps),), delta, accountant)
 
 
-def composed_epsilon(releases: Releases, delta: float, accountant: AccountantName = "rdp") -> float:
-    """Return epsilon of ``releases`` at an account's ``delta``, after the slack reserve is taken off."""
-    return composed_curve([releases], delta, accountant)[0]
+def composed_epsilon(
+    releases: Releases, delta: float, accountant: AccountantName = "rdp", orders: tuple[float, ...] | None = None
+) -> float:
+    """Return epsilon of ``releases`` at an account's ``delta``, after the slack reserve is taken off.
+
+    Args:
+        orders: those in use by the account that pays. None for one plan that is fixed in advance and alone.
+    """
+    return composed_curve([releases], delta, accountant, orders)[0]
 
 
-def composed_curve(points: Sequence[Releases], delta: float, accountant: AccountantName = "rdp") -> tuple[float, ...]:
+def composed_curve(
+    points: Sequence[Releases],
+    delta: float,
+    accountant: AccountantName = "rdp",
+    orders: tuple[float, ...] | None = None,
+) -> tuple[float, ...]:
     """Return the same for several growing compositions; the last is the most exact."""
-    return accountant_of(accountant).curve(points, accountant_delta(delta))
+    return accountant_of(accountant).curve(points, accountant_delta(delta), orders)
 
 
 def epsilon_against(
@@ -76,6 +86,7 @@ def solve_noise_multiplier(
     steps: int,
     accountant: AccountantName = "rdp",
     others: Releases = (),
+    orders: tuple[float, ...] | None = None,
 ) -> float:
     """Return the smallest noise multiplier that keeps ``steps`` steps within the target, to five digits, rounded up.
 
@@ -85,6 +96,8 @@ def solve_noise_multiplier(
     Args:
         delta: of the account, before the slack reserve is taken off.
         others: what else the plan releases, with noise of its own.
+        orders: as in :func:`composed_epsilon`. Without them the plan fits a new account of this cap, whose order it
+            fixes.
 
     Raises:
         ConfigError: ``epsilon_unreachable`` if no noise is enough.
@@ -92,15 +105,14 @@ def solve_noise_multiplier(
 
     def share(noise: float) -> float:
         releases = (*others, Release(sample_rate, noise, steps))
-        return composed_epsilon(releases, delta, accountant) / target_epsilon
+        return composed_epsilon(releases, delta, accountant, orders) / target_epsilon
 
-    def renyi_share(noise: float) -> float:
-        rdp = renyi.composed_rdp((*others, Release(sample_rate, noise, steps)), orders)
-        return renyi.epsilon(rdp, accountant_delta(delta), orders) / target_epsilon
+    def near_share(noise: float) -> float:
+        rdp = renyi.composed_rdp((*others, Release(sample_rate, noise, steps)), WHOLE_ORDERS)
+        return renyi.epsilon(rdp, accountant_delta(delta), WHOLE_ORDERS) / target_epsilon
 
     # A tighter accountant refines the result, so its search only has to begin near it: few orders will do.
-    orders = ORDERS if accountant == "rdp" else WHOLE_ORDERS
-    enough = _smallest(renyi_share) or LARGEST_NOISE_MULTIPLIER
+    enough = _smallest(share if accountant == "rdp" else near_share) or LARGEST_NOISE_MULTIPLIER
     if share(enough) > 1:
         raise ConfigError(
             "epsilon_unreachable",

@@ -1,7 +1,12 @@
 """Renyi accounting, and the slack that delta must cover besides.
 
-RDP is Opacus' of the Poisson-subsampled Gaussian, at the fixed orders of ``ORDERS``. A run's spend is (steps charged)
-x (RDP vector of one step), so epsilon costs one vector addition per step.
+RDP is Opacus' of the Poisson-subsampled Gaussian. A run's spend is (steps charged) x (RDP vector of one step), so
+epsilon costs one vector addition per step.
+
+One plan that is fixed in advance costs the smallest epsilon over all ``ORDERS`` (:func:`epsilon`). A filter admits
+releases that are chosen after others were seen, and has no such choice: it is held at one order, fixed before the
+first release (Feldman and Zrnic, arXiv 2008.11193), or shares delta over several (:func:`filter_epsilon`). See
+`docs/proofs/004-renyi-filter.md`.
 
 Delta is split once for all. The accountant is given ``(1 - SLACK_SHARE) * delta``. The rest is a reserve that pays for
 the distance between the ideal mechanism and the one that runs (:class:`DeltaSlack`). The split does not depend on what
@@ -28,7 +33,7 @@ ORDERS: tuple[float, ...] = (
     *(float(order) for order in range(11, 65)),
     *(72.0, 80.0, 96.0, 112.0, 128.0, 160.0, 192.0, 256.0, 384.0, 512.0, 768.0, 1024.0),
 )
-"""Renyi orders of every new account. An account keeps the orders it was opened with."""
+"""Renyi orders that a new account may fix one of. An account keeps the orders it was opened with."""
 
 WHOLE_ORDERS: tuple[float, ...] = tuple(order for order in ORDERS if order.is_integer())
 """Some of them, at which RDP takes a tenth of the time: epsilon from these is an upper bound of that from all."""
@@ -68,8 +73,9 @@ def step_rdp(sample_rate: float, noise_multiplier: float, orders: tuple[float, .
 
 
 def epsilon(rdp: Sequence[float] | NDArray[np.float64], delta: float, orders: tuple[float, ...] = ORDERS) -> float:
-    """Return the smallest epsilon that the RDP vector gives at ``delta``; 0 if nothing was released.
+    """Return the smallest epsilon over ``orders`` that the RDP vector gives at ``delta``; 0 if nothing was released.
 
+    Precondition: the releases were fixed before the first of them, or ``orders`` is one order that was.
     ``delta`` is the accountant's share, see :func:`accountant_delta`. Takes microseconds.
     """
     vector = np.asarray(rdp, dtype=np.float64)
@@ -85,9 +91,45 @@ def _conversion(delta: float, orders: tuple[float, ...]) -> NDArray[np.float64]:
     return np.asarray(np.log1p(-1 / alpha) - (math.log(delta) + np.log(alpha)) / (alpha - 1))
 
 
-def order_caps(epsilon_cap: float, delta: float, orders: tuple[float, ...] = ORDERS) -> list[float]:
-    """Return the total RDP at each order at which epsilon reaches the cap at ``delta``, the accountant's share."""
-    return [float(cap) for cap in epsilon_cap - _conversion(delta, orders)]
+def filter_epsilon(rdp: Sequence[float] | NDArray[np.float64], delta: float, orders: tuple[float, ...]) -> float:
+    """Return the epsilon of releases that were each chosen after those before were seen; 0 if nothing was released.
+
+    Guarantee: ``orders`` share ``delta`` equally, so a bound holds at all of them at once, whichever is the smallest
+    in the end. Precondition: ``orders`` were fixed before the first release.
+    """
+    return epsilon(rdp, delta / len(orders), orders)
+
+
+def filter_caps(epsilon_cap: float, delta: float, orders: tuple[float, ...]) -> list[float]:
+    """Return the total RDP at each order at which :func:`filter_epsilon` reaches the cap."""
+    return [float(cap) for cap in epsilon_cap - _conversion(delta / len(orders), orders)]
+
+
+def order_shares(
+    rdp: Sequence[float] | NDArray[np.float64], epsilon_cap: float, delta: float, orders: tuple[float, ...]
+) -> NDArray[np.float64]:
+    """Return the share of the cap that ``rdp`` takes at each order, if that order alone holds the account.
+
+    An order at which the cap admits nothing has an infinite share.
+    """
+    caps = epsilon_cap - _conversion(delta, orders)
+    shares = np.full(len(orders), np.inf)
+    np.divide(np.asarray(rdp, dtype=np.float64), caps, out=shares, where=caps > 0)
+    return shares
+
+
+def least_share_order(
+    rdp: Sequence[float] | NDArray[np.float64], epsilon_cap: float, delta: float, orders: tuple[float, ...]
+) -> float:
+    """Return the order at which ``rdp``, a whole plan's, takes the least share of the cap: the one to hold it at.
+
+    A plan whose smallest epsilon is within the cap fits it at this order, too. Where the cap admits nothing at any
+    order, it is the order of the smallest epsilon.
+    """
+    shares = order_shares(rdp, epsilon_cap, delta, orders)
+    if math.isfinite(shares.min()):
+        return orders[int(shares.argmin())]
+    return orders[int((np.asarray(rdp, dtype=np.float64) + _conversion(delta, orders)).argmin())]
 
 
 def accountant_delta(delta: float) -> float:

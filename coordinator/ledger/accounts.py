@@ -20,10 +20,12 @@ from raycloak.coordinator.ledger.entries import (
     AccountOpened,
     CapChanged,
     CapTransferred,
+    DeltaShared,
     Head,
     RunRegistered,
+    RunRegisteredAtOrders,
 )
-from raycloak.coordinator.ledger.rules import check_reserve, epsilon_at, now
+from raycloak.coordinator.ledger.rules import check_reserve, epsilon_at, is_private, now, shared_delta
 from raycloak.metrics.errors import BudgetError, ConfigError
 from raycloak.workers.terms.mechanism import AccountantName
 
@@ -36,8 +38,10 @@ class Account:
 
     Attributes:
         opened: the opening event. ``opened_at`` is the position of its entry.
-        terms: the opening's terms, with the cap that holds now.
-        changed: the entry that last set these terms.
+        terms: the opening's terms, with the cap that holds now and, once ``fixed``, the orders in use.
+        changed: the entry that last set the cap.
+        fixed: whether the orders in use are fixed, which the first private run does.
+        shared: whether they are several that share delta, because an earlier version registered that run.
     """
 
     opened: AccountOpened
@@ -45,6 +49,8 @@ class Account:
     terms: AccountOpened
     changed: Head
     closed: bool = False
+    fixed: bool = False
+    shared: bool = False
 
     @classmethod
     def of(cls, event: AccountOpened, at: Head) -> "Account":
@@ -54,8 +60,16 @@ class Account:
     def after(self, event: CapChanged | CapTransferred | AccountClosed, at: Head) -> "Account":
         """Return the account after one of its events, which is the entry ``at``."""
         cap = _cap_of(event, self.opened.account) if isinstance(event, CapTransferred) else event.epsilon_cap
-        terms = self.opened.model_copy(update={"epsilon_cap": cap})
+        terms = self.terms.model_copy(update={"epsilon_cap": cap})
         return replace(self, changed=at, terms=terms, closed=isinstance(event, AccountClosed))
+
+    def with_run(self, event: RunRegistered) -> "Account":
+        """Return the account after the registration of a run: the first private one fixes the orders in use."""
+        if self.fixed or not is_private(event):
+            return self
+        if not isinstance(event, RunRegisteredAtOrders):
+            return replace(self, fixed=True, shared=self.opened.accountant == "rdp")
+        return replace(self, fixed=True, terms=self.terms.model_copy(update={"orders": event.orders}))
 
     def require_open(self) -> None:
         """Raise BudgetError ``account_closed`` if the account is closed."""
@@ -69,14 +83,19 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """An account with the charges of each of its runs, and their registrations."""
+    """An account with the charges of each of its runs, and their registrations.
+
+    Attributes:
+        unstated: whether an earlier version still charged it, at the best of its orders. Only an audit says so.
+    """
 
     account: Account
     spent: Sequence[Spend]
     registered: Sequence[RunRegistered]
+    unstated: bool = False
 
 
-def named(event: AccountOpened | CapChanged | CapTransferred | AccountClosed) -> tuple[str, ...]:
+def named(event: AccountOpened | CapChanged | CapTransferred | AccountClosed | DeltaShared) -> tuple[str, ...]:
     """Return the accounts that an event is about."""
     return (event.source, event.target) if isinstance(event, CapTransferred) else (event.account,)
 
@@ -220,7 +239,8 @@ def check_transfer(source: Standing, target: Standing, event: CapTransferred) ->
 
     Guarantee: passes only if both accounts are open and about the same people under the same rules. The sum of their
     caps does not grow, and each has spent no more than its new cap. So the promise to the people in the data stays the
-    same: the sum of the epsilons at the sum of the deltas.
+    same: the sum of the epsilons at the sum of the deltas, whichever order each account is held at
+    (`docs/proofs/004-renyi-filter.md`, section 5).
 
     Raises:
         BudgetError: ``account_closed``, ``transfer_mismatch``, ``transfer_grows``, ``cap_below_spent`` or
@@ -231,7 +251,7 @@ def check_transfer(source: Standing, target: Standing, event: CapTransferred) ->
     giver, taker = source.account.terms, target.account.terms
     differing = [
         name
-        for name in ("fingerprint", "delta", "accountant", "orders", "authority")
+        for name in ("fingerprint", "delta", "accountant", "authority")
         if getattr(giver, name) != getattr(taker, name)
     ]
     # Accounts that are bound to no data may be about anybody.
@@ -239,7 +259,7 @@ def check_transfer(source: Standing, target: Standing, event: CapTransferred) ->
         raise BudgetError(
             "transfer_mismatch",
             f"'{giver.account}' and '{taker.account}' must be bound to one dataset, with one delta, authority and the "
-            f"rdp accountant at the same orders; they differ in {', '.join(differing) or 'nothing, but are not'}.",
+            f"rdp accountant; they differ in {', '.join(differing) or 'nothing, but are not'}.",
             "Epsilon of one dataset says nothing about the people in another.",
         )
     before = Fraction(giver.epsilon_cap) + Fraction(taker.epsilon_cap)
@@ -248,6 +268,17 @@ def check_transfer(source: Standing, target: Standing, event: CapTransferred) ->
         raise BudgetError("transfer_grows", "a transfer takes from one account what it gives to the other.")
     _check_fits(source, event.source_cap)
     _check_fits(target, event.target_cap)
+
+
+def sharing(standing: Standing) -> DeltaShared:
+    """Build the statement of how an account counts that an earlier version charged."""
+    terms = standing.account.terms
+    return DeltaShared(
+        recorded_at=now(),
+        account=terms.account,
+        orders=terms.orders,
+        charged_epsilon=epsilon_at(terms, standing.spent),
+    )
 
 
 def closing(account: Account) -> AccountClosed | None:
@@ -260,11 +291,11 @@ def closing(account: Account) -> AccountClosed | None:
 def _check_fits(standing: Standing, epsilon_cap: float) -> None:
     """Check that an account's past fits another cap: its spending, and at that cap the slack of its runs."""
     terms = standing.account.terms.model_copy(update={"epsilon_cap": epsilon_cap})
-    spent = epsilon_at(terms, standing.spent)
+    spent = epsilon_at(terms, standing.spent, standing.unstated)
     if epsilon_cap < 0 or spent > epsilon_cap:
         raise BudgetError(
             "cap_below_spent",
-            f"account '{terms.account}' has spent epsilon {spent:.4g}, more than {epsilon_cap:g}.",
+            f"account '{terms.account}' has spent epsilon {spent:.4g}, more than {epsilon_cap:g}{shared_delta(terms)}.",
             "What is spent cannot be taken back; the cap can be lowered to it.",
         )
     check_reserve(terms, standing.registered)

@@ -12,7 +12,7 @@ import numpy as np
 
 from raycloak.attestation.core.roster import Query
 from raycloak.coordinator.accounting.accountants import Quote, Spend
-from raycloak.coordinator.accounting.renyi import step_rdp
+from raycloak.coordinator.accounting.renyi import composed_rdp, order_shares
 from raycloak.coordinator.ledger.accounts import Account, Standing, check_cap_change, check_transfer, named
 from raycloak.coordinator.ledger.entries import (
     AccountClosed,
@@ -20,9 +20,11 @@ from raycloak.coordinator.ledger.entries import (
     CapChanged,
     CapTransferred,
     DataBound,
+    DeltaShared,
     Head,
     LedgerEntry,
     RunRegistered,
+    RunRegisteredAtOrders,
     StepCharged,
     VectorsBound,
     broken,
@@ -30,6 +32,7 @@ from raycloak.coordinator.ledger.entries import (
 )
 from raycloak.coordinator.ledger.rules import (
     PricedRun,
+    account_limits,
     check_accountant,
     check_claims,
     check_dataset,
@@ -37,11 +40,13 @@ from raycloak.coordinator.ledger.rules import (
     check_reserve,
     check_shareable,
     epsilon_at,
+    is_private,
+    planned,
     quoted,
+    release_rdp,
 )
 from raycloak.coordinator.ledger.store import AccountRow, Rows
 from raycloak.metrics.errors import BudgetError
-from raycloak.workers.terms.mechanism import Mechanism
 
 _TOLERANCE = 1e-6
 """The relative difference that is allowed between versions of the accountant."""
@@ -75,10 +80,15 @@ class AuditedRun:
 
 @dataclass(slots=True)
 class AuditedChain:
-    """The totals of a chain: accounts by name, and runs by id. ``public_key`` is the ledger's."""
+    """The totals of a chain: accounts by name, and runs by id. ``public_key`` is the ledger's.
+
+    Attributes:
+        unstated: accounts that an earlier version charged at the best of their orders, up to the end of the chain.
+    """
 
     public_key: bytes
     accounts: dict[str, Account] = field(default_factory=dict)
+    unstated: set[str] = field(default_factory=set)
     runs: dict[str, AuditedRun] = field(default_factory=dict)
     head: Head = field(default_factory=Head)
 
@@ -90,6 +100,8 @@ class AuditedChain:
             self.accounts[event.account] = Account.of(event, _head(entry))
         elif isinstance(event, RunRegistered):
             self._register(entry, event)
+        elif isinstance(event, DeltaShared):
+            self._share_delta(entry, event)
         elif isinstance(event, DataBound):
             self._bind_data(entry, event)
         elif isinstance(event, StepCharged):
@@ -110,7 +122,7 @@ class AuditedChain:
     def standing(self, account: str) -> Standing:
         """Return an account with its charges."""
         registered = [run.registered for run in self.runs.values() if run.registered.account == account]
-        return Standing(self.accounts[account], self.spent(account), registered)
+        return Standing(self.accounts[account], self.spent(account), registered, account in self.unstated)
 
     def _change(self, entry: LedgerEntry, event: CapChanged | CapTransferred | AccountClosed) -> None:
         for name in named(event):
@@ -126,6 +138,31 @@ class AuditedChain:
                 _require(same, entry, "it closes the account with another cap")
         for name in named(event):
             self.accounts[name] = self.accounts[name].after(event, _head(entry))
+
+    def _share_delta(self, entry: LedgerEntry, event: DeltaShared) -> None:
+        _require(event.account in self.unstated, entry, "its account has no charges of an earlier version to state")
+        self.unstated.remove(event.account)
+        terms = self.accounts[event.account].terms
+        _require(event.orders == terms.orders, entry, "it names other orders than its account has")
+        spent = epsilon_at(terms, self.spent(event.account))
+        _require(_close(spent, event.charged_epsilon), entry, "its epsilon is not what the charges add up to")
+
+    def _fix_orders(self, entry: LedgerEntry, event: RunRegistered) -> None:
+        """Check the orders of a registration, and put them to use if it is the account's first private one."""
+        account = self.accounts[event.account]
+        if isinstance(event, RunRegisteredAtOrders):
+            if not is_private(event):
+                _require(event.orders == (), entry, "it names orders for a run that is not private")
+            elif account.fixed:
+                _require(event.orders == account.terms.orders, entry, "it names other orders than its account uses")
+                _require(event.account not in self.unstated, entry, "its account has charges of an earlier version")
+            else:
+                _require(_is_least(event, account.terms), entry, "its order is not the one that its plan fixes")
+        elif account.terms.accountant == "rdp" and is_private(event):
+            earlier = not account.fixed or event.account in self.unstated
+            _require(earlier, entry, "it does not name the order that its account uses")
+            self.unstated.add(event.account)
+        self.accounts[event.account] = account.with_run(event)
 
     def _register(self, entry: LedgerEntry, event: RunRegistered) -> None:
         _require(event.run_id not in self.runs, entry, "it registers a run a second time")
@@ -146,7 +183,12 @@ class AuditedChain:
             check_reserve(account, registered)
             if private:
                 check_shareable(account, registered)
-        _require(_same_cost(event, account.orders), entry, "its cost per step is not that of its mechanism")
+        self._fix_orders(entry, event)
+        _require(
+            _same_cost(event, self.accounts[event.account].opened.orders),
+            entry,
+            "its cost per step is not that of its mechanism",
+        )
         _require(_same_quote(event, quoted(account, event.mechanisms)), entry, "its quote is not what its plan costs")
         self.runs[event.run_id] = AuditedRun(entry.sequence, event, PricedRun.of(event), charges=charges)
 
@@ -187,9 +229,8 @@ class AuditedChain:
         _require(event.mechanism_digest == mechanism.digest(), entry, "it charges for another mechanism")
         charges[event.step] = entry.sequence
         account = self.accounts[registered.account].terms
-        spent = epsilon_at(account, self.spent(registered.account))
-        close = math.isclose(spent, event.charged_epsilon, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
-        _require(close, entry, "its epsilon is not what the charges add up to")
+        spent = epsilon_at(account, self.spent(registered.account), registered.account in self.unstated)
+        _require(_close(spent, event.charged_epsilon), entry, "its epsilon is not what the charges add up to")
         within = not mechanism.private or spent <= account.epsilon_cap * (1 + _TOLERANCE)
         _require(within, entry, "it crosses the cap of its account")
 
@@ -199,7 +240,9 @@ def audit(entries: Iterable[LedgerEntry], public_key: bytes) -> AuditedChain:
 
     Guarantee: returns only if ``public_key`` signed every entry and none is missing before the last. No step was
     charged twice, and each charge costs what its mechanism costs. Each mechanism has the noise it claims. No private
-    charge crosses its account's cap. Every cap was set by the opening, a lowering, a signature of the account's
+    charge crosses its account's cap, at the one order that the first private plan of an rdp account fixed. A charge of
+    an earlier version was held to the best of its account's orders; ``unstated`` and entries of kind ``delta_shared``
+    name these accounts. Every cap was set by the opening, a lowering, a signature of the account's
     authority, or a transfer. Each run was bound to its data once, before its first charge. Each charged step was bound
     to its vectors once at most, after its charge.
 
@@ -240,17 +283,27 @@ def check_tables(rows: Rows, audited: AuditedChain) -> None:
         raise broken(audited.head.sequence, "the table of runs holds a run that the chain does not")
 
 
-def _same_cost(event: RunRegistered, orders: tuple[float, ...]) -> bool:
-    expected = tuple(_release_rdp(mechanism, orders) for mechanism in event.mechanisms)
+def _same_cost(event: RunRegistered, opened_with: tuple[float, ...]) -> bool:
+    orders = event.orders if isinstance(event, RunRegisteredAtOrders) else opened_with
+    expected = tuple(release_rdp(mechanism, orders) for mechanism in event.mechanisms)
     same = [len(cost) for cost in event.step_rdp] == [len(cost) for cost in expected]
     return same and bool(np.allclose(event.step_rdp, expected, rtol=_TOLERANCE, atol=0))
 
 
-def _release_rdp(mechanism: Mechanism, orders: tuple[float, ...]) -> tuple[float, ...]:
-    """Return the cost of one release at an account's orders."""
-    if not mechanism.private:
-        return (0.0,) * len(orders)
-    return step_rdp(mechanism.sample_rate, mechanism.noise_multiplier, orders)
+def _is_least(event: RunRegisteredAtOrders, terms: AccountOpened) -> bool:
+    """Return whether a first private run put to use what it had to."""
+    if terms.accountant != "rdp":
+        return event.orders == terms.orders
+    if len(event.orders) != 1 or event.orders[0] not in terms.orders:
+        return False
+    rdp = composed_rdp(planned(event.mechanisms), terms.orders)
+    shares = order_shares(rdp, terms.epsilon_cap, account_limits(terms).delta, terms.orders)
+    # Another version of the library may break a tie the other way.
+    return bool(shares[terms.orders.index(event.orders[0])] <= shares.min() * (1 + _TOLERANCE))
+
+
+def _close(found: float, stated: float) -> bool:
+    return math.isclose(found, stated, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
 
 
 def _same_quote(event: RunRegistered, expected: Quote) -> bool:

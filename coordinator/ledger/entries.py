@@ -26,7 +26,8 @@ class AccountOpened(Message):
 
     Attributes:
         accountant: the accountant that holds its cap.
-        orders: the Renyi orders of its RDP.
+        orders: the Renyi orders that its first private run fixes one of. An account of an earlier version that was
+        charged before orders were fixed uses all of them.
         authority: raw Ed25519 key that may let the cap be raised; empty if it can only be lowered.
         fingerprint: of the only dataset whose runs may charge, see `workers/inputs/fingerprint.py`; empty for any
         dataset.
@@ -84,11 +85,13 @@ class AccountClosed(Message):
 
 
 class RunRegistered(Message):
-    """The registration of a run, which may then charge to an account.
+    """The registration of a run, which may then charge to an account, as earlier versions wrote it.
+
+    They held an rdp account at all its orders at once, and admitted what fitted at any of them.
 
     Attributes:
         mechanisms: all that the run may release, each with a ``query`` of its own.
-        step_rdp: per mechanism, RDP of one release at the account's orders; zeros where nothing is private.
+        step_rdp: per mechanism, RDP of one release at the account's orders in use; zeros where nothing is private.
         epsilon_cap: the account's cap at the registration. The run was planned for it.
         delta_slack: part of the account's delta that the run's slack takes at that cap.
         dataset_fingerprint: from the run's manifest; empty without a key.
@@ -111,6 +114,39 @@ class RunRegistered(Message):
     epsilon_cap: float
     delta_slack: float
     accountant_version: str
+
+
+class RunRegisteredAtOrders(RunRegistered):
+    """The registration of a run, with the orders in use.
+
+    The first one with a private mechanism fixes the one order of an rdp account, before anything was released from it.
+
+    Attributes:
+        orders: of ``step_rdp``. Empty where nothing is private; all that the account has under ``pld``.
+    """
+
+    DOMAIN: ClassVar[str] = "run_registered_at_orders"
+
+    orders: tuple[float, ...]
+
+
+class DeltaShared(Message):
+    """The statement of how an account counts that was charged before orders were fixed.
+
+    It keeps all its orders, and each has an equal share of its delta. So what was charged is covered, and nothing more
+    is admitted than before.
+
+    Attributes:
+        orders: all of the account's.
+        charged_epsilon: of its charges, by this rule.
+    """
+
+    DOMAIN: ClassVar[str] = "delta_shared"
+
+    recorded_at: int
+    account: str
+    orders: tuple[float, ...]
+    charged_epsilon: float
 
 
 class DataBound(Message):
@@ -173,7 +209,7 @@ class VectorsBound(Message):
 
 
 RunEvent = DataBound | StepCharged | VectorsBound
-Event = AccountOpened | CapChanged | CapTransferred | AccountClosed | RunRegistered | RunEvent
+Event = AccountOpened | CapChanged | CapTransferred | AccountClosed | DeltaShared | RunRegistered | RunEvent
 _KINDS: dict[str, type[Event]] = {
     kind.DOMAIN: kind
     for kind in (
@@ -181,7 +217,9 @@ _KINDS: dict[str, type[Event]] = {
         CapChanged,
         CapTransferred,
         AccountClosed,
+        DeltaShared,
         RunRegistered,
+        RunRegisteredAtOrders,
         DataBound,
         StepCharged,
         VectorsBound,

@@ -11,7 +11,15 @@ from contextlib import contextmanager
 from raycloak.attestation.core.messages import Envelope, seal
 from raycloak.attestation.core.roster import Query
 from raycloak.coordinator.accounting.accountants import accountant_of
-from raycloak.coordinator.ledger.accounts import cap_change, check_same_terms, closing, opening, transfer
+from raycloak.coordinator.ledger.accounts import (
+    Standing,
+    cap_change,
+    check_same_terms,
+    closing,
+    opening,
+    sharing,
+    transfer,
+)
 from raycloak.coordinator.ledger.cap_authority import SignedCap
 from raycloak.coordinator.ledger.entries import DataBound, Head, LedgerEntry, RunRegistered, StepCharged, VectorsBound
 from raycloak.coordinator.ledger.heads import check_links
@@ -22,6 +30,7 @@ from raycloak.coordinator.ledger.rules import (
     check_reserve,
     check_shareable,
     epsilon_at,
+    is_private,
     now,
     registration,
     run_mismatch,
@@ -103,7 +112,7 @@ class PrivacyLedger(LedgerReader):
             ConfigError, BudgetError: ``account_unknown``, or as in `raycloak.coordinator.ledger.accounts.cap_change`.
         """
         with self._write() as rows:
-            standing = self._book.standing(rows, account)
+            standing = self._stated(rows, account)
             event = cap_change(standing, epsilon_cap, authorisation, self.public_key)
             if event is not None:
                 self._book.append(rows, event)
@@ -115,7 +124,7 @@ class PrivacyLedger(LedgerReader):
             ConfigError, BudgetError: ``account_unknown``, or as in `raycloak.coordinator.ledger.accounts.transfer`.
         """
         with self._write() as rows:
-            giver, taker = (self._book.standing(rows, name) for name in (source, target))
+            giver, taker = (self._stated(rows, name) for name in (source, target))
             self._book.append(rows, transfer(giver, taker, amount))
 
     def close_account(self, account: str) -> None:
@@ -125,7 +134,7 @@ class PrivacyLedger(LedgerReader):
             BudgetError: ``account_unknown``.
         """
         with self._write() as rows:
-            event = closing(self._book.known(rows, account))
+            event = closing(self._stated(rows, account).account)
             if event is not None:
                 self._book.append(rows, event)
 
@@ -151,9 +160,9 @@ class PrivacyLedger(LedgerReader):
             ConfigError: ``delta_too_small`` for the account's accountant.
         """
         with self._store.read() as rows:
-            terms = self._book.known(rows, account).terms
+            known = self._book.standing(rows, account).account
         # Price the run before taking the lock: pricing takes seconds the first time, and others wait for the lock.
-        event = registration(run_id, terms, mechanisms, manifest_digest, dataset_fingerprint)
+        event = registration(run_id, known.terms, mechanisms, manifest_digest, dataset_fingerprint, known.fixed)
         with self._write() as rows:
             row = rows.run(run_id)
             if row is not None:
@@ -161,14 +170,17 @@ class PrivacyLedger(LedgerReader):
                 self._check_fencing(row)
                 self._take(rows, row)
                 return
-            standing = self._book.standing(rows, account)
-            standing.account.require_open()
-            # The account may have changed between the two transactions.
-            if standing.account.terms != terms:
-                terms = standing.account.terms
-                event = registration(run_id, terms, mechanisms, manifest_digest, dataset_fingerprint)
+            standing = self._stated(rows, account)
+            now_known = standing.account
+            now_known.require_open()
+            # The account may have changed between the two transactions: another run may have fixed its order.
+            if (now_known.terms, now_known.fixed) != (known.terms, known.fixed):
+                event = registration(
+                    run_id, now_known.terms, mechanisms, manifest_digest, dataset_fingerprint, now_known.fixed
+                )
+            terms = now_known.with_run(event).terms
             check_reserve(terms, [*standing.registered, event])
-            if any(mechanism.private for mechanism in mechanisms):
+            if is_private(event):
                 check_shareable(terms, [*standing.registered, event])
                 # A run that could not afford one release of each mechanism is refused before it starts.
                 one_of_each = PricedRun.of(event).spend({mechanism.query: 1 for mechanism in mechanisms})
@@ -303,8 +315,11 @@ class PrivacyLedger(LedgerReader):
                 "step_not_planned",
                 f"run {row.run_id} planned {planned} releases of its {query}; number {step} is not one of them.",
             )
-        terms = self._book.known(rows, row.account).terms
-        spent = self._book.spent(rows, rows.runs(row.account), (row.run_id, query))
+        runs = rows.runs(row.account)
+        account = self._book.with_runs(rows, self._book.known(rows, row.account), runs)
+        if account.shared:
+            self._stated(rows, row.account)
+        terms, spent = account.terms, self._book.spent(rows, runs, (row.run_id, query))
         # A public release costs nothing, so no cap can refuse it.
         charged = check_cap(terms, spent) if priced.mechanism.private else epsilon_at(terms, spent)
         event = StepCharged(
@@ -321,6 +336,17 @@ class PrivacyLedger(LedgerReader):
         rows.count_charge(row.run_id, query)
         rows.renew_lease(self.fencing)
         return self._book.append(rows, event)
+
+    def _stated(self, rows: Rows, name: str) -> Standing:
+        """Return an account's standing. If an earlier version charged it, first state, once, how it counts."""
+        standing = self._book.standing(rows, name)
+        if standing.account.shared and not self._book.is_stated(rows, name):
+            self._book.append(rows, sharing(standing))
+            # A process of the earlier version may still hold a run here, and would charge by the earlier rule.
+            for row in rows.runs(name):
+                if row.fencing < self.fencing:
+                    self._take(rows, row)
+        return standing
 
     def _receipt(self, entry: LedgerEntry, run: RunRegistered, parameter_digest: bytes, data_root: bytes) -> Envelope:
         event = entry.event

@@ -17,6 +17,7 @@ from raycloak.coordinator.ledger.entries import (
     CapChanged,
     CapTransferred,
     DataBound,
+    DeltaShared,
     Event,
     Head,
     LedgerEntry,
@@ -128,7 +129,8 @@ class LedgerReader:
         self._store.close()
 
     def _account_view(self, rows: Rows, row: AccountRow) -> AccountView:
-        account, runs = self._book.account_of(rows, row), rows.runs(row.name)
+        runs = rows.runs(row.name)
+        account = self._book.with_runs(rows, self._book.account_of(rows, row), runs)
         leases = rows.leases(runs)
         shown = [(self._book.run(rows, run).registered, run.charged, leases.get(run.fencing)) for run in runs]
         return account_view(account, shown, self._book.spent(rows, runs))
@@ -151,11 +153,19 @@ class Book:
         self._accounts: dict[tuple[str, int], Account] = {}
         self._runs: dict[int, PricedRun] = {}
         self._data: dict[int, bytes] = {}
+        self._sharing: dict[str, int] = {}
 
     def account(self, rows: Rows, name: str) -> Account | None:
-        """Return an account as it is now; None if it was never opened."""
+        """Return an account as it is now, but without its runs; None if it was never opened."""
         row = rows.account(name)
         return self.account_of(rows, row) if row else None
+
+    def with_runs(self, rows: Rows, account: Account, runs: list[RunRow]) -> Account:
+        """Return an account with the orders in use, which its first private run has fixed."""
+        # Not remembered: the registration that fixes them may be undone with its transaction.
+        for row in runs:
+            account = account.with_run(self.run(rows, row).registered)
+        return account
 
     def known(self, rows: Rows, name: str) -> Account:
         """Return an account like :meth:`account`; BudgetError ``account_unknown`` if there is none."""
@@ -211,9 +221,21 @@ class Book:
 
     def standing(self, rows: Rows, name: str) -> Standing:
         """Return an account with its runs and their charges; BudgetError ``account_unknown``."""
-        account, runs = self.known(rows, name), rows.runs(name)
+        runs = rows.runs(name)
+        account = self.with_runs(rows, self.known(rows, name), runs)
         registered = [self.run(rows, row).registered for row in runs]
         return Standing(account, self.spent(rows, runs), registered)
+
+    def is_stated(self, rows: Rows, name: str) -> bool:
+        """Return whether an entry states how an account counts that an earlier version charged."""
+        # The entry remembered may have been undone with its transaction, so it is read again.
+        known = rows.entry(self._sharing[name]) if name in self._sharing else None
+        for entry in [known] if known else rows.of_kind(DeltaShared.DOMAIN):
+            event = entry.event
+            if isinstance(event, DeltaShared) and event.account == name:
+                self._sharing[name] = entry.sequence
+                return True
+        return False
 
     def append(self, rows: Rows, event: Event) -> LedgerEntry:
         """Append ``event`` as the newest entry, and file it under its step, its run or its accounts."""

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raycloak.attestation.core.roster import Query
-from raycloak.coordinator.accounting.accountants import AccountLimits, Quote, Spend, accountant_of
+from raycloak.coordinator.accounting.accountants import AccountLimits, Quote, Spend, accountant_of, smallest_epsilon
 from raycloak.coordinator.accounting.batch_shape import overflow_bound
-from raycloak.coordinator.accounting.releases import Release
+from raycloak.coordinator.accounting.releases import Release, Releases
 from raycloak.coordinator.accounting.renyi import (
     SLACK_SHARE,
     SMALLEST_NOISE_MULTIPLIER,
@@ -20,7 +20,7 @@ from raycloak.coordinator.accounting.renyi import (
     effective_noise_multiplier,
     step_rdp,
 )
-from raycloak.coordinator.ledger.entries import AccountOpened, RunRegistered
+from raycloak.coordinator.ledger.entries import AccountOpened, RunRegistered, RunRegisteredAtOrders
 from raycloak.metrics.errors import BudgetError
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.vectors.noise import MAX_SIGMA, MIN_SIGMA
@@ -54,11 +54,7 @@ class PricedRun:
         """Return the cost of so many releases of each mechanism. Public ones cost nothing and are not counted."""
         private = [(charged[query], each) for query, each in self.priced.items() if each.mechanism.private]
         rdp = sum((count * each.step_rdp for count, each in private), np.zeros(len(self.registered.step_rdp[0])))
-        releases = tuple(
-            Release(each.mechanism.sample_rate, each.mechanism.noise_multiplier, count)
-            for count, each in private
-            if count
-        )
+        releases = tuple(_release(each.mechanism, count) for count, each in private if count)
         return Spend(rdp, tuple(count for count, _ in private), releases, self.quote)
 
 
@@ -68,8 +64,13 @@ def registration(
     mechanisms: tuple[Mechanism, ...],
     manifest_digest: bytes,
     dataset_fingerprint: bytes,
-) -> RunRegistered:
+    fixed: bool,
+) -> RunRegisteredAtOrders:
     """Build the event of a new run, with its cost.
+
+    Args:
+        terms: of the account.
+        fixed: whether its orders in use are fixed. If not, a private run fixes them.
 
     Raises:
         BudgetError: ``dataset_mismatch`` or ``account_private``, or a flaw of a mechanism: ``mechanism_inconsistent``,
@@ -80,9 +81,17 @@ def registration(
         raise BudgetError("mechanism_inconsistent", f"run {run_id} does not name each of its mechanisms once.")
     check_dataset(terms, dataset_fingerprint)
     check_noised(run_id, terms, mechanisms)
-    costs = tuple(_cost(run_id, mechanism, terms) for mechanism in mechanisms)
+    for mechanism in mechanisms:
+        # First, because the price follows from what the mechanism claims.
+        if mechanism.private:
+            check_claims(run_id, mechanism)
+            check_accountant(run_id, mechanism, terms)
+    orders = terms.orders if fixed else orders_for(terms, mechanisms)
+    if not any(mechanism.private for mechanism in mechanisms):
+        orders = ()
+    costs = tuple(release_rdp(mechanism, orders) for mechanism in mechanisms)
     quote = quoted(terms, mechanisms)
-    event = RunRegistered(
+    event = RunRegisteredAtOrders(
         recorded_at=now(),
         run_id=run_id,
         account=terms.account,
@@ -90,6 +99,7 @@ def registration(
         manifest_digest=manifest_digest,
         dataset_fingerprint=dataset_fingerprint,
         step_rdp=costs,
+        orders=orders,
         quote_counts=quote.counts,
         quote_epsilon=quote.epsilon,
         epsilon_cap=terms.epsilon_cap,
@@ -101,8 +111,24 @@ def registration(
 
 def quoted(terms: AccountOpened, mechanisms: Sequence[Mechanism]) -> Quote:
     """Return what the account's accountant says beforehand about a run of these mechanisms."""
-    plan = [Release(each.sample_rate, each.noise_multiplier, each.steps) for each in mechanisms if each.private]
+    plan = planned(mechanisms)
     return accountant_of(terms.accountant).quote(plan, account_limits(terms)) if plan else Quote()
+
+
+def planned(mechanisms: Sequence[Mechanism]) -> Releases:
+    """Return all that a run of these mechanisms plans to release with noise."""
+    return tuple(_release(each, each.steps) for each in mechanisms if each.private)
+
+
+def orders_for(terms: AccountOpened, mechanisms: Sequence[Mechanism]) -> tuple[float, ...]:
+    """Return the orders that an account's first private run puts to use; all that it has where nothing is private."""
+    plan = planned(mechanisms)
+    return accountant_of(terms.accountant).fixed_orders(plan, account_limits(terms)) if plan else terms.orders
+
+
+def is_private(event: RunRegistered) -> bool:
+    """Return whether a run releases anything private."""
+    return any(mechanism.private for mechanism in event.mechanisms)
 
 
 def account_limits(terms: AccountOpened) -> AccountLimits:
@@ -138,26 +164,40 @@ def check_noised(run_id: str, terms: AccountOpened, mechanisms: Sequence[Mechani
         )
 
 
-def _cost(run_id: str, mechanism: Mechanism, terms: AccountOpened) -> tuple[float, ...]:
-    """Return the RDP of one release, after checking that the mechanism is what it claims to be."""
+def release_rdp(mechanism: Mechanism, orders: tuple[float, ...]) -> tuple[float, ...]:
+    """Return the RDP of one release of a mechanism at each order."""
     if not mechanism.private:
-        return (0.0,) * len(terms.orders)
-    # First, because the price follows from what the mechanism claims.
-    check_claims(run_id, mechanism)
-    check_accountant(run_id, mechanism, terms)
-    return step_rdp(mechanism.sample_rate, mechanism.noise_multiplier, terms.orders)
+        return (0.0,) * len(orders)
+    return step_rdp(mechanism.sample_rate, charged_noise(mechanism), orders)
+
+
+def charged_noise(mechanism: Mechanism) -> float:
+    """Return the noise multiplier that a mechanism is charged for: what it claims, or what its shares add up to.
+
+    The smaller of the two, because :func:`check_claims` lets the sum be short by rounding.
+    """
+    return min(mechanism.noise_multiplier, _counted_noise(mechanism))
+
+
+def _counted_noise(mechanism: Mechanism) -> float:
+    return effective_noise_multiplier(mechanism, mechanism.virtual_workers * (1 - mechanism.honest_share))
+
+
+def _release(mechanism: Mechanism, count: int) -> Release:
+    return Release(mechanism.sample_rate, charged_noise(mechanism), count)
 
 
 def check_claims(run_id: str, mechanism: Mechanism) -> None:
     """Refuse a private mechanism that claims more noise than its shares add up to, or too few cut batches.
 
-    Guarantee: passes only if a release's cost, and its part of delta, follow from the rest of the mechanism.
+    Guarantee: passes only if a release's cost, and its part of delta, follow from the rest of the mechanism. Noise may
+    be short of the claim by rounding, which :func:`charged_noise` charges for.
 
     Raises:
         BudgetError: ``mechanism_inconsistent``, or a code of :func:`check_shares`.
     """
     check_shares(run_id, mechanism)
-    counted = effective_noise_multiplier(mechanism, mechanism.virtual_workers * (1 - mechanism.honest_share))
+    counted = _counted_noise(mechanism)
     claimed = mechanism.noise_multiplier
     usable = 0 < mechanism.sample_rate <= 1 and claimed >= SMALLEST_NOISE_MULTIPLIER
     if not usable or counted < claimed * (1 - 1e-9):
@@ -193,7 +233,7 @@ def check_accountant(run_id: str, mechanism: Mechanism, terms: AccountOpened) ->
 
 def check_shareable(terms: AccountOpened, registered: Sequence[RunRegistered]) -> None:
     """Refuse a second private run on an account whose accountant holds only one fixed plan."""
-    private = [run.run_id for run in registered if any(mechanism.private for mechanism in run.mechanisms)]
+    private = [run.run_id for run in registered if is_private(run)]
     if len(private) > 1 and not accountant_of(terms.accountant).shareable:
         raise BudgetError(
             "account_not_shared",
@@ -242,14 +282,30 @@ def check_cap(terms: AccountOpened, spent: Sequence[Spend]) -> float:
         raise BudgetError(
             "cap_exceeded",
             f"the step would bring account '{terms.account}' to epsilon {after:.4g}, over its cap "
-            f"{terms.epsilon_cap:g} at delta {terms.delta:g}.",
+            f"{terms.epsilon_cap:g} at delta {terms.delta:g}{shared_delta(terms)}.",
             "The budget of this data is spent; another account is another promise to the people in it.",
         )
     return after
 
 
-def epsilon_at(terms: AccountOpened, spent: Sequence[Spend]) -> float:
-    """Return epsilon of the spending of all runs of an account, under its terms."""
+def shared_delta(terms: AccountOpened) -> str:
+    """Return the reason, for a refusal, why an account that an earlier version charged admits less than it did."""
+    if terms.accountant != "rdp" or len(terms.orders) == 1:
+        return ""
+    return (
+        f"; an earlier version charged it before it had one fixed order, so its {len(terms.orders)} orders share its "
+        "delta (docs/ledger.md)"
+    )
+
+
+def epsilon_at(terms: AccountOpened, spent: Sequence[Spend], unstated: bool = False) -> float:
+    """Return epsilon of the spending of all runs of an account, under its terms.
+
+    Args:
+        unstated: whether to add up as earlier versions did, at the best order: only for the audit of their entries.
+    """
+    if unstated:
+        return smallest_epsilon(spent, account_limits(terms))
     return accountant_of(terms.accountant).spent(spent, account_limits(terms))
 
 

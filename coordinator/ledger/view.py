@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from raycloak.attestation.core.roster import Query
 from raycloak.coordinator.accounting.accountants import Spend, accountant_of
+from raycloak.coordinator.accounting.renyi import ORDERS
 from raycloak.coordinator.ledger.accounts import Account
 from raycloak.coordinator.ledger.entries import Head, RunRegistered
 from raycloak.coordinator.ledger.leases import Lease
@@ -56,6 +57,8 @@ class AccountView:
     Attributes:
         spent_epsilon: epsilon of all charges at ``delta``, slack included.
         accountant: the accountant that holds the cap.
+        orders: its Renyi orders: those in use, or if ``orders_fixed`` is not set those that its first private run
+            fixes one of.
         spent_ratio: spent share of the account's budget, linear in the steps of a run.
         delta_slack: part of delta that the runs' slack takes, at most 1 % of it.
         closed: whether nothing more can be charged to it.
@@ -75,6 +78,8 @@ class AccountView:
     authority: bytes = b""
     fingerprint: bytes = b""
     terms_hash: bytes = b""
+    orders: tuple[float, ...] = ORDERS
+    orders_fixed: bool = False
 
 
 def account_view(
@@ -97,6 +102,8 @@ def account_view(
         authority=terms.authority,
         fingerprint=terms.fingerprint,
         terms_hash=account.changed.hash,
+        orders=terms.orders,
+        orders_fixed=account.fixed,
     )
 
 

@@ -79,9 +79,9 @@ class Schedule:
         """Return all private releases of ``steps`` steps and of what is measured after at most ``measured`` steps."""
         return releases_of([(self.mechanism, steps), *self.measured(measured)])
 
-    def epsilon(self, steps: int, measured: int, delta: float) -> float:
-        """Return the epsilon of :meth:`releases` at an account's ``delta``."""
-        return composed_epsilon(self.releases(steps, measured), delta, self.mechanism.accountant)
+    def epsilon(self, steps: int, measured: int, delta: float, orders: tuple[float, ...]) -> float:
+        """Return the epsilon of :meth:`releases` at an account's ``delta``, with its Renyi ``orders`` in use."""
+        return composed_epsilon(self.releases(steps, measured), delta, self.mechanism.accountant, orders)
 
 
 def _made(measurement: Measurement, planned_steps: int, finished_steps: int) -> int:

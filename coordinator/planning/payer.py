@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+from raycloak.coordinator.accounting.accountants import AccountLimits, accountant_of
+from raycloak.coordinator.accounting.releases import Releases
+from raycloak.coordinator.accounting.renyi import ORDERS
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.ledger.view import LedgerView
 from raycloak.metrics.errors import BudgetError
@@ -10,10 +13,17 @@ from raycloak.workers.terms.mechanism import AccountantName
 
 @dataclass(frozen=True, slots=True)
 class PayingAccount:
-    """The facts of a named account that a plan needs."""
+    """The facts of a named account that a plan needs.
+
+    Attributes:
+        orders: its Renyi orders in use, or if ``orders_fixed`` is not set those that its first private run fixes one
+            of.
+    """
 
     epsilon_cap: float
     accountant: AccountantName
+    orders: tuple[float, ...] = ORDERS
+    orders_fixed: bool = False
 
 
 def account_cap(config: RunConfig) -> float:
@@ -58,7 +68,22 @@ def paying_account(view: LedgerView, config: RunConfig, run_id: str = "") -> Pay
         raise BudgetError(
             "account_closed", f"account '{name}' is closed: no new run may charge to it.", "Name another account."
         )
-    return PayingAccount(account.epsilon_cap if planned is None else planned, account.accountant)
+    cap = account.epsilon_cap if planned is None else planned
+    return PayingAccount(cap, account.accountant, account.orders, account.orders_fixed)
+
+
+def orders_for(
+    account: PayingAccount | None, accountant: AccountantName, plan: Releases, limits: AccountLimits
+) -> tuple[float, ...]:
+    """Return the Renyi orders in use when the account has registered ``plan``: its own, or those that the plan fixes.
+
+    Args:
+        account: the named one, if it is not the run's own.
+        limits: the cap that the plan is made for, and the accountant's share of delta.
+    """
+    if account is not None and account.orders_fixed:
+        return account.orders
+    return accountant_of(accountant).fixed_orders(plan, limits)
 
 
 def cap_for(config: RunConfig, account: PayingAccount | None) -> float:

@@ -15,7 +15,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from raycloak.coordinator.accounting.accountants import accountant_of
+from raycloak.coordinator.accounting.accountants import AccountLimits, accountant_of
 from raycloak.coordinator.accounting.batch_shape import overflow_bound, physical_shape
 from raycloak.coordinator.accounting.calibration import (
     composed_curve,
@@ -23,8 +23,9 @@ from raycloak.coordinator.accounting.calibration import (
     epsilon_against,
     solve_noise_multiplier,
 )
-from raycloak.coordinator.accounting.releases import Release, Releases, scaled
+from raycloak.coordinator.accounting.releases import Release, Releases, releases_of, scaled
 from raycloak.coordinator.accounting.renyi import (
+    ORDERS,
     SLACK_SHARE,
     SMALLEST_NOISE_MULTIPLIER,
     DeltaSlack,
@@ -40,7 +41,7 @@ from raycloak.coordinator.planning.measurements import (
     plan_measurements,
     planned_measurements,
 )
-from raycloak.coordinator.planning.payer import PayingAccount, accountant_for, cap_for
+from raycloak.coordinator.planning.payer import PayingAccount, accountant_for, cap_for, orders_for
 from raycloak.metrics.errors import ConfigError, DatasetError, ModelError, RefusedError
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import AccountantName, Mechanism
@@ -80,6 +81,8 @@ class Plan:
         epsilon_cap, delta: of the account.
         steps_within_cap: steps the cap allows, at most the planned ones, if nothing else is charged to the account.
         measured_within_cap: the last finished step whose measurements the cap allows.
+        orders: Renyi orders in use by the account once this plan is registered; empty under ``pld``.
+        orders_fixed: whether an earlier run has fixed them.
         epsilon: what the ledger will have charged after those steps, measurements included; it holds even if the
             noise of ``colluding_workers`` is known.
         epsilon_outsiders: for outsiders and the aggregator, who know no worker's noise.
@@ -107,6 +110,8 @@ class Plan:
     delta: float
     steps_within_cap: int
     measured_within_cap: int
+    orders: tuple[float, ...]
+    orders_fixed: bool
     epsilon: float
     epsilon_outsiders: float
     epsilon_one_worker: float | None
@@ -148,7 +153,10 @@ def make_plan(config: RunConfig, num_examples: int, dimension: int, account: Pay
     run = Schedule(mechanism, plan_measurements(config, mechanism))
     cap, delta = cap_for(config, account), config.dp_config.target_delta
     slack = _slack(run, cap, delta)
-    steps, measured = _reach(run, cap, delta)
+    planned = releases_of((each, each.steps) for each in run.mechanisms)
+    limits = AccountLimits(cap, accountant_delta(delta), account.orders if account else ORDERS)
+    orders = orders_for(account, mechanism.accountant, planned, limits)
+    steps, measured = _reach(run, cap, delta, orders)
     beside = run.measured(measured)
     one_worker = epsilon_against(mechanism, hosted_at_most(config, config.num_workers), delta, steps, beside)
     return Plan(
@@ -160,11 +168,13 @@ def make_plan(config: RunConfig, num_examples: int, dimension: int, account: Pay
         delta=delta,
         steps_within_cap=steps,
         measured_within_cap=measured,
-        epsilon=run.epsilon(steps, measured, delta),
+        orders=orders if mechanism.accountant == "rdp" and mechanism.private else (),
+        orders_fixed=account is not None and account.orders_fixed,
+        epsilon=run.epsilon(steps, measured, delta, orders),
         epsilon_outsiders=epsilon_against(mechanism, 0, delta, steps, beside),
         epsilon_one_worker=one_worker if math.isfinite(one_worker) else None,
         delta_terms=slack,
-        epsilon_curve=_epsilon_curve(run, steps, measured, delta),
+        epsilon_curve=_epsilon_curve(run, steps, measured, delta, orders),
         sensitivity_inflation=mechanism.sensitivity / mechanism.max_grad_norm - 1,
         bytes_per_step=_masked_bytes(config, mechanism),
         object_store_bytes=_object_store_bytes(config, mechanism),
@@ -366,7 +376,7 @@ def _slack(run: Schedule, cap: float, delta: float) -> DeltaSlack:
     return slack
 
 
-def _reach(run: Schedule, cap: float, delta: float) -> tuple[int, int]:
+def _reach(run: Schedule, cap: float, delta: float, orders: tuple[float, ...]) -> tuple[int, int]:
     """Return how far the cap reaches: how many steps fit, and the last step whose measurements still fit.
 
     Raises:
@@ -376,7 +386,7 @@ def _reach(run: Schedule, cap: float, delta: float) -> tuple[int, int]:
     middle = high  # Most plans fit whole, and one epsilon may take a second.
     while low < high:
         # A step is charged before the measurements that are due after it.
-        if run.epsilon(middle, middle - 1, delta) <= cap:
+        if run.epsilon(middle, middle - 1, delta, orders) <= cap:
             low = middle
         else:
             high = middle - 1
@@ -384,18 +394,20 @@ def _reach(run: Schedule, cap: float, delta: float) -> tuple[int, int]:
     if low == 0:
         raise ConfigError(
             "cap_too_small",
-            f"one step, with what is measured before it, costs epsilon {run.epsilon(1, 0, delta):.4g} at delta "
-            f"{delta:g}, more than the cap {cap:g}.",
+            f"one step, with what is measured before it, costs epsilon {run.epsilon(1, 0, delta, orders):.4g} at "
+            f"delta {delta:g}, more than the cap {cap:g}.",
             "Raise the cap or the noise multiplier, or lower the batch size.",
         )
-    return low, low if run.epsilon(low, low, delta) <= cap else low - 1
+    return low, low if run.epsilon(low, low, delta, orders) <= cap else low - 1
 
 
-def _epsilon_curve(run: Schedule, steps: int, measured: int, delta: float) -> tuple[tuple[int, float], ...]:
+def _epsilon_curve(
+    run: Schedule, steps: int, measured: int, delta: float, orders: tuple[float, ...]
+) -> tuple[tuple[int, float], ...]:
     """Return (steps, epsilon) at up to ``CURVE_POINTS`` points, measurements included; the last at ``steps``."""
     points = sorted({max(1, round(steps * point / CURVE_POINTS)) for point in range(1, CURVE_POINTS + 1)})
     releases = [run.releases(step, min(step, measured)) for step in points]
-    return tuple(zip(points, composed_curve(releases, delta, run.mechanism.accountant), strict=True))
+    return tuple(zip(points, composed_curve(releases, delta, run.mechanism.accountant, orders), strict=True))
 
 
 def _masked_bytes(config: RunConfig, mechanism: Mechanism) -> int:

@@ -1,15 +1,17 @@
 """The cost of a hyper-parameter search: every trial is a run of its own on one shared account, and pays in full.
 
 Trials are chosen after earlier ones were seen. So the Renyi filter of a shared account composes them, whatever
-accountant holds a single run. Trials whose results are thrown away cost the same: the one who chose has seen them.
+accountant holds a single run. On a new account, the plan of the first trial fixes its order. Trials whose results are
+thrown away cost the same: the one who chose has seen them.
 """
 
 from dataclasses import dataclass, replace
 from typing import Any
 
+from raycloak.coordinator.accounting.accountants import AccountLimits, accountant_of
 from raycloak.coordinator.accounting.calibration import composed_epsilon, solve_noise_multiplier
 from raycloak.coordinator.accounting.releases import Release, Releases, releases_of
-from raycloak.coordinator.accounting.renyi import SLACK_SHARE
+from raycloak.coordinator.accounting.renyi import ORDERS, SLACK_SHARE, accountant_delta
 from raycloak.coordinator.planning.measurements import Schedule
 from raycloak.coordinator.planning.plan import Plan
 from raycloak.metrics.errors import ConfigError
@@ -20,8 +22,8 @@ class SearchCost:
     """The cost of ``trials`` runs of one plan together, on a shared account.
 
     Attributes:
-        epsilon: of all trials, at the account's delta.
-        epsilon_one: of one trial, by the same accountant.
+        epsilon: of all trials, at the account's delta and Renyi order.
+        epsilon_one: of one trial, as the account states it.
         trials_within_cap: how many fit the cap; of ``trials`` at most.
         noise_multiplier: of training, at which all trials together fit the cap; None if none is enough, or if the
             reserve of delta does not last for so many trials.
@@ -50,7 +52,13 @@ class SearchCost:
 
 
 def search_cost(
-    training: Release, others: Releases, trials: int, epsilon_cap: float, delta: float, slack: float
+    training: Release,
+    others: Releases,
+    trials: int,
+    epsilon_cap: float,
+    delta: float,
+    slack: float,
+    orders: tuple[float, ...] = (),
 ) -> SearchCost:
     """Return the cost of ``trials`` runs that each release ``training`` and ``others``.
 
@@ -58,6 +66,7 @@ def search_cost(
         training: the steps of one trial. others: what else it releases.
         epsilon_cap, delta: of the account that all trials share.
         slack: part of delta that one trial's slack takes.
+        orders: the account's in use; empty if its first trial fixes them.
 
     Raises:
         ConfigError: ``trials`` if there is none.
@@ -65,14 +74,19 @@ def search_cost(
     if trials < 1:
         raise ConfigError("trials", f"a search has at least one trial, not {trials}.", "Give --trials 1 or more.")
     one = (training, *others)
+    limits = AccountLimits(epsilon_cap, accountant_delta(delta), ORDERS)
+    in_use = orders or accountant_of("rdp").fixed_orders(one, limits)
     slack_share = trials * slack / (SLACK_SHARE * delta)
     return SearchCost(
         trials=trials,
         epsilon_cap=epsilon_cap,
-        epsilon=_epsilon(one, trials, delta),
-        epsilon_one=_epsilon(one, 1, delta),
-        trials_within_cap=_trials_within(one, trials, epsilon_cap, delta),
-        noise_multiplier=_noise(training, others, trials, epsilon_cap, delta) if slack_share <= 1 else None,
+        epsilon=_epsilon(one, trials, delta, in_use),
+        epsilon_one=_epsilon(one, 1, delta, in_use),
+        trials_within_cap=_trials_within(one, trials, epsilon_cap, delta, in_use),
+        # Other noise is another plan, which fixes its own order if none is fixed yet.
+        noise_multiplier=_noise(training, others, trials, epsilon_cap, delta, orders or None)
+        if slack_share <= 1
+        else None,
         slack_share=slack_share,
     )
 
@@ -87,31 +101,41 @@ def search_of(plan: Plan, trials: int) -> SearchCost:
         raise ConfigError("not_private", "a search on public data costs no privacy.", "Leave --trials out.")
     mechanisms = Schedule(plan.mechanism, plan.measurements).mechanisms
     training, *others = releases_of((each, each.steps) for each in mechanisms)
-    return search_cost(training, tuple(others), trials, plan.epsilon_cap, plan.delta, plan.delta_terms.total)
+    return search_cost(
+        training,
+        tuple(others),
+        trials,
+        plan.epsilon_cap,
+        plan.delta,
+        plan.delta_terms.total,
+        plan.orders if plan.orders_fixed else (),
+    )
 
 
 def _times(releases: Releases, trials: int) -> Releases:
     return tuple(replace(release, count=release.count * trials) for release in releases)
 
 
-def _epsilon(one: Releases, trials: int, delta: float) -> float:
-    return composed_epsilon(_times(one, trials), delta, "rdp")
+def _epsilon(one: Releases, trials: int, delta: float, orders: tuple[float, ...]) -> float:
+    return composed_epsilon(_times(one, trials), delta, "rdp", orders)
 
 
-def _trials_within(one: Releases, trials: int, cap: float, delta: float) -> int:
+def _trials_within(one: Releases, trials: int, cap: float, delta: float, orders: tuple[float, ...]) -> int:
     low, high = 0, trials
     while low < high:
         middle = (low + high + 1) // 2
-        if _epsilon(one, middle, delta) <= cap:
+        if _epsilon(one, middle, delta, orders) <= cap:
             low = middle
         else:
             high = middle - 1
     return low
 
 
-def _noise(training: Release, others: Releases, trials: int, cap: float, delta: float) -> float | None:
+def _noise(
+    training: Release, others: Releases, trials: int, cap: float, delta: float, orders: tuple[float, ...] | None
+) -> float | None:
     steps = training.count * trials
     try:
-        return solve_noise_multiplier(cap, delta, training.sample_rate, steps, "rdp", _times(others, trials))
+        return solve_noise_multiplier(cap, delta, training.sample_rate, steps, "rdp", _times(others, trials), orders)
     except ConfigError:
         return None

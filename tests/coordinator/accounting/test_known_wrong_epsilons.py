@@ -23,7 +23,7 @@ from raycloak.coordinator.config.sections import DPConfig
 from raycloak.coordinator.planning.plan import plan_mechanism
 from raycloak.metrics.errors import ConfigError, ProtocolError
 from raycloak.workers.terms.mechanism import Mechanism
-from tests.coordinator.ledger.ledger_cases import MANIFEST, PARAMETERS, mechanism, opened
+from tests.coordinator.ledger.ledger_cases import MANIFEST, PARAMETERS, expected_epsilon, mechanism, opened
 
 DELTA = 1e-5
 Relation = dp_accounting.NeighboringRelation
@@ -131,7 +131,7 @@ def test_a_charge_knows_nothing_of_what_was_drawn(tmp_path):
         ledger.charge("run-a", step, PARAMETERS, MANIFEST)
     (account,) = ledger.view().accounts
     assert account.runs[0].charged_steps == 3
-    assert account.spent_epsilon == pytest.approx(epsilon_of(1.0, mechanism().noise_multiplier, 3, DELTA), rel=1e-9)
+    assert account.spent_epsilon == pytest.approx(expected_epsilon(3), rel=1e-9)
 
 
 # --- TenSafe's table: (q, sigma, steps), tight, RDP, and what its four accountants said

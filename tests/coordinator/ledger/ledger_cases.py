@@ -7,7 +7,13 @@ from typing import Any
 import sqlalchemy as sa
 
 from raycloak.attestation.core.messages import Envelope, open_envelope
-from raycloak.coordinator.accounting.renyi import accountant_delta, epsilon, step_rdp
+from raycloak.coordinator.accounting.renyi import (
+    ORDERS,
+    accountant_delta,
+    filter_epsilon,
+    least_share_order,
+    step_rdp,
+)
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.terms.receipt import Receipt
@@ -17,6 +23,7 @@ CAP = 8.0
 MANIFEST = b"m" * 32
 PARAMETERS = b"p" * 32
 DATA = b"d" * 32
+IN_USE = (least_share_order(step_rdp(1.0, 1.0), CAP, accountant_delta(DELTA), ORDERS),)
 
 
 def mechanism(**changes: Any) -> Mechanism:
@@ -45,7 +52,12 @@ def mechanism(**changes: Any) -> Mechanism:
 
 def expected_epsilon(steps: int, noise_multiplier: float = 2.6) -> float:
     """Return the epsilon that the account should state after that many steps of one run."""
-    return epsilon([steps * value for value in step_rdp(1.0, noise_multiplier)], accountant_delta(DELTA))
+    return epsilon_at_orders([steps * value for value in step_rdp(1.0, noise_multiplier, IN_USE)])
+
+
+def epsilon_at_orders(rdp: list[float]) -> float:
+    """Return the epsilon of releases at the order that a run of full batches fixes on an account of CAP."""
+    return filter_epsilon(rdp, accountant_delta(DELTA), IN_USE)
 
 
 def affordable() -> int:

@@ -52,7 +52,10 @@ def bind(step: int) -> Callable[[PrivacyLedger], Envelope]:
 ACTS: tuple[tuple[str, Callable[[PrivacyLedger], Envelope | None]], ...] = (
     ("account_opened", open_account("patients")),
     ("account_opened", open_account("reserve")),
-    ("run_registered", lambda ledger: ledger.register_run("run-a", "patients", (mechanism(),), MANIFEST, FINGERPRINT)),
+    (
+        "run_registered_at_orders",
+        lambda ledger: ledger.register_run("run-a", "patients", (mechanism(),), MANIFEST, FINGERPRINT),
+    ),
     ("data_bound", lambda ledger: ledger.bind_data("run-a", MANIFEST, DATA)),
     ("step_charged", charge(0)),
     ("vectors_bound", bind(0)),

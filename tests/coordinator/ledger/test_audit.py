@@ -42,7 +42,7 @@ def test_history_is_the_chain_and_can_be_checked_elsewhere(ledger: PrivacyLedger
     assert check_chain(entries, ledger.public_key) == ledger.view().head
     assert audit(entries, ledger.public_key).runs["run-b"].charges == {"gradient": {0: 7}}
     assert [entry.kind for entry in ledger.history("others")] == [
-        *("account_opened", "run_registered", "data_bound", "step_charged")
+        *("account_opened", "run_registered_at_orders", "data_bound", "step_charged")
     ]
 
 

@@ -127,7 +127,7 @@ def test_bindings_are_in_an_accounts_history(ledger: PrivacyLedger):
     ledger.charge("run-a", 0, PARAMETERS, MANIFEST)
     bind(ledger)
     kinds = [entry.kind for entry in ledger.history("patients")]
-    assert kinds == ["account_opened", "run_registered", "data_bound", "step_charged", "vectors_bound"]
+    assert kinds == ["account_opened", "run_registered_at_orders", "data_bound", "step_charged", "vectors_bound"]
     assert [entry.kind for entry in ledger.history("others")] == ["account_opened"]
 
 

@@ -12,8 +12,9 @@ import pytest
 
 from raycloak.attestation.core.messages import Envelope
 from raycloak.coordinator.accounting.batch_shape import overflow_bound
-from raycloak.coordinator.accounting.renyi import accountant_delta, epsilon, step_rdp
-from raycloak.coordinator.ledger.accounts import opening
+from raycloak.coordinator.accounting.renyi import step_rdp
+from raycloak.coordinator.ledger.accounts import Account, opening
+from raycloak.coordinator.ledger.entries import Head
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.rules import PricedRun, check_cap, check_claims, epsilon_at, registration
 from raycloak.coordinator.ledger.store import LedgerStore
@@ -23,9 +24,11 @@ from tests.coordinator.ledger.ledger_cases import (
     CAP,
     DATA,
     DELTA,
+    IN_USE,
     MANIFEST,
     PARAMETERS,
     affordable,
+    epsilon_at_orders,
     expected_epsilon,
     mechanism,
     opened,
@@ -137,8 +140,8 @@ def test_different_mechanisms_add_up_in_renyi_divergence_not_in_epsilon(ledger: 
     ledger.bind_data("run-b", MANIFEST, DATA)
     ledger.charge("run-a", 0, PARAMETERS, MANIFEST)
     ledger.charge("run-b", 0, PARAMETERS, MANIFEST)
-    both = [a + b for a, b in zip(step_rdp(1.0, 2.6), step_rdp(1.0, 9.0), strict=True)]
-    assert spent(ledger) == pytest.approx(epsilon(both, accountant_delta(DELTA)), rel=1e-12)
+    both = [a + b for a, b in zip(step_rdp(1.0, 2.6, IN_USE), step_rdp(1.0, 9.0, IN_USE), strict=True)]
+    assert spent(ledger) == pytest.approx(epsilon_at_orders(both), rel=1e-12)
     assert spent(ledger) < expected_epsilon(1) + expected_epsilon(1, 9.0)
 
 
@@ -190,7 +193,8 @@ def test_runs_that_cannot_be_charged_honestly_are_refused(ledger: PrivacyLedger,
 
 def test_a_cap_holds_to_the_last_bit():
     terms = opening("patients", CAP, DELTA, b"", b"", "rdp")
-    run = registration("run-b", terms, (mechanism(),), MANIFEST, b"")
+    run = registration("run-b", terms, (mechanism(),), MANIFEST, b"", fixed=False)
+    terms = Account.of(terms, Head()).with_run(run).terms
     charged = [PricedRun.of(run).spend({"gradient": 3})]
     exact = epsilon_at(terms, charged)
     assert check_cap(terms.model_copy(update={"epsilon_cap": exact}), charged) == exact
@@ -365,9 +369,9 @@ def test_each_mechanism_of_a_run_is_charged_as_an_event_of_its_own(ledger_url: s
     costs = [(1, 2.6), (2, 6.0), (1, 8.0)]
     total = [
         sum(count * rdp for (count, _), rdp in zip(costs, column, strict=True))
-        for column in zip(*(step_rdp(1.0, z) for _, z in costs), strict=True)
+        for column in zip(*(step_rdp(1.0, z, IN_USE) for _, z in costs), strict=True)
     ]
-    assert spent(ledger) == pytest.approx(epsilon(total, accountant_delta(DELTA)), rel=1e-12)
+    assert spent(ledger) == pytest.approx(epsilon_at_orders(total), rel=1e-12)
     (run,) = ledger.view().accounts[0].runs
     assert [(each.query, each.charged, each.planned) for each in run.queries] == [
         ("gradient", 1, 20),
@@ -414,12 +418,8 @@ def test_measurements_and_steps_share_one_cap(ledger_url: str):
     ledger = with_measurements(ledger_url)
     for step in range(4):
         ledger.charge("run-a", step, PARAMETERS, MANIFEST, "evaluation")
-    measured = 4 * np.asarray(step_rdp(1.0, 6.0))
-    allowed = next(
-        steps
-        for steps in range(20)
-        if epsilon(measured + (steps + 1) * np.asarray(step_rdp(1.0, 2.6)), accountant_delta(DELTA)) > CAP
-    )
+    (measured,), (step_cost,) = step_rdp(1.0, 6.0, IN_USE), step_rdp(1.0, 2.6, IN_USE)
+    allowed = next(steps for steps in range(20) if epsilon_at_orders([4 * measured + (steps + 1) * step_cost]) > CAP)
     assert 0 < allowed < affordable()
     for step in range(allowed):
         ledger.charge("run-a", step, PARAMETERS, MANIFEST)

@@ -341,7 +341,7 @@ def test_the_cap_counts_what_is_measured_before_a_step():
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])
 def test_a_cap_without_room_for_the_last_evaluation_ends_the_run_there(tmp_path, accountant: str):
     held = {**MEASURED["dp_config"], "accountant": accountant}
-    full = plan(dp_config=held).epsilon
+    full = composed_epsilon(plan(dp_config=held).releases, 1e-5, accountant)
     run = trained(tmp_path, **{**MEASURED, "dp_config": held | {"epsilon_cap": full - 1e-6}})
     assert run.finished.steps == 3
     assert run.finished.ending.value == "cap_exceeded"
