@@ -28,12 +28,17 @@ LARGEST_GRID = 2**18
 """Most grid points of one release's distribution. Building one takes 10 microseconds."""
 
 FLOAT_ERROR = 2.0**-45
-"""Delta lost to rounding by a release.
+"""Delta that is set aside, a release, for the rounding of Fourier transforms. It is measured, and not proved.
 
-Raising a Fourier transform of n points to the power T multiplies its rounding error of u log2(n) by T; over the
-grid's tail that moves delta by at most T u log2(n) sqrt(n / width), which is below T 2^-45 for n up to 2^24 and a
-distribution that fills a tenth of its grid.
+An estimate chose it: a transform of n points raised to the power T has an error of about T u log2(n), which moves a
+tail's delta by about T u log2(n) sqrt(n / width), below T 2^-45 for n up to 2^24 and a distribution that fills a tenth
+of its grid. Against compositions of up to 128 releases without Fourier transforms, the real error is below a hundredth
+of it.
 """
+
+GAUSSIAN_ROUNDING = 1e-11
+"""Added to the closed form of full batches, both absolutely and as a share. Its search ends within 1e-12 of the root of
+a rounded function; measured against 60 digits, it was up to 2e-12 too low."""
 
 _COARSEST = 0.125
 
@@ -89,7 +94,8 @@ def _on_grid(releases: Releases, delta: float, interval: float) -> float:
     if _is_gaussian(releases):
         from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 
-        return float(get_epsilon_gaussian(releases[0].noise_multiplier, delta))
+        found = float(get_epsilon_gaussian(releases[0].noise_multiplier, delta))
+        return (found + GAUSSIAN_ROUNDING) * (1 + GAUSSIAN_ROUNDING)
     share = delta - FLOAT_ERROR * sum(release.count for release in releases)
     if share < 0.99 * delta:
         raise ConfigError(

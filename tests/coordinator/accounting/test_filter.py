@@ -22,7 +22,7 @@ RENYI = accountant_of("rdp")
 
 
 def test_an_adaptive_adversary_passes_the_smallest_over_many_orders_and_twice_delta():
-    """What makes the filter's rule necessary: the best of many orders bounds no releases that are chosen as one goes."""
+    """Why the filter needs its rule: the best of many orders bounds no releases that follow from others."""
     assert 1.98 < _true_delta(smallest_epsilon, ORDERS) / DELTA < 2.0
 
 

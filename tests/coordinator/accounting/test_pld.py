@@ -2,13 +2,16 @@
 
 import math
 
+import mpmath as mp
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 from scipy.stats import norm
 
 from raycloak.coordinator.accounting import pld
 from raycloak.coordinator.accounting.accountants import AccountLimits, Quote, Spend, accountant_of, largest_part
 from raycloak.coordinator.accounting.calibration import epsilon_of, solve_noise_multiplier
-from raycloak.coordinator.accounting.pld import STATED_ERROR
+from raycloak.coordinator.accounting.pld import FLOAT_ERROR, STATED_ERROR
 from raycloak.coordinator.accounting.releases import Release, merged
 from raycloak.coordinator.accounting.renyi import ORDERS, accountant_delta, composed_rdp
 from raycloak.metrics.errors import ConfigError
@@ -185,3 +188,45 @@ def test_the_share_of_an_account_that_is_spent_is_linear_in_steps():
     assert [PLD.ratio([spend((n,), plan, quote)], terms(10.0)) for n in (0, 40, 160)] == [0.0, 0.25, 1.0]
     assert PLD.ratio([spend((1,), plan, Quote())], terms(0.1)) == math.inf
     assert PLD.ratio([], terms(1.0)) == 0.0
+
+
+# --- rounding
+
+
+def test_the_closed_form_of_full_batches_is_never_low():
+    """Against 60 digits: at the stated epsilon, delta is at most what was asked for."""
+    random = np.random.default_rng(7)
+    with mp.workdps(60):
+        for _ in range(300):
+            z, delta = 2 ** random.uniform(-6, 10), 10 ** random.uniform(-15, -1)
+            stated = mp.mpf(pld.epsilon((Release(1.0, z, 1),), delta))
+            over = mp.mpf(z) * stated
+            lost = mp.ncdf(1 / (2 * mp.mpf(z)) - over) - mp.exp(stated) * mp.ncdf(-1 / (2 * mp.mpf(z)) - over)
+            assert lost <= delta
+
+
+@pytest.mark.parametrize(
+    ("q", "z", "interval", "steps"), [(0.01, 1.0, 2**-6, 64), (0.05, 2.0, 2**-7, 32), (0.01, 0.7, 2**-4, 128)]
+)
+def test_the_measured_rounding_of_fourier_transforms_is_far_below_what_is_set_aside(
+    q: float, z: float, interval: float, steps: int
+):
+    """The same grids are composed by sums of products in extended precision."""
+    one = pld._one(q, z, interval)
+    composed = one.self_compose(steps)
+    for direction in ("_pmf_remove", "_pmf_add"):
+        start, ours = getattr(one, direction).to_dense_pmf(), getattr(composed, direction)
+        masses = _power(np.asarray(start._probs, dtype=np.longdouble), steps)
+        beyond = 1 - (1 - np.longdouble(start._infinity_mass)) ** steps
+        losses = (np.arange(len(masses)) + start._lower_loss * steps) * np.longdouble(interval)
+        for epsilon in np.linspace(0, 8, 33):
+            above = losses > epsilon
+            delta = beyond + np.sum(-np.expm1(epsilon - losses[above]) * masses[above])
+            assert delta - ours.get_delta_for_epsilon(epsilon) < FLOAT_ERROR * steps / 100
+
+
+def _power(masses: NDArray[np.longdouble], steps: int) -> NDArray[np.longdouble]:
+    """Return the distribution of a sum of ``steps``, a power of two, without Fourier transforms."""
+    for _ in range(int(math.log2(steps))):
+        masses = np.convolve(masses, masses)
+    return masses

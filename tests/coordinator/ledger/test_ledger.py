@@ -13,9 +13,16 @@ from raycloak.attestation.core.messages import Envelope
 from raycloak.coordinator.accounting.batch_shape import overflow_bound
 from raycloak.coordinator.accounting.renyi import step_rdp
 from raycloak.coordinator.ledger.accounts import Account, opening
-from raycloak.coordinator.ledger.entries import Head
+from raycloak.coordinator.ledger.entries import Head, RunRegistered
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from raycloak.coordinator.ledger.rules import PricedRun, check_cap, check_claims, epsilon_at, registration
+from raycloak.coordinator.ledger.rules import (
+    PricedRun,
+    charged_noise,
+    check_cap,
+    check_claims,
+    epsilon_at,
+    registration,
+)
 from raycloak.coordinator.ledger.store import LedgerStore
 from raycloak.metrics.errors import BudgetError, ConfigError
 from raycloak.workers.terms.receipt import check_receipt
@@ -199,6 +206,20 @@ def test_a_cap_holds_to_the_last_bit():
     assert check_cap(terms.model_copy(update={"epsilon_cap": exact}), charged) == exact
     with pytest.raises(BudgetError, match="cap_exceeded"):
         check_cap(terms.model_copy(update={"epsilon_cap": math.nextafter(exact, 0)}), charged)
+
+
+def test_noise_that_is_short_of_its_claim_by_rounding_is_charged_as_what_it_is(ledger: PrivacyLedger):
+    claimed = mechanism().noise_multiplier
+    needed = claimed * mechanism().sensitivity / mechanism().gamma
+    run = mechanism(sigma=math.sqrt((needed**2 + 4) / 8) * (1 - 4e-10))
+    assert claimed * (1 - 1e-9) < charged_noise(run) < claimed
+    assert charged_noise(mechanism()) == claimed
+    ledger.register_run("run-b", "patients", (run,), MANIFEST)
+    (event,) = [e.event for e in ledger.history() if isinstance(e.event, RunRegistered) and e.event.run_id == "run-b"]
+    assert event.step_rdp == (step_rdp(1.0, charged_noise(run), IN_USE),)
+    assert event.step_rdp > (step_rdp(1.0, claimed, IN_USE),)
+    assert PricedRun.of(event).spend({"gradient": 1}).releases[0].noise_multiplier == charged_noise(run)
+    ledger.verify()
 
 
 def test_what_a_mechanism_claims_may_be_short_of_nothing():
