@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from raycloak.coordinator.accounting.renyi import SLACK_SHARE, effective_noise_m
 from raycloak.coordinator.cli.tables import plan_rows
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.ledger.entries import Head
+from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.view import AccountView, LedgerView
 from raycloak.coordinator.planning.cross_check import checked
 from raycloak.coordinator.planning.payer import PayingAccount, paying_account
@@ -20,6 +22,7 @@ from raycloak.coordinator.planning.plan import make_plan, plan_mechanism
 from raycloak.metrics.errors import BudgetError, ConfigError, DatasetError, ModelError, RefusedError
 
 DIGITS = {"kind": "digits"}
+MANIFEST = b"m" * 32
 
 
 def config(**changes: Any) -> RunConfig:
@@ -233,6 +236,43 @@ def test_a_runs_own_account_is_planned_with_pld_and_a_named_one_with_its_own_acc
     assert [plan.mechanism.accountant for plan in (own, named, asked)] == ["pld", "rdp", "rdp"]
     assert own.epsilon < 0.97 * named.epsilon == pytest.approx(0.97 * asked.epsilon)
     assert "dp-accounting" in own.as_json()["accountant_version"]
+
+
+@pytest.mark.parametrize("before", [(), ({"expected_batch_size": 1437.0, "steps": 3},)])
+@pytest.mark.parametrize("cap", [1.9, 3.0, 8.0])
+def test_a_plan_on_a_shared_account_says_what_the_ledger_will_charge(
+    tmp_path: Path, before: tuple[dict[str, Any], ...], cap: float
+) -> None:
+    """On a new account, whose order the plan fixes, and on one whose order an earlier run fixed."""
+    ledger = PrivacyLedger(f"sqlite:///{tmp_path / 'ledger.sqlite'}")
+    ledger.open_account("patients", cap, 1e-5)
+    held = {"noise_multiplier": 1.0, "epsilon_cap": cap, "target_delta": 1e-5}
+    for earlier in before:
+        first = config(ledger={"account": "patients"}, dp_config={**held, "noise_multiplier": 50.0}, **earlier)
+        planned = make_plan(first, 1437, 4810, paying_account(ledger.view(), first))
+        ledger.register_run("first", "patients", (planned.mechanism,), MANIFEST)
+    settings = config(ledger={"account": "patients"}, dp_config=held, expected_batch_size=28.0, steps=60)
+    plan = make_plan(settings, 1437, 4810, paying_account(ledger.view(), settings))
+    assert plan.orders_fixed == bool(before)
+    ledger.register_run("run", "patients", (plan.mechanism,), MANIFEST)
+    ledger.bind_data("run", MANIFEST, bytes(32))
+    assert ledger.view().accounts[0].orders == plan.orders
+    for step in range(plan.steps_within_cap):
+        ledger.charge("run", step, bytes(32), MANIFEST)
+    assert ledger.view().accounts[0].spent_epsilon == pytest.approx(plan.epsilon, rel=1e-12)
+    if plan.steps_within_cap < 60:
+        with pytest.raises(BudgetError, match="cap_exceeded"):
+            ledger.charge("run", plan.steps_within_cap, bytes(32), MANIFEST)
+    ledger.verify()
+    ledger.close()
+
+
+def test_a_plan_is_solved_so_that_its_own_rdp_account_admits_it_whole() -> None:
+    held = {"target_epsilon": 2.0, "target_delta": 1e-5, "accountant": "rdp"}
+    plan = make_plan(config(dp_config=held, expected_batch_size=28.0, steps=60), 1437, 4810)
+    assert plan.steps_within_cap == 60
+    assert 1.998 <= plan.epsilon <= 2.0
+    assert len(plan.orders) == 1
 
 
 def test_an_account_held_with_another_accountant_than_configured_is_refused() -> None:
