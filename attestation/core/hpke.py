@@ -24,7 +24,6 @@ from raycloak.attestation.core.keys import Secret, mlkem_public
 from raycloak.metrics.errors import EvidenceError
 
 _SUITE = Suite(KEM.MLKEM768_X25519, KDF.HKDF_SHA256, AEAD.AES_256_GCM)
-_KEY_BYTES = 32
 
 
 class HpkeKey:

@@ -60,6 +60,10 @@ class _Unexportable:
         raise TypeError(f"{type(self).__name__} must not leave its process")
 
 
+SECRET_BYTES = 32
+"""Length of a derived key: one output of SHA-256."""
+
+
 class Secret(_Unexportable):
     """A piece of symmetric key material."""
 
@@ -73,7 +77,7 @@ class Secret(_Unexportable):
         return self._raw
 
 
-def derive(secret: Secret, purpose: Purpose, *fields: bytes | str | int, length: int = 32) -> Secret:
+def derive(secret: Secret, purpose: Purpose, *fields: bytes | str | int, length: int = SECRET_BYTES) -> Secret:
     """Derive ``length`` bytes by HKDF-SHA-256 with ``info = LP(purpose, fields...)``."""
     info = length_prefixed(purpose, *fields)
     return Secret(HKDF(hashes.SHA256(), length, salt=None, info=info).derive(secret.reveal()))

@@ -13,9 +13,9 @@ from typing import ClassVar, Self
 from pydantic import JsonValue
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
-from raycloak.attestation.core.hpke import _KEY_BYTES, HpkeKey, hpke_seal
+from raycloak.attestation.core.hpke import HpkeKey, hpke_seal
 from raycloak.attestation.core.hybrid_signature import SignerPublic
-from raycloak.attestation.core.keys import IdentityKey, Purpose, Secret, derive
+from raycloak.attestation.core.keys import SECRET_BYTES, IdentityKey, Purpose, Secret, derive
 from raycloak.attestation.core.messages import Envelope, Message, open_envelope, parse, seal
 from raycloak.attestation.log.entries import EntryProof, LogHead
 from raycloak.attestation.log.watch import LogWatch
@@ -222,9 +222,9 @@ class ExpectedRelease:
 
 def _keys_in(package: KeyPackage, plaintext: bytes, each: int) -> list[Secret]:
     """Split the plaintext into the ``each`` keys of every virtual worker of ``package``, in order."""
-    if len(plaintext) != each * _KEY_BYTES * len(package.virtual_workers):
+    if len(plaintext) != each * SECRET_BYTES * len(package.virtual_workers):
         raise EvidenceError("key_package_mismatch", "the key package holds a different number of keys than it names")
-    return [Secret(plaintext[i : i + _KEY_BYTES]) for i in range(0, len(plaintext), _KEY_BYTES)]
+    return [Secret(plaintext[i : i + SECRET_BYTES]) for i in range(0, len(plaintext), SECRET_BYTES)]
 
 
 def open_slice_keys(

@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
-from raycloak.coordinator.bench.chaos.child_run import ChildRun, Task
+from raycloak.coordinator.bench.chaos.child_run import ChildRun, ChildTask
 from raycloak.coordinator.bench.chaos.cluster import ChaosCluster
 from raycloak.coordinator.bench.chaos.figures import Kill
 from raycloak.coordinator.bench.chaos.report import ChaosReport, Runs, report
@@ -84,7 +84,7 @@ def bench_chaos(
         site, secret = _new_site(Path(folder) / "site"), Path(folder) / "secret.hex"
         secret.touch(mode=0o600)
         secret.write_text(secrets.token_hex(32))
-        task = Task(path.resolve(), (*overrides, *FORCED), secret)
+        task = ChildTask(path.resolve(), (*overrides, *FORCED), secret)
         with ChaosCluster(config.num_workers) as cluster:
             notice("the cluster is there; the disturbed run starts")
             disturbed = _run(task, shutil.copytree(site, Path(folder) / "disturbed"), config, cluster)
@@ -120,7 +120,7 @@ def _new_site(folder: Path) -> Path:
     return folder
 
 
-def _run(task: Task, home: Path, config: RunConfig, cluster: ChaosCluster) -> ChildRun:
+def _run(task: ChildTask, home: Path, config: RunConfig, cluster: ChaosCluster) -> ChildRun:
     failure = config.failure
     # A stopped worker is missed after one deadline, its replacement has another. Half as much again for slow machines.
     patience_s = 1.5 * (failure.admission_deadline_s + failure.join_timeout_s + failure.step_deadline_s)

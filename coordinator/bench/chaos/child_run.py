@@ -83,7 +83,7 @@ STOP_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class ChildTask:
     """A training task: a configuration with overrides, and the file of the run secret."""
 
     config: Path
@@ -102,7 +102,7 @@ class ChildRun:
         ended: Unix times and reasons of the drivers that ended by themselves.
     """
 
-    task: Task
+    task: ChildTask
     home: Path
     environment: Mapping[str, str]
     patience_s: float
