@@ -28,7 +28,7 @@ class ServiceContract(KeyContract):
     Attributes:
         orchestrator_key: the Ed25519 key that certifies the service's channels and signs its packages and rosters.
         orchestrator_ml_dsa: the ML-DSA-65 key that co-signs the heads of its evidence log.
-        virtual_workers: number of key owners.
+        virtual_workers: number of virtual workers.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/service-contract/v1"
@@ -38,6 +38,11 @@ class ServiceContract(KeyContract):
     policy_digest: Bytes32
     virtual_workers: Annotated[int, Field(gt=0)]
     known_answer: Bytes32
+
+    @property
+    def key_owners(self) -> int:
+        """The number of virtual workers."""
+        return self.virtual_workers
 
     @property
     def orchestrator(self) -> SignerPublic:
@@ -83,9 +88,7 @@ def check_contract(
         f"is for {contract.virtual_workers} virtual workers and the run has {virtual_workers}": (
             contract.virtual_workers != virtual_workers
         ),
-        f"has {len(contract.key_commitments)} of the {epochs} key epochs of the run": (
-            len(contract.key_commitments) < epochs
-        ),
+        f"has {contract.epochs} of the {epochs} key epochs of the run": (len(contract.key_commitments) < epochs),
         # If both halves came from one secret, its holder would know both.
         "comes from the run secret itself": contract.run_id == run_id or contract.orchestrator_key == orchestrator_key,
     }

@@ -5,6 +5,7 @@ Its keys are checked against the manifest's commitments, so a worker accepts no 
 has the release comes with it: a worker takes no key that left without being logged.
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -32,12 +33,25 @@ class KeyContract(Message):
         known_answer: digest of the result on a public input that every worker must present.
         policy_digest: digest of the policy that evidence is judged by.
         key_commitments: per epoch, digest of the commitments to all virtual-worker keys.
+        keys_per_machine: most virtual workers whose keys of one epoch may ever go to one platform or GPU; None for any
+            number.
     """
 
     run_id: str
     known_answer: bytes
     policy_digest: bytes
     key_commitments: tuple[bytes, ...]
+    keys_per_machine: int | None = None
+
+    @property
+    @abstractmethod
+    def key_owners(self) -> int:
+        """The number of virtual workers, each of which has keys in every epoch."""
+
+    @property
+    def epochs(self) -> int:
+        """The number of key epochs that the contract commits to."""
+        return len(self.key_commitments)
 
     @property
     def key_context(self) -> bytes:

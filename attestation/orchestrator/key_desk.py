@@ -34,20 +34,31 @@ from raycloak.attestation.sealed.sealed_data import SliceKeys
 from raycloak.metrics.errors import EvidenceError
 
 
+@dataclass(slots=True)
+class Asked:
+    """The keys that are asked for: a refusal is logged under the kind that it is about."""
+
+    kind: KeyKind
+
+
 @contextmanager
 def refusals_logged(
     refusals: RefusalLog, transaction: Callable[[], AbstractContextManager[None]], member_id: str, kind: KeyKind
-) -> Iterator[None]:
-    """Log a refusal to release keys of ``kind`` to ``member_id`` that is raised inside, as ``release_refused``.
+) -> Iterator[Asked]:
+    """Log a refusal to release keys to ``member_id`` that is raised inside, as ``release_refused``.
 
     Guarantee: before the refusal leaves, the entry is durable or part of the caller's transaction. Beyond its budget,
     ``refusals`` counts the refusal instead. A ``transaction`` that was open inside is undone.
+
+    Args:
+        kind: of the keys. A caller that releases several kinds sets the one that it has come to.
     """
+    asked = Asked(kind)
     try:
-        yield
+        yield asked
     except EvidenceError as refusal:
         with transaction():
-            refusals.append("release_refused", member_id, refusal.code, kind=kind.value)
+            refusals.append("release_refused", member_id, refusal.code, kind=asked.kind.value)
         raise
 
 
@@ -81,6 +92,21 @@ class Grant:
 
     def _shown(self, log: EvidenceLog, extends: tuple[bytes, ...]) -> KeyRelease:
         return KeyRelease(self.package, log.prove(self.entry).encode(), extends=extends)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class _Logged:
+    """A release that is in the log, and is to be sealed to its receiver."""
+
+    package: KeyPackage
+    plaintext: bytes
+    receiver: AdmittedMember
+    entry: Entry
+
+    def sealed(self, signer: IdentityKey) -> Grant:
+        return Grant(
+            seal_package(self.package, self.plaintext, self.receiver.presentation.hpke_key, signer), self.entry
+        )
 
 
 class _DigestedPolicy(NamedTuple):
@@ -135,10 +161,11 @@ class KeyDesk:
             KeyKind.DATASET: SliceKeys.open(terms.sealed, "training") if terms.sealed else None,
             KeyKind.EVALUATION: SliceKeys.open(terms.evaluation, "evaluation") if terms.evaluation else None,
         }
-        self._key_context = terms.contract.key_context
+        contract = terms.contract
+        self._key_context = contract.key_context
         # All members of an epoch are told the same, and hardly any two epochs are under way at once.
-        self._commitments = lru_cache(maxsize=4)(partial(keys.commitments, self._key_context, terms.virtual_workers))
-        self._key_policy = cache(partial(_digested_policy, terms.policy, terms.keys_per_machine))
+        self._commitments = lru_cache(maxsize=4)(partial(keys.commitments, self._key_context, contract.key_owners))
+        self._key_policy = cache(partial(_digested_policy, terms.policy, contract.keys_per_machine))
         # From the log, not from the terms: a restarted driver may bring another policy to the same session.
         begun = next(self._log.newest("session")).content
         self._policy_of_session = bytes.fromhex(begun["policy_digest"])
@@ -162,19 +189,28 @@ class KeyDesk:
         return self.grant(member_id, epoch, virtual_workers, seen).proved(self._log)
 
     def grant(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...], seen: int = 0) -> Grant:
-        """Release keys as :meth:`release`, for a caller that proves several grants later under one signed head."""
+        """Release keys as :meth:`release`, for a caller that proves several grants later under one signed head.
+
+        Guarantee: the log has all releases of one grant or none. A refused one uses up no quota of a key.
+        """
         self._require_seen(member_id, seen)
-        slices = self._grant_slices(KeyKind.DATASET, member_id, epoch, virtual_workers)
-        evaluation = self._grant_slices(KeyKind.EVALUATION, member_id, epoch, virtual_workers)
-        with refusals_logged(self._refusals, self._transaction, member_id, KeyKind.VIRTUAL_WORKER):
-            key_terms = self._key_policy(KeyKind.VIRTUAL_WORKER)
-            admitted = self._entitled(member_id, epoch, key_terms.policy)
-            keys = [self._keys.of(self._key_context, v, epoch) for v in virtual_workers]
-            plaintext = b"".join(key.stream.reveal() + key.data.reveal() for key in keys)
-            grant = self._send(key_terms, admitted, epoch, virtual_workers, self._commitments(epoch), plaintext)
+        logged: dict[KeyKind, _Logged] = {}
+        log_refusal = refusals_logged(self._refusals, self._transaction, member_id, KeyKind.VIRTUAL_WORKER)
+        with log_refusal as asked, self._transaction():
+            # Keys of examples first, as the member opens them first.
+            for kind in (KeyKind.DATASET, KeyKind.EVALUATION, KeyKind.VIRTUAL_WORKER):
+                asked.kind = kind
+                if kind is KeyKind.VIRTUAL_WORKER or self._slices[kind] is not None:
+                    logged[kind] = self._log_release(kind, member_id, epoch, virtual_workers)
+            admitted = logged[KeyKind.VIRTUAL_WORKER].receiver
+            # Last, because the member's epoch is also in memory, where no rollback takes it back.
+            self._admissions.keep(replace(admitted.row, epoch=epoch))
         # Only now: a refused release leaves the hosting as it was.
         self._hosting.released(member_id, virtual_workers)
-        return replace(grant, slices=slices, evaluation=evaluation, seen=seen)
+        # Sealed after the transaction: that takes time, and nobody else can write meanwhile.
+        grants = {kind: each.sealed(self._signer) for kind, each in logged.items()}
+        slices, evaluation = grants.get(KeyKind.DATASET), grants.get(KeyKind.EVALUATION)
+        return replace(grants[KeyKind.VIRTUAL_WORKER], slices=slices, evaluation=evaluation, seen=seen)
 
     def held_by_machine(self, epoch: int) -> dict[str, Mapping[str, frozenset[int]]]:
         """Return by admitted worker, and by name of its machine, whose keys of ``epoch`` went there in any session."""
@@ -200,35 +236,21 @@ class KeyDesk:
             if seen > len(self._log):
                 raise forked(f"{member_id} has seen {seen} entries, and there are {len(self._log)}")
 
-    def _grant_slices(
-        self, kind: KeyKind, member_id: str, epoch: int, virtual_workers: tuple[int, ...]
-    ) -> Grant | None:
-        """Release the slice keys of the dataset of ``kind``; None if the run has no such sealed dataset."""
-        keys = self._slices[kind]
-        if keys is None:
-            return None
-        with refusals_logged(self._refusals, self._transaction, member_id, kind):
-            key_terms = self._key_policy(kind)
-            keys.require_policy(key_terms.policy.evidence_policy)
-            keys.require_demand(self._terms.contract.encode(), self._terms.manifest_digest)
-            admitted = self._entitled(member_id, epoch, key_terms.policy)
-            plaintext = b"".join(keys.of(v).reveal() for v in virtual_workers)
-            commitments = keys.header.key_commitments
-            return self._send(key_terms, admitted, epoch, virtual_workers, commitments, plaintext)
-
-    def _send(
-        self,
-        key_terms: _DigestedPolicy,
-        admitted: AdmittedMember,
-        epoch: int,
-        virtual_workers: tuple[int, ...],
-        commitments: tuple[bytes, ...],
-        plaintext: bytes,
-    ) -> Grant:
-        """Log the release of the keys in ``plaintext``, and seal them to an entitled member."""
-        member_id = admitted.row.member_id
+    def _log_release(self, kind: KeyKind, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> _Logged:
+        """Count and log the release of keys of ``kind`` to an entitled member, in the caller's transaction."""
+        key_terms = self._key_policy(kind)
+        slices = self._slices.get(kind)
+        if slices is not None:
+            slices.require_policy(key_terms.policy.evidence_policy)
+            slices.require_demand(self._terms.contract.encode(), self._terms.manifest_digest)
+        admitted = self._entitled(member_id, epoch, key_terms.policy)
+        if slices is not None:
+            keys, commitments = [slices.of(v) for v in virtual_workers], slices.header.key_commitments
+        else:
+            of_run = [self._keys.of(self._key_context, v, epoch) for v in virtual_workers]
+            keys, commitments = [part for key in of_run for part in (key.stream, key.data)], self._commitments(epoch)
         package = KeyPackage(
-            kind=key_terms.policy.kind,
+            kind=kind,
             run_id=self._keys.run_id,
             session=self._session,
             member_id=member_id,
@@ -241,22 +263,18 @@ class KeyDesk:
             commitments=commitments,
             ciphertext=b"",
         )
-        with self._transaction():
-            self._draws.draw(key_terms.policy, epoch, map(str, virtual_workers), self._session, member_id)
-            if key_terms.policy.kind is KeyKind.VIRTUAL_WORKER:
-                most = key_terms.policy.keys_per_machine
-                self._machines.give(admitted.appraisal, epoch, virtual_workers, most)
-            self._admissions.keep(replace(admitted.row, epoch=epoch))
-            entry = self._log.append("released", released_body(package))
-        # After the block: without a logged release there is no package.
-        return Grant(seal_package(package, plaintext, admitted.presentation.hpke_key, self._signer), entry)
+        self._draws.draw(key_terms.policy, epoch, map(str, virtual_workers), self._session, member_id)
+        if kind is KeyKind.VIRTUAL_WORKER:
+            self._machines.give(admitted.appraisal, epoch, virtual_workers, key_terms.policy.keys_per_machine)
+        entry = self._log.append("released", released_body(package))
+        return _Logged(package, b"".join(key.reveal() for key in keys), admitted, entry)
 
     def _entitled(self, member_id: str, epoch: int, terms: KeyPolicy) -> AdmittedMember:
         admitted = self._admissions.find(member_id)
         if admitted is None or admitted.appraisal.role != terms.role:
             raise EvidenceError("release_denied", f"{member_id} is not an admitted worker")
-        if epoch >= self._terms.epochs:
-            raise EvidenceError("release_denied", f"there are keys of {self._terms.epochs} epochs, none of {epoch}")
+        if epoch >= (count := self._terms.contract.epochs):
+            raise EvidenceError("release_denied", f"there are keys of {count} epochs, none of {epoch}")
         if not terms.evidence_policy == admitted.appraisal.policy_digest == self._policy_of_session:
             raise EvidenceError(
                 "release_denied",

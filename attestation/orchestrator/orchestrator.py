@@ -144,10 +144,11 @@ class OpenRun:
             EvidenceError: ``machine_book_missing`` if the run was charged beside another state folder, and the terms
                 bound the keys of a machine.
         """
-        if terms.policy.digest() != terms.contract.policy_digest:
+        contract = terms.contract
+        if terms.policy.digest() != contract.policy_digest:
             raise ProtocolError("policy_mismatch", "the policy is not the manifest's")
         with self.books.state.transaction():
-            self.books.machines.require_known(terms.charged, terms.virtual_workers, terms.keys_per_machine)
+            self.books.machines.require_known(terms.charged, contract.key_owners, contract.keys_per_machine)
         self._session = SessionId(session, terms.manifest_digest)
         if self._is_new or not self.books.state.is_current(self._session):
             self._start_session(terms)
@@ -203,7 +204,7 @@ class OpenRun:
                 "manifest_digest": terms.manifest_digest.hex(),
                 "policy_digest": terms.policy.digest().hex(),
             }
-            self.books.log.append("session", {**body, "virtual_workers": terms.virtual_workers})
+            self.books.log.append("session", {**body, "virtual_workers": terms.contract.key_owners})
 
 
 class RunSession:
@@ -268,7 +269,7 @@ class RunSession:
             raise EvidenceError("release_denied", f"{body.member_id} is not an admitted worker of this run")
         with self._books.transaction_of(self._id):
             body = open_envelope(DataCommitments, envelope, admitted.presentation.identity_key)
-            self._books.slices.record(body, self._terms.virtual_workers)
+            self._books.slices.record(body, self._terms.contract.key_owners)
 
     def open_step(
         self,
@@ -332,7 +333,7 @@ class RunSession:
             members=tuple(self.admission.entry(i, hosting[i]) for i in sorted(hosting)),
         )
         with self._books.transaction_of(self._id):
-            place_order(order, self._terms.virtual_workers, self._books.commits, self._books.log)
+            place_order(order, self._terms.contract.key_owners, self._books.commits, self._books.log)
         # After the block: nobody gets an order that is not on disk.
         return seal(order, self.run.identity)
 

@@ -8,7 +8,6 @@ from raycloak.attestation.keys.release import KeyContract
 from raycloak.attestation.policy.policy import Policy
 from raycloak.attestation.sealed.sealed_data import SealedSource
 
-MAX_EPOCHS: Final = 65_536
 # An observer may look; it gets no keys and no place in a roster.
 OBSERVER: Final = "observer"
 # Only observers have such names, so that none of them can take the name of another member.
@@ -21,13 +20,11 @@ class RunTerms:
 
     Attributes:
         contract: the manifest of a run, or the contract of a standalone service. Keys derive from it alone, so nobody
-            can have the keys of one manifest released under another.
+            can have the keys of one manifest released under another. It alone says how many keys there are, and how
+            many of them one machine may have.
         sealed, evaluation: the training examples and the evaluation split, where they are sealed.
         displaces: whether a newcomer takes the place of the members on its machine or its GPUs, instead of being
             refused. At a key service members come one after the other, so a member that is still there has died.
-        epochs: number of epochs of keys that the manifest or the contract commits to; no later key is released.
-        keys_per_machine: most virtual workers whose keys of one epoch may ever go to one platform or GPU; None for any
-            number.
         charged: whether the ledger had charged the run before this execution. Its keys have then been released before,
             and the books of the run must know of it.
         lasting: names of the members that are kept when their evidence expires; None for all but observers. A
@@ -35,15 +32,12 @@ class RunTerms:
     """
 
     contract: KeyContract
-    virtual_workers: int
     policy: Policy
     collateral: CollateralBundle
     sealed: SealedSource | None = None
     evaluation: SealedSource | None = None
     displaces: bool = False
     lasting: frozenset[str] | None = None
-    epochs: int = MAX_EPOCHS
-    keys_per_machine: int | None = None
     charged: bool = False
 
     @property

@@ -51,6 +51,10 @@ class _BenchContract(KeyContract):
 
     DOMAIN: ClassVar[str] = "raycloak/bench-contract/v1"
 
+    @property
+    def key_owners(self) -> int:
+        return VIRTUAL_WORKERS
+
     def digest(self) -> bytes:
         return MANIFEST
 
@@ -120,7 +124,9 @@ def serve(pipe: Connection, folder: str) -> None:
     policy = simulated_policy(vendor, code_measurement()).model_copy(update=endless)
     collateral = vendor.collateral(int(time.time()))
     contract = _BenchContract(run_id=run.run_id, known_answer=ANSWER, policy_digest=policy.digest(), key_commitments=())
-    terms = RunTerms(contract, VIRTUAL_WORKERS, policy, collateral)
+    terms = RunTerms(
+        contract.with_keys(run.key_commitments(contract.key_context, VIRTUAL_WORKERS, 1)), policy, collateral
+    )
     session = run.begin(terms, "bench")
     # Every worker comes from this one address.
     limits = ServiceLimits(address_rate=1e6, address_burst=10**6)

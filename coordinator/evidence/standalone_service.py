@@ -29,6 +29,7 @@ from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_mea
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import validated
 from raycloak.coordinator.config.sections import Section
+from raycloak.coordinator.planning.manifest import run_terms
 from raycloak.coordinator.planning.references import load_terms
 from raycloak.metrics.errors import ConfigError, ProtocolError
 from raycloak.metrics.file_errors import file_error
@@ -165,11 +166,12 @@ def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, Ru
     run = open_run(str(folder / "orchestrator"), time.time, str(secret), run_id if known else None)
     try:
         served = _with_sealed(_served(config, base, run, policy, collateral), config, base)
-        hosting = _hosting(config, served.run.virtual_workers)
+        count = served.run.contract.key_owners
+        hosting = _hosting(config, count)
         # Members that the table names are kept. Others are forgotten when their evidence expires.
         lasting = frozenset() if hosting is None else frozenset((*hosting.workers, *hosting.aggregators))
         session = run.begin(replace(served.run, lasting=lasting), SESSION)
-        desk = key_service_desk(session, served.run.virtual_workers) if hosting is None else session.peer_desk(hosting)
+        desk = key_service_desk(session, count) if hosting is None else session.peer_desk(hosting)
         # The server's calls and the refresh of collateral take turns at the orchestrator.
         turn = Turn()
         server = EvidenceServer.start(desk, served.run.manifest_digest, config.bind, config.limits, turn)
@@ -235,8 +237,7 @@ def _served(
                 "the manifest names another run secret or another policy than this file.",
                 "Name the secret and the policy of that run.",
             )
-        count, epochs = manifest.computation.mechanism.virtual_workers, len(manifest.key_commitments)
-        return _Served(RunTerms(manifest, count, policy, collateral, epochs=epochs), None)
+        return _Served(run_terms(manifest, policy, collateral), None)
     assert config.contract is not None  # the configuration has one of the two
     answer, count = bytes.fromhex(config.contract.known_answer), config.contract.virtual_workers
     unkeyed = ServiceContract(
@@ -250,9 +251,7 @@ def _served(
     )
     contract = unkeyed.with_keys(run.key_commitments(unkeyed.key_context, count, config.contract.epochs))
     # At a key service, a worker that died before its release makes room on its machine.
-    of_run = RunTerms(
-        contract, count, policy, collateral, displaces=config.hosting == "any", epochs=config.contract.epochs
-    )
+    of_run = RunTerms(contract, policy, collateral, displaces=config.hosting == "any")
     return _Served(of_run, contract)
 
 
@@ -260,7 +259,7 @@ def _with_sealed(served: _Served, config: ServiceConfig, base: Path) -> _Served:
     def load(sealed: SealedConfig | None, use: Use) -> SealedSource | None:
         if sealed is None:
             return None
-        return load_terms(base / sealed.path, base / sealed.key_file, served.run.virtual_workers, use)
+        return load_terms(base / sealed.path, base / sealed.key_file, served.run.contract.key_owners, use)
 
     sealed, evaluation = load(config.sealed, "training"), load(config.evaluation, "evaluation")
     return replace(served, run=replace(served.run, sealed=sealed, evaluation=evaluation))

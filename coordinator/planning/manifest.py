@@ -93,12 +93,9 @@ def run_terms(
     """Return the orchestrator's view of ``manifest``; ``charged`` as in `RunTerms`."""
     return RunTerms(
         contract=manifest,
-        virtual_workers=manifest.computation.mechanism.virtual_workers,
         policy=policy,
         collateral=collateral,
         sealed=sealed,
         evaluation=evaluation,
-        epochs=len(manifest.key_commitments),
-        keys_per_machine=manifest.keys_per_machine,
         charged=charged,
     )

@@ -30,10 +30,23 @@ class StandIn(KeyContract):
 
     DOMAIN: ClassVar[str] = "raycloak/test/contract"
 
+    virtual_workers: int
+
     @classmethod
-    def under(cls, policy: Policy) -> Self:
-        """Return a contract that names ``policy``."""
-        return cls(run_id=RUN, known_answer=b"k" * 32, policy_digest=policy.digest(), key_commitments=())
+    def under(cls, policy: Policy, count: int = 4, epochs: int = 3, keys_per_machine: int | None = None) -> Self:
+        """Return a contract that names ``policy``, with keys of ``count`` virtual workers in each of ``epochs``."""
+        return cls(
+            run_id=RUN,
+            known_answer=b"k" * 32,
+            policy_digest=policy.digest(),
+            key_commitments=(b"c" * 32,) * epochs,
+            virtual_workers=count,
+            keys_per_machine=keys_per_machine,
+        )
+
+    @property
+    def key_owners(self) -> int:
+        return self.virtual_workers
 
     def digest(self) -> bytes:
         return MANIFEST

@@ -36,7 +36,7 @@ class Site:
         self.run_id, self.log_owner = self.run.run_id, self.run.public
         self.key = self.log_owner.ed25519
         policy = simulated_policy(self.session.vendor, MEASUREMENT)
-        self.terms = RunTerms(StandIn.under(policy), 4, policy, self.session.collateral)
+        self.terms = RunTerms(StandIn.under(policy), policy, self.session.collateral)
         self.begin("execution-1")
 
     def begin(self, session: str) -> None:

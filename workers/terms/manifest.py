@@ -158,8 +158,8 @@ class Manifest(KeyContract):
             ML-DSA-65 key, which signs the heads of its evidence log as well.
         dataset_fingerprint: as every worker computed it, see `workers/inputs/fingerprint.py`; empty without a key for
             data in the clear.
-        keys_per_machine: most virtual workers whose keys of one epoch may ever go to one platform or GPU. Set where the
-            noise of some is not counted on, and then at most as many; None elsewhere.
+        keys_per_machine: set where the noise of some virtual workers is not counted on, and then at most as many; None
+            elsewhere.
         key_service: contract of the data owner's service, which gives the second half of every virtual-worker key.
             ``key_commitments`` are then of the first half; the contract has the commitments to the second.
     """
@@ -173,7 +173,6 @@ class Manifest(KeyContract):
     orchestrator_ml_dsa: bytes
     dataset_fingerprint: bytes = b""
     key_service: ServiceContract | None = None
-    keys_per_machine: int | None = None
 
     @model_validator(mode="after")
     def _uncounted_noise_is_bounded(self) -> Self:
@@ -183,6 +182,11 @@ class Manifest(KeyContract):
         if (most is None) != (uncounted == 0) or (most is not None and not 1 <= most <= uncounted):
             raise ValueError(f"{uncounted} virtual workers' noise is not counted on, and one machine may have {most}")
         return self
+
+    @property
+    def key_owners(self) -> int:
+        """The number of virtual workers."""
+        return self.computation.mechanism.virtual_workers
 
     @property
     def stated(self) -> StatedRun:

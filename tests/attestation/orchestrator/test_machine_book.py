@@ -23,7 +23,7 @@ class BoundedDesk(Desk):
 
     def begin(self) -> None:
         policy, collateral = self.policy(), self.session.collateral
-        terms = RunTerms(StandIn.under(policy), COUNT, policy, collateral, epochs=EPOCHS, keys_per_machine=MOST)
+        terms = RunTerms(StandIn.under(policy, COUNT, EPOCHS, MOST), policy, collateral)
         self.orchestrator.begin(terms, f"execution-{self.executions}")
 
     def admit_on(self, machine: str, *names: str) -> None:
@@ -142,15 +142,13 @@ def test_a_charged_run_releases_no_bounded_key_beside_an_empty_book(desk, sessio
     (second / "secret").write_text(secret)
     run = open_run(str(second), lambda: desk.now, str(second / "secret"))
     policy, collateral = desk.policy(), session.collateral
-    terms = RunTerms(
-        StandIn.under(policy), COUNT, policy, collateral, epochs=EPOCHS, keys_per_machine=MOST, charged=True
-    )
+    terms = RunTerms(StandIn.under(policy, COUNT, EPOCHS, MOST), policy, collateral, charged=True)
     with pytest.raises(EvidenceError) as error:
         run.begin(terms, "elsewhere")
     assert error.value.code == "machine_book_missing"
     run.begin(replace(terms, charged=False), "a run that was never charged")
     assert run.most_hosted() == 0
-    run.begin(replace(terms, keys_per_machine=None), "without a bound")
+    run.begin(replace(terms, contract=StandIn.under(policy, COUNT, EPOCHS)), "without a bound")
     assert run.most_hosted() == COUNT, "nobody knows which machines got them"
     run.close()
 

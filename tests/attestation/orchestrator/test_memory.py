@@ -29,7 +29,7 @@ class StrictDesk(Desk):
         collateral = CollateralBundle(tdx=(self.session.vendor.tdx_collateral(int(self.now), variant),))
         rules = policy, collateral
         how = {"displaces": self.displaces, "lasting": self.lasting}
-        terms = RunTerms(StandIn.under(policy), COUNT, *rules, **how)
+        terms = RunTerms(StandIn.under(policy, COUNT), *rules, **how)
         self.orchestrator.begin(terms, f"execution-{self.executions}")
 
 

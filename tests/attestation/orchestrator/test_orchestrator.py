@@ -76,7 +76,7 @@ class Desk:
 
     def begin(self) -> None:
         policy = self.policy()
-        terms = RunTerms(StandIn.under(policy), COUNT, policy, self.session.collateral, epochs=EPOCHS)
+        terms = RunTerms(StandIn.under(policy, COUNT, EPOCHS), policy, self.session.collateral)
         self.orchestrator.begin(terms, f"execution-{self.executions}")
 
     def present(self, name: str, answer: bytes = ANSWER) -> Envelope:
@@ -136,7 +136,7 @@ KEYS = ("identity", "ml-dsa")
 def test_the_keys_of_a_manifest_are_released_under_its_own_policy_alone(desk):
     """A driver that names a laxer one gets no session: the keys derive from a manifest that names another."""
     lax = desk.policy().model_copy(update={"evidence_lifetime_s": 10**6})
-    terms = RunTerms(StandIn.under(desk.policy()), COUNT, lax, desk.session.collateral)
+    terms = RunTerms(StandIn.under(desk.policy()), lax, desk.session.collateral)
     assert refusal(desk.orchestrator.begin, terms, "another") == "policy_mismatch"
     desk.orchestrator.begin(replace(terms, contract=StandIn.under(lax)), "another")
 
@@ -152,7 +152,7 @@ def test_run_id_and_key_follow_from_the_secret_so_a_restart_is_the_same_orchestr
 
 def test_a_run_and_its_session_are_whole_after_their_constructors(desk, tmp_path):
     run = open_run(str(desk.home), lambda: NOW, str(desk.home / "secret"))
-    terms = RunTerms(StandIn.under(desk.policy()), COUNT, desk.policy(), desk.session.collateral)
+    terms = RunTerms(StandIn.under(desk.policy()), desk.policy(), desk.session.collateral)
     opened = set(vars(run))
     begun = run.begin(terms, "execution")
     parts = [begun, begun.admission, begun.keys]

@@ -19,7 +19,7 @@ def admit(session: Session, home: Path, number: int, now: int = NOW) -> str | No
     run = open_run(str(home), lambda: now, None)
     collateral = session.vendor.collateral(now, CollateralVariant(evaluation_number=number))
     policy = simulated_policy(session.vendor, MEASUREMENT)
-    admission = run.begin(RunTerms(StandIn.under(policy), COUNT, policy, collateral), "execution").admission
+    admission = run.begin(RunTerms(StandIn.under(policy, COUNT), policy, collateral), "execution").admission
     attester = Attester("worker-0", Source(session.platform))
     try:
         admission.admit(attester.present(admission.challenge("worker-0", "worker"), MANIFEST, ANSWER))

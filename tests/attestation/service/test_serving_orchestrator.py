@@ -32,7 +32,7 @@ class Run:
         self.session, self.home, self.now = session, home, NOW
         (home / "run.secret").write_text("5e" * 32)
         policy = simulated_policy(session.vendor, MEASUREMENT)
-        self.terms = RunTerms(StandIn.under(policy), 4, policy, session.collateral)
+        self.terms = RunTerms(StandIn.under(policy), policy, session.collateral)
         self.members = {}
         self.start(bind)
 

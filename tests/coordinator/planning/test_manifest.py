@@ -119,7 +119,7 @@ def test_a_manifest_bounds_keys_by_machine_exactly_where_some_noise_is_not_count
     changes = {"computation": computation.model_copy(update={"mechanism": mechanism}), "keys_per_machine": most}
     body = hand.manifest.model_copy(update=changes).encode()
     if fits:
-        assert run_terms(parse(Manifest, body), hand.policy, hand.collateral).keys_per_machine == most
+        assert run_terms(parse(Manifest, body), hand.policy, hand.collateral).contract.keys_per_machine == most
     else:
         with pytest.raises(ProtocolError, match="malformed"):
             parse(Manifest, body)
@@ -159,5 +159,5 @@ def test_the_orchestrator_is_told_the_manifests_own_terms(hand):
     terms = run_terms(hand.manifest, hand.policy, hand.collateral)
     assert terms.manifest_digest == hand.manifest.digest()
     assert terms.contract == hand.manifest
-    assert terms.virtual_workers == hand.mechanism.virtual_workers
+    assert terms.contract.key_owners == hand.mechanism.virtual_workers
     assert (terms.policy, terms.collateral) == (hand.policy, hand.collateral)
