@@ -15,6 +15,7 @@ Rules of every actor:
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -38,7 +39,7 @@ from raycloak.coordinator.cluster.ledger_actor import LedgerActor
 from raycloak.coordinator.cluster.node_evidence import NodeEvidenceSource
 from raycloak.coordinator.cluster.orchestrator_actor import OrchestratorActor
 from raycloak.coordinator.cluster.platform_actor import NodePlatform
-from raycloak.coordinator.cluster.processes import nvml_missing, own_node
+from raycloak.coordinator.cluster.processes import MACHINE_LABEL, machine_name, nvml_missing, own_node
 from raycloak.coordinator.cluster.remote import Reference
 from raycloak.coordinator.console.output import divert_logger
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
@@ -98,34 +99,47 @@ def ask_node(handle: Any) -> Reference[str]:
 
 def alive_nodes() -> list[str]:
     """Return the ids of the nodes that can run actors."""
+    return list(_alive_nodes())
+
+
+def _alive_nodes() -> dict[str, Mapping[str, str]]:
+    """Return the labels of the nodes that can run actors, by node id."""
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
-    return [node["NodeID"] for node in nodes if node["Alive"]]
+    return {node["NodeID"]: node["Labels"] for node in nodes if node["Alive"]}
 
 
 class Platforms:
     """The simulated platforms, one per node, also on nodes that join later.
 
-    A node's platform has the same identity in every execution, so that keys are counted by node across them.
+    A platform has the identity of the machine that its node is on, so that keys are counted by machine, in whatever
+    execution and cluster; see `raycloak.coordinator.cluster.processes.machine_name`. A node's id would not do: it is
+    new whenever Ray starts there.
     """
 
     def __init__(self, vendor: SimulatedVendor) -> None:
         self._vendor = vendor
-        self._installing: list[Reference[None]] = []
+        # A node that joins is asked for its machine while the run goes on.
+        self._installer = ThreadPoolExecutor(thread_name_prefix="simulated platforms")
+        self._installing: list[Future[None]] = []
         self.handles: dict[str, Any] = {}
         self.extend()
 
     def extend(self) -> None:
         """Start a platform on each node that has none yet."""
-        for node in alive_nodes():
+        for node, labels in _alive_nodes().items():
             if node not in self.handles:
-                self.handles[node] = _on_node(node, NodePlatform).remote()
-                keys = self._vendor.platform(node).to_bytes()
-                self._installing.append(ask(self.handles[node], NodePlatform.install, keys))
+                handle = self.handles[node] = _on_node(node, NodePlatform).remote()
+                self._installing.append(self._installer.submit(self._install, handle, labels.get(MACHINE_LABEL)))
+
+    def _install(self, handle: Any, label: str | None) -> None:
+        machine = fetch(ask_process(handle, machine_name, label), START_DEADLINE_S)
+        fetch(ask(handle, NodePlatform.install, self._vendor.platform(machine).to_bytes()), START_DEADLINE_S)
 
     def wait(self) -> None:
         """Wait until every platform that was started has its keys; raises as :func:`fetch`."""
         installing, self._installing = self._installing, []
-        fetch_all(installing, START_DEADLINE_S)
+        for each in installing:
+            each.result()
 
     def source(self) -> NodeEvidenceSource:
         """Return an evidence source for an actor that is started now, on any present node."""
@@ -138,6 +152,7 @@ class Platforms:
     def close(self) -> None:
         """Kill every platform."""
         kill_all(self.handles.values())
+        self._installer.shutdown(cancel_futures=True)
 
 
 def start_platforms(vendor: SimulatedVendor) -> dict[str, Any]:

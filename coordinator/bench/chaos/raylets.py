@@ -5,6 +5,7 @@ a session of processes that ends as a whole. The child ends it by itself when it
 temporary folder of its own.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -15,12 +16,13 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any, Self
 
 from raycloak.coordinator.cluster.process_table import process_table
+from raycloak.coordinator.cluster.processes import MACHINE_LABEL
 
 # They decide how soon a dead node is noticed. Ray's own settings need about 15 s. Shorter periods would take a busy
 # node for dead: the run survives that, but its virtual workers move for nothing. The closed connection tells of a dead
@@ -80,6 +82,7 @@ class Raylets:
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         self._stack = ExitStack()
+        self._numbers = itertools.count()
         folder = self._stack.enter_context(
             tempfile.TemporaryDirectory(prefix="rn", dir="/tmp", ignore_cleanup_errors=True)
         )
@@ -112,8 +115,12 @@ class Raylets:
         self._stack.close()
 
     def add(self, node: Node) -> Raylet:
-        """Start a node and wait until the cluster knows it."""
-        answer = self._ask("add", asdict(node))
+        """Start a node and wait until the cluster knows it.
+
+        It stands for a machine of its own unless its labels name one.
+        """
+        labels = {MACHINE_LABEL: f"raylet-{next(self._numbers)}", **node.labels}
+        answer = self._ask("add", asdict(replace(node, labels=labels)))
         return Raylet(answer["node_id"], answer["pid"])
 
     def drain(self, raylet: Raylet, deadline_s: float = 60.0) -> None:
