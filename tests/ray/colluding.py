@@ -1,8 +1,8 @@
-"""Run by tests/ray/test_colluding_workers.py as a driver of a cluster of three nodes; prints one JSON object.
+"""Run by tests/ray/test_colluding_workers.py as a driver of a cluster of three machines; prints one JSON object.
 
-Trains on three workers, one a node, of which one is assumed to collude. Workers are killed when they are asked for a
-step: twice on one node, then once on another, each when all three have their keys. A newcomer takes the dead one's
-place, on the same simulated platform.
+Usage: ``colluding.py LEDGER_URL first|resumed``. Trains on three workers, one a machine, of which one is assumed to
+collude. In the first execution a worker is killed when it is asked for a step, and a newcomer takes its place; the run
+is stopped after that step. In the resumed one every worker stands on another machine than its namesake before.
 """
 
 import json
@@ -12,51 +12,64 @@ import sys
 from collections import defaultdict
 
 import ray
+from ray.util.placement_group import placement_group_table
 
-from raycloak.attestation.log.evidence_log import read_exported_log
+from raycloak.attestation.core.messages import parse
+from raycloak.attestation.keys.release import KeyPackage
 from raycloak.coordinator.cluster.actors import connect
+from raycloak.coordinator.cluster.placement import Placement, cluster_nodes
+from raycloak.coordinator.cluster.processes import MACHINE_LABEL
 from raycloak.coordinator.cluster.ray_backend import RayBackend
 from raycloak.coordinator.cluster.remote import Worker
-from raycloak.coordinator.config.home import runs_folder
 from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.planning.plan import hosted_at_most
-from raycloak.coordinator.runs import ray_session
+from raycloak.coordinator.runs import execution, ray_session
 from raycloak.coordinator.runs.demo import demo_config
-from raycloak.coordinator.runs.evidence_address import manifest_in
 from raycloak.coordinator.runs.trainer import Trainer
 from raycloak.metrics.errors import RaycloakError
 from tests.protocol import RENYI
 
 WORKERS = 3
-VICTIMS = ("worker-0", "worker-0", "worker-1")
-"""Each time the worker on the node where this one began. It takes all three to move one more key to worker-0's node."""
+VICTIM = "worker-0"
+
+
+def machines():
+    """The machine of each node, as its label says."""
+    return {node.node_id: node.labels.get(MACHINE_LABEL) for node in cluster_nodes()}
+
+
+class Seated(Placement):
+    """Puts the initial workers on the machines in order, from ``first`` on."""
+
+    first = 0
+
+    def _free_seat(self, shared):
+        if self._seated == self._num_workers:
+            return super()._free_seat(shared)
+        wanted, names = f"machine-{(self.first + self._seated) % WORKERS}", machines()
+        self._seated += 1
+        nodes = placement_group_table(shared)["bundles_to_node_id"]
+        return next(seat for seat, node in nodes.items() if names[node] == wanted)
 
 
 class Killing(RayBackend):
-    """Knows on which node each worker has been, and kills one of each place of ``VICTIMS`` in turn."""
+    """Notes which keys every machine is sent, and kills ``victim`` when it is first asked for a step."""
 
-    nodes: dict = {}
-    alive: set = set()
+    victim = None
     killed: list = []
-
-    def start_worker(self, member_id):
-        self.alive.add(member_id)
-        return super().start_worker(member_id)
+    keys: dict = defaultdict(set)
 
     def call(self, actor, method, *args, **options):
         if method is Worker.accept_keys:
-            self.nodes[actor.member_id] = self.node(actor)
-        if method is Worker.step and len(self.alive) == WORKERS and len(self.killed) < len(VICTIMS):
-            place = self.nodes[VICTIMS[len(self.killed)]]
-            if self.nodes[actor.member_id] == place:
-                pid = ray.get(actor.handle.__ray_call__.remote(lambda _: os.getpid()), timeout=120)
-                os.kill(pid, signal.SIGKILL)
-                self.alive.discard(actor.member_id)
-                self.killed.append(actor.member_id)
+            package = parse(KeyPackage, args[0].package.body)
+            self.keys[machines()[self.node(actor)], package.epoch].update(package.virtual_workers)
+        if method is Worker.step and actor.member_id == self.victim not in self.killed:
+            os.kill(ray.get(actor.handle.__ray_call__.remote(lambda _: os.getpid()), timeout=120), signal.SIGKILL)
+            self.killed.append(actor.member_id)
         return super().call(actor, method, *args, **options)
 
 
-def raw_config():
+def raw_config(url):
     return demo_config() | {
         "num_workers": WORKERS,
         "min_workers": WORKERS,
@@ -65,39 +78,41 @@ def raw_config():
         "evaluation": None,
         "placement": {"strategy": "STRICT_SPREAD"},
         "dp_config": RENYI | {"colluding_workers": 1},
-        "failure": {"max_failures": 2 * len(VICTIMS)},
+        "ledger": {"url": url},
     }
 
 
-def keys_by_node():
-    """Return, by node and epoch, the virtual workers whose keys went there, as the exported evidence log says."""
-    (folder,) = runs_folder().iterdir()
-    given = defaultdict(set)
-    for entry in read_exported_log(folder / "evidence.jsonl", manifest_in(folder).log_owner).entries:
-        if entry.kind == "released" and entry.content["kind"] == "virtual_worker":
-            node = Killing.nodes[entry.content["member_id"]]
-            given[node, entry.content["epoch"]] |= set(entry.content["virtual_workers"])
-    return [sorted(virtual_workers) for _, virtual_workers in sorted(given.items())]
-
-
-def main():
-    ray_session.RayBackend = Killing
+def main(url, part):
+    ray_session.RayBackend, execution.Placement = Killing, Seated
+    if part == "first":
+        Killing.victim = VICTIM
+    else:
+        Seated.first = 1
     connect(num_cpus=0)
-    config, refusal = parse_config(raw_config()), None
+    config, refusal, metrics = parse_config(raw_config(url)), None, {}
+    trainer = Trainer(
+        config,
+        resume=part == "resumed",
+        progress=lambda report: trainer.stop() if part == "first" else None,
+        notice=lambda line: sys.stderr.write(f"{line}\n"),
+    )
     try:
-        Trainer(config, notice=lambda line: sys.stderr.write(f"{line}\n")).train()
+        metrics = trainer.train()["metrics"]
     except RaycloakError as error:
         refusal = {"exit_code": error.exit_code, "code": error.code, "message": error.message}
+    nodes = sorted(machines())
     ray.shutdown()
     answer = {
         "refusal": refusal,
+        "ending": metrics.get("ending"),
+        "keys_on_one_machine": metrics.get("keys_on_one_machine"),
         "killed": Killing.killed,
-        "nodes": len({*Killing.nodes.values()}),
+        "nodes": nodes,
         "allowed": hosted_at_most(config, config.fewest_workers),
-        "keys": keys_by_node(),
+        "keys": [[machine, epoch, sorted(held)] for (machine, epoch), held in sorted(Killing.keys.items())],
     }
     sys.stdout.write(json.dumps(answer) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

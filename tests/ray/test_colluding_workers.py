@@ -1,39 +1,50 @@
-"""Colluding workers are counted by machine: a whole run on three nodes, whose workers are killed."""
+"""Colluding workers are counted by machine: a run on three machines that is stopped, and resumed on a new cluster."""
 
 import json
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
-from raycloak.coordinator.bench.chaos.raylets import Node
+from raycloak.coordinator.bench.chaos.raylets import Node, Raylets
+from raycloak.coordinator.cluster.processes import MACHINE_LABEL
 from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.runs.demo import demo_config
-from raycloak.metrics.errors import RefusedError
 from raycloak.workers.gradients.numerics import worker_environment
 
 HERE = Path(__file__).parent
+MACHINES = 3
 
 
 @pytest.fixture
-def nodes(raylets):
-    """Yield three nodes of two CPUs each; they are taken away again."""
-    nodes = [raylets.add(Node(2)) for _ in range(3)]
-    yield nodes
-    for each in nodes:
-        each.kill()
+def execute(ray_environment, postgres, run_python):
+    """Runs one execution of the run in a cluster of its own, whose nodes are on the same machines each time."""
+    url = postgres.url()
+
+    def in_new_cluster(part):
+        with Raylets(ray_environment) as cluster:
+            for index in range(MACHINES):
+                cluster.add(Node(2, labels={MACHINE_LABEL: f"machine-{index}"}))
+            environment = {**cluster.environment, **worker_environment(parse_config(demo_config()).cpu_capability)}
+            done = run_python(str(HERE / "colluding.py"), url, part, environment=environment)
+        assert done.code == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return in_new_cluster
 
 
-def test_no_machine_gets_keys_of_more_virtual_workers_than_the_noise_allows_for(nodes, raylets, run_python):
-    """The run recovers or is refused. A worker's successor in its place is the same machine."""
-    environment = {**raylets.environment, **worker_environment(parse_config(demo_config()).cpu_capability)}
-    done = run_python(str(HERE / "colluding.py"), environment=environment, deadline_s=600)
-    assert done.code == 0, done.stderr
-    answer = json.loads(done.stdout.splitlines()[-1])
-    assert answer["nodes"] == 3
-    assert len(answer["killed"]) == 3, f"too few were killed to show anything: {answer}"
-    keys, allowed = answer["keys"], answer["allowed"]
-    assert max(map(len, keys)) <= allowed, (
-        f"a machine has keys of {max(keys, key=len)}, allowed are {allowed}: {answer}"
-    )
-    if (refusal := answer["refusal"]) is not None:
-        assert refusal["exit_code"] == RefusedError.exit_code, refusal
+def test_no_machine_gets_keys_of_more_virtual_workers_than_the_noise_allows_for_in_two_clusters(execute):
+    """The successor of a dead worker is on the same machine, and so is a worker of the resumed run, which has another
+    name there. All nodes of the second cluster are new to Ray."""
+    first, resumed = execute("first"), execute("resumed")
+    assert first["killed"] == ["worker-0"]
+    assert not {*first["nodes"]} & {*resumed["nodes"]}
+    given = defaultdict(set)
+    for machine, epoch, held in (*first["keys"], *resumed["keys"]):
+        given[machine, epoch].update(held)
+    assert sorted(given) == [(f"machine-{index}", 0) for index in range(MACHINES)]
+    allowed = first["allowed"]
+    assert max(map(len, given.values())) <= allowed == 3, f"allowed are {allowed}: {given}"
+    assert (first["refusal"], first["ending"]) == (None, "stopped")
+    assert (resumed["refusal"], resumed["ending"]) == (None, "complete")
+    assert first["keys_on_one_machine"] == resumed["keys_on_one_machine"] == allowed
