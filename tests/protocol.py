@@ -40,7 +40,7 @@ from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.membership.departures import Departure
 from raycloak.coordinator.membership.timing import Timer
 from raycloak.coordinator.planning.manifest import build_computation, build_manifest, epochs, run_terms
-from raycloak.coordinator.planning.plan import make_plan, plan_mechanism
+from raycloak.coordinator.planning.plan import keys_per_machine, make_plan, plan_mechanism
 from raycloak.coordinator.planning.references import descriptor, evaluation_folder, sealed_terms
 from raycloak.coordinator.record.folder import RunFolder, RunRecord
 from raycloak.coordinator.record.outcome import Finished
@@ -260,6 +260,7 @@ class HandRun:
             policy_digest=self.policy.digest(),
             ledger_key=self.ledger_key.public,
             orchestrator_key=self.orchestrator_key,
+            keys_per_machine=keys_per_machine(self.config),
         )
         commitments = self.orchestrator.key_commitments(unkeyed.key_context, VIRTUAL_WORKERS, epochs(self.config))
         return unkeyed.with_keys(commitments)
@@ -325,6 +326,7 @@ class HandRun:
         """Return a receipt for the current parameters, but for ``changes``."""
         fields: dict[str, Any] = {
             "run_id": self.run_id,
+            "query": "gradient",
             "step": step,
             "parameter_digest": self.digest,
             "manifest_digest": self.manifest.digest(),

@@ -22,7 +22,6 @@ class Receipt(LedgerStatement):
 
     DOMAIN: ClassVar[str] = "raycloak/receipt/v1"
 
-    query: Query = "gradient"
     parameter_digest: bytes
     account: str
     mechanism_digest: bytes

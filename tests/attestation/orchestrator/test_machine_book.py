@@ -1,6 +1,6 @@
 """The keys of a run by machine: counted for good, whatever process, session or incarnation they were given to."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +10,7 @@ from raycloak.attestation.orchestrator.machine_book import machines_of
 from raycloak.attestation.orchestrator.orchestrator import open_run
 from raycloak.attestation.orchestrator.run_terms import RunTerms
 from raycloak.metrics.errors import EvidenceError
+from raycloak.workers.terms.manifest import Manifest
 from tests.attestation.attester.test_attester import Source
 from tests.attestation.conftest import StandIn
 from tests.attestation.orchestrator.test_orchestrator import EPOCHS, Desk, refusal
@@ -151,6 +152,16 @@ def test_a_charged_run_releases_no_bounded_key_beside_an_empty_book(desk, sessio
     run.begin(replace(terms, contract=StandIn.under(policy, COUNT, EPOCHS)), "without a bound")
     assert run.most_hosted() == COUNT, "nobody knows which machines got them"
     run.close()
+
+
+def test_a_driver_has_no_say_in_the_bound_that_the_contract_states(desk, session):
+    """Before, it could bring the genuine manifest with another number beside it."""
+    contract = StandIn.under(desk.policy(), COUNT, EPOCHS, MOST)
+    terms = RunTerms(contract, desk.policy(), session.collateral)
+    stated = {*type(contract).model_fields, *Manifest.model_fields, "epochs", "key_owners"}
+    assert not {field.name for field in fields(RunTerms)} & stated
+    with pytest.raises(TypeError):
+        replace(terms, keys_per_machine=None)
 
 
 def test_a_charged_run_goes_on_beside_its_own_book(desk):

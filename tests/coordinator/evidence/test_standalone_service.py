@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +19,10 @@ from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.keys import Secret
 from raycloak.attestation.core.messages import parse
 from raycloak.attestation.keys.halves import ServiceContract
-from raycloak.attestation.keys.release import ExpectedRelease, open_keys, open_slice_keys
+from raycloak.attestation.keys.release import ExpectedRelease, RunKeys, commitments_digest, open_keys, open_slice_keys
+from raycloak.attestation.orchestrator.orchestrator import RunSession
 from raycloak.attestation.policy.key_policy import KeyKind
-from raycloak.attestation.policy.policy import simulated_policy
+from raycloak.attestation.policy.policy import Policy, simulated_policy
 from raycloak.attestation.sealed.demand import SealedDemand
 from raycloak.attestation.service.client import EvidenceClient
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
@@ -31,8 +34,10 @@ from raycloak.coordinator.runs.local_session import LocalPlatform
 from raycloak.metrics.errors import ConfigError, DatasetError, EvidenceError, RefusedError
 from raycloak.workers.inputs.datasets import ArrayDataset
 from raycloak.workers.inputs.sealed import SealedDataset, seal_dataset
+from raycloak.workers.terms.manifest import Manifest
+from raycloak.workers.train_worker import TrainWorker
 from tests.attestation.collateral_site import published
-from tests.protocol import VIRTUAL_WORKERS, HandRun, examples
+from tests.protocol import SECRET, VIRTUAL_WORKERS, HandRun, examples
 
 ROOT = Path(__file__).resolve().parents[3]
 ANSWER = digest(b"")
@@ -132,6 +137,115 @@ def test_training_slices_are_opened_only_for_a_manifest_that_states_their_owners
             assert opened.batch(np.array([0, 2]))[0].tobytes() == dataset.batch(np.array([0, 2]))[0].tobytes()
     server.stop()
     session.run.close()
+
+
+class Apart(HandRun):
+    """A run of which one machine may have the keys of three virtual workers; each worker is on a machine of its own."""
+
+    def __init__(self, home):
+        privacy = {"noise_multiplier": 2.0, "epsilon_cap": 20.0, "accountant": "rdp", "colluding_workers": 1}
+        super().__init__(home, min_workers=3, dp_config=privacy)
+
+    def new_worker(self, name):
+        return TrainWorker(name, LocalPlatform(self.vendor.platform(name)), self.clock)
+
+
+@dataclass
+class Served:
+    """The service of a bounded run's manifest, with a sealed evaluation split."""
+
+    manifest: Manifest
+    policy: Policy
+    session: RunSession
+
+    @classmethod
+    def start(cls, folder, stack):
+        policy, of_run = simulated(), Apart(folder / "hand").manifest
+        unkeyed = of_run.model_copy(update={"policy_digest": policy.digest()})
+        keys = RunKeys(Secret(bytes.fromhex(SECRET)), unkeyed.run_id)
+        epochs = [keys.commitments(unkeyed.key_context, VIRTUAL_WORKERS, epoch) for epoch in range(2)]
+        manifest = unkeyed.with_keys(tuple(map(commitments_digest, epochs)))
+        (folder / "manifest.json").write_bytes(manifest.encode())
+        split, key = ArrayDataset(*examples()), Secret(b"d" * 32)
+        seal_dataset(split, VIRTUAL_WORKERS, policy.digest(), key, folder / "split", "evaluation")
+        (folder / "data.key").touch(mode=0o600)
+        (folder / "data.key").write_text(key.reveal().hex())
+        hosting = {f"worker-{i}": list(range(i, VIRTUAL_WORKERS, 3)) for i in range(3)}
+        sealed = {"path": "split", "key_file": "data.key"}
+        terms = {"contract": None, "manifest": "manifest.json", "evaluation": sealed, "hosting": hosting}
+        server, session, _ = started(folder, **terms)
+        stack.callback(session.run.close)
+        stack.callback(server.stop)
+        return cls(manifest, policy, session)
+
+    def admit(self, name, machine):
+        vendor = SimulatedVendor.load_or_create(home.simulator_folder())
+        attester = Attester(name, LocalPlatform(vendor.platform(machine)))
+        challenge = self.session.admission.challenge(name, "worker")
+        self.session.admission.admit(attester.present(challenge, self.manifest.digest(), self.manifest.known_answer))
+        return attester
+
+    def released(self):
+        """The releases in the log, and the refused ones."""
+        entries = [entry for entry in self.session.run.books.log.entries() if entry.kind.startswith("release")]
+        return [(entry.content["member_id"], entry.content["kind"], entry.kind) for entry in entries]
+
+
+@pytest.fixture
+def served(folder):
+    with ExitStack() as stack:
+        yield Served.start(folder, stack)
+
+
+def test_the_service_of_a_runs_manifest_keeps_to_its_bound_for_each_machine(served):
+    """Before, one machine got all eight keys in three names, and no honest worker could open its own."""
+    assert served.manifest.keys_per_machine == 3
+    first = served.admit("worker-0", "one")
+    release = served.session.keys.release("worker-0", 0, (0, 3, 6))
+    terms = ExpectedRelease(
+        served.manifest.log_owner, served.manifest.run_id, "worker-0", served.manifest.digest(), served.policy,
+        keys_per_machine=3,
+    )  # fmt: skip
+    opened = open_keys(release, terms, hpke_key=first.hpke, key_commitments=served.manifest.key_commitments)
+    assert sorted(opened[1]) == [0, 3, 6]
+    served.admit("worker-1", "one")
+    with pytest.raises(EvidenceError, match="the noise allows for 3 on one machine"):
+        served.session.keys.release("worker-1", 0, (1, 4, 7))
+    served.admit("worker-2", "another")
+    served.session.keys.release("worker-2", 0, (2, 5))
+    assert served.session.run.most_hosted() == 3
+
+
+def test_a_refused_grant_logs_no_release_of_slice_keys_and_uses_up_no_quota(served):
+    served.admit("worker-0", "one")
+    served.session.keys.release("worker-0", 0, (0, 3, 6))
+    before = served.released()
+    assert before == [("worker-0", "evaluation", "released"), ("worker-0", "virtual_worker", "released")]
+    served.admit("worker-1", "one")
+    for _ in range(served.policy.key_quotas.per_member + 1):
+        with pytest.raises(EvidenceError, match="on one machine"):
+            served.session.keys.release("worker-1", 0, (1, 4, 7))
+    assert {*served.released()} - {*before} == {("worker-1", "virtual_worker", "release_refused")}
+    served.admit("worker-1", "another")
+    served.session.keys.release("worker-1", 0, (1, 4, 7))
+
+
+def test_evidence_of_a_refused_grant_is_not_bound_to_its_epoch(served):
+    served.admit("worker-0", "one")
+    served.session.keys.release("worker-0", 0, (0, 3, 6))
+    served.admit("worker-1", "one")
+    with pytest.raises(EvidenceError, match="on one machine"):
+        served.session.keys.release("worker-1", 0, (1, 4, 7))
+    served.session.keys.release("worker-1", 1, (1, 4, 7))
+
+
+def test_a_refusal_is_logged_under_the_kind_of_key_that_it_is_about(served):
+    served.admit("worker-0", "one")
+    for _ in range(served.policy.key_quotas.per_member):
+        served.session.keys.release("worker-0", 0, (0,))
+    with pytest.raises(EvidenceError, match="has drawn evaluation key 0"):
+        served.session.keys.release("worker-0", 0, (0,))
+    assert served.released()[-1] == ("worker-0", "evaluation", "release_refused")
 
 
 def test_a_member_with_the_contract_gets_the_keys_it_commits_to_also_after_a_restart(folder):

@@ -13,6 +13,7 @@ from raycloak.workers.terms.receipt import Receipt, check_receipt
 
 LEDGER = IdentityKey.from_seed(Secret(bytes(32)))
 RECEIPT = Receipt(
+    query="gradient",
     data_root=b"r" * 32,
     run_id="ab12",
     step=7,
