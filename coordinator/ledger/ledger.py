@@ -158,6 +158,7 @@ class PrivacyLedger(LedgerReader):
                 account's one plan. ``delta_exceeded`` without slack left in delta. ``cap_exceeded`` if not even one
                 release of each mechanism is left. Also as in `raycloak.coordinator.ledger.rules.registration`.
             ConfigError: ``delta_too_small`` for the account's accountant.
+            ProtocolError: ``malformed`` if a mechanism has a value that no entry can hold, such as a NaN.
         """
         with self._store.read() as rows:
             known = self._book.standing(rows, account).account

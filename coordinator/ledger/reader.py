@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from raycloak.attestation.core.keys import IdentityKey
+from raycloak.attestation.core.messages import parse
 from raycloak.attestation.core.roster import Query
 from raycloak.coordinator.accounting.accountants import Spend
 from raycloak.coordinator.ledger.accounts import Account, Standing, named
@@ -238,8 +239,16 @@ class Book:
         return False
 
     def append(self, rows: Rows, event: Event) -> LedgerEntry:
-        """Append ``event`` as the newest entry, and file it under its step, its run or its accounts."""
+        """Append ``event`` as the newest entry, and file it under its step, its run or its accounts.
+
+        Guarantee: an entry that cannot be read again is never appended.
+
+        Raises:
+            ProtocolError: ``malformed``.
+        """
         entry = make_entry(rows.head(), event, self._key)
+        # A message that was copied or unpickled is not validated. One NaN in the chain would stop every account.
+        parse(type(event), entry.body)
         rows.append(
             entry, (event.run_id, event.query, event.step) if isinstance(event, StepCharged | VectorsBound) else None
         )

@@ -24,7 +24,7 @@ from raycloak.coordinator.ledger.rules import (
     registration,
 )
 from raycloak.coordinator.ledger.store import LedgerStore
-from raycloak.metrics.errors import BudgetError, ConfigError
+from raycloak.metrics.errors import BudgetError, ConfigError, ProtocolError
 from raycloak.workers.terms.receipt import check_receipt
 from tests.coordinator.ledger.ledger_cases import (
     CAP,
@@ -457,3 +457,14 @@ def test_a_lock_that_is_not_given_in_time_is_a_refusal(ledger_url: str, monkeypa
     waiting.charge("run-b", 0, PARAMETERS, MANIFEST)
     for ledger in (holder, waiting):
         ledger.close()
+
+
+def test_an_entry_that_cannot_be_read_again_is_never_appended(ledger: PrivacyLedger):
+    """Such a mechanism passes every rule: a copied message is not validated, and no comparison refuses a NaN."""
+    before = ledger.view()
+    unread = mechanism().model_copy(update={"overflow_probability": math.nan})
+    with pytest.raises(ProtocolError, match="malformed"):
+        ledger.register_run("run-b", "patients", (unread,), b"n" * 32)
+    assert ledger.view() == before
+    ledger.verify()
+    ledger.charge("run-a", 0, PARAMETERS, MANIFEST)
