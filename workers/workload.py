@@ -71,6 +71,8 @@ class Workload:
         opened = setup.dataset.open_slices(setup.base)
         self.dataset: Dataset = opened.examples
         self.slices: SliceLocks = opened.slices
+        # Before any code of the model or loss runs.
+        fingerprint = dataset_fingerprint(setup.dataset, opened, setup.base)
         self.module = self._build()
         contents = tensor_contents(self.module)
         if setup.contents is not None:
@@ -89,7 +91,7 @@ class Workload:
             model_code=setup.model.code_digest(setup.base),
             loss_code=loss_code,
             numerics=current_numerics(setup.device),
-            dataset_fingerprint=dataset_fingerprint(setup.dataset, self.dataset, setup.base),
+            dataset_fingerprint=fingerprint,
         )
         folder = None if setup.evaluation is None else Path(setup.base) / setup.evaluation
         self.split = None if folder is None else open_split(folder, setup.loss, self.form, self.runtime)
@@ -135,15 +137,14 @@ class PlannedWorkload:
     """
 
     def __init__(self, workload: Workload, mechanism: Mechanism, measurements: tuple[Measurement, ...]) -> None:
-        released = (mechanism, *(measurement.mechanism for measurement in measurements))
-        noised = all(each.private for each in released)
+        mechanisms = (mechanism, *(measurement.mechanism for measurement in measurements))
+        noised = all(each.private for each in mechanisms)
         if not noised and workload.slices.demand is not None:
             raise RefusedError("not_public", "this worker's data is sealed, so nothing leaves it without noise")
         if not noised and not workload.setup.dataset.public:
             raise RefusedError("not_public", "this worker's data is not declared public, so it trains only with noise")
         self.workload, self.mechanism, self.measurements = workload, mechanism, measurements
         dataset, start, runtime = workload.dataset, workload.facts.initial_parameters, workload.runtime
-        mechanisms = (mechanism, *(each.mechanism for each in measurements))
         check_rows(workload.module, workload.form, mechanisms, runtime.deterministic, workload.setup.dataset.vocabulary)
         engine = GradientEngine(workload.module, runtime.loss_fn, mechanism, runtime.device, runtime.deterministic)
         gradient = VirtualWorkerComputer(mechanism, engine, dataset)

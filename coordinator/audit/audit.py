@@ -5,8 +5,8 @@ the ones that run on Ray, here in one process (`coordinator/runs/local_session.p
 rate, steps, noise and clipping come from the configuration. The update rule is plain SGD, so that every released sum
 can be computed from two consecutive models. Any other rule is a function of the same sums.
 
-On data that is not declared public the run charges its account like any other. The bound is computed from the released
-models, and from nothing else about the data.
+The run charges its account like any other. Only if the data is declared public and the configuration names no account
+is the ledger thrown away. The bound is computed from the released models, and from nothing else about the data.
 """
 
 import json
@@ -25,7 +25,6 @@ from raycloak.coordinator.audit.bound import Observed, strongest_bound
 from raycloak.coordinator.audit.canaries import MODULE, CanaryTask, canary_signs
 from raycloak.coordinator.config.home import ledger_url
 from raycloak.coordinator.config.run import RunConfig, parse_config
-from raycloak.coordinator.config.sections import DatasetConfig
 from raycloak.coordinator.console.output import attach_log
 from raycloak.coordinator.planning.payer import account_cap
 from raycloak.coordinator.planning.plan import plan_mechanism
@@ -82,7 +81,7 @@ class AuditResult:
         guesses, correct, score: the basis of the bound; see `raycloak.coordinator.audit.bound`.
         examples: size of the configuration's own dataset.
         steps, sample_rate, noise_multiplier: parameters of the audited mechanism.
-        account: the charged account; None if the data is public and the ledger was thrown away.
+        account: the charged account; None if the ledger was thrown away.
         evidence_class: ``simulated``, because all actors ran in one process.
     """
 
@@ -194,16 +193,13 @@ def _check(config: RunConfig, canaries: int, confidence: float) -> None:
 def _audited(config: RunConfig, planned: Mechanism, canaries: int) -> RunConfig:
     """Replace the configuration's task by the canaries', at the planned sampling rate and noise."""
     assert config.dataset is not None, "the task was made from it"
-    public = config.dataset.public
-    vocabulary = config.dataset.vocabulary
-    dataset = DatasetConfig(kind="module", function=f"{MODULE}:dataset", public=public, vocabulary=vocabulary)
     noise = {"target_epsilon": None, "noise_multiplier": planned.noise_multiplier, "epsilon_cap": account_cap(config)}
-    kept = config.model_dump(include=KEPT if public else {*KEPT, "ledger"})
+    kept = config.model_dump(include=KEPT if config.dataset.public else {*KEPT, "ledger"})
     own = {
         "name": f"{config.name}-audit",
         "model": f"{MODULE}:model",
         "loss": f"{MODULE}:loss",
-        "dataset": dataset.model_dump(),
+        "dataset": config.dataset.model_dump(),
         "optimizer": {"name": "sgd", "learning_rate": config.optimizer.learning_rate},
         "expected_batch_size": planned.sample_rate * (planned.num_examples + canaries),
         "dp_config": {**config.dp_config.model_dump(), **noise},
@@ -249,18 +245,12 @@ def _train(
 
 
 def _setup(config: RunConfig, folder: Path, task: CanaryTask) -> WorkerSetup:
-    """Set up the audit's own task. An account that is bound to the examples' file still knows it by its fingerprint."""
+    """Set up the audit's own task."""
     assert config.model is not None, "the audit's own task is named"
-    assert config.dataset is not None, "the audit's own task is named"
-    own, base = task.dataset, Path(task.base)
-    where = {
-        "path": str(base / own.path) if own.path else None,
-        "fingerprint_key": str(base / own.fingerprint_key) if own.fingerprint_key else None,
-    }
     return WorkerSetup(
         model=ModelSource.of(config.model),
         loss=config.loss,
-        dataset=descriptor(config.dataset).model_copy(update=where),
+        dataset=task.described(),
         base=str(folder),
         seed=config.seed,
         device="cpu",

@@ -8,10 +8,11 @@ keeps out stays in the dataset and contributes zero, which is the adjacency of t
 The sign follows from the last bit of the parameter itself. So an observer of the released model knows it, and it is as
 good as random from step to step. Two steps under one noise then differ, even if every example is in every batch.
 
-Everything travels as an ordinary ``module:function`` task in a folder, so workers open it as they open any other.
+Model and loss travel as ordinary ``module:function`` names in a folder. The dataset is of a kind of its own: workers
+open the examples as in any run and add the canaries themselves (`workers/inputs/canaries.py`). So the fingerprint of a
+file stays its own, and no function can pass other examples for it.
 """
 
-import math
 import warnings
 from collections.abc import Sequence
 from functools import cached_property
@@ -27,7 +28,9 @@ from raycloak.coordinator.config.sections import DatasetConfig, Section
 from raycloak.coordinator.planning.references import descriptor
 from raycloak.metrics.errors import ConfigError, ModelError
 from raycloak.workers.gradients.clipping import PerExampleGradients
-from raycloak.workers.inputs.datasets import Batch, Dataset, dataset_form
+from raycloak.workers.inputs.canaries import CanaryDataset
+from raycloak.workers.inputs.datasets import Dataset, dataset_form
+from raycloak.workers.inputs.descriptor import AuditedExamples, DatasetDescriptor
 from raycloak.workers.inputs.models import LossFn, ModelSource, build_model, loss_function
 
 RAW_NORM = 2.0**10
@@ -35,6 +38,7 @@ RAW_NORM = 2.0**10
 
 MODULE = "raycloak_audit_task"
 _TASK_FILE = "task.json"
+_EXAMPLES_FILE = "examples.json"
 _LOADER = '''"""What one audit trains; written by `raycloak audit`."""
 
 from pathlib import Path
@@ -42,35 +46,8 @@ from pathlib import Path
 from raycloak.coordinator.audit.canaries import CanaryTask
 
 TASK = CanaryTask.read(Path(__file__).parent)
-model, loss, dataset = TASK.make_model, TASK.loss, TASK.make_dataset
+model, loss = TASK.make_model, TASK.loss
 '''
-
-
-class CanaryDataset:
-    """A dataset with canaries behind its examples; see `raycloak.workers.inputs.datasets.Dataset`.
-
-    Features are flattened. A last column marks examples (0), included canaries (their number, from 1) and excluded
-    canaries (-1).
-    """
-
-    def __init__(self, examples: Dataset, included: NDArray[np.bool_]) -> None:
-        self._examples = examples
-        self._count = len(examples)
-        numbers = np.arange(1, len(included) + 1)
-        self._markers = np.where(included, numbers, -1)
-
-    def __len__(self) -> int:
-        return self._count + len(self._markers)
-
-    def batch(self, ids: NDArray[np.int64]) -> Batch:
-        """Return examples of the inner dataset; a canary has features and label of zero."""
-        canary = ids >= self._count
-        features, labels = self._examples.batch(np.where(canary, 0, ids))
-        features = features.reshape(len(ids), math.prod(features.shape[1:])).copy()
-        labels = labels.copy()
-        features[canary], labels[canary] = 0, 0
-        markers = np.where(canary, self._markers[np.where(canary, ids - self._count, 0)], 0)
-        return np.concatenate([features, markers[:, None].astype(features.dtype)], axis=1), labels
 
 
 class CanaryModel(nn.Module):
@@ -160,10 +137,12 @@ class CanaryTask(Section):
 
     def write(self, folder: Path) -> None:
         """Write the task and its loader to ``folder``, private to this user, so that a configuration can name it."""
-        # Before the content, which others could otherwise read for a moment.
-        path = folder / _TASK_FILE
-        path.touch(mode=0o600)
-        path.write_text(self.model_dump_json())
+        audited = AuditedExamples(base=self.base, dataset=descriptor(self.dataset), included=self.included)
+        for name, content in ((_TASK_FILE, self.model_dump_json().encode()), (_EXAMPLES_FILE, audited.encode())):
+            path = folder / name
+            # Before the content, which others could otherwise read for a moment.
+            path.touch(mode=0o600)
+            path.write_bytes(content)
         (folder / f"{MODULE}.py").write_text(_LOADER)
 
     def check(self, seed: int) -> None:
@@ -197,6 +176,17 @@ class CanaryTask(Section):
                 "invisible.",
                 "Audit the same configuration with a model that accepts features of zero.",
             )
+
+    def described(self) -> DatasetDescriptor:
+        """Return the descriptor of the dataset, for a worker whose base folder :meth:`write` wrote to."""
+        own, key = self.dataset, self.dataset.fingerprint_key
+        return DatasetDescriptor(
+            kind="canaries",
+            path=_EXAMPLES_FILE,
+            vocabulary=own.vocabulary,
+            public=own.public,
+            fingerprint_key=str(Path(self.base) / key) if key else None,
+        )
 
     def make_dataset(self) -> CanaryDataset:
         """Build the dataset: the user's examples, then the canaries."""

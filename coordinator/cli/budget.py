@@ -165,7 +165,7 @@ def _fingerprint_of(path: Path) -> bytes:
             "Make a key beside the data: (umask 077; openssl rand -hex 32 > FILE).",
         )
     described = descriptor(config.dataset)
-    return dataset_fingerprint(described, described.open(path.parent), path.parent)
+    return dataset_fingerprint(described, described.open_slices(path.parent), path.parent)
 
 
 @budget.command("keygen")

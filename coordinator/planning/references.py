@@ -170,7 +170,7 @@ def require_other_content(config: RunConfig, base: Path, fingerprint: bytes) -> 
     if measured is None or measured.fingerprint_key is None or not config.dp_config.enabled or not fingerprint:
         return
     described = descriptor(measured)
-    if dataset_fingerprint(described, described.open(base), base) == fingerprint:
+    if dataset_fingerprint(described, described.open_slices(base), base) == fingerprint:
         raise _same_data(f"both have the fingerprint {fingerprint.hex()}")
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from raycloak.attestation.core.canonical import digest, length_prefixed
+from raycloak.attestation.core.canonical import DIGEST_BYTES, digest, length_prefixed
 from raycloak.attestation.core.messages import Message
 from raycloak.metrics.errors import DatasetError
 
@@ -84,6 +84,61 @@ class ArrayDataset:
             if self._scale != 1.0:
                 features /= self._scale
             return features, self._labels[ids].astype(self._label_dtype)
+
+
+class SteadyDataset:
+    """A dataset of user code, held to the bytes that it gave first.
+
+    Such a dataset may read a file, or compute, anew at each access. Its commitment and fingerprint are of the first
+    read; the examples that are trained on come from a later one.
+
+    Guarantee: every read of an id returns the bytes, dtypes and shapes of its first read, or is refused.
+
+    Memory: 33 bytes for each example.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+        self._count = len(dataset)
+        self._digests = np.zeros((self._count, DIGEST_BYTES), np.uint8)
+        self._known = np.zeros(self._count, np.bool_)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def batch(self, ids: NDArray[np.int64]) -> Batch:
+        """Return the examples of ``ids``; see :class:`Dataset`.
+
+        Raises:
+            DatasetError: ``data_changed`` if one is not what it was when it was first read.
+        """
+        # A copy: what the user's code returned may still be a view of a file.
+        features, labels = (np.array(part, order="C") for part in self._dataset.batch(ids))
+        digests = _row_digests(features, labels)
+        new = ids[~self._known[ids]]
+        self._digests[new] = digests[~self._known[ids]]
+        self._known[new] = True
+        # Which example it is stays here: an error leaves the worker.
+        if not np.array_equal(self._digests[ids], digests):
+            raise DatasetError(
+                "data_changed",
+                "the dataset no longer gives an example as it gave it first.",
+                "Let batch(ids) always return the same bytes for an id, and change no file under a run.",
+            )
+        return features, labels
+
+
+def _row_digests(features: NDArray[Any], labels: NDArray[Any]) -> NDArray[np.uint8]:
+    """Return [n, 32], a SHA-256 for each example."""
+    outline = [(part.dtype.str, part.shape[1:]) for part in (features, labels)]
+    start = hashlib.sha256(length_prefixed("raycloak/row/v1", repr(outline)))
+    rows = np.empty((len(features), DIGEST_BYTES), np.uint8)
+    for row, (one, label) in enumerate(zip(features, labels, strict=True)):
+        hashed = start.copy()
+        hashed.update(one)
+        hashed.update(label)
+        rows[row] = np.frombuffer(hashed.digest(), np.uint8)
+    return rows
 
 
 def check_arrays(features: NDArray[Any], labels: NDArray[Any], name: str) -> None:

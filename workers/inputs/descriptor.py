@@ -1,27 +1,29 @@
 """Descriptors of datasets: what travels instead of the examples, and how each kind is opened.
 
 A worker opens a descriptor itself, so the examples pass through no other process. One table, ``_OPENERS``, says which
-function opens which kind.
+function opens which kind. Each states what the examples were read from, so no fingerprint is computed from a path.
 """
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, BinaryIO, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
-from raycloak.attestation.core.messages import Message
+from raycloak.attestation.core.messages import Message, parse
 from raycloak.metrics.errors import DatasetError
-from raycloak.workers.inputs.datasets import ArrayDataset, Dataset, check_arrays, dataset_form
-from raycloak.workers.inputs.files import Arrays, read_digits, read_npz, read_parquet
+from raycloak.metrics.file_errors import file_error
+from raycloak.workers.inputs.canaries import CanaryDataset
+from raycloak.workers.inputs.datasets import ArrayDataset, Dataset, SteadyDataset, check_arrays, dataset_form
+from raycloak.workers.inputs.files import Arrays, open_examples, read_digits, read_npz, read_parquet
 from raycloak.workers.inputs.sealed import ClearSlices, SealedDataset, SliceLocks
 from raycloak.workers.inputs.user_code import resolve
 
-DatasetKind = Literal["digits", "npz", "parquet", "module", "sealed"]
+DatasetKind = Literal["digits", "npz", "parquet", "module", "sealed", "canaries"]
 
 # Four fifths of the 1,797 digits train; the rest is the public split.
 DIGITS_TRAIN = 1437
@@ -34,18 +36,23 @@ class OpenedDataset:
     Attributes:
         examples: all of them; a sealed slice is refused until its key has come.
         slices: where the keys of slices go.
+        file_digest: SHA-256 of the one file whose bytes the examples were read from. Empty if there is no such file,
+            or the descriptor names no ``fingerprint_key``.
     """
 
     examples: Dataset
     slices: SliceLocks
+    file_digest: bytes = b""
 
 
 class DatasetDescriptor(Message):
     """The place of a dataset, and how its examples are read.
 
     Attributes:
-        kind: ``digits``, ``npz``, ``parquet``, ``module`` or ``sealed``.
-        path: file of an npz or parquet dataset, folder of a sealed one, relative to the base folder or absolute.
+        kind: ``digits``, ``npz``, ``parquet``, ``module``, ``sealed``, or an audit's ``canaries``, which no
+            configuration can name.
+        path: file of an npz or parquet dataset, folder of a sealed one, or the file of :class:`AuditedExamples`,
+            relative to the base folder or absolute.
         function: ``module:function`` without arguments that returns a :class:`Dataset`.
         split: ``train`` or ``public`` part of ``digits``.
         features: array name of npz; column names of parquet. Several scalar columns make a vector.
@@ -85,8 +92,25 @@ class DatasetDescriptor(Message):
             DatasetError: ``dataset_unreadable``, ``dataset_empty``, ``dataset_lengths``, ``dataset_array`` or
                 ``dataset_dtype``.
             ConfigError: ``module_function``, or ``sealed_data``.
+            ProtocolError: ``malformed`` for the file of ``canaries``.
         """
         return _OPENERS[self.kind](self, Path(base))
+
+
+class AuditedExamples(Message):
+    """The examples that an audit adds canaries to.
+
+    Attributes:
+        base: absolute folder that ``dataset`` is opened from.
+        dataset: neither sealed nor with canaries already.
+        included: one coin for each canary.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/audited-examples/v1"
+
+    base: str
+    dataset: DatasetDescriptor
+    included: tuple[bool, ...]
 
 
 def _open_digits(descriptor: DatasetDescriptor, _: Path) -> OpenedDataset:
@@ -108,7 +132,7 @@ def _open_module(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
             "Return an object with __len__ and batch(ids).",
         )
     dataset_form(dataset)
-    return _clear(dataset)
+    return _clear(SteadyDataset(dataset))
 
 
 def _open_sealed(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
@@ -117,18 +141,33 @@ def _open_sealed(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
 
 
 def _open_file(
-    read: Callable[[Path, tuple[str, ...], str], Arrays],
+    read: Callable[[BinaryIO, Path, tuple[str, ...], str], Arrays],
 ) -> Callable[[DatasetDescriptor, Path], OpenedDataset]:
     def opened(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
         path = _path(descriptor, base)
-        features, labels = read(path, descriptor.features, descriptor.labels)
-        return _clear(ArrayDataset(features, labels, descriptor.scale, str(path)))
+        file, file_digest = open_examples(path, hashed=descriptor.fingerprint_key is not None)
+        with file:
+            features, labels = read(file, path, descriptor.features, descriptor.labels)
+        examples = ArrayDataset(features, labels, descriptor.scale, str(path))
+        return OpenedDataset(examples, ClearSlices(), file_digest)
 
     return opened
 
 
+def _open_canaries(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
+    path = _path(descriptor, base)
+    try:
+        audited = parse(AuditedExamples, path.read_bytes())
+    except OSError as error:
+        raise file_error("dataset_unreadable", "read", path, error, DatasetError) from None
+    assert audited.dataset.kind not in ("sealed", "canaries"), "an audit takes neither"
+    opened = audited.dataset.open_slices(audited.base)
+    # The file's digest stays. This process itself adds the canaries, so the examples are the file's and zeros.
+    return replace(opened, examples=CanaryDataset(opened.examples, np.array(audited.included)))
+
+
 def _path(descriptor: DatasetDescriptor, base: Path) -> Path:
-    assert descriptor.path is not None, "kinds npz, parquet and sealed come with a path"
+    assert descriptor.path is not None, "kinds npz, parquet, sealed and canaries come with a path"
     return base / descriptor.path
 
 
@@ -142,6 +181,7 @@ _OPENERS: Mapping[DatasetKind, Callable[[DatasetDescriptor, Path], OpenedDataset
     "parquet": _open_file(read_parquet),
     "module": _open_module,
     "sealed": _open_sealed,
+    "canaries": _open_canaries,
 }
 
 

@@ -1,13 +1,16 @@
 """Files of examples: scikit-learn's digits, npz archives and parquet tables, read as whole arrays.
 
-A file that is damaged or of another kind is a DatasetError that says so, whatever the reading library raises.
+A reader takes the file that :func:`open_examples` opened, and opens no path again. A file that is damaged or of another
+kind is a DatasetError that says so, whatever the reading library raises.
 """
 
+import hashlib
 import zipfile
 import zlib
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +22,28 @@ _NPZ = "Write it with numpy.savez, with names for features and labels."
 Arrays = tuple[NDArray[Any], NDArray[Any]]
 # All that numpy was seen to raise on torn or foreign archives.
 _BROKEN = (ValueError, EOFError, zipfile.BadZipFile, zlib.error)
+
+
+def open_examples(path: Path, hashed: bool) -> tuple[BinaryIO, bytes]:
+    """Open a file of examples; return it with the SHA-256 of its bytes, which is empty unless ``hashed``.
+
+    Guarantee: the digest is that of the bytes that a reader gets, whatever happens to the file meanwhile.
+
+    Memory: the whole file, if it is ``hashed``.
+
+    Raises:
+        DatasetError: ``dataset_unreadable``.
+    """
+    try:
+        file = path.open("rb")
+        if not hashed:
+            return file, b""
+        # A second read, even of the same open file, could meet bytes that were written in between.
+        with file:
+            content = file.read()
+    except OSError as error:
+        raise file_error("dataset_unreadable", "read", path, error, DatasetError) from None
+    return BytesIO(content), hashlib.sha256(content).digest()
 
 
 def read_digits() -> Arrays:
@@ -34,8 +59,11 @@ def read_digits() -> Arrays:
     return rows[:, :-1], rows[:, -1]
 
 
-def read_npz(path: Path, features: tuple[str, ...], labels: str) -> Arrays:
+def read_npz(file: BinaryIO, path: Path, features: tuple[str, ...], labels: str) -> Arrays:
     """Return features and labels by the names of their arrays.
+
+    Args:
+        path: of ``file``, for error messages.
 
     Raises:
         DatasetError: ``dataset_unreadable``, ``dataset_array`` if there is no such array, ``dataset_dtype`` if one
@@ -48,16 +76,15 @@ def read_npz(path: Path, features: tuple[str, ...], labels: str) -> Arrays:
             "Name that array as dataset.features.",
         )
     try:
-        with path.open("rb") as file:
-            archive = np.load(file, allow_pickle=False)
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise DatasetError("dataset_unreadable", f"{path} holds one array, not several.", _NPZ)
-            with archive:
-                return _array(archive, features[0], path), _array(archive, labels, path)
+        archive = np.load(file, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise DatasetError("dataset_unreadable", f"{path} holds one array, not several.", _NPZ)
+        with archive:
+            return _array(archive, features[0], path), _array(archive, labels, path)
     except OSError as error:
         raise file_error("dataset_unreadable", "read", path, error, DatasetError) from None
     except _BROKEN as error:
-        if "allow_pickle" in str(error) and zipfile.is_zipfile(path):
+        if "allow_pickle" in str(error) and zipfile.is_zipfile(file):
             raise DatasetError(
                 "dataset_dtype", f"{path}: an array holds Python objects.", "Store it as numbers."
             ) from None
@@ -75,8 +102,11 @@ def _array(archive: Any, name: str, path: Path) -> NDArray[Any]:
     return found
 
 
-def read_parquet(path: Path, features: tuple[str, ...], labels: str) -> Arrays:
+def read_parquet(file: BinaryIO, path: Path, features: tuple[str, ...], labels: str) -> Arrays:
     """Return features and labels by the names of their columns; several columns of numbers are one vector per example.
+
+    Args:
+        path: of ``file``, for error messages.
 
     Raises:
         DatasetError: ``dataset_unreadable``, ``dataset_empty``, or ``dataset_array`` if there is no such column or it
@@ -86,7 +116,8 @@ def read_parquet(path: Path, features: tuple[str, ...], labels: str) -> Arrays:
     import pyarrow.parquet as pq
 
     try:
-        present = pq.read_schema(path, memory_map=True).names
+        parquet = pq.ParquetFile(file)
+        present = parquet.schema_arrow.names
         missing = [name for name in (*features, labels) if name not in present]
         if missing:
             raise DatasetError(
@@ -94,7 +125,7 @@ def read_parquet(path: Path, features: tuple[str, ...], labels: str) -> Arrays:
                 f"{path} has no column '{missing[0]}'; it has {', '.join(present)}.",
                 "Set dataset.features and dataset.labels.",
             )
-        table = pq.read_table(path, columns=[*features, labels], memory_map=True)
+        table = parquet.read(columns=[*features, labels])
     except (OSError, pa.ArrowException, ValueError) as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise file_error("dataset_unreadable", "read", path, error, DatasetError) from None

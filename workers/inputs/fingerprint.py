@@ -5,12 +5,14 @@ files are encrypted under random keys. Any other fingerprint is keyed, because i
 digest there would give away a last unknown example to anybody who knows all the others. The key is a file beside the
 data, for people who may read the data anyway.
 
-Guarantee: its maker held the key and opened these bytes, or opens no sealed slice but those of this header. Two
-fingerprints under one key are equal exactly if the data is. Not guaranteed: that the data is about certain people, or
-that another file, such as a copy in another order or a second seal, is about others.
+Guarantee: a worker that states a fingerprint held the key, and all its examples were read from these bytes; or it opens
+no sealed slice but those of this header. The file is read once: examples and digest come from one copy in memory. Two
+fingerprints under one key are equal exactly if the data is.
+
+Not guaranteed: that the data is about certain people, or that another file, such as a copy in another order or a second
+seal, is about others.
 """
 
-import hashlib
 import re
 from pathlib import Path
 
@@ -18,42 +20,39 @@ import numpy as np
 
 from raycloak.attestation.core.keys import Purpose, Secret, derive
 from raycloak.attestation.files.private import read_private
-from raycloak.metrics.errors import ConfigError, DatasetError
+from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.file_errors import file_error
-from raycloak.workers.inputs.datasets import Dataset, slice_digest
-from raycloak.workers.inputs.descriptor import DatasetDescriptor
+from raycloak.workers.inputs.datasets import slice_digest
+from raycloak.workers.inputs.descriptor import DatasetDescriptor, OpenedDataset
 from raycloak.workers.inputs.sealed import SealedDataset
 
 # A key that was typed or cut short must not pass for one of 32 random bytes.
 _HEX = re.compile(rb"[0-9a-fA-F]{64}")
 
 
-def dataset_fingerprint(descriptor: DatasetDescriptor, dataset: Dataset, base: Path | str) -> bytes:
-    """Return 32 bytes, or none without a key for data in the clear, which is read once from end to end.
+def dataset_fingerprint(descriptor: DatasetDescriptor, opened: OpenedDataset, base: Path | str) -> bytes:
+    """Return 32 bytes, or none without a key for data in the clear.
 
     The fingerprint of a file depends on its bytes alone: not on its place, nor on the columns that a run reads, nor on
-    their scale. That of data from a function or scikit-learn depends on every example.
+    their scale. That of data from no single file depends on every example, and reads them all.
 
     Args:
-        dataset: opened from ``descriptor`` below the folder ``base``.
+        opened: from ``descriptor`` below the folder ``base``.
 
     Raises:
         ConfigError: ``fingerprint_key`` if the key's file cannot be read, is not 64 hexadecimal digits, or others may
             read it.
-        DatasetError: ``dataset_unreadable``.
+        DatasetError: ``data_changed``, if a function's dataset does not give the same examples twice.
     """
-    if isinstance(dataset, SealedDataset):
-        return dataset.header.digest()
+    if isinstance(opened.examples, SealedDataset):
+        return opened.examples.header.digest()
     if descriptor.fingerprint_key is None:
         return b""
     key = _load_key(Path(base) / descriptor.fingerprint_key)
-    if descriptor.path is None:
-        return _keyed(key, "examples", slice_digest(dataset, np.arange(len(dataset), dtype=np.int64)))
-    try:
-        with (Path(base) / descriptor.path).open("rb") as file:
-            return _keyed(key, "file", hashlib.file_digest(file, "sha256").digest())
-    except OSError as error:
-        raise file_error("dataset_unreadable", "read", descriptor.path, error, DatasetError) from None
+    if opened.file_digest:
+        return _keyed(key, "file", opened.file_digest)
+    everything = np.arange(len(opened.examples), dtype=np.int64)
+    return _keyed(key, "examples", slice_digest(opened.examples, everything))
 
 
 def _keyed(key: Secret, what: str, content: bytes) -> bytes:

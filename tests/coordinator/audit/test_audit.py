@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from raycloak.coordinator.audit.audit import audit
-from raycloak.coordinator.audit.canaries import CanaryDataset, CanaryTask, canary_signs
+from raycloak.coordinator.audit.canaries import CanaryTask, canary_signs
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.planning.dry_run import plan_of
 from raycloak.coordinator.planning.references import descriptor
 from raycloak.coordinator.record.folder import RunFolder
 from raycloak.metrics.errors import BudgetError, ConfigError, ModelError, RunFailedError
 from raycloak.workers.gradients.clipping import PerExampleGradients
+from raycloak.workers.inputs.canaries import CanaryDataset
 from raycloak.workers.inputs.datasets import ArrayDataset
 from raycloak.workers.inputs.fingerprint import dataset_fingerprint
 from raycloak.workers.inputs.models import ModelSource, build_model, read_flat
@@ -156,14 +157,19 @@ def test_a_named_account_pays_to_its_cap_and_only_this_runs_epsilon_is_compared(
     assert third.epsilon < first.epsilon
 
 
-def test_an_account_that_is_bound_to_a_file_pays_for_its_audit_and_for_no_other(home, raycloak_home, tmp_path):
+def fingerprinted(home, dataset):
+    """The fingerprint of the data that a configuration names, under a key that is made for it."""
     key = home / "data.key"
     key.touch(mode=0o600)
     key.write_text("0f" * 32)
+    described = descriptor(small_config(dataset=dataset).dataset)
+    return dataset_fingerprint(described, described.open_slices(home), home)
+
+
+def test_an_account_that_is_bound_to_a_file_pays_for_its_audit_and_for_no_other(home, raycloak_home, tmp_path):
     dataset = {"kind": "npz", "path": "examples.npz", "features": "features", "fingerprint_key": "data.key"}
     config = small_config(dataset=dataset, ledger={"account": "hospital", "witness": str(tmp_path / "witness")})
-    described = descriptor(config.dataset)
-    fingerprint = dataset_fingerprint(described, described.open(home), home)
+    fingerprint = fingerprinted(home, dataset)
     raycloak_home.mkdir()
     (tmp_path / "witness").mkdir()
     ledger = PrivacyLedger(f"sqlite:///{raycloak_home / 'ledger.sqlite'}", witness=str(tmp_path / "witness"))

@@ -31,7 +31,7 @@ def home(tmp_path: Path) -> Path:
     (tmp_path / "data" / "examples.key").touch(mode=0o600)
     (tmp_path / "data" / "examples.key").write_text("5a" * 32)
     setup = worker_setup(config(dataset=DATASET), tmp_path)
-    fingerprint = dataset_fingerprint(setup.dataset, setup.dataset.open(setup.base), setup.base)
+    fingerprint = dataset_fingerprint(setup.dataset, setup.dataset.open_slices(setup.base), setup.base)
     with closing(PrivacyLedger(f"sqlite:///{tmp_path / 'ledger.sqlite'}")) as ledger:
         ledger.open_account("patients", 20.0, 1e-5, fingerprint=fingerprint)
     return tmp_path

@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 from torch.utils.data import TensorDataset
 
 from raycloak.metrics.errors import ConfigError, DatasetError
-from raycloak.workers.inputs.datasets import ArrayDataset, Dataset, dataset_form, slice_digest, slice_ids
+from raycloak.workers.inputs.datasets import ArrayDataset, Dataset, SteadyDataset, dataset_form, slice_digest, slice_ids
 from raycloak.workers.inputs.descriptor import DatasetDescriptor, export_in_memory
 
 IMAGES = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
@@ -298,3 +298,45 @@ def test_the_digits_come_from_a_hash_order_and_not_from_a_generator() -> None:
 
 def _prefixed(*fields: bytes) -> bytes:
     return b"".join(len(field).to_bytes(4, "big") + field for field in fields)
+
+
+class Rewritten:
+    """A dataset of two examples whose content a test changes."""
+
+    def __init__(self) -> None:
+        self.features = np.zeros((2, 3), np.float32)
+        self.labels: np.ndarray = np.zeros(2, np.int64)
+
+    def __len__(self) -> int:
+        return 2
+
+    def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        # All of them is a view of its own array, as a slice of a mapped file is.
+        return (self.features if ids.tolist() == [0, 1] else self.features[ids]), self.labels[ids]
+
+
+def test_every_read_of_a_steady_dataset_returns_the_first_ones_bytes_or_is_refused() -> None:
+    source = Rewritten()
+    steady = SteadyDataset(source)
+    steady.batch(ids(1))
+    features, _ = steady.batch(ids(0, 1))
+    source.features[0, 2] = 1
+    assert not features.any()
+    steady.batch(ids(1, 1))
+    for changed in (ids(0), ids(0, 1), ids(1, 0, 1)):
+        with pytest.raises(DatasetError, match="data_changed"):
+            steady.batch(changed)
+    source.features[0, 2] = 0
+    steady.batch(ids(0, 1))
+    source.labels = source.labels.astype(np.float64)  # the same bytes
+    with pytest.raises(DatasetError, match="data_changed"):
+        steady.batch(ids(1))
+
+
+def test_one_read_of_a_steady_dataset_gives_no_example_in_two_versions() -> None:
+    class Counting(Rewritten):
+        def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            return np.arange(len(ids), dtype=np.float32), self.labels[ids]
+
+    with pytest.raises(DatasetError, match="data_changed"):
+        SteadyDataset(Counting()).batch(ids(1, 1))

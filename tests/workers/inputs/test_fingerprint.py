@@ -31,7 +31,7 @@ def write_key(path: Path, text: str, mode: int = 0o600) -> None:
 
 def fingerprint(base: Path, **fields: Any) -> bytes:
     descriptor = DatasetDescriptor(**{"kind": "npz", "path": "data.npz", "fingerprint_key": "data.key"} | fields)
-    return dataset_fingerprint(descriptor, descriptor.open(base), base)
+    return dataset_fingerprint(descriptor, descriptor.open_slices(base), base)
 
 
 def test_a_file_has_one_fingerprint_wherever_it_lies_and_whatever_a_run_reads_of_it(base: Path):
@@ -90,11 +90,9 @@ def test_a_key_that_is_none_or_that_others_can_read_is_refused(base: Path, text:
 def test_a_missing_key_or_file_is_named(base: Path):
     with pytest.raises(ConfigError, match="fingerprint_key: cannot read"):
         fingerprint(base, fingerprint_key="none.key")
-    descriptor = DatasetDescriptor(kind="npz", path="data.npz", fingerprint_key="data.key")
-    dataset = descriptor.open(base)
     (base / "data.npz").unlink()
     with pytest.raises(DatasetError, match="dataset_unreadable"):
-        dataset_fingerprint(descriptor, dataset, base)
+        fingerprint(base)
 
 
 def test_where_the_key_lies_is_no_part_of_what_the_data_is():

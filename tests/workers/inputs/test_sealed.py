@@ -184,7 +184,7 @@ def test_the_fingerprint_of_sealed_data_is_that_of_its_header(plain, folder, tmp
     found = set()
     for name in ("sealed", "again"):
         descriptor = DatasetDescriptor(kind="sealed", path=name)
-        found.add(dataset_fingerprint(descriptor, descriptor.open(tmp_path), tmp_path))
+        found.add(dataset_fingerprint(descriptor, descriptor.open_slices(tmp_path), tmp_path))
     assert found == {SealedHeader.load(tmp_path / name).digest() for name in ("sealed", "again")}
     assert len(found) == 2
 
