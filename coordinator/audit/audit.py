@@ -142,7 +142,7 @@ def audit(
         examples = dataset_form(descriptor(task.dataset).open(base)).num_examples
         planned = plan_mechanism(config, examples, parameter_count(task.make_model()) - canaries)
         audited = _audited(config, planned, canaries)
-        paid = None if task.dataset.public else config.ledger
+        paid = None if _is_free(config) else config.ledger
         url = None if paid is None else paid.url or ledger_url()
         session, _ = local_session(folder, run_secret, ledger_url=url, witness=paid.witness if paid else None)
         setup = _setup(audited, folder, task)
@@ -165,7 +165,7 @@ def audit(
         steps=finished.steps,
         sample_rate=mechanism.sample_rate,
         noise_multiplier=mechanism.noise_multiplier,
-        account=None if task.dataset.public else finished.manifest.account,
+        account=None if paid is None else finished.manifest.account,
         evidence_class=finished.evidence_class,
         run_dir=run_dir,
     )
@@ -190,11 +190,17 @@ def _check(config: RunConfig, canaries: int, confidence: float) -> None:
         )
 
 
+def _is_free(config: RunConfig) -> bool:
+    """Return whether nothing pays: an account that is named may be bound to this very data, whatever is declared."""
+    assert config.dataset is not None, "the task was made from it"
+    return config.dataset.public and config.ledger.account is None
+
+
 def _audited(config: RunConfig, planned: Mechanism, canaries: int) -> RunConfig:
     """Replace the configuration's task by the canaries', at the planned sampling rate and noise."""
     assert config.dataset is not None, "the task was made from it"
     noise = {"target_epsilon": None, "noise_multiplier": planned.noise_multiplier, "epsilon_cap": account_cap(config)}
-    kept = config.model_dump(include=KEPT if config.dataset.public else {*KEPT, "ledger"})
+    kept = config.model_dump(include=KEPT if _is_free(config) else {*KEPT, "ledger"})
     own = {
         "name": f"{config.name}-audit",
         "model": f"{MODULE}:model",

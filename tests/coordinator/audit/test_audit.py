@@ -190,6 +190,25 @@ def test_an_audit_of_public_data_charges_nothing(home, raycloak_home):
     assert not (raycloak_home / "ledger.sqlite").exists()
 
 
+def test_a_named_account_pays_for_its_audit_even_if_the_data_is_declared_public(home, raycloak_home):
+    """It may be bound to this very data; the models in the run directory show as much of it as any other."""
+    dataset = {"kind": "npz", "path": "examples.npz", "features": "features", "fingerprint_key": "data.key"}
+    fingerprint = fingerprinted(home, dataset)
+    raycloak_home.mkdir()
+    ledger = PrivacyLedger(f"sqlite:///{raycloak_home / 'ledger.sqlite'}")
+    ledger.open_account("hospital", 5.0, cases.DELTA, fingerprint=fingerprint)
+    ledger.open_account("others", 5.0, cases.DELTA, fingerprint=b"o" * 32)
+    declared = {"dataset": {**dataset, "public": True}}
+    result = audit(small_config(**declared, ledger={"account": "hospital"}), home, canaries=100)
+    assert result.account == "hospital"
+    with pytest.raises(BudgetError, match="dataset_mismatch"):
+        audit(small_config(**declared, ledger={"account": "others"}), home, canaries=100)
+    spent = {account.name: account.spent_epsilon for account in ledger.view().accounts}
+    ledger.close()
+    assert spent["hospital"] >= result.epsilon > 0.9
+    assert spent["others"] == 0
+
+
 def test_what_cannot_be_audited_is_refused_before_anything_is_charged(home, raycloak_home):
     public = {"kind": "npz", "path": "examples.npz", "features": "features", "public": True}
     with pytest.raises(ConfigError, match="nothing_to_audit"):
