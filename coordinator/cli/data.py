@@ -85,6 +85,9 @@ def _seal(
         demand = header.demand
         rows.append(("demands", f"account '{demand.account}' of ledger {demand.ledger_key.hex()}"))
         rows.append(("least noise", f"{demand.least_noise_multiplier:g} in every release"))
+        # A name that is still free could be opened by anybody who sees this header, with any cap.
+        opening = f"raycloak budget open {demand.account} --epsilon-cap E --fingerprint {header.digest().hex()}"
+        rows.append(("open first", f"before anybody else gets the folder: {opening}"))
     output.result(
         facts, fields_table("Sealed data (SIMULATED evidence opens it)" if simulated else "Sealed data", rows)
     )

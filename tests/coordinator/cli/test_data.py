@@ -146,6 +146,29 @@ def test_a_key_has_a_name(folder, capfd, monkeypatch):
     assert (stopped.value.code, capfd.readouterr().err.partition(" '.'")[0]) == (2, "error: dataset_key:")
 
 
+def test_the_command_that_sealing_prints_opens_the_account_or_says_that_its_name_is_taken(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """The demand names an account and no cap, so the owner must open it before anybody else sees the header."""
+    monkeypatch.setattr(app, "leave_stdout", lambda: None)
+
+    def called(*arguments: str) -> tuple[object, str]:
+        with pytest.raises(SystemExit) as stopped:
+            app.main(list(arguments))
+        told = capfd.readouterr()
+        return stopped.value.code, told.out + told.err
+
+    paths = [str(folder / name) for name in ("plain.yaml", "data.key", "sealed")]
+    _, told = called("data", "seal", paths[0], "--key", paths[1], "--out", paths[2], *DEMANDED)
+    printed = "".join(told.split("open first")[1].replace("│", "").split())
+    bound = ("--fingerprint", SealedHeader.load(folder / "sealed").digest().hex())
+    assert "raycloakbudgetopenpatients--epsilon-capE" + "".join(bound) in printed
+    opened = ("budget", "open", "patients", "--epsilon-cap")
+    assert called(*opened, "8", *bound)[0] == 0
+    code, told = called(*opened, "1000", *bound)
+    assert (code, "account_mismatch" in told) == (3, True)
+
+
 def test_an_evaluation_split_is_sealed_for_evaluation_alone(folder, seal):
     """Also from the same examples, with the same key."""
     clear, sealed = (f"evaluation: {{dataset: {each}}}" for each in (PLAIN, SEALED.replace("}", ", public: true}")))
