@@ -328,9 +328,10 @@ def test_every_read_of_a_steady_dataset_returns_the_first_ones_bytes_or_is_refus
             steady.batch(changed)
     source.features[0, 2] = 0
     steady.batch(ids(0, 1))
-    source.labels = source.labels.astype(np.float64)  # the same bytes
-    with pytest.raises(DatasetError, match="data_changed"):
-        steady.batch(ids(1))
+    for labels in (source.labels.astype(np.float64), source.labels + 1):  # the same bytes of another type, and others
+        source.labels = labels
+        with pytest.raises(DatasetError, match="data_changed"):
+            steady.batch(ids(1))
 
 
 def test_one_read_of_a_steady_dataset_gives_no_example_in_two_versions() -> None:
