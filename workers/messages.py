@@ -47,6 +47,7 @@ class WorkerFacts:
         dataset_fingerprint: the only one that depends on the content of examples. It is keyed, or the digest of a
             sealed dataset's header; empty for data in the clear without a key.
         contents: of all parameters and buffers of the model.
+        largest_rows: of a micro-batch; see `raycloak.workers.gradients.row_memory`.
     """
 
     num_examples: int
@@ -57,6 +58,7 @@ class WorkerFacts:
     loss_code: bytes
     numerics: NumericsClass
     dataset_fingerprint: bytes
+    largest_rows: int
 
 
 @dataclass(frozen=True, slots=True)

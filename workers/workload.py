@@ -16,6 +16,7 @@ from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.gradients.model_checks import check_rows, check_trainable
 from raycloak.workers.gradients.numerics import current_numerics, pin_numerics
 from raycloak.workers.gradients.row_loss import RowLoss
+from raycloak.workers.gradients.row_memory import largest_rows
 from raycloak.workers.gradients.sum_engines import check_measurable, measurement_engine
 from raycloak.workers.inputs.datasets import Dataset, dataset_form
 from raycloak.workers.inputs.fingerprint import dataset_fingerprint
@@ -92,6 +93,7 @@ class Workload:
             loss_code=loss_code,
             numerics=current_numerics(setup.device),
             dataset_fingerprint=fingerprint,
+            largest_rows=largest_rows(self.module, self.form, self.loss, deterministic, setup.dataset.vocabulary),
         )
         folder = None if setup.evaluation is None else Path(setup.base) / setup.evaluation
         self.split = None if folder is None else open_split(folder, setup.loss, self.form, self.runtime)

@@ -4,9 +4,10 @@ The shape is public and the same in every step, so that timing shows nothing of 
 """
 
 import math
+from collections.abc import Callable
 
-ROW_MULTIPLE = 8
-"""Micro-batches shrink to a multiple of this, so that kernels keep full vectors."""
+ROW_MULTIPLE = 4
+"""Micro-batches shrink to a multiple of this. Kernels take other paths for fewer rows, and give other bits."""
 
 
 def overflow_bound(slice_size: int, sample_rate: float, draws: int, capacity: int) -> float:
@@ -29,18 +30,27 @@ def _tail_exponent(n: int, q: float, capacity: int) -> float:
     return n * (share * math.log(share / q) + rest)
 
 
-def physical_shape(slice_size: int, sample_rate: float, draws: int, budget: float, largest: int) -> tuple[int, int]:
-    """Return rows m and count M of the micro-batches: the fewest of at most ``largest`` rows within the budget.
+def least_within(budget: float, slice_size: int, sample_rate: float, draws: int) -> int:
+    """Return the least capacity, at least 1, at which :func:`overflow_bound` is at most ``budget``."""
+    return least(lambda capacity: overflow_bound(slice_size, sample_rate, draws, capacity) <= budget, 1, slice_size)
 
-    Guarantee: ``overflow_bound(slice_size, sample_rate, draws, m * M) <= budget`` and ``m <= largest``.
-    """
-    low, high = 1, slice_size
+
+def least(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """Return the least whole number from ``low`` to ``high`` that ``fits``; assumes that ``high`` and all above do."""
     while low < high:
         middle = (low + high) // 2
-        if overflow_bound(slice_size, sample_rate, draws, middle) <= budget:
+        if fits(middle):
             high = middle
         else:
             low = middle + 1
-    batches = -(-low // largest)
-    rows = -(-low // (batches * ROW_MULTIPLE)) * ROW_MULTIPLE
+    return low
+
+
+def physical_shape(capacity: int, largest: int) -> tuple[int, int]:
+    """Return rows m and count M of the micro-batches: the fewest of at most ``largest`` rows that hold ``capacity``.
+
+    Guarantee: ``m * M >= capacity`` and ``m <= largest``.
+    """
+    batches = -(-capacity // largest)
+    rows = -(-capacity // (batches * ROW_MULTIPLE)) * ROW_MULTIPLE
     return min(rows, largest), batches

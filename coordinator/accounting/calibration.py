@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from raycloak.coordinator.accounting import renyi
 from raycloak.coordinator.accounting.accountants import accountant_of
-from raycloak.coordinator.accounting.releases import Release, Releases
+from raycloak.coordinator.accounting.releases import Release, Releases, cut_of, release_of
 from raycloak.coordinator.accounting.renyi import (
     SLACK_SHARE,
     SMALLEST_NOISE_MULTIPLIER,
@@ -23,6 +24,9 @@ LARGEST_NOISE_MULTIPLIER = 2.0**14
 # Share of the target to aim at, and share at which the search stops: the pld accountant jumps by up to 0.2 %, so a
 # search for 1 itself would overshoot it. Four trials are usual; the limit only ends a search that cannot settle.
 _AIM, _CLOSE, _MOST_TRIALS = 0.9988, 0.997, 16
+
+# Epsilon falls at least as fast as the noise grows, so a raise by what is missing is enough; less would not settle.
+_LEAST_RAISE = 1.0005
 
 
 def epsilon_of(
@@ -62,7 +66,8 @@ def epsilon_against(
 ) -> float:
     """Return epsilon of ``steps`` steps for an adversary who knows the noise of ``missing_virtual_workers``.
 
-    Infinite if no unknown noise is left, or if the slack at that epsilon does not fit its share of ``delta``.
+    Infinite if no unknown noise is left, or if the slack at that epsilon does not fit its share of ``delta``. Where the
+    chance of a cut does not fit it, at an epsilon above the cap, the accountant is charged for the cut instead.
 
     Args:
         beside: what else was released: measurements, and how often each.
@@ -73,10 +78,18 @@ def epsilon_against(
     noises = [effective_noise_multiplier(each, missing_virtual_workers) for each, _ in made]
     if min(noises) < SMALLEST_NOISE_MULTIPLIER:
         return math.inf
-    releases = (Release(each.sample_rate, z, count) for (each, count), z in zip(made, noises, strict=True))
-    spent = composed_epsilon(tuple(releases), delta, mechanism.accountant)
-    slack = total_slack((each for each, _ in made), spent).total
-    return spent if slack <= SLACK_SHARE * delta else math.inf
+    releases = tuple(
+        replace(release_of(each, count), noise_multiplier=z) for (each, count), z in zip(made, noises, strict=True)
+    )
+    spent = composed_epsilon(releases, delta, mechanism.accountant)
+    slack = total_slack((each for each, _ in made), spent)
+    if slack.total <= SLACK_SHARE * delta:
+        return spent
+    cuts = (None if each.sample_rate == 1 else cut_of(each) for each, _ in made)
+    charged = tuple(replace(release, cut=cut) for release, cut in zip(releases, cuts, strict=True))
+    spent = composed_epsilon(charged, delta, mechanism.accountant)
+    slack = replace(total_slack((each for each, _ in made), spent), batch_overflow=0.0)
+    return spent if slack.total <= SLACK_SHARE * delta else math.inf
 
 
 def solve_noise_multiplier(
@@ -121,6 +134,22 @@ def solve_noise_multiplier(
             "Ask for a larger epsilon or fewer steps.",
         )
     return _tightened(share, enough)
+
+
+def noise_with_cut(
+    target_epsilon: float, delta: float, training: Release, accountant: AccountantName, others: Releases = ()
+) -> float:
+    """Return a noise multiplier, at least that of ``training``, that keeps it with its cut within the target.
+
+    ``training`` is within the target without its cut, which costs little: a little more noise pays for it.
+    """
+    noise = training.noise_multiplier
+    while True:
+        releases = (*others, replace(training, noise_multiplier=noise))
+        cost = composed_epsilon(releases, delta, accountant) / target_epsilon
+        if cost <= 1:
+            return noise
+        noise = _round_up(noise * max(cost, _LEAST_RAISE))
 
 
 def _smallest(share: Callable[[float], float]) -> float | None:

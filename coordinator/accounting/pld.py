@@ -4,17 +4,21 @@ A privacy loss distribution is put on a grid by connecting the dots (Doroshenko 
 dominates the real one, so epsilon is an upper bound on any grid. Halving the interval quarters the excess;
 :func:`epsilon` halves it until that settles.
 
+A draw that is cut to a capacity is charged as what it is: truncated Poisson sampling (arXiv 2508.15089). What that
+assumes, and why it holds here, is in docs/proofs/007-truncated-batches.md.
+
 Plain Gaussians among the releases are one Gaussian, and alone they have a closed form (Balle and Wang, arXiv
 1805.06530).
 """
 
 import itertools
 import math
+from dataclasses import replace
 from functools import lru_cache
 from importlib.metadata import version
 from typing import Any
 
-from raycloak.coordinator.accounting.releases import Release, Releases, merged
+from raycloak.coordinator.accounting.releases import Release, Releases, merged, uncut
 from raycloak.metrics.errors import ConfigError
 
 SETTLED = 4e-3
@@ -61,6 +65,20 @@ def epsilon(releases: Releases, delta: float) -> float:
     return _settled(merged(releases), delta)[1] if releases else 0.0
 
 
+def cut_excess(releases: Releases, delta: float) -> float:
+    """Return epsilon of ``releases`` over that without their cuts, both on one coarse grid.
+
+    On one grid the errors of the grid cancel, so that a difference far below them shows. Takes 0.02 s to 0.2 s.
+    """
+    cut = merged(releases)
+    interval = _first_interval(cut)
+    without = _on_grid(merged(uncut(releases)), delta, interval)
+    found = _on_grid(cut, delta, interval)
+    if without == 0:
+        return 1.0 if found == 0 else math.inf
+    return found / without
+
+
 def curve(points: tuple[Releases, ...], delta: float) -> tuple[float, ...]:
     """Return epsilon of each of several growing compositions: settled for the last, on a coarse grid for the others.
 
@@ -104,19 +122,42 @@ def _on_grid(releases: Releases, delta: float, interval: float) -> float:
             "steps would matter to the pld accountant.",
             "Set dp_config.accountant to rdp, or ask for a larger delta.",
         )
+    # An example is in one slice throughout, so it meets one of the two slice sizes in all releases.
+    return max(_composed(releases, share, interval, size) for size in range(_slice_sizes(releases)))
+
+
+def _slice_sizes(releases: Releases) -> int:
+    return max(len(release.cut.slice_sizes) if release.cut else 1 for release in releases)
+
+
+def _composed(releases: Releases, share: float, interval: float, size: int) -> float:
+    """Return epsilon for an example of a slice of the smaller (0) or the larger (1) size."""
     total = None
     for release in releases:
-        part = _one(release.sample_rate, release.noise_multiplier, interval).self_compose(release.count)
+        sizes = release.cut.slice_sizes if release.cut else ()
+        one = _one(replace(release, count=1), interval, sizes[min(size, len(sizes) - 1)] if sizes else 0)
+        part = one.self_compose(release.count)
         total = part if total is None else total.compose(part)
     assert total is not None
     return float(total.get_epsilon_for_delta(share))
 
 
 @lru_cache(maxsize=8)
-def _one(sample_rate: float, noise_multiplier: float, interval: float) -> Any:
-    """Return dp-accounting's distribution of one release."""
+def _one(release: Release, interval: float, slice_size: int) -> Any:
+    """Return dp-accounting's distribution of one release; ``slice_size`` matters where it is cut."""
     from dp_accounting.pld import privacy_loss_distribution
 
+    sample_rate, noise_multiplier = release.sample_rate, release.noise_multiplier
+    if release.cut is not None:
+        return privacy_loss_distribution.from_truncated_subsampled_gaussian_mechanism(
+            slice_size,
+            sample_rate,
+            release.cut.capacity,
+            noise_multiplier,
+            value_discretization_interval=interval,
+            use_connect_dots=True,
+            neighboring_relation=privacy_loss_distribution.NeighborRel.REPLACE_SPECIAL,
+        )
     return privacy_loss_distribution.from_gaussian_mechanism(
         noise_multiplier,
         sampling_prob=sample_rate,
@@ -154,6 +195,9 @@ def _spread(release: Release) -> float:
 
 def _range(release: Release) -> float:
     """Estimate the largest privacy loss of an output within ten standard deviations."""
+    if release.cut is not None:
+        # An example that displaces another moves the sum by twice its bound.
+        return _range(replace(release, noise_multiplier=release.noise_multiplier / 2, cut=None))
     exponent = (10 + 0.5 / release.noise_multiplier) / release.noise_multiplier
     if exponent > 40:
         return exponent

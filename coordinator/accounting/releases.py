@@ -7,9 +7,41 @@ without the example the output is N(0, z^2), with it the mixture (1 - q) N(0, z^
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raycloak.workers.terms.mechanism import Mechanism
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The cut of every draw to a capacity: of more drawn ids a uniformly random ``capacity`` stay.
+
+    Attributes:
+        slice_sizes: the numbers of ids that a virtual worker may have; an example is in a slice of one of them.
+        capacity: most ids of a slice that stay, at least 1.
+    """
+
+    slice_sizes: tuple[int, ...]
+    capacity: int
+
+    def __post_init__(self) -> None:
+        assert self.slice_sizes
+        assert 1 <= self.capacity < max(self.slice_sizes), "a draw that always fits is never cut"
+
+    def chances(self, sample_rate: float) -> tuple[tuple[float, float], ...]:
+        """Return, per slice size, P[E] and P[E and the example stays].
+
+        E says that at least ``capacity`` ids other than the example's are drawn (docs/proofs/007).
+        """
+        from scipy.stats import binom
+
+        return tuple(
+            (
+                float(binom.sf(self.capacity - 1, size - 1, sample_rate)),
+                float(binom.sf(self.capacity, size, sample_rate)) * self.capacity / size,
+            )
+            for size in self.slice_sizes
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,31 +52,59 @@ class Release:
         sample_rate: q in (0, 1]; 1 is the plain Gaussian.
         noise_multiplier: z > 0, standard deviation over l2 sensitivity.
         count: how often, at least 1.
+        cut: of each draw, where epsilon pays for it; None where nothing is cut, or where delta pays.
     """
 
     sample_rate: float
     noise_multiplier: float
     count: int
+    cut: Cut | None = None
 
     def __post_init__(self) -> None:
         assert 0 < self.sample_rate <= 1
         assert 0 < self.noise_multiplier < math.inf
         assert self.count >= 1
+        assert self.cut is None or self.sample_rate < 1, "a full batch holds whole slices"
 
 
 Releases = tuple[Release, ...]
 
 
+def cut_of(mechanism: Mechanism) -> Cut | None:
+    """Return the cut that a mechanism's fixed shape makes, whatever pays for it; None if every draw fits."""
+    capacity = mechanism.micro_batch_size * mechanism.micro_batches
+    return cut_at(mechanism.num_examples, mechanism.virtual_workers, capacity)
+
+
+def cut_at(num_examples: int, virtual_workers: int, capacity: int) -> Cut | None:
+    """Return the cut of slices of examples to ``capacity``; None if each slice fits whole."""
+    smallest, larger = divmod(num_examples, virtual_workers)
+    sizes = tuple(sorted({smallest, smallest + bool(larger)}))
+    return Cut(sizes, capacity) if capacity < sizes[-1] else None
+
+
+def release_of(mechanism: Mechanism, count: int) -> Release:
+    """Return ``count`` releases of a private mechanism.
+
+    The cut is in it exactly if the mechanism says that epsilon pays for it: the one place that decides.
+    """
+    cut = cut_of(mechanism) if mechanism.cut_paid_by == "epsilon" else None
+    return Release(mechanism.sample_rate, mechanism.noise_multiplier, count, cut)
+
+
 def releases_of(counts: Iterable[tuple[Mechanism, int]]) -> Releases:
     """Return the releases of mechanisms that were each released so often, without those that are not private."""
-    return tuple(
-        Release(each.sample_rate, each.noise_multiplier, count) for each, count in counts if each.private and count
-    )
+    return tuple(release_of(each, count) for each, count in counts if each.private and count)
+
+
+def uncut(releases: Releases) -> Releases:
+    """Return the same releases as if no draw were cut."""
+    return tuple(replace(each, cut=None) for each in releases)
 
 
 def scaled(releases: Releases, factor: float) -> Releases:
     """Return the same releases with their noise times ``factor``."""
-    return tuple(Release(each.sample_rate, each.noise_multiplier * factor, each.count) for each in releases)
+    return tuple(replace(each, noise_multiplier=each.noise_multiplier * factor) for each in releases)
 
 
 def merged(releases: Iterable[Release]) -> Releases:
@@ -53,13 +113,18 @@ def merged(releases: Iterable[Release]) -> Releases:
     Equal mechanisms add up their counts. All plain Gaussians together are one Gaussian, of noise multiplier
     ``(sum of count / z^2)^(-1/2)``: exact, and the reason that full batches cost no numerical composition.
     """
-    counts: dict[tuple[float, float], int] = {}
+    counts: dict[Release, int] = {}
     precision = 0.0
     for release in releases:
         if release.sample_rate == 1:
             precision += release.count / release.noise_multiplier**2
         else:
-            key = (release.sample_rate, release.noise_multiplier)
-            counts[key] = counts.get(key, 0) + release.count
-    sampled = tuple(Release(q, z, count) for (q, z), count in sorted(counts.items()))
+            one = replace(release, count=1)
+            counts[one] = counts.get(one, 0) + release.count
+    sampled = tuple(replace(one, count=counts[one]) for one in sorted(counts, key=_order))
     return (*sampled, Release(1.0, precision**-0.5, 1)) if precision else sampled
+
+
+def _order(release: Release) -> tuple[float, float, tuple[int, ...]]:
+    cut = release.cut
+    return release.sample_rate, release.noise_multiplier, (*cut.slice_sizes, cut.capacity) if cut else ()

@@ -22,7 +22,7 @@ from importlib.metadata import version
 import numpy as np
 from numpy.typing import NDArray
 
-from raycloak.coordinator.accounting.releases import Release
+from raycloak.coordinator.accounting.releases import Cut, Release
 from raycloak.workers.inputs.opacus_modules import opacus_module
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.vectors.noise import ROUNDING_DISTANCE, ROUNDING_VARIANCE, SAMPLER_DISTANCE
@@ -70,6 +70,34 @@ def step_rdp(sample_rate: float, noise_multiplier: float, orders: tuple[float, .
     rdp = opacus_module("opacus.accountants.analysis.rdp")
     raw = rdp.compute_rdp(q=sample_rate, noise_multiplier=noise_multiplier, steps=1, orders=list(orders))
     return tuple(float(value) if value < UNBOUNDED_RDP else UNBOUNDED_RDP for value in raw)
+
+
+def release_rdp(release: Release, orders: tuple[float, ...] = ORDERS) -> NDArray[np.float64]:
+    """Return the RDP of one of the outputs of ``release``, its cut included."""
+    rdp = np.asarray(step_rdp(release.sample_rate, release.noise_multiplier, orders))
+    return rdp if release.cut is None else cut_rdp(rdp, release, release.cut, orders)
+
+
+def cut_rdp(
+    uncut: NDArray[np.float64], release: Release, cut: Cut, orders: tuple[float, ...] = ORDERS
+) -> NDArray[np.float64]:
+    """Return an upper bound on the RDP of one output of ``release`` with its draws cut, from that without a cut.
+
+    Guarantee: holds under zero-out. exp((a - 1) D_a) is jointly convex, and is bounded case by case: no cut is
+    possible; one is, and the example does not stay; one is, and it stays, a plain Gaussian (docs/proofs/007).
+    """
+    excess = np.asarray(orders) - 1
+    gaussian = excess * np.asarray(orders) / (2 * release.noise_multiplier**2)
+    with np.errstate(divide="ignore"):
+        bounds = [
+            np.logaddexp(
+                np.logaddexp(np.log1p(-cuts) + excess * uncut, np.log(max(cuts - stays, 0.0))),
+                np.log(stays) + gaussian,
+            )
+            / excess
+            for cuts, stays in cut.chances(release.sample_rate)
+        ]
+    return np.asarray(np.minimum(np.maximum(uncut, np.max(bounds, axis=0)), UNBOUNDED_RDP))
 
 
 def epsilon(rdp: Sequence[float] | NDArray[np.float64], delta: float, orders: tuple[float, ...] = ORDERS) -> float:
@@ -141,7 +169,7 @@ def composed_rdp(releases: Iterable[Release], orders: tuple[float, ...] = ORDERS
     """Return the RDP of all ``releases`` together."""
     total = np.zeros(len(orders))
     for release in releases:
-        total += release.count * np.asarray(step_rdp(release.sample_rate, release.noise_multiplier, orders))
+        total += release.count * release_rdp(release, orders)
     return total
 
 
@@ -154,7 +182,7 @@ class DeltaSlack:
 
     Attributes:
         sampler: distance of the noise sampler from its exact law.
-        batch_overflow: chance that a draw exceeds the fixed batch capacity and is cut.
+        batch_overflow: chance that a draw exceeds the fixed batch capacity and is cut; 0 where epsilon pays for that.
         rounding: distance of the summed shares from a randomized rounding of a continuous Gaussian.
         ring_wrap: chance that noise leaves its 16 standard deviations and wraps. Wrapping is post-processing and
             costs no privacy; it is counted all the same, so that delta also bounds a wrong decode.

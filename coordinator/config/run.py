@@ -30,6 +30,9 @@ from raycloak.metrics.errors import ConfigError
 
 S = TypeVar("S", bound=Section)
 
+MOST_VIRTUAL_WORKERS = 8
+"""Virtual workers of a run that does not say how many, unless fewer save rows or there are more workers."""
+
 
 class RunConfig(Section):
     """A training run.
@@ -39,9 +42,10 @@ class RunConfig(Section):
         num_workers: TrainWorkers to start, and to keep.
         min_workers: fewest that the run continues with.
         max_workers: most that it grows to where the cluster has room; ``num_workers`` by default.
-        virtual_workers: V, fixed for the run; the result does not depend on how workers host them.
+        virtual_workers: V, fixed for the run; the result does not depend on how workers host them. The plan chooses it
+            where it is not given.
         batch_size_per_worker, expected_batch_size: the public batch size, one of the two.
-        micro_batch_size: physical rows per forward pass.
+        micro_batch_size: most physical rows per forward pass; where it is not given, as many as memory holds.
         steps: planned steps.
         model: ``module:function`` that returns a ``torch.nn.Module``; a Trainer may be given a callable instead.
         loss: ``cross_entropy``, ``mse`` or ``module:function`` of (output, label) giving one loss per example.
@@ -62,11 +66,11 @@ class RunConfig(Section):
     num_workers: int = Field(default=3, gt=0)
     min_workers: int | None = Field(default=None, gt=0)
     max_workers: int | None = Field(default=None, gt=0)
-    virtual_workers: int = Field(default=8, gt=0)
+    virtual_workers: int | None = Field(default=None, gt=0)
     use_gpu: bool = False
     batch_size_per_worker: int | None = Field(default=None, gt=0)
     expected_batch_size: float | None = Field(default=None, gt=0)
-    micro_batch_size: int = Field(default=64, gt=0)
+    micro_batch_size: int | None = Field(default=None, gt=0)
     steps: int = Field(default=200, gt=0)
     model: str | None = None
     loss: str = "cross_entropy"
@@ -97,7 +101,7 @@ class RunConfig(Section):
     def _consistent(self) -> Self:
         if (self.batch_size_per_worker is None) == (self.expected_batch_size is None):
             raise ValueError("give exactly one of batch_size_per_worker and expected_batch_size")
-        if self.virtual_workers < self.num_workers:
+        if self.virtual_workers is not None and self.virtual_workers < self.num_workers:
             raise ValueError(
                 f"virtual_workers ({self.virtual_workers}) must be at least num_workers ({self.num_workers})"
             )
@@ -105,7 +109,7 @@ class RunConfig(Section):
             raise ValueError(f"min_workers ({self.fewest_workers}) must not exceed num_workers ({self.num_workers})")
         if self.most_workers < self.num_workers:
             raise ValueError(f"max_workers ({self.most_workers}) must be at least num_workers ({self.num_workers})")
-        if self.most_workers > self.virtual_workers:
+        if self.virtual_workers is not None and self.most_workers > self.virtual_workers:
             raise ValueError(
                 f"max_workers ({self.most_workers}) must not exceed virtual_workers ({self.virtual_workers})"
             )
@@ -141,6 +145,19 @@ class RunConfig(Section):
     def most_workers(self) -> int:
         """The ``max_workers``, or its default: ``num_workers``."""
         return self.max_workers if self.max_workers is not None else self.num_workers
+
+    @property
+    def slices(self) -> int:
+        """The number of slices that data is sealed in: ``virtual_workers``, or its default."""
+        if self.virtual_workers is not None:
+            return self.virtual_workers
+        return max(MOST_VIRTUAL_WORKERS, self.most_workers)
+
+    @property
+    def has_sealed_data(self) -> bool:
+        """Whether training or evaluation data is sealed."""
+        parts = (self.dataset, self.evaluation.dataset if self.evaluation else None)
+        return any(part is not None and part.kind == "sealed" for part in parts)
 
     @property
     def batch_size(self) -> float:

@@ -41,9 +41,9 @@ from raycloak.coordinator.ledger.rules import (
     check_shareable,
     epsilon_at,
     is_private,
+    mechanism_rdp,
     planned,
     quoted,
-    release_rdp,
 )
 from raycloak.coordinator.ledger.store import AccountRow, Rows
 from raycloak.metrics.errors import BudgetError
@@ -285,7 +285,7 @@ def check_tables(rows: Rows, audited: AuditedChain) -> None:
 
 def _same_cost(event: RunRegistered, opened_with: tuple[float, ...]) -> bool:
     orders = event.orders if isinstance(event, RunRegisteredAtOrders) else opened_with
-    expected = tuple(release_rdp(mechanism, orders) for mechanism in event.mechanisms)
+    expected = tuple(mechanism_rdp(mechanism, orders) for mechanism in event.mechanisms)
     same = [len(cost) for cost in event.step_rdp] == [len(cost) for cost in expected]
     return same and bool(np.allclose(event.step_rdp, expected, rtol=_TOLERANCE, atol=0))
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from raycloak.attestation.core.roster import Query
 from raycloak.coordinator.accounting.accountants import AccountLimits, Quote, Spend, accountant_of, smallest_epsilon
 from raycloak.coordinator.accounting.batch_shape import overflow_bound
-from raycloak.coordinator.accounting.releases import Release, Releases
+from raycloak.coordinator.accounting.releases import Release, Releases, release_of
 from raycloak.coordinator.accounting.renyi import (
     SLACK_SHARE,
     SMALLEST_NOISE_MULTIPLIER,
     accountant_delta,
     delta_slack,
     effective_noise_multiplier,
-    step_rdp,
+    release_rdp,
 )
 from raycloak.coordinator.ledger.entries import AccountOpened, RunRegistered, RunRegisteredAtOrders
 from raycloak.metrics.errors import BudgetError
@@ -89,7 +89,7 @@ def registration(
     orders = terms.orders if fixed else orders_for(terms, mechanisms)
     if not any(mechanism.private for mechanism in mechanisms):
         orders = ()
-    costs = tuple(release_rdp(mechanism, orders) for mechanism in mechanisms)
+    costs = tuple(mechanism_rdp(mechanism, orders) for mechanism in mechanisms)
     quote = quoted(terms, mechanisms)
     event = RunRegisteredAtOrders(
         recorded_at=now(),
@@ -164,11 +164,11 @@ def check_noised(run_id: str, terms: AccountOpened, mechanisms: Sequence[Mechani
         )
 
 
-def release_rdp(mechanism: Mechanism, orders: tuple[float, ...]) -> tuple[float, ...]:
+def mechanism_rdp(mechanism: Mechanism, orders: tuple[float, ...]) -> tuple[float, ...]:
     """Return the RDP of one release of a mechanism at each order."""
     if not mechanism.private:
         return (0.0,) * len(orders)
-    return step_rdp(mechanism.sample_rate, charged_noise(mechanism), orders)
+    return tuple(float(each) for each in release_rdp(_release(mechanism, 1), orders))
 
 
 def charged_noise(mechanism: Mechanism) -> float:
@@ -184,7 +184,7 @@ def _counted_noise(mechanism: Mechanism) -> float:
 
 
 def _release(mechanism: Mechanism, count: int) -> Release:
-    return Release(mechanism.sample_rate, charged_noise(mechanism), count)
+    return replace(release_of(mechanism, count), noise_multiplier=charged_noise(mechanism))
 
 
 def check_claims(run_id: str, mechanism: Mechanism) -> None:
@@ -206,12 +206,17 @@ def check_claims(run_id: str, mechanism: Mechanism) -> None:
             f"mechanism {mechanism.query} of run {run_id} claims noise multiplier {claimed:g} at sampling rate "
             f"{mechanism.sample_rate:g}, but its shares add up to {counted:g}.",
         )
-    cut = overflow_bound(
-        -(-mechanism.num_examples // mechanism.virtual_workers),
-        mechanism.sample_rate,
-        mechanism.steps * mechanism.virtual_workers,
-        mechanism.micro_batch_size * mechanism.micro_batches,
-    )
+    capacity = mechanism.micro_batch_size * mechanism.micro_batches
+    largest_slice = -(-mechanism.num_examples // mechanism.virtual_workers)
+    if mechanism.cut_paid_by == "epsilon":
+        if capacity < 1 or (mechanism.sample_rate == 1 and capacity < largest_slice):
+            raise BudgetError(
+                "mechanism_inconsistent",
+                f"mechanism {mechanism.query} of run {run_id} cuts batches to {capacity} examples, which no accountant "
+                "computes at its sampling rate.",
+            )
+        return
+    cut = overflow_bound(largest_slice, mechanism.sample_rate, mechanism.steps * mechanism.virtual_workers, capacity)
     if mechanism.overflow_probability < cut * (1 - 1e-6):
         raise BudgetError(
             "mechanism_inconsistent",

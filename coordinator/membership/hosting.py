@@ -15,8 +15,8 @@ from raycloak.coordinator.cluster.control import Control
 from raycloak.coordinator.membership.growth import Growth
 from raycloak.coordinator.membership.machine_room import Hosting, MachineRoom
 from raycloak.coordinator.membership.members import Members
-from raycloak.coordinator.planning.plan import keys_per_machine
 from raycloak.metrics.errors import RefusedError
+from raycloak.workers.terms.manifest import Manifest
 
 
 def rehost(current: Hosting, workers: Sequence[str], virtual_workers: int) -> dict[str, tuple[int, ...]]:
@@ -105,18 +105,21 @@ class Hosts:
     """Places every virtual worker on a worker.
 
     Attributes:
+        virtual_workers: V, of the manifest.
         hosting: virtual workers of each worker; covers all V once they were placed.
     """
 
     members: Members
     growth: Growth
+    virtual_workers: int
     _handout: Handout
     hosting: Hosting = field(default_factory=dict)
 
     @classmethod
-    def of(cls, members: Members, growth: Growth) -> Self:
+    def of(cls, members: Members, growth: Growth, manifest: Manifest) -> Self:
         """Begin without any host."""
-        return cls(members, growth, Handout(members.control, keys_per_machine(members.config)))
+        virtual_workers = manifest.computation.mechanism.virtual_workers
+        return cls(members, growth, virtual_workers, Handout(members.control, manifest.keys_per_machine))
 
     @property
     def commitments(self) -> tuple[bytes, ...]:
@@ -142,7 +145,7 @@ class Hosts:
         while True:
             self.growth.wait_for_enough()
             self.growth.refill()
-            workers, virtual_workers = list(self.members.workers), self.members.config.virtual_workers
+            workers, virtual_workers = list(self.members.workers), self.virtual_workers
             hosting = rehost(self.hosting, workers, virtual_workers)
             if (room := self._handout.room()) is not None:
                 within = room.rehost(self.hosting, workers, virtual_workers)
@@ -174,7 +177,7 @@ class Hosts:
         machines = {name[:25]: len(held) for of_worker in room.held.values() for name, held in of_worker.items()}
         return RefusedError(
             "key_share",
-            f"each machine may get the keys of {room.most} of {self.members.config.virtual_workers} virtual workers of "
+            f"each machine may get the keys of {room.most} of {self.virtual_workers} virtual workers of "
             f"an epoch, and {len(self.members.workers)} workers are on machines that leave no placement: "
             f"{', '.join(f'{name} has got {count}' for name, count in sorted(machines.items()))}.",
             "Add a machine that has had no worker of this run, or bring a lost one back, one worker to a machine, and "

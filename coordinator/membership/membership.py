@@ -59,4 +59,4 @@ class Membership:
         admission = MemberAdmission.of(members, terms, ranges, review)
         admission.admit_founders()
         growth = Growth.of(members, admission, founders.setup, on_join)
-        return cls(members, admission, growth, Hosts.of(members, growth))
+        return cls(members, admission, growth, Hosts.of(members, growth, terms.manifest))

@@ -16,6 +16,7 @@ from raycloak.coordinator.planning.references import descriptor, evaluation_form
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.evaluation import check_evaluation_form
 from raycloak.workers.gradients.model_checks import check_rows, check_trainable
+from raycloak.workers.gradients.row_memory import largest_rows
 from raycloak.workers.gradients.sum_engines import check_measurable
 from raycloak.workers.inputs.datasets import dataset_form
 from raycloak.workers.inputs.models import ModelSource, build_model, loss_function, parameter_count, trainable_tensors
@@ -45,7 +46,8 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     sealed = sealed_terms(config, config_dir, "evaluation")
     if sealed is not None:
         check_evaluation_form(evaluation_form(sealed), form)
-    plan = make_plan(config, form.num_examples, parameter_count(model), _account(config))
+    rows = largest_rows(model, form, loss, deterministic, data.vocabulary)
+    plan = make_plan(config, form.num_examples, parameter_count(model), _account(config), rows)
     for measurement in plan.measurements:
         check_measurable(measurement, form)
     check_rows(

@@ -30,6 +30,7 @@ def build_computation(
     return Computation(
         mechanism=mechanism,
         measurements=measurements,
+        largest_rows=config.micro_batch_size or facts.largest_rows,
         model=model,
         model_code=facts.model_code,
         loss=config.loss,

@@ -9,6 +9,7 @@ from raycloak.coordinator.accounting.releases import Release, Releases, releases
 from raycloak.coordinator.accounting.renyi import SMALLEST_NOISE_MULTIPLIER
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.config.sections import ClassCountsConfig, PrivateEvaluationConfig
+from raycloak.coordinator.planning.batches import UNMEASURED_ROWS
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism
@@ -43,7 +44,9 @@ def planned_measurements(config: RunConfig) -> Releases:
     return tuple(Release(1.0, _noise(section), _count(config, section)) for section in _sections(config))
 
 
-def plan_measurements(config: RunConfig, training: Mechanism) -> tuple[Measurement, ...]:
+def plan_measurements(
+    config: RunConfig, training: Mechanism, largest_rows: int = UNMEASURED_ROWS
+) -> tuple[Measurement, ...]:
     """Return the frozen measurements of a run in the order in which they are made.
 
     Guarantee: a function of public numbers only. Measurements share examples, virtual workers, honest share and
@@ -52,7 +55,8 @@ def plan_measurements(config: RunConfig, training: Mechanism) -> tuple[Measureme
     Raises:
         ConfigError: ``noise_too_small``, or a measurement does not fit the ring; with numbers.
     """
-    return tuple(_measurement(config, section, training) for section in _sections(config))
+    rows = config.micro_batch_size or largest_rows
+    return tuple(_measurement(config, section, training, rows) for section in _sections(config))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +132,7 @@ def _noise(section: Section) -> float:
     return section.noise_multiplier
 
 
-def _measurement(config: RunConfig, section: Section, training: Mechanism) -> Measurement:
+def _measurement(config: RunConfig, section: Section, training: Mechanism, largest_rows: int) -> Measurement:
     query: Query
     if isinstance(section, ClassCountsConfig):
         query, dimension, divisor = "class_counts", section.classes, 1.0
@@ -139,7 +143,7 @@ def _measurement(config: RunConfig, section: Section, training: Mechanism) -> Me
     workers, noise = training.virtual_workers, _noise(section)
     slice_size = -(-training.num_examples // workers)
     # Every example contributes, so the batch holds a whole slice and none is ever cut.
-    rows, batches = physical_shape(slice_size, 1.0, workers, 0.0, config.micro_batch_size)
+    rows, batches = physical_shape(slice_size, largest_rows)
     ring = fit_ring(
         max_grad_norm=NORM,
         clamp=rows * batches * NORM,
@@ -163,6 +167,7 @@ def _measurement(config: RunConfig, section: Section, training: Mechanism) -> Me
             "sigma": ring.sigma,
             "micro_batch_size": rows,
             "micro_batches": batches,
+            "cut_paid_by": "delta",
             "overflow_probability": 0.0,
         }
     )

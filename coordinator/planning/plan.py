@@ -6,24 +6,25 @@ A plan is made in one pass. Each stage uses only what the stages before it found
         -> measurements -> slack of delta -> reach of the cap    what the account pays, `make_plan`
         -> other adversaries -> bytes -> warnings                what a reader should know
 
-The batch shape comes after the noise: the chance of a cut batch must fit the epsilon that will be stated.
+The batch shape comes after the noise, because it decides what a cut batch costs; where epsilon pays for cut batches,
+the noise is then raised by that little.
 
 A plan depends only on public numbers: the configuration, the number of examples and the number of parameters.
 """
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from raycloak.coordinator.accounting.accountants import AccountLimits, accountant_of
-from raycloak.coordinator.accounting.batch_shape import overflow_bound, physical_shape
 from raycloak.coordinator.accounting.calibration import (
     composed_curve,
     composed_epsilon,
     epsilon_against,
+    noise_with_cut,
     solve_noise_multiplier,
 )
-from raycloak.coordinator.accounting.releases import Release, Releases, releases_of, scaled
+from raycloak.coordinator.accounting.releases import Release, Releases, cut_at, releases_of
 from raycloak.coordinator.accounting.renyi import (
     ORDERS,
     SLACK_SHARE,
@@ -34,6 +35,14 @@ from raycloak.coordinator.accounting.renyi import (
 )
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.config.sections import Kept
+from raycloak.coordinator.planning.batches import (
+    PADDING_WARNING,
+    UNMEASURED_ROWS,
+    BatchTerms,
+    PhysicalBatch,
+    choose_batch,
+    hosted_at_most,
+)
 from raycloak.coordinator.planning.measurements import (
     MechanismCost,
     Schedule,
@@ -47,22 +56,8 @@ from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import AccountantName, Mechanism
 from raycloak.workers.vectors.ring import RingFit, fit_ring
 
-OVERFLOW_SHARE = 1e-5
-"""Share of delta one run may use for cut batches; the reserve of an account then lasts for a thousand runs."""
-
-PUBLIC_OVERFLOW = 1e-9
-"""Chance of a cut batch that a run on public data accepts."""
-
 PUBLIC_GRADIENT_BOUND = 2.0**16
 """Bound of one coordinate of one example's gradient on public data, where nothing is clipped."""
-
-STATED_EPSILON_MARGIN = 20.0
-"""How far the epsilon against one worker may lie above the cap for the overflow budget to cover it as well.
-
-The budget shrinks with e^epsilon, and batches grow with it: a larger epsilon says too little to pad them for."""
-
-LARGEST_STATED_EPSILON = 500.0
-"""Keeps e^epsilon, which divides the overflow budget, within a float64."""
 
 CURVE_POINTS = 40
 """Most points of a plan's epsilon curve."""
@@ -88,6 +83,7 @@ class Plan:
         epsilon_outsiders: for outsiders and the aggregator, who know no worker's noise.
         epsilon_one_worker: for the aggregator together with any one worker of ``num_workers``, each on a machine of its
             own; None if that leaves no guarantee. Workers on one machine count as one: the verdict has their figure.
+        rows_per_expected_row: rows that a step computes, over the expected batch size.
         delta_terms: what delta covers besides the accountant, all runs of the account together at most 1 % of it.
         epsilon_curve: (steps done, epsilon) pairs, the last at ``steps_within_cap``.
         sensitivity_inflation: C'/C - 1, what rounding to the grid costs.
@@ -115,6 +111,7 @@ class Plan:
     epsilon: float
     epsilon_outsiders: float
     epsilon_one_worker: float | None
+    rows_per_expected_row: float
     delta_terms: DeltaSlack
     epsilon_curve: tuple[tuple[int, float], ...]
     sensitivity_inflation: float
@@ -142,15 +139,21 @@ class Plan:
         }
 
 
-def make_plan(config: RunConfig, num_examples: int, dimension: int, account: PayingAccount | None = None) -> Plan:
+def make_plan(
+    config: RunConfig,
+    num_examples: int,
+    dimension: int,
+    account: PayingAccount | None = None,
+    largest_rows: int = UNMEASURED_ROWS,
+) -> Plan:
     """Return the mechanism of a run and all that follows from it; arguments as :func:`plan_mechanism`.
 
     Raises:
         ConfigError, DatasetError, ModelError, RefusedError: as :func:`plan_mechanism`; also ``delta_slack`` and
             ``cap_too_small``.
     """
-    mechanism = plan_mechanism(config, num_examples, dimension, account)
-    run = Schedule(mechanism, plan_measurements(config, mechanism))
+    mechanism = plan_mechanism(config, num_examples, dimension, account, largest_rows)
+    run = Schedule(mechanism, plan_measurements(config, mechanism, largest_rows))
     cap, delta = cap_for(config, account), config.dp_config.target_delta
     slack = _slack(run, cap, delta)
     planned = releases_of((each, each.steps) for each in run.mechanisms)
@@ -158,7 +161,8 @@ def make_plan(config: RunConfig, num_examples: int, dimension: int, account: Pay
     orders = orders_for(account, mechanism.accountant, planned, limits)
     steps, measured = _reach(run, cap, delta, orders)
     beside = run.measured(measured)
-    one_worker = epsilon_against(mechanism, hosted_at_most(config, config.num_workers), delta, steps, beside)
+    hosted = hosted_at_most(mechanism.virtual_workers, config.num_workers)
+    one_worker = epsilon_against(mechanism, hosted, delta, steps, beside)
     return Plan(
         mechanism=mechanism,
         measurements=run.measurements,
@@ -173,6 +177,7 @@ def make_plan(config: RunConfig, num_examples: int, dimension: int, account: Pay
         epsilon=run.epsilon(steps, measured, delta, orders),
         epsilon_outsiders=epsilon_against(mechanism, 0, delta, steps, beside),
         epsilon_one_worker=one_worker if math.isfinite(one_worker) else None,
+        rows_per_expected_row=rows_per_expected_row(mechanism),
         delta_terms=slack,
         epsilon_curve=_epsilon_curve(run, steps, measured, delta, orders),
         sensitivity_inflation=mechanism.sensitivity / mechanism.max_grad_norm - 1,
@@ -187,16 +192,23 @@ def make_plan(config: RunConfig, num_examples: int, dimension: int, account: Pay
 
 
 def plan_mechanism(
-    config: RunConfig, num_examples: int, dimension: int, account: PayingAccount | None = None
+    config: RunConfig,
+    num_examples: int,
+    dimension: int,
+    account: PayingAccount | None = None,
+    largest_rows: int = UNMEASURED_ROWS,
 ) -> Mechanism:
     """Return the frozen mechanism of a run.
 
-    Guarantee: a function of public numbers only, and of none that may differ between two executions of one run: the
-    number of workers enters only through ``batch_size_per_worker``.
+    Guarantee: a function of public numbers only, and of none that may differ between two executions of one run. With
+    ``virtual_workers`` given, the number of workers enters only through ``batch_size_per_worker``; else the number of
+    virtual workers is chosen with it, and a resume takes it from the manifest.
 
     Args:
         num_examples: N. dimension: d, number of trainable parameters.
         account: the named one that pays, if it is not the run's own.
+        largest_rows: most rows of a micro-batch that memory holds, see `raycloak.workers.gradients.row_memory`; used
+            where the configuration does not say.
 
     Raises:
         ConfigError, DatasetError, ModelError: the configuration does not fit the data or the ring; with numbers.
@@ -205,21 +217,17 @@ def plan_mechanism(
     check_public(config)
     _check_sizes(config, num_examples, dimension)
     sample_rate = _sample_rate(config, num_examples)
-    honest_share = _honest_share(config)
     private, accountant = config.dp_config.enabled, accountant_for(config, account)
-    noise, overflow_budget = 0.0, PUBLIC_OVERFLOW
-    if private:
-        releases = _noised_releases(config, sample_rate, accountant)
-        noise = releases[0].noise_multiplier
-        overflow_budget = _overflow_budget(config, releases, honest_share, cap_for(config, account))
-    slice_size = -(-num_examples // config.virtual_workers)
-    draws = config.steps * config.virtual_workers
-    rows, batches = physical_shape(slice_size, sample_rate, draws, overflow_budget, config.micro_batch_size)
-    ring = _ring(config, dimension, rows * batches, noise, honest_share)
+    releases = _noised_releases(config, sample_rate, accountant) if private else ()
+    cap = cap_for(config, account)
+    batch = choose_batch(config, BatchTerms(num_examples, sample_rate, releases, accountant, cap, largest_rows))
+    noise = _noise_with_cut(config, releases, batch, num_examples, accountant) if private else 0.0
+    honest_share = _honest_share(config, batch.virtual_workers)
+    ring = _ring(config, dimension, batch, noise, honest_share)
     return Mechanism(
         private=private,
         num_examples=num_examples,
-        virtual_workers=config.virtual_workers,
+        virtual_workers=batch.virtual_workers,
         sample_rate=sample_rate,
         steps=config.steps,
         max_grad_norm=config.dp_config.max_grad_norm,
@@ -231,9 +239,10 @@ def plan_mechanism(
         gamma_log2=ring.gamma_log2,
         clamp=ring.clamp,
         sigma=ring.sigma,
-        micro_batch_size=rows,
-        micro_batches=batches,
-        overflow_probability=overflow_bound(slice_size, sample_rate, draws, rows * batches),
+        micro_batch_size=batch.rows,
+        micro_batches=batch.batches,
+        cut_paid_by=batch.cut_paid_by,
+        overflow_probability=batch.overflow_probability,
         accountant=accountant,
     )
 
@@ -251,12 +260,6 @@ def check_public(config: RunConfig) -> None:
 def _check_sizes(config: RunConfig, num_examples: int, dimension: int) -> None:
     if num_examples <= 0:
         raise DatasetError("dataset_empty", "the dataset has no examples.", "Name a dataset with examples.")
-    if num_examples < config.virtual_workers:
-        raise DatasetError(
-            "dataset_too_small",
-            f"{num_examples} examples cannot be spread over {config.virtual_workers} virtual workers.",
-            "Lower virtual_workers to at most the number of examples.",
-        )
     if dimension <= 0:
         raise ModelError(
             "no_parameters", "the model has no trainable parameters.", "Set requires_grad on some of them."
@@ -273,32 +276,27 @@ def _sample_rate(config: RunConfig, num_examples: int) -> float:
     return config.batch_size / num_examples
 
 
-def hosted_at_most(config: RunConfig, workers: int) -> int:
-    """Return the most virtual workers that one of ``workers`` workers hosts when they are spread evenly."""
-    return -(-config.virtual_workers // workers)
-
-
-def keys_per_machine(config: RunConfig) -> int | None:
+def keys_per_machine(config: RunConfig, virtual_workers: int) -> int | None:
     """Return how many virtual workers' keys of one epoch a machine may get; None if no worker is assumed to collude.
 
     A colluding worker is a machine: it has what any process on it was ever given.
     """
     if not config.dp_config.enabled or config.dp_config.colluding_workers == 0:
         return None
-    return hosted_at_most(config, config.fewest_workers)
+    return hosted_at_most(virtual_workers, config.fewest_workers)
 
 
-def _honest_share(config: RunConfig) -> float:
+def _honest_share(config: RunConfig, virtual_workers: int) -> float:
     colluding = config.dp_config.colluding_workers
-    known = colluding * (keys_per_machine(config) or 0)
-    if known >= config.virtual_workers:
+    known = colluding * (keys_per_machine(config, virtual_workers) or 0)
+    if known >= virtual_workers:
         raise ConfigError(
             "colluding_workers",
             f"{colluding} colluding workers of {config.fewest_workers} may host {known} of "
-            f"{config.virtual_workers} virtual workers, so no noise could be counted on.",
+            f"{virtual_workers} virtual workers, so no noise could be counted on.",
             "Lower colluding_workers, or raise min_workers.",
         )
-    return 1 - known / config.virtual_workers
+    return 1 - known / virtual_workers
 
 
 def _noised_releases(config: RunConfig, sample_rate: float, accountant: AccountantName) -> Releases:
@@ -335,27 +333,34 @@ def _check_affordable(others: Releases, target_epsilon: float, delta: float, acc
         )
 
 
-def _overflow_budget(config: RunConfig, releases: Releases, honest_share: float, cap: float) -> float:
-    """Return the chance of a cut batch that delta can pay for, at the cap and at the epsilon against one worker."""
-    delta = config.dp_config.target_delta
-    # The worst case of two workers, whatever the configuration has: the mechanism must not depend on their number.
-    unknown = config.virtual_workers - hosted_at_most(config, 2)
-    remaining = scaled(releases, math.sqrt(unknown / (config.virtual_workers * honest_share))) if unknown else ()
-    stated = cap
-    if min((each.noise_multiplier for each in remaining), default=0.0) >= SMALLEST_NOISE_MULTIPLIER:
-        stated = max(cap, composed_epsilon(remaining, delta))
-    stated = min(stated, cap + STATED_EPSILON_MARGIN, LARGEST_STATED_EPSILON)
-    return OVERFLOW_SHARE * delta / (1 + math.exp(stated))
+def _noise_with_cut(
+    config: RunConfig, releases: Releases, batch: PhysicalBatch, num_examples: int, accountant: AccountantName
+) -> float:
+    """Return the noise multiplier of training, raised for a target by what the cut costs where epsilon pays for it."""
+    training, *others = releases
+    dp, cut = config.dp_config, cut_at(num_examples, batch.virtual_workers, batch.rows * batch.batches)
+    if dp.target_epsilon is None or dp.noise_multiplier is not None or batch.cut_paid_by == "delta" or cut is None:
+        return training.noise_multiplier
+    charged = replace(training, cut=cut)
+    return noise_with_cut(dp.target_epsilon, dp.target_delta, charged, accountant, tuple(others))
 
 
-def _ring(config: RunConfig, dimension: int, capacity: int, noise_multiplier: float, honest_share: float) -> RingFit:
-    """Return the ring; by default its clamp never binds for ``capacity`` examples of one virtual worker."""
+def rows_per_expected_row(mechanism: Mechanism) -> float:
+    """Return how many rows a step computes for each that it expects to draw."""
+    rows = mechanism.virtual_workers * mechanism.micro_batch_size * mechanism.micro_batches
+    return rows / mechanism.expected_batch_size
+
+
+def _ring(
+    config: RunConfig, dimension: int, batch: PhysicalBatch, noise_multiplier: float, honest_share: float
+) -> RingFit:
+    """Return the ring; by default its clamp never binds for all examples that one virtual worker's batch holds."""
     private, norm = config.dp_config.enabled, config.dp_config.max_grad_norm
     return fit_ring(
         max_grad_norm=norm,
-        clamp=config.ring.clamp or capacity * (norm if private else PUBLIC_GRADIENT_BOUND),
+        clamp=config.ring.clamp or batch.rows * batch.batches * (norm if private else PUBLIC_GRADIENT_BOUND),
         dimension=dimension,
-        virtual_workers=config.virtual_workers,
+        virtual_workers=batch.virtual_workers,
         noise_multiplier=noise_multiplier,
         honest_share=honest_share,
         bits=64 if config.ring.bits == "auto" and not private else config.ring.bits,
@@ -428,6 +433,11 @@ def _warnings(config: RunConfig, mechanism: Mechanism, steps: int) -> tuple[str,
         warnings.append(
             f"delta {delta:g} is not below 1/N = {1 / mechanism.num_examples:.3g}: a mechanism that publishes whole "
             "examples at random would pass as well. Set dp_config.target_delta well below 1/N."
+        )
+    if (computed := rows_per_expected_row(mechanism)) > PADDING_WARNING:
+        warnings.append(
+            f"a step computes {computed:.3g} rows for each that it expects to draw. Raise expected_batch_size, or "
+            "lower virtual_workers."
         )
     if config.allow_nondeterministic:
         warnings.append("NOT EXACT: operations without a deterministic kernel are allowed; a repeat may differ.")

@@ -92,7 +92,7 @@ def sealed_terms(config: RunConfig, base: Path, use: Use = "training") -> Sealed
         require_public(dataset.kind, dataset.public)
     assert dataset.path is not None, "a sealed dataset has a path"
     assert dataset.key_file is not None, "a sealed dataset has a key"
-    return load_terms(base / dataset.path, base / dataset.key_file, config.virtual_workers, use)
+    return load_terms(base / dataset.path, base / dataset.key_file, config.slices, use)
 
 
 def evaluation_folder(config: RunConfig) -> str | None:

@@ -84,7 +84,7 @@ def seal_for(config: RunConfig, base: Path, key_file: Path, out: Path, terms: Se
     is_new = _make_key(key_file)
     try:
         owner = load_dataset_key(key_file)
-        header = seal_dataset(dataset, config.virtual_workers, policy.digest(), owner, out, use, terms.demand)
+        header = seal_dataset(dataset, config.slices, policy.digest(), owner, out, use, terms.demand)
         return header, policy
     except BaseException:
         if is_new:

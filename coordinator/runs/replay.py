@@ -87,7 +87,7 @@ def replay(run_dir: Path, steps: tuple[int, int], workers: int, notice: Callable
         workers=finished.workers,
         digests=tuple(outcome.commit.parameter_digest.hex() for outcome in outcomes),
         most_hosted=finished.most_hosted,
-        virtual_workers=config.virtual_workers,
+        virtual_workers=manifest.computation.mechanism.virtual_workers,
         charged_steps=after,
         evidence_class=finished.evidence_class,
     )

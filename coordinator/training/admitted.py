@@ -20,6 +20,7 @@ from raycloak.attestation.sealed.sealed_data import SealedSource
 from raycloak.coordinator.aggregation.ranges import ParameterRange, split_ranges
 from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.cluster.control import START_AGAIN
+from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.membership.founders import Founders
 from raycloak.coordinator.membership.membership import Membership
 from raycloak.coordinator.planning.cross_check import checked
@@ -73,14 +74,15 @@ def admit(order: Order, founders: Founders, reporter: Reporter, evaluation: Seal
     Raises:
         RaycloakError: what refuses the run; nothing was charged.
     """
-    config, session, facts = order.config, order.session, founders.facts
+    config, session, facts = _recorded_shape(order), order.session, founders.facts
     require_other_content(config, Path(order.setup.base), facts.dataset_fingerprint)
     named = _paying_account(order)
-    plan = checked(make_plan(config, facts.num_examples, sum(tensor.size for tensor in facts.tensors), named))
+    dimension = sum(tensor.size for tensor in facts.tensors)
+    plan = checked(make_plan(config, facts.num_examples, dimension, named, facts.largest_rows))
     reporter.planned(plan)
     account = config.ledger.account or f"run-{session.run_id}"
     known_answer = founders.known_answer(plan.mechanism, plan.measurements)
-    manifest, rollback_witness = _manifest(order, facts, plan, account, known_answer)
+    manifest, rollback_witness = _manifest(order, config, facts, plan, account, known_answer)
     # Before the account: a resumed run that differs from its record must open and register nothing.
     committed = _committed(order, manifest)
     sealed = sealed_terms(config, Path(order.setup.base))
@@ -119,9 +121,25 @@ def _paying_account(order: Order) -> PayingAccount | None:
     return paying_account(order.session.control.ledger.view(), order.config, order.session.run_id)
 
 
-def _manifest(order: Order, facts: WorkerFacts, plan: Plan, account: str, known_answer: bytes) -> tuple[Manifest, bool]:
+def _recorded_shape(order: Order) -> RunConfig:
+    """Return the configuration; what it leaves open of the physical batch is as the run's manifest has it, if any."""
+    config, recorded = order.config, order.assignment.recorded
+    if recorded is None:
+        return config
+    computation = recorded.computation
+    shape = {
+        "virtual_workers": config.virtual_workers or computation.mechanism.virtual_workers,
+        "micro_batch_size": config.micro_batch_size or computation.largest_rows,
+    }
+    # Parsed again, because there may now be more workers than virtual ones.
+    return parse_config(config.model_dump(mode="json") | shape)
+
+
+def _manifest(
+    order: Order, config: RunConfig, facts: WorkerFacts, plan: Plan, account: str, known_answer: bytes
+) -> tuple[Manifest, bool]:
     """Return the run's contract, and whether the ledger it names has a witness on other storage."""
-    config, session, setup = order.config, order.session, order.setup
+    session, setup = order.session, order.setup
     computation = build_computation(config, setup.model.name, setup.dataset, facts, plan.mechanism, plan.measurements)
     key_service = given_contract(config.key_service, Path(setup.base))
     view = session.control.ledger.view()
@@ -135,11 +153,11 @@ def _manifest(order: Order, facts: WorkerFacts, plan: Plan, account: str, known_
         orchestrator_key=session.orchestrator_key,
         dataset_fingerprint=facts.dataset_fingerprint,
         key_service=key_service,
-        keys_per_machine=keys_per_machine(config),
+        keys_per_machine=keys_per_machine(config, plan.mechanism.virtual_workers),
     )
     # Keys derive from all of the manifest but their own commitments, so those come last.
     commitments = session.control.orchestrator.key_commitments(
-        unkeyed.key_context, config.virtual_workers, epochs(config)
+        unkeyed.key_context, plan.mechanism.virtual_workers, epochs(config)
     )
     manifest = unkeyed.with_keys(commitments)
     check_key_service(manifest)

@@ -22,7 +22,7 @@ from raycloak.coordinator.cluster.processes import MACHINE_LABEL
 from raycloak.coordinator.cluster.ray_backend import RayBackend
 from raycloak.coordinator.cluster.remote import Worker
 from raycloak.coordinator.config.run import parse_config
-from raycloak.coordinator.planning.plan import hosted_at_most
+from raycloak.coordinator.planning.batches import hosted_at_most
 from raycloak.coordinator.runs import execution, ray_session
 from raycloak.coordinator.runs.demo import demo_config
 from raycloak.coordinator.runs.trainer import Trainer
@@ -108,7 +108,7 @@ def main(url, part):
         "keys_on_one_machine": metrics.get("keys_on_one_machine"),
         "killed": Killing.killed,
         "nodes": nodes,
-        "allowed": hosted_at_most(config, config.fewest_workers),
+        "allowed": hosted_at_most(config.slices, config.fewest_workers),
         "keys": [[machine, epoch, sorted(held)] for (machine, epoch), held in sorted(Killing.keys.items())],
     }
     sys.stdout.write(json.dumps(answer) + "\n")

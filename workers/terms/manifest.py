@@ -85,6 +85,7 @@ class Computation(Message):
 
     Attributes:
         measurements: the other releases beside the gradients, in their order.
+        largest_rows: most rows of a micro-batch of any of them, given or measured once; a resume takes it.
         model: ``module:function`` or the qualified name of a callable, for the reader.
         model_code: SHA-256 of the model's source.
         loss: ``cross_entropy``, ``mse`` or ``module:function``.
@@ -97,10 +98,11 @@ class Computation(Message):
         epoch_steps: E; keys of step s belong to epoch s // E.
     """
 
-    DOMAIN: ClassVar[str] = "raycloak/computation/v1"
+    DOMAIN: ClassVar[str] = "raycloak/computation/v2"
 
     mechanism: Mechanism
     measurements: tuple[Measurement, ...] = ()
+    largest_rows: int
     model: str
     model_code: bytes
     loss: str

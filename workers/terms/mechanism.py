@@ -34,11 +34,13 @@ class Mechanism(Message):
         clamp: K, bound of each coordinate of one virtual worker's sum.
         sigma: standard deviation of one virtual worker's noise, in ring units.
         micro_batch_size, micro_batches: fixed physical shape m and count M; at most m*M examples are used.
-        overflow_probability: eta, bound on the chance that any draw of the run exceeds m*M.
+        cut_paid_by: what pays for the draws that exceed m*M and are cut. ``epsilon``: the accountant composes the cut
+            mechanism itself. ``delta``: the accountant composes an uncut one, and delta has ``overflow_probability``.
+        overflow_probability: eta, bound on the chance that any draw of the run exceeds m*M; 0 where epsilon pays.
         accountant: which accountant holds the cap.
     """
 
-    DOMAIN: ClassVar[str] = "raycloak/mechanism/v1"
+    DOMAIN: ClassVar[str] = "raycloak/mechanism/v2"
 
     query: Query = "gradient"
     private: bool
@@ -59,6 +61,7 @@ class Mechanism(Message):
     sigma: float
     micro_batch_size: int
     micro_batches: int
+    cut_paid_by: Literal["delta", "epsilon"] = "delta"
     overflow_probability: float
     accountant: AccountantName = "rdp"
 

@@ -34,7 +34,8 @@ def run_manifest(tensors: tuple[TensorSpec, ...] = TENSORS, **changes: Any) -> M
         schedule="constant", warmup_steps=0,
     )  # fmt: skip
     computation = Computation(
-        mechanism=protocol.mechanism(), model="m:f", model_code=b"", loss="mse", loss_code=b"", tensors=tensors,
+        mechanism=protocol.mechanism(), largest_rows=64, model="m:f", model_code=b"", loss="mse", loss_code=b"",
+        tensors=tensors,
         initial_parameters=bytes(32), frozen=bytes(32), optimizer=optimizer, numerics=current_numerics("cpu"),
         dataset=b"", epoch_steps=100,
     )  # fmt: skip

@@ -27,7 +27,7 @@ from raycloak.coordinator.ledger.entries import (
     make_entry,
 )
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from raycloak.coordinator.ledger.rules import PricedRun, account_limits, epsilon_at, planned, release_rdp
+from raycloak.coordinator.ledger.rules import PricedRun, account_limits, epsilon_at, mechanism_rdp, planned
 from raycloak.coordinator.ledger.store import APPLICATION, EARLIER_APPLICATION
 from raycloak.coordinator.ledger.view import AccountView
 from raycloak.metrics.errors import BudgetError
@@ -193,13 +193,13 @@ def resigned(events: Sequence[Event]) -> AuditedChain:
 
 
 def at_orders(event: RunRegistered, orders: tuple[float, ...]) -> RunRegisteredAtOrders:
-    costs = tuple(release_rdp(each, orders) for each in event.mechanisms)
+    costs = tuple(mechanism_rdp(each, orders) for each in event.mechanisms)
     values = {name: getattr(event, name) for name in RunRegistered.model_fields}
     return RunRegisteredAtOrders(**values | {"orders": orders, "step_rdp": costs})
 
 
 def as_earlier(event: RunRegistered) -> RunRegistered:
-    costs = tuple(release_rdp(each, ORDERS) for each in event.mechanisms)
+    costs = tuple(mechanism_rdp(each, ORDERS) for each in event.mechanisms)
     return RunRegistered(**{name: getattr(event, name) for name in RunRegistered.model_fields} | {"step_rdp": costs})
 
 

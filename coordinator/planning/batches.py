@@ -1,0 +1,165 @@
+"""The physical batch of a run: virtual workers, micro-batches and the capacity of a draw, chosen together.
+
+Rows beyond a draw are computed and thrown away. So the capacity is as small as privacy allows: under the ``pld``
+accountant epsilon pays for draws that are cut, under ``rdp`` delta does, and on public data nobody has to.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from raycloak.coordinator.accounting.batch_shape import least, least_within, overflow_bound, physical_shape
+from raycloak.coordinator.accounting.pld import cut_excess
+from raycloak.coordinator.accounting.releases import Releases, cut_at
+from raycloak.coordinator.accounting.renyi import accountant_delta
+from raycloak.coordinator.config.run import MOST_VIRTUAL_WORKERS, RunConfig
+from raycloak.metrics.errors import DatasetError
+from raycloak.workers.terms.mechanism import AccountantName
+
+CUT_EXCESS = 1.005
+"""Epsilon with cut draws over epsilon without, at most, where epsilon pays for the cut."""
+
+OVERFLOW_SHARE = 1e-4
+"""Share of delta one run may use for cut batches where delta pays: a hundred runs share the account's reserve."""
+
+PUBLIC_OVERFLOW = 1e-9
+"""Chance of a cut batch that a run on public data accepts."""
+
+LARGEST_EPSILON = 500.0
+"""Keeps e^epsilon, which divides the overflow budget, within a float64."""
+
+PADDING_WARNING = 1.5
+"""Rows computed per expected row above which a plan warns, and takes fewer virtual workers if it may choose."""
+
+UNMEASURED_ROWS = 64
+"""Most rows of a micro-batch of a model that nobody has measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhysicalBatch:
+    """The physical batch of every step of a run.
+
+    Attributes:
+        virtual_workers: V.
+        rows, batches: of one virtual worker's micro-batches; their product is the capacity of a draw.
+        cut_paid_by, overflow_probability: as in the mechanism.
+    """
+
+    virtual_workers: int
+    rows: int
+    batches: int
+    cut_paid_by: Literal["delta", "epsilon"]
+    overflow_probability: float
+
+    @property
+    def computed_rows(self) -> int:
+        """All rows that a step computes."""
+        return self.virtual_workers * self.rows * self.batches
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTerms:
+    """What a physical batch depends on besides the configuration.
+
+    Attributes:
+        releases: all planned ones, the gradient's first, without a cut; none where nothing is private.
+        accountant: of the account that pays. epsilon_cap: of it.
+        largest_rows: most rows of a micro-batch that memory holds.
+    """
+
+    num_examples: int
+    sample_rate: float
+    releases: Releases
+    accountant: AccountantName
+    epsilon_cap: float
+    largest_rows: int
+
+
+def choose_batch(config: RunConfig, terms: BatchTerms) -> PhysicalBatch:
+    """Return the physical batch that computes few rows beyond the expected ones, as far as the configuration is open.
+
+    Guarantee: where epsilon pays for cut draws, it is at most ``CUT_EXCESS`` times that without; where delta pays, the
+    chance of any cut fits ``OVERFLOW_SHARE`` of delta at the cap. Of several numbers of virtual workers the largest
+    that needs no warning is taken, else the one with the fewest rows; none gives one worker a larger share of the noise
+    than the most of them would.
+
+    Raises:
+        DatasetError: ``dataset_too_small`` if there are more virtual workers than examples.
+    """
+    best: PhysicalBatch | None = None
+    for virtual_workers in _candidates(config, terms.num_examples):
+        found = _batch_of(config, terms, virtual_workers)
+        if best is None or found.computed_rows < best.computed_rows:
+            best = found
+        if found.computed_rows <= PADDING_WARNING * config.batch_size:
+            break
+    assert best is not None, "there is one candidate at least"
+    return best
+
+
+def _candidates(config: RunConfig, num_examples: int) -> Iterator[int]:
+    """Yield the numbers of virtual workers to try, falling."""
+    given = config.virtual_workers
+    # Sealed data has its slices; and where workers collude, their number decides how much noise is left.
+    if given is None and (config.has_sealed_data or config.dp_config.colluding_workers):
+        given = config.slices
+    if (given or config.most_workers) > num_examples:
+        raise DatasetError(
+            "dataset_too_small",
+            f"{num_examples} examples cannot be spread over {given or config.most_workers} virtual workers.",
+            "Lower virtual_workers to at most the number of examples.",
+        )
+    if given is not None:
+        yield given
+        return
+    most = min(max(MOST_VIRTUAL_WORKERS, config.most_workers), num_examples)
+    for candidate in sorted({most, 4, 2, config.most_workers}, reverse=True):
+        # Fewer may give one worker a larger share of the noise than an even spread of the most would.
+        share = hosted_at_most(candidate, config.num_workers) / candidate
+        if config.most_workers <= candidate <= most and share <= hosted_at_most(most, config.num_workers) / most:
+            yield candidate
+
+
+def hosted_at_most(virtual_workers: int, workers: int) -> int:
+    """Return the most virtual workers that one of ``workers`` workers hosts when they are spread evenly."""
+    return -(-virtual_workers // workers)
+
+
+def _batch_of(config: RunConfig, terms: BatchTerms, virtual_workers: int) -> PhysicalBatch:
+    slice_size = -(-terms.num_examples // virtual_workers)
+    draws = config.steps * virtual_workers
+    by_epsilon = bool(terms.releases) and terms.accountant == "pld" and terms.sample_rate < 1
+    if by_epsilon:
+        capacity = _charged_capacity(config, terms, virtual_workers)
+    else:
+        budget = _overflow_budget(config, terms.epsilon_cap) if terms.releases else PUBLIC_OVERFLOW
+        capacity = least_within(budget, slice_size, terms.sample_rate, draws)
+    rows, batches = physical_shape(capacity, config.micro_batch_size or terms.largest_rows)
+    return PhysicalBatch(
+        virtual_workers=virtual_workers,
+        rows=rows,
+        batches=batches,
+        cut_paid_by="epsilon" if by_epsilon else "delta",
+        overflow_probability=0.0
+        if by_epsilon
+        else overflow_bound(slice_size, terms.sample_rate, draws, rows * batches),
+    )
+
+
+def _charged_capacity(config: RunConfig, terms: BatchTerms, virtual_workers: int) -> int:
+    """Return the least capacity whose cuts cost at most ``CUT_EXCESS``; never below the expected draw."""
+    training, *others = terms.releases
+    delta = accountant_delta(config.dp_config.target_delta)
+    slice_size = -(-terms.num_examples // virtual_workers)
+
+    def cheap(capacity: int) -> bool:
+        cut = cut_at(terms.num_examples, virtual_workers, capacity)
+        return cut is None or cut_excess((replace(training, cut=cut), *others), delta) <= CUT_EXCESS
+
+    return least(cheap, math.ceil(terms.sample_rate * slice_size), slice_size)
+
+
+def _overflow_budget(config: RunConfig, epsilon_cap: float) -> float:
+    """Return the chance of a cut batch that delta pays for, at the account's cap."""
+    return OVERFLOW_SHARE * config.dp_config.target_delta / (1 + math.exp(min(epsilon_cap, LARGEST_EPSILON)))

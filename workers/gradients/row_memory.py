@@ -1,0 +1,141 @@
+"""How many rows of a model fit in a micro-batch, measured once on public synthetic examples.
+
+The measurement counts the bytes of tensors that are alive at once. So it is a function of model, loss and form of the
+data, and no machine's memory or load enters it: every process of a run, and a resume elsewhere, finds the same number.
+"""
+
+import copy
+import gc
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from raycloak.workers.gradients.clipping import GradientEngine
+from raycloak.workers.gradients.probes import Probes
+from raycloak.workers.inputs.datasets import DatasetForm
+from raycloak.workers.inputs.models import LossFn, read_flat
+from raycloak.workers.terms.mechanism import Mechanism
+
+MICRO_BATCH_BYTES = 2**30
+"""Memory that one micro-batch may take. A worker on a small machine has that much; more rows gain little speed."""
+
+FEWEST_ROWS, MOST_ROWS = 4, 4096
+"""Fewer rows take other kernels, and give other bits; more no longer make a forward pass faster."""
+
+_TRIED = (4, 6)
+"""Two sizes show what a row adds. Small ones, because the gradients of a large model may all be alive at once."""
+
+
+def largest_rows(
+    module: nn.Module,
+    form: DatasetForm,
+    loss_fn: LossFn,
+    deterministic: bool = True,
+    vocabulary: int | None = None,
+) -> int:
+    """Return the rows of the largest micro-batch within ``MICRO_BATCH_BYTES``, a power of two; ``module`` is kept.
+
+    A power of two, because a byte more or less must not change the shape of a run.
+
+    Args:
+        deterministic, vocabulary: as of `raycloak.workers.gradients.model_checks.check_trainable`, which must have
+            passed the model.
+    """
+    few, more = (_peak_bytes(module, form, loss_fn, rows, deterministic, vocabulary) for rows in _TRIED)
+    row = max(1, -(-(more - few) // (_TRIED[1] - _TRIED[0])))
+    fixed = max(0, few - _TRIED[0] * row)
+    rows = MOST_ROWS
+    while rows > FEWEST_ROWS and fixed + rows * row > MICRO_BATCH_BYTES:
+        rows //= 2
+    return rows
+
+
+def _peak_bytes(
+    module: nn.Module, form: DatasetForm, loss_fn: LossFn, rows: int, deterministic: bool, vocabulary: int | None
+) -> int:
+    """Return the bytes of all tensors that are alive at once while a micro-batch of ``rows`` is computed."""
+    own = copy.deepcopy(module).cpu()
+    parameters = read_flat(own)
+    engine = GradientEngine(own, loss_fn, _mechanism(parameters.size, rows), "cpu", deterministic)
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.default_generator.manual_seed(1)
+        examples = next(Probes(form, vocabulary or 2).draws(rows)).before
+        batch = examples.features.numpy(), examples.labels.numpy(), np.ones(rows, np.bool_)
+        return _peak(lambda: engine.clipped_sum(parameters, [batch]))
+
+
+def _mechanism(dimension: int, rows: int) -> Mechanism:
+    """Return a mechanism whose step is one micro-batch; nothing is drawn or released under it."""
+    return Mechanism(
+        private=True,
+        num_examples=rows,
+        virtual_workers=1,
+        sample_rate=1.0,
+        steps=1,
+        max_grad_norm=1.0,
+        noise_multiplier=1.0,
+        honest_share=1.0,
+        expected_batch_size=float(rows),
+        dimension=dimension,
+        ring_bits=32,
+        gamma_log2=-16,
+        clamp=float(rows),
+        sigma=2.0**20,
+        micro_batch_size=rows,
+        micro_batches=1,
+        overflow_probability=0.0,
+    )
+
+
+def _peak(compute: Callable[[], object]) -> int:
+    """Return the peak of the bytes that ``compute`` has alive in tensors that it makes."""
+    collecting = gc.isenabled()
+    gc.collect()
+    # Cycles would be freed at moments that depend on what else the process did.
+    gc.disable()
+    try:
+        with _LiveTensors() as live:
+            compute()
+    finally:
+        if collecting:
+            gc.enable()
+    return int(live.peak)
+
+
+class _LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of storages from their first use until they are freed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak: int = 0
+        self._now: int = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, Tensor):
+                self._meet(each.untyped_storage())
+        return result
+
+    def _meet(self, storage: torch.UntypedStorage) -> None:
+        place = storage._cdata
+        if place not in self._known:
+            self._known.add(place)
+            self._now += storage.nbytes()
+            self.peak = max(self.peak, self._now)
+            weakref.finalize(storage, self._forget, place, storage.nbytes())
+
+    def _forget(self, place: int, size: int) -> None:
+        self._known.discard(place)
+        self._now -= size
