@@ -18,7 +18,7 @@ from functools import lru_cache
 from importlib.metadata import version
 from typing import Any
 
-from raycloak.coordinator.accounting.releases import Release, Releases, merged, uncut
+from raycloak.coordinator.accounting.releases import Cut, Release, Releases, merged, uncut
 from raycloak.metrics.errors import ConfigError
 
 SETTLED = 4e-3
@@ -43,6 +43,10 @@ of it.
 GAUSSIAN_ROUNDING = 1e-11
 """Added to the closed form of full batches, both absolutely and as a share. Its search ends within 1e-12 of the root of
 a rounded function; measured against 60 digits, it was up to 2e-12 too low."""
+
+NEGLIGIBLE_CHANCE = 2.0**-200
+"""Chance of a cut below which the library's quotients underflow. Each release adds at most that much to delta, which
+``FLOAT_ERROR`` exceeds by far."""
 
 _COARSEST = 0.125
 
@@ -142,13 +146,19 @@ def _composed(releases: Releases, share: float, interval: float, size: int) -> f
     return float(total.get_epsilon_for_delta(share))
 
 
+def _may_cut(cut: Cut, sample_rate: float, slice_size: int) -> bool:
+    """Return whether a cut is likely enough to be charged for."""
+    chances = replace(cut, slice_sizes=(slice_size,)).chances(sample_rate) if cut.capacity < slice_size else ()
+    return any(chance > NEGLIGIBLE_CHANCE for chance, _ in chances)
+
+
 @lru_cache(maxsize=8)
 def _one(release: Release, interval: float, slice_size: int) -> Any:
     """Return dp-accounting's distribution of one release; ``slice_size`` matters where it is cut."""
     from dp_accounting.pld import privacy_loss_distribution
 
     sample_rate, noise_multiplier = release.sample_rate, release.noise_multiplier
-    if release.cut is not None:
+    if release.cut is not None and _may_cut(release.cut, sample_rate, slice_size):
         return privacy_loss_distribution.from_truncated_subsampled_gaussian_mechanism(
             slice_size,
             sample_rate,

@@ -44,7 +44,8 @@ def plan_rows(plan: "Plan") -> list[tuple[str, str]]:
             f"{epsilon_text(plan.epsilon_one_worker)}, if it helps the aggregator (one a machine)",
         ),
         ("ε by step", ", ".join(f"{step}: {epsilon_text(value)}" for step, value in _some(plan.epsilon_curve))),
-        ("δ slack", f"{plan.delta_terms.total:.2g} of δ, for cut batches, rounding and sampling"),
+        ("batch", _batch_text(plan)),
+        *_slack_rows(plan),
         ("ring", f"{mechanism.ring_bits} bits, {rounded}"),
         ("masked bytes", f"{size_text(plan.bytes_per_step)} per step"),
         ("data", sealed_text(plan.data_sealed)),
@@ -53,6 +54,22 @@ def plan_rows(plan: "Plan") -> list[tuple[str, str]]:
         ("object store", f"{size_text(plan.object_store_bytes)} at most"),
         *(("warning", warning) for warning in plan.warnings),
     ]
+
+
+def _batch_text(plan: "Plan") -> str:
+    mechanism = plan.mechanism
+    shape = (
+        f"{mechanism.virtual_workers} virtual workers x {mechanism.micro_batches} x {mechanism.micro_batch_size} rows"
+    )
+    return f"{shape}, {plan.rows_per_expected_row:.3g} computed per expected row"
+
+
+def _slack_rows(plan: "Plan") -> list[tuple[str, str]]:
+    """Return the part of delta that slack takes, term by term; cut batches are named even where epsilon pays."""
+    terms = plan.delta_terms
+    paid = "0 (ε pays)" if plan.mechanism.cut_paid_by == "epsilon" else f"{terms.batch_overflow:.2g}"
+    others = f"sampler {terms.sampler:.2g}, rounding {terms.rounding:.2g}, ring wrap {terms.ring_wrap:.2g}"
+    return [("δ slack", f"{terms.total:.2g} of δ: cut batches {paid}, {others}")]
 
 
 def _mechanism_rows(plan: "Plan") -> list[tuple[str, str]]:

@@ -14,7 +14,6 @@ from raycloak.coordinator.accounting.pld import cut_excess
 from raycloak.coordinator.accounting.releases import Releases, cut_at
 from raycloak.coordinator.accounting.renyi import accountant_delta
 from raycloak.coordinator.config.run import MOST_VIRTUAL_WORKERS, RunConfig
-from raycloak.metrics.errors import DatasetError
 from raycloak.workers.terms.mechanism import AccountantName
 
 CUT_EXCESS = 1.005
@@ -82,10 +81,7 @@ def choose_batch(config: RunConfig, terms: BatchTerms) -> PhysicalBatch:
     Guarantee: where epsilon pays for cut draws, it is at most ``CUT_EXCESS`` times that without; where delta pays, the
     chance of any cut fits ``OVERFLOW_SHARE`` of delta at the cap. Of several numbers of virtual workers the largest
     that needs no warning is taken, else the one with the fewest rows; none gives one worker a larger share of the noise
-    than the most of them would.
-
-    Raises:
-        DatasetError: ``dataset_too_small`` if there are more virtual workers than examples.
+    than the most of them would. There are no fewer examples than :func:`fixed_virtual_workers`, or than workers.
     """
     best: PhysicalBatch | None = None
     for virtual_workers in _candidates(config, terms.num_examples):
@@ -98,20 +94,19 @@ def choose_batch(config: RunConfig, terms: BatchTerms) -> PhysicalBatch:
     return best
 
 
+def fixed_virtual_workers(config: RunConfig) -> int | None:
+    """Return the number of virtual workers if the configuration leaves no choice, else None."""
+    # Sealed data has its slices; and where workers collude, the number decides how much noise is left.
+    if config.has_sealed_data or config.dp_config.colluding_workers:
+        return config.slices
+    return config.virtual_workers
+
+
 def _candidates(config: RunConfig, num_examples: int) -> Iterator[int]:
     """Yield the numbers of virtual workers to try, falling."""
-    given = config.virtual_workers
-    # Sealed data has its slices; and where workers collude, their number decides how much noise is left.
-    if given is None and (config.has_sealed_data or config.dp_config.colluding_workers):
-        given = config.slices
-    if (given or config.most_workers) > num_examples:
-        raise DatasetError(
-            "dataset_too_small",
-            f"{num_examples} examples cannot be spread over {given or config.most_workers} virtual workers.",
-            "Lower virtual_workers to at most the number of examples.",
-        )
-    if given is not None:
-        yield given
+    fixed = fixed_virtual_workers(config)
+    if fixed is not None:
+        yield fixed
         return
     most = min(max(MOST_VIRTUAL_WORKERS, config.most_workers), num_examples)
     for candidate in sorted({most, 4, 2, config.most_workers}, reverse=True):

@@ -3,6 +3,10 @@
 The four are Opacus' RDP and PRV, and dp-accounting's RDP and PLD. The two RDPs share the conversion to epsilon, so
 their agreement shows only that the divergences agree. PRV and PLD discretise differently, and bound the true value from
 both sides.
+
+Where epsilon pays for cut batches, PLD composes the cut mechanism by dp-accounting's analysis, and both RDPs by a bound
+of our own that shares nothing with it (docs/proofs/007). PRV knows no cut. It is compared with PLD on the same plan
+without one, which PLD with the cut must not be below.
 """
 
 import logging
@@ -14,9 +18,11 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from raycloak.coordinator.accounting import pld, renyi
 from raycloak.coordinator.accounting.accountants import accountant_of
-from raycloak.coordinator.accounting.releases import Releases, merged
+from raycloak.coordinator.accounting.releases import Release, Releases, merged, uncut
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.planning.plan import Plan
 from raycloak.coordinator.quick_imports import quickly
@@ -50,13 +56,15 @@ class CrossCheck:
     Attributes:
         epsilon: by accountant; ``opacus_prv`` is its estimate.
         integer_orders: RDP of Opacus and of dp-accounting where only integer orders are used.
-        prv_bounds: the bounds that PRV claims for the true value; None if it was not computed.
+        prv_bounds: the bounds that PRV claims for the true value without cuts; None if it was not computed.
+        tight_uncut: epsilon by PLD without cuts; 0 if it was not computed.
         not_computed: reason, by accountant that is missing in ``epsilon``.
     """
 
     epsilon: dict[str, float]
     integer_orders: tuple[float, float]
     prv_bounds: tuple[float, float] | None = None
+    tight_uncut: float = 0.0
     not_computed: dict[str, str] = field(default_factory=dict)
 
     def disagreement(self) -> str | None:
@@ -70,8 +78,10 @@ class CrossCheck:
         for name in ("opacus_rdp", "dp_accounting_rdp"):
             if self.epsilon[name] < least:
                 return f"{name} gives {self.epsilon[name]:.6g}, below the {least:.6g} that PLD or PRV shows"
-        if upper < tight * (1 - pld.STATED_ERROR) or 0 < tight < lower:
-            return f"PRV gives {lower:.6g} to {upper:.6g} and PLD {tight:.6g}"
+        if upper < self.tight_uncut * (1 - pld.STATED_ERROR) or 0 < self.tight_uncut < lower:
+            return f"PRV gives {lower:.6g} to {upper:.6g} and PLD {self.tight_uncut:.6g}"
+        if tight < self.tight_uncut * (1 - pld.STATED_ERROR):
+            return f"PLD gives {tight:.6g} with cut batches, below the {self.tight_uncut:.6g} that it gives without"
         return None
 
     def require_agreement(self) -> None:
@@ -109,7 +119,7 @@ def checked(plan: Plan) -> Plan:
 def cross_check(releases: Releases, delta: float) -> CrossCheck:
     """Return the epsilon of ``releases`` by all four, at ``delta``, the accountant's share. Takes up to 5 s at
     first."""
-    missing = {}
+    missing, tight_uncut = {}, 0.0
     found = {
         "opacus_rdp": _opacus_rdp(releases, delta, renyi.ORDERS),
         "dp_accounting_rdp": _dp_accounting_rdp(releases, delta, renyi.ORDERS),
@@ -120,15 +130,21 @@ def cross_check(releases: Releases, delta: float) -> CrossCheck:
     )
     try:
         found["dp_accounting_pld"] = pld.epsilon(releases, delta)
+        tight_uncut = pld.epsilon(uncut(releases), delta)
     except ConfigError as refusal:
         missing["dp_accounting_pld"] = refusal.message
-    prv, bounds = _opacus_prv(merged(releases), delta, found["opacus_rdp"]), None
+    without = merged(uncut(releases))
+    prv, bounds = _opacus_prv(without, delta, _opacus_rdp(without, delta, renyi.ORDERS)), None
     if isinstance(prv, str):
         missing["opacus_prv"] = prv
     else:
-        lower, found["opacus_prv"], upper = prv
+        lower, estimate, upper = prv
         bounds = lower, upper
-    return CrossCheck(dict(sorted(found.items())), integers, bounds, missing)
+        if any(release.cut for release in releases):
+            missing["opacus_prv"] = f"it knows no cut batches; without them it gives {estimate:.4g}, and PLD agrees"
+        else:
+            found["opacus_prv"] = estimate
+    return CrossCheck(dict(sorted(found.items())), integers, bounds, tight_uncut, missing)
 
 
 def _opacus_rdp(releases: Releases, delta: float, orders: tuple[float, ...]) -> float:
@@ -145,10 +161,26 @@ def _dp_accounting_rdp(releases: Releases, delta: float, orders: tuple[float, ..
 
     accountant = RdpAccountant(orders, dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
     with _quiet():
+        if not any(release.cut for release in releases):
+            for release in releases:
+                accountant.compose(_event(release), release.count)
+            return float(accountant.get_epsilon(delta))
+        from dp_accounting.rdp import rdp_privacy_accountant
+
+        total = np.zeros(len(orders))
         for release in releases:
-            gaussian = dp_accounting.GaussianDpEvent(release.noise_multiplier)
-            accountant.compose(dp_accounting.PoissonSampledDpEvent(release.sample_rate, gaussian), release.count)
-        return float(accountant.get_epsilon(delta))
+            one = RdpAccountant(orders, dp_accounting.NeighboringRelation.REPLACE_SPECIAL).compose(_event(release))
+            rdp = np.asarray(one._rdp)
+            total += release.count * (rdp if release.cut is None else renyi.cut_rdp(rdp, release, release.cut, orders))
+        return float(rdp_privacy_accountant.compute_epsilon(orders, total, delta)[0])
+
+
+def _event(release: Release) -> Any:
+    """Return dp-accounting's event of one output, without its cut."""
+    import dp_accounting
+
+    gaussian = dp_accounting.GaussianDpEvent(release.noise_multiplier)
+    return dp_accounting.PoissonSampledDpEvent(release.sample_rate, gaussian)
 
 
 def _opacus_prv(releases: Releases, delta: float, expected: float) -> tuple[float, float, float] | str:

@@ -41,6 +41,7 @@ from raycloak.coordinator.planning.batches import (
     BatchTerms,
     PhysicalBatch,
     choose_batch,
+    fixed_virtual_workers,
     hosted_at_most,
 )
 from raycloak.coordinator.planning.measurements import (
@@ -163,6 +164,7 @@ def make_plan(
     beside = run.measured(measured)
     hosted = hosted_at_most(mechanism.virtual_workers, config.num_workers)
     one_worker = epsilon_against(mechanism, hosted, delta, steps, beside)
+    epsilon = run.epsilon(steps, measured, delta, orders)
     return Plan(
         mechanism=mechanism,
         measurements=run.measurements,
@@ -174,8 +176,9 @@ def make_plan(
         measured_within_cap=measured,
         orders=orders if mechanism.accountant == "rdp" and mechanism.private else (),
         orders_fixed=account is not None and account.orders_fixed,
-        epsilon=run.epsilon(steps, measured, delta, orders),
-        epsilon_outsiders=epsilon_against(mechanism, 0, delta, steps, beside),
+        epsilon=epsilon,
+        # Who knows no noise learns no more than who knows some; the two may differ by a rounding error.
+        epsilon_outsiders=min(epsilon, epsilon_against(mechanism, 0, delta, steps, beside)),
         epsilon_one_worker=one_worker if math.isfinite(one_worker) else None,
         rows_per_expected_row=rows_per_expected_row(mechanism),
         delta_terms=slack,
@@ -260,6 +263,13 @@ def check_public(config: RunConfig) -> None:
 def _check_sizes(config: RunConfig, num_examples: int, dimension: int) -> None:
     if num_examples <= 0:
         raise DatasetError("dataset_empty", "the dataset has no examples.", "Name a dataset with examples.")
+    least = fixed_virtual_workers(config) or config.most_workers
+    if num_examples < least:
+        raise DatasetError(
+            "dataset_too_small",
+            f"{num_examples} examples cannot be spread over {least} virtual workers.",
+            "Lower virtual_workers to at most the number of examples.",
+        )
     if dimension <= 0:
         raise ModelError(
             "no_parameters", "the model has no trainable parameters.", "Set requires_grad on some of them."

@@ -10,8 +10,9 @@ from typing import Any
 
 from raycloak.coordinator.accounting.accountants import AccountLimits, accountant_of
 from raycloak.coordinator.accounting.calibration import composed_epsilon, solve_noise_multiplier
-from raycloak.coordinator.accounting.releases import Release, Releases, releases_of
+from raycloak.coordinator.accounting.releases import Release, Releases, releases_of, uncut
 from raycloak.coordinator.accounting.renyi import ORDERS, SLACK_SHARE, accountant_delta
+from raycloak.coordinator.planning.batches import OVERFLOW_SHARE
 from raycloak.coordinator.planning.measurements import Schedule
 from raycloak.coordinator.planning.plan import Plan
 from raycloak.metrics.errors import ConfigError
@@ -100,16 +101,23 @@ def search_of(plan: Plan, trials: int) -> SearchCost:
     if not plan.mechanism.private:
         raise ConfigError("not_private", "a search on public data costs no privacy.", "Leave --trials out.")
     mechanisms = Schedule(plan.mechanism, plan.measurements).mechanisms
-    training, *others = releases_of((each, each.steps) for each in mechanisms)
+    # A shared account has its own capacity, at which delta pays for cut batches and not epsilon.
+    training, *others = uncut(releases_of((each, each.steps) for each in mechanisms))
     return search_cost(
         training,
         tuple(others),
         trials,
         plan.epsilon_cap,
         plan.delta,
-        plan.delta_terms.total,
+        _slack(plan),
         plan.orders if plan.orders_fixed else (),
     )
+
+
+def _slack(plan: Plan) -> float:
+    """Return the part of delta that the slack of one trial on a shared account takes, at most."""
+    terms, cut = plan.delta_terms, OVERFLOW_SHARE * plan.delta
+    return terms.total if plan.mechanism.cut_paid_by == "delta" else terms.total + cut
 
 
 def _times(releases: Releases, trials: int) -> Releases:

@@ -10,6 +10,7 @@ from raycloak.metrics.errors import ConfigError
 
 GOOD: dict[str, Any] = {
     "expected_batch_size": 100,
+    "virtual_workers": 8,
     "dataset": {"kind": "digits"},
     "dp_config": {"target_epsilon": 8.0, "target_delta": 1e-5},
 }

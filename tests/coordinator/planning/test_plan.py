@@ -2,20 +2,24 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from scipy.stats import binom
 
-from raycloak.coordinator.accounting.batch_shape import overflow_bound, physical_shape
+from raycloak.coordinator.accounting.batch_shape import least_within, overflow_bound, physical_shape
 from raycloak.coordinator.accounting.calibration import epsilon_of
-from raycloak.coordinator.accounting.renyi import SLACK_SHARE, effective_noise_multiplier
+from raycloak.coordinator.accounting.pld import cut_excess
+from raycloak.coordinator.accounting.releases import Cut, Release
+from raycloak.coordinator.accounting.renyi import SLACK_SHARE, accountant_delta, effective_noise_multiplier
 from raycloak.coordinator.cli.tables import plan_rows
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.ledger.entries import Head
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.view import AccountView, LedgerView
+from raycloak.coordinator.planning.batches import OVERFLOW_SHARE
 from raycloak.coordinator.planning.cross_check import checked
 from raycloak.coordinator.planning.payer import PayingAccount, paying_account
 from raycloak.coordinator.planning.plan import make_plan, plan_mechanism
@@ -129,22 +133,113 @@ def test_the_overflow_bound_is_above_the_exact_tail(n: int, q: float):
 
 
 @pytest.mark.parametrize("largest", [1, 7, 8, 50, 64, 512])
-@pytest.mark.parametrize(("n", "q"), [(180, 0.25), (7500, 0.0085), (3, 0.5), (180, 1.0)])
-def test_the_physical_shape_keeps_to_the_budget_without_waste(n: int, q: float, largest: int):
-    rows, batches = physical_shape(n, q, 1600, 1e-20, largest)
+@pytest.mark.parametrize("capacity", [1, 3, 4, 63, 64, 65, 511, 513])
+def test_the_physical_shape_holds_the_capacity_without_waste(capacity: int, largest: int):
+    rows, batches = physical_shape(capacity, largest)
     assert rows <= largest
-    assert overflow_bound(n, q, 1600, rows * batches) <= 1e-20
-    assert overflow_bound(n, q, 1600, min((rows - 8) * batches, n - 1)) > 1e-20 or rows <= 8 or rows == largest
-    assert overflow_bound(n, q, 1600, min(largest * (batches - 1), n - 1)) > 1e-20
+    assert rows * batches >= capacity
+    assert (batches - 1) * largest < capacity
+    assert (rows - 4) * batches < capacity
+    assert rows % 4 == 0 or rows == largest
+
+
+@pytest.mark.parametrize(("n", "q"), [(180, 0.25), (7500, 0.0085), (3, 0.5), (180, 1.0)])
+def test_the_least_capacity_within_a_budget_is_found(n: int, q: float):
+    capacity = least_within(1e-20, n, q, 1600)
+    assert overflow_bound(n, q, 1600, capacity) <= 1e-20
+    assert capacity == 1 or overflow_bound(n, q, 1600, capacity - 1) > 1e-20
 
 
 def test_a_rare_batch_shrinks_its_rows():
     changed = config(expected_batch_size=16.0, micro_batch_size=512)
     mechanism = plan_mechanism(changed, 60_000, 100)
     assert mechanism.micro_batches == 1
-    assert mechanism.micro_batch_size % 8 == 0
-    assert mechanism.micro_batch_size <= 64
-    assert 0 < mechanism.overflow_probability < 1e-12
+    assert mechanism.micro_batch_size % 4 == 0
+    assert mechanism.micro_batch_size <= 24
+
+
+SAMPLED: dict[str, Any] = {"expected_batch_size": 512.0, "virtual_workers": 8, "steps": 1000}
+
+
+@pytest.mark.parametrize("batch", [256.0, 2048.0])
+def test_where_epsilon_pays_for_the_cut_it_is_at_most_half_a_percent_more(batch: float):
+    settings = config(**SAMPLED | {"expected_batch_size": batch, "dp_config": {"target_epsilon": 3.0}})
+    plan = make_plan(settings, 60_000, 1000, largest_rows=4)
+    mechanism, (release,) = plan.mechanism, plan.releases
+    assert (mechanism.cut_paid_by, mechanism.overflow_probability) == ("epsilon", 0.0)
+    assert release.cut == Cut((7500,), mechanism.micro_batch_size * mechanism.micro_batches)
+    assert plan.delta_terms.batch_overflow == 0
+    assert 0.99 * 3 < plan.epsilon <= 3
+    delta = accountant_delta(1e-5)
+    assert 1 <= cut_excess((release,), delta) <= 1.005
+    tighter = Cut(release.cut.slice_sizes, release.cut.capacity - 8)
+    assert cut_excess((replace(release, cut=tighter),), delta) > 1.005
+
+
+def test_where_delta_pays_for_the_cut_its_share_is_visible_and_fits_at_the_cap():
+    settings = config(**SAMPLED, dp_config={"target_epsilon": 3.0, "accountant": "rdp"})
+    plan = make_plan(settings, 60_000, 1000, largest_rows=4)
+    mechanism = plan.mechanism
+    capacity = mechanism.micro_batch_size * mechanism.micro_batches
+    assert mechanism.cut_paid_by == "delta"
+    assert plan.releases == (Release(512 / 60_000, mechanism.noise_multiplier, 1000),)
+    assert 0.1 * OVERFLOW_SHARE * 1e-5 < plan.delta_terms.batch_overflow <= OVERFLOW_SHARE * 1e-5
+    assert overflow_bound(7500, 512 / 60_000, 8000, capacity - 4) * (1 + math.exp(3)) > OVERFLOW_SHARE * 1e-5
+    # A hundred runs share the reserve that the account has for all slack.
+    assert 100 * OVERFLOW_SHARE == SLACK_SHARE
+
+
+@pytest.mark.parametrize(
+    ("examples", "changes", "chosen"),
+    [
+        (60_000, {"expected_batch_size": 4096.0}, 8),
+        (60_000, {"expected_batch_size": 512.0}, 8),
+        (60_000, {"expected_batch_size": 256.0}, 3),
+        (60_000, {"expected_batch_size": 256.0, "num_workers": 2}, 4),
+        (60_000, {"expected_batch_size": 64.0, "num_workers": 2}, 2),
+        (60_000, {"expected_batch_size": 64.0, "num_workers": 5}, 5),
+        (60_000, {"expected_batch_size": 64.0, "num_workers": 5, "virtual_workers": 8}, 8),
+        (60_000, {"expected_batch_size": 4096.0, "num_workers": 12}, 12),
+        (60_000, {"expected_batch_size": 64.0, "num_workers": 4, "min_workers": 4}, 4),
+        (5, {"expected_batch_size": 5.0}, 3),
+    ],
+)
+def test_virtual_workers_are_as_many_as_cost_little_padding(examples: int, changes: dict[str, Any], chosen: int):
+    assert plan_mechanism(config(steps=100, **changes), examples, 1000).virtual_workers == chosen
+
+
+def test_colluding_workers_and_sealed_data_keep_eight_virtual_workers():
+    rare = {"expected_batch_size": 16.0, "num_workers": 4, "min_workers": 4}
+    dp = {"noise_multiplier": 10.0, "epsilon_cap": 8.0, "colluding_workers": 1}
+    sealed = {"kind": "sealed", "path": "folder", "key_file": "key"}
+    assert plan_mechanism(config(**rare), 60_000, 1000).virtual_workers == 4
+    assert plan_mechanism(config(**rare, dp_config=dp), 60_000, 1000).virtual_workers == 8
+    assert plan_mechanism(config(**rare, dataset=sealed), 60_000, 1000).virtual_workers == 8
+
+
+def test_padding_above_a_half_is_warned_of():
+    rare, usual = (make_plan(config(expected_batch_size=batch), 60_000, 1000) for batch in (16.0, 4096.0))
+    assert rare.rows_per_expected_row == 48 / 16
+    assert any("computes 3 rows for each" in warning for warning in rare.warnings)
+    assert 1 < usual.rows_per_expected_row < 1.5
+    assert usual.warnings == ()
+    assert usual.as_json()["rows_per_expected_row"] == usual.rows_per_expected_row
+
+
+def test_the_quick_start_pads_less_than_half_of_twelve():
+    """The snippet of README.md."""
+    dp = {"target_epsilon": 8.0, "target_delta": 1e-5}
+    raw = {"num_workers": 4, "batch_size_per_worker": 4, "expected_batch_size": None, "steps": 200, "dp_config": dp}
+    assert make_plan(config(**raw), 2000, 370).rows_per_expected_row <= 5
+
+
+def test_micro_batches_are_as_large_as_memory_holds_unless_the_configuration_says():
+    large = config(expected_batch_size=4096.0)
+    measured = plan_mechanism(large, 60_000, 1000, largest_rows=2048)
+    assert measured.micro_batches == 1
+    assert plan_mechanism(large, 60_000, 1000, largest_rows=128).micro_batch_size <= 128
+    given = plan_mechanism(config(expected_batch_size=4096.0, micro_batch_size=32), 60_000, 1000, largest_rows=2048)
+    assert given.micro_batch_size <= 32
 
 
 def test_the_run_is_planned_to_end_at_its_cap():
@@ -186,7 +281,8 @@ def test_a_shared_accounts_cap_replaces_the_runs_own():
     ("changes", "examples", "dimension", "error", "said"),
     [
         ({}, 0, 10, DatasetError, "dataset_empty"),
-        ({}, 7, 10, DatasetError, "dataset_too_small: 7 examples cannot be spread over 8"),
+        ({"virtual_workers": 8}, 7, 10, DatasetError, "dataset_too_small: 7 examples cannot be spread over 8"),
+        ({}, 2, 10, DatasetError, "dataset_too_small: 2 examples cannot be spread over 3"),
         ({}, 1436, 10, ConfigError, "batch_too_large: an expected batch of 1437 is more than the 1436"),
         ({}, 1437, 0, ModelError, "no_parameters"),
         ({"dp_config": {"noise_multiplier": 1e-3, "epsilon_cap": 8}}, 1437, 10, ConfigError, "noise_too_small"),
