@@ -93,7 +93,7 @@ class Workload:
             loss_code=loss_code,
             numerics=current_numerics(setup.device),
             dataset_fingerprint=fingerprint,
-            largest_rows=largest_rows(self.module, self.form, self.loss, deterministic, setup.dataset.vocabulary),
+            largest_rows=largest_rows(self.module, self.form, loss_fn, deterministic, setup.dataset.vocabulary),
         )
         folder = None if setup.evaluation is None else Path(setup.base) / setup.evaluation
         self.split = None if folder is None else open_split(folder, setup.loss, self.form, self.runtime)

@@ -207,6 +207,7 @@ def _audited(config: RunConfig, planned: Mechanism, canaries: int) -> RunConfig:
         "loss": f"{MODULE}:loss",
         "dataset": config.dataset.model_dump(),
         "optimizer": {"name": "sgd", "learning_rate": config.optimizer.learning_rate},
+        "virtual_workers": planned.virtual_workers,
         "expected_batch_size": planned.sample_rate * (planned.num_examples + canaries),
         "dp_config": {**config.dp_config.model_dump(), **noise},
     }

@@ -96,8 +96,8 @@ def choose_batch(config: RunConfig, terms: BatchTerms) -> PhysicalBatch:
 
 def fixed_virtual_workers(config: RunConfig) -> int | None:
     """Return the number of virtual workers if the configuration leaves no choice, else None."""
-    # Sealed data has its slices; and where workers collude, the number decides how much noise is left.
-    if config.has_sealed_data or config.dp_config.colluding_workers:
+    # Sealed data has its slices, a key service its contract; and colluding workers know noise by their share of slices.
+    if config.has_sealed_data or config.key_service or config.dp_config.colluding_workers:
         return config.slices
     return config.virtual_workers
 

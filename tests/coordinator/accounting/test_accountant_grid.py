@@ -7,14 +7,16 @@ without a disagreement; where epsilon is above about 700, PRV overflows and says
 
 import itertools
 import random
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
 from raycloak.coordinator.accounting import pld as pld_module
+from raycloak.coordinator.accounting import renyi
 from raycloak.coordinator.accounting.accountants import accountant_of
 from raycloak.coordinator.accounting.pld import STATED_ERROR
-from raycloak.coordinator.accounting.releases import Release
+from raycloak.coordinator.accounting.releases import Cut, Release
 from raycloak.coordinator.planning import cross_check as cross_check_module
 from raycloak.coordinator.planning.cross_check import CrossCheck, cross_check
 from raycloak.metrics.errors import RefusedError
@@ -98,6 +100,7 @@ AGREED = CrossCheck(
     {"opacus_rdp": 2.1, "dp_accounting_rdp": 2.1, "dp_accounting_pld": 1.83, "opacus_prv": 1.828},
     integer_orders=(2.2, 2.2),
     prv_bounds=(1.82, 1.84),
+    tight_uncut=1.83,
 )
 
 
@@ -113,11 +116,32 @@ def test_accountants_that_agree_are_not_refused():
         ({"dp_accounting_rdp": 1.0}, {}, "dp_accounting_rdp gives 1, below"),
         ({}, {"prv_bounds": (1.84, 1.86)}, "PRV gives 1.84 to 1.86 and PLD 1.83"),
         ({}, {"prv_bounds": (1.70, 1.72)}, "PRV gives 1.7 to 1.72 and PLD 1.83"),
+        ({"dp_accounting_pld": 1.7}, {}, "PLD gives 1.7 with cut batches, below the 1.83"),
     ],
 )
 def test_accountants_that_disagree_are_named(epsilon, changes, message):
-    fields = {"integer_orders": AGREED.integer_orders, "prv_bounds": AGREED.prv_bounds} | changes
+    fields = {"integer_orders": AGREED.integer_orders, "prv_bounds": AGREED.prv_bounds, "tight_uncut": 1.83} | changes
     assert message in (CrossCheck(AGREED.epsilon | epsilon, **fields).disagreement() or "")
+
+
+CUT = Release(256 / 7500, 2.0, 400, Cut((7500,), 290))
+
+
+def test_a_plan_with_cut_batches_is_checked_by_three_accountants_and_without_them_by_four():
+    found = cross_check((CUT, Release(1.0, 20.0, 1)), DELTA)
+    assert set(found.epsilon) == {"dp_accounting_pld", "dp_accounting_rdp", "opacus_rdp"}
+    assert "knows no cut batches" in found.not_computed["opacus_prv"]
+    assert found.disagreement() is None
+    assert found.epsilon["dp_accounting_pld"] > 1.05 * found.tight_uncut
+    lower, upper = found.prv_bounds or (0, 0)
+    assert lower <= found.tight_uncut <= 1.01 * upper
+
+
+def test_a_renyi_charge_that_forgets_the_cut_contradicts_pld(monkeypatch: pytest.MonkeyPatch):
+    cross_check.cache_clear()
+    monkeypatch.setattr(renyi, "cut_rdp", lambda rdp, *rest: rdp)
+    found = cross_check((replace(CUT, cut=Cut((7500,), 262)),), DELTA)
+    assert "opacus_rdp gives" in (found.disagreement() or "")
 
 
 def test_a_disagreement_refuses_the_plan(monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,84 @@
+"""How many rows fit is a function of model, loss and form of the data."""
+
+import pytest
+import torch
+from torch import nn
+
+from raycloak.workers.gradients import row_memory
+from raycloak.workers.gradients.row_memory import FEWEST_ROWS, MOST_ROWS, largest_rows
+from raycloak.workers.inputs.datasets import DatasetForm
+
+
+def form(*shape: int, dtype: str = "float32") -> DatasetForm:
+    return DatasetForm(num_examples=100, feature_shape=shape, feature_dtype=dtype, label_shape=(), label_dtype="int64")
+
+
+def wide(width: int) -> nn.Module:
+    """A model whose rows take memory in proportion to ``width``, in activations alone."""
+    return nn.Sequential(nn.Linear(4, 2), nn.Tanh(), Repeat(width), nn.Tanh(), Mean())
+
+
+class Repeat(nn.Module):
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.repeat(1, self.times)
+
+
+class Mean(nn.Module):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.reshape(len(rows), -1, 2).mean(1)
+
+
+def rows_of(module: nn.Module) -> int:
+    return largest_rows(module, form(4), loss)
+
+
+def loss(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, labels, reduction="none")
+
+
+def test_a_row_that_takes_more_memory_leaves_room_for_fewer(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(row_memory, "MICRO_BATCH_BYTES", 2**26)
+    narrow, wider = rows_of(wide(2**13)), rows_of(wide(2**16))
+    assert 4 * wider <= narrow <= 16 * wider
+    assert narrow < MOST_ROWS
+
+
+def test_the_measured_peak_counts_what_is_alive_at_once():
+    def compute() -> None:
+        for _ in range(3):
+            torch.zeros(1000, dtype=torch.float64).add(1)
+
+    # A new tensor is made while its predecessor is alive, and both are freed before the next round.
+    assert row_memory._peak(compute) == 2 * 8000
+
+
+def test_views_are_counted_once():
+    def compute() -> None:
+        torch.zeros(1000, dtype=torch.float64).view(10, 100).t()
+
+    assert row_memory._peak(compute) == 8000
+
+
+def test_the_number_of_rows_is_the_same_each_time_and_leaves_the_model_alone():
+    module = wide(2**14)
+    before = [tensor.clone() for tensor in module.parameters()]
+    state = torch.get_rng_state()
+    found = {rows_of(module) for _ in range(3)}
+    assert len(found) == 1
+    assert all(torch.equal(*pair) for pair in zip(before, module.parameters(), strict=True))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_the_rows_are_a_power_of_two_and_never_below_four(monkeypatch: pytest.MonkeyPatch):
+    assert rows_of(nn.Linear(4, 2)) == MOST_ROWS
+    for budget in (2**20, 2**23, 2**25):
+        monkeypatch.setattr(row_memory, "MICRO_BATCH_BYTES", budget)
+        rows = rows_of(wide(2**14))
+        assert rows & (rows - 1) == 0
+        assert rows >= FEWEST_ROWS
+    monkeypatch.setattr(row_memory, "MICRO_BATCH_BYTES", 1)
+    assert rows_of(wide(2**14)) == FEWEST_ROWS
