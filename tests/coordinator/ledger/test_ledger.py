@@ -346,7 +346,7 @@ def test_a_new_instance_continues_without_the_accountant_once_its_predecessors_l
     release = threading.Timer(0.2, locked.close)
     release.start()
     monkeypatch.setattr(
-        "raycloak.coordinator.ledger.rules.step_rdp", lambda *_: pytest.fail("the accountant is not needed")
+        "raycloak.coordinator.ledger.rules.release_rdp", lambda *_: pytest.fail("the accountant is not needed")
     )
     successor = PrivacyLedger(ledger_url)
     release.join(60)

@@ -101,8 +101,9 @@ def test_a_warning_of_the_plan_comes_before_anything_is_charged(tmp_path):
     reporter = run.coordinator._reporter
     reporter.to = replace(reporter.to, warned=warned)
     run.train()
-    (warning,) = warnings
+    warning, padding = warnings
     assert warning.startswith("delta 0.1 is not below 1/N = ")
+    assert "rows for each that it expects" in padding
     assert run.stage.calls("charge")
     assert charged == []
     assert warnings == list(run.finished.plan.warnings)

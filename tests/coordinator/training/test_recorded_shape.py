@@ -27,7 +27,7 @@ def order(mechanism: Any, largest_rows: int, **changes: Any) -> Any:
 
 
 def test_a_resume_plans_the_recorded_shape_whatever_it_measures_and_however_many_workers_it_has():
-    config = parse_config(RAW | {"num_workers": 2})
+    config = parse_config(RAW | {"num_workers": 4})
     first = plan_mechanism(config, 1437, 4810, largest_rows=16)
     assert first.virtual_workers == 4
     assert first.micro_batches > 1
@@ -46,6 +46,6 @@ def test_a_new_run_keeps_its_configuration():
 
 
 def test_a_resume_with_more_workers_than_virtual_ones_is_refused():
-    first = plan_mechanism(parse_config(RAW | {"num_workers": 2}), 1437, 4810)
+    first = plan_mechanism(parse_config(RAW | {"num_workers": 4}), 1437, 4810)
     with pytest.raises(ConfigError, match=r"virtual_workers \(4\) must be at least num_workers \(5\)"):
         _recorded_shape(order(first, 64, num_workers=5))
