@@ -75,7 +75,7 @@ def train(config: RunConfig, base: Path, plan: Plan) -> torch.nn.Module:
     for step, ids in enumerate(sampler):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(spec, step, config.steps)
-        _accumulate(wrapped, optimizer, loss_fn, dataset.batch(np.asarray(ids)), config.micro_batch_size)
+        _accumulate(wrapped, optimizer, loss_fn, dataset.batch(np.asarray(ids)), mechanism.micro_batch_size)
         optimizer.step()
         optimizer.zero_grad()
     return module

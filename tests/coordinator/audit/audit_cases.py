@@ -4,6 +4,7 @@ A defect replaces a method of a product class for the time of a test, in every a
 run is admitted, agrees with itself and ends: nothing but the audit can tell.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -156,6 +157,12 @@ def noise_key_reused_across_steps(monkeypatch):
 
 
 def every_example_in_every_batch(monkeypatch):
-    draw, shape = virtual_worker.draw_ids, plan.physical_shape
+    draw, choose = virtual_worker.draw_ids, plan.choose_batch
+
+    def whole(config, terms):
+        """Hold a whole slice, so that nothing is cut."""
+        batch = choose(config, terms)
+        return replace(batch, rows=-(-terms.num_examples // batch.virtual_workers), batches=1)
+
     monkeypatch.setattr(virtual_worker, "draw_ids", lambda key, ids, rate, capacity: draw(key, ids, 1.0, capacity))
-    monkeypatch.setattr(plan, "physical_shape", lambda slice_size, rate, *rest: shape(slice_size, 1.0, *rest))
+    monkeypatch.setattr(plan, "choose_batch", whole)

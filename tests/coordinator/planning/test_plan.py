@@ -170,6 +170,7 @@ def test_where_epsilon_pays_for_the_cut_it_is_at_most_half_a_percent_more(batch:
     assert release.cut == Cut((7500,), mechanism.micro_batch_size * mechanism.micro_batches)
     assert plan.delta_terms.batch_overflow == 0
     assert 0.99 * 3 < plan.epsilon <= 3
+    assert plan.steps_within_cap == 1000
     delta = accountant_delta(1e-5)
     assert 1 <= cut_excess((release,), delta) <= 1.005
     tighter = Cut(release.cut.slice_sizes, release.cut.capacity - 8)
