@@ -86,9 +86,9 @@ def cut_at(num_examples: int, virtual_workers: int, capacity: int) -> Cut | None
 def release_of(mechanism: Mechanism, count: int) -> Release:
     """Return ``count`` releases of a private mechanism.
 
-    The cut is in it exactly if the mechanism says that epsilon pays for it: the one place that decides.
+    The cut is in it exactly if delta has no share for it: the one place that decides what pays.
     """
-    cut = cut_of(mechanism) if mechanism.cut_paid_by == "epsilon" else None
+    cut = None if mechanism.overflow_probability else cut_of(mechanism)
     return Release(mechanism.sample_rate, mechanism.noise_multiplier, count, cut)
 
 

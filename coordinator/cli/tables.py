@@ -67,7 +67,7 @@ def _batch_text(plan: "Plan") -> str:
 def _slack_rows(plan: "Plan") -> list[tuple[str, str]]:
     """Return the part of delta that slack takes, term by term; cut batches are named even where epsilon pays."""
     terms = plan.delta_terms
-    paid = "0 (ε pays)" if plan.mechanism.cut_paid_by == "epsilon" else f"{terms.batch_overflow:.2g}"
+    paid = f"{terms.batch_overflow:.2g}" if plan.mechanism.overflow_probability else "0 (ε pays)"
     others = f"sampler {terms.sampler:.2g}, rounding {terms.rounding:.2g}, ring wrap {terms.ring_wrap:.2g}"
     return [("δ slack", f"{terms.total:.2g} of δ: cut batches {paid}, {others}")]
 

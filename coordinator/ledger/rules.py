@@ -208,7 +208,7 @@ def check_claims(run_id: str, mechanism: Mechanism) -> None:
         )
     capacity = mechanism.micro_batch_size * mechanism.micro_batches
     largest_slice = -(-mechanism.num_examples // mechanism.virtual_workers)
-    if mechanism.cut_paid_by == "epsilon":
+    if mechanism.overflow_probability == 0:
         if capacity < 1 or (mechanism.sample_rate == 1 and capacity < largest_slice):
             raise BudgetError(
                 "mechanism_inconsistent",

@@ -7,7 +7,6 @@ accountant epsilon pays for draws that are cut, under ``rdp`` delta does, and on
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from raycloak.coordinator.accounting.batch_shape import least, least_within, overflow_bound, physical_shape
 from raycloak.coordinator.accounting.pld import cut_excess
@@ -42,13 +41,12 @@ class PhysicalBatch:
     Attributes:
         virtual_workers: V.
         rows, batches: of one virtual worker's micro-batches; their product is the capacity of a draw.
-        cut_paid_by, overflow_probability: as in the mechanism.
+        overflow_probability: as in the mechanism.
     """
 
     virtual_workers: int
     rows: int
     batches: int
-    cut_paid_by: Literal["delta", "epsilon"]
     overflow_probability: float
 
     @property
@@ -135,7 +133,6 @@ def _batch_of(config: RunConfig, terms: BatchTerms, virtual_workers: int) -> Phy
         virtual_workers=virtual_workers,
         rows=rows,
         batches=batches,
-        cut_paid_by="epsilon" if by_epsilon else "delta",
         overflow_probability=0.0
         if by_epsilon
         else overflow_bound(slice_size, terms.sample_rate, draws, rows * batches),

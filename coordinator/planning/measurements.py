@@ -167,7 +167,6 @@ def _measurement(config: RunConfig, section: Section, training: Mechanism, large
             "sigma": ring.sigma,
             "micro_batch_size": rows,
             "micro_batches": batches,
-            "cut_paid_by": "delta",
             "overflow_probability": 0.0,
         }
     )

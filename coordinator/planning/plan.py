@@ -244,7 +244,6 @@ def plan_mechanism(
         sigma=ring.sigma,
         micro_batch_size=batch.rows,
         micro_batches=batch.batches,
-        cut_paid_by=batch.cut_paid_by,
         overflow_probability=batch.overflow_probability,
         accountant=accountant,
     )
@@ -349,7 +348,7 @@ def _noise_with_cut(
     """Return the noise multiplier of training, raised for a target by what the cut costs where epsilon pays for it."""
     training, *others = releases
     dp, cut = config.dp_config, cut_at(num_examples, batch.virtual_workers, batch.rows * batch.batches)
-    if dp.target_epsilon is None or dp.noise_multiplier is not None or batch.cut_paid_by == "delta" or cut is None:
+    if dp.target_epsilon is None or dp.noise_multiplier is not None or batch.overflow_probability or cut is None:
         return training.noise_multiplier
     charged = replace(training, cut=cut)
     return noise_with_cut(dp.target_epsilon, dp.target_delta, charged, accountant, tuple(others))

@@ -117,7 +117,7 @@ def search_of(plan: Plan, trials: int) -> SearchCost:
 def _slack(plan: Plan) -> float:
     """Return the part of delta that the slack of one trial on a shared account takes, at most."""
     terms, cut = plan.delta_terms, OVERFLOW_SHARE * plan.delta
-    return terms.total if plan.mechanism.cut_paid_by == "delta" else terms.total + cut
+    return terms.total if plan.mechanism.overflow_probability else terms.total + cut
 
 
 def _times(releases: Releases, trials: int) -> Releases:

@@ -34,13 +34,12 @@ class Mechanism(Message):
         clamp: K, bound of each coordinate of one virtual worker's sum.
         sigma: standard deviation of one virtual worker's noise, in ring units.
         micro_batch_size, micro_batches: fixed physical shape m and count M; at most m*M examples are used.
-        cut_paid_by: what pays for the draws that exceed m*M and are cut. ``epsilon``: the accountant composes the cut
-            mechanism itself. ``delta``: the accountant composes an uncut one, and delta has ``overflow_probability``.
-        overflow_probability: eta, bound on the chance that any draw of the run exceeds m*M; 0 where epsilon pays.
+        overflow_probability: eta, bound on the chance that any draw of the run exceeds m*M and is cut, for which delta
+            pays. 0 if epsilon pays: the accountant then composes the cut mechanism itself.
         accountant: which accountant holds the cap.
     """
 
-    DOMAIN: ClassVar[str] = "raycloak/mechanism/v2"
+    DOMAIN: ClassVar[str] = "raycloak/mechanism/v1"
 
     query: Query = "gradient"
     private: bool
@@ -61,7 +60,6 @@ class Mechanism(Message):
     sigma: float
     micro_batch_size: int
     micro_batches: int
-    cut_paid_by: Literal["delta", "epsilon"] = "delta"
     overflow_probability: float
     accountant: AccountantName = "rdp"
 

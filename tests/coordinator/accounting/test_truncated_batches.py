@@ -217,8 +217,8 @@ def test_measurements_beside_a_cut_gradient_keep_their_cost():
 
 
 def test_one_place_decides_what_pays_for_a_cut():
-    shape = {"num_examples": 800, "sample_rate": 0.25, "micro_batch_size": 40, "overflow_probability": 0.0}
-    by_epsilon, by_delta = (mechanism(**shape, cut_paid_by=payer) for payer in ("epsilon", "delta"))
+    shape = {"num_examples": 800, "sample_rate": 0.25, "micro_batch_size": 40}
+    by_epsilon, by_delta = (mechanism(**shape, overflow_probability=share) for share in (0.0, 1e-6))
     assert release_of(by_epsilon, 3) == Release(0.25, 10.0, 3, Cut((100,), 40))
     assert release_of(by_delta, 3) == Release(0.25, 10.0, 3)
 

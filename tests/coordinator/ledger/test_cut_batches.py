@@ -17,9 +17,7 @@ from tests.coordinator.ledger.ledger_cases import CAP, DELTA, MANIFEST, mechanis
 
 def cut(**changes: Any) -> Mechanism:
     """Slices of 100, of which 20 are drawn and 28 fit."""
-    return mechanism(
-        **{"sample_rate": 0.2, "micro_batch_size": 28, "cut_paid_by": "epsilon", "accountant": "pld", **changes}
-    )
+    return mechanism(**{"sample_rate": 0.2, "micro_batch_size": 28, "accountant": "pld", **changes})
 
 
 def test_an_own_account_pays_for_the_cut_in_every_charge_and_with_nothing_of_delta():
@@ -44,7 +42,7 @@ def test_the_renyi_cost_that_is_recorded_has_the_cut():
 def test_a_cut_that_nobody_pays_for_is_refused():
     check_claims("run-a", cut())
     with pytest.raises(BudgetError, match=r"mechanism_inconsistent: .* batch is cut"):
-        check_claims("run-a", cut(cut_paid_by="delta"))
+        check_claims("run-a", cut(overflow_probability=1e-12))
 
 
 @pytest.mark.parametrize("changes", [{"sample_rate": 1.0}, {"micro_batches": 0}])

@@ -27,7 +27,6 @@ VALUES: dict[str, Any] = {
     "sigma": 1.8e6,
     "micro_batch_size": 56,
     "micro_batches": 2,
-    "cut_paid_by": "delta",
     "overflow_probability": 1e-20,
 }
 MECHANISM = Mechanism(**VALUES)
@@ -36,8 +35,8 @@ MECHANISM = Mechanism(**VALUES)
 def changed(name: str) -> Any:
     """Return another admissible value of a field."""
     value = VALUES[name]
-    if name in ("ring_bits", "query", "cut_paid_by"):
-        return {"ring_bits": 64, "query": "evaluation", "cut_paid_by": "epsilon"}[name]
+    if name in ("ring_bits", "query"):
+        return {"ring_bits": 64, "query": "evaluation"}[name]
     return (not value) if isinstance(value, bool) else value * 2
 
 
