@@ -31,7 +31,7 @@ def get(*refs: ray.ObjectRef) -> list:
 # The actors. Workers and aggregator get their evidence from the simulated platform of their node.
 vendor = rc.SimulatedVendor.create()
 source = rc.NodeEvidenceSource(rc.start_platforms(vendor))
-environment = rc.worker_environment(config.cpu_capability)
+environment = rc.worker_environment(config.cpu_capability, config.threads_per_worker)
 orchestrator = rc.actor(rc.EvidenceOrchestrator).remote(home, time.time)
 ledger = rc.actor(rc.PrivacyLedger).remote(f"sqlite:///{home}/ledger.sqlite")
 aggregator = rc.actor(rc.MaskedAggregator, environment=environment).remote("aggregator", source)

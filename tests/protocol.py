@@ -260,7 +260,7 @@ class HandRun:
             policy_digest=self.policy.digest(),
             ledger_key=self.ledger_key.public,
             orchestrator_key=self.orchestrator_key,
-            keys_per_machine=keys_per_machine(self.config),
+            keys_per_machine=keys_per_machine(self.config, VIRTUAL_WORKERS),
         )
         commitments = self.orchestrator.key_commitments(unkeyed.key_context, VIRTUAL_WORKERS, epochs(self.config))
         return unkeyed.with_keys(commitments)

@@ -20,6 +20,7 @@ from raycloak.metrics.errors import BudgetError
 from raycloak.workers import virtual_worker
 from raycloak.workers.gradients.clipping import ClippedSum, GradientEngine
 from raycloak.workers.gradients.numerics import pin_numerics
+from raycloak.workers.gradients.parts import DensePart
 from raycloak.workers.gradients.sum_engines import ClassCountEngine
 from raycloak.workers.inputs.datasets import ArrayDataset
 from raycloak.workers.inputs.models import ModelSource, build_model, cross_entropy
@@ -350,7 +351,7 @@ def test_a_loss_clipped_apart_from_its_gradient_adds_to_the_sensitivity(rule):
 
     def clipped(*parts):
         total = ClippedSum([part.shape[1] for part in parts], 1.0, torch.device("cpu"))
-        total.add(parts, valid)
+        total.add([DensePart(part) for part in parts], valid)
         return total.total()
 
     if rule == "removed":

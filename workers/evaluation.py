@@ -26,7 +26,7 @@ from raycloak.attestation.core.messages import Envelope, Message, open_envelope,
 from raycloak.attestation.core.roster import Member
 from raycloak.attestation.orchestrator.evaluation_order import open_order
 from raycloak.metrics.errors import DatasetError, ProtocolError
-from raycloak.workers.gradients.clipping import named_operations
+from raycloak.workers.gradients.gradient_parts import named_operations
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.inputs.datasets import Dataset, DatasetForm, dataset_form, slice_ids
 from raycloak.workers.inputs.models import LossFn, ModelRuntime, load_flat

@@ -24,6 +24,7 @@ class WorkerSetup:
         seed: public seed of the initial parameters.
         device: ``cpu`` or ``cuda``.
         allow_nondeterministic: whether operations without a deterministic kernel may run; the run is then NOT EXACT.
+        threads: per worker; part of the numerics class.
         evaluation: folder of a sealed evaluation split, if the workers are to measure on one.
         contents: tensors that the run's model has; None for the first workers, which find them.
     """
@@ -37,6 +38,7 @@ class WorkerSetup:
     allow_nondeterministic: bool = False
     evaluation: str | None = None
     contents: tuple[TensorContent, ...] | None = None
+    threads: int = 1
 
 
 @dataclass(frozen=True, slots=True)

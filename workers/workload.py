@@ -68,7 +68,7 @@ class Workload:
             )
         self.setup, deterministic = setup, not setup.allow_nondeterministic
         # First of all: what was computed before it may have other last bits.
-        pin_numerics(deterministic)
+        pin_numerics(deterministic, setup.threads)
         opened = setup.dataset.open_slices(setup.base)
         self.dataset: Dataset = opened.examples
         self.slices: SliceLocks = opened.slices
@@ -147,11 +147,11 @@ class PlannedWorkload:
             raise RefusedError("not_public", "this worker's data is not declared public, so it trains only with noise")
         self.workload, self.mechanism, self.measurements = workload, mechanism, measurements
         dataset, start, runtime = workload.dataset, workload.facts.initial_parameters, workload.runtime
-        check_rows(workload.module, workload.form, mechanisms, runtime.deterministic, workload.setup.dataset.vocabulary)
+        vocabulary = workload.setup.dataset.vocabulary
+        check_rows(workload.module, workload.form, runtime.loss_fn, mechanisms, runtime.deterministic, vocabulary)
         engine = GradientEngine(workload.module, runtime.loss_fn, mechanism, runtime.device, runtime.deterministic)
         gradient = VirtualWorkerComputer(mechanism, engine, dataset)
         self.computers: dict[Query, VirtualWorkerComputer] = {mechanism.query: gradient}
-        vocabulary = workload.setup.dataset.vocabulary
         answers = [known_answer(mechanism, engine, dataset, start, vocabulary)]
         for measurement in measurements:
             check_measurable(measurement, workload.form)

@@ -27,7 +27,7 @@ from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.config.sections import DatasetConfig, Section
 from raycloak.coordinator.planning.references import descriptor
 from raycloak.metrics.errors import ConfigError, ModelError
-from raycloak.workers.gradients.clipping import PerExampleGradients
+from raycloak.workers.gradients.gradient_parts import PerExampleGradients
 from raycloak.workers.inputs.canaries import CanaryDataset
 from raycloak.workers.inputs.datasets import Dataset, dataset_form
 from raycloak.workers.inputs.descriptor import AuditedExamples, DatasetDescriptor

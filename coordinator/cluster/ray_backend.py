@@ -77,12 +77,13 @@ class RayBackend:
         platforms: sources of evidence.
         placement: chooses the workers' nodes.
         cpu_capability: instruction set of workers and aggregators.
+        threads: of a worker.
     """
 
-    def __init__(self, platforms: EvidenceSources, placement: Placement, *, cpu_capability: str) -> None:
+    def __init__(self, platforms: EvidenceSources, placement: Placement, *, cpu_capability: str, threads: int) -> None:
         self._platforms = platforms
         self._placement = placement
-        self._environment = worker_environment(cpu_capability)
+        self._environment = worker_environment(cpu_capability, threads)
         self._members: dict[str, _Started] = {}
         self._spare: _Started | None = None
         self._first_reduce: float | None = None

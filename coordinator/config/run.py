@@ -59,6 +59,7 @@ class RunConfig(Section):
         key_service: of the data owner; without one, every key comes from the run secret alone.
         attestation: whether others can follow the run's evidence over gRPC.
         cpu_capability: instruction set the CPU kernels are held to, ``avx2`` or ``avx512`` or ``default``.
+        threads_per_worker: threads of one torch operation in a worker; another number is another computation.
         allow_nondeterministic: lets operations without a deterministic kernel run; the run is then marked NOT EXACT.
     """
 
@@ -95,6 +96,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
     cpu_capability: Literal["default", "avx2", "avx512"] = "avx2"
+    threads_per_worker: int = Field(default=1, gt=0, le=1024)
     allow_nondeterministic: bool = False
 
     @model_validator(mode="after")

@@ -50,9 +50,8 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     plan = make_plan(config, form.num_examples, parameter_count(model), _account(config), rows)
     for measurement in plan.measurements:
         check_measurable(measurement, form)
-    check_rows(
-        model, form, (plan.mechanism, *(each.mechanism for each in plan.measurements)), deterministic, data.vocabulary
-    )
+    mechanisms = (plan.mechanism, *(each.mechanism for each in plan.measurements))
+    check_rows(model, form, loss, mechanisms, deterministic, data.vocabulary)
     return checked(plan)
 
 

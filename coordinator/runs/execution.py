@@ -231,6 +231,7 @@ class Execution:
             seed=self._config.seed,
             device="cuda" if gpu else "cpu",
             allow_nondeterministic=self._config.allow_nondeterministic,
+            threads=self._config.threads_per_worker,
             evaluation=evaluation_folder(self._config) if assignment.charges else None,
         )
 

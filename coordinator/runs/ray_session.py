@@ -96,7 +96,7 @@ def launch(stack: ExitStack, config: RunConfig, base: Path, placement: Placement
         made = vendor.collateral(int(time.time()))
         collateral = collateral or (lambda: made)
     assert collateral is not None, "hardware has collateral"
-    backend = RayBackend(sources, placement, cpu_capability=config.cpu_capability)
+    backend = RayBackend(sources, placement, cpu_capability=config.cpu_capability, threads=config.threads_per_worker)
     stack.callback(backend.close)
     crew = start_crew(backend, config)
     samplers = GpuSamplers(present)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from raycloak.metrics.errors import ConfigError, ModelError, RaycloakError
-from raycloak.workers.gradients.clipping import PerExampleGradients, named_operations
+from raycloak.workers.gradients.gradient_parts import GradientParts, named_operations
+from raycloak.workers.gradients.parts import Part
 from raycloak.workers.gradients.probes import Examples, Probes, odd_ids
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.inputs.datasets import DatasetForm
@@ -86,17 +87,20 @@ def check_trainable(
 def check_rows(
     module: nn.Module,
     form: DatasetForm,
+    loss_fn: LossFn,
     mechanisms: Iterable[Mechanism],
     deterministic: bool = True,
     vocabulary: int | None = None,
 ) -> None:
-    """Refuse a model whose forward pass mixes the examples of a physical micro-batch of one of ``mechanisms``.
+    """Refuse a model that mixes the examples of a physical micro-batch of one of ``mechanisms``.
 
-    Guarantee: what :func:`check_trainable` says of the forward pass, at the number of rows that each mechanism computes
-    at once, in the mode in which private examples then meet the model.
+    Guarantee: what :func:`check_trainable` says of the forward pass and of gradients, at the number of rows that each
+    mechanism computes at once, in the mode in which private examples then meet the model. An extent of the model that
+    equals this number by chance could pass for the batch at no other size.
 
     Raises:
-        ModelError: ``mixing_layer``, ``buffer_update``, ``random_layer``, ``model_input`` or ``nondeterministic_op``.
+        ModelError: ``mixing_layer``, ``buffer_update``, ``random_layer``, ``model_input``, ``unsupported_layer`` or
+            ``nondeterministic_op``.
     """
     with _copy_of(module, form, deterministic) as probe:
         probes = _probes_of(probe, form, vocabulary)
@@ -106,6 +110,8 @@ def check_rows(
                 _check_draws(probe, probes, mechanism.micro_batch_size)
                 _check_fills(probe, probes, mechanism.micro_batch_size, deterministic)
                 _check_alone(probe, probes, mechanism.micro_batch_size)
+            if mechanism.query == "gradient":
+                _check_gradients(probe, probes, loss_fn, mechanism.micro_batch_size, deterministic)
 
 
 @contextmanager
@@ -261,25 +267,32 @@ def _mixing_loss() -> ModelError:
 
 
 def _check_gradients(module: nn.Module, probes: Probes, loss_fn: LossFn, count: int, deterministic: bool) -> None:
-    row_loss = RowLoss(loss_fn)
-    gradients = PerExampleGradients(copy.deepcopy(module), row_loss, deterministic)
+    row_loss = RowLoss.of(loss_fn)
+    gradients = GradientParts(copy.deepcopy(module), row_loss, deterministic)
     names = [name for name, tensor in module.named_parameters() if tensor.requires_grad]
     for pair in probes.draws(count):
-        before = gradients(pair.before.features, pair.before.labels)
-        after = gradients(pair.after.features, pair.after.labels)
+        # Sizes in place of all rows: whole gradients of every row of a large model would not fit in memory.
+        moved = [part.squares() for part in gradients(pair.after.features, pair.after.labels)]
+        parts = gradients(pair.before.features, pair.before.labels)
         row_loss(module(pair.before.features), pair.before.labels).sum().backward()  # type: ignore[no-untyped-call]
-        for name, rows, moved in zip(names, before, after, strict=True):
-            if not _same(rows[1:], moved[1:]):
+        for name, part, after in zip(names, parts, moved, strict=True):
+            if not _same(part.squares()[1:], after[1:]):
                 raise ModelError("mixing_layer", f"one example changes another's gradient of parameter '{name}'.", _FIX)
             whole = module.get_parameter(name).grad
             module.get_parameter(name).grad = None
-            # Loose: the two sums round in different orders. A wrong rule of Opacus is off by far more.
-            if whole is None or not _close(rows.sum(0), whole, least=1e-5):
+            # Loose: the two sums round in different orders. A wrong rule is off by far more.
+            if whole is None or not _close(_sum(part, count, whole), whole, least=1e-5):
                 raise ModelError(
                     "unsupported_layer",
-                    f"Opacus' per-example gradients of parameter '{name}' do not add up to its gradient.",
-                    "Use the parameter only through its own layer's forward.",
+                    f"the per-example gradients of parameter '{name}' do not add up to its gradient.",
+                    "Use the parameter in torch's own operations, in every forward pass.",
                 )
+
+
+def _sum(part: Part, count: int, like: Tensor) -> Tensor:
+    total = torch.zeros(like.numel(), dtype=torch.float64)
+    part.add(torch.ones(count, dtype=torch.float64), total)
+    return total.view(like.shape)
 
 
 def _all_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

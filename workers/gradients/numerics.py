@@ -8,7 +8,6 @@ import os
 import platform
 from collections.abc import Iterable
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -31,21 +30,28 @@ _KERNEL_CAPS = {
 _DISPATCH_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "CUBLAS_WORKSPACE_CONFIG")
 
 
-def worker_environment(cpu_capability: str) -> dict[str, str]:
+ENGINE = "book-keeping/1"
+"""How gradients are computed and added up (docs/proofs/006-clipped-gradients.md): a change of it changes last bits."""
+
+
+def worker_environment(cpu_capability: str, threads: int = 1) -> dict[str, str]:
     """Return the environment variables that must be set before a process of the run imports torch.
 
-    They hold every library to one instruction set and one thread. A process that starts without them is in another
-    numerics class.
+    They hold every library to one instruction set and one number of threads. A process that starts without them is in
+    another numerics class.
 
     Args:
         cpu_capability: ``avx2``, ``avx512`` or ``default`` (whatever the CPU has).
+        threads: of each worker.
     """
     return {
         **_KERNEL_CAPS[cpu_capability],
         # Without a fixed workspace cuBLAS is not deterministic, and torch refuses it.
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        "MKL_NUM_THREADS": "1",
-        "OMP_NUM_THREADS": "1",
+        # MKL may otherwise use fewer threads for one product than for the next.
+        "MKL_DYNAMIC": "FALSE",
+        "MKL_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": str(threads),
         "TORCHINDUCTOR_DETERMINISTIC": "1",
     }
 
@@ -59,18 +65,19 @@ def choose_kernels(deterministic: bool) -> None:
     torch.set_deterministic_debug_mode("error" if deterministic else "warn")
 
 
-def pin_numerics(deterministic: bool = True) -> None:
-    """Fix this process's settings that change bits: one thread, deterministic kernels, no TF32, denormals kept.
+def pin_numerics(deterministic: bool = True, threads: int = 1) -> None:
+    """Fix this process's settings that change bits: threads, deterministic kernels, no TF32, denormals kept.
 
     May be called any number of times; the last bits of a computation before the first call are not promised.
 
     Args:
         deterministic: False lets an operation without a deterministic kernel run; the others keep theirs.
+        threads: within one operation.
 
     Raises:
         ConfigError: ``numerics`` if the process already runs inter-op work on several threads.
     """
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     if torch.get_num_interop_threads() != 1:
         try:
             torch.set_num_interop_threads(1)
@@ -81,6 +88,8 @@ def pin_numerics(deterministic: bool = True) -> None:
                 "Start in a new process.",
             ) from None
     choose_kernels(deterministic)
+    # Torch's fused transformer layers have other bits than their parts, and no gradients.
+    torch.backends.mha.set_fastpath_enabled(False)
     # A denormal that is flushed on one CPU alone would be another bit.
     torch.set_flush_denormal(False)
     torch.set_float32_matmul_precision("highest")
@@ -99,7 +108,7 @@ def current_numerics(device: str | torch.device) -> NumericsClass:
         threads=torch.get_num_threads(),
         torch=str(torch.__version__),
         numpy=np.__version__,
-        opacus=version("opacus"),
+        engine=ENGINE,
         python=platform.python_version(),
         deterministic=torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled(),

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from raycloak.attestation.core.roster import Query
 from raycloak.metrics.errors import ConfigError
-from raycloak.workers.gradients.clipping import MAX_ROWS, ClippedSum, MicroBatch, named_operations
+from raycloak.workers.gradients.clipping import MAX_ROWS, ClippedSum, MicroBatch
+from raycloak.workers.gradients.gradient_parts import named_operations
+from raycloak.workers.gradients.parts import DensePart
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.inputs.datasets import DatasetForm
 from raycloak.workers.inputs.models import LossFn, ModelRuntime, load_flat
@@ -81,7 +83,7 @@ class ClassCountEngine:
         classes = torch.arange(measurement.mechanism.dimension)
         for _, labels, valid in batches:
             hot = (torch.tensor(labels)[:, None] == classes).to(torch.float32) * measurement.unit
-            total.add([hot], torch.tensor(valid))
+            total.add([DensePart(hot)], torch.tensor(valid))
         return total.total()
 
 
@@ -97,7 +99,7 @@ class PrivateEvaluationEngine:
         module: becomes this object's own.
         loss_fn: one loss per example.
         device: ``cpu`` or ``cuda``.
-        deterministic: see :func:`raycloak.workers.gradients.clipping.named_operations`.
+        deterministic: see :func:`raycloak.workers.gradients.gradient_parts.named_operations`.
     """
 
     def __init__(
@@ -137,7 +139,7 @@ class PrivateEvaluationEngine:
             warnings.simplefilter("ignore")
             for features, labels, valid in batches:
                 on_device = torch.tensor(features, device=self._device), torch.tensor(labels, device=self._device)
-                total.add([self._rows(*on_device).cpu()], torch.tensor(valid))
+                total.add([DensePart(self._rows(*on_device).cpu())], torch.tensor(valid))
         return total.total()
 
     def _rows(self, features: Tensor, labels: Tensor) -> Tensor:

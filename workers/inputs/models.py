@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from raycloak.metrics.errors import ModelError
-from raycloak.workers.inputs.opacus_modules import opacus_module
 from raycloak.workers.inputs.user_code import resolve, source_digest
 from raycloak.workers.terms.manifest import TensorSpec
 from raycloak.workers.terms.parameter_digest import TensorContent, dimension, split_flat
@@ -116,7 +115,8 @@ def check_layers(module: nn.Module) -> None:
 
     Raises:
         ModelError: ``mixing_layer`` (batch statistics), ``random_layer`` (dropout with p > 0), ``unsupported_layer``
-            (what Opacus cannot handle), ``no_trainable_parameters`` or ``parameter_dtype``; the layer is named.
+            (recurrent layers, running statistics), ``no_trainable_parameters`` or ``parameter_dtype``; the layer is
+            named.
     """
     _check_dtypes(module)
     for name, layer in module.named_modules():
@@ -268,15 +268,14 @@ def _dropout(layer: nn.Module) -> float:
 def _check_supported(layer: nn.Module, shown: str) -> None:
     if not any(tensor.requires_grad for tensor in layer.parameters(recurse=False)):
         return
-    validator = opacus_module("opacus.validators").ModuleValidator.VALIDATORS.get(type(layer))
-    reasons = [str(error) for error in validator(layer)] if validator else []
-    if any(True for _ in layer.buffers()):
-        reasons.append("it has trained parameters and buffers")
-    if reasons:
+    reason = None
+    if isinstance(layer, nn.RNNBase):
+        reason = "torch runs all its time steps in one operation, which shows no example's gradient"
+    elif getattr(layer, "track_running_stats", False):
+        reason = "it keeps statistics of the batches that it has seen"
+    if reason is not None:
         raise ModelError(
-            "unsupported_layer",
-            f"{shown} cannot be trained per example: {'; '.join(reasons)}.",
-            "Use another layer, or freeze it.",
+            "unsupported_layer", f"{shown} cannot be trained per example: {reason}.", "Use another layer, or freeze it."
         )
 
 

@@ -59,24 +59,25 @@ class NumericsClass(Message):
     Attributes:
         device, cpu_capability: model of the device, and the instruction set that CPU kernels are held to.
         threads: per worker.
-        torch, numpy, opacus, python: versions.
+        engine: how gradients are computed and added up.
+        torch, numpy, python: versions.
         deterministic: whether operations without a deterministic kernel are refused; if not, the run is NOT EXACT.
     """
 
-    DOMAIN: ClassVar[str] = "raycloak/numerics/v1"
+    DOMAIN: ClassVar[str] = "raycloak/numerics/v2"
 
     device: str
     cpu_capability: str
     threads: int
+    engine: str
     torch: str
     numpy: str
-    opacus: str
     python: str
     deterministic: bool
 
     def computes_like(self, other: "NumericsClass") -> bool:
-        """Return whether both give the same bits in an update rule, which runs on the CPU one element at a time."""
-        apart = {"device": "", "deterministic": True}
+        """Return whether both give the same bits in an update rule, which runs on one thread of the CPU."""
+        apart = {"device": "", "deterministic": True, "threads": 1}
         return self.model_copy(update=apart) == other.model_copy(update=apart)
 
 

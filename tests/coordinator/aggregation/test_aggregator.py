@@ -83,7 +83,7 @@ def looks_uniform(words: np.ndarray) -> bool:
 
 
 def test_an_aggregator_whose_update_could_round_otherwise_is_refused_by_name(hand):
-    """A GPU of the workers is not needed here; their CPU kernels, threads and versions are."""
+    """A GPU of the workers is not needed here; their CPU kernels and versions are. Its own work is on one thread."""
     numerics = hand.manifest.computation.numerics
 
     def code(**changes) -> str:
@@ -95,8 +95,10 @@ def test_an_aggregator_whose_update_could_round_otherwise_is_refused_by_name(han
         assert "aggregator-9" in error.value.message
         return error.value.code
 
-    assert code(device="cuda:another", deterministic=False) == "challenge_mismatch", "the numerics are accepted"
-    for changes in ({"cpu_capability": "ANOTHER"}, {"threads": 2}, {"torch": "1.0"}, {"numpy": "1.0"}):
+    assert code(device="cuda:another", deterministic=False, threads=2) == "challenge_mismatch", (
+        "the numerics are accepted"
+    )
+    for changes in ({"cpu_capability": "ANOTHER"}, {"engine": "another"}, {"torch": "1.0"}, {"numpy": "1.0"}):
         assert code(**changes) == "manifest_mismatch"
 
 

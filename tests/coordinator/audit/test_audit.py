@@ -18,7 +18,7 @@ from raycloak.coordinator.planning.dry_run import plan_of
 from raycloak.coordinator.planning.references import descriptor
 from raycloak.coordinator.record.folder import RunFolder
 from raycloak.metrics.errors import BudgetError, ConfigError, ModelError, RunFailedError
-from raycloak.workers.gradients.clipping import PerExampleGradients
+from raycloak.workers.gradients.gradient_parts import PerExampleGradients
 from raycloak.workers.inputs.canaries import CanaryDataset
 from raycloak.workers.inputs.datasets import ArrayDataset
 from raycloak.workers.inputs.fingerprint import dataset_fingerprint

@@ -67,7 +67,8 @@ def test_a_run_that_its_user_stopped_claims_its_plan_in_verdict_and_packages(tmp
     assert max(stated.epsilon_by_accountant.values()) >= whole
     blind = stated.privacy_epsilon_if_stop_was_blind
     assert blind == epsilon_against(plan.mechanism, 0, plan.delta, 2) < 0.5 * whole
-    assert stated.privacy_epsilon_charged < 0.5 * whole
+    # An rdp account counts at the order that suits the plan's share of its cap, so it states more than the plan alone.
+    assert stated.privacy_epsilon_charged < (0.5 * whole if plan.mechanism.accountant == "pld" else plan.epsilon_cap)
     assert stated.epsilon_cap == 20.0
     sealed = packages(tmp_path)
     assert {package.step for package in sealed} >= {1, 2}

@@ -16,9 +16,10 @@ from raycloak.workers.gradients.clipping import (
     ClippedSum,
     GradientEngine,
     micro_batches,
-    named_operations,
 )
+from raycloak.workers.gradients.gradient_parts import named_operations
 from raycloak.workers.gradients.numerics import pin_numerics
+from raycloak.workers.gradients.parts import DensePart
 from raycloak.workers.inputs.datasets import ArrayDataset
 from raycloak.workers.inputs.models import cross_entropy, read_flat
 from raycloak.workers.terms.mechanism import Mechanism
@@ -89,7 +90,7 @@ def total_of(
 ) -> np.ndarray:
     clipped = ClippedSum(sizes, clip, CPU)
     for rows, mask in zip(batches, valid, strict=True):
-        clipped.add([part.reshape(len(rows), -1) for part in torch.split(rows, sizes, dim=1)], mask)
+        clipped.add([DensePart(part) for part in torch.split(rows, sizes, dim=1)], mask)
     return clipped.total()
 
 
@@ -188,9 +189,9 @@ def test_the_content_of_invalid_rows_cannot_matter() -> None:
 
 def test_what_the_bound_was_not_derived_for_is_refused() -> None:
     clipped = ClippedSum([1], 1.0, CPU)
-    clipped.add([torch.zeros(MAX_ROWS, 1)], torch.ones(MAX_ROWS, dtype=torch.bool))
+    clipped.add([DensePart(torch.zeros(MAX_ROWS, 1))], torch.ones(MAX_ROWS, dtype=torch.bool))
     with pytest.raises(AssertionError):
-        clipped.add([torch.zeros(1, 1)], torch.ones(1, dtype=torch.bool))
+        clipped.add([DensePart(torch.zeros(1, 1))], torch.ones(1, dtype=torch.bool))
     for clip in (2.0**-101, 2.0**101):
         with pytest.raises(AssertionError):
             ClippedSum([1], clip, CPU)

@@ -121,7 +121,8 @@ def test_what_is_allowed_without_a_deterministic_kernel_is_in_the_class() -> Non
         ("device", "cuda:X", True),
         ("deterministic", False, True),
         ("cpu_capability", "ANOTHER", False),
-        ("threads", 2, False),
+        ("threads", 2, True),
+        ("engine", "another", False),
         ("torch", "1.0", False),
         ("numpy", "1.0", False),
     ],
@@ -140,3 +141,15 @@ def test_the_thread_count_is_in_the_class() -> None:
         assert current_numerics("cpu") != single
     finally:
         pin_numerics()
+
+
+def test_several_threads_are_allowed_and_are_another_class() -> None:
+    pin_numerics()
+    single = current_numerics("cpu")
+    pin_numerics(threads=2)
+    try:
+        assert current_numerics("cpu") == single.model_copy(update={"threads": 2})
+    finally:
+        pin_numerics()
+    environment = worker_environment("avx2", 2)
+    assert (environment["OMP_NUM_THREADS"], environment["MKL_NUM_THREADS"]) == ("2", "2")

@@ -81,19 +81,44 @@ class Offset(nn.Module):
         return x + self.offset
 
 
+class HiddenProduct(torch.autograd.Function):
+    """A product that torch's function modes do not see."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.T @ x
+
+
 class Bypassing(nn.Module):
-    """A model that uses a layer's weight without calling the layer."""
+    """A model that uses a layer's weight in an operation that nobody sees."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Linear(6, 3)
+        self.inner = nn.Linear(6, 3, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.inner.weight, self.inner.bias)
+        return HiddenProduct.apply(x, self.inner.weight)
 
 
 class TwiceUsed(nn.Module):
-    """A model that uses a weight through its layer and beside it."""
+    """A model that uses a weight through its layer and unseen beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + HiddenProduct.apply(x, self.inner.weight)
+
+
+class BesideItsLayer(nn.Module):
+    """A model that uses a weight through its layer and beside it, in an operation that torch shows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,6 +126,52 @@ class TwiceUsed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x) + nn.functional.linear(x, self.inner.weight)
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clone().mul_(self.scale)
+
+
+class Overwritten(nn.Module):
+    """Changes a layer's input after the layer has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        found = self.inner(x)
+        x += 1
+        return found + x
+
+
+class Counted(nn.Module):
+    """Counts its table's ids over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(4, 3, scale_grad_by_freq=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.words((x > 0).long()).sum(1)
+
+
+class ReckonedPlaces(nn.Module):
+    """Adds what it learns of six places, whose numbers it reckons in floating point."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Embedding(6, 3)
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(x[:, :, None] + self.places(torch.linspace(0, 5, 6).long())).sum(1))
 
 
 class BatchSecond(nn.Module):
@@ -208,7 +279,7 @@ def refusal(
         (around(nn.SyncBatchNorm(6)), "mixing_layer", "SyncBatchNorm"),
         (around(nn.Sequential(nn.Dropout(0.1))), "random_layer", "'1.0' (Dropout)"),
         (nn.MultiheadAttention(6, 2, dropout=0.1), "random_layer", "MultiheadAttention"),
-        (nn.MultiheadAttention(6, 2), "unsupported_layer", "MultiheadAttention"),
+        (nn.GRU(6, 3), "unsupported_layer", "GRU"),
         (nn.LSTM(6, 3), "unsupported_layer", "LSTM"),
         (around(nn.InstanceNorm1d(6, affine=True, track_running_stats=True)), "unsupported_layer", "InstanceNorm1d"),
         (nn.Linear(6, 3).double(), "parameter_dtype", "'weight'"),
@@ -235,11 +306,9 @@ def test_layers_are_refused_by_their_type_and_name(module: nn.Module, code: str,
         (Bypassing(), "unsupported_layer", "'inner.weight'"),
         (TwiceUsed(), "unsupported_layer", "'inner.weight'"),
         (BatchSecond(), "unsupported_layer", "'inner.weight'"),
-        (
-            nn.Sequential(ChannelsLast(), nn.Conv2d(2, 3, (2, 1)), nn.Flatten()),
-            "unsupported_layer",
-            "'1.weight'",
-        ),
+        (nn.Sequential(InPlace(), nn.Linear(6, 3)), "unsupported_layer", "'0.scale' is used by mul_"),
+        (around(Overwritten()), "unsupported_layer", "'1.inner.weight'"),
+        (Counted(), "unsupported_layer", "'words.weight'"),
         (around(Puts()), "nondeterministic_op", "put_"),
         (nn.Linear(7, 3), "model_input", "[n, 6]"),
         (nn.Sequential(nn.Linear(6, 3), nn.Flatten(0)), "model_input", "row per example"),
@@ -287,7 +356,7 @@ def test_a_text_model_that_masks_by_each_text_alone_is_accepted() -> None:
             return self.head((self.words(ids) * real).sum(1) / real.sum(1).clamp(min=1))
 
     check_trainable(Masked(""), TEXTS, cross_entropy, vocabulary=11)
-    check_rows(Masked(""), TEXTS, [mechanism(83, micro_batch_size=12)], vocabulary=11)
+    check_rows(Masked(""), TEXTS, cross_entropy, [mechanism(83, micro_batch_size=12)], vocabulary=11)
 
 
 def test_a_batch_of_equal_rows_and_a_batch_of_one_row_are_tried() -> None:
@@ -306,11 +375,19 @@ def test_the_physical_micro_batch_of_a_run_is_tried_in_the_mode_that_it_computes
     module = around(OnlyThen())
     check_trainable(module, FORM, cross_entropy)
     other: Query = "evaluation" if query == "gradient" else "gradient"
-    check_rows(module, FORM, [mechanism(83, query=query, micro_batch_size=8)])
-    check_rows(module, FORM, [mechanism(83, query=other, micro_batch_size=9)])
+    check_rows(module, FORM, cross_entropy, [mechanism(83, query=query, micro_batch_size=8)])
+    check_rows(module, FORM, cross_entropy, [mechanism(83, query=other, micro_batch_size=9)])
     with pytest.raises(ModelError) as caught:
-        check_rows(module, FORM, [mechanism(83, query=query, micro_batch_size=9)])
+        check_rows(module, FORM, cross_entropy, [mechanism(83, query=query, micro_batch_size=9)])
     assert caught.value.code == "mixing_layer"
+
+
+def test_an_extent_that_equals_the_micro_batch_by_chance_is_refused() -> None:
+    module = ReckonedPlaces()
+    check_trainable(module, FORM, cross_entropy)
+    check_rows(module, FORM, cross_entropy, [mechanism(30, micro_batch_size=8)])
+    with pytest.raises(ModelError, match=r"another's gradient of parameter 'places\.weight'"):
+        check_rows(module, FORM, cross_entropy, [mechanism(30, micro_batch_size=6)])
 
 
 def test_a_loss_with_a_memory_is_refused() -> None:
@@ -342,7 +419,9 @@ def test_a_loss_over_the_whole_batch_is_refused() -> None:
 
 
 def test_layers_that_keep_examples_apart_are_accepted() -> None:
-    module = around(nn.Dropout(0.0), nn.LayerNorm(6), nn.GroupNorm(2, 6), nn.RMSNorm(6), Offset(), nn.Tanh())
+    module = around(
+        nn.Dropout(0.0), nn.LayerNorm(6), nn.GroupNorm(2, 6), nn.RMSNorm(6), Offset(), nn.Tanh(), BesideItsLayer()
+    )
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     torch.manual_seed(3)
     state = torch.get_rng_state()
@@ -350,6 +429,10 @@ def test_layers_that_keep_examples_apart_are_accepted() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
     assert not any(hasattr(tensor, "grad_sample") or tensor.grad is not None for tensor in module.parameters())
+
+
+def test_channels_last_are_accepted() -> None:
+    check_trainable(nn.Sequential(ChannelsLast(), nn.Conv2d(2, 3, (2, 1)), nn.Flatten()), FORM, cross_entropy)
 
 
 def test_a_layer_initialised_to_zero_hides_nothing() -> None:

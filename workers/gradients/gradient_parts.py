@@ -1,0 +1,121 @@
+"""Per-example gradients of a model and a loss: as parts for the engine, and as plain rows for checks."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raycloak.metrics.errors import ModelError
+from raycloak.workers.gradients.numerics import choose_kernels
+from raycloak.workers.gradients.parts import Part
+from raycloak.workers.gradients.row_loss import RowLoss
+from raycloak.workers.gradients.taps import Taps
+from raycloak.workers.inputs.models import LossFn
+
+# Torch's whole first sentence is matched, so no other error's text can pass for the name of an operation.
+_NONDETERMINISTIC = re.compile(
+    r"(?P<name>[A-Za-z_]\w{0,63})(?: [\w=]{1,20}){0,5} does not have a deterministic implementation, "
+    r"but you set 'torch\.use_deterministic_algorithms\(True\)'\.",
+    re.ASCII,
+)
+
+
+@contextmanager
+def exact_sums(device: torch.device) -> Iterator[None]:
+    """Compute in the types that the proof names: a model may run in others, its gradients are summed in none but these.
+
+    Memory is not filled before it is written, as deterministic algorithms else do: nothing here reads it earlier.
+    """
+    settings: Any = torch.utils.deterministic
+    before = settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = False
+    try:
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        settings.fill_uninitialized_memory = before
+
+
+class GradientParts:
+    """The gradients of a module's parameters for each row of a batch.
+
+    Guarantee: labels enter through a :class:`RowLoss` alone. So one example's label or output changes no other
+    example's loss, whatever the loss computes from its arguments.
+
+    Args:
+        module: is put into train mode; it belongs to this object from then on.
+        loss_fn: one loss per example.
+        deterministic: see :func:`named_operations`.
+    """
+
+    def __init__(self, module: nn.Module, loss_fn: LossFn, deterministic: bool = True) -> None:
+        self._module = module.train()
+        self._taps = Taps(module)
+        self._loss = RowLoss.of(loss_fn)
+        self._deterministic = deterministic
+
+    def __call__(self, features: Tensor, labels: Tensor) -> list[Part]:
+        """Return the part of each trained tensor in canonical order, n rows each.
+
+        Raises:
+            ModelError: ``loss_shape``, ``unsupported_layer`` or ``nondeterministic_op``.
+        """
+        with named_operations(self._deterministic):
+            with self._taps.recording(len(labels)) as recording:
+                output = self._module(features)
+            losses = self._loss(output, labels)
+            if losses.requires_grad:
+                losses.sum().backward()  # type: ignore[no-untyped-call]
+            with exact_sums(labels.device):
+                return recording.parts()
+
+
+class PerExampleGradients:
+    """The per-example gradients of a module, each as a whole: for checks, and for models that are small.
+
+    Args: see :class:`GradientParts`.
+    """
+
+    def __init__(self, module: nn.Module, loss_fn: LossFn, deterministic: bool = True) -> None:
+        self._parts = GradientParts(module, loss_fn, deterministic)
+        self._shapes = [tensor.shape for tensor in module.parameters() if tensor.requires_grad]
+
+    def __call__(self, features: Tensor, labels: Tensor) -> list[Tensor]:
+        """Return each example's gradient, float32 [n, *shape] per trained tensor in canonical order.
+
+        Raises:
+            ModelError: see :class:`GradientParts`.
+        """
+        parts = self._parts(features, labels)
+        return [part.rows().view(len(labels), *shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+
+@contextmanager
+def named_operations(deterministic: bool) -> Iterator[None]:
+    """Refuse operations without a deterministic kernel, by name.
+
+    Args:
+        deterministic: False lets them run, with a warning by torch; all others still use their deterministic kernels.
+
+    Raises:
+        ModelError: ``nondeterministic_op``.
+    """
+    before = torch.get_deterministic_debug_mode()
+    choose_kernels(deterministic)
+    try:
+        yield
+    except RuntimeError as error:
+        found = _NONDETERMINISTIC.match(str(error))
+        if found is None:
+            raise
+        raise ModelError(
+            "nondeterministic_op",
+            f"operation {found['name']} has no deterministic kernel on this device, so results could not be "
+            "reproduced.",
+            "Use another layer, or the CPU, or set allow_nondeterministic: true for a run that is NOT EXACT.",
+        ) from None
+    finally:
+        torch.set_deterministic_debug_mode(before)

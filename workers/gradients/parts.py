@@ -1,0 +1,389 @@
+"""The parts of per-example gradients: the gradient of one parameter for all rows, in the form that is cheapest.
+
+    DensePart    float32 [m, size], held as it is
+    OuterPart    one product per row: g = l rᵀ, never formed
+    RowsPart     a matrix product per row, formed twice in one buffer
+    GramPart     the same, with its norm from Gram matrices
+    LookupPart   some rows of a table
+    AbsentPart   zero: the parameter was not used
+
+Which form a parameter gets follows from shapes alone (`workers/gradients/uses.py`). Work and shapes never depend on
+what the rows hold. The proofs are in docs/proofs/006-clipped-gradients.md.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+# Float64 copies of so many elements at a time: small enough for the cache of a CPU, large enough to fill a GPU.
+_BLOCK = {"cpu": 2**17, "cuda": 2**24}
+# With 4096 columns a block of 64 rows stays in the second cache of a CPU.
+_COLUMNS = {"cpu": 4096, "cuda": 2**18}
+# These four carry the proof of Gram parts, with 1 % for terms of higher order: a change of one needs a new proof.
+_ROUNDING, _UNDERFLOW = 1.01 * 2.0**-24, 1.01 * 2.0**-126
+# Pays for the rounding of a row that is added, up to 2^-18 of its square.
+_ADDED = 2.0**18
+# Below its root no float32 sum of a row overflows.
+_LARGEST_SPREAD = 2.0**252
+MAX_GRAM_TOKENS, MAX_GRAM_WIDTH = 2**10, 2**16
+"""The proof holds for so many tokens and for sides of this length."""
+# Elements of Gram matrices at once, for as many rows as fit.
+_GRAM_BLOCK = 2**21
+
+
+class Part(Protocol):
+    """The gradients of one parameter for all rows."""
+
+    def squares(self) -> Tensor:
+        """Return a number per row whose root is the row's norm, float64 [m].
+
+        Guarantee: the norm of what :meth:`add` adds of a row, before its weight and in exact arithmetic, is at most
+        (1 + 2^-19) of the root in exact arithmetic, but for a factor of 1 + 2^-23 for the rounding of these sums. A row
+        with an element that is not finite has a square that is not finite.
+        """
+        ...
+
+    def add(self, weights: Tensor, total: Tensor) -> None:
+        """Add every row times its weight to ``total``; a row of weight zero adds exactly zero, whatever it holds.
+
+        Args:
+            weights: float64 [m], not negative and finite.
+            total: float64 [size], contiguous; changed in place.
+        """
+        ...
+
+    def rows(self) -> Tensor:
+        """Return all rows, float32 [m, size]: for checks and small parts."""
+        ...
+
+
+class DensePart:
+    """A part that is held as it is, float32 [m, ...]."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows = rows.flatten(1)
+
+    def squares(self) -> Tensor:
+        """Return the squared norms, in float64 from the exact squares."""
+        return dense_squares(self._rows)
+
+    def add(self, weights: Tensor, total: Tensor) -> None:
+        """Add the weighted rows; see :class:`Part`."""
+        columns = _COLUMNS[total.device.type]
+        for block, target in zip(torch.split(self._rows, columns, 1), torch.split(total, columns), strict=True):
+            target.addmv_(_finite(block).T, weights)
+
+    def rows(self) -> Tensor:
+        """Return the rows themselves."""
+        return self._rows
+
+
+class OuterPart:
+    """A part with one product per row, such as a linear layer without a sequence: g = l rᵀ.
+
+    A product of two float32 numbers is exact in float64, so |l|²|r|² is the squared norm and no g is formed.
+
+    Args:
+        left, right: float32 [m, r] and [m, c].
+    """
+
+    def __init__(self, left: Tensor, right: Tensor) -> None:
+        self._left, self._right = left, right
+
+    def squares(self) -> Tensor:
+        """Return the squared norms as products of those of both sides."""
+        return dense_squares(self._left) * dense_squares(self._right)
+
+    def add(self, weights: Tensor, total: Tensor) -> None:
+        """Add the weighted rows with one float64 product; see :class:`Part`."""
+        left, right = _finite(self._left).mul_(weights[:, None]), _finite(self._right)
+        total.view(left.shape[1], right.shape[1]).addmm_(left.T, right)
+
+    def rows(self) -> Tensor:
+        """Return all products, rounded to float32."""
+        return (self._left[:, :, None] * self._right[:, None, :]).flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """Matrix products, one per row and group: the gradient of a row is leftᵀ right, groups one below the other.
+
+    Attributes:
+        left, right: float32 [m, groups, tokens, r] and [m, groups, tokens, c], in any strides.
+    """
+
+    left: Tensor
+    right: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """Rows, groups, tokens, r and c."""
+        count, groups, tokens, height = self.left.shape
+        return count, groups, tokens, height, self.right.shape[3]
+
+    def all_rows(self) -> Tensor:
+        """Return every row's products, float32 [m, groups * r * c]."""
+        count, groups, tokens, height, width = self.shape
+        left = self.left.reshape(count * groups, tokens, height)
+        right = self.right.reshape(count * groups, tokens, width)
+        return torch.bmm(left.transpose(1, 2), right).reshape(count, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Lookups:
+    """Gradients of single rows of a table: of token t of row k, ``values[k, t]`` goes to table row ``ids[k, t]``.
+
+    No id occurs twice with a value other than zero in one row; see :func:`merged`.
+    """
+
+    ids: Tensor
+    values: Tensor
+
+    def add_weighted(self, weights: Tensor, table: Tensor) -> None:
+        """Add all values times their row's weight to a float64 [entries, width] table."""
+        wide = _finite(self.values).mul_(weights[:, None, None])
+        table.index_add_(0, self.ids.flatten(), wide.flatten(0, 1))
+
+
+def merged(ids: Tensor, values: Tensor) -> Lookups:
+    """Return lookups in which equal ids of a row are added up in float32, in the order of the tokens.
+
+    The shape stays as it is, whatever repeats: the sum stands at the first of the equal tokens, zeros at the others.
+
+    Args:
+        ids: int64 [m, tokens].
+        values: float32 [m, tokens, width].
+    """
+    count, tokens, width = values.shape
+    first = torch.empty_like(ids)
+    # The comparison of all pairs takes memory with the square of the tokens, so only some rows are compared at once.
+    step = max(1, 2**24 // tokens**2)
+    for start in range(0, count, step):
+        some = ids[start : start + step]
+        first[start : start + step] = (some[:, :, None] == some[:, None, :]).to(torch.uint8).argmax(2)
+    slots = (first + tokens * torch.arange(count, device=ids.device)[:, None]).flatten()
+    sums = torch.zeros(count * tokens, width, device=values.device).index_add_(0, slots, values.reshape(-1, width))
+    return Lookups(ids, sums.view(count, tokens, width))
+
+
+class LookupPart:
+    """A part of a table's rows, such as an embedding: only the rows that a row's tokens name are not zero.
+
+    Args:
+        entries: number of rows of the table.
+    """
+
+    def __init__(self, lookups: Lookups, entries: int) -> None:
+        self._lookups, self._entries = lookups, entries
+
+    def squares(self) -> Tensor:
+        """Return the squared norms of the merged values."""
+        return dense_squares(self._lookups.values.flatten(1))
+
+    def add(self, weights: Tensor, total: Tensor) -> None:
+        """Add the weighted values to their table rows; see :class:`Part`."""
+        self._lookups.add_weighted(weights, total.view(self._entries, -1))
+
+    def rows(self) -> Tensor:
+        """Return whole tables, float32 [m, entries * width]."""
+        ids, values = self._lookups.ids, self._lookups.values
+        table = torch.zeros(len(ids), self._entries, values.shape[2], device=values.device)
+        for each, row, value in zip(table, ids, values, strict=True):
+            each.index_add_(0, row, value)
+        return table.flatten(1)
+
+
+class RowsPart:
+    """A part whose rows are formed one after another, in one buffer, and twice: once measured and once added.
+
+    Guarantee: a row that is added has the bits that were measured. Both come from the same function of the same
+    values, in the same shapes, strides and memory.
+
+    Args:
+        products: of one shape but for the tokens; at least one.
+        lookups: table rows added to the products, as of a table that is also an output layer.
+    """
+
+    def __init__(self, products: list[Products], lookups: list[Lookups]) -> None:
+        self._products, self._lookups = products, lookups
+        self._count, self._groups, _, self._height, self._width = products[0].shape
+        self._device = products[0].left.device
+        self._block = _BLOCK[self._device.type]
+
+    def squares(self) -> Tensor:
+        """Return the squared norms of the rounded rows, from their exact squares."""
+        squares = torch.zeros(self._count, dtype=torch.float64, device=self._device)
+        for row, _, block in self._blocks(torch.zeros(self._count, dtype=torch.bool, device=self._device)):
+            squares[row] += torch.dot(block, block)
+        return squares
+
+    def add(self, weights: Tensor, total: Tensor) -> None:
+        """Add the weighted rows; see :class:`Part`."""
+        factors = weights.tolist()
+        for row, start, block in self._blocks(weights == 0):
+            total[start : start + len(block)].add_(block, alpha=factors[row])
+
+    def rows(self) -> Tensor:
+        """Return all rows, in float32."""
+        found = torch.zeros(self._count, self._groups * self._height * self._width, device=self._device)
+        for row, start, block in self._blocks(torch.zeros(self._count, dtype=torch.bool, device=self._device)):
+            found[row, start : start + len(block)] = block
+        return found
+
+    def _blocks(self, dropped: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield row, first coordinate and float64 values of each piece of each row, zeros where dropped.
+
+        The memory of the values is reused.
+        """
+        # Table rows may lie anywhere, so with lookups the whole row is formed at once.
+        height = self._height if self._lookups else max(1, min(self._height, self._block // self._width))
+        buffer = torch.empty(height, self._width, device=self._device)
+        wide = torch.empty(min(self._block, height * self._width), dtype=torch.float64, device=self._device)
+        sides = [_Sides.like(each) for each in self._products]
+        for row in range(self._count):
+            for each, own in zip(self._products, sides, strict=True):
+                own.load(each, row, dropped[row])
+            values = [each.values[row].masked_fill(dropped[row], 0.0) for each in self._lookups]
+            for group in range(self._groups):
+                for low in range(0, self._height, height):
+                    high = min(low + height, self._height)
+                    formed = _product(sides, group, low, high, buffer[: high - low])
+                    for lookup, value in zip(self._lookups, values, strict=True):
+                        formed.index_add_(0, lookup.ids[row], value)
+                    start = (group * self._height + low) * self._width
+                    for piece in torch.split(formed.flatten(), self._block):
+                        yield row, start, wide[: len(piece)].copy_(piece)
+                        start += len(piece)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sides:
+    """Both sides of one row's products, [groups, tokens, r] and [groups, tokens, c], in memory of their own.
+
+    A library may choose its kernel by strides and alignment. All rows pass through this memory, so it sees one of each.
+    """
+
+    left: Tensor
+    right: Tensor
+
+    @classmethod
+    def like(cls, products: Products) -> "_Sides":
+        shape = torch.contiguous_format
+        return cls(*(torch.empty_like(side[0], memory_format=shape) for side in (products.left, products.right)))
+
+    def load(self, products: Products, row: int, dropped: Tensor) -> None:
+        # Both sides are zeroed: zero times infinity would be NaN.
+        self.left.copy_(products.left[row]).masked_fill_(dropped, 0.0)
+        self.right.copy_(products.right[row]).masked_fill_(dropped, 0.0)
+
+
+def _product(sides: list[_Sides], group: int, low: int, high: int, out: Tensor) -> Tensor:
+    """Return rows ``low`` to ``high`` of one group's product, float32, written to ``out``."""
+    torch.mm(sides[0].left[group, :, low:high].T, sides[0].right[group], out=out)
+    for each in sides[1:]:
+        out.addmm_(each.left[group, :, low:high].T, each.right[group])
+    return out
+
+
+class GramPart:
+    """A part whose rows are measured without being formed, from the Gram matrices of both sides of their products.
+
+    Guarantee: that of :class:`Part`, whatever cancels, underflows or overflows, for up to `MAX_GRAM_TOKENS` tokens and
+    sides of up to `MAX_GRAM_WIDTH`. The squares carry a charge for the rounding of both the Gram matrices and the row
+    that is added. It grows with the spread, which is the sum of |l||r| over the row's tokens, since that is what the
+    errors of a matrix product follow where its terms cancel.
+
+    Args:
+        products: of one group and one shape but for the tokens; at least one.
+        lookups: table rows added to the products, as of a table that is also an output layer.
+    """
+
+    def __init__(self, products: list[Products], lookups: list[Lookups]) -> None:
+        self._products, self._lookups = products, lookups
+        self._formed = RowsPart(products, [])
+        self._height, self._width = products[0].shape[3:]
+        self._tokens = sum(each.shape[2] for each in products) + sum(each.ids.shape[1] for each in lookups)
+        assert self._tokens <= MAX_GRAM_TOKENS, "the bound is derived for so many tokens"
+        assert max(self._height, self._width) <= MAX_GRAM_WIDTH, "the bound is derived for sides of 2^16"
+
+    def squares(self) -> Tensor:
+        """Return the squared norms with their charges."""
+        count = self._products[0].shape[0]
+        step = max(1, _GRAM_BLOCK // self._tokens**2)
+        return torch.cat([self._squares(slice(start, start + step)) for start in range(0, count, step)])
+
+    def add(self, weights: Tensor, total: Tensor) -> None:
+        """Add the weighted rows; see :class:`Part`."""
+        self._formed.add(weights, total)
+        for each in self._lookups:
+            each.add_weighted(weights, total.view(self._height, self._width))
+
+    def rows(self) -> Tensor:
+        """Return all rows, in float32."""
+        return RowsPart(self._products, self._lookups).rows()
+
+    def _squares(self, rows: slice) -> Tensor:
+        left = torch.cat([each.left[rows, 0] for each in self._products], 1)
+        right = torch.cat([each.right[rows, 0] for each in self._products], 1)
+        left_gram, left_norms = torch.bmm(left, left.mT), left.double().square_().sum(2).sqrt_()
+        if self._lookups:
+            ids = torch.cat([each.ids[rows] for each in self._lookups], 1)
+            right = torch.cat([right, *(each.values[rows] for each in self._lookups)], 1)
+            left_gram = _with_units(left, left_gram, ids)
+            left_norms = torch.cat([left_norms, torch.ones_like(ids, dtype=torch.float64)], 1)
+        right_gram, right_norms = torch.bmm(right, right.mT), right.double().square_().sum(2).sqrt_()
+        estimate = left_gram.double().mul_(right_gram).sum((1, 2))
+        spread = (left_norms * right_norms).sum(1).square()
+        # A dot product of n float32 numbers is off by n rounding units of the product of both norms, and n underflows.
+        rounding = _ROUNDING * (self._height + self._width + 4) + _ADDED * (_ROUNDING * self._tokens) ** 2
+        lost = self._height * right_norms.sum(1).square() + self._width * left_norms.sum(1).square() + self._tokens**2
+        # Where a Gram matrix overflows, the spread alone bounds the row; where the row may, it counts as not finite.
+        norm = torch.where(estimate.isfinite(), estimate.clamp(min=0.0), spread)
+        return torch.where(spread <= _LARGEST_SPREAD, norm + rounding * spread + _UNDERFLOW * lost, torch.inf)
+
+
+def _with_units(left: Tensor, gram: Tensor, ids: Tensor) -> Tensor:
+    """Return the Gram matrices of ``left`` [m, t, r] followed by the unit vectors of ``ids`` [m, s]; exact in these."""
+    crossed = left.gather(2, ids[:, None, :].expand(-1, left.shape[1], -1))
+    equal = (ids[:, :, None] == ids[:, None, :]).to(gram.dtype)
+    return torch.cat([torch.cat([gram, crossed], 2), torch.cat([crossed.mT, equal], 2)], 1)
+
+
+class AbsentPart:
+    """The part of a parameter that the forward pass did not use."""
+
+    def __init__(self, count: int, size: int, device: torch.device) -> None:
+        self._count, self._size, self._device = count, size, device
+
+    def squares(self) -> Tensor:
+        """Return zeros."""
+        return torch.zeros(self._count, dtype=torch.float64, device=self._device)
+
+    def add(self, weights: Tensor, total: Tensor) -> None:
+        """Add nothing."""
+
+    def rows(self) -> Tensor:
+        """Return zeros."""
+        return torch.zeros(self._count, self._size, device=self._device)
+
+
+def _finite(values: Tensor) -> Tensor:
+    """Return a float64 copy with zeros in place of what is not finite: only rows of weight zero have that.
+
+    Zero times infinity would be NaN. Finite float32 numbers cannot overflow in what float64 does with them here.
+    """
+    return values.double().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def dense_squares(rows: Tensor) -> Tensor:
+    """Return the squared norm of each row of float32 [m, size], float64 [m].
+
+    Squares of float32 numbers are exact in float64 and cannot overflow or underflow there.
+    """
+    squares = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
+    for block in torch.split(rows, _COLUMNS[rows.device.type], 1):
+        squares += block.double().square_().sum(1)
+    return squares

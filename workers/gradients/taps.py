@@ -1,0 +1,581 @@
+"""Taps: they record, in one forward and backward pass, what each trained parameter did for each row.
+
+A tap sees every torch operation of the forward pass that a trained parameter enters. It keeps the operation's other
+input and, in the backward pass, the gradient of its output. That is all that a gradient is made of. The parameters need
+no gradient of their own meanwhile, so autograd computes none.
+
+Guarantee: a use that no rule covers raises; it is never left out. Not seen are operations that hide from torch's
+function modes, such as a custom autograd function. `workers/gradients/model_checks.py` compares the sum of the rows
+with autograd's gradient and refuses them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from raycloak.metrics.errors import ModelError
+from raycloak.workers.gradients.attention import multi_head_attention
+from raycloak.workers.gradients.parts import Part, Products
+from raycloak.workers.gradients.patches import patches
+from raycloak.workers.gradients.uses import LookupUse, ProductUse, RowUse, Use, dense_rows, part_of
+
+_FIX = "Use it through Linear, Conv, Embedding or a norm, with the batch as the first dimension, or freeze it."
+_Finish = Callable[[Tensor], "list[tuple[Leaf, Use]]"]
+"""From the gradient of an operation's output, float32, to the uses of the trained tensors that entered it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A trained parameter, or a tensor that was computed from trained parameters alone.
+
+    Attributes:
+        tensor: the one that the model sees, without a gradient.
+        name: of the first parameter in it, for messages.
+        graph: the same values with autograd's graph back to ``roots``; None for a parameter.
+        roots: numbers of the parameters in it.
+    """
+
+    tensor: Tensor
+    name: str
+    roots: tuple[int, ...]
+    graph: Tensor | None = None
+
+
+class _Kept:
+    """An operation's input, and a refusal if it was overwritten before the backward pass."""
+
+    def __init__(self, tensor: Tensor, name: str) -> None:
+        self._tensor, self._version, self._name = tensor.detach(), tensor._version, name
+
+    def take(self) -> Tensor:
+        if self._tensor._version != self._version:
+            raise _unsupported(self._name, "an operation whose input is overwritten in place afterwards")
+        return self._tensor
+
+
+class _Record:
+    """One operation: what follows from the gradient of its output, which the backward pass brings."""
+
+    def __init__(self, finish: _Finish) -> None:
+        self.finish = finish
+        self.gradient: Tensor | None = None
+
+
+class _Tap(torch.autograd.Function):
+    """The identity; it hands the gradient of its output to a record."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, output: Tensor, anchor: Tensor, record: _Record) -> Tensor:
+        ctx.record = record  # type: ignore[attr-defined]
+        # The output stays the same tensor and no view, so that a later operation may work in place.
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        ctx.record.gradient = gradients[0]
+        return gradients[0], None, None
+
+
+class Taps:
+    """Taps on the trained parameters of one module.
+
+    Args:
+        module: the parameters that have requires_grad now are the trained ones.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._trained = [(name, tensor) for name, tensor in module.named_parameters() if tensor.requires_grad]
+
+    @contextmanager
+    def recording(self, count: int) -> Iterator["Recording"]:
+        """Record the forward passes of this block, of ``count`` rows; no parameter needs a gradient in it."""
+        recording = Recording(self._trained, list(self._module.buffers()), count)
+        for _, tensor in self._trained:
+            tensor.requires_grad_(False)
+        try:
+            with recording:
+                yield recording
+        finally:
+            for _, tensor in self._trained:
+                tensor.requires_grad_(True)
+
+
+class Recording(TorchFunctionMode):
+    """The record of one forward pass of ``count`` rows."""
+
+    def __init__(self, trained: Sequence[tuple[str, Tensor]], buffers: Sequence[Tensor], count: int) -> None:
+        super().__init__()
+        self._trained = trained
+        self._count = count
+        # By identity; each leaf holds its tensor, so no identity is given away twice.
+        self._leaves = {id(tensor): Leaf(tensor, name, (index,)) for index, (name, tensor) in enumerate(trained)}
+        self._graphs: dict[int, Tensor] = {}
+        # Integers that come from no example, such as positions; held, so that no identity is given away twice.
+        self._constants = {id(tensor): tensor for tensor in buffers}
+        self._records: list[_Record] = []
+        # Gives the first tapped output a backward pass, whatever entered it.
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    def parts(self) -> list[Part]:
+        """Return the part of each trained parameter in canonical order, after the backward pass; once."""
+        uses: list[list[Use]] = [[] for _ in self._trained]
+        derived: dict[int, list[Use]] = {}
+        while self._records:
+            record = self._records.pop(0)
+            if record.gradient is None:
+                continue
+            gradient = record.gradient
+            for leaf, use in record.finish(gradient if gradient.dtype == torch.float32 else gradient.float()):
+                (uses[leaf.roots[0]] if leaf.graph is None else derived.setdefault(id(leaf.tensor), [])).append(use)
+        for identity, found in derived.items():
+            self._chain(self._leaves[identity], found, uses)
+        return [
+            part_of(each, self._count, tuple(tensor.shape), tensor.device)
+            for each, (_, tensor) in zip(uses, self._trained, strict=True)
+        ]
+
+    def _chain(self, leaf: Leaf, found: list[Use], uses: list[list[Use]]) -> None:
+        """Take the rows of a computed tensor back to the parameters that it was computed from, one by one."""
+        assert leaf.graph is not None, "a parameter has no way back"
+        rows = dense_rows(found, self._count, tuple(leaf.tensor.shape), leaf.tensor.device)
+        roots = [self._graphs[index] for index in leaf.roots]
+        each = [
+            torch.autograd.grad(leaf.graph, roots, row.view(leaf.graph.shape), retain_graph=True, allow_unused=True)
+            for row in rows
+        ]
+        for index, root, gradients in zip(leaf.roots, roots, zip(*each, strict=True), strict=True):
+            filled = [torch.zeros_like(root) if one is None else one for one in gradients]
+            uses[index].append(RowUse(torch.stack(filled)))
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run one operation of the forward pass, tapped if a trained parameter enters it."""
+        named = dict(kwargs or {})
+        inputs = list(tensors_in(args, named))
+        leaves = [self._leaves[id(each)] for each in inputs if id(each) in self._leaves]
+        if not leaves or not torch.is_grad_enabled():
+            output = func(*args, **named)
+            integers = isinstance(output, Tensor) and not output.is_floating_point()
+            if integers and all(id(each) in self._constants for each in inputs):
+                self._constants[id(output)] = output
+            return output
+        rule = _RULES.get(func)
+        try:
+            if rule is not None:
+                return rule(self, *args, **named)
+            return self._other(func, args, named, leaves)
+        except ModelError:
+            raise
+        except (TypeError, NotImplementedError):
+            raise _unsupported(leaves[0].name, f"an unusual call of {_name_of(func)}") from None
+
+    def leaf(self, tensor: Tensor | None) -> Leaf | None:
+        """Return the leaf of ``tensor``, or None if it is not trained."""
+        return None if tensor is None else self._leaves.get(id(tensor))
+
+    def batched(self, tensor: Tensor, *leaves: Leaf | None) -> Tensor:
+        """Return ``tensor`` with the rows as its first extent, or a multiple of them; one row is repeated for all."""
+        if tensor.shape[0] == 1 and self._count > 1:
+            return tensor.expand(self._count, *tensor.shape[1:])
+        if tensor.shape[0] % self._count:
+            name = next(leaf.name for leaf in leaves if leaf is not None)
+            raise _unsupported(name, f"an input of shape {list(tensor.shape)} without the batch as its first dimension")
+        return tensor
+
+    def tap(self, output: Tensor, finish: _Finish) -> Tensor:
+        """Return ``output``, tapped."""
+        record = _Record(finish)
+        self._records.append(record)
+        if self._anchor.device != output.device:
+            self._anchor = torch.zeros((), device=output.device, requires_grad=True)
+        tapped: Tensor = _Tap.apply(output, self._anchor, record)  # type: ignore[no-untyped-call]
+        return tapped
+
+    # --- operations that have a rule
+
+    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Tap ``functional.linear``."""
+        weights, biases = self.leaf(weight), self.leaf(bias)
+        if input.ndim < 2 or self.leaf(input):
+            raise _unsupported((weights or biases or self.leaf(input)).name, "a linear layer without a batch")  # type: ignore[union-attr]
+        rows = self.batched(input, weights, biases)
+        kept = _Kept(rows, (weights or biases).name)  # type: ignore[union-attr]
+
+        def finish(gradient: Tensor) -> list[tuple[Leaf, Use]]:
+            left, found = self._tokens(gradient), list[tuple[Leaf, Use]]()
+            if weights:
+                found.append((weights, ProductUse(Products(left, self._tokens(kept.take())))))
+            return found + ([(biases, RowUse(left.sum((1, 2))))] if biases else [])
+
+        return self.tap(functional.linear(rows, weight, bias), finish)
+
+    def matmul(self, input: Tensor, other: Tensor) -> Tensor:
+        """Tap a product of a batch with a matrix [in, out]."""
+        weights = self.leaf(other)
+        if weights is None or other.ndim != 2 or input.ndim < 2 or self.leaf(input):
+            return cast(Tensor, self._other(torch.matmul, (input, other), {}, self._leaves_of(input, other)))
+        return self._right_product(input, other, weights, None, None)
+
+    def addmm(self, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+        """Tap ``addmm`` as GPT-2's Conv1D uses it: a bias [out], flattened tokens, and a matrix [in, out]."""
+        weights, biases = self.leaf(mat2), self.leaf(input)
+        if self.leaf(mat1) or input.ndim != 1 or (beta, alpha) != (1, 1):
+            arguments, factors = (input, mat1, mat2), {"beta": beta, "alpha": alpha}
+            return cast(Tensor, self._other(torch.addmm, arguments, factors, self._leaves_of(*arguments)))
+        return self._right_product(mat1, mat2, weights, input, biases)
+
+    def _right_product(
+        self, tokens: Tensor, matrix: Tensor, weights: Leaf | None, bias: Tensor | None, biases: Leaf | None
+    ) -> Tensor:
+        rows = self.batched(tokens, weights, biases)
+        kept = _Kept(rows, (weights or biases).name)  # type: ignore[union-attr]
+
+        def finish(gradient: Tensor) -> list[tuple[Leaf, Use]]:
+            right, found = self._tokens(gradient), list[tuple[Leaf, Use]]()
+            if weights:
+                found.append((weights, ProductUse(Products(self._tokens(kept.take()), right))))
+            return found + ([(biases, RowUse(right.sum((1, 2))))] if biases else [])
+
+        output = torch.matmul(rows, matrix) if bias is None else torch.addmm(bias, rows, matrix)
+        return self.tap(output, finish)
+
+    def embedding(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Tensor:
+        """Tap ``functional.embedding``; ids [tokens] without a batch, as of positions, are repeated for every row."""
+        table = self._leaves[id(weight)]
+        if max_norm is not None or scale_grad_by_freq:
+            raise _unsupported(table.name, "an embedding that counts or rescales over the batch")
+        alone = input.ndim == 1 and (len(input) != self._count or id(input) in self._constants)
+        ids = input[None] if alone else input
+        ids = self.batched(ids, table)
+        padding = None if padding_idx is None else padding_idx % len(weight)
+
+        def finish(gradient: Tensor) -> list[tuple[Leaf, Use]]:
+            rows = ids.reshape(self._count, -1)
+            values = gradient.reshape(self._count, rows.shape[1], -1)
+            if padding is not None:
+                values = values.masked_fill((rows == padding)[:, :, None], 0.0)
+            return [(table, LookupUse(rows, values))]
+
+        return self.tap(functional.embedding(ids, weight, padding_idx), finish)
+
+    def convolution(
+        self,
+        function: Callable[..., Tensor],
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: int | Sequence[int] = 1,
+        padding: int | str | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+    ) -> Tensor:
+        """Tap ``conv1d``, ``conv2d`` or ``conv3d``."""
+        weights, biases = self.leaf(weight), self.leaf(bias)
+        name = (weights or biases or self._leaves[id(input)]).name
+        if input.ndim != weight.ndim or self.leaf(input):
+            raise _unsupported(name, "a convolution without a batch")
+        rows = self.batched(input, weights, biases)
+        kept = _Kept(rows, name)
+
+        def finish(gradient: Tensor) -> list[tuple[Leaf, Use]]:
+            found = list[tuple[Leaf, Use]]()
+            if weights:
+                left = self._grouped(gradient.reshape(len(gradient), groups, weight.shape[0] // groups, -1))
+                right = patches(kept.take(), tuple(weight.shape[2:]), stride, padding, dilation, groups)
+                found.append((weights, ProductUse(Products(left.mT, self._grouped(right).mT))))
+            if biases:
+                sums = gradient.reshape(self._count, -1, weight.shape[0], gradient[0, 0].numel()).sum((1, 3))
+                found.append((biases, RowUse(sums)))
+            return found
+
+        return self.tap(function(rows, weight, bias, stride, padding, dilation, groups), finish)
+
+    def layer_norm(
+        self,
+        input: Tensor,
+        normalized_shape: Sequence[int],
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        """Tap ``functional.layer_norm``."""
+        shape = list(normalized_shape)
+
+        def function(rows: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+            return functional.layer_norm(rows, shape, weight, bias, eps)
+
+        return self._norm(function, input, weight, bias)
+
+    def rms_norm(
+        self,
+        input: Tensor,
+        normalized_shape: Sequence[int],
+        weight: Tensor | None = None,
+        eps: float | None = None,
+    ) -> Tensor:
+        """Tap ``functional.rms_norm``."""
+        shape = list(normalized_shape)
+
+        def function(rows: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+            return functional.rms_norm(rows, shape, weight, eps)
+
+        return self._norm(function, input, weight)
+
+    def group_norm(
+        self,
+        input: Tensor,
+        num_groups: int,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        """Tap ``functional.group_norm``."""
+
+        def function(rows: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+            return functional.group_norm(rows, num_groups, weight, bias, eps)
+
+        return self._norm(function, input, weight, bias, channels_last=False)
+
+    def _norm(
+        self,
+        function: Callable[..., Tensor],
+        tokens: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None = None,
+        channels_last: bool = True,
+    ) -> Tensor:
+        """Tap a norm: ``function(rows)`` normalises, and ``function(rows, weight, bias)`` scales and shifts as well."""
+        weights, biases = self.leaf(weight), self.leaf(bias)
+        name = (weights or biases or self._leaves[id(tokens)]).name
+        if self.leaf(tokens):
+            raise _unsupported(name, "a norm without a batch")
+        rows = self.batched(tokens, weights, biases)
+        kept = _Kept(rows, name)
+
+        def summed(values: Tensor, shape: torch.Size) -> RowUse:
+            if channels_last:
+                return RowUse(values.reshape(self._count, -1, shape.numel()).sum(1))
+            return RowUse(values.reshape(self._count, -1, shape.numel(), values[0, 0].numel()).sum((1, 3)))
+
+        def finish(gradient: Tensor) -> list[tuple[Leaf, Use]]:
+            found = list[tuple[Leaf, Use]]()
+            if weights:
+                found.append((weights, summed(gradient * function(kept.take()), weights.tensor.shape)))
+            return found + ([(biases, summed(gradient, biases.tensor.shape))] if biases else [])
+
+        return self.tap(function(rows, weight, bias), finish)
+
+    def attention(self, *args: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
+        """Tap ``functional.multi_head_attention_forward``, whose projections torch keeps to itself."""
+
+        def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            tapped = self.leaf(weight) or self.leaf(bias)
+            return self.linear(rows, weight, bias) if tapped else functional.linear(rows, weight, bias)
+
+        return multi_head_attention(linear, *args, **named)
+
+    def elementwise(self, function: Callable[..., Any], factor: bool, left: Any, right: Any, **named: Any) -> Any:
+        """Tap a product or a sum of a batch with a parameter that is broadcast over it."""
+        arguments = (left, right)
+        leaves = self._leaves_of(*arguments)
+        if named:
+            return self._other(function, arguments, named, leaves)
+        leaf = leaves[0]
+        other = right if left is leaf.tensor else left
+        whole = isinstance(other, Tensor) and other.ndim >= leaf.tensor.ndim and other.shape[:1] == (self._count,)
+        spread = isinstance(other, Tensor) and (other.ndim > leaf.tensor.ndim or leaf.tensor.shape[:1] == (1,))
+        if len(leaves) > 1 or not whole or not spread:
+            return self._other(function, arguments, {}, leaves)
+        kept = _Kept(other, leaf.name)
+
+        def finish(gradient: Tensor) -> list[tuple[Leaf, Use]]:
+            rows = gradient * kept.take() if factor else gradient
+            shape = (1,) * (rows.ndim - leaf.tensor.ndim) + tuple(leaf.tensor.shape)
+            return [(leaf, RowUse(rows.sum_to_size(self._count, *shape[1:])))]
+
+        return self.tap(function(left, right), finish)
+
+    # --- operations without a rule
+
+    def _leaves_of(self, *arguments: Any) -> list[Leaf]:
+        return [self._leaves[id(each)] for each in tensors_in(arguments, {}) if id(each) in self._leaves]
+
+    def _other(
+        self, function: Callable[..., Any], args: Sequence[Any], named: dict[str, Any], leaves: list[Leaf]
+    ) -> Any:
+        name = _name_of(function)
+        if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__":
+            raise _unsupported(leaves[0].name, f"{name}, which works in place")
+        output = function(*args, **named)
+        outputs = [each for each in tensors_in((output,), {}) if id(each) not in self._leaves]
+        if not any(each.is_floating_point() for each in outputs) or name in _CONSTANT:
+            return output
+        inputs = [each for each in tensors_in(args, named) if id(each) not in self._leaves]
+        if not inputs:
+            return self._derive(function, args, named, leaves, output)
+        if not isinstance(output, Tensor) or output.shape[:1] != (self._count,):
+            raise _unsupported(leaves[0].name, f"{name}, whose result is not one row per example")
+        return self._row_by_row(function, args, named, leaves, output)
+
+    def _derive(
+        self, function: Callable[..., Any], args: Sequence[Any], named: dict[str, Any], leaves: list[Leaf], output: Any
+    ) -> Any:
+        """Return a tensor computed from parameters alone, which is then a leaf like them."""
+        if not isinstance(output, Tensor):
+            raise _unsupported(leaves[0].name, f"{_name_of(function)}, which gives several tensors")
+        if _name_of(function) in _REPEATING and output.shape[:1] == (self._count,):
+            return self._repeat(leaves[0], output)
+        with torch.enable_grad():
+            graph = function(
+                *self._with_graphs(args), **dict(zip(named, self._with_graphs(named.values()), strict=True))
+            )
+        roots = tuple(dict.fromkeys(root for leaf in leaves for root in leaf.roots))
+        tensor = graph.detach()
+        self._leaves[id(tensor)] = Leaf(tensor, leaves[0].name, roots, graph)
+        return tensor
+
+    def _repeat(self, leaf: Leaf, output: Tensor) -> Tensor:
+        """Tap a parameter that the model itself repeats for every row, such as a class token."""
+        inner = tuple(leaf.tensor.shape[1:] if leaf.tensor.ndim == output.ndim else leaf.tensor.shape)
+        if (leaf.tensor.ndim == output.ndim and len(leaf.tensor) != 1) or inner != output.shape[
+            output.ndim - len(inner) :
+        ]:
+            raise _unsupported(leaf.name, "a repetition along other dimensions than the batch")
+
+        def finish(gradient: Tensor) -> list[tuple[Leaf, Use]]:
+            return [(leaf, RowUse(gradient.reshape(self._count, -1, *inner).sum(1)))]
+
+        return self.tap(output.clone(), finish)
+
+    def _with_graphs(self, values: Any) -> list[Any]:
+        return [self._graph(self._leaves[id(each)]) if id(each) in self._leaves else each for each in values]
+
+    def _graph(self, leaf: Leaf) -> Tensor:
+        if leaf.graph is not None:
+            return leaf.graph
+        return self._graphs.setdefault(leaf.roots[0], leaf.tensor.detach().requires_grad_())
+
+    def _row_by_row(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        named: dict[str, Any],
+        leaves: list[Leaf],
+        output: Tensor,
+    ) -> Tensor:
+        """Tap any other operation: its vector-Jacobian product, for batches of one row."""
+        keys, values = list(named), [*args, *named.values()]
+        kept = [_Kept(each, leaves[0].name) if isinstance(each, Tensor) else each for each in values]
+
+        def finish(gradient: Tensor) -> list[tuple[Leaf, Use]]:
+            found = [self._one_row(function, kept, values, keys, leaves, gradient, row) for row in range(self._count)]
+            return [
+                (leaf, RowUse(torch.stack(rows))) for leaf, rows in zip(leaves, zip(*found, strict=True), strict=True)
+            ]
+
+        # A copy, since the operation may need its own result in the backward pass.
+        return self.tap(output.clone(), finish)
+
+    def _one_row(
+        self,
+        function: Callable[..., Any],
+        kept: list[Any],
+        values: list[Any],
+        keys: list[str],
+        leaves: list[Leaf],
+        gradient: Tensor,
+        row: int,
+    ) -> tuple[Tensor, ...]:
+        trained = {id(leaf.tensor): leaf.tensor.detach().requires_grad_() for leaf in leaves}
+        chosen = []
+        for value, own in zip(values, kept, strict=True):
+            tensor = own.take() if isinstance(own, _Kept) else own
+            batch = isinstance(own, _Kept) and id(value) not in trained and tensor.shape[:1] == (self._count,)
+            chosen.append(trained.get(id(value), tensor[row : row + 1] if batch else tensor))
+        split = len(chosen) - len(keys)
+        with torch.enable_grad():
+            output = function(*chosen[:split], **dict(zip(keys, chosen[split:], strict=True)))
+        if output.shape != (1, *gradient.shape[1:]):
+            raise _unsupported(leaves[0].name, f"{_name_of(function)}, which gives one row another shape")
+        return torch.autograd.grad(output, list(trained.values()), gradient[row : row + 1])
+
+    # --- shapes
+
+    def _tokens(self, tensor: Tensor) -> Tensor:
+        """Return [m * n, ..., width] as [m, 1, tokens, width]."""
+        return tensor.reshape(self._count, 1, -1, tensor.shape[-1])
+
+    def _grouped(self, tensor: Tensor) -> Tensor:
+        """Return [m * n, groups, height, tokens] as [m, groups, height, n * tokens]."""
+        if len(tensor) == self._count:
+            return tensor
+        several = tensor.reshape(self._count, -1, *tensor.shape[1:]).permute(0, 2, 3, 1, 4)
+        return several.flatten(3)
+
+
+_CONSTANT = ("data", "detach", "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "grad")
+"""Names of operations whose result has no gradient."""
+_REPEATING = ("expand", "expand_as", "broadcast_to", "repeat")
+
+
+def _convolution(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    return lambda recording, *args, **named: recording.convolution(function, *args, **named)
+
+
+def _elementwise(function: Callable[..., Any], factor: bool) -> Callable[..., Any]:
+    return lambda recording, *args, **named: recording.elementwise(function, factor, *args, **named)
+
+
+_RULES: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    functional.linear: Recording.linear,
+    functional.embedding: Recording.embedding,
+    functional.layer_norm: Recording.layer_norm,
+    functional.rms_norm: Recording.rms_norm,
+    functional.group_norm: Recording.group_norm,
+    functional.multi_head_attention_forward: Recording.attention,
+    **{each: _convolution(each) for each in (torch.conv1d, torch.conv2d, torch.conv3d)},
+    **dict.fromkeys((torch.addmm, Tensor.addmm), Recording.addmm),
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), Recording.matmul),
+    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _elementwise(torch.mul, factor=True)),
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _elementwise(torch.add, factor=False)),
+}
+"""By torch's own function, the rule that taps it: its arguments are that function's."""
+
+
+def tensors_in(args: Sequence[Any], named: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors among the arguments of an operation, also those in lists."""
+    for each in (*args, *named.values()):
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, list | tuple):
+            yield from (inner for inner in each if isinstance(inner, Tensor))
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    # A property of a tensor comes as the getter of its descriptor.
+    owner = getattr(function, "__self__", None)
+    named = owner if getattr(function, "__name__", "") == "__get__" and owner is not None else function
+    return str(getattr(named, "__name__", type(named).__name__))
+
+
+def _unsupported(name: str, by: str) -> ModelError:
+    return ModelError("unsupported_layer", f"parameter '{name}' is used by {by}.", _FIX)
