@@ -149,7 +149,7 @@ def _open_file(
         with file:
             features, labels = read(file, path, descriptor.features, descriptor.labels)
         examples = ArrayDataset(features, labels, descriptor.scale, str(path))
-        return OpenedDataset(examples, ClearSlices(), file_digest)
+        return OpenedDataset(examples, ClearSlices(), file_digest=file_digest)
 
     return opened
 
