@@ -238,8 +238,7 @@ class RowsPart:
 
         The memory of the values is reused.
         """
-        # Table rows may lie anywhere, so with lookups the whole row is formed at once.
-        height = self._height if self._lookups else max(1, min(self._height, self._block // self._width))
+        height = max(1, min(self._height, self._block // self._width))
         buffer = torch.empty(height, self._width, device=self._device)
         wide = torch.empty(min(self._block, height * self._width), dtype=torch.float64, device=self._device)
         sides = [_Sides.like(each) for each in self._products]
@@ -252,7 +251,7 @@ class RowsPart:
                     high = min(low + height, self._height)
                     formed = _product(sides, group, low, high, buffer[: high - low])
                     for lookup, value in zip(self._lookups, values, strict=True):
-                        formed.index_add_(0, lookup.ids[row], value)
+                        _add_lookups(formed, lookup.ids[row] - low, value)
                     start = (group * self._height + low) * self._width
                     for piece in torch.split(formed.flatten(), self._block):
                         yield row, start, wide[: len(piece)].copy_(piece)
@@ -280,6 +279,15 @@ class _Sides:
         self.right.copy_(products.right[row]).masked_fill_(dropped, 0.0)
 
 
+def _add_lookups(table: Tensor, ids: Tensor, values: Tensor) -> None:
+    """Add values to the rows of a piece of a table that ``ids`` name; those beyond the piece add zero.
+
+    A select by boolean indexing would have a shape that tells of the ids.
+    """
+    beyond = (ids < 0) | (ids >= len(table))
+    table.index_add_(0, ids.clamp(0, len(table) - 1), values.masked_fill(beyond[:, None], 0.0))
+
+
 def _product(sides: list[_Sides], group: int, low: int, high: int, out: Tensor) -> Tensor:
     """Return rows ``low`` to ``high`` of one group's product, float32, written to ``out``."""
     torch.mm(sides[0].left[group, :, low:high].T, sides[0].right[group], out=out)
@@ -303,7 +311,7 @@ class GramPart:
 
     def __init__(self, products: list[Products], lookups: list[Lookups]) -> None:
         self._products, self._lookups = products, lookups
-        self._formed = RowsPart(products, [])
+        self._formed = RowsPart(products, lookups)
         self._height, self._width = products[0].shape[3:]
         self._tokens = sum(each.shape[2] for each in products) + sum(each.ids.shape[1] for each in lookups)
         assert self._tokens <= MAX_GRAM_TOKENS, "the bound is derived for so many tokens"
@@ -316,14 +324,15 @@ class GramPart:
         return torch.cat([self._squares(slice(start, start + step)) for start in range(0, count, step)])
 
     def add(self, weights: Tensor, total: Tensor) -> None:
-        """Add the weighted rows; see :class:`Part`."""
+        """Add the weighted rows, products and lookups together; see :class:`Part`.
+
+        Added one after the other, what cancels within a row could still round away other rows' part of the total.
+        """
         self._formed.add(weights, total)
-        for each in self._lookups:
-            each.add_weighted(weights, total.view(self._height, self._width))
 
     def rows(self) -> Tensor:
         """Return all rows, in float32."""
-        return RowsPart(self._products, self._lookups).rows()
+        return self._formed.rows()
 
     def _squares(self, rows: slice) -> Tensor:
         left = torch.cat([each.left[rows, 0] for each in self._products], 1)

@@ -258,6 +258,17 @@ def test_without_the_charge_for_the_added_row_a_sum_that_rounds_one_way_exceeds_
     assert found[0.0] > limit
 
 
+@pytest.mark.parametrize("form", [GramPart, RowsPart])
+def test_what_cancels_within_a_row_leaves_no_trace_in_the_total(form: type[GramPart] | type[RowsPart]) -> None:
+    """The tokens of an output layer and of its tied table are one number before they meet other rows' sum."""
+    huge = 2.0**60
+    products = Products(torch.tensor([huge, 0.0]).view(1, 1, 1, 2), torch.ones(1, 1, 1, 1))
+    part = form([products], [merged(torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1, 1), -huge))])
+    total = torch.full((2,), 1 / 3, dtype=torch.float64)
+    part.add(torch.ones(1, dtype=torch.float64), total)
+    assert total.tolist() == [1 / 3, 1 / 3]
+
+
 def test_neighbouring_clips_change_nothing_about_the_bound() -> None:
     left, right = sides("2^30 that cancels", 0)
     for low, high in pairwise((2.0**-100, 2.0**-63, 2.0**-30, 1.0, 2.0**100)):
