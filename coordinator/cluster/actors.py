@@ -36,10 +36,11 @@ from raycloak.attestation.service.serving_orchestrator import EvidenceOrchestrat
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
 from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.cluster.ledger_actor import LedgerActor
+from raycloak.coordinator.cluster.machine_names import MACHINE_LABEL, machine_name
 from raycloak.coordinator.cluster.node_evidence import NodeEvidenceSource
 from raycloak.coordinator.cluster.orchestrator_actor import OrchestratorActor
 from raycloak.coordinator.cluster.platform_actor import NodePlatform
-from raycloak.coordinator.cluster.processes import MACHINE_LABEL, machine_name, nvml_missing, own_node
+from raycloak.coordinator.cluster.processes import nvml_missing, own_node
 from raycloak.coordinator.cluster.remote import Reference
 from raycloak.coordinator.console.output import divert_logger
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
@@ -112,8 +113,8 @@ class Platforms:
     """The simulated platforms, one per node, also on nodes that join later.
 
     A platform has the identity of the machine that its node is on, so that keys are counted by machine, in whatever
-    execution and cluster; see `raycloak.coordinator.cluster.processes.machine_name`. A node's id would not do: it is
-    new whenever Ray starts there.
+    execution and cluster; see `raycloak.coordinator.cluster.machine_names.machine_name`. A node's id would not do: it
+    is new whenever Ray starts there.
     """
 
     def __init__(self, vendor: SimulatedVendor) -> None:

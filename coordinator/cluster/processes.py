@@ -1,21 +1,14 @@
 """An actor's own process: answers questions asked by ``__ray_call__``, and leaves no core file behind."""
 
 import os
-import re
 import resource
 import signal
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import ray
-
-from raycloak.attestation.core.canonical import digest, length_prefixed
-
-MACHINE_LABEL: Final = "raycloak.io/machine"
-"""The label by which an operator names the machine of a Ray node; it matters to simulated evidence alone."""
-_MACHINE_ID: Final = Path("/etc/machine-id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,27 +58,6 @@ def nvml_missing(_: Any, node: str) -> str | None:
         return sampler.unavailable_reason()
     finally:
         sampler.close()
-
-
-def machine_name(_: Any, label: str | None) -> str:
-    """Return the name of the machine of the asked actor, for its simulated platform.
-
-    It stays when Ray or the machine is started again. ``label``, the operator's name for it, comes first. The next is
-    the id that the system keeps, hashed, as it should not get around. Nodes without either share one name: they count
-    as one machine, since two counts for one machine would let it have too many keys.
-
-    Args:
-        label: the node's label `MACHINE_LABEL`; None if it has none.
-    """
-    if label is not None:
-        return f"label {label}"
-    try:
-        found = _MACHINE_ID.read_text().strip()
-    except OSError:
-        found = ""
-    if not re.fullmatch("[0-9a-f]{32}", found):
-        return "unnamed"
-    return f"machine id {digest(length_prefixed('raycloak/simulated-machine/v1', found)).hex()}"
 
 
 def own_node(_: Any) -> str:

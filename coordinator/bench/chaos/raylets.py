@@ -21,8 +21,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any, Self
 
+from raycloak.coordinator.cluster.machine_names import MACHINE_LABEL
 from raycloak.coordinator.cluster.process_table import process_table
-from raycloak.coordinator.cluster.processes import MACHINE_LABEL
 
 # They decide how soon a dead node is noticed. Ray's own settings need about 15 s. Shorter periods would take a busy
 # node for dead: the run survives that, but its virtual workers move for nothing. The closed connection tells of a dead

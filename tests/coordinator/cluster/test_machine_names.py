@@ -2,8 +2,8 @@
 
 import pytest
 
-from raycloak.coordinator.cluster import processes
-from raycloak.coordinator.cluster.processes import machine_name
+from raycloak.coordinator.cluster import machine_names
+from raycloak.coordinator.cluster.machine_names import machine_name
 
 ID = "0123456789abcdef" * 2
 
@@ -12,7 +12,7 @@ ID = "0123456789abcdef" * 2
 def machine_id(tmp_path, monkeypatch):
     path = tmp_path / "machine-id"
     path.write_text(f"{ID}\n")
-    monkeypatch.setattr(processes, "_MACHINE_ID", path)
+    monkeypatch.setattr(machine_names, "_MACHINE_ID", path)
     return path
 
 
