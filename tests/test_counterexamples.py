@@ -317,7 +317,7 @@ def answer_and_vector() -> tuple[bytes, np.ndarray]:
     dataset = ArrayDataset(*examples())
     # Not the model's own start: drawing it is a computation that differs as well.
     parameters = np.random.default_rng(3).normal(0, 0.3, 5003).astype(np.float32)
-    answer = known_answer(chosen, GradientEngine(module, cross_entropy, chosen), dataset, parameters)
+    answer = known_answer(chosen, GradientEngine(module, cross_entropy, chosen), dataset, parameters, classes=3)
     vectors = computer(chosen, model=wide_model)
     return answer, vectors.vector(0, keys_of(RUN, 0), 0, b"p" * 32, DATA_ROOT, parameters).values
 

@@ -5,10 +5,13 @@ noise, so it is refused at admission.
 """
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
 from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.keys import Purpose, Secret, derive
 from raycloak.attestation.keys.release import VirtualWorkerKeys
+from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.sum_engines import SumEngine
 from raycloak.workers.inputs.datasets import Dataset
 from raycloak.workers.terms.mechanism import Mechanism
@@ -20,12 +23,12 @@ _PUBLIC_KEY = Secret(bytes(32))
 
 
 class _SyntheticDataset:
-    """A dataset of public examples in the form of ``template``: features in [0, 1) or any id, labels in {0, 1}."""
+    """A dataset of public examples in the form of ``template``: values in [0, 1), or any id and any class."""
 
-    def __init__(self, template: Dataset, count: int, vocabulary: int) -> None:
+    def __init__(self, template: Dataset, count: int, vocabulary: int, classes: int) -> None:
         features, labels = template.batch(np.empty(0, np.int64))
         self._features = _fill(features, count, "features", vocabulary)
-        self._labels = _fill(labels, count, "labels", 2)
+        self._labels = _fill(labels, count, "labels", classes)
 
     def __len__(self) -> int:
         return len(self._features)
@@ -44,8 +47,43 @@ def _fill(template: np.ndarray, count: int, name: str, integers_below: int) -> n
     return (words % integers_below).astype(template.dtype)
 
 
+def found_classes(module: nn.Module, loss: RowLoss, dataset: Dataset, vocabulary: int | None = None) -> int:
+    """Return the number of classes that integer labels may name, as the model's output shows it; at least 2.
+
+    It is the size of the one axis that outputs have more than labels. A loss that fails on the last class of them, such
+    as one of pairs, is taken to know two. Nobody's labels are read.
+
+    Args:
+        dataset: read for shapes and dtypes only.
+        vocabulary: see :func:`known_answer`.
+    """
+    template, labels = dataset.batch(np.empty(0, np.int64))
+    if np.issubdtype(labels.dtype, np.floating):
+        return 2
+    with torch.no_grad():
+        output: Tensor = module(torch.tensor(_fill(template, 1, "features", vocabulary or 1)))
+        shape = list(output.shape[1:])
+        axis = next((axis for axis in (0, -1) if shape and _without(shape, axis) == list(labels.shape[1:])), None)
+        classes = 2 if axis is None else max(2, shape[axis])
+        try:
+            loss(output, torch.full((1, *labels.shape[1:]), classes - 1))
+        except Exception:  # noqa: BLE001 - user code may raise anything at a label that is none for it
+            return 2
+    return classes
+
+
+def _without(shape: list[int], axis: int) -> list[int]:
+    return shape[1:] if axis == 0 else shape[:-1]
+
+
 def known_answer(
-    mechanism: Mechanism, engine: SumEngine, dataset: Dataset, parameters: np.ndarray, vocabulary: int | None = None
+    mechanism: Mechanism,
+    engine: SumEngine,
+    dataset: Dataset,
+    parameters: np.ndarray,
+    vocabulary: int | None = None,
+    *,
+    classes: int,
 ) -> bytes:
     """Return the digest of the encoded, noised vector of one synthetic virtual worker.
 
@@ -53,6 +91,7 @@ def known_answer(
         dataset: read for shapes and dtypes only.
         parameters: the run's initial parameters, float32[d].
         vocabulary: public number of ids; needed where features are integers, which are drawn over all of them.
+        classes: public number of classes; labels that are integers are drawn over all of them.
 
     Returns:
         32 bytes.
@@ -60,7 +99,7 @@ def known_answer(
     # A full batch: every row of every micro-batch is computed, and none is padding.
     count = mechanism.micro_batch_size * mechanism.micro_batches
     public = mechanism.model_copy(update={"num_examples": count, "virtual_workers": 1, "sample_rate": 1.0})
-    synthetic = _SyntheticDataset(dataset, count, vocabulary or 1)
+    synthetic = _SyntheticDataset(dataset, count, vocabulary or 1, classes)
     computer = VirtualWorkerComputer(public, engine, synthetic)
     keys = VirtualWorkerKeys(stream=_PUBLIC_KEY, data=_PUBLIC_KEY)
     return digest(computer.vector(0, keys, 0, bytes(32), bytes(32), parameters).values.data)

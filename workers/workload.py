@@ -29,7 +29,7 @@ from raycloak.workers.inputs.models import (
     trainable_tensors,
 )
 from raycloak.workers.inputs.sealed import ClearSlices, SliceLocks
-from raycloak.workers.known_answer import known_answer
+from raycloak.workers.known_answer import found_classes, known_answer
 from raycloak.workers.messages import WorkerFacts, WorkerSetup
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import Measurement
@@ -75,10 +75,10 @@ class Workload:
         # Before any code of the model or loss runs.
         fingerprint = dataset_fingerprint(setup.dataset, opened, setup.base)
         self.module = self._build()
-        contents = tensor_contents(self.module)
+        loss_fn, loss_code = loss_function(setup.loss, setup.base)
+        contents = tensor_contents(self.module, loss_fn)
         if setup.contents is not None:
             check_same_tensors(setup.contents, contents)
-        loss_fn, loss_code = loss_function(setup.loss, setup.base)
         # One for all engines, so that all of them compute as the known answer says.
         self.loss = RowLoss(loss_fn)
         self.runtime = ModelRuntime(self._build_again, self.loss, setup.device, deterministic)
@@ -110,7 +110,7 @@ class Workload:
                 no key depends on.
         """
         module = self._build()
-        if frozen_digest(tensor_contents(module)) != frozen_digest(self.facts.contents):
+        if frozen_digest(tensor_contents(module, self.loss.loss_fn)) != frozen_digest(self.facts.contents):
             raise ModelError(
                 "model_function",
                 f"{self.setup.model.name} gives other frozen parameters or buffers when it is called again.",
@@ -149,17 +149,18 @@ class PlannedWorkload:
         dataset, start, runtime = workload.dataset, workload.facts.initial_parameters, workload.runtime
         vocabulary = workload.setup.dataset.vocabulary
         check_rows(workload.module, workload.form, runtime.loss_fn, mechanisms, runtime.deterministic, vocabulary)
+        classes = _declared_classes(measurements) or found_classes(workload.module, workload.loss, dataset, vocabulary)
         engine = GradientEngine(workload.module, runtime.loss_fn, mechanism, runtime.device, runtime.deterministic)
         gradient = VirtualWorkerComputer(mechanism, engine, dataset)
         self.computers: dict[Query, VirtualWorkerComputer] = {mechanism.query: gradient}
-        answers = [known_answer(mechanism, engine, dataset, start, vocabulary)]
+        answers = [known_answer(mechanism, engine, dataset, start, vocabulary, classes=classes)]
         for measurement in measurements:
             check_measurable(measurement, workload.form)
             counting = measurement_engine(measurement, runtime)
             self.computers[measurement.query] = gradient.beside(measurement.mechanism, counting)
             # One batch shows how the code computes; a whole slice would take as long as an evaluation.
             small = measurement.mechanism.model_copy(update={"micro_batches": 1})
-            answers.append(known_answer(small, counting, dataset, start, vocabulary))
+            answers.append(known_answer(small, counting, dataset, start, vocabulary, classes=classes))
         if workload.loss.row_by_row:
             answers.append(_ROW_BY_ROW)
         self.known_answer = answers[0] if len(answers) == 1 else digest(b"".join(answers))
@@ -193,3 +194,8 @@ class PlannedWorkload:
                 raise ProtocolError("manifest_mismatch", f"the manifest's {field} is not what this worker has")
         if self.workload.slices.demand is not None:
             self.workload.slices.demand.require(manifest.stated)
+
+
+def _declared_classes(measurements: tuple[Measurement, ...]) -> int | None:
+    counted = (each.mechanism.dimension for each in measurements if each.query == "class_counts")
+    return next(counted, None)

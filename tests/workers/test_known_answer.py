@@ -1,6 +1,7 @@
 """The known answer: equal on machines of one numerics class, different as soon as one encoded bit is."""
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -8,7 +9,8 @@ from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.inputs.datasets import ArrayDataset
 from raycloak.workers.inputs.models import ModelSource, build_model, cross_entropy, mse, read_flat
-from raycloak.workers.known_answer import known_answer
+from raycloak.workers.known_answer import found_classes, known_answer
+from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.workload import PlannedWorkload, Workload
 from tests.protocol import Arrays, config, examples, initial_parameters, mechanism, worker_setup
 
@@ -20,7 +22,7 @@ def answer(chosen=None, data: Arrays | None = None, parameters=PARAMETERS, engin
     module = build_model(ModelSource.of("tests.models:small_model"), ".", 0)
     loss = cross_entropy if data is None or data[1].dtype.kind == "i" else mse
     dataset = ArrayDataset(*(data or examples()))
-    return known_answer(chosen, engine_of(module, loss, chosen), dataset, parameters)
+    return known_answer(chosen, engine_of(module, loss, chosen), dataset, parameters, classes=3)
 
 
 class OtherNumerics(GradientEngine):
@@ -60,7 +62,9 @@ def answer_of_table(rows: torch.Tensor, vocabulary: int) -> bytes:
     module = nn.Sequential(nn.Embedding.from_pretrained(rows, freeze=True), nn.Flatten(), nn.Linear(12, 3))
     chosen = mechanism(39)
     data = ArrayDataset(np.zeros((40, 6), np.int64), examples()[1])
-    return known_answer(chosen, GradientEngine(module, cross_entropy, chosen), data, read_flat(module), vocabulary)
+    return known_answer(
+        chosen, GradientEngine(module, cross_entropy, chosen), data, read_flat(module), vocabulary, classes=3
+    )
 
 
 def test_integer_features_are_drawn_over_the_whole_vocabulary():
@@ -82,6 +86,73 @@ def test_a_large_vocabulary_is_reached_to_its_end():
     rows = torch.zeros(2**16, 2)
     rows[2**15 :] = 1
     assert answer_of_table(rows, 2**16) != answer_of_table(torch.zeros(2**16, 2), 2**16)
+
+
+@pytest.mark.parametrize("heavy", range(5))
+def test_integer_labels_are_drawn_over_all_classes(heavy: int):
+    """The public draw of 24 labels misses none of five classes. A loss that weights one of them is told apart."""
+    chosen, data = mechanism(35, micro_batches=6), examples()
+
+    def answer_with(weight: float, classes: int) -> bytes:
+        weights = torch.ones(5)
+        weights[heavy] = weight
+        torch.manual_seed(0)
+        module = nn.Linear(6, 5)
+        engine = GradientEngine(module, lambda out, y: cross_entropy(out, y) * weights[y], chosen)
+        return known_answer(chosen, engine, ArrayDataset(*data), read_flat(module), classes=classes)
+
+    assert answer_with(0.5, 5) != answer_with(1.0, 5)
+    assert (answer_with(0.5, 2) == answer_with(1.0, 2)) == (heavy >= 2), "what a draw of two classes shows"
+
+
+class Tokens(nn.Module):
+    """Ids [n, T] to logits [n, T, classes] or [n, classes, T]."""
+
+    def __init__(self, classes_last: bool) -> None:
+        super().__init__()
+        self.words, self.classes_last = nn.Embedding(20, 5), classes_last
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.words(ids) if self.classes_last else self.words(ids).transpose(1, 2)
+
+
+def first_two(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Knows two classes only."""
+    return output.square().mean(1) * torch.ones(2)[labels]
+
+
+VALUES, IDS = np.zeros((9, 6), np.float32), np.zeros((9, 6), np.int64)
+
+
+@pytest.mark.parametrize(
+    ("module", "loss", "data", "classes"),
+    [
+        (nn.Linear(6, 5), cross_entropy, (VALUES, IDS[:, 0]), 5),
+        (nn.Linear(6, 5), mse, (VALUES, VALUES[:, :5]), 2),
+        (nn.Linear(6, 5), first_two, (VALUES, IDS[:, 0]), 2),
+        (nn.Sequential(nn.Linear(6, 1), nn.Flatten(0)), lambda out, y: (out - y).abs(), (VALUES, IDS[:, 0]), 2),
+        (nn.Linear(6, 1), lambda out, y: (out[:, 0] - y).abs(), (VALUES, IDS[:, 0]), 2),
+        (Tokens(True), lambda out, y: cross_entropy(out.transpose(1, 2), y), (IDS, IDS), 5),
+        (Tokens(False), cross_entropy, (IDS, IDS), 5),
+    ],
+)  # fmt: skip
+def test_the_classes_are_those_of_the_model_s_output(module, loss, data, classes: int):
+    assert found_classes(module, RowLoss(loss), ArrayDataset(*data), 20) == classes
+
+
+def test_classes_that_a_run_declares_come_before_those_that_are_found(tmp_path, monkeypatch):
+    drawn: list[int] = []
+
+    def noted(*arguments, classes: int) -> bytes:
+        drawn.append(classes)
+        return known_answer(*arguments, classes=classes)
+
+    monkeypatch.setattr("raycloak.workers.workload.known_answer", noted)
+    plan = mechanism(8, query="class_counts", max_grad_norm=1.0, steps=1)
+    counts = Measurement(mechanism=plan, every=0, loss_bound=0)
+    for measurements in ((), (counts,)):
+        PlannedWorkload(Workload(worker_setup(config(), tmp_path)), mechanism(), measurements)
+    assert drawn == [3, 8, 8]
 
 
 def test_mechanism_and_parameters_are_part_of_it():
@@ -109,5 +180,5 @@ def test_a_loss_that_is_evaluated_row_by_row_is_told_apart_although_no_bit_diffe
     assert under_vmap.known_answer != row_by_row.known_answer
     engines = [each.computers["gradient"]._engine for each in (under_vmap, row_by_row)]
     data = ArrayDataset(*examples())
-    assert len({known_answer(chosen, engine, data, PARAMETERS) for engine in engines}) == 1
-    assert under_vmap.known_answer in {known_answer(chosen, engine, data, PARAMETERS) for engine in engines}
+    assert len({known_answer(chosen, engine, data, PARAMETERS, classes=3) for engine in engines}) == 1
+    assert under_vmap.known_answer in {known_answer(chosen, engine, data, PARAMETERS, classes=3) for engine in engines}

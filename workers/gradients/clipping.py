@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from raycloak.workers.gradients.gradient_parts import GradientParts, exact_sums
+from raycloak.workers.gradients.kept_state import KeptState
 from raycloak.workers.gradients.parts import Part
+from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.inputs.datasets import Batch, Dataset
 from raycloak.workers.inputs.models import LossFn, load_flat, trainable_tensors
 from raycloak.workers.terms.mechanism import Mechanism
@@ -114,8 +116,10 @@ class GradientEngine:
         assert mechanism.micro_batches * mechanism.micro_batch_size <= MAX_ROWS, "the bound is derived for 2^17 rows"
         self._device = torch.device(device)
         self._module = module.to(self._device)
-        self._gradients = GradientParts(self._module, loss_fn, deterministic)
+        self._loss = RowLoss.of(loss_fn)
+        self._gradients = GradientParts(self._module, self._loss, deterministic)
         self._mechanism = mechanism
+        self._state = KeptState(self._module, self._loss.loss_fn)
 
     def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> NDArray[np.float64]:
         """Return the sum of the clipped gradients of all valid rows, float64 [d], divided by nothing.
@@ -129,10 +133,12 @@ class GradientEngine:
             batches: exactly M micro-batches of m rows: features [m, ...], labels [m] or [m, k], valid bool [m].
 
         Raises:
-            ModelError: ``nondeterministic_op`` naming the operation.
+            ModelError: ``nondeterministic_op`` naming the operation; ``buffer_update`` or ``mixing_loss`` if the model
+                or the loss kept anything of these examples (:class:`raycloak.workers.gradients.kept_state.KeptState`).
         """
         mechanism = self._mechanism
         load_flat(self._module, parameters)
+        self._state.parameters_set()
         clipped = ClippedSum(self._sizes, mechanism.max_grad_norm if mechanism.private else None, self._device)
         count = 0
         with warnings.catch_warnings():
@@ -140,6 +146,8 @@ class GradientEngine:
             for features, labels, valid in batches:
                 assert len(features) == len(labels) == len(valid) == mechanism.micro_batch_size, "one fixed shape"
                 clipped.add(self._gradients(self._tensor(features), self._tensor(labels)), self._tensor(valid))
+                # Before the next rows meet what these left behind.
+                self._state.check()
                 count += 1
         assert count == mechanism.micro_batches, "M forward passes for every draw"
         return clipped.total()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from raycloak.metrics.errors import ConfigError, ModelError, RaycloakError
 from raycloak.workers.gradients.gradient_parts import GradientParts, named_operations
+from raycloak.workers.gradients.kept_state import KeptState
 from raycloak.workers.gradients.parts import Part
 from raycloak.workers.gradients.probes import Examples, Probes, odd_ids
 from raycloak.workers.gradients.row_loss import RowLoss
@@ -49,11 +50,11 @@ def check_trainable(
 ) -> None:
     """Refuse a model or loss that cannot be trained under per-example clipping on data of this form.
 
-    Guarantee: on the synthetic examples tried, the forward pass changes neither a buffer nor a parameter and draws
-    no random number, in training and in evaluation mode; an example's output, loss and gradient keep their bits, and
-    every layer its shape, when another example or its label changes; an example's output alone is its output in the
-    batch up to rounding; the losses of a batch are those of its examples alone; and the per-example gradients add up
-    to the gradient of the summed loss. ``module`` itself is not changed.
+    Guarantee: on the synthetic examples tried, the forward pass and the loss draw no random number and change nothing
+    that `workers/inputs/held_values.py` finds, in training and in evaluation mode; an example's output, loss and
+    gradient keep their bits, and every layer its shape, when another example or its label changes; an example's output
+    alone is its output in the batch up to rounding; the losses of a batch are those of its examples alone; and the
+    per-example gradients add up to the gradient of the summed loss. ``module`` itself is not changed.
 
     Batches are small here; :func:`check_rows` tries the size that a run computes.
 
@@ -73,15 +74,15 @@ def check_trainable(
         # Private examples are evaluated in evaluation mode, where a module may mix rows that it keeps apart in
         # training; see `raycloak.workers.gradients.sum_engines.PrivateEvaluationEngine`.
         for training in (False, True):
-            probe.train(training)
+            state = _state_of(probe.train(training), loss_fn)
             for count in _BATCH_SIZES:
-                _check_draws(probe, probes, count)
-            _check_fills(probe, probes, min(_BATCH_SIZES), deterministic)
-            _check_alone(probe, probes, min(_BATCH_SIZES))
+                _check_draws(probe, probes, count, state)
+            _check_fills(probe, probes, min(_BATCH_SIZES), deterministic, state)
+            _check_alone(probe, probes, min(_BATCH_SIZES), state)
         for count in _BATCH_SIZES:
-            _check_loss(probe, probes, loss_fn, count)
+            _check_loss(probe, probes, loss_fn, count, state)
             _check_gradients(probe, probes, loss_fn, count, deterministic)
-        _check_odd_labels(probe, probes, loss_fn, min(_BATCH_SIZES))
+        _check_odd_labels(probe, probes, loss_fn, min(_BATCH_SIZES), state)
 
 
 def check_rows(
@@ -106,10 +107,10 @@ def check_rows(
         probes = _probes_of(probe, form, vocabulary)
         for mechanism in mechanisms:
             if mechanism.query != "class_counts":
-                probe.train(mechanism.query == "gradient")
-                _check_draws(probe, probes, mechanism.micro_batch_size)
-                _check_fills(probe, probes, mechanism.micro_batch_size, deterministic)
-                _check_alone(probe, probes, mechanism.micro_batch_size)
+                state = _state_of(probe.train(mechanism.query == "gradient"), loss_fn)
+                _check_draws(probe, probes, mechanism.micro_batch_size, state)
+                _check_fills(probe, probes, mechanism.micro_batch_size, deterministic, state)
+                _check_alone(probe, probes, mechanism.micro_batch_size, state)
             if mechanism.query == "gradient":
                 _check_gradients(probe, probes, loss_fn, mechanism.micro_batch_size, deterministic)
 
@@ -151,6 +152,10 @@ def _probes_of(module: nn.Module, form: DatasetForm, vocabulary: int | None) -> 
     return Probes(form, vocabulary, odd_ids(module))
 
 
+def _state_of(module: nn.Module, loss_fn: LossFn) -> KeptState:
+    return KeptState(module, RowLoss.of(loss_fn).loss_fn, copies=True)
+
+
 def _accepts(module: nn.Module, features: Tensor, deterministic: bool) -> bool:
     try:
         with named_operations(deterministic):
@@ -162,31 +167,27 @@ def _accepts(module: nn.Module, features: Tensor, deterministic: bool) -> bool:
     return True
 
 
-def _check_draws(module: nn.Module, probes: Probes, count: int) -> None:
+def _check_draws(module: nn.Module, probes: Probes, count: int, state: KeptState) -> None:
     for pair in probes.draws(count):
-        before = _check_repeats(module, pair.before)
+        before = _check_repeats(module, pair.before, state)
         _check_apart(before, _trace(module, pair.after.features), count)
+        state.check()
 
 
-def _check_fills(module: nn.Module, probes: Probes, count: int, deterministic: bool) -> None:
+def _check_fills(module: nn.Module, probes: Probes, count: int, deterministic: bool, state: KeptState) -> None:
     for fill in probes.fills:
         for pair in probes.filled(count, fill):
             # A value that the module fails on is in no batch that it computes.
             if _accepts(module, pair.after.features, deterministic):
                 _check_apart(_trace(module, pair.before.features), _trace(module, pair.after.features), count)
+            # Both traces know what the first call remembers; the next batch may undo it.
+            state.check()
 
 
-def _check_repeats(module: nn.Module, examples: Examples) -> list[_LayerTrace]:
+def _check_repeats(module: nn.Module, examples: Examples, state: KeptState) -> list[_LayerTrace]:
     """Require a forward pass that changes and draws nothing; returns its trace."""
-    state = {name: tensor.clone() for name, tensor in _all_tensors(module)}
     first = _trace(module, examples.features)
-    for name, tensor in _all_tensors(module):
-        if not torch.equal(tensor, state[name]):
-            raise ModelError(
-                "buffer_update",
-                f"a forward pass changes '{name}', which no noise covers.",
-                "Use a layer without running statistics.",
-            )
+    state.check()
     for before, repeated in zip(first, _trace(module, examples.features), strict=True):
         if before.drew_randomness or not _same(before.output, repeated.output):
             raise ModelError(
@@ -220,7 +221,7 @@ def _check_apart(before: list[_LayerTrace], after: list[_LayerTrace], count: int
         )
 
 
-def _check_alone(module: nn.Module, probes: Probes, count: int) -> None:
+def _check_alone(module: nn.Module, probes: Probes, count: int, state: KeptState) -> None:
     """Require that an example's output in a batch of one is, up to rounding, what it is in the whole batch."""
     for pair in probes.draws(count):
         features = pair.before.features
@@ -233,9 +234,10 @@ def _check_alone(module: nn.Module, probes: Probes, count: int) -> None:
                     f"layer '{batch.name}' gives an example another output alone than in a batch of {count}.",
                     _FIX,
                 )
+        state.check()
 
 
-def _check_loss(module: nn.Module, probes: Probes, loss_fn: LossFn, count: int) -> None:
+def _check_loss(module: nn.Module, probes: Probes, loss_fn: LossFn, count: int, state: KeptState) -> None:
     """Require that the loss of a batch is that of each example alone, and keeps no state."""
     row_loss = RowLoss(loss_fn)
     for pair in probes.draws(count):
@@ -244,18 +246,21 @@ def _check_loss(module: nn.Module, probes: Probes, loss_fn: LossFn, count: int) 
         whole = loss_fn(output, pair.before.labels)
         if not _close(whole, alone):
             raise _mixing_loss()
+        state.check()
 
 
-def _check_odd_labels(module: nn.Module, probes: Probes, loss_fn: LossFn, count: int) -> None:
+def _check_odd_labels(module: nn.Module, probes: Probes, loss_fn: LossFn, count: int, state: KeptState) -> None:
     row_loss = RowLoss(loss_fn)
     for pair in probes.odd_labels(count):
         output = module(pair.before.features).detach()
         try:
             before, after = row_loss(output, pair.before.labels), row_loss(output, pair.after.labels)
         except Exception:  # noqa: BLE001 - a label of no class may be an error for the user's code
+            state.check()
             continue
         if not _same(before[1:], after[1:]):
             raise _mixing_loss()
+        state.check()
 
 
 def _mixing_loss() -> ModelError:
@@ -293,11 +298,6 @@ def _sum(part: Part, count: int, like: Tensor) -> Tensor:
     total = torch.zeros(like.numel(), dtype=torch.float64)
     part.add(torch.ones(count, dtype=torch.float64), total)
     return total.view(like.shape)
-
-
-def _all_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
 
 
 def _trace(module: nn.Module, features: Tensor) -> list[_LayerTrace]:

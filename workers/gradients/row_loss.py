@@ -26,10 +26,13 @@ class RowLoss:
 
     Args:
         loss_fn: one loss per example.
+
+    Attributes:
+        loss_fn: the same.
     """
 
     def __init__(self, loss_fn: LossFn) -> None:
-        self._loss_fn = loss_fn
+        self.loss_fn = loss_fn
         # Under vmap torch loads a compiler's parts, for half a second and in every worker.
         self._built_in = any(loss_fn is each for each in BUILT_IN_LOSSES.values())
         self._row_by_row: bool | None = False if self._built_in else None
@@ -52,7 +55,7 @@ class RowLoss:
             ModelError: ``loss_shape``.
         """
         if self._built_in:
-            return self._loss_fn(output, labels)
+            return self.loss_fn(output, labels)
         if self._row_by_row is None:
             self._row_by_row = not self._runs_under_vmap(output, labels)
         if not self._row_by_row:
@@ -61,7 +64,7 @@ class RowLoss:
         return torch.cat([self._one_row(*pair) for pair in pairs])
 
     def _one_row(self, output: Tensor, labels: Tensor) -> Tensor:
-        loss = self._loss_fn(output, labels)
+        loss = self.loss_fn(output, labels)
         if loss.shape != (1,):
             raise ModelError(
                 "loss_shape",

@@ -21,6 +21,7 @@ from raycloak.attestation.core.roster import Query
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.gradients.clipping import MAX_ROWS, ClippedSum, MicroBatch
 from raycloak.workers.gradients.gradient_parts import named_operations
+from raycloak.workers.gradients.kept_state import KeptState
 from raycloak.workers.gradients.parts import DensePart
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.inputs.datasets import DatasetForm
@@ -115,6 +116,7 @@ class PrivateEvaluationEngine:
         self._module = module.to(self._device).eval()
         self._loss = RowLoss.of(loss_fn)
         self._deterministic = deterministic
+        self._state = KeptState(self._module, self._loss.loss_fn)
 
     @classmethod
     def of(cls, measurement: Measurement, runtime: ModelRuntime) -> Self:
@@ -131,15 +133,19 @@ class PrivateEvaluationEngine:
         No warning is shown, since one could depend on an example.
 
         Raises:
-            ModelError: ``nondeterministic_op`` naming the operation.
+            ModelError: ``nondeterministic_op`` naming the operation; ``buffer_update`` or ``mixing_loss`` if the model
+                or the loss kept anything of these examples (:class:`raycloak.workers.gradients.kept_state.KeptState`).
         """
         load_flat(self._module, parameters)
+        self._state.parameters_set()
         total = _total(self._measurement)
         with warnings.catch_warnings(), torch.no_grad(), named_operations(self._deterministic):
             warnings.simplefilter("ignore")
             for features, labels, valid in batches:
                 on_device = torch.tensor(features, device=self._device), torch.tensor(labels, device=self._device)
                 total.add([DensePart(self._rows(*on_device).cpu())], torch.tensor(valid))
+                # Before the next rows meet what these left behind.
+                self._state.check()
         return total.total()
 
     def _rows(self, features: Tensor, labels: Tensor) -> Tensor:

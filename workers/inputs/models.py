@@ -4,11 +4,12 @@ Only tensors with ``requires_grad`` are trained and sent, in the order of ``name
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]
 import numpy as np
@@ -17,14 +18,17 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.metrics.errors import ModelError
+from raycloak.workers.inputs.held_values import Held, held_values
 from raycloak.workers.inputs.user_code import resolve, source_digest
 from raycloak.workers.terms.manifest import TensorSpec
-from raycloak.workers.terms.parameter_digest import TensorContent, dimension, split_flat
+from raycloak.workers.terms.parameter_digest import ATTRIBUTES, TensorContent, dimension, split_flat
 
 _BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.batchnorm.SyncBatchNorm)
 # Elements that are hashed at once: bounds the memory beside the model, and changes no digest.
 _PIECE = 2**20
+A = TypeVar("A", Tensor, NDArray[Any])
 LossFn = Callable[[Tensor, Tensor], Tensor]
 """(output [n, ...], labels [n] or [n, k]) to one loss per example, shape [n]."""
 
@@ -182,15 +186,28 @@ def trainable_tensors(module: nn.Module) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(name=name, shape=tuple(tensor.shape)) for name, tensor in _trainable(module))
 
 
-def tensor_contents(module: nn.Module) -> tuple[TensorContent, ...]:
-    """Return the content of every parameter and buffer of ``module``, and of tensors that its layers hold by name.
+def tensor_contents(module: nn.Module, loss_fn: LossFn | None = None) -> tuple[TensorContent, ...]:
+    """Return the content of all that ``module`` and ``loss_fn`` hold (`workers/inputs/held_values.py`).
+
+    Every parameter, buffer, other tensor and array is one entry. The plain values of a layer together are one more, of
+    dtype ``attributes``.
 
     Guarantee: reads each tensor once, in pieces of 2^20 elements; no second copy of a tensor is made.
 
     Raises:
         ModelError: ``tensor_layout`` if a tensor has no plain bytes, such as a sparse one; it is named.
     """
-    return tuple(_content(name, tensor) for name, tensor in _all_tensors(module))
+    contents: list[TensorContent] = []
+    plain: dict[str, list[str]] = {}
+    for held in held_values(module, loss_fn):
+        if isinstance(held.value, str):
+            plain.setdefault(held.owner, []).extend((held.name, held.value))
+        else:
+            contents.append(_content(held))
+    for owner, fields in plain.items():
+        found = digest(length_prefixed("raycloak/attributes/v1", *fields))
+        contents.append(TensorContent(owner, ATTRIBUTES, (), found, trained=False))
+    return tuple(contents)
 
 
 def read_flat(module: nn.Module) -> NDArray[np.float32]:
@@ -211,44 +228,50 @@ def parameter_count(module: nn.Module) -> int:
     return dimension(trainable_tensors(module))
 
 
-def _all_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-    for prefix, layer in module.named_modules():
-        # A tensor that was assigned without being registered decides as much about a gradient as a buffer does.
-        for name, value in sorted(vars(layer).items()):
-            if isinstance(value, Tensor):
-                yield f"{prefix}.{name}" if prefix else name, value
-
-
-def _content(name: str, tensor: Tensor) -> TensorContent:
-    found = hashlib.sha256()
-    dtype = str(tensor.dtype).removeprefix("torch.")
+def _content(held: Held) -> TensorContent:
+    assert not isinstance(held.value, str), "plain values have one entry together"
+    dtype = dtype_name(held.value)
     try:
-        for piece in _pieces(tensor.detach()):
-            found.update(piece.cpu().reshape(-1).view(torch.uint8).numpy().data)
-        shape = tuple(tensor.shape)
+        found, shape = content_hash(held.value), tuple(held.value.shape)
     except (RuntimeError, ValueError, TypeError):
         # Sparse, quantized, on the meta device, or not initialised yet.
         raise ModelError(
             "tensor_layout",
-            f"tensor '{name}' ({dtype}, {tensor.layout}, on {tensor.device}) has no plain bytes to identify it by.",
+            f"tensor '{held.name}' ({dtype}) has no plain bytes to identify it by.",
             "Hold it as a dense tensor that is initialised when the model's function returns.",
         ) from None
-    trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
-    return TensorContent(name, dtype, shape, found.digest(), trained)
+    return TensorContent(held.name, dtype, shape, found, held.trained)
 
 
-def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the elements of ``tensor`` in C order, in contiguous pieces; only a strided piece is copied."""
-    if tensor.numel() <= _PIECE:
-        yield tensor.resolve_conj().resolve_neg().contiguous()
-    elif len(tensor) == 1:
-        yield from _pieces(tensor[0])
+def content_hash(value: Tensor | NDArray[Any]) -> bytes:
+    """Return the SHA-256 of the bytes of all elements in C order."""
+    found = hashlib.sha256()
+    if isinstance(value, Tensor):
+        for piece in _pieces(value.detach()):
+            plain = piece.resolve_conj().resolve_neg().contiguous()
+            found.update(plain.cpu().reshape(-1).view(torch.uint8).numpy().data)
     else:
-        rows = max(1, _PIECE * len(tensor) // tensor.numel())
-        for start in range(0, len(tensor), rows):
-            yield from _pieces(tensor[start : start + rows])
+        for part in _pieces(value):
+            found.update(part.tobytes())
+    return found.digest()
+
+
+def dtype_name(value: Tensor | NDArray[Any]) -> str:
+    """Return torch's name of a tensor's dtype, such as ``float32``, or NumPy's, such as ``numpy.<f4``."""
+    return str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else f"numpy.{value.dtype.str}"
+
+
+def _pieces(values: A) -> Iterator[A]:
+    """Yield the elements of ``values`` in C order, in pieces of bounded size."""
+    size = math.prod(values.shape)
+    if size <= _PIECE:
+        yield values
+    elif len(values) == 1:
+        yield from _pieces(values[0])
+    else:
+        rows = max(1, _PIECE * len(values) // size)
+        for start in range(0, len(values), rows):
+            yield from _pieces(values[start : start + rows])
 
 
 def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

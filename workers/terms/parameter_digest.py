@@ -10,6 +10,9 @@ from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.terms.manifest import TensorSpec
 
+ATTRIBUTES = "attributes"
+"""The dtype that stands for the plain values of a layer, which are stated together."""
+
 
 def dimension(tensors: Sequence[TensorSpec]) -> int:
     """Return the number of coordinates of all ``tensors`` together."""
@@ -65,10 +68,10 @@ def parameter_digest(tensors: Sequence[TensorSpec], digests: Sequence[bytes]) ->
 
 @dataclass(frozen=True, slots=True)
 class TensorContent:
-    """The content of one tensor of a built model.
+    """The content of one tensor or array of a built model or a loss, or of all plain values of one layer.
 
     Attributes:
-        dtype: torch's name of it, such as ``float32``.
+        dtype: torch's name of it, such as ``float32``; NumPy's for an array; or ``ATTRIBUTES``.
         content: SHA-256 of its bytes, in C order.
         trained: whether the run changes it; every other parameter and buffer is frozen.
     """
@@ -81,10 +84,10 @@ class TensorContent:
 
 
 def frozen_digest(tensors: Sequence[TensorContent]) -> bytes:
-    """Return a SHA-256 over the name, dtype, shape and content digest of every frozen tensor, in the model's order.
+    """Return a SHA-256 over the name, dtype, shape and content digest of everything frozen, in the model's order.
 
-    Guarantee: two models that differ in a frozen parameter or buffer, by a name, a shape or a byte, have different
-    digests. The trained tensors are in the parameter digest instead.
+    Guarantee: two models that differ in a frozen parameter, a buffer, or another value that they or the loss hold, by a
+    name, a shape or a byte, have different digests. The trained tensors are in the parameter digest instead.
     """
     fields: list[bytes | str] = []
     for tensor in tensors:
@@ -101,15 +104,20 @@ def check_same_tensors(expected: Sequence[TensorContent], found: Sequence[Tensor
     """
     for wanted, tensor in zip(expected, found, strict=False):
         if wanted != tensor:
-            _refuse_tensor(wanted.name if wanted.name == tensor.name else f"{wanted.name}' or '{tensor.name}")
+            _refuse(_shown(wanted) if wanted.name == tensor.name else f"{_shown(wanted)} or {_shown(tensor)}")
     if len(expected) != len(found):
         longer = max(expected, found, key=len)
-        _refuse_tensor(longer[min(len(expected), len(found))].name)
+        _refuse(_shown(longer[min(len(expected), len(found))]))
 
 
-def _refuse_tensor(name: str) -> None:
+def _shown(tensor: TensorContent) -> str:
+    kind = "a plain value of layer" if tensor.dtype == ATTRIBUTES else "tensor"
+    return f"{kind} '{tensor.name}'"
+
+
+def _refuse(shown: str) -> None:
     raise ProtocolError(
         "model_mismatch",
-        f"tensor '{name}' of the model built here is not that of the run",
+        f"{shown} of the model built here is not that of the run",
         "Let the model's function and the files it reads be the same on every node.",
     )

@@ -19,7 +19,7 @@ from raycloak.workers.gradients.clipping import (
 )
 from raycloak.workers.gradients.gradient_parts import named_operations
 from raycloak.workers.gradients.numerics import pin_numerics
-from raycloak.workers.gradients.parts import DensePart
+from raycloak.workers.gradients.parts import DensePart, Part
 from raycloak.workers.inputs.datasets import ArrayDataset
 from raycloak.workers.inputs.models import cross_entropy, read_flat
 from raycloak.workers.terms.mechanism import Mechanism
@@ -289,7 +289,14 @@ def test_work_and_shapes_are_the_same_whatever_was_drawn(drawn: int) -> None:
     data = Watched(*examples().batch(np.arange(40)))
     module = network()
     engine, plan, parameters = engine_of(module)
-    engine._module[0].register_forward_hook(lambda _layer, inputs, _output: seen.append(tuple(inputs[0].shape)))
+    gradients = engine._gradients
+
+    def watched(features: torch.Tensor, labels: torch.Tensor) -> list[Part]:
+        seen.append(tuple(features.shape))
+        return gradients(features, labels)
+
+    # Around the model: one that keeps what it sees is refused.
+    engine._gradients = watched  # type: ignore[assignment]
     total = engine.clipped_sum(parameters, micro_batches(data, np.arange(drawn, dtype=np.int64), plan, padding=0))
     assert seen == [(8, 36)] * 3
     assert read == [8] * 3

@@ -366,6 +366,57 @@ def test_a_batch_of_equal_rows_and_a_batch_of_one_row_are_tried() -> None:
     assert "another output alone" in message
 
 
+def refusal_of_rows(module: nn.Module, form: DatasetForm = FORM, vocabulary: int | None = None) -> tuple[str, str]:
+    """What the micro-batch of twelve rows is refused for, of a module that small batches show nothing of."""
+    check_trainable(module, form, cross_entropy, vocabulary=vocabulary)
+    plan = mechanism(sum(tensor.numel() for tensor in module.parameters()), micro_batch_size=12)
+    with pytest.raises(ModelError) as caught:
+        check_rows(module, form, cross_entropy, [plan], vocabulary=vocabulary)
+    return caught.value.code, caught.value.message
+
+
+def test_padding_is_tried_at_the_physical_micro_batch() -> None:
+    """An id that no ordinary draw has."""
+
+    class TrimsMany(TrimmedTo):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return super().forward(ids if len(ids) > 7 else ids.where(ids != self.padding, 0))
+
+    code, message = refusal_of_rows(TrimsMany("the last word", padding=-100), TEXTS, vocabulary=11)
+    assert code == "mixing_layer"
+    assert "trimmed to its longest text" in message
+
+
+def test_a_row_alone_is_compared_with_the_physical_micro_batch() -> None:
+    class DividesMany(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x / len(x) if len(x) > 7 else x
+
+    code, message = refusal_of_rows(around(DividesMany()))
+    assert code == "mixing_layer"
+    assert "another output alone than in a batch of 12" in message
+
+
+def test_batches_of_two_distributions_are_tried() -> None:
+    """Values between 0 and 1, and normal ones: these alone have large values of both signs."""
+
+    class MixesBothSigns(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x - x.mean(0) if (x > 1).any() and (x < -0.5).any() else x
+
+    assert refusal(nn.Sequential(MixesBothSigns(), nn.Linear(6, 3)))[0] == "mixing_layer"
+
+
+@pytest.mark.parametrize("rows", [5, 7])
+def test_batches_of_two_sizes_are_tried(rows: int) -> None:
+    class MixesBatchesOf(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x - x.mean(0) if len(x) == rows else x
+
+    code, message = refusal(around(MixesBatchesOf()))
+    assert (code, "'1' mixes the examples" in message) == ("mixing_layer", True)
+
+
 @pytest.mark.parametrize("query", ["gradient", "evaluation"])
 def test_the_physical_micro_batch_of_a_run_is_tried_in_the_mode_that_it_computes_in(query: Query) -> None:
     class OnlyThen(MixesBeyond):

@@ -1,0 +1,121 @@
+"""The check that a forward pass and a loss keep nothing: what a model holds is the same afterwards.
+
+A model that remembers an example in a buffer, a list or a Python number lets that example change the gradients of all
+that come after it, and clipping each gradient would bound nothing.
+"""
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raycloak.metrics.errors import ModelError
+from raycloak.workers.inputs.held_values import LOSS, Held, View, held_values
+from raycloak.workers.inputs.models import content_hash, dtype_name
+
+
+class KeptState:
+    """What a model and a loss hold at one moment, to be compared with what they hold later.
+
+    Guarantee: :meth:`check` refuses an array or plain value that differs, a tensor that is another object, and a tensor
+    that an operation wrote to. Only a write past torch's own count of writes escapes it, unless there are copies.
+
+    Args:
+        copies: whether tensors are also compared bit by bit, for which each is copied.
+    """
+
+    def __init__(self, module: nn.Module, loss_fn: Callable[..., Any], copies: bool = False) -> None:
+        self._module, self._loss_fn = module, loss_fn
+        self._views: list[View] = []
+        self._before = {held.name: _Moment(held, copies) for held in held_values(module, loss_fn, self._views)}
+        self._met = [list(view()) for view in self._views]
+
+    def parameters_set(self) -> None:
+        """Take what the trained parameters hold now for what they held before."""
+        for moment in self._before.values():
+            moment.set_if_trained()
+
+    def check(self) -> None:
+        """Require that nothing has changed.
+
+        Raises:
+            ModelError: ``buffer_update``, or ``mixing_loss`` for what the loss holds; the value is named.
+        """
+        # As long as everything holds the very same objects, only tensors and arrays can have other content.
+        if all(_same_objects(view(), met) for view, met in zip(self._views, self._met, strict=True)):
+            for moment in self._before.values():
+                if not moment.is_still(moment.held):
+                    _refuse(moment.held)
+            return
+        found = {held.name: held for held in held_values(self._module, self._loss_fn)}
+        for name, held in found.items():
+            if name not in self._before or not self._before[name].is_still(held):
+                _refuse(held)
+        for name, moment in self._before.items():
+            if name not in found:
+                _refuse(moment.held)
+
+
+class _Moment:
+    """One value as it was."""
+
+    def __init__(self, held: Held, copies: bool) -> None:
+        self.held = held
+        self._version = _version(held.value) if isinstance(held.value, Tensor) else 0
+        self._copy: object = None
+        if not isinstance(held.value, Tensor):
+            self._copy = _fixed(held)
+        elif copies:
+            self._copy = held.value.detach().clone()
+
+    def set_if_trained(self) -> None:
+        if self.held.trained and isinstance(self.held.value, Tensor):
+            self._version = _version(self.held.value)
+
+    def is_still(self, held: Held) -> bool:
+        if isinstance(held.value, str):
+            return held.value == self.held.value
+        if not isinstance(held.value, Tensor):
+            return self._copy == _fixed(held)
+        if held.value is not self.held.value or _version(held.value) != self._version:
+            return False
+        return not isinstance(self._copy, Tensor) or _same_bits(self._copy, held.value.detach())
+
+
+def _same_objects(found: Iterable[object], met: list[object]) -> bool:
+    now = list(found)
+    return len(now) == len(met) and all(map(operator.is_, now, met))
+
+
+def _fixed(held: Held) -> object:
+    """Return what an array or a plain value is compared by; NumPy counts no writes."""
+    if isinstance(held.value, str | Tensor):
+        return held.value
+    return dtype_name(held.value), held.value.shape, content_hash(held.value)
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _same_bits(left: Tensor, right: Tensor) -> bool:
+    # As bytes: a NaN does not equal itself.
+    return left.shape == right.shape and torch.equal(
+        left.contiguous().reshape(-1).view(torch.uint8), right.contiguous().reshape(-1).view(torch.uint8)
+    )
+
+
+def _refuse(held: Held) -> None:
+    if held.owner == LOSS:
+        raise ModelError(
+            "mixing_loss",
+            f"a call of the loss changes '{held.name}', so one example could change the loss of the next.",
+            "Compute one number per example from its own output and label, and keep nothing.",
+        )
+    raise ModelError(
+        "buffer_update",
+        f"a forward pass changes '{held.name}', so one example could change the gradients of others.",
+        "Keep nothing from one forward pass to the next: no running statistics, counters, caches or last outputs.",
+    )
