@@ -22,7 +22,7 @@ def cut(**changes: Any) -> Mechanism:
 
 def test_an_own_account_pays_for_the_cut_in_every_charge_and_with_nothing_of_delta():
     terms = opening("own", CAP, DELTA, b"", b"", "pld")
-    run = PricedRun.of(registration("run-a", terms, (cut(),), MANIFEST, b""))
+    run = PricedRun.of(registration("run-a", terms, (cut(),), MANIFEST, b"", fixed=False))
     charged, poisson = (
         pld.epsilon((Release(0.2, 2.6, 20, each),), accountant_delta(DELTA)) for each in (Cut((100,), 28), None)
     )
@@ -34,7 +34,7 @@ def test_an_own_account_pays_for_the_cut_in_every_charge_and_with_nothing_of_del
 def test_the_renyi_cost_that_is_recorded_has_the_cut():
     """An own account states the smaller of two bounds, so both must have it."""
     terms = opening("own", CAP, DELTA, b"", b"", "pld")
-    (cost,) = registration("run-a", terms, (cut(micro_batch_size=24),), MANIFEST, b"").step_rdp
+    (cost,) = registration("run-a", terms, (cut(micro_batch_size=24),), MANIFEST, b"", fixed=False).step_rdp
     at_16 = terms.orders.index(16.0)
     assert cost[at_16] > 1.5 * step_rdp(0.2, 2.6, (16.0,))[0]
 

@@ -186,7 +186,7 @@ def test_charges_that_fit_no_run_are_refused(ledger: PrivacyLedger, arguments: t
         (("run-b", "patients", (mechanism(noise_multiplier=2.7),), MANIFEST), "mechanism_inconsistent"),
         (("run-b", "patients", (mechanism(honest_share=0.9),), MANIFEST), "mechanism_inconsistent"),
         (("run-b", "patients", (mechanism(sample_rate=0.0),), MANIFEST), "mechanism_inconsistent"),
-        (("run-b", "patients", (mechanism(micro_batch_size=99),), MANIFEST), "mechanism_inconsistent: .* batch is cut"),
+        (("run-b", "patients", (mechanism(micro_batch_size=99),), MANIFEST), "mechanism_inconsistent: .* cuts batches"),
         (("run-b", "patients", (mechanism(overflow_probability=1e-10),), MANIFEST), "delta_exceeded"),
     ],
 )
