@@ -18,6 +18,7 @@ home = tempfile.mkdtemp()
 config = rc.RunConfig(
     num_workers=2,
     expected_batch_size=360,
+    virtual_workers=8,
     steps=5,
     dp_config=rc.DPConfig(target_epsilon=8.0),
     ring=rc.RingConfig(bits=32),
