@@ -19,10 +19,11 @@ from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from raycloak.coordinator.aggregation.update_rules import learning_rate
 from raycloak.coordinator.config.run import RunConfig, load_config
 from raycloak.coordinator.planning.dry_run import plan_of
+from raycloak.coordinator.planning.model_source import model_source
 from raycloak.coordinator.planning.plan import Plan
 from raycloak.coordinator.planning.references import descriptor
 from raycloak.coordinator.training.public_evaluation import Evaluator, open_public
-from raycloak.workers.inputs.models import ModelSource, build_model, loss_function, read_flat
+from raycloak.workers.inputs.models import build_model, loss_function, read_flat
 from raycloak.workers.terms.manifest import OptimizerSpec
 
 
@@ -38,7 +39,7 @@ def main() -> None:
     started = time.perf_counter()
     module = train(config, base, plan)
     evaluator = Evaluator(
-        ModelSource.of(config.model), config.loss, open_public(descriptor(config.evaluation.dataset), base), base
+        model_source(config.model), config.loss, open_public(descriptor(config.evaluation.dataset), base), base
     )
     result = {
         "evaluation_accuracy": evaluator.measure(read_flat(module)).accuracy,
@@ -54,7 +55,7 @@ def train(config: RunConfig, base: Path, plan: Plan) -> torch.nn.Module:
     """The trained model."""
     mechanism, spec = plan.mechanism, OptimizerSpec(**config.optimizer.model_dump())
     dataset = descriptor(config.dataset).open(base)
-    module = build_model(ModelSource.of(config.model), base, config.seed)
+    module = build_model(model_source(config.model), base, config.seed)
     loss_fn, _ = loss_function(config.loss, base)
     wrapped = GradSampleModule(module, loss_reduction="sum")
     optimizer = DPOptimizer(

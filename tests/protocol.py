@@ -40,6 +40,7 @@ from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.membership.departures import Departure
 from raycloak.coordinator.membership.timing import Timer
 from raycloak.coordinator.planning.manifest import build_computation, build_manifest, epochs, run_terms
+from raycloak.coordinator.planning.model_source import model_source
 from raycloak.coordinator.planning.plan import keys_per_machine, make_plan, plan_mechanism
 from raycloak.coordinator.planning.references import descriptor, evaluation_folder, sealed_terms
 from raycloak.coordinator.record.folder import RunFolder, RunRecord
@@ -114,10 +115,9 @@ def worker_setup(settings: RunConfig, home: Path, data: Arrays | None = None) ->
     base.mkdir(parents=True, exist_ok=True)
     features, labels = examples() if data is None else data
     np.savez(base / "examples.npz", features=features, labels=labels)
-    assert settings.model is not None
     assert settings.dataset is not None
     return WorkerSetup(
-        ModelSource.of(settings.model),
+        model_source(settings.model),
         settings.loss,
         descriptor(settings.dataset),
         str(base),

@@ -20,7 +20,7 @@ class WorkerSetup:
 
     Attributes:
         base: directory that relative dataset paths and ``module:function`` names start from.
-        loss: ``cross_entropy``, ``mse`` or ``module:function``.
+        loss: a built-in one's name, or ``module:function``.
         seed: public seed of the initial parameters.
         device: ``cpu`` or ``cuda``.
         allow_nondeterministic: whether operations without a deterministic kernel may run; the run is then NOT EXACT.
@@ -48,6 +48,8 @@ class WorkerFacts:
     Attributes:
         dataset_fingerprint: the only one that depends on the content of examples. It is keyed, or the digest of a
             sealed dataset's header; empty for data in the clear without a key.
+        tokenizer: digest of the tokenizer that made examples of text; empty for other data.
+        model_notes: sentences about what was changed or drawn when the model was built.
         contents: of all parameters and buffers of the model.
         largest_rows: of a micro-batch; see `raycloak.workers.gradients.row_memory`.
     """
@@ -61,6 +63,8 @@ class WorkerFacts:
     numerics: NumericsClass
     dataset_fingerprint: bytes
     largest_rows: int
+    tokenizer: bytes = b""
+    model_notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,12 +23,14 @@ from raycloak.workers.inputs.fingerprint import dataset_fingerprint
 from raycloak.workers.inputs.models import (
     ModelRuntime,
     build_model,
+    build_noted,
     loss_function,
     read_flat,
     tensor_contents,
     trainable_tensors,
 )
 from raycloak.workers.inputs.sealed import ClearSlices, SliceLocks
+from raycloak.workers.inputs.text_model import check_text, libraries
 from raycloak.workers.known_answer import found_classes, known_answer
 from raycloak.workers.messages import WorkerFacts, WorkerSetup
 from raycloak.workers.terms.manifest import Manifest
@@ -48,6 +50,7 @@ class Workload:
         dataset: all examples that this process may open.
         slices, evaluation_slices: where keys of training and evaluation slices go.
         form: the public outline of the dataset.
+        vocabulary: public number of ids that integer features are; None for other features.
         runtime: how its model is built and run.
         loss: the run's loss, one example at a time; the one in ``runtime``.
         module: the model whose gradients are computed.
@@ -74,7 +77,7 @@ class Workload:
         self.slices: SliceLocks = opened.slices
         # Before any code of the model or loss runs.
         fingerprint = dataset_fingerprint(setup.dataset, opened, setup.base)
-        self.module = self._build()
+        self.module, notes = build_noted(setup.model, setup.base, setup.seed)
         loss_fn, loss_code = loss_function(setup.loss, setup.base)
         contents = tensor_contents(self.module, loss_fn)
         if setup.contents is not None:
@@ -83,7 +86,10 @@ class Workload:
         self.loss = RowLoss(loss_fn)
         self.runtime = ModelRuntime(self._build_again, self.loss, setup.device, deterministic)
         self.form = dataset_form(self.dataset)
-        check_trainable(self.module, self.form, loss_fn, deterministic, setup.dataset.vocabulary)
+        if setup.model.hub is not None:
+            setup.model.hub.check_tokenizer(setup.dataset.tokenizer, setup.base)
+        self.vocabulary = check_text(self.module, self.form, setup.loss, opened.vocabulary, setup.dataset.classes)
+        check_trainable(self.module, self.form, loss_fn, deterministic, self.vocabulary)
         self.facts = WorkerFacts(
             num_examples=len(self.dataset),
             tensors=trainable_tensors(self.module),
@@ -91,16 +97,15 @@ class Workload:
             contents=contents,
             model_code=setup.model.code_digest(setup.base),
             loss_code=loss_code,
-            numerics=current_numerics(setup.device),
+            numerics=current_numerics(setup.device).model_copy(update={"model_libraries": libraries(self.module)}),
             dataset_fingerprint=fingerprint,
-            largest_rows=largest_rows(self.module, self.form, loss_fn, deterministic, setup.dataset.vocabulary),
+            largest_rows=largest_rows(self.module, self.form, loss_fn, deterministic, self.vocabulary),
+            tokenizer=opened.tokenizer,
+            model_notes=notes,
         )
         folder = None if setup.evaluation is None else Path(setup.base) / setup.evaluation
         self.split = None if folder is None else open_split(folder, setup.loss, self.form, self.runtime)
         self.evaluation_slices: SliceLocks = ClearSlices() if self.split is None else self.split.dataset
-
-    def _build(self) -> nn.Module:
-        return build_model(self.setup.model, self.setup.base, self.setup.seed)
 
     def _build_again(self) -> nn.Module:
         """Build another module of the same model.
@@ -109,7 +114,7 @@ class Workload:
             ModelError: ``model_function`` if a frozen tensor is another one now. Measurements would be of a model that
                 no key depends on.
         """
-        module = self._build()
+        module = build_model(self.setup.model, self.setup.base, self.setup.seed)
         if frozen_digest(tensor_contents(module, self.loss.loss_fn)) != frozen_digest(self.facts.contents):
             raise ModelError(
                 "model_function",
@@ -147,9 +152,10 @@ class PlannedWorkload:
             raise RefusedError("not_public", "this worker's data is not declared public, so it trains only with noise")
         self.workload, self.mechanism, self.measurements = workload, mechanism, measurements
         dataset, start, runtime = workload.dataset, workload.facts.initial_parameters, workload.runtime
-        vocabulary = workload.setup.dataset.vocabulary
+        vocabulary = workload.vocabulary
         check_rows(workload.module, workload.form, runtime.loss_fn, mechanisms, runtime.deterministic, vocabulary)
-        classes = _declared_classes(measurements) or found_classes(workload.module, workload.loss, dataset, vocabulary)
+        declared = _declared_classes(measurements) or workload.setup.dataset.classes
+        classes = declared or found_classes(workload.module, workload.loss, dataset, vocabulary)
         engine = GradientEngine(workload.module, runtime.loss_fn, mechanism, runtime.device, runtime.deterministic)
         gradient = VirtualWorkerComputer(mechanism, engine, dataset)
         self.computers: dict[Query, VirtualWorkerComputer] = {mechanism.query: gradient}
@@ -186,6 +192,7 @@ class PlannedWorkload:
             "initial_parameters": (computation.initial_parameters, start),
             "frozen": (computation.frozen, frozen_digest(facts.contents)),
             "dataset": (computation.dataset, setup.dataset.identity_digest()),
+            "tokenizer": (computation.tokenizer, facts.tokenizer),
             "known_answer": (manifest.known_answer, self.known_answer),
             "dataset_fingerprint": (manifest.dataset_fingerprint, facts.dataset_fingerprint),
         }

@@ -26,6 +26,7 @@ from raycloak.coordinator.audit.canaries import MODULE, CanaryTask, canary_signs
 from raycloak.coordinator.config.home import ledger_url
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.console.output import attach_log
+from raycloak.coordinator.planning.model_source import model_source
 from raycloak.coordinator.planning.payer import account_cap
 from raycloak.coordinator.planning.plan import plan_mechanism
 from raycloak.coordinator.planning.references import descriptor
@@ -40,7 +41,7 @@ from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.events import EventWriter
 from raycloak.workers.inputs.datasets import dataset_form
-from raycloak.workers.inputs.models import ModelSource, parameter_count
+from raycloak.workers.inputs.models import parameter_count
 from raycloak.workers.messages import WorkerSetup
 from raycloak.workers.terms.mechanism import Mechanism
 
@@ -255,7 +256,7 @@ def _setup(config: RunConfig, folder: Path, task: CanaryTask) -> WorkerSetup:
     """Set up the audit's own task."""
     assert config.model is not None, "the audit's own task is named"
     return WorkerSetup(
-        model=ModelSource.of(config.model),
+        model=model_source(config.model),
         loss=config.loss,
         dataset=task.described(),
         base=str(folder),

@@ -23,15 +23,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.config.run import ModelField, RunConfig
 from raycloak.coordinator.config.sections import DatasetConfig, Section
+from raycloak.coordinator.planning.model_source import model_source
 from raycloak.coordinator.planning.references import descriptor
 from raycloak.metrics.errors import ConfigError, ModelError
 from raycloak.workers.gradients.gradient_parts import PerExampleGradients
 from raycloak.workers.inputs.canaries import CanaryDataset
 from raycloak.workers.inputs.datasets import Dataset, dataset_form
 from raycloak.workers.inputs.descriptor import AuditedExamples, DatasetDescriptor
-from raycloak.workers.inputs.models import LossFn, ModelSource, build_model, loss_function
+from raycloak.workers.inputs.models import LossFn, build_model, loss_function
+from raycloak.workers.inputs.text_model import check_text
 
 RAW_NORM = 2.0**10
 """The norm of a canary's gradient before clipping, in units of C: a missing or late clip cannot be overlooked."""
@@ -81,15 +83,17 @@ class CanaryTask(Section):
     Attributes:
         base: absolute folder that names of the audited configuration start from.
         feature_shape, output_shape: shapes of one example.
+        vocabulary: number of ids that integer features are; None for other features.
         included: the coins. Secret, like the examples: the file has mode 0600.
         raw_norm: norm of a canary's gradient before clipping.
     """
 
     base: str
     dataset: DatasetConfig
-    model_function: str
+    model: ModelField
     loss_function: str
     feature_shape: tuple[int, ...]
+    vocabulary: int | None
     output_shape: tuple[int, ...]
     included: tuple[bool, ...]
     raw_norm: float
@@ -105,8 +109,9 @@ class CanaryTask(Section):
             raise ConfigError("config", "an audit needs both dataset and model.", "Name them in the configuration.")
         if config.dataset.kind == "sealed":
             raise ConfigError("config", "an audit takes no sealed dataset.", "Audit it where it is in the clear.")
-        form = dataset_form(descriptor(config.dataset).open(base))
-        inner = build_model(ModelSource.of(config.model), base, config.seed)
+        opened = descriptor(config.dataset).open_slices(base)
+        form = dataset_form(opened.examples)
+        inner = build_model(model_source(config.model), base, config.seed)
         zeros = np.zeros((2, *form.feature_shape), form.feature_dtype)
         try:
             with torch.no_grad():
@@ -120,9 +125,10 @@ class CanaryTask(Section):
         task = cls(
             base=str(base.resolve()),
             dataset=config.dataset,
-            model_function=config.model,
+            model=config.model,
             loss_function=config.loss,
             feature_shape=form.feature_shape,
+            vocabulary=check_text(inner, form, config.loss, opened.vocabulary, config.dataset.classes),
             output_shape=output_shape,
             included=tuple(bool(each) for each in included),
             raw_norm=RAW_NORM * config.dp_config.max_grad_norm,
@@ -179,12 +185,12 @@ class CanaryTask(Section):
 
     def described(self) -> DatasetDescriptor:
         """Return the descriptor of the dataset, for a worker whose base folder :meth:`write` wrote to."""
-        own, key = self.dataset, self.dataset.fingerprint_key
+        key = self.dataset.fingerprint_key
         return DatasetDescriptor(
             kind="canaries",
             path=_EXAMPLES_FILE,
-            vocabulary=own.vocabulary,
-            public=own.public,
+            vocabulary=self.vocabulary,
+            public=self.dataset.public,
             fingerprint_key=str(Path(self.base) / key) if key else None,
         )
 
@@ -194,11 +200,7 @@ class CanaryTask(Section):
 
     def make_model(self) -> CanaryModel:
         """Build the model. The user's is drawn first, so that its initial parameters are as in the audited run."""
-        inner = ModelSource.of(self.model_function).function(self.base)()
-        if not isinstance(inner, nn.Module):
-            raise ModelError(
-                "model_function", f"{self.model_function} returned no torch.nn.Module.", "Let it return one."
-            )
+        inner, _ = model_source(self.model).drawing(self.base)()
         return CanaryModel(inner, self.feature_shape, len(self.included))
 
     def loss(self, output: Tensor, labels: Tensor) -> Tensor:

@@ -5,12 +5,13 @@ Checks that need the data or the model (capacity, budget, layers) are in `coordi
 """
 
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
 from raycloak.attestation.files.yaml_reader import parse_yaml, read_yaml
 from raycloak.coordinator.config.sections import (
+    LOSS_OF_TASK,
     AttestationConfig,
     CheckpointConfig,
     DatasetConfig,
@@ -21,6 +22,7 @@ from raycloak.coordinator.config.sections import (
     LedgerConfig,
     MeasurementsConfig,
     MetricsConfig,
+    ModelConfig,
     OptimizerConfig,
     PlacementConfig,
     RingConfig,
@@ -32,6 +34,17 @@ S = TypeVar("S", bound=Section)
 
 MOST_VIRTUAL_WORKERS = 8
 """Virtual workers of a run that does not say how many, unless fewer save rows or there are more workers."""
+
+
+def _kind_of_model(model: Any) -> str:
+    return "hub" if isinstance(model, dict | ModelConfig) else "function"
+
+
+# By the kind that was given, an error is of one alternative and names its field.
+ModelField = (
+    Annotated[Annotated[str, Tag("function")] | Annotated[ModelConfig, Tag("hub")], Discriminator(_kind_of_model)]
+    | None
+)
 
 
 class RunConfig(Section):
@@ -47,8 +60,10 @@ class RunConfig(Section):
         batch_size_per_worker, expected_batch_size: the public batch size, one of the two.
         micro_batch_size: most physical rows per forward pass; where it is not given, as many as memory holds.
         steps: planned steps.
-        model: ``module:function`` that returns a ``torch.nn.Module``; a Trainer may be given a callable instead.
-        loss: ``cross_entropy``, ``mse`` or ``module:function`` of (output, label) giving one loss per example.
+        model: ``module:function`` that returns a ``torch.nn.Module``, or a Hugging Face model by configuration; a
+            Trainer may be given a callable instead.
+        loss: ``cross_entropy``, ``token_cross_entropy``, ``next_token_cross_entropy``, ``mse`` or ``module:function``
+            of (output, label) giving one loss per example; the task's own for a Hugging Face model.
         seed: public seed of the model's initial parameters.
         aggregators: S, number of parameter ranges.
         epoch_steps: E; virtual-worker keys change every E steps, on fresh evidence.
@@ -73,7 +88,7 @@ class RunConfig(Section):
     expected_batch_size: float | None = Field(default=None, gt=0)
     micro_batch_size: int | None = Field(default=None, gt=0)
     steps: int = Field(default=200, gt=0)
-    model: str | None = None
+    model: ModelField = None
     loss: str = "cross_entropy"
     seed: int = Field(default=0, ge=0, lt=2**63)
     dataset: DatasetConfig | None = None
@@ -98,6 +113,23 @@ class RunConfig(Section):
     cpu_capability: Literal["default", "avx2", "avx512"] = "avx2"
     threads_per_worker: int = Field(default=1, gt=0, le=1024)
     allow_nondeterministic: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _follow_the_model(cls, raw: Any) -> Any:
+        """Take the loss from the model's task, and the tokenizer of text from the model."""
+        if not isinstance(raw, dict) or not isinstance(raw.get("model"), dict | ModelConfig):
+            return raw
+        given = raw["model"]
+        model = given.model_dump() if isinstance(given, ModelConfig) else given
+        if "loss" not in raw and model.get("task") in LOSS_OF_TASK:
+            raw = {**raw, "loss": LOSS_OF_TASK[model["task"]]}
+        if isinstance(raw.get("dataset"), dict):
+            raw = {**raw, "dataset": _with_tokenizer(raw["dataset"], model.get("hf"))}
+        split = raw.get("evaluation")
+        if isinstance(split, dict) and isinstance(split.get("dataset"), dict):
+            raw = {**raw, "evaluation": {**split, "dataset": _with_tokenizer(split["dataset"], model.get("hf"))}}
+        return raw
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -136,6 +168,15 @@ class RunConfig(Section):
             raise ValueError("colluding_workers must leave two honest workers out of min_workers")
         return self
 
+    @model_validator(mode="after")
+    def _one_tokenizer(self) -> Self:
+        if self.dataset is None or self.evaluation is None:
+            return self
+        trained, measured = self.dataset.tokenizer, self.evaluation.dataset.tokenizer
+        if trained is not None and measured is not None and trained != measured:
+            raise ValueError("evaluation.dataset.tokenizer must be dataset.tokenizer: the model knows one vocabulary")
+        return self
+
     @property
     def fewest_workers(self) -> int:
         """The ``min_workers``, or its default: 2 with secure aggregation, else 1."""
@@ -168,6 +209,11 @@ class RunConfig(Section):
             return self.expected_batch_size
         assert self.batch_size_per_worker is not None
         return float(self.num_workers * self.batch_size_per_worker)
+
+
+def _with_tokenizer(dataset: dict[str, Any], hf: Any) -> dict[str, Any]:
+    of_text = dataset.get("kind") in ("text", "text_blocks")
+    return {"tokenizer": hf, **dataset} if of_text else dataset
 
 
 def parse_config(raw: Any, overrides: list[str] | None = None) -> RunConfig:

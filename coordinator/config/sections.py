@@ -7,6 +7,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 
 Kept = Literal["sealed", "clear"]
 
+LOSS_OF_TASK = {
+    "sequence_classification": "cross_entropy",
+    "causal_lm": "next_token_cross_entropy",
+    "token_classification": "token_cross_entropy",
+}
+"""The loss of each task of a Hugging Face model."""
+
 
 def _address(text: str) -> str:
     host, _, port = text.rpartition(":")
@@ -73,14 +80,19 @@ class DatasetConfig(Section):
     """The place of the examples, and how they are read.
 
     Attributes:
-        kind: ``digits`` (scikit-learn's 1,797 images), ``npz``, ``parquet``, ``module`` (``module:function``) or
-            ``sealed`` (what ``raycloak data seal`` wrote).
-        path: file of an npz or parquet dataset, folder of a sealed one, relative to the config file.
+        kind: ``digits`` (scikit-learn's 1,797 images), ``npz``, ``parquet``, ``text`` (a parquet table or a ``.tsv``
+            file of text and class number), ``text_blocks`` (one text file, cut to blocks), ``module``
+            (``module:function``) or ``sealed`` (what ``raycloak data seal`` wrote).
+        path: file of an npz, parquet or text dataset, folder of a sealed one, relative to the config file.
         function: ``module:function`` that returns a `raycloak.workers.inputs.datasets.Dataset`.
         split: ``train`` or ``public`` for ``digits``.
-        features, labels: array or column names of npz and parquet.
+        features, labels: array or column names of npz and parquet; of a parquet table of text too.
         scale: public constant that every feature is divided by.
         vocabulary: N, if features are integers: they are ids 0 .. N-1. A public constant, compared with no example.
+        classes: K, if labels are classes 0 .. K-1. A public constant, compared with the model's head and no example.
+        tokenizer: of text: a folder relative to the config file, or a name on the Hugging Face hub; the model's if
+            absent.
+        max_length: T of text: each example is cut or padded to so many tokens.
         public: declares that the data needs no protection; of a sealed evaluation split, that results on it need none.
         fingerprint_key: file of 64 hexadecimal digits beside the data, with which every worker computes the
             fingerprint that an account may be bound to; relative to the config file.
@@ -88,7 +100,7 @@ class DatasetConfig(Section):
             file.
     """
 
-    kind: Literal["digits", "npz", "parquet", "module", "sealed"]
+    kind: Literal["digits", "npz", "parquet", "text", "text_blocks", "module", "sealed"]
     path: str | None = None
     function: str | None = None
     split: Literal["train", "public"] = "train"
@@ -96,20 +108,71 @@ class DatasetConfig(Section):
     labels: str = "labels"
     scale: float = Field(default=1.0, gt=0)
     vocabulary: int | None = Field(default=None, gt=1, le=2**31)
+    classes: int | None = Field(default=None, gt=0, le=2**31)
+    tokenizer: str | None = Field(default=None, min_length=1)
+    max_length: int | None = Field(default=None, gt=0, le=2**20)
     public: bool = False
     fingerprint_key: str | None = None
     key_file: str | None = None
 
     @model_validator(mode="after")
     def _fields_of_kind(self) -> Self:
-        if (self.kind in ("npz", "parquet", "sealed")) != (self.path is not None):
-            raise ValueError("path belongs to kind npz, parquet or sealed, and is needed there")
+        of_text = self.kind in ("text", "text_blocks")
+        if (of_text or self.kind in ("npz", "parquet", "sealed")) != (self.path is not None):
+            raise ValueError("path belongs to kind npz, parquet, text, text_blocks or sealed, and is needed there")
+        if of_text != (self.max_length is not None) or of_text != (self.tokenizer is not None):
+            raise ValueError("tokenizer and max_length belong to kind text and text_blocks, and are needed there")
+        if of_text and (self.scale != 1.0 or self.vocabulary is not None):
+            raise ValueError("text has no scale, and its vocabulary is the tokenizer's")
         if (self.kind == "sealed") != (self.key_file is not None):
             raise ValueError("key_file belongs to kind sealed, and is needed there")
         if self.kind == "sealed" and (self.fingerprint_key is not None or self.scale != 1.0):
             raise ValueError("a sealed dataset has no fingerprint_key or scale; apply them before sealing")
         if (self.kind == "module") != (self.function is not None):
             raise ValueError("function belongs to kind module, and is needed there")
+        return self
+
+
+class LoraConfig(Section):
+    """A LoRA adapter by PEFT; all of the model but the adapter and a head of classes is frozen.
+
+    Attributes:
+        rank, alpha: r, and the scale alpha / r of what the adapter adds.
+        target_modules: last parts of the names of the layers that are adapted, or ``all-linear``; PEFT's choice for
+            the type of model if absent.
+        bias: which biases are trained too.
+    """
+
+    rank: int = Field(default=8, gt=0, le=2**16)
+    alpha: float = Field(default=16.0, gt=0)
+    target_modules: list[str] | Literal["all-linear"] | None = None
+    bias: Literal["none", "all", "lora_only"] = "none"
+
+
+class ModelConfig(Section):
+    """A Hugging Face model.
+
+    Attributes:
+        hf: folder relative to the config file, or a name on the hub.
+        task: which head it gets; a head that the checkpoint does not have is drawn from ``seed``.
+        revision: branch, tag or commit on the hub.
+        classes: outputs of the head; the checkpoint's own number if absent.
+        allow_remote_code: lets Python files that come with the model run in every worker; the manifest has their
+            digest.
+        lora: the adapter to train; everything is trained if absent.
+    """
+
+    hf: str = Field(min_length=1)
+    task: Literal["sequence_classification", "causal_lm", "token_classification"]
+    revision: str | None = None
+    classes: int | None = Field(default=None, gt=0, le=2**20)
+    allow_remote_code: bool = False
+    lora: LoraConfig | None = None
+
+    @model_validator(mode="after")
+    def _classes_of_a_head(self) -> Self:
+        if self.task == "causal_lm" and self.classes is not None:
+            raise ValueError("classes belongs to a classification task; causal_lm predicts tokens")
         return self
 
 

@@ -67,7 +67,7 @@ class Founders:
 
 def _class(facts: WorkerFacts) -> Hashable:
     """The facts by which the founders of a run are told apart."""
-    return facts.numerics, facts.model_code, facts.contents
+    return facts.numerics, facts.model_code, facts.tokenizer, facts.contents
 
 
 def _refuse_other_models(members: Members, facts: Mapping[str, WorkerFacts], chosen: WorkerFacts) -> None:

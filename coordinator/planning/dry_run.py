@@ -10,8 +10,9 @@ from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.planning.cross_check import checked
+from raycloak.coordinator.planning.model_source import model_source
 from raycloak.coordinator.planning.payer import PayingAccount, paying_account
-from raycloak.coordinator.planning.plan import Plan, make_plan
+from raycloak.coordinator.planning.plan import Plan, make_plan, with_notes
 from raycloak.coordinator.planning.references import descriptor, evaluation_form, preflight, sealed_terms
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.evaluation import check_evaluation_form
@@ -19,7 +20,8 @@ from raycloak.workers.gradients.model_checks import check_rows, check_trainable
 from raycloak.workers.gradients.row_memory import largest_rows
 from raycloak.workers.gradients.sum_engines import check_measurable
 from raycloak.workers.inputs.datasets import dataset_form
-from raycloak.workers.inputs.models import ModelSource, build_model, loss_function, parameter_count, trainable_tensors
+from raycloak.workers.inputs.models import build_noted, loss_function, parameter_count, trainable_tensors
+from raycloak.workers.inputs.text_model import check_text
 
 
 def plan_of(config: RunConfig, config_dir: Path) -> Plan:
@@ -37,22 +39,27 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
         raise ConfigError("config", "a plan needs both dataset and model.", "Name them in the configuration.")
     preflight(config, config_dir)
     data = descriptor(config.dataset)
-    form = dataset_form(data.open(config_dir))
-    model = build_model(ModelSource.of(config.model), config_dir, config.seed)
+    opened = data.open_slices(config_dir)
+    form = dataset_form(opened.examples)
+    source = model_source(config.model)
+    model, notes = build_noted(source, config_dir, config.seed)
     loss, _ = loss_function(config.loss, config_dir)
     split_ranges(trainable_tensors(model), config.aggregators)
     deterministic = not config.allow_nondeterministic
-    check_trainable(model, form, loss, deterministic, data.vocabulary)
+    if source.hub is not None:
+        source.hub.check_tokenizer(data.tokenizer, config_dir)
+    vocabulary = check_text(model, form, config.loss, opened.vocabulary, data.classes)
+    check_trainable(model, form, loss, deterministic, vocabulary)
     sealed = sealed_terms(config, config_dir, "evaluation")
     if sealed is not None:
         check_evaluation_form(evaluation_form(sealed), form)
-    rows = largest_rows(model, form, loss, deterministic, data.vocabulary)
+    rows = largest_rows(model, form, loss, deterministic, vocabulary)
     plan = make_plan(config, form.num_examples, parameter_count(model), _account(config), rows)
     for measurement in plan.measurements:
         check_measurable(measurement, form)
     mechanisms = (plan.mechanism, *(each.mechanism for each in plan.measurements))
-    check_rows(model, form, loss, mechanisms, deterministic, data.vocabulary)
-    return checked(plan)
+    check_rows(model, form, loss, mechanisms, deterministic, vocabulary)
+    return checked(with_notes(plan, notes))
 
 
 def _account(config: RunConfig) -> PayingAccount | None:

@@ -41,6 +41,7 @@ def build_computation(
         optimizer=OptimizerSpec.model_validate(config.optimizer.model_dump()),
         numerics=facts.numerics,
         dataset=dataset.identity_digest(),
+        tokenizer=facts.tokenizer,
         epoch_steps=config.epoch_steps,
     )
 

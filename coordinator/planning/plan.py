@@ -415,6 +415,11 @@ def _reach(run: Schedule, cap: float, delta: float, orders: tuple[float, ...]) -
     return low, low if run.epsilon(low, low, delta, orders) <= cap else low - 1
 
 
+def with_notes(plan: Plan, notes: tuple[str, ...]) -> Plan:
+    """Return ``plan`` with sentences for its reader about how the model was built."""
+    return replace(plan, warnings=(*plan.warnings, *(f"The model: {note}" for note in notes)))
+
+
 def _epsilon_curve(
     run: Schedule, steps: int, measured: int, delta: float, orders: tuple[float, ...]
 ) -> tuple[tuple[int, float], ...]:

@@ -12,10 +12,10 @@ from pathlib import Path
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.planning.model_source import model_source
 from raycloak.coordinator.record.folder import RunFolder
 from raycloak.coordinator.runs.execution import Execution
 from raycloak.metrics.errors import ConfigError
-from raycloak.workers.inputs.models import ModelSource
 
 _STEPS = re.compile(r"(\d+):(\d+)")
 
@@ -75,7 +75,7 @@ def replay(run_dir: Path, steps: tuple[int, int], workers: int, notice: Callable
     if config.model is None or config.dataset is None:
         raise ConfigError("config", "the run was given its model or data in Python.", "Name both in the configuration.")
     before = _charged_steps(config, folder)
-    execution = Execution(config, ModelSource.of(config.model), folder.record.base, notice=notice)
+    execution = Execution(config, model_source(config.model), folder.record.base, notice=notice)
     finished = execution.replay(folder, manifest, *steps)
     after = _charged_steps(config, folder)
     assert after == before, "a replay charges nothing"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.planning.model_source import model_source
 from raycloak.coordinator.planning.plan import check_public
 from raycloak.coordinator.planning.references import preflight
 from raycloak.coordinator.record.folder import unfinished_run
@@ -66,7 +67,7 @@ class Trainer:
         check_public(config)
         base = config_dir or Path.cwd()
         preflight(config, base)
-        model = ModelSource.of(model_init_fn if model_init_fn is not None else config.model or "")
+        model = ModelSource.of(model_init_fn) if model_init_fn is not None else model_source(config.model)
         self._config = config
         self._secret = str(run_secret.resolve()) if run_secret else None
         self._resume = resume

@@ -26,7 +26,7 @@ from raycloak.coordinator.membership.membership import Membership
 from raycloak.coordinator.planning.cross_check import checked
 from raycloak.coordinator.planning.manifest import build_computation, build_manifest, epochs, run_terms
 from raycloak.coordinator.planning.payer import PayingAccount, account_cap, paying_account
-from raycloak.coordinator.planning.plan import Plan, keys_per_machine, make_plan
+from raycloak.coordinator.planning.plan import Plan, keys_per_machine, make_plan, with_notes
 from raycloak.coordinator.planning.references import given_contract, require_other_content, sealed_terms
 from raycloak.coordinator.record.same_run import require_ledger, require_same_manifest
 from raycloak.coordinator.training.assignment import Order
@@ -78,7 +78,8 @@ def admit(order: Order, founders: Founders, reporter: Reporter, evaluation: Seal
     require_other_content(config, Path(order.setup.base), facts.dataset_fingerprint)
     named = _paying_account(order)
     dimension = sum(tensor.size for tensor in facts.tensors)
-    plan = checked(make_plan(config, facts.num_examples, dimension, named, facts.largest_rows))
+    planned = make_plan(config, facts.num_examples, dimension, named, facts.largest_rows)
+    plan = checked(with_notes(planned, facts.model_notes))
     reporter.planned(plan)
     account = config.ledger.account or f"run-{session.run_id}"
     known_answer = founders.known_answer(plan.mechanism, plan.measurements)

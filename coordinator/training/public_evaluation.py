@@ -15,9 +15,10 @@ from raycloak.coordinator.planning.references import descriptor, require_public
 from raycloak.coordinator.record.outcome import Evaluation
 from raycloak.coordinator.training.model import Model, ModelReader
 from raycloak.workers.evaluation import Scorer, metric_of
-from raycloak.workers.inputs.datasets import Dataset
+from raycloak.workers.inputs.datasets import Dataset, dataset_form
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.models import ModelSource, build_model, loss_function
+from raycloak.workers.inputs.text_model import check_text
 
 
 def open_public(descriptor: DatasetDescriptor, base: Path | str) -> Dataset:
@@ -48,7 +49,10 @@ class Evaluator:
         self.every = every
         loss_fn, _ = loss_function(loss, base)
         self._metric = metric_of(loss)
-        self._scorer = Scorer(build_model(source, base, seed), loss_fn, self._metric)
+        module = build_model(source, base, seed)
+        # Now, and not at the first evaluation, when steps are charged.
+        check_text(module, dataset_form(dataset), loss, None, None)
+        self._scorer = Scorer(module, loss_fn, self._metric)
         self._dataset = dataset
 
     def measure(self, parameters: NDArray[np.float32]) -> Evaluation:

@@ -21,9 +21,10 @@ from raycloak.workers.inputs.canaries import CanaryDataset
 from raycloak.workers.inputs.datasets import ArrayDataset, Dataset, SteadyDataset, check_arrays, dataset_form
 from raycloak.workers.inputs.files import Arrays, open_examples, read_digits, read_npz, read_parquet
 from raycloak.workers.inputs.sealed import ClearSlices, SealedDataset, SliceLocks
+from raycloak.workers.inputs.text_data import Tokenizer, packed, read_blocks, read_texts
 from raycloak.workers.inputs.user_code import resolve
 
-DatasetKind = Literal["digits", "npz", "parquet", "module", "sealed", "canaries"]
+DatasetKind = Literal["digits", "npz", "parquet", "text", "text_blocks", "module", "sealed", "canaries"]
 
 # Four fifths of the 1,797 digits train; the rest is the public split.
 DIGITS_TRAIN = 1437
@@ -36,12 +37,16 @@ class OpenedDataset:
     Attributes:
         examples: all of them; a sealed slice is refused until its key has come.
         slices: where the keys of slices go.
+        vocabulary: public number of ids that integer features are; None if nobody says.
+        tokenizer: digest of the tokenizer that made them of text; empty for other data.
         file_digest: SHA-256 of the one file whose bytes the examples were read from. Empty if there is no such file,
             or the descriptor names no ``fingerprint_key``.
     """
 
     examples: Dataset
     slices: SliceLocks
+    vocabulary: int | None = None
+    tokenizer: bytes = b""
     file_digest: bytes = b""
 
 
@@ -49,16 +54,20 @@ class DatasetDescriptor(Message):
     """The place of a dataset, and how its examples are read.
 
     Attributes:
-        kind: ``digits``, ``npz``, ``parquet``, ``module``, ``sealed``, or an audit's ``canaries``, which no
-            configuration can name.
-        path: file of an npz or parquet dataset, folder of a sealed one, or the file of :class:`AuditedExamples`,
-            relative to the base folder or absolute.
+        kind: ``digits``, ``npz``, ``parquet``, ``text``, ``text_blocks``, ``module``, ``sealed``, or an audit's
+            ``canaries``, which no configuration can name.
+        path: file of examples, folder of a sealed dataset, or the file of :class:`AuditedExamples`, relative to the
+            base folder or absolute.
         function: ``module:function`` without arguments that returns a :class:`Dataset`.
         split: ``train`` or ``public`` part of ``digits``.
-        features: array name of npz; column names of parquet. Several scalar columns make a vector.
+        features: array name of npz; column names of parquet. Several scalar columns make a vector. Column of text.
         labels: array or column name.
         scale: public constant that every feature is divided by.
-        vocabulary: public number N of the ids 0 .. N-1 that integer features are; None for other features.
+        vocabulary: public number N of the ids 0 .. N-1 that integer features are; None for other features and for
+            text, whose tokenizer knows it.
+        classes: public number of classes that labels are declared to be of.
+        tokenizer: of text; a folder, or a name on the hub.
+        max_length: T, tokens of an example of text.
         public: whether the data is declared to need no protection.
         fingerprint_key: file of the key of `raycloak.workers.inputs.fingerprint`, relative to the base folder or
         absolute.
@@ -74,12 +83,18 @@ class DatasetDescriptor(Message):
     labels: str = "labels"
     scale: float = 1.0
     vocabulary: int | None = None
+    classes: int | None = None
+    tokenizer: str | None = None
+    max_length: int | None = None
     public: bool = False
     fingerprint_key: str | None = None
 
     def identity_digest(self) -> bytes:
-        """Return a SHA-256 over all that says which data this is, but not where: a moved file is the same dataset."""
-        return self.model_copy(update={"path": None, "fingerprint_key": None}).digest()
+        """Return a SHA-256 over all that says which data this is, but not where: a moved file is the same dataset.
+
+        A tokenizer is known by its content, which the manifest has beside this.
+        """
+        return self.model_copy(update={"path": None, "fingerprint_key": None, "tokenizer": None}).digest()
 
     def open(self, base: Path | str) -> Dataset:
         """Open the dataset for a process that needs no keys of slices; see :meth:`open_slices`."""
@@ -91,10 +106,12 @@ class DatasetDescriptor(Message):
         Raises:
             DatasetError: ``dataset_unreadable``, ``dataset_empty``, ``dataset_lengths``, ``dataset_array`` or
                 ``dataset_dtype``.
-            ConfigError: ``module_function``, or ``sealed_data``.
+            ConfigError: ``module_function``, ``sealed_data``, or what
+                `raycloak.workers.inputs.text_data.Tokenizer.load` raises.
             ProtocolError: ``malformed`` for the file of ``canaries``.
         """
-        return _OPENERS[self.kind](self, Path(base))
+        opened = _OPENERS[self.kind](self, Path(base))
+        return opened if opened.vocabulary is not None else replace(opened, vocabulary=self.vocabulary)
 
 
 class AuditedExamples(Message):
@@ -154,6 +171,21 @@ def _open_file(
     return opened
 
 
+def _open_text(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
+    assert descriptor.tokenizer is not None, "text comes with a tokenizer"
+    assert descriptor.max_length is not None, "text comes with a length"
+    path, length = _path(descriptor, base), descriptor.max_length
+    tokenizer = Tokenizer.load(descriptor.tokenizer, base)
+    file, file_digest = open_examples(path, hashed=descriptor.fingerprint_key is not None)
+    with file:
+        if descriptor.kind == "text_blocks":
+            ids, labels = read_blocks(file, path, tokenizer, length)
+        else:
+            ids, labels = read_texts(file, path, descriptor.features[0], descriptor.labels, tokenizer, length)
+    examples = ArrayDataset(ids, labels, name=str(path))
+    return OpenedDataset(examples, ClearSlices(), tokenizer.vocabulary, tokenizer.content, file_digest)
+
+
 def _open_canaries(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
     path = _path(descriptor, base)
     try:
@@ -166,7 +198,7 @@ def _open_canaries(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
 
 
 def _path(descriptor: DatasetDescriptor, base: Path) -> Path:
-    assert descriptor.path is not None, "kinds npz, parquet, sealed and canaries come with a path"
+    assert descriptor.path is not None, "kinds of files and folders come with a path"
     return base / descriptor.path
 
 
@@ -178,6 +210,8 @@ _OPENERS: Mapping[DatasetKind, Callable[[DatasetDescriptor, Path], OpenedDataset
     "digits": _open_digits,
     "npz": _open_file(read_npz),
     "parquet": _open_file(read_parquet),
+    "text": _open_text,
+    "text_blocks": _open_text,
     "module": _open_module,
     "sealed": _open_sealed,
     "canaries": _open_canaries,
@@ -185,14 +219,15 @@ _OPENERS: Mapping[DatasetKind, Callable[[DatasetDescriptor, Path], OpenedDataset
 
 
 def export_in_memory(dataset: Any, path: Path) -> DatasetDescriptor:
-    """Write a map-style PyTorch dataset of (x, y) pairs to an npz file of mode 0600 that local workers open.
+    """Write a map-style PyTorch dataset to an npz file of mode 0600 that local workers open.
 
     The examples pass through this process, so it must be trusted with them; they never enter an object store. An
     existing file is replaced as a whole.
 
     Args:
-        dataset: has ``__len__`` and ``__getitem__``; x and y are tensors, arrays or numbers of one shape each. Where x
-            is integer, an attribute ``vocabulary`` says how many ids there are.
+        dataset: has ``__len__`` and ``__getitem__``. An example is a pair (x, y), tensors, arrays or numbers of one
+            shape each, or a mapping with ``input_ids``, ``attention_mask`` and ``labels``. Where x is integer, an
+            attribute ``vocabulary`` says how many ids there are; a text model says it too.
         path: absolute path of the file to write.
 
     Raises:
@@ -232,8 +267,12 @@ def _items(dataset: Any) -> Iterator[Any]:
 
 
 def _pair(item: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+    if isinstance(item, Mapping):
+        return packed(item)
     if not isinstance(item, tuple | list) or len(item) != 2:
         raise DatasetError(
-            "dataset_array", "an example of the dataset is not a pair.", "Let each be (features, label)."
+            "dataset_array",
+            "an example of the dataset is not a pair.",
+            "Let each be (features, label), or a mapping as tokenizers of Hugging Face give it.",
         )
     return np.asarray(item[0]), np.asarray(item[1])

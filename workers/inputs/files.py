@@ -112,20 +112,36 @@ def read_parquet(file: BinaryIO, path: Path, features: tuple[str, ...], labels: 
         DatasetError: ``dataset_unreadable``, ``dataset_empty``, or ``dataset_array`` if there is no such column or it
             does not give each example as many numbers.
     """
+    table = parquet_table(file, path, (*features, labels))
+    columns = [numbers(table.column(name), f"{path}, column '{name}'") for name in features]
+    if len(columns) > 1 and any(column.ndim > 1 for column in columns):
+        raise DatasetError(
+            "dataset_array", f"{path}: of several feature columns one holds lists.", "Name that one alone."
+        )
+    label = numbers(table.column(labels), f"{path}, column '{labels}'")
+    return columns[0] if len(columns) == 1 else np.stack(columns, axis=1), label
+
+
+def parquet_table(file: BinaryIO, path: Path, columns: tuple[str, ...]) -> Any:
+    """Return those columns of a parquet file as a `pyarrow.Table`.
+
+    Raises:
+        DatasetError: ``dataset_unreadable``, ``dataset_empty``, or ``dataset_array`` if there is no such column.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         parquet = pq.ParquetFile(file)
         present = parquet.schema_arrow.names
-        missing = [name for name in (*features, labels) if name not in present]
+        missing = [name for name in columns if name not in present]
         if missing:
             raise DatasetError(
                 "dataset_array",
                 f"{path} has no column '{missing[0]}'; it has {', '.join(present)}.",
                 "Set dataset.features and dataset.labels.",
             )
-        table = parquet.read(columns=[*features, labels])
+        table = parquet.read(columns=list(columns))
     except (OSError, pa.ArrowException, ValueError) as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise file_error("dataset_unreadable", "read", path, error, DatasetError) from None
@@ -135,16 +151,10 @@ def read_parquet(file: BinaryIO, path: Path, features: tuple[str, ...], labels: 
         ) from None
     if len(table) == 0:
         raise DatasetError("dataset_empty", f"{path} has no examples.", "Name a dataset with examples.")
-    columns = [_column(table.column(name), f"{path}, column '{name}'") for name in features]
-    if len(columns) > 1 and any(column.ndim > 1 for column in columns):
-        raise DatasetError(
-            "dataset_array", f"{path}: of several feature columns one holds lists.", "Name that one alone."
-        )
-    label = _column(table.column(labels), f"{path}, column '{labels}'")
-    return columns[0] if len(columns) == 1 else np.stack(columns, axis=1), label
+    return table
 
 
-def _column(column: Any, name: str) -> NDArray[Any]:
+def numbers(column: Any, name: str) -> NDArray[Any]:
     """Return a column of numbers as [N], a column of equally long lists of numbers as [N, k]."""
     import pyarrow as pa
     import pyarrow.compute as pc

@@ -21,6 +21,9 @@ from torch.nn import functional
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.metrics.errors import ModelError
 from raycloak.workers.inputs.held_values import Held, held_values
+from raycloak.workers.inputs.hub_model import HubSpec
+from raycloak.workers.inputs.text_data import IGNORED
+from raycloak.workers.inputs.text_model import as_text_model
 from raycloak.workers.inputs.user_code import resolve, source_digest
 from raycloak.workers.terms.manifest import TensorSpec
 from raycloak.workers.terms.parameter_digest import ATTRIBUTES, TensorContent, dimension, split_flat
@@ -38,32 +41,61 @@ class ModelSource:
     """The source of a model, in a form that travels to workers.
 
     Attributes:
-        name: ``module:function``, or the qualified name of a callable.
+        name: ``module:function``, the qualified name of a callable, or the last part of a model's path or hub name.
         pickled: a callable's pickled form; empty for ``module:function``.
         code: a callable's source digest; empty for ``module:function``.
+        hub: of a Hugging Face model by configuration; None for the others.
     """
 
     name: str
     pickled: bytes = b""
     code: bytes = b""
+    hub: HubSpec | None = None
 
     @classmethod
-    def of(cls, model: str | Callable[[], nn.Module]) -> "ModelSource":
-        """Return the source of a ``module:function`` or of a callable without arguments."""
+    def of(cls, model: str | HubSpec | Callable[[], nn.Module]) -> "ModelSource":
+        """Return the source of a ``module:function``, a model by configuration or a callable without arguments."""
         if isinstance(model, str):
             return cls(model)
+        if isinstance(model, HubSpec):
+            # Not the whole path: the manifest has the name, and a model that was moved is the same.
+            return cls(Path(model.hf).name, hub=model)
         name = getattr(model, "__qualname__", type(model).__qualname__)
         return cls(name, cloudpickle.dumps(model), source_digest(model, Path()))
 
     def code_digest(self, base: Path | str) -> bytes:
-        """Return a SHA-256 of the source, see `workers/inputs/user_code.py`; ConfigError as there."""
+        """Return a SHA-256 of the source, see `workers/inputs/user_code.py` and `hub_model.py`; errors as there."""
+        if self.hub is not None:
+            return self.hub.code_digest(base)
         return self.code or source_digest(self.name, base)
 
-    def function(self, base: Path | str) -> Callable[[], Any]:
-        """Return the callable that builds the model."""
+    def drawing(self, base: Path | str) -> Callable[[], tuple[nn.Module, tuple[str, ...]]]:
+        """Return what builds the model, drawing from torch's generator; see :func:`build_noted` for what that returns.
+
+        Raises:
+            ConfigError: ``module_function``.
+        """
+        if self.hub is not None:
+            hub = self.hub
+            return lambda: _as_trained(*hub.build(base))
         # Unpickling runs code, but our own driver pickled it, and runs this user's code in any case.
-        loaded: Callable[[], Any] = cloudpickle.loads(self.pickled) if self.pickled else resolve(self.name, base)
-        return loaded
+        function: Callable[[], Any] = cloudpickle.loads(self.pickled) if self.pickled else resolve(self.name, base)
+        return lambda: _as_trained(self._called(function), ())
+
+    def _called(self, function: Callable[[], Any]) -> nn.Module:
+        try:
+            module = function()
+        except Exception as error:  # noqa: BLE001 - only its type is told: its text may hold private data
+            raise ModelError(
+                "model_function", f"{self.name} fails with {type(error).__name__}.", "Call it in Python to see why."
+            ) from None
+        if not isinstance(module, nn.Module):
+            raise ModelError(
+                "model_function",
+                f"{self.name} returned a {type(module).__name__}, not a torch.nn.Module.",
+                "Name a function that returns one.",
+            )
+        return module
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,33 +116,38 @@ class ModelRuntime:
 
 
 def build_model(source: ModelSource, base: Path | str, seed: int) -> nn.Module:
-    """Call the user's function with torch's generator at the public ``seed``; the global generator is left as it was.
+    """Return the module of :func:`build_noted` alone."""
+    return build_noted(source, base, seed)[0]
+
+
+def build_noted(source: ModelSource, base: Path | str, seed: int) -> tuple[nn.Module, tuple[str, ...]]:
+    """Build the model with torch's generator at the public ``seed``; the global generator is left as it was.
 
     Guarantee: a function that draws from torch's CPU generator alone gives the same initial parameters every time,
     in one numerics class.
 
+    Returns:
+        The module, its dropout set to 0, as a `raycloak.workers.inputs.text_model.TextModel` if it is a model of
+        Hugging Face; and sentences for the reader about what was changed or drawn.
+
     Raises:
         ModelError: ``model_function`` if the function fails or returns anything but a module, or what
-            :func:`check_layers` refuses.
-        ConfigError: ``module_function``.
+            :func:`check_layers`, :class:`TextModel` or :meth:`HubSpec.build` refuses.
+        ConfigError: ``module_function``, or as :meth:`HubSpec.build`.
     """
-    function = source.function(base)
+    # Before the seed is set: a module draws only where it is imported for the first time.
+    draw = source.drawing(base)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        try:
-            module = function()
-        except Exception as error:  # noqa: BLE001 - only its type is told: its text may hold private data
-            raise ModelError(
-                "model_function", f"{source.name} fails with {type(error).__name__}.", "Call it in Python to see why."
-            ) from None
-    if not isinstance(module, nn.Module):
-        raise ModelError(
-            "model_function",
-            f"{source.name} returned a {type(module).__name__}, not a torch.nn.Module.",
-            "Name a function that returns one.",
-        )
+        module, notes = draw()
     check_layers(module)
-    return module
+    return module, notes
+
+
+def _as_trained(module: nn.Module, drawn: tuple[str, ...]) -> tuple[nn.Module, tuple[str, ...]]:
+    # Hugging Face gives what it loads in evaluation mode; a model that is trained is in training mode everywhere.
+    trained, changed = as_text_model(module.train())
+    return trained, (*drawn, *changed)
 
 
 def check_layers(module: nn.Module) -> None:
@@ -141,7 +178,7 @@ def check_layers(module: nn.Module) -> None:
 
 
 def loss_function(loss: str, base: Path | str) -> tuple[LossFn, bytes]:
-    """Return the loss of that name and its source digest, which is empty for ``cross_entropy`` and ``mse``.
+    """Return the loss of that name and its source digest, which is empty for one of :data:`BUILT_IN_LOSSES`.
 
     Raises:
         ConfigError: ``module_function``.
@@ -162,6 +199,35 @@ def cross_entropy(output: Tensor, labels: Tensor) -> Tensor:
     return _per_example(torch.where(labels == known, losses, torch.nan))
 
 
+def token_cross_entropy(output: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean cross entropy of each example's own tokens [n], from logits [n, T, classes] and labels [n, T].
+
+    A token with label -100 is not counted; an example without any other has a loss of 0. A label that is no class gives
+    its example a loss of NaN and no gradient: an error would tell of the example.
+
+    Raises:
+        ModelError: ``loss_shape`` if there is not one label per token.
+    """
+    if output.ndim != 3 or output.shape[:2] != labels.shape:
+        raise ModelError(
+            "loss_shape",
+            f"outputs of shape {tuple(output.shape)}, labels {tuple(labels.shape)}.",
+            "token_cross_entropy needs logits [n, T, classes] and labels [n, T].",
+        )
+    counted = labels != IGNORED
+    known = labels.clamp(0, output.shape[2] - 1)
+    # One list of tokens: the kernel for a class dimension in the middle has no deterministic form on a GPU.
+    losses = functional.cross_entropy(output.flatten(0, 1), known.flatten(), reduction="none").reshape(labels.shape)
+    mean = torch.where(counted, losses, 0.0).sum(1) / counted.sum(1).clamp(min=1)
+    return torch.where(((labels == known) | ~counted).all(1), mean, torch.nan)
+
+
+def next_token_cross_entropy(output: Tensor, labels: Tensor) -> Tensor:
+    """Return :func:`token_cross_entropy` of each token given those before it: output t is judged by label t + 1."""
+    # The labels are moved, not the logits: a slice of those would be copied.
+    return token_cross_entropy(output, functional.pad(labels[:, 1:], (0, 1), value=IGNORED))
+
+
 def mse(output: Tensor, labels: Tensor) -> Tensor:
     """Return the squared error, averaged over all values of an example: [n].
 
@@ -177,7 +243,14 @@ def mse(output: Tensor, labels: Tensor) -> Tensor:
     return _per_example((output - labels.reshape(output.shape)).square())
 
 
-BUILT_IN_LOSSES: Mapping[str, LossFn] = MappingProxyType({"cross_entropy": cross_entropy, "mse": mse})
+BUILT_IN_LOSSES: Mapping[str, LossFn] = MappingProxyType(
+    {
+        "cross_entropy": cross_entropy,
+        "token_cross_entropy": token_cross_entropy,
+        "next_token_cross_entropy": next_token_cross_entropy,
+        "mse": mse,
+    }
+)
 """Each computes entry i of its result from row i of output and labels alone."""
 
 

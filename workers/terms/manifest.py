@@ -61,6 +61,7 @@ class NumericsClass(Message):
         threads: per worker.
         engine: how gradients are computed and added up.
         torch, numpy, python: versions.
+        model_libraries: Hugging Face libraries with versions, and the attention, where the model is of theirs.
         deterministic: whether operations without a deterministic kernel are refused; if not, the run is NOT EXACT.
     """
 
@@ -73,11 +74,12 @@ class NumericsClass(Message):
     torch: str
     numpy: str
     python: str
+    model_libraries: str = ""
     deterministic: bool
 
     def computes_like(self, other: "NumericsClass") -> bool:
         """Return whether both give the same bits in an update rule, which runs on one thread of the CPU."""
-        apart = {"device": "", "deterministic": True, "threads": 1}
+        apart = {"device": "", "model_libraries": "", "deterministic": True, "threads": 1}
         return self.model_copy(update=apart) == other.model_copy(update=apart)
 
 
@@ -87,15 +89,17 @@ class Computation(Message):
     Attributes:
         measurements: the other releases beside the gradients, in their order.
         largest_rows: most rows of a micro-batch of any of them, given or measured once; a resume takes it.
-        model: ``module:function`` or the qualified name of a callable, for the reader.
-        model_code: SHA-256 of the model's source.
-        loss: ``cross_entropy``, ``mse`` or ``module:function``.
+        model: ``module:function``, the qualified name of a callable, or the last part of a Hugging Face model's
+            path or name, for the reader.
+        model_code: SHA-256 of the model's source, or of a Hugging Face model's settings and Python files.
+        loss: a built-in one's name, or ``module:function``.
         loss_code: SHA-256 of a custom loss's source, empty for a built-in one.
         tensors: trainable tensors in canonical order.
         parameter_dtype, accumulation_dtype: of parameters and of gradients, and of clipped sums before the ring.
         initial_parameters: parameter digest of the start.
         frozen: digest of every other parameter and buffer of the model; see `workers/terms/parameter_digest.py`.
         dataset: digest of the dataset descriptor's identity (not of its location).
+        tokenizer: digest of the tokenizer that made examples of text; empty for other data.
         epoch_steps: E; keys of step s belong to epoch s // E.
     """
 
@@ -116,6 +120,7 @@ class Computation(Message):
     optimizer: OptimizerSpec
     numerics: NumericsClass
     dataset: bytes
+    tokenizer: bytes = b""
     epoch_steps: int
 
     @property

@@ -13,6 +13,7 @@ import torch
 
 from raycloak.coordinator.audit.audit import audit
 from raycloak.coordinator.audit.canaries import CanaryTask, canary_signs
+from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.planning.dry_run import plan_of
 from raycloak.coordinator.planning.references import descriptor
@@ -27,6 +28,7 @@ from raycloak.workers.run_member import RunMember
 from tests.coordinator.audit import audit_cases as cases
 from tests.coordinator.audit.audit_cases import audited, coins_of, small_config
 from tests.protocol import examples
+from tests.tiny_text import write_bert, write_gpt2, write_reviews
 
 ONE_WORKERS_NOISE = {"virtual_workers": 64, "canaries": 4000}
 """So many that the defect shows by a wide margin under the keys of every instruction set."""
@@ -188,6 +190,23 @@ def test_an_audit_of_public_data_charges_nothing(home, raycloak_home):
     assert result.account is None
     assert result.epsilon > 0.9
     assert not (raycloak_home / "ledger.sqlite").exists()
+
+
+@pytest.mark.parametrize("task", ["sequence_classification", "causal_lm"])
+def test_the_canaries_of_a_text_model_have_axes_of_their_own(task, tmp_path):
+    """With an adapter, and the ids of the model's own tokenizer."""
+    if task == "causal_lm":
+        write_gpt2(tmp_path / "model")
+        (tmp_path / "text").write_text("the film was very fine " * 40)
+        data = {"kind": "text_blocks", "path": "text", "max_length": 8}
+    else:
+        write_bert(tmp_path / "model")
+        data = {"kind": "text", "path": write_reviews(tmp_path / "text.tsv").name, "max_length": 8}
+    model = {"hf": "model", "task": task, "lora": {"rank": 2}}
+    raw = {"expected_batch_size": 20, "model": model, "dataset": data, "dp_config": {"target_epsilon": 8}}
+    canaries = CanaryTask.of(parse_config(raw), tmp_path, coins_of(0, 40).tolist())
+    assert canaries.vocabulary == 16
+    assert len(canaries.make_dataset()) > 40
 
 
 def test_a_named_account_pays_for_its_audit_even_if_the_data_is_declared_public(home, raycloak_home):

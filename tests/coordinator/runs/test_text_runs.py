@@ -1,0 +1,168 @@
+"""Runs of Hugging Face models: the same bytes for any number of workers, and bad input refused before any charge."""
+
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from raycloak.coordinator.planning.dry_run import plan_of
+from raycloak.metrics.errors import ConfigError
+from raycloak.workers.train_worker import TrainWorker
+from tests.protocol import RENYI, config, on, trained, whole_run
+from tests.tiny_text import WORDS, write_bert, write_gpt2, write_reviews, write_tokenizer
+
+LENGTH = 8
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("public")
+    write_bert(folder / "bert")
+    write_gpt2(folder / "gpt2")
+    write_reviews(folder / "train.tsv", 40)
+    write_tokenizer(folder / "other", [*WORDS[1:], WORDS[0]])
+    (folder / "plot.txt").write_text("the film was very fine a plot is dull\n" * 36)
+    return folder
+
+
+def bert(base, **model):
+    return {
+        "model": {"hf": str(base / "bert"), "task": "sequence_classification", "classes": 2, **model},
+        "dataset": {"kind": "text", "path": str(base / "train.tsv"), "max_length": LENGTH},
+    }
+
+
+def gpt2(base, **model):
+    return {
+        "model": {"hf": str(base / "gpt2"), "task": "causal_lm", **model},
+        "dataset": {"kind": "text_blocks", "path": str(base / "plot.txt"), "max_length": LENGTH},
+    }
+
+
+LORA = {"rank": 2}
+RUNS = {
+    "bert lora": lambda base: bert(base, lora=LORA),
+    "gpt2 lora": lambda base: gpt2(base, lora=LORA),
+    "gpt2 whole": gpt2,
+}
+
+
+def fields(task, **more):
+    """A short run of a configuration: what the tests are about is its bytes."""
+    return {**task, "steps": 2, "dp_config": RENYI, **more}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_any_number_of_workers_gives_the_same_bytes(name, base, tmp_path):
+    """Also when one of them dies in a step."""
+    task = RUNS[name](base)
+    three = trained(tmp_path / "three", **fields(task))
+    assert len(three.digests) == 2
+    two = trained(tmp_path / "two", **fields(task, num_workers=2))
+    assert two.digests == three.digests
+    killed = trained(tmp_path / "killed", disturb=on("step", "worker-1", "dies"), **fields(task))
+    assert ("worker-1", "died") in killed.left
+    assert killed.digests == three.digests
+
+
+def test_only_the_adapter_is_released_and_the_plan_says_what_was_changed(base, tmp_path):
+    run = trained(tmp_path, **fields(bert(base, lora=LORA)))
+    computation = run.finished.manifest.computation
+    assert all("lora_" in tensor.name or "modules_to_save" in tensor.name for tensor in computation.tensors)
+    assert len(run.finished.parameters) == sum(tensor.size for tensor in computation.tensors) < 400
+    assert any("dropout is set to 0" in warning for warning in run.finished.plan.warnings)
+    assert any("drawn from the seed" in warning for warning in run.finished.plan.warnings)
+    assert computation.numerics.model_libraries.endswith("attention eager")
+    assert len(computation.tokenizer) == 32
+    assert (computation.loss, computation.loss_code) == ("cross_entropy", b"")
+
+
+def test_a_base_that_differs_on_one_worker_is_refused_by_the_name_of_the_tensor(base, tmp_path):
+    shutil.copytree(base / "bert", tmp_path / "here" / "bert")
+    path = tmp_path / "here" / "bert" / "model.safetensors"
+
+    def tamper(worker, member_id):
+        if member_id == "worker-0":
+            worker.prepare = lambda setup: prepared_on_another_node(worker, setup)
+
+    def prepared_on_another_node(worker, setup):
+        kept = path.read_bytes()
+        weights = load_file(path)
+        weights["encoder.layer.1.output.dense.weight"][0, 0] += 1
+        # Another file and not another content: the first one is mapped.
+        path.unlink()
+        save_file(weights, path, metadata={"format": "pt"})
+        try:
+            return TrainWorker.prepare(worker, setup)
+        finally:
+            path.unlink()
+            path.write_bytes(kept)
+
+    run = whole_run(
+        tmp_path / "run",
+        tamper=tamper,
+        **fields(bert(tmp_path / "here", lora=LORA), steps=1)
+        | {"dataset": bert(base)["dataset"] | {"tokenizer": str(base / "bert")}},
+    )
+    run.train()
+    assert run.left == [("worker-0", "model_mismatch")]
+    assert "encoder.layer.1.output.dense" in run.departures[0].message
+
+
+def test_a_worker_with_another_tokenizer_is_refused(base, tmp_path):
+    def tamper(worker, member_id):
+        if member_id == "worker-0":
+
+            def prepare(setup):
+                other = setup.dataset.model_copy(update={"tokenizer": str(base / "other")})
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr("raycloak.workers.inputs.hub_model.HubSpec.check_tokenizer", lambda *_: None)
+                    return TrainWorker.prepare(worker, replace(setup, dataset=other))
+
+            worker.prepare = prepare
+
+    run = whole_run(tmp_path, tamper=tamper, **fields(bert(base, lora=LORA), steps=1))
+    run.train()
+    assert run.left == [("worker-0", "manifest_mismatch")]
+    assert "tokenizer" in run.departures[0].message
+
+
+BAD = {
+    "sequence_too_long": lambda base: bert(base) | {"dataset": bert(base)["dataset"] | {"max_length": 25}},
+    "tokenizer_mismatch": lambda base: (
+        bert(base) | {"dataset": bert(base)["dataset"] | {"tokenizer": str(base / "other")}}
+    ),
+    "tokens_beyond_vocabulary": lambda base: (
+        bert(base) | {"dataset": {"kind": "npz", "path": "examples.npz", "features": "features", "vocabulary": 17}}
+    ),
+    "labels_beyond_head": lambda base: bert(base) | {"dataset": bert(base)["dataset"] | {"classes": 3}},
+    "target_modules": lambda base: bert(base, lora={"rank": 2, "target_modules": ["q_proj"]}),
+    "no_head": lambda base: bert(base, task="causal_lm", classes=None),
+    "loss_of_task": lambda base: gpt2(base) | {"loss": "cross_entropy"},
+    "not_cached": lambda base: bert(base, hf="./nowhere"),
+}
+
+
+def test_a_split_that_is_too_long_is_refused_before_anything_is_charged(base, tmp_path):
+    task = bert(base)
+    split = task["dataset"] | {"max_length": 25, "public": True, "path": str(base / "dev.tsv")}
+    write_reviews(base / "dev.tsv", 12)
+    with pytest.raises(ConfigError) as caught:
+        whole_run(tmp_path, **fields(task), evaluation={"dataset": split})
+    assert caught.value.code == "sequence_too_long"
+
+
+@pytest.mark.parametrize("code", BAD)
+def test_bad_input_is_refused_by_name_before_anything_is_charged(code, base, tmp_path):
+    given = fields(BAD[code](base))
+    ids = np.zeros((40, LENGTH), np.int64), np.zeros(40, np.int64)
+    run = whole_run(tmp_path, data=ids, **given)
+    with pytest.raises(ConfigError) as caught:
+        run.train()
+    assert caught.value.code == code
+    with pytest.raises(ConfigError) as caught:
+        plan_of(config(**given), tmp_path / "data")
+    assert caught.value.code == code
+    assert run.stage.calls("charge") == run.stage.calls("step") == []

@@ -1,0 +1,284 @@
+"""A transformers model computes the same behind one tensor of ids, whatever is in its padding."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from raycloak.metrics.errors import ConfigError, ModelError
+from raycloak.workers.gradients.model_checks import check_rows, check_trainable
+from raycloak.workers.inputs.datasets import DatasetForm
+from raycloak.workers.inputs.hub_files import quiet
+from raycloak.workers.inputs.models import ModelSource, build_noted, cross_entropy
+from raycloak.workers.inputs.text_model import TextModel, as_text_model, check_text, libraries, silence_dropout
+from tests.protocol import mechanism
+from tests.tiny_text import SIZES, bert_config, gpt2_config
+
+FORM = DatasetForm(num_examples=90, feature_shape=(12,), feature_dtype="int64", label_shape=(), label_dtype="int64")
+TOKENS = FORM.model_copy(update={"label_shape": (12,)})
+LARGER = {**SIZES, "vocab_size": 40}
+
+
+def _bert(**fields):
+    return transformers.BertForSequenceClassification(bert_config(**fields))
+
+
+def _gpt2(**fields):
+    return transformers.GPT2LMHeadModel(gpt2_config(**fields))
+
+
+MODELS = {
+    "bert": _bert,
+    "bert tokens": lambda: transformers.BertForTokenClassification(bert_config(num_labels=3)),
+    "roberta": lambda: transformers.RobertaForSequenceClassification(transformers.RobertaConfig(**LARGER)),
+    "albert": lambda: transformers.AlbertForSequenceClassification(
+        transformers.AlbertConfig(**LARGER, embedding_size=8)
+    ),
+    "electra": lambda: transformers.ElectraForSequenceClassification(transformers.ElectraConfig(**LARGER)),
+    "gpt2": _gpt2,
+    "gpt2 classes": lambda: transformers.GPT2ForSequenceClassification(gpt2_config()),
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**LARGER, num_key_value_heads=1)),
+    "opt": lambda: transformers.OPTForCausalLM(
+        transformers.OPTConfig(
+            hidden_size=16,
+            word_embed_proj_dim=16,
+            ffn_dim=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            vocab_size=40,
+            max_position_embeddings=24,
+        )
+    ),
+    "neox": lambda: transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**LARGER)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_seed():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+def _moved(module):
+    """The module with parameters that hide nothing: many are drawn as zero or nearly so."""
+    with torch.no_grad():
+        for tensor in module.parameters():
+            tensor.add_(torch.randn_like(tensor), alpha=0.2)
+    return module
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_explicit_inputs_give_what_the_model_gives_with_its_own(name):
+    inner = _moved(MODELS[name]()).eval()
+    reference = copy.deepcopy(inner)
+    model = TextModel(inner).eval()
+    padding = 1 if name == "roberta" else inner.config.get_text_config().pad_token_id or 0
+    ids = torch.randint(4, 16, (3, 12))
+    seen = torch.ones_like(ids)
+    seen[1, 7:] = seen[2, 1:] = 0
+    with torch.no_grad():
+        ours = model(torch.where(seen.bool(), ids, -1))
+        reference.config.get_text_config().pad_token_id = padding
+        theirs = reference(input_ids=torch.where(seen.bool(), ids, padding), attention_mask=seen).logits
+    if ours.ndim == 3:
+        ours, theirs = ours[seen.bool()], theirs[seen.bool()]
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_shape_depends_on_the_batch_alone(name):
+    model = TextModel(MODELS[name]())
+    seen = []
+    for features in (torch.full((4, 12), 5), torch.full((4, 12), -1), torch.arange(48).reshape(4, 12) % 16):
+        given = model._arguments(features)
+        assert all(each.shape[0] == 4 for each in given.values() if isinstance(each, torch.Tensor))
+        seen.append({key: value.shape for key, value in given.items() if isinstance(value, torch.Tensor)})
+        assert seen[-1]["attention_mask"] == (4, 1, 12, 12)
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_what_is_in_the_padding_changes_nothing():
+    model = TextModel(_moved(_bert())).eval()
+    one, other = torch.full((4, 12), 5), torch.full((4, 12), 5)
+    one[:, 6:], other[:, 6:] = -1, -100
+    assert torch.equal(model(one), model(other))
+
+
+@pytest.mark.parametrize("build", [_bert, _gpt2], ids=["bert", "gpt2"])
+def test_an_id_beyond_the_vocabulary_is_no_error_and_no_number(build):
+    model = TextModel(build()).eval()
+    ordinary = torch.full((4, 12), 5)
+    strange = ordinary.clone()
+    strange[1, 3] = 2**20
+    with torch.no_grad():
+        before, after = model(ordinary), model(strange)
+    assert after[1].isnan().all()
+    rest = [0, 2, 3]
+    assert torch.equal(before[rest], after[rest])
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2 classes"])
+def test_a_text_model_passes_the_checks_of_a_forward_pass(name):
+    module, _ = as_text_model(_moved(MODELS[name]()))
+    check_rows(module, FORM, cross_entropy, [mechanism(micro_batch_size=9)], True, 16)
+
+
+def test_a_lora_model_passes_all_checks_and_trains_the_adapter_alone():
+    import peft
+
+    settings = peft.LoraConfig(r=2, target_modules=["query", "value"], lora_dropout=0.1, task_type="SEQ_CLS")
+    with quiet():
+        adapted = peft.get_peft_model(_bert(), settings)
+    module, notes = as_text_model(adapted)
+    assert "dropout is set to 0" in notes[0]
+    check_trainable(module, FORM, cross_entropy, True, 16)
+    trained = [name for name, tensor in module.named_parameters() if tensor.requires_grad]
+    assert all("lora_" in name or "classifier" in name for name in trained)
+    assert libraries(module).split(", ")[0] == f"transformers {transformers.__version__}"
+    assert "peft" in libraries(module)
+    assert libraries(module).endswith("attention eager")
+    assert not libraries(nn.Linear(1, 1))
+
+
+def test_the_attention_is_pinned_and_the_cache_off():
+    inner = transformers.GPT2LMHeadModel(gpt2_config())
+    assert inner.config._attn_implementation == "sdpa"
+    model = TextModel(inner)
+    assert model.model.config._attn_implementation == "eager"
+    assert not model.model.config.use_cache
+
+
+def test_tied_weights_stay_tied():
+    model, _ = as_text_model(_gpt2())
+    inner = model.model
+    assert inner.lm_head.weight is inner.transformer.wte.weight
+    assert sum("lm_head" in name for name, _ in model.named_parameters()) == 0
+
+
+def test_a_copy_shares_the_frozen_parameters_and_no_others():
+    model = TextModel(_bert())
+    model.model.bert.requires_grad_(False)
+    copied = copy.deepcopy(model)
+    for (name, own), (_, other) in zip(model.named_parameters(), copied.named_parameters(), strict=True):
+        assert (own is other) == (not own.requires_grad), name
+        assert torch.equal(own, other)
+
+
+def test_every_dropout_is_0_and_said():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.25), nn.LSTM(2, 2, num_layers=2, dropout=0.5))
+    assert silence_dropout(module, by_name=False) == ("dropout is set to 0 (1 was 0.25, 2.dropout was 0.5).",)
+    assert silence_dropout(module, by_name=False) == ()
+    assert module[1].p == module[2].dropout == 0
+
+
+def test_a_number_of_a_users_module_is_no_dropout():
+    class Dropping(nn.Linear):
+        drop_below = 0.5
+
+        def __init__(self):
+            super().__init__(2, 2)
+            self.drop_above = 3.0
+
+    module = Dropping()
+    assert as_text_model(module) == (module, ())
+    assert module.drop_above == 3.0
+
+
+def test_a_function_may_return_a_model_of_transformers_as_it_is(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import transformers\n"
+        f"def model():\n    return transformers.BertForSequenceClassification(transformers.BertConfig(**{LARGER!r}))\n"
+    )
+    module, notes = build_noted(ModelSource.of("own:model"), tmp_path, 3)
+    assert isinstance(module, TextModel)
+    assert len(notes) == 1
+    assert "dropout" in notes[0]
+    again, _ = build_noted(ModelSource.of("own:model"), tmp_path, 3)
+    for one, other in zip(module.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def _refused(module, form, loss="cross_entropy", vocabulary=None, classes=None):
+    with pytest.raises(ConfigError) as caught:
+        check_text(module, form, loss, vocabulary, classes)
+    return caught.value
+
+
+def test_sequences_beyond_the_positions_are_refused():
+    module = TextModel(_bert())
+    error = _refused(module, FORM.model_copy(update={"feature_shape": (25,)}))
+    assert (error.code, "24" in error.remedy) == ("sequence_too_long", True)
+    check_text(module, FORM.model_copy(update={"feature_shape": (24,)}), "cross_entropy", None, None)
+
+
+def test_the_positions_of_a_roberta_begin_behind_its_padding():
+    module = TextModel(transformers.RobertaForSequenceClassification(transformers.RobertaConfig(**LARGER)))
+    assert _refused(module, FORM.model_copy(update={"feature_shape": (23,)})).code == "sequence_too_long"
+
+
+def test_sequences_beyond_a_window_are_refused():
+    config = transformers.MistralConfig(**LARGER, num_key_value_heads=1, sliding_window=8)
+    error = _refused(TextModel(transformers.MistralForCausalLM(config)), TOKENS, "next_token_cross_entropy")
+    assert (error.code, "8" in error.remedy) == ("sequence_too_long", True)
+
+
+def test_tokens_beyond_the_vocabulary_are_refused():
+    module = TextModel(_bert())
+    assert _refused(module, FORM, vocabulary=17).code == "tokens_beyond_vocabulary"
+    assert check_text(module, FORM, "cross_entropy", 16, None) == 16
+    assert check_text(module, FORM, "cross_entropy", None, None) == 16
+
+
+def test_more_classes_than_the_head_has_are_refused():
+    module = TextModel(_bert(num_labels=3))
+    assert _refused(module, FORM, classes=4).code == "labels_beyond_head"
+    check_text(module, FORM, "cross_entropy", None, 3)
+
+
+@pytest.mark.parametrize(
+    ("build", "form", "loss"),
+    [
+        (_gpt2, TOKENS, "cross_entropy"),
+        (_gpt2, FORM, "next_token_cross_entropy"),
+        (_bert, FORM, "token_cross_entropy"),
+    ],
+)
+def test_a_loss_of_another_task_is_refused(build, form, loss):
+    assert _refused(TextModel(build()), form, loss).code == "loss_of_task"
+
+
+def test_features_that_are_no_ids_are_refused():
+    form = FORM.model_copy(update={"feature_dtype": "float32"})
+    assert _refused(TextModel(_bert()), form).code == "text_form"
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: transformers.BertModel(bert_config()),
+        lambda: transformers.T5ForSequenceClassification(
+            transformers.T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8, vocab_size=40)
+        ),
+        lambda: transformers.MambaForCausalLM(
+            transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=40)
+        ),
+    ],
+    ids=["no head", "encoder-decoder", "no attention"],
+)
+def test_a_model_of_another_kind_is_refused(build):
+    with pytest.raises(ModelError) as caught:
+        check_text(TextModel(build()), FORM, "cross_entropy", None, None)
+    assert caught.value.code == "text_model"
+
+
+def test_a_model_that_goes_by_its_own_mask_is_refused():
+    class Deaf(transformers.BertForSequenceClassification):
+        def forward(self, input_ids=None, attention_mask=None, **others):
+            return super().forward(input_ids, attention_mask if attention_mask.ndim == 2 else None)
+
+    with pytest.raises(ModelError) as caught:
+        check_text(TextModel(_moved(Deaf(bert_config()))), FORM, "cross_entropy", None, None)
+    assert caught.value.code == "text_model"

@@ -1,0 +1,191 @@
+"""Text as examples: token ids [N, T] of one public length, with -1 for padding.
+
+The tokenizer is public, and its digest is in the manifest: another one would make other examples of the same text.
+Every text is cut or padded to T tokens, whatever its length.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raycloak.attestation.core.canonical import digest, length_prefixed
+from raycloak.metrics.errors import ConfigError, DatasetError
+from raycloak.metrics.file_errors import file_error
+from raycloak.workers.inputs.files import numbers, parquet_table
+from raycloak.workers.inputs.hub_files import library, public_folder, quiet
+
+PADDING = -1
+"""The id of no token."""
+IGNORED = -100
+"""The label of a token that no loss counts, as in torch."""
+
+# Texts that are tokenised at once: bounds the memory beside the ids.
+_CHUNK = 4096
+_CLASS = re.compile(r"-?[0-9]{1,9}")
+Arrays = tuple[NDArray[Any], NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """A public tokenizer.
+
+    Attributes:
+        vocabulary: number of its token ids, added ones included.
+        content: SHA-256 of all that decides which ids it gives, and of the library's version.
+    """
+
+    inner: Any
+    vocabulary: int
+    content: bytes
+
+    @classmethod
+    def load(cls, hf: str, base: Path | str) -> "Tokenizer":
+        """Read a tokenizer from a folder or from the hub's cache.
+
+        Raises:
+            ConfigError: ``tokenizer`` if there is none or it has no fast form; ``hf_missing`` or ``not_cached``.
+        """
+        folder = public_folder(hf, base)
+        with quiet():
+            try:
+                inner = library("transformers").AutoTokenizer.from_pretrained(
+                    folder, local_files_only=True, trust_remote_code=False
+                )
+            except Exception as error:  # noqa: BLE001 - it parses files in many ways
+                raise _no_tokenizer(hf, f"it cannot be loaded ({type(error).__name__})") from None
+        if not inner.is_fast:
+            raise _no_tokenizer(hf, "it is written in Python, and has no form in the library tokenizers")
+        # Before its first use: padding and truncation are settings in the same text.
+        content = digest(
+            length_prefixed("raycloak/tokenizer/v1", version("tokenizers"), inner.backend_tokenizer.to_str())
+        )
+        return cls(inner, len(inner), content)
+
+    def rows(self, texts: Sequence[str], length: int) -> NDArray[np.int32]:
+        """Return ids [n, length], with the tokenizer's special tokens; longer texts are cut."""
+        rows = np.full((len(texts), length), PADDING, np.int32)
+        for start in range(0, len(texts), _CHUNK):
+            for row, ids in enumerate(self._ids(texts[start : start + _CHUNK], length), start):
+                rows[row, : len(ids)] = ids
+        return rows
+
+    def blocks(self, text: str, length: int) -> NDArray[np.int32]:
+        """Return the ids of one text without special tokens, cut to blocks [n, length]; the last one is padded."""
+        (ids,) = self.inner([text], add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        blocks = np.full(-(-len(ids) // length) * length, PADDING, np.int32)
+        blocks[: len(ids)] = ids
+        return blocks.reshape(-1, length)
+
+    def _ids(self, texts: Sequence[str], length: int) -> Iterable[list[int]]:
+        found: Iterable[list[int]] = self.inner(
+            list(texts), truncation=True, max_length=length, return_attention_mask=False, return_token_type_ids=False
+        )["input_ids"]
+        return found
+
+
+def read_texts(file: BinaryIO, path: Path, text: str, labels: str, tokenizer: Tokenizer, length: int) -> Arrays:
+    """Return ids [N, length] and labels [N] of a ``.parquet`` table, or of a ``.tsv`` file of text, tab, class number.
+
+    Args:
+        text, labels: names of the table's columns.
+
+    Raises:
+        DatasetError: ``dataset_unreadable``, ``dataset_array`` or ``dataset_empty``.
+    """
+    found = _parquet(file, path, text, labels) if path.suffix == ".parquet" else _tsv(file, path)
+    texts, classes = found
+    if not texts:
+        raise DatasetError("dataset_empty", f"{path} has no examples.", "Name a dataset with examples.")
+    return tokenizer.rows(texts, length), classes
+
+
+def read_blocks(file: BinaryIO, path: Path, tokenizer: Tokenizer, length: int) -> Arrays:
+    """Return the ids of a text file in blocks [N, length], and themselves as labels, -100 at padding.
+
+    Raises:
+        DatasetError: ``dataset_unreadable`` or ``dataset_empty``.
+    """
+    ids = tokenizer.blocks(_text(file, path), length)
+    if not len(ids):
+        raise DatasetError("dataset_empty", f"{path} has no text.", "Name a file with text.")
+    return ids, np.where(ids == PADDING, IGNORED, ids)
+
+
+def packed(item: Mapping[str, Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return ids, with -1 where the attention mask is 0, and labels, of an example as Hugging Face writes it.
+
+    Raises:
+        DatasetError: ``dataset_array`` without ``input_ids`` and ``labels``, or with token types other than 0.
+    """
+    labels = item.get("labels", item.get("label"))
+    if "input_ids" not in item or labels is None:
+        raise DatasetError(
+            "dataset_array",
+            "an example of the dataset has no input_ids or no labels.",
+            "Let each be a pair (features, label), or a mapping with input_ids, attention_mask and labels.",
+        )
+    ids = np.asarray(item["input_ids"])
+    mask = np.asarray(item.get("attention_mask", np.ones_like(ids)))
+    if np.any(np.asarray(item.get("token_type_ids", 0))):
+        raise DatasetError(
+            "dataset_array",
+            "an example of the dataset has token types other than 0, which have no place in its features.",
+            "Join a pair of texts into one, with the tokenizer's separator.",
+        )
+    return np.where(mask != 0, ids, PADDING), np.asarray(labels)
+
+
+def _tsv(file: BinaryIO, path: Path) -> tuple[list[str], NDArray[np.int64]]:
+    texts, classes = [], []
+    for line in _text(file, path).removesuffix("\n").split("\n"):
+        text, _, label = line.removesuffix("\r").rpartition("\t")
+        if not text or not _CLASS.fullmatch(label):
+            raise DatasetError(
+                "dataset_array",
+                f"a line of {path} is not text, a tab and a class number.",
+                "Write one example a line, without a header.",
+            )
+        texts.append(text)
+        classes.append(int(label))
+    return texts, np.asarray(classes, np.int64)
+
+
+def _parquet(file: BinaryIO, path: Path, text: str, labels: str) -> tuple[list[str], NDArray[Any]]:
+    import pyarrow as pa
+
+    table = parquet_table(file, path, tuple(dict.fromkeys((text, labels))))
+    column = table.column(text)
+    if column.null_count or not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+        raise DatasetError(
+            "dataset_array", f"{path}, column '{text}' is not all text.", "Set dataset.features to a column of text."
+        )
+    return column.to_pylist(), numbers(table.column(labels), f"{path}, column '{labels}'")
+
+
+def _text(file: BinaryIO, path: Path) -> str:
+    try:
+        # Closing the file is up to who opened it.
+        reader = TextIOWrapper(file, encoding="utf-8")
+        try:
+            return reader.read()
+        finally:
+            reader.detach()
+    except OSError as error:
+        raise file_error("dataset_unreadable", "read", path, error, DatasetError) from None
+    except UnicodeDecodeError:
+        raise DatasetError("dataset_unreadable", f"{path} is not text in UTF-8.", "Convert it.") from None
+
+
+def _no_tokenizer(hf: str, why: str) -> ConfigError:
+    return ConfigError(
+        "tokenizer",
+        f"'{hf}' has no tokenizer that can be used: {why}.",
+        "Set dataset.tokenizer to a folder with a tokenizer.json, or a hub name.",
+    )
