@@ -2,13 +2,15 @@
 
 The measurement counts the bytes of tensors that are alive at once. So it is a function of model, loss and form of the
 data, and no machine's memory or load enters it: every process of a run, and a resume elsewhere, finds the same number.
+The model's own tensors are not counted: rows take nothing of them, and a frozen base may be larger than all rows.
 """
 
 import copy
 import gc
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -69,7 +71,8 @@ def _peak_bytes(
         torch.default_generator.manual_seed(1)
         examples = next(Probes(form, vocabulary or 2).draws(rows)).before
         batch = examples.features.numpy(), examples.labels.numpy(), np.ones(rows, np.bool_)
-        return _peak(lambda: engine.clipped_sum(parameters, [batch]))
+        held = chain(own.parameters(), own.buffers())
+        return _peak(lambda: engine.clipped_sum(parameters, [batch]), held)
 
 
 def _mechanism(dimension: int, rows: int) -> Mechanism:
@@ -95,14 +98,18 @@ def _mechanism(dimension: int, rows: int) -> Mechanism:
     )
 
 
-def _peak(compute: Callable[[], object]) -> int:
-    """Return the peak of the bytes that ``compute`` has alive in tensors that it makes."""
+def _peak(compute: Callable[[], object], held: Iterable[Tensor] = ()) -> int:
+    """Return the peak of the bytes that ``compute`` has alive in tensors that it makes.
+
+    Args:
+        held: tensors that are there before and after it.
+    """
     collecting = gc.isenabled()
     gc.collect()
     # Cycles would be freed at moments that depend on what else the process did.
     gc.disable()
     try:
-        with _LiveTensors() as live:
+        with _LiveTensors(held) as live:
             compute()
     finally:
         if collecting:
@@ -111,13 +118,13 @@ def _peak(compute: Callable[[], object]) -> int:
 
 
 class _LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of storages from their first use until they are freed."""
+    """Counts the bytes of storages from their first use until they are freed, but for those of ``held``."""
 
-    def __init__(self) -> None:
+    def __init__(self, held: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak: int = 0
         self._now: int = 0
-        self._known: set[int] = set()
+        self._known: set[int] = {tensor.untyped_storage()._cdata for tensor in held}
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -56,6 +56,14 @@ def test_the_measured_peak_counts_what_is_alive_at_once():
     assert row_memory._peak(compute) == 2 * 8000
 
 
+def test_a_frozen_base_takes_no_room_from_rows(monkeypatch: pytest.MonkeyPatch):
+    """Its 4 MiB are those of 4096 rows of its output, however many rows there are."""
+    base = nn.Linear(1024, 1024).requires_grad_(False)
+    monkeypatch.setattr(row_memory, "MICRO_BATCH_BYTES", 2**22)
+    rows = largest_rows(nn.Sequential(base, nn.Tanh(), nn.Linear(1024, 2)), form(1024), loss)
+    assert rows >= 16 * FEWEST_ROWS
+
+
 def test_views_are_counted_once():
     def compute() -> None:
         torch.zeros(1000, dtype=torch.float64).view(10, 100).t()

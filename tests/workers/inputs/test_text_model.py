@@ -8,10 +8,12 @@ import transformers
 from torch import nn
 
 from raycloak.metrics.errors import ConfigError, ModelError
+from raycloak.workers.gradients import row_memory
 from raycloak.workers.gradients.model_checks import check_rows, check_trainable
+from raycloak.workers.gradients.row_memory import largest_rows
 from raycloak.workers.inputs.datasets import DatasetForm
 from raycloak.workers.inputs.hub_files import quiet
-from raycloak.workers.inputs.models import ModelSource, build_noted, cross_entropy
+from raycloak.workers.inputs.models import ModelSource, build_noted, cross_entropy, token_cross_entropy
 from raycloak.workers.inputs.text_model import TextModel, as_text_model, check_text, libraries, silence_dropout
 from tests.protocol import mechanism
 from tests.tiny_text import SIZES, bert_config, gpt2_config
@@ -31,7 +33,7 @@ def _gpt2(**fields):
 
 MODELS = {
     "bert": _bert,
-    "bert tokens": lambda: transformers.BertForTokenClassification(bert_config(num_labels=3)),
+    "bert tokens": lambda **fields: transformers.BertForTokenClassification(bert_config(num_labels=3, **fields)),
     "roberta": lambda: transformers.RobertaForSequenceClassification(transformers.RobertaConfig(**LARGER)),
     "albert": lambda: transformers.AlbertForSequenceClassification(
         transformers.AlbertConfig(**LARGER, embedding_size=8)
@@ -141,6 +143,22 @@ def test_a_lora_model_passes_all_checks_and_trains_the_adapter_alone():
     assert "peft" in libraries(module)
     assert libraries(module).endswith("attention eager")
     assert not libraries(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("name", ["bert", "bert tokens"])
+def test_a_frozen_base_larger_than_a_micro_batch_leaves_room_for_its_rows(name, monkeypatch):
+    """The base is shared by the workers of a node; a micro-batch has activations, and gradients of what is trained."""
+    inner = MODELS[name](hidden_size=256).requires_grad_(False)
+    inner.classifier.requires_grad_(True)
+    model = TextModel(inner)
+    form = FORM.model_copy(update={"feature_shape": (2,), "label_shape": () if name == "bert" else (2,)})
+    loss = cross_entropy if name == "bert" else token_cross_entropy
+    base = [(tensor, tensor.data_ptr(), tensor.clone()) for tensor in model.parameters()]
+    monkeypatch.setattr(row_memory, "MICRO_BATCH_BYTES", 2**21)
+    assert sum(tensor.nbytes for tensor in model.parameters() if not tensor.requires_grad) > 2**21
+    rows = largest_rows(model, form, loss, True, check_text(model, form, "mse", None, None))
+    assert rows >= 2 * row_memory.FEWEST_ROWS
+    assert all(tensor.data_ptr() == place and torch.equal(tensor, kept) for tensor, place, kept in base)
 
 
 def test_the_attention_is_pinned_and_the_cache_off():
