@@ -15,15 +15,18 @@ from raycloak.metrics.errors import ModelError
 from raycloak.workers.inputs.held_values import LOSS, Held, View, held_values
 from raycloak.workers.inputs.models import content_hash, dtype_name
 
+_COPIED_BYTES = 2**22
+"""Largest tensor that is compared bit by bit. Every probe of a model would else read a frozen base whole."""
+
 
 class KeptState:
     """What a model and a loss hold at one moment, to be compared with what they hold later.
 
     Guarantee: :meth:`check` refuses an array or plain value that differs, a tensor that is another object, and a tensor
-    that an operation wrote to. Only a write past torch's own count of writes escapes it, unless there are copies.
+    that an operation wrote to. Only a write past torch's own count of writes escapes it, where there is no copy.
 
     Args:
-        copies: whether tensors are also compared bit by bit, for which each is copied.
+        copies: whether tensors of up to 4 MiB are also compared bit by bit, for which each is copied.
     """
 
     def __init__(self, module: nn.Module, loss_fn: Callable[..., Any], copies: bool = False) -> None:
@@ -67,7 +70,7 @@ class _Moment:
         self._copy: object = None
         if not isinstance(held.value, Tensor):
             self._copy = _fixed(held)
-        elif copies:
+        elif copies and held.value.nbytes <= _COPIED_BYTES:
             self._copy = held.value.detach().clone()
 
     def set_if_trained(self) -> None:
