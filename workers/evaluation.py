@@ -176,7 +176,7 @@ def open_split(folder: Path, loss: str, training: DatasetForm, runtime: ModelRun
     """
     dataset = SealedDataset(folder, "evaluation")
     check_evaluation_form(dataset_form(dataset), training)
-    # The training model cannot serve: it stays in train mode, with Opacus' hooks on it.
+    # The training model cannot serve: it stays in train mode.
     scorer = Scorer(runtime.build(), runtime.loss_fn, metric_of(loss), runtime.device, runtime.deterministic)
     return SealedSplit(dataset, scorer)
 

@@ -22,8 +22,8 @@ from importlib.metadata import version
 import numpy as np
 from numpy.typing import NDArray
 
+from raycloak.coordinator.accounting.opacus_modules import opacus_module
 from raycloak.coordinator.accounting.releases import Cut, Release
-from raycloak.workers.inputs.opacus_modules import opacus_module
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.vectors.noise import ROUNDING_DISTANCE, ROUNDING_VARIANCE, SAMPLER_DISTANCE
 from raycloak.workers.vectors.ring import TAIL_DEVIATIONS

@@ -22,12 +22,12 @@ import numpy as np
 
 from raycloak.coordinator.accounting import pld, renyi
 from raycloak.coordinator.accounting.accountants import accountant_of
+from raycloak.coordinator.accounting.opacus_modules import opacus_module
 from raycloak.coordinator.accounting.releases import Release, Releases, merged, uncut
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.planning.plan import Plan
 from raycloak.coordinator.quick_imports import quickly
 from raycloak.metrics.errors import ConfigError, RefusedError
-from raycloak.workers.inputs.opacus_modules import opacus_module
 
 RDP_TOLERANCE = 1e-3
 """Relative difference allowed between the two RDPs at integer orders. At fractional ones dp-accounting's series does

@@ -1,7 +1,7 @@
 """The clipped sum of per-example gradients: the only place where a private gradient exists in the clear.
 
-Opacus computes the gradient of every example; this module bounds each of them and adds them up. Shapes and work do not
-depend on the draw: always M micro-batches of m rows, so time and memory tell nothing about it.
+Taps give the parts of every example's gradient; this module bounds each example and adds them up. Shapes and work do
+not depend on the draw: always M micro-batches of m rows, so time and memory tell nothing about it.
 """
 
 import warnings

@@ -1,7 +1,7 @@
 """The loader of Opacus, which lets a process load only the parts that it uses.
 
 Opacus' packages import all of it: its optimizers, and through them torch.distributed, sympy and more of scipy. That
-takes every worker two seconds, and the ledger four, since RDP alone needs no torch. Nothing here trains with them.
+takes the ledger four seconds, since RDP alone needs no torch. Nothing here trains with them.
 
 So :func:`opacus_module` puts a deferred package in the place of each of `DEFERRED`. Its own ``__init__`` runs, once,
 when it is asked for a name that no loaded module has given it. A user's ``opacus.PrivacyEngine`` works as ever.

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-LOADED = "import json, sys; from raycloak.workers.inputs.opacus_modules import opacus_module\n"
+LOADED = "import json, sys; from raycloak.coordinator.accounting.opacus_modules import opacus_module\n"
 WATCHED = f"[name for name in {['torch', 'sympy', 'torch._dynamo', 'opacus.optimizers']} if name in sys.modules]"
 
 UPDATE = {
