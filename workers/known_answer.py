@@ -4,6 +4,8 @@ Machines of one numerics class agree on it. A machine that differs could put two
 noise, so it is refused at admission.
 """
 
+import warnings
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.keys import Purpose, Secret, derive
 from raycloak.attestation.keys.release import VirtualWorkerKeys
+from raycloak.workers.gradients.gradient_parts import named_operations
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.sum_engines import SumEngine
 from raycloak.workers.inputs.datasets import Dataset
@@ -47,7 +50,9 @@ def _fill(template: np.ndarray, count: int, name: str, integers_below: int) -> n
     return (words % integers_below).astype(template.dtype)
 
 
-def found_classes(module: nn.Module, loss: RowLoss, dataset: Dataset, vocabulary: int | None = None) -> int:
+def found_classes(
+    module: nn.Module, loss: RowLoss, dataset: Dataset, vocabulary: int | None = None, deterministic: bool = True
+) -> int:
     """Return the number of classes that integer labels may name, as the model's output shows it; at least 2.
 
     It is the size of the one axis that outputs have more than labels. A loss that fails on the last class of them, such
@@ -56,11 +61,16 @@ def found_classes(module: nn.Module, loss: RowLoss, dataset: Dataset, vocabulary
     Args:
         dataset: read for shapes and dtypes only.
         vocabulary: see :func:`known_answer`.
+        deterministic: see `raycloak.workers.gradients.gradient_parts.named_operations`.
+
+    Raises:
+        ModelError: ``nondeterministic_op``.
     """
     template, labels = dataset.batch(np.empty(0, np.int64))
     if np.issubdtype(labels.dtype, np.floating):
         return 2
-    with torch.no_grad():
+    with torch.no_grad(), named_operations(deterministic), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         output: Tensor = module(torch.tensor(_fill(template, 1, "features", vocabulary or 1)))
         shape = list(output.shape[1:])
         axis = next((axis for axis in (0, -1) if shape and _without(shape, axis) == list(labels.shape[1:])), None)

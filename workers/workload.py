@@ -154,8 +154,9 @@ class PlannedWorkload:
         dataset, start, runtime = workload.dataset, workload.facts.initial_parameters, workload.runtime
         vocabulary = workload.vocabulary
         check_rows(workload.module, workload.form, runtime.loss_fn, mechanisms, runtime.deterministic, vocabulary)
-        declared = _declared_classes(measurements) or workload.setup.dataset.classes
-        classes = declared or found_classes(workload.module, workload.loss, dataset, vocabulary)
+        classes = _declared_classes(measurements) or workload.setup.dataset.classes
+        if classes is None:
+            classes = found_classes(workload.module, workload.loss, dataset, vocabulary, runtime.deterministic)
         engine = GradientEngine(workload.module, runtime.loss_fn, mechanism, runtime.device, runtime.deterministic)
         gradient = VirtualWorkerComputer(mechanism, engine, dataset)
         self.computers: dict[Query, VirtualWorkerComputer] = {mechanism.query: gradient}

@@ -212,7 +212,7 @@ def test_the_measured_rounding_of_fourier_transforms_is_far_below_what_is_set_as
     q: float, z: float, interval: float, steps: int
 ):
     """The same grids are composed by sums of products in extended precision."""
-    one = pld._one(q, z, interval)
+    one = pld._one(Release(q, z, 1), interval, 1)
     composed = one.self_compose(steps)
     for direction in ("_pmf_remove", "_pmf_add"):
         start, ours = getattr(one, direction).to_dense_pmf(), getattr(composed, direction)

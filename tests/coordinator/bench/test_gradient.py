@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 from raycloak.coordinator.bench import gradient, gradient_cases, gradient_methods
 from raycloak.coordinator.bench.gradient import GradientBench, MethodFigures, bench_gradient
@@ -38,15 +37,29 @@ def _peaks_known(monkeypatch):
     monkeypatch.setattr(gradient, "peak_extra_bytes", lambda case, name, device, threads: PEAKS[name])
 
 
-class FunctionalUse(nn.Module):
-    """Uses a parameter outside its own layer's forward, where nobody sees an example's share of its gradient."""
+class HiddenProduct(torch.autograd.Function):
+    """A product that torch's function modes do not see."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.T @ x
+
+
+class HiddenUse(nn.Module):
+    """A model that uses a parameter where nobody sees an example's share of its gradient."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(784, 10, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self.layer.weight)
+        return HiddenProduct.apply(x, self.layer.weight)
 
 
 def _bench(case=SMALL, against=ALL, rounds=2):
@@ -99,9 +112,9 @@ def test_the_command_prints_one_object_with_every_figure(monkeypatch, command):
 
 @pytest.mark.usefixtures("_peaks_known")
 def test_a_method_that_refuses_the_model_has_a_code_in_place_of_figures(monkeypatch):
-    kind = gradient_cases._Kind(FunctionalUse, (784,))
-    monkeypatch.setattr(gradient_cases, "_KINDS", {"functional": kind})
-    result = _bench(Case("functional", 4, 2), rounds=1)
+    kind = gradient_cases._Kind(HiddenUse, (784,))
+    monkeypatch.setattr(gradient_cases, "_KINDS", {"hidden": kind})
+    result = _bench(Case("hidden", 4, 2), rounds=1)
     ours, hooks = result.methods["ours"], result.methods["opacus"]
     assert (ours.refused, ours.seconds, ours.vs_nonprivate, ours.peak_extra_bytes) == (
         "unsupported_layer",
@@ -118,9 +131,9 @@ def test_a_method_that_refuses_the_model_has_a_code_in_place_of_figures(monkeypa
 
 @pytest.mark.usefixtures("_peaks_known")
 def test_a_person_reads_ranges_and_refusals_in_a_table(monkeypatch, command):
-    monkeypatch.setattr(gradient_cases, "_KINDS", {"functional": gradient_cases._Kind(FunctionalUse, (784,))})
-    monkeypatch.setattr(gradient_cases, "CASES", {"functional": Case("functional", 4, 1)})
-    code, out = command("functional", "--against", "plain", "--rounds", "1")
+    monkeypatch.setattr(gradient_cases, "_KINDS", {"hidden": gradient_cases._Kind(HiddenUse, (784,))})
+    monkeypatch.setattr(gradient_cases, "CASES", {"hidden": Case("hidden", 4, 1)})
+    code, out = command("hidden", "--against", "plain", "--rounds", "1")
     assert code == 0
     assert "1 x 4 rows, cpu, 1 thread(s), 1 rounds, processor time" in " ".join(out.split())
     assert re.search(r"ours +│ refused: unsupported_layer", out)
