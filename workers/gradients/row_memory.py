@@ -105,7 +105,7 @@ def _peak(compute: Callable[[], object], held: Iterable[Tensor] = ()) -> int:
         held: tensors that are there before and after it.
     """
     collecting = gc.isenabled()
-    gc.collect()
+    # Nothing is collected before: what was alive then is not counted, and a collection takes longer than all the rest.
     # Cycles would be freed at moments that depend on what else the process did.
     gc.disable()
     try:
