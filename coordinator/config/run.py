@@ -198,7 +198,7 @@ class RunConfig(Section):
 
     @property
     def has_sealed_data(self) -> bool:
-        """Whether training or evaluation data is sealed."""
+        """Return whether training or evaluation data is sealed."""
         parts = (self.dataset, self.evaluation.dataset if self.evaluation else None)
         return any(part is not None and part.kind == "sealed" for part in parts)
 

@@ -51,13 +51,13 @@ class PhysicalBatch:
 
     @property
     def computed_rows(self) -> int:
-        """All rows that a step computes."""
+        """Return how many rows a step computes, padding included."""
         return self.virtual_workers * self.rows * self.batches
 
 
 @dataclass(frozen=True, slots=True)
 class BatchTerms:
-    """What a physical batch depends on besides the configuration.
+    """The numbers that a physical batch depends on besides the configuration.
 
     Attributes:
         releases: all planned ones, the gradient's first, without a cut; none where nothing is private.

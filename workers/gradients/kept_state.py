@@ -20,7 +20,7 @@ _COPIED_BYTES = 2**22
 
 
 class KeptState:
-    """What a model and a loss hold at one moment, to be compared with what they hold later.
+    """A record of what a model and a loss hold at one moment, to be compared with what they hold later.
 
     Guarantee: :meth:`check` refuses an array or plain value that differs, a tensor that is another object, and a tensor
     that an operation wrote to. Only a write past torch's own count of writes escapes it, where there is no copy.

@@ -17,6 +17,7 @@ from raycloak.coordinator.bench.gradient_memory import peak_extra_bytes
 from raycloak.coordinator.bench.gradient_methods import METHODS, OpacusHooks, Ours, exact_sums
 from raycloak.coordinator.cli import app
 from raycloak.metrics.errors import ConfigError, RunFailedError
+from tests.workers.gradients.model_zoo import HiddenProduct
 
 SMALL = replace(CASES["mlp"], rows=4, micro_batches=2)
 ALL = ("opacus", "ghost", "plain")
@@ -35,20 +36,6 @@ def _torch_as_before():
 @pytest.fixture
 def _peaks_known(monkeypatch):
     monkeypatch.setattr(gradient, "peak_extra_bytes", lambda case, name, device, threads: PEAKS[name])
-
-
-class HiddenProduct(torch.autograd.Function):
-    """A product that torch's function modes do not see."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, weight = ctx.saved_tensors
-        return gradient @ weight, gradient.T @ x
 
 
 class HiddenUse(nn.Module):

@@ -233,3 +233,17 @@ ZOO: dict[str, Callable[[], Case]] = {
     "llama": llama,
     "llama lora": lambda: with_lora(llama(), ["q_proj", "down_proj"]),
 }
+
+
+class HiddenProduct(torch.autograd.Function):
+    """A product that torch's function modes do not see."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.T @ x

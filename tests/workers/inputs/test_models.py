@@ -27,6 +27,7 @@ from raycloak.workers.inputs.models import (
     trainable_tensors,
 )
 from tests.protocol import mechanism
+from tests.workers.gradients.model_zoo import HiddenProduct
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 FORM = DatasetForm(num_examples=100, feature_shape=(6,), feature_dtype="float32", label_shape=(), label_dtype="int64")
@@ -79,20 +80,6 @@ class Offset(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.offset
-
-
-class HiddenProduct(torch.autograd.Function):
-    """A product that torch's function modes do not see."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, weight = ctx.saved_tensors
-        return gradient @ weight, gradient.T @ x
 
 
 class Bypassing(nn.Module):
