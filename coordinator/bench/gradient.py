@@ -23,8 +23,9 @@ from raycloak.metrics.errors import ConfigError, RaycloakError, RunFailedError
 from raycloak.workers.gradients.model_checks import check_trainable
 
 PEERS: Final = tuple(name for name in METHODS if name != "ours")
-TOLERANCE: Final = 1e-4
-"""Far above rounding and the clipping margins (2^-16 and Opacus' 1e-6), far below one example left out."""
+TOLERANCE: Final = 3e-3
+"""Above the engine's charge for a tied table (docs/proofs/006-clipped-gradients.md, section 4), which is 0.25 % of the sum
+for gpt2, and all else that is right. Below one example left out of the largest batch, 1/256 of it."""
 _TURN_S: Final = 0.1
 """A method repeats a shorter sum for as long, so that the caches that its neighbour left cold do not decide."""
 _PACKAGES: Final = ("torch", "numpy", "opacus", "transformers", "peft")

@@ -30,7 +30,7 @@ _KERNEL_CAPS = {
 _DISPATCH_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "CUBLAS_WORKSPACE_CONFIG")
 
 
-ENGINE = "book-keeping/1"
+ENGINE = "book-keeping/2"
 """How gradients are computed and added up (docs/proofs/006-clipped-gradients.md): a change of it changes last bits."""
 
 

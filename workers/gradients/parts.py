@@ -32,6 +32,9 @@ MAX_GRAM_TOKENS, MAX_GRAM_WIDTH = 2**10, 2**16
 """The proof holds for so many tokens and for sides of this length."""
 # Elements of Gram matrices at once, for as many rows as fit.
 _GRAM_BLOCK = 2**21
+# So many products are added in float32 before float64 takes over. Twice as many double the charge of a wide side; half
+# as many are slower.
+_DOT = 2**8
 
 
 class Part(Protocol):
@@ -314,6 +317,8 @@ class GramPart:
         self._formed = RowsPart(products, lookups)
         self._height, self._width = products[0].shape[3:]
         self._tokens = sum(each.shape[2] for each in products) + sum(each.ids.shape[1] for each in lookups)
+        # The merged lookups of a table are one more number at a coordinate, however many there are.
+        self._terms = sum(each.shape[2] for each in products) + len(lookups)
         assert self._tokens <= MAX_GRAM_TOKENS, "the bound is derived for so many tokens"
         assert max(self._height, self._width) <= MAX_GRAM_WIDTH, "the bound is derived for sides of 2^16"
 
@@ -337,21 +342,31 @@ class GramPart:
     def _squares(self, rows: slice) -> Tensor:
         left = torch.cat([each.left[rows, 0] for each in self._products], 1)
         right = torch.cat([each.right[rows, 0] for each in self._products], 1)
-        left_gram, left_norms = torch.bmm(left, left.mT), left.double().square_().sum(2).sqrt_()
+        left_gram, left_norms = _gram(left), left.double().square_().sum(2).sqrt_()
         if self._lookups:
             ids = torch.cat([each.ids[rows] for each in self._lookups], 1)
             right = torch.cat([right, *(each.values[rows] for each in self._lookups)], 1)
             left_gram = _with_units(left, left_gram, ids)
             left_norms = torch.cat([left_norms, torch.ones_like(ids, dtype=torch.float64)], 1)
-        right_gram, right_norms = torch.bmm(right, right.mT), right.double().square_().sum(2).sqrt_()
-        estimate = left_gram.double().mul_(right_gram).sum((1, 2))
+        right_gram, right_norms = _gram(right), right.double().square_().sum(2).sqrt_()
+        estimate = left_gram.mul_(right_gram).sum((1, 2))
         spread = (left_norms * right_norms).sum(1).square()
-        # A dot product of n float32 numbers is off by n rounding units of the product of both norms, and n underflows.
-        rounding = _ROUNDING * (self._height + self._width + 4) + _ADDED * (_ROUNDING * self._tokens) ** 2
+        # A float32 dot product of n numbers is off by n rounding units of the product of both norms, and n underflows.
+        added = min(self._height, _DOT) + min(self._width, _DOT)
+        rounding = _ROUNDING * (added + 4) + _ADDED * (_ROUNDING * self._terms) ** 2
         lost = self._height * right_norms.sum(1).square() + self._width * left_norms.sum(1).square() + self._tokens**2
         # Where a Gram matrix overflows, the spread alone bounds the row; where the row may, it counts as not finite.
         norm = torch.where(estimate.isfinite(), estimate.clamp(min=0.0), spread)
         return torch.where(spread <= _LARGEST_SPREAD, norm + rounding * spread + _UNDERFLOW * lost, torch.inf)
+
+
+def _gram(side: Tensor) -> Tensor:
+    """Return the Gram matrices of float32 [m, t, n], float64 [m, t, t]: float32 for `_DOT` columns, then float64."""
+    blocks = torch.split(side, _DOT, 2)
+    gram = torch.bmm(blocks[0], blocks[0].mT).double()
+    for block in blocks[1:]:
+        gram += torch.bmm(block, block.mT)
+    return gram
 
 
 def _with_units(left: Tensor, gram: Tensor, ids: Tensor) -> Tensor:

@@ -258,6 +258,18 @@ def test_without_the_charge_for_the_added_row_a_sum_that_rounds_one_way_exceeds_
     assert found[0.0] > limit
 
 
+def test_blocks_of_a_wide_side_are_added_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wide side is charged as one block, so no block may be rounded away beside another."""
+    for constant in ("_ROUNDING", "_UNDERFLOW"):
+        monkeypatch.setattr(parts_module, constant, 0.0)
+    left = torch.zeros(1, 1, 1, 600)
+    left[..., 0] = 2.0**12
+    left[..., 512] = 1.0
+    for wide, narrow in ((left, torch.ones(1, 1, 1, 2)), (torch.ones(1, 1, 1, 2), left)):
+        # Its square is the product of |wide|² = 2^24 + 1, which float32 does not hold, and |narrow|² = 2.
+        assert GramPart([Products(wide, narrow)], []).squares().item() == 2 * (2.0**24 + 1)
+
+
 @pytest.mark.parametrize("form", [GramPart, RowsPart])
 def test_what_cancels_within_a_row_leaves_no_trace_in_the_total(form: type[GramPart] | type[RowsPart]) -> None:
     """The tokens of an output layer and of its tied table are one number before they meet other rows' sum."""
