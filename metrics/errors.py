@@ -14,7 +14,27 @@ RaycloakError                      everything below; carries a stable code, a se
 A message never carries data-dependent text: workers answer codes from a fixed list.
 """
 
+import errno
 from typing import Any
+
+MORE_MEMORY = (
+    "Lower micro_batch_size, or virtual_workers where the model itself is large, or give the workers more memory; the "
+    "expected batch and its charge stay."
+)
+"""What to do when a worker runs out of memory: neither field changes what an expected batch of examples is."""
+
+# Torch's allocator for CPUs and its map of a file raise a plain RuntimeError, as does a library under it.
+_NO_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "Cannot allocate memory", "std::bad_alloc", "ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether ``error`` says that memory could not be had: from Python, NumPy, torch or the kernel."""
+    # By name, so that this module imports no torch.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return type(error) is RuntimeError and any(text in str(error) for text in _NO_MEMORY)
 
 
 class RaycloakError(Exception):

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
-from raycloak.metrics.errors import RaycloakError, RunFailedError
+from raycloak.metrics.errors import MORE_MEMORY, RaycloakError, RunFailedError, is_out_of_memory
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -21,10 +21,7 @@ def answer_code(error: BaseException) -> str:
     """Return the code that stands for ``error`` in a worker's answer."""
     if isinstance(error, RaycloakError):
         return error.code
-    # By name, so that this module imports no torch.
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return "out_of_memory"
-    return "worker_error"
+    return "out_of_memory" if is_out_of_memory(error) else "worker_error"
 
 
 @contextlib.contextmanager
@@ -63,7 +60,9 @@ def guarded(method: Callable[P, R]) -> Callable[P, R]:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001 - its text may hold private data, that of SystemExit too
-            failure = RunFailedError(answer_code(error), f"the worker failed in {method.__name__}")
+            code = answer_code(error)
+            remedy = MORE_MEMORY if code == "out_of_memory" else ""
+            failure = RunFailedError(code, f"the worker failed in {method.__name__}", remedy)
         raise failure from None
 
     return call

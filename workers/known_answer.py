@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.keys import Purpose, Secret, derive
 from raycloak.attestation.keys.release import VirtualWorkerKeys
+from raycloak.metrics.errors import is_out_of_memory
 from raycloak.workers.gradients.gradient_parts import named_operations
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.sum_engines import SumEngine
@@ -77,7 +78,10 @@ def found_classes(
         classes = 2 if axis is None else max(2, shape[axis])
         try:
             loss(output, torch.full((1, *labels.shape[1:]), classes - 1))
-        except Exception:  # noqa: BLE001 - user code may raise anything at a label that is none for it
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            # User code may raise anything at a label that is none for it.
             return 2
     return classes
 

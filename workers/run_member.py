@@ -61,8 +61,9 @@ class RunMember:
         # Kept until another step or model is asked for: a new attempt masks them again without computing them.
         self._vectors: dict[int, EncodedVector] = {}
         self._vectors_of: tuple[Query, int, bytes, bytes] | None = None
-        # The last answer, by the digest of its roster: a reply that was lost on its way is given again.
-        self._last: tuple[bytes, StepReply, tuple[RingVector, ...]] | None = None
+        # The last answer, by the digest of its roster: a reply that was lost on its way is given again. Its vectors are
+        # masked anew, with the same masks, since kept they would be as large as the model.
+        self._last: tuple[bytes, StepReply, VerifiedAttempt] | None = None
         self._positions: dict[Query, tuple[int, int]] = {}
         self._ratchet = 0
         self._fencing = 0
@@ -114,7 +115,7 @@ class RunMember:
         roster = self._open_roster(request.roster)
         # Before the position is checked: a repeat of the last request is not a step back.
         if self._last and self._last[0] == digest(request.roster.body):
-            return self._last[1], self._last[2]
+            return self._last[1], self._mask(self._last[2])[0]
         self._check_position(roster)
         # Verified and computed on one copy: shared memory could change in between.
         flat = own_copy(parameters)
@@ -127,12 +128,15 @@ class RunMember:
 
         started = time.perf_counter()
         self._compute(roster, model, paid.data_root, flat)
+        # The model has them now.
+        del flat
         computed = time.perf_counter()
-        vectors, header = self._mask(VerifiedAttempt.of(roster, model, request.ranges, mechanism.ring_bits))
+        attempt = VerifiedAttempt.of(roster, model, request.ranges, mechanism.ring_bits)
+        vectors, header = self._mask(attempt)
         masked = time.perf_counter()
 
         reply = StepReply(self._attester.member_id, "ok", header, masked - began, computed - started, masked - computed)
-        self._last = digest(request.roster.body), reply, vectors
+        self._last = digest(request.roster.body), reply, attempt
         return reply, vectors
 
     def _open_roster(self, envelope: Envelope) -> Roster:

@@ -61,7 +61,7 @@ class TrainWorker:
         """
         self._check_unpresented()
         self._stage = workload = Workload(setup)
-        return workload.facts
+        return workload.stated()
 
     @guarded
     def compute_known_answer(self, mechanism: Mechanism, *measurements: Measurement) -> bytes:

@@ -95,8 +95,10 @@ class VirtualWorkerComputer:
         drawn = draw_ids(sampling_key, data.ids, mechanism.sample_rate, capacity)
         # Padding is an own example: of a sealed dataset a worker can read no other.
         batches = micro_batches(self._dataset, drawn, mechanism, padding=int(data.ids[0]))
-        clipped_sum = self._engine.clipped_sum(parameters, batches)
-        values = np.empty(mechanism.dimension, ring_dtype(mechanism.ring_bits))
+        clipped_sum, words = self._engine.clipped_sum(parameters, batches), ring_dtype(mechanism.ring_bits)
+        # In the sum's own memory where the words fit it: of a large model, both would be most of what a worker takes.
+        in_place = words.itemsize == clipped_sum.itemsize
+        values = clipped_sum.view(words) if in_place else np.empty(mechanism.dimension, words)
         encode_into(clipped_sum, self._ring, values)
         # After the rounding: noise is an integer, so adding it in the ring is exact.
         if mechanism.private:

@@ -3,8 +3,10 @@
 Nothing of it is taken from a manifest: a manifest is compared with it.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -14,7 +16,7 @@ from raycloak.metrics.errors import ConfigError, ModelError, ProtocolError, Refu
 from raycloak.workers.evaluation import open_split
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.gradients.model_checks import check_rows, check_trainable
-from raycloak.workers.gradients.numerics import current_numerics, pin_numerics
+from raycloak.workers.gradients.numerics import current_numerics, pin_numerics, slow_products
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.row_memory import largest_rows
 from raycloak.workers.gradients.sum_engines import check_measurable, measurement_engine
@@ -56,6 +58,7 @@ class Workload:
         module: the model whose gradients are computed.
         split: the sealed split that it is to evaluate on, if there is one.
         facts: its contribution to the manifest.
+        start: digest of the initial parameters.
 
     Raises:
         DatasetError, ModelError, ConfigError: what cannot be trained on, with the layer or array named.
@@ -101,11 +104,21 @@ class Workload:
             dataset_fingerprint=fingerprint,
             largest_rows=largest_rows(self.module, self.form, loss_fn, deterministic, self.vocabulary),
             tokenizer=opened.tokenizer,
-            model_notes=notes,
+            model_notes=(*notes, *slow_products(self.module, setup.device, torch.backends.cpu.get_cpu_capability())),
         )
+        tensors = self.facts.tensors
+        self.start = parameter_digest(tensors, tensor_digests(self.facts.initial_parameters, tensors))
         folder = None if setup.evaluation is None else Path(setup.base) / setup.evaluation
         self.split = None if folder is None else open_split(folder, setup.loss, self.form, self.runtime)
         self.evaluation_slices: SliceLocks = ClearSlices() if self.split is None else self.split.dataset
+
+    def stated(self) -> WorkerFacts:
+        """Return the facts, and keep them without the initial parameters, which the module holds until the first step.
+
+        To be called once.
+        """
+        stated, self.facts = self.facts, replace(self.facts, initial_parameters=np.empty(0, np.float32))
+        return stated
 
     def _build_again(self) -> nn.Module:
         """Build another module of the same model.
@@ -151,7 +164,7 @@ class PlannedWorkload:
         if not noised and not workload.setup.dataset.public:
             raise RefusedError("not_public", "this worker's data is not declared public, so it trains only with noise")
         self.workload, self.mechanism, self.measurements = workload, mechanism, measurements
-        dataset, start, runtime = workload.dataset, workload.facts.initial_parameters, workload.runtime
+        dataset, start, runtime = workload.dataset, read_flat(workload.module), workload.runtime
         vocabulary = workload.vocabulary
         check_rows(workload.module, workload.form, runtime.loss_fn, mechanisms, runtime.deterministic, vocabulary)
         classes = _declared_classes(measurements) or workload.setup.dataset.classes
@@ -180,7 +193,6 @@ class PlannedWorkload:
             EvidenceError: ``sealed_demand``, with what differs.
         """
         computation, facts, setup = manifest.computation, self.workload.facts, self.workload.setup
-        start = parameter_digest(facts.tensors, tensor_digests(facts.initial_parameters, facts.tensors))
         checks = {
             "numerics": (computation.numerics, facts.numerics),
             "num_examples": (computation.mechanism.num_examples, facts.num_examples),
@@ -190,7 +202,7 @@ class PlannedWorkload:
             "tensors": (computation.tensors, facts.tensors),
             "model_code": (computation.model_code, facts.model_code),
             "loss_code": (computation.loss_code, facts.loss_code),
-            "initial_parameters": (computation.initial_parameters, start),
+            "initial_parameters": (computation.initial_parameters, self.workload.start),
             "frozen": (computation.frozen, frozen_digest(facts.contents)),
             "dataset": (computation.dataset, setup.dataset.identity_digest()),
             "tokenizer": (computation.tokenizer, facts.tokenizer),

@@ -34,7 +34,7 @@ from raycloak.workers.vectors.payload import (
     open_header,
     payload_key,
 )
-from raycloak.workers.vectors.ring import RingVector, decode, ring_dtype
+from raycloak.workers.vectors.ring import CACHE_BLOCK_BYTES, RingVector, decode, ring_dtype
 
 State = Mapping[str, np.ndarray]
 
@@ -195,8 +195,9 @@ class MaskedAggregator:
         """
         started = time.perf_counter()
         verified = self._verified(request, updates=True)
-        average = self._average(verified, binding, vectors)
-        updated, new_state = self._part.rule.update(parameters, average, state, verified.roster.step)
+        step = verified.roster.step
+        # Not named here: the rule lets the average go as soon as it has its own copy.
+        updated, new_state = self._part.rule.update(parameters, self._average(verified, binding, vectors), state, step)
         digests = tuple(tensor_digests(updated, self._part.range.tensors))
         return ReduceReport(self._part.range.index, digests, time.perf_counter() - started), updated, new_state
 
@@ -223,7 +224,7 @@ class MaskedAggregator:
         self._check_binding(verified, binding)
         # All vectors are checked before a single word is added.
         self._check_vectors(verified, vectors)
-        average = decode(ring_sum(vectors, mechanism.ring_bits), mechanism.gamma_log2)
+        average = decoded_sum(vectors, mechanism.ring_bits, mechanism.gamma_log2)
         return np.divide(average, mechanism.expected_batch_size, out=average)
 
     def _open_roster(self, envelope: Envelope) -> Roster:
@@ -318,6 +319,18 @@ def _naming(member_id: str) -> Iterator[None]:
         yield
     except ProtocolError as error:
         raise SenderError(error.code, error.message, error.remedy, member_id) from None
+
+
+def decoded_sum(vectors: Sequence[RingVector], bits: int, gamma_log2: int) -> NDArray[np.float64]:
+    """Return the decoded sum of equally long vectors, block by block: the ring words of the sum never exist as a whole.
+
+    Guarantee: the bits of ``decode(ring_sum(vectors, bits), gamma_log2)``.
+    """
+    found, block = np.empty(len(vectors[0]), np.float64), CACHE_BLOCK_BYTES // 8
+    for start in range(0, len(found), block):
+        part = slice(start, start + block)
+        found[part] = decode(ring_sum([vector[part] for vector in vectors], bits), gamma_log2)
+    return found
 
 
 def ring_sum(vectors: Sequence[RingVector], bits: int) -> RingVector:

@@ -119,10 +119,12 @@ class Optimizer:
         """
         size = dimension(self._tensors)
         assert parameters.shape == averaged_gradient.shape == (size,), "vectors have the range's size"
-        leaves = self._cut(parameters)
         # A value beyond float32 becomes infinite here, and is refused below.
         with np.errstate(over="ignore"):
             gradients = self._cut(averaged_gradient)
+        # The last reference, if the caller has kept none.
+        del averaged_gradient
+        leaves = self._cut(parameters)
         rule = self._rule(leaves, learning_rate(self._spec, step, self._total_steps))
         leaf_of = dict(zip((tensor.name for tensor in self._tensors), leaves, strict=True))
         for leaf, gradient in zip(leaves, gradients, strict=True):
@@ -132,6 +134,9 @@ class Optimizer:
             # Copied, because torch updates the state in place and no argument may change.
             rule.state[leaf_of[name]][field] = torch.from_numpy(value.copy())
         rule.step()
+        for leaf in leaves:
+            leaf.grad = None
+        del gradients
         updated = np.concatenate([leaf.numpy().reshape(-1) for leaf in leaves])
         new_state = self._state_of(rule, leaves)
         if not all(np.isfinite(vector).all() for vector in (updated, *new_state.values())):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from raycloak.coordinator.console.output import Output, command_output
-from raycloak.metrics.errors import ConfigError, RaycloakError
+from raycloak.metrics.errors import ConfigError, RaycloakError, is_out_of_memory
 
 if TYPE_CHECKING:
     from raycloak.coordinator.ledger.ledger import PrivacyLedger
@@ -42,12 +42,12 @@ def _guard(output: Output, body: Callable[[Output], int]) -> int:
             error,
         )
         return RaycloakError.exit_code
-    # A mistyped size asks for more than there is; a trace would not say so.
-    except MemoryError as error:
-        output.error(RaycloakError("out_of_memory", "there is not enough memory for that.", "Ask for less."), error)
-        return RaycloakError.exit_code
     except Exception as error:  # noqa: BLE001 - the last resort: a defect still ends in one line
-        output.unexpected(error)
+        # A mistyped size asks for more than there is; a trace would not say so.
+        if is_out_of_memory(error):
+            output.error(RaycloakError("out_of_memory", "there is not enough memory for that.", "Ask for less."), error)
+        else:
+            output.unexpected(error)
         return RaycloakError.exit_code
 
 

@@ -12,7 +12,7 @@ from typing import Self, TypeVar
 from raycloak.coordinator.cluster.control import START_AGAIN
 from raycloak.coordinator.membership.crew import Crew, start_crew
 from raycloak.coordinator.membership.members import Members
-from raycloak.metrics.errors import ProtocolError, RunFailedError
+from raycloak.metrics.errors import MORE_MEMORY, ProtocolError, RunFailedError
 from raycloak.workers.messages import WorkerFacts, WorkerSetup
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism
@@ -44,7 +44,7 @@ class Founders:
 
         Raises:
             ConfigError: what a worker found wrong with the data or the model.
-            RunFailedError: ``too_few_workers`` if none could be prepared.
+            RunFailedError: ``too_few_workers`` if none could be prepared; ``out_of_memory`` if all lacked memory.
         """
         crew = crew or start_crew(members.backend, members.config)
         members.workers.update(crew.workers)
@@ -82,7 +82,10 @@ def _refuse_other_models(members: Members, facts: Mapping[str, WorkerFacts], cho
 
 
 def _nobody(members: Members, what: str) -> RunFailedError:
-    return RunFailedError("too_few_workers", f"{what}: {members.departures.reasons()}.", START_AGAIN)
+    message = f"{what}: {members.departures.reasons()}."
+    if {departure.code for departure in members.departures.all} == {"out_of_memory"}:
+        return RunFailedError("out_of_memory", message, MORE_MEMORY)
+    return RunFailedError("too_few_workers", message, START_AGAIN)
 
 
 def _most_common(values: Iterable[T]) -> T:

@@ -17,6 +17,7 @@ from raycloak.coordinator.planning.references import descriptor, evaluation_form
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.evaluation import check_evaluation_form
 from raycloak.workers.gradients.model_checks import check_rows, check_trainable
+from raycloak.workers.gradients.numerics import slow_products
 from raycloak.workers.gradients.row_memory import largest_rows
 from raycloak.workers.gradients.sum_engines import check_measurable
 from raycloak.workers.inputs.datasets import dataset_form
@@ -43,6 +44,7 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     form = dataset_form(opened.examples)
     source = model_source(config.model)
     model, notes = build_noted(source, config_dir, config.seed)
+    slow = slow_products(model, "cuda" if config.use_gpu else "cpu", config.cpu_capability)
     loss, _ = loss_function(config.loss, config_dir)
     split_ranges(trainable_tensors(model), config.aggregators)
     deterministic = not config.allow_nondeterministic
@@ -59,7 +61,7 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
         check_measurable(measurement, form)
     mechanisms = (plan.mechanism, *(each.mechanism for each in plan.measurements))
     check_rows(model, form, loss, mechanisms, deterministic, vocabulary)
-    return checked(with_notes(plan, notes))
+    return checked(with_notes(plan, (*notes, *slow)))
 
 
 def _account(config: RunConfig) -> PayingAccount | None:

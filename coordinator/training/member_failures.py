@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from raycloak.coordinator.cluster.backend import ActorLost, Backend
 from raycloak.coordinator.membership.members import Members
 from raycloak.coordinator.training.model import Model
-from raycloak.metrics.errors import RunFailedError
+from raycloak.metrics.errors import MORE_MEMORY, RunFailedError
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class MemberFailures:
 
 
 _REMEDIES = {
-    "out_of_memory": "Lower micro_batch_size, or give the workers more memory.",
+    "out_of_memory": MORE_MEMORY,
     "nondeterministic_op": "Set allow_nondeterministic: true for a run that is NOT EXACT, or change the model.",
     "worker_error": "The text of the failure stays in the worker; run the model on public data to see it.",
 }

@@ -1,12 +1,15 @@
 """A worker lets only a code out of a failure, and nothing that could hold an example."""
 
+import mmap
 import os
 import pickle
 import sys
 import traceback
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from raycloak.metrics.errors import ConfigError, ProtocolError, RaycloakError, RunFailedError
 from raycloak.workers.answer_codes import answer_code, guarded
@@ -72,6 +75,26 @@ def test_our_own_errors_pass_as_they_are_without_what_caused_them():
     assert left.__context__ is None
     assert PRIVATE not in "".join(traceback.format_exception(left))
     assert [frame.name for frame in traceback.extract_tb(left.__traceback__)] == ["failure", "call"]
+
+
+BEYOND = 2**60
+"""Bytes that no machine has, so that every allocator fails at once."""
+ALLOCATORS = {
+    "python": lambda: bytearray(BEYOND),
+    "numpy": lambda: np.empty(BEYOND, np.uint8),
+    "torch": lambda: torch.empty(BEYOND, dtype=torch.uint8),
+    "kernel": lambda: mmap.mmap(-1, BEYOND),
+}
+
+
+@pytest.mark.parametrize("name", ALLOCATORS)
+def test_memory_that_cannot_be_had_has_a_code_of_its_own_whoever_asked_for_it(name):
+    with pytest.raises((MemoryError, RuntimeError, OSError)) as real:
+        ALLOCATORS[name]()
+    left = failure(real.value)
+    assert left.code == "out_of_memory"
+    assert "micro_batch_size" in left.remedy
+    assert "virtual_workers" in left.remedy
 
 
 def test_what_user_code_prints_goes_nowhere(capfd):

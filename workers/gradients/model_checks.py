@@ -15,7 +15,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor, nn
 
-from raycloak.metrics.errors import ConfigError, ModelError, RaycloakError
+from raycloak.metrics.errors import ConfigError, ModelError, RaycloakError, is_out_of_memory
 from raycloak.workers.gradients.gradient_parts import GradientParts, named_operations
 from raycloak.workers.gradients.kept_state import KeptState
 from raycloak.workers.gradients.parts import Part
@@ -27,6 +27,9 @@ from raycloak.workers.terms.mechanism import Mechanism
 
 _BATCH_SIZES = (5, 7)
 """Two sizes, so that another extent of the model's tensors cannot pass for the batch at both."""
+
+_COMPARED = 2**20
+"""Elements that are compared at once."""
 
 _FIX = (
     "Treat each example alone: GroupNorm or LayerNorm, padding to one fixed length in place of the longest example, "
@@ -156,15 +159,17 @@ def _state_of(module: nn.Module, loss_fn: LossFn) -> KeptState:
     return KeptState(module, RowLoss.of(loss_fn).loss_fn, copies=True)
 
 
-def _accepts(module: nn.Module, features: Tensor, deterministic: bool) -> bool:
+def _trace_if_accepted(module: nn.Module, features: Tensor, deterministic: bool) -> list[_LayerTrace] | None:
     try:
         with named_operations(deterministic):
-            module(features)
+            return _trace(module, features)
     except RaycloakError:
         raise
-    except Exception:  # noqa: BLE001 - user code may raise anything; an odd value may be none for it
-        return False
-    return True
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        # User code may raise anything; an odd value may be none for it.
+        return None
 
 
 def _check_draws(module: nn.Module, probes: Probes, count: int, state: KeptState) -> None:
@@ -178,8 +183,8 @@ def _check_fills(module: nn.Module, probes: Probes, count: int, deterministic: b
     for fill in probes.fills:
         for pair in probes.filled(count, fill):
             # A value that the module fails on is in no batch that it computes.
-            if _accepts(module, pair.after.features, deterministic):
-                _check_apart(_trace(module, pair.before.features), _trace(module, pair.after.features), count)
+            if (after := _trace_if_accepted(module, pair.after.features, deterministic)) is not None:
+                _check_apart(_trace(module, pair.before.features), after, count)
             # Both traces know what the first call remembers; the next batch may undo it.
             state.check()
 
@@ -255,7 +260,10 @@ def _check_odd_labels(module: nn.Module, probes: Probes, loss_fn: LossFn, count:
         output = module(pair.before.features).detach()
         try:
             before, after = row_loss(output, pair.before.labels), row_loss(output, pair.after.labels)
-        except Exception:  # noqa: BLE001 - a label of no class may be an error for the user's code
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            # A label of no class may be an error for the user's code.
             state.check()
             continue
         if not _same(before[1:], after[1:]):
@@ -273,7 +281,8 @@ def _mixing_loss() -> ModelError:
 
 def _check_gradients(module: nn.Module, probes: Probes, loss_fn: LossFn, count: int, deterministic: bool) -> None:
     row_loss = RowLoss.of(loss_fn)
-    gradients = GradientParts(copy.deepcopy(module), row_loss, deterministic)
+    # On the probe itself: taps keep nothing of a pass in it, and another copy would be all of the model again.
+    gradients = GradientParts(module, row_loss, deterministic)
     names = [name for name, tensor in module.named_parameters() if tensor.requires_grad]
     for pair in probes.draws(count):
         # Sizes in place of all rows: whole gradients of every row of a large model would not fit in memory.
@@ -337,9 +346,16 @@ def _close(left: Tensor, right: Tensor, least: float = 1e-4) -> bool:
     """Return whether two results of the same computation in other orders of rounding are equal."""
     if left.shape != right.shape:
         return False
-    left, right = left.double().nan_to_num(), right.double().nan_to_num()
     # Where large terms cancel, what is left is as exact as the largest value beside it.
-    return torch.allclose(left, right, rtol=1e-3, atol=least * max(1.0, float(right.abs().max())))
+    largest = max((float(piece.abs().max()) for piece in _pieces(right)), default=0.0)
+    least *= max(1.0, largest)
+    return all(torch.allclose(a, b, rtol=1e-3, atol=least) for a, b in zip(_pieces(left), _pieces(right), strict=True))
+
+
+def _pieces(values: Tensor) -> Iterator[Tensor]:
+    """Yield the values as finite float64, in pieces: whole copies of an embedding would be larger than its model."""
+    if values.numel():
+        yield from (piece.double().nan_to_num() for piece in torch.split(values.reshape(-1), _COMPARED))
 
 
 def _same(left: Tensor, right: Tensor) -> bool:
@@ -354,6 +370,9 @@ def _input_errors(form: DatasetForm) -> Iterator[None]:
     except RaycloakError:
         raise
     except Exception as error:
+        # It says something of the machine, and nothing of the model.
+        if is_out_of_memory(error):
+            raise
         said = str(error).splitlines()[0] if str(error) else "it gives no reason"
         raise ModelError(
             "model_input",

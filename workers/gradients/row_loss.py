@@ -9,7 +9,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from raycloak.metrics.errors import ModelError
+from raycloak.metrics.errors import ModelError, is_out_of_memory
 from raycloak.workers.inputs.models import BUILT_IN_LOSSES, LossFn
 
 
@@ -88,8 +88,9 @@ class RowLoss:
                 losses = self._all_rows(zeros.requires_grad_(), classes)
                 if losses.requires_grad:
                     torch.autograd.grad(losses.sum(), zeros)
-        except (MemoryError, torch.OutOfMemoryError):
-            raise  # says something of the machine, and nothing of the loss
-        except Exception:  # noqa: BLE001 - a fault of the loss itself shows again, row by row
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise  # says something of the machine, and nothing of the loss
+            # A fault of the loss itself shows again, row by row.
             return False
         return True

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.messages import Message
-from raycloak.metrics.errors import ConfigError, ModelError
+from raycloak.metrics.errors import ConfigError, ModelError, is_out_of_memory
 from raycloak.workers.inputs.hub_files import library, public_folder, quiet
 from raycloak.workers.inputs.text_data import Tokenizer
 from raycloak.workers.inputs.text_model import silence_config
@@ -147,6 +147,8 @@ class HubSpec(Message):
                 **trust,
             )
         except (ValueError, OSError, KeyError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                raise
             raise _unreadable(self.hf, error) from None
         _check_loaded(model, info, self)
         missing = sorted(info["missing_keys"])

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
-from raycloak.metrics.errors import ModelError
+from raycloak.metrics.errors import ModelError, is_out_of_memory
 from raycloak.workers.inputs.held_values import Held, held_values
 from raycloak.workers.inputs.hub_model import HubSpec
 from raycloak.workers.inputs.text_data import IGNORED
@@ -85,7 +85,10 @@ class ModelSource:
     def _called(self, function: Callable[[], Any]) -> nn.Module:
         try:
             module = function()
-        except Exception as error:  # noqa: BLE001 - only its type is told: its text may hold private data
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            # Only its type is told: its text may hold private data.
             raise ModelError(
                 "model_function", f"{self.name} fails with {type(error).__name__}.", "Call it in Python to see why."
             ) from None
@@ -306,7 +309,9 @@ def _content(held: Held) -> TensorContent:
     dtype = dtype_name(held.value)
     try:
         found, shape = content_hash(held.value), tuple(held.value.shape)
-    except (RuntimeError, ValueError, TypeError):
+    except (RuntimeError, ValueError, TypeError) as error:
+        if is_out_of_memory(error):
+            raise
         # Sparse, quantized, on the meta device, or not initialised yet.
         raise ModelError(
             "tensor_layout",

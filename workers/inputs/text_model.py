@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from raycloak.metrics.errors import ConfigError, ModelError
+from raycloak.metrics.errors import ConfigError, ModelError, is_out_of_memory
 from raycloak.workers.inputs.datasets import DatasetForm
 
 ATTENTION = "eager"
@@ -191,6 +191,8 @@ class TextModel(nn.Module):
                     input_ids=torch.where(seen.bool(), ids, self._padding), attention_mask=seen, return_dict=True
                 ).logits.float()
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             raise _unfit(inner, f"fails on token ids with {type(error).__name__}") from error
         finally:
             self.train(training)

@@ -221,6 +221,9 @@ def encode_into(values: FloatVector, spec: RingSpec, out: RingVector) -> None:
     depend only on the real numbers given, not on their float type or on block boundaries. The work done depends
     on d alone, not on the values.
 
+    Args:
+        out: may be a view of the memory of ``values`` where both have elements of one size.
+
     Raises:
         ProtocolError: ``encode_non_finite``; a caller's bug, since per-example gradients are made finite before
             they are summed. ``out`` is then undefined.
@@ -229,6 +232,7 @@ def encode_into(values: FloatVector, spec: RingSpec, out: RingVector) -> None:
     assert values.shape == out.shape
     assert out.dtype == ring_dtype(spec.bits)
     assert values.dtype in (np.float32, np.float64)
+    assert values.itemsize == out.itemsize or not np.may_share_memory(values, out), "a narrower word is written ahead"
     block = CACHE_BLOCK_BYTES // values.itemsize
     scratch, finite = np.empty(block, values.dtype), np.empty(block, np.bool_)
     # Scalars of the input's own type: each is exact in float32 (see RingSpec).

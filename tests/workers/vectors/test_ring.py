@@ -125,6 +125,22 @@ def test_a_non_finite_sum_is_refused_without_data(poison, float_type):
         assert not re.search(r"\d|nan|inf\b", refusal.value.message)
 
 
+@pytest.mark.parametrize(("bits", "float_type"), [(32, np.float32), (64, np.float64)])
+def test_encoding_in_place_gives_the_same_words(bits, float_type):
+    values = np.random.default_rng(8).normal(size=100_001).astype(float_type)
+    spec = RingSpec(bits, -10, 2.0)
+    apart = np.empty(len(values), ring_dtype(bits))
+    encode_into(values, spec, apart)
+    encode_into(values, spec, values.view(ring_dtype(bits)))
+    assert values.tobytes() == apart.tobytes()
+
+
+def test_encoding_in_place_into_narrower_words_is_refused():
+    values = np.zeros(10)
+    with pytest.raises(AssertionError, match="narrower"):
+        encode_into(values, RingSpec(32, -10, 2.0), values.view(ring_dtype(32))[:10])
+
+
 def test_encoding_has_no_full_size_temporary():
     values = np.ones(4_000_000, np.float32)
     out = np.empty(len(values), np.uint32)
