@@ -93,6 +93,8 @@ class Workload:
             setup.model.hub.check_tokenizer(setup.dataset.tokenizer, setup.base)
         self.vocabulary = check_text(self.module, self.form, setup.loss, opened.vocabulary, setup.dataset.classes)
         check_trainable(self.module, self.form, loss_fn, deterministic, self.vocabulary)
+        # Before the parameters are copied: it takes as much memory as a step.
+        rows = largest_rows(self.module, self.form, loss_fn, deterministic, self.vocabulary)
         self.facts = WorkerFacts(
             num_examples=len(self.dataset),
             tensors=trainable_tensors(self.module),
@@ -102,7 +104,7 @@ class Workload:
             loss_code=loss_code,
             numerics=current_numerics(setup.device).model_copy(update={"model_libraries": libraries(self.module)}),
             dataset_fingerprint=fingerprint,
-            largest_rows=largest_rows(self.module, self.form, loss_fn, deterministic, self.vocabulary),
+            largest_rows=rows,
             tokenizer=opened.tokenizer,
             model_notes=(*notes, *slow_products(self.module, setup.device, torch.backends.cpu.get_cpu_capability())),
         )

@@ -53,7 +53,12 @@ def test_a_base_that_differs_between_nodes_is_refused_by_the_name_of_the_tensor(
         "expected_batch_size": 16,
         "micro_batch_size": 4,
         "model": {"hf": "raycloak/tiny", "task": "causal_lm", "lora": {"rank": 2}},
-        "dataset": {"kind": "npz", "path": "data.npz", "features": "features", "vocabulary": 16},
+        "dataset": {
+            "kind": "npz",
+            "path": str(run_python.folder / "data.npz"),
+            "features": "features",
+            "vocabulary": 16,
+        },
         "dp_config": {"noise_multiplier": 1.0, "epsilon_cap": 100.0, "accountant": "rdp"},
         "placement": {"strategy": "STRICT_SPREAD"},
         "failure": {"join_timeout_s": 0},

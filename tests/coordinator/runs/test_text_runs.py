@@ -1,14 +1,18 @@
 """Runs of Hugging Face models: the same bytes for any number of workers, and bad input refused before any charge."""
 
 import shutil
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from raycloak.coordinator.planning.dry_run import plan_of
 from raycloak.metrics.errors import ConfigError
+from raycloak.workers.gradients import kept_state
+from raycloak.workers.inputs import models
 from raycloak.workers.train_worker import TrainWorker
 from tests.protocol import RENYI, config, on, trained, whole_run
 from tests.tiny_text import WORDS, write_bert, write_gpt2, write_reviews, write_tokenizer
@@ -77,6 +81,25 @@ def test_only_the_adapter_is_released_and_the_plan_says_what_was_changed(base, t
     assert computation.numerics.model_libraries.endswith("attention eager")
     assert len(computation.tokenizer) == 32
     assert (computation.loss, computation.loss_code) == ("cross_entropy", b"")
+
+
+def test_each_worker_hashes_a_base_once_at_its_start_and_never_again(base, tmp_path, monkeypatch):
+    """Not in a check, not for the known answer, not in a step: a large base would be read again each time."""
+    hashed, genuine = Counter(), models.content_hash
+
+    def counted(value):
+        if isinstance(value, torch.Tensor):
+            hashed[value.data_ptr(), tuple(value.shape)] += 1
+        return genuine(value)
+
+    monkeypatch.setattr(models, "content_hash", counted)
+    monkeypatch.setattr(kept_state, "content_hash", counted)
+    run = trained(tmp_path, **fields(bert(base, lora=LORA)))
+    computation = run.finished.manifest.computation
+    in_file = len(load_file(base / "bert" / "model.safetensors"))
+    workers, head = 3, 2
+    assert len(hashed) >= workers * (in_file + len(computation.tensors) - head)
+    assert set(hashed.values()) == {1}
 
 
 def test_a_base_that_differs_on_one_worker_is_refused_by_the_name_of_the_tensor(base, tmp_path):
