@@ -1,6 +1,7 @@
 """The checks of a worker before it computes, and the limits of what it lets out."""
 
 import pickle
+import weakref
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
@@ -659,3 +660,15 @@ def test_an_error_of_ours_leaves_the_other_methods_as_itself_and_any_other_witho
     monkeypatch.undo()
     with pytest.raises((ProtocolError, EvidenceError)):
         worker.accept_keys(KeyRelease(Envelope(b"", b""), b""))
+
+
+def test_what_is_as_large_as_the_model_is_not_kept_twice(hand):
+    """Beside the module: neither the initial parameters, once they were stated, nor a masked vector that has left."""
+    request = hand.request(hand.roster())
+    reply, vectors = hand.ask("worker-0", request)
+    assert reply.code == "ok"
+    left = weakref.ref(vectors[0])
+    del vectors
+    assert left() is None
+    assert hand.facts.initial_parameters.size == hand.mechanism.dimension
+    assert hand.workers["worker-0"]._stage.planned.workload.facts.initial_parameters.size == 0
