@@ -56,7 +56,7 @@ class Case:
     model_type: str
     settings: dict[str, int]
     dtype: torch.dtype
-    length: int = 32
+    length: int = 8
     run: dict[str, object] = field(default_factory=dict)
     lora: dict[str, object] | None = None
 
@@ -77,7 +77,7 @@ CASES = {
             "tie_word_embeddings": True,
         },
         torch.bfloat16,
-        16,
+        8,
         # Under avx2 no library has a fast product of bfloat16.
         {"cpu_capability": "default"},
         {"rank": 8, "target_modules": ["q_proj", "v_proj"]},
