@@ -1,8 +1,9 @@
-"""The table of docs/results.md: ``python benchmarks/records.py``, after ``python examples/mnist/prepare.py FOLDER``.
+"""The tables of docs/results.md: ``python benchmarks/records.py``, after ``prepare.py`` of each set in examples.
 
-Runs every recipe of examples/mnist with three run secrets through the whole path, and the same recipe in plain Opacus
-with three seeds, one after the other, and prints the table. Each result is a file under ``benchmarks/results``; a
-result that is there is not made again. ``--table`` runs nothing; names of recipes limit what runs.
+Runs every recipe with three run secrets through the whole path, and the same recipe in plain Opacus (plain torch where
+nothing is private) with three seeds, and prints the tables. One run follows the other, the first seed of all recipes
+before the second. Each result is a file under ``benchmarks/results``; a result that is there is not made again.
+``--table`` runs nothing; names of recipes limit what runs.
 """
 
 import argparse
@@ -16,13 +17,19 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
-RECIPES = ("scattering-eps1", "scattering", "cnn")
-PATHS = ("raycloak", "opacus")
+RECIPES = (
+    *("mnist-scattering-eps1", "mnist-scattering", "mnist-cnn"),
+    *("sst2-eps1", "sst2-eps3", "sst2-eps8", "sst2-nonprivate"),
+    *("shakespeare-eps8", "shakespeare-nonprivate"),
+)
+"""The set and the name of its configuration: ``sst2-eps1`` is examples/sst2/eps1.yaml.."""
+
 SEEDS = (1, 2, 3)
-LIBRARIES = ("torch", "numpy", "opacus", "ray")
+LIBRARIES = ("torch", "numpy", "opacus", "ray", "transformers", "peft")
 HIDDEN = ("run_dir",)
 """Fields of a run's JSON that name this machine."""
 
@@ -36,60 +43,84 @@ def main() -> None:
         parser.error(f"no recipe {', '.join(sorted(unknown))}; there are {', '.join(RECIPES)}")
     RESULTS.mkdir(exist_ok=True)
     recipes = () if chosen.table else chosen.recipes or RECIPES
-    for path in PATHS:
+    for seed in SEEDS:
         for recipe in recipes:
-            for seed in SEEDS:
+            for path in paths(recipe):
                 _make(recipe, path, seed)
-    print(table())
+    print(tables())
 
 
-def table() -> str:
-    """Markdown: accuracy per seed, mean, epsilon and mean wall time of each recipe and path that has results."""
-    lines = [
-        "| recipe | path | ε | accuracy per seed | mean | mean wall time |",
-        "|---|---|---|---|---|---|",
-    ]
-    for recipe in RECIPES:
-        for path in PATHS:
-            found = [json.loads(file.read_text()) for file in sorted(RESULTS.glob(f"mnist-{recipe}-{path}-[0-9].json"))]
-            if not found:
-                continue
-            scores = [100 * one["result"]["evaluation_accuracy"] for one in found]
-            spent = max(one["result"]["privacy_epsilon_charged"] for one in found)
-            seconds = mean(one["result"]["wall_seconds"] for one in found)
-            each = ", ".join(f"{score:.2f}" for score in scores)
-            lines.append(f"| {recipe} | {path} | {spent:.3f} | {each} | {mean(scores):.2f} | {seconds:.0f} s |")
-    return "\n".join(lines)
+def paths(recipe: str) -> tuple[str, str]:
+    """The product, and its peer."""
+    return ("raycloak", "torch" if recipe.endswith("-nonprivate") else "opacus")
+
+
+def tables() -> str:
+    """Markdown: one table of accuracies in percent, and one of losses, of the recipes and paths that have results."""
+    found = {(recipe, path): _results(recipe, path) for recipe in RECIPES for path in paths(recipe)}
+    texts = []
+    for metric, scale, title in (("accuracy", 100, "accuracy"), ("loss", 1, "loss")):
+        name = f"evaluation_{metric}"
+        rows = [
+            _row(recipe, path, [result[name] * scale for result in results], results)
+            for (recipe, path), results in found.items()
+            if results and results[0].get(name) is not None
+        ]
+        head = f"| recipe | path | ε | {title} per seed | mean | mean time | of it steps |"
+        texts.append("\n".join([head, "|---|---|---|---|---|---|---|", *rows]))
+    return "\n\n".join(texts)
+
+
+def _results(recipe: str, path: str) -> list[dict[str, Any]]:
+    files = sorted(RESULTS.glob(f"{recipe}-{path}-[0-9].json"))
+    return [json.loads(file.read_text())["result"] for file in files]
+
+
+def _row(recipe: str, path: str, scores: list[float], results: list[dict[str, Any]]) -> str:
+    """A row: the score of each seed, the largest epsilon, and the mean times."""
+    private = all(result.get("private", True) for result in results)
+    spent = f"{max(result['privacy_epsilon_charged'] for result in results):.3f}" if private else "none"
+    each = ", ".join(f"{score:.2f}" for score in scores)
+    seconds = f"{mean(result['wall_seconds'] for result in results):.0f} s"
+    timed = all("step_seconds" in result for result in results)
+    steps = f"{mean(result['step_seconds'] for result in results):.0f} s" if timed else "–"
+    return f"| {recipe} | {path} | {spent} | {each} | {mean(scores):.2f} | {seconds} | {steps} |"
 
 
 def _make(recipe: str, path: str, seed: int) -> None:
-    target = RESULTS / f"mnist-{recipe}-{path}-{seed}.json"
+    target = RESULTS / f"{recipe}-{path}-{seed}.json"
     if target.exists():
         return
     print(f"{recipe} through {path}, seed {seed}", file=sys.stderr, flush=True)
-    config = f"examples/mnist/{recipe}.yaml"
-    made = _raycloak(config, recipe, seed) if path == "raycloak" else _opacus(config, seed)
+    folder, _, name = recipe.partition("-")
+    config = f"examples/{folder}/{name}.yaml"
+    made = _raycloak(config, recipe, seed) if path == "raycloak" else _peer(config, seed)
     target.write_text(json.dumps({**made, **_conditions()}, indent=1) + "\n")
 
 
 def _raycloak(config: str, recipe: str, seed: int) -> dict[str, object]:
+    # The first results had the secrets of names without their set.
+    phrase = f"{recipe.removeprefix('mnist-')}/{seed}"
     with tempfile.TemporaryDirectory() as folder:
         secret = Path(folder) / "secret"
         secret.touch(mode=0o600)
-        secret.write_text(hashlib.sha256(f"{recipe}/{seed}".encode()).hexdigest())
+        secret.write_text(hashlib.sha256(phrase.encode()).hexdigest())
         command = ["-m", "raycloak", "run", config, "--run-secret", str(secret), "--json"]
         result = _json_of(command)
+    lines = (Path(result["run_dir"]) / "metrics.jsonl").read_text().splitlines()
+    steps = [event["seconds"] for event in map(json.loads, lines) if event["event"] == "step"]
     evidence = "SIMULATED" if result["evidence_class"] == "simulated" else result["evidence_class"]
-    shown = f"raycloak run {config} --run-secret FILE --json, FILE holding sha256('{recipe}/{seed}') in hexadecimal"
-    return {"command": shown, "evidence": evidence, "result": {k: v for k, v in result.items() if k not in HIDDEN}}
+    shown = f"raycloak run {config} --run-secret FILE --json, FILE holding sha256('{phrase}') in hexadecimal"
+    kept = {key: value for key, value in result.items() if key not in HIDDEN}
+    return {"command": shown, "evidence": evidence, "result": {**kept, "step_seconds": sum(steps)}}
 
 
-def _opacus(config: str, seed: int) -> dict[str, object]:
-    command = ["benchmarks/mnist_opacus.py", config, "--seed", str(seed)]
+def _peer(config: str, seed: int) -> dict[str, object]:
+    command = ["benchmarks/peer.py", config, "--seed", str(seed)]
     return {"command": " ".join(["python", *command]), "result": _json_of(command)}
 
 
-def _json_of(arguments: list[str]) -> dict[str, object]:
+def _json_of(arguments: list[str]) -> dict[str, Any]:
     """The JSON that a child of this interpreter prints."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
