@@ -1,4 +1,4 @@
-"""Every snippet in README.md and docs/ runs.
+"""Every snippet in README.md, docs/ and the READMEs of examples/ runs.
 
 The ``python`` blocks of one document run in order in one process, so a later block may use the names of an earlier
 one; tracebacks carry the document's line numbers. A document that uses Ray joins the session's cluster by a plain
@@ -24,7 +24,7 @@ from raycloak.coordinator.runs.demo import demo_config
 from raycloak.metrics.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = sorted([*ROOT.glob("README.md"), *(ROOT / "docs").rglob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("README.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*/README.md")])
 FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>[\w-]*)[^\n]*\n(?P<body>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL
 )

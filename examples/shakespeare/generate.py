@@ -19,9 +19,8 @@ CONTEXT = 63
 def main(run: Path) -> None:
     """Print text that begins a line."""
     model = transformers.GPT2LMHeadModel.from_pretrained(FOLDER, local_files_only=True).eval()
-    released = {
-        name.removeprefix("model."): tensor for name, tensor in load_file(run / "parameters.safetensors").items()
-    }
+    found = load_file(run / "parameters.safetensors")
+    released = {name.removeprefix("model."): tensor for name, tensor in found.items()}
     # The head is the embedding's tensor, so it is released once.
     model.load_state_dict({**model.state_dict(), **released, "lm_head.weight": released["transformer.wte.weight"]})
     tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER, local_files_only=True)

