@@ -6,6 +6,7 @@ import peft
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn import functional
 
 FOLDER = Path(__file__).resolve().parent / "data" / "minilm"
 CLASSES = 2
@@ -28,7 +29,7 @@ def minilm() -> nn.Module:
 
 
 class Sentences(nn.Module):
-    """Token ids [n, T], -1 for padding, to logits [n, 2] of the mean over a sentence's tokens.
+    """Token ids [n, T], -1 for padding, to logits [n, 2] of the mean over a sentence's tokens, normalised.
 
     The checkpoint was trained to be read by this mean. The head that `transformers` gives a BERT reads the first token,
     in which this checkpoint keeps less.
@@ -52,4 +53,5 @@ class Sentences(nn.Module):
             token_type_ids=torch.zeros_like(ids),
         ).last_hidden_state
         mean = (hidden * seen[:, :, None]).sum(1) / seen.sum(1, keepdim=True).clamp(min=1)
-        return self.head(mean)
+        # One norm for every sentence, as large as the head's inputs are many: so the head learns in few steps.
+        return self.head(functional.layer_norm(mean, mean.shape[1:]))
