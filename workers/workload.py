@@ -166,7 +166,7 @@ class PlannedWorkload:
         if not noised and not workload.setup.dataset.public:
             raise RefusedError("not_public", "this worker's data is not declared public, so it trains only with noise")
         self.workload, self.mechanism, self.measurements = workload, mechanism, measurements
-        dataset, start, runtime = workload.dataset, read_flat(workload.module), workload.runtime
+        dataset, runtime = workload.dataset, workload.runtime
         vocabulary = workload.vocabulary
         check_rows(workload.module, workload.form, runtime.loss_fn, mechanisms, runtime.deterministic, vocabulary)
         classes = _declared_classes(measurements) or workload.setup.dataset.classes
@@ -175,6 +175,8 @@ class PlannedWorkload:
         engine = GradientEngine(workload.module, runtime.loss_fn, mechanism, runtime.device, runtime.deterministic)
         gradient = VirtualWorkerComputer(mechanism, engine, dataset)
         self.computers: dict[Query, VirtualWorkerComputer] = {mechanism.query: gradient}
+        # The module has not seen a step yet. Copied late: the checks before take as much memory as a step.
+        start = read_flat(workload.module)
         answers = [known_answer(mechanism, engine, dataset, start, vocabulary, classes=classes)]
         for measurement in measurements:
             check_measurable(measurement, workload.form)
