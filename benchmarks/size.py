@@ -11,6 +11,7 @@ through ``raycloak run``, and reads /proc twice a second until the command ends.
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -211,12 +212,15 @@ def measured(name: str, steps: int, limit_s: float, overrides: dict[str, object]
         command = [sys.executable, "-m", "raycloak", "run", str(config), "--json"]
         peaks, began = Peaks(), time.monotonic()
         with (folder / "stdout").open("w+") as out, subprocess.Popen(command, env=environment, stdout=out) as run:
-            while run.poll() is None:
-                peaks.take(run.pid)
-                if time.monotonic() - began > limit_s:
-                    run.kill()
-                    sys.exit(f"{name} took more than {limit_s:g} s, and was ended; peaks so far: {peaks}")
-                time.sleep(INTERVAL_S)
+            try:
+                while run.poll() is None:
+                    peaks.take(run.pid)
+                    if time.monotonic() - began > limit_s:
+                        sys.exit(f"{name} took more than {limit_s:g} s, and was ended; peaks so far: {peaks}")
+                    time.sleep(INTERVAL_S)
+            finally:
+                # Of a run that has ended it does nothing; Ray's processes end with their driver.
+                run.kill()
         seconds = time.monotonic() - began
         if run.returncode:
             sys.exit(f"{name} ended with {run.returncode}")
@@ -261,6 +265,8 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which a case is given up")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=JSON", help="a field of the configuration")
     chosen = parser.parse_args()
+    # So that a run is ended with this process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
     overrides = {name: json.loads(value) for name, _, value in (each.partition("=") for each in chosen.set)}
     if unknown := set(chosen.cases) - set(CASES):
         parser.error(f"no case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
