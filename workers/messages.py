@@ -7,6 +7,7 @@ import numpy as np
 from raycloak.attestation.core.evidence import CollateralBundle
 from raycloak.attestation.core.messages import Envelope
 from raycloak.attestation.policy.policy import Policy
+from raycloak.workers.inputs.compute_mode import PLAIN, ComputeMode
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.models import ModelSource
 from raycloak.workers.terms.manifest import Manifest, NumericsClass, TensorSpec
@@ -25,6 +26,7 @@ class WorkerSetup:
         device: ``cpu`` or ``cuda``.
         allow_nondeterministic: whether operations without a deterministic kernel may run; the run is then NOT EXACT.
         threads: per worker; part of the numerics class.
+        mode: how the model is computed; part of the numerics class.
         evaluation: folder of a sealed evaluation split, if the workers are to measure on one.
         contents: tensors that the run's model has; None for the first workers, which find them.
     """
@@ -39,6 +41,7 @@ class WorkerSetup:
     evaluation: str | None = None
     contents: tuple[TensorContent, ...] | None = None
     threads: int = 1
+    mode: ComputeMode = PLAIN
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from raycloak.workers.inputs.sealed import ClearSlices, SliceLocks
 from raycloak.workers.inputs.text_model import check_text, libraries
 from raycloak.workers.known_answer import found_classes, known_answer
 from raycloak.workers.messages import WorkerFacts, WorkerSetup
-from raycloak.workers.terms.manifest import Manifest
+from raycloak.workers.terms.manifest import Manifest, NumericsClass
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.terms.parameter_digest import check_same_tensors, frozen_digest, parameter_digest, tensor_digests
@@ -80,7 +80,7 @@ class Workload:
         self.slices: SliceLocks = opened.slices
         # Before any code of the model or loss runs.
         fingerprint = dataset_fingerprint(setup.dataset, opened, setup.base)
-        self.module, notes = build_noted(setup.model, setup.base, setup.seed)
+        self.module, notes = build_noted(setup.model, setup.base, setup.seed, setup.mode)
         loss_fn, loss_code = loss_function(setup.loss, setup.base)
         contents = tensor_contents(self.module, loss_fn)
         if setup.contents is not None:
@@ -102,7 +102,7 @@ class Workload:
             contents=contents,
             model_code=setup.model.code_digest(setup.base),
             loss_code=loss_code,
-            numerics=current_numerics(setup.device).model_copy(update={"model_libraries": libraries(self.module)}),
+            numerics=_numerics(setup, self.module),
             dataset_fingerprint=fingerprint,
             largest_rows=rows,
             tokenizer=opened.tokenizer,
@@ -129,7 +129,7 @@ class Workload:
             ModelError: ``model_function`` if a frozen tensor is another one now. Measurements would be of a model that
                 no key depends on.
         """
-        module = build_model(self.setup.model, self.setup.base, self.setup.seed)
+        module = build_model(self.setup.model, self.setup.base, self.setup.seed, self.setup.mode)
         if frozen_digest(tensor_contents(module, self.loss.loss_fn)) != frozen_digest(self.facts.contents):
             raise ModelError(
                 "model_function",
@@ -218,6 +218,11 @@ class PlannedWorkload:
                 raise ProtocolError("manifest_mismatch", f"the manifest's {field} is not what this worker has")
         if self.workload.slices.demand is not None:
             self.workload.slices.demand.require(manifest.stated)
+
+
+def _numerics(setup: WorkerSetup, module: nn.Module) -> NumericsClass:
+    mode = {"precision": setup.mode.precision, "gradient_checkpointing": setup.mode.gradient_checkpointing}
+    return current_numerics(setup.device).model_copy(update={"model_libraries": libraries(module), **mode})
 
 
 def _declared_classes(measurements: tuple[Measurement, ...]) -> int | None:

@@ -26,7 +26,7 @@ from raycloak.coordinator.audit.canaries import MODULE, CanaryTask, canary_signs
 from raycloak.coordinator.config.home import ledger_url
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.console.output import attach_log
-from raycloak.coordinator.planning.model_source import model_source
+from raycloak.coordinator.planning.model_source import compute_mode, model_source
 from raycloak.coordinator.planning.payer import account_cap
 from raycloak.coordinator.planning.plan import plan_mechanism
 from raycloak.coordinator.planning.references import descriptor
@@ -263,6 +263,7 @@ def _setup(config: RunConfig, folder: Path, task: CanaryTask) -> WorkerSetup:
         seed=config.seed,
         device="cpu",
         allow_nondeterministic=config.allow_nondeterministic,
+        mode=compute_mode(config),
     )
 
 

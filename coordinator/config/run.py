@@ -75,6 +75,8 @@ class RunConfig(Section):
         attestation: whether others can follow the run's evidence over gRPC.
         cpu_capability: instruction set the CPU kernels are held to, ``avx2`` or ``avx512`` or ``default``.
         threads_per_worker: threads of one torch operation in a worker; another number is another computation.
+        precision: of the forward and backward pass, ``float32`` or ``bf16``; parameters and sums stay as they are.
+        gradient_checkpointing: computes the blocks of a Hugging Face model again in the backward pass, for less memory.
         allow_nondeterministic: lets operations without a deterministic kernel run; the run is then marked NOT EXACT.
     """
 
@@ -112,6 +114,8 @@ class RunConfig(Section):
     metrics: MetricsConfig = MetricsConfig()
     cpu_capability: Literal["default", "avx2", "avx512"] = "avx2"
     threads_per_worker: int = Field(default=1, gt=0, le=1024)
+    precision: Literal["float32", "bf16"] = "float32"
+    gradient_checkpointing: bool = False
     allow_nondeterministic: bool = False
 
     @model_validator(mode="before")

@@ -10,7 +10,7 @@ from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.planning.cross_check import checked
-from raycloak.coordinator.planning.model_source import model_source
+from raycloak.coordinator.planning.model_source import compute_mode, model_source
 from raycloak.coordinator.planning.payer import PayingAccount, paying_account
 from raycloak.coordinator.planning.plan import Plan, make_plan, with_notes
 from raycloak.coordinator.planning.references import descriptor, evaluation_form, preflight, sealed_terms
@@ -43,7 +43,7 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     opened = data.open_slices(config_dir)
     form = dataset_form(opened.examples)
     source = model_source(config.model)
-    model, notes = build_noted(source, config_dir, config.seed)
+    model, notes = build_noted(source, config_dir, config.seed, compute_mode(config))
     slow = slow_products(model, "cuda" if config.use_gpu else "cpu", config.cpu_capability)
     loss, _ = loss_function(config.loss, config_dir)
     split_ranges(trainable_tensors(model), config.aggregators)

@@ -1,7 +1,9 @@
-"""The source of the model that a configuration names. Apart from other references, since models need torch."""
+"""The model that a configuration names, and how it is computed. Apart from other references: models need torch."""
 
+from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.config.sections import ModelConfig
 from raycloak.metrics.errors import ConfigError
+from raycloak.workers.inputs.compute_mode import ComputeMode
 from raycloak.workers.inputs.hub_model import HubSpec
 from raycloak.workers.inputs.models import ModelSource
 
@@ -16,3 +18,8 @@ def model_source(model: str | ModelConfig | None) -> ModelSource:
     if lora is not None and isinstance(lora["target_modules"], list):
         lora["target_modules"] = tuple(lora["target_modules"])
     return ModelSource.of(HubSpec.model_validate({**model.model_dump(exclude={"lora"}), "lora": lora}))
+
+
+def compute_mode(config: RunConfig) -> ComputeMode:
+    """Return the way in which the workers compute the model."""
+    return ComputeMode(config.precision, config.gradient_checkpointing)

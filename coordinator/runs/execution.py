@@ -26,6 +26,7 @@ from raycloak.coordinator.console.output import attach_log
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.view import LedgerView
 from raycloak.coordinator.membership.departures import Departure
+from raycloak.coordinator.planning.model_source import compute_mode
 from raycloak.coordinator.planning.references import descriptor, evaluation_folder
 from raycloak.coordinator.record.folder import RunFolder, run_lock
 from raycloak.coordinator.record.outcome import Ending, Finished
@@ -232,6 +233,7 @@ class Execution:
             device="cuda" if gpu else "cpu",
             allow_nondeterministic=self._config.allow_nondeterministic,
             threads=self._config.threads_per_worker,
+            mode=compute_mode(self._config),
             evaluation=evaluation_folder(self._config) if assignment.charges else None,
         )
 

@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from raycloak.workers.gradients.gradient_parts import GradientParts, exact_sums
+from raycloak.workers.gradients.gradient_parts import GradientParts
 from raycloak.workers.gradients.kept_state import KeptState
+from raycloak.workers.gradients.numerics import exact_sums
 from raycloak.workers.gradients.parts import Part
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.inputs.datasets import Batch, Dataset

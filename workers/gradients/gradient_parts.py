@@ -3,13 +3,12 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from raycloak.metrics.errors import ModelError
-from raycloak.workers.gradients.numerics import choose_kernels
+from raycloak.workers.gradients.numerics import choose_kernels, exact_sums
 from raycloak.workers.gradients.parts import Part
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.taps import Taps
@@ -21,22 +20,6 @@ _NONDETERMINISTIC = re.compile(
     r"but you set 'torch\.use_deterministic_algorithms\(True\)'\.",
     re.ASCII,
 )
-
-
-@contextmanager
-def exact_sums(device: torch.device) -> Iterator[None]:
-    """Compute in the types that the proof names: a model may run in others, its gradients are summed in none but these.
-
-    Memory is not filled before it is written, as deterministic algorithms else do: nothing here reads it earlier.
-    """
-    settings: Any = torch.utils.deterministic
-    before = settings.fill_uninitialized_memory
-    settings.fill_uninitialized_memory = False
-    try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        settings.fill_uninitialized_memory = before
 
 
 class GradientParts:
@@ -63,12 +46,10 @@ class GradientParts:
         Raises:
             ModelError: ``loss_shape``, ``unsupported_layer`` or ``nondeterministic_op``.
         """
-        with named_operations(self._deterministic):
-            with self._taps.recording(len(labels)) as recording:
+        with named_operations(self._deterministic), self._taps.recording(len(labels)) as recording:
+            with recording:
                 output = self._module(features)
-            losses = self._loss(output, labels)
-            if losses.requires_grad:
-                losses.sum().backward()  # type: ignore[no-untyped-call]
+            recording.backward(self._loss(output, labels))
             with exact_sums(labels.device):
                 return recording.parts()
 

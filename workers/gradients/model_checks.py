@@ -6,10 +6,11 @@ keeps examples apart rests on no check: :class:`raycloak.workers.gradients.row_l
 """
 
 import copy
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 import torch
@@ -21,8 +22,9 @@ from raycloak.workers.gradients.kept_state import KeptState
 from raycloak.workers.gradients.parts import Part
 from raycloak.workers.gradients.probes import Examples, Probes, odd_ids
 from raycloak.workers.gradients.row_loss import RowLoss
+from raycloak.workers.inputs.compute_mode import has_autocast, in_full_precision, remove_autocast
 from raycloak.workers.inputs.datasets import DatasetForm
-from raycloak.workers.inputs.models import LossFn, check_layers
+from raycloak.workers.inputs.models import LossFn, check_layers, compiled_model
 from raycloak.workers.terms.mechanism import Mechanism
 
 _BATCH_SIZES = (5, 7)
@@ -44,6 +46,25 @@ class _LayerTrace:
     drew_randomness: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Tolerance:
+    """How far two results of the same computation may be apart.
+
+    Attributes:
+        relative: of each number.
+        least: of the largest number, or of ``size`` if that is larger.
+    """
+
+    relative: float
+    least: float
+    size: float = 1.0
+
+
+_FLOAT32, _FLOAT32_SUMS = _Tolerance(1e-3, 1e-4), _Tolerance(1e-3, 1e-5)
+# Eight bits of a number are kept, so one rounding is off by up to 0.4 %.
+_NARROW = _Tolerance(5e-2, 5e-2)
+
+
 def check_trainable(
     module: nn.Module,
     form: DatasetForm,
@@ -59,7 +80,8 @@ def check_trainable(
     alone is its output in the batch up to rounding; the losses of a batch are those of its examples alone; and the
     per-example gradients add up to the gradient of the summed loss. ``module`` itself is not changed.
 
-    Batches are small here; :func:`check_rows` tries the size that a run computes.
+    Batches are small here; :func:`check_rows` tries the size that a run computes. A model that computes in bfloat16 is
+    checked twice: in float32, where numbers that differ by more than rounding are told apart, and as it is.
 
     Args:
         deterministic: whether an operation without a deterministic kernel is refused.
@@ -69,23 +91,32 @@ def check_trainable(
         ConfigError: ``vocabulary`` if features are integers and nobody says how many ids there are.
         ModelError: what `raycloak.workers.inputs.models.check_layers` refuses, ``model_input`` if the model or loss
             fails on such data, ``buffer_update``, ``random_layer``, ``mixing_layer``, ``mixing_loss``, ``loss_shape``,
-            ``unsupported_layer`` or ``nondeterministic_op``; the layer is named.
+            ``unsupported_layer``, ``nondeterministic_op``, ``compiled_model``, or ``bf16_unsupported`` if the model
+            fails in bfloat16 alone; the layer is named.
     """
     check_layers(module)
-    with _copy_of(module, form, deterministic) as probe:
-        probes = _probes_of(probe, form, vocabulary)
-        # Private examples are evaluated in evaluation mode, where a module may mix rows that it keeps apart in
-        # training; see `raycloak.workers.gradients.sum_engines.PrivateEvaluationEngine`.
-        for training in (False, True):
-            state = _state_of(probe.train(training), loss_fn)
-            for count in _BATCH_SIZES:
-                _check_draws(probe, probes, count, state)
-            _check_fills(probe, probes, min(_BATCH_SIZES), deterministic, state)
-            _check_alone(probe, probes, min(_BATCH_SIZES), state)
+    if has_autocast(module):
+        with _copy_of(module, form, deterministic) as probe:
+            remove_autocast(probe)
+            _check(probe, form, loss_fn, deterministic, vocabulary)
+    with _bf16_errors(module), _copy_of(module, form, deterministic) as probe:
+        _check(probe, form, loss_fn, deterministic, vocabulary)
+
+
+def _check(probe: nn.Module, form: DatasetForm, loss_fn: LossFn, deterministic: bool, vocabulary: int | None) -> None:
+    probes = _probes_of(probe, form, vocabulary)
+    # Private examples are evaluated in evaluation mode, where a module may mix rows that it keeps apart in
+    # training; see `raycloak.workers.gradients.sum_engines.PrivateEvaluationEngine`.
+    for training in (False, True):
+        state = _state_of(probe.train(training), loss_fn)
         for count in _BATCH_SIZES:
-            _check_loss(probe, probes, loss_fn, count, state)
-            _check_gradients(probe, probes, loss_fn, count, deterministic)
-        _check_odd_labels(probe, probes, loss_fn, min(_BATCH_SIZES), state)
+            _check_draws(probe, probes, count, state)
+        _check_fills(probe, probes, min(_BATCH_SIZES), deterministic, state)
+        _check_alone(probe, probes, min(_BATCH_SIZES), state)
+    for count in _BATCH_SIZES:
+        _check_loss(probe, probes, loss_fn, count, state)
+        _check_gradients(probe, probes, loss_fn, count, deterministic)
+    _check_odd_labels(probe, probes, loss_fn, min(_BATCH_SIZES), state)
 
 
 def check_rows(
@@ -124,6 +155,7 @@ def _copy_of(module: nn.Module, form: DatasetForm, deterministic: bool) -> Itera
     probe = copy.deepcopy(module).cpu()
     with (
         torch.random.fork_rng(devices=[]),
+        _no_compiler(),
         _input_errors(form),
         named_operations(deterministic),
         warnings.catch_warnings(),
@@ -228,12 +260,13 @@ def _check_apart(before: list[_LayerTrace], after: list[_LayerTrace], count: int
 
 def _check_alone(module: nn.Module, probes: Probes, count: int, state: KeptState) -> None:
     """Require that an example's output in a batch of one is, up to rounding, what it is in the whole batch."""
+    tolerance = _tolerance(module)
     for pair in probes.draws(count):
         features = pair.before.features
         batch = _trace(module, features)[-1]
         for row in {0, count - 1}:
             alone = _trace(module, features[row : row + 1])[-1]
-            if not _close(alone.output, batch.output[row : row + 1]):
+            if not _close(alone.output, batch.output[row : row + 1], tolerance):
                 raise ModelError(
                     "mixing_layer",
                     f"layer '{batch.name}' gives an example another output alone than in a batch of {count}.",
@@ -249,7 +282,7 @@ def _check_loss(module: nn.Module, probes: Probes, loss_fn: LossFn, count: int, 
         output = module(pair.before.features).detach()
         alone = row_loss(output, pair.before.labels)
         whole = loss_fn(output, pair.before.labels)
-        if not _close(whole, alone):
+        if not _close(whole, alone, _FLOAT32):
             raise _mixing_loss()
         state.check()
 
@@ -289,13 +322,14 @@ def _check_gradients(module: nn.Module, probes: Probes, loss_fn: LossFn, count: 
         moved = [part.squares() for part in gradients(pair.after.features, pair.after.labels)]
         parts = gradients(pair.before.features, pair.before.labels)
         row_loss(module(pair.before.features), pair.before.labels).sum().backward()  # type: ignore[no-untyped-call]
-        for name, part, after in zip(names, parts, moved, strict=True):
+        wholes = [module.get_parameter(name).grad for name in names]
+        module.zero_grad(set_to_none=True)
+        tolerance = _tolerance_of_gradients(module, wholes)
+        for name, part, after, whole in zip(names, parts, moved, wholes, strict=True):
             if not _same(part.squares()[1:], after[1:]):
                 raise ModelError("mixing_layer", f"one example changes another's gradient of parameter '{name}'.", _FIX)
-            whole = module.get_parameter(name).grad
-            module.get_parameter(name).grad = None
             # Loose: the two sums round in different orders. A wrong rule is off by far more.
-            if whole is None or not _close(_sum(part, count, whole), whole, least=1e-5):
+            if whole is None or not _close(_sum(part, count, whole), whole, tolerance):
                 raise ModelError(
                     "unsupported_layer",
                     f"the per-example gradients of parameter '{name}' do not add up to its gradient.",
@@ -342,14 +376,29 @@ def _mixes(before: _LayerTrace, after: _LayerTrace, count: int) -> bool:
     return before.output.shape[:1] == (count,) and not _same(before.output[1:], after.output[1:])
 
 
-def _close(left: Tensor, right: Tensor, least: float = 1e-4) -> bool:
+def _tolerance(module: nn.Module) -> _Tolerance:
+    return _FLOAT32 if in_full_precision(module) else _NARROW
+
+
+def _tolerance_of_gradients(module: nn.Module, wholes: Iterable[Tensor | None]) -> _Tolerance:
+    """Return how far a sum of rows may be from autograd's gradient, given those of all parameters.
+
+    Under autocast one that is zero but for rounding, as that of a key's bias, is as uncertain as the largest.
+    """
+    if not has_autocast(module):
+        return _FLOAT32_SUMS
+    return replace(_NARROW, size=max((float(each.abs().max()) for each in wholes if each is not None), default=1.0))
+
+
+def _close(left: Tensor, right: Tensor, tolerance: _Tolerance) -> bool:
     """Return whether two results of the same computation in other orders of rounding are equal."""
     if left.shape != right.shape:
         return False
     # Where large terms cancel, what is left is as exact as the largest value beside it.
     largest = max((float(piece.abs().max()) for piece in _pieces(right)), default=0.0)
-    least *= max(1.0, largest)
-    return all(torch.allclose(a, b, rtol=1e-3, atol=least) for a, b in zip(_pieces(left), _pieces(right), strict=True))
+    least = tolerance.least * max(tolerance.size, largest)
+    pairs = zip(_pieces(left), _pieces(right), strict=True)
+    return all(torch.allclose(a, b, rtol=tolerance.relative, atol=least) for a, b in pairs)
 
 
 def _pieces(values: Tensor) -> Iterator[Tensor]:
@@ -380,3 +429,35 @@ def _input_errors(form: DatasetForm) -> Iterator[None]:
             f"({form.feature_dtype}): {type(error).__name__}: {said}.",
             "Let model and loss take the dataset's shapes.",
         ) from error
+
+
+@contextmanager
+def _bf16_errors(module: nn.Module) -> Iterator[None]:
+    """Name the precision where a model that passed every check in float32 fails in bfloat16."""
+    try:
+        yield
+    except ModelError as error:
+        if error.code != "model_input" or not has_autocast(module):
+            raise
+        raise ModelError(
+            "bf16_unsupported",
+            f"in bfloat16 {error.message}",
+            "Set precision: float32, or cast to float32 before the operation that is named.",
+        ) from error
+
+
+@contextmanager
+def _no_compiler() -> Iterator[None]:
+    """Refuse a model or loss that compiles anything as it runs; ModelError ``compiled_model``."""
+    before = _compilations()
+    try:
+        yield
+    finally:
+        if _compilations() != before:
+            raise compiled_model("a function that the model or the loss calls")
+
+
+def _compilations() -> int:
+    """Return how many frames torch's compiler has met in this process."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return 0 if utils is None else int(utils.counters["frames"]["total"])

@@ -6,9 +6,11 @@ values under one noise leak their difference, so a run admits one class only.
 
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -113,10 +115,29 @@ def pin_numerics(deterministic: bool = True, threads: int = 1) -> None:
     torch.set_flush_denormal(False)
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.allow_tf32 = False
+    # Products of narrow numbers are summed in float32, whole.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.backends.cudnn.allow_tf32 = False
     # A benchmark picks the kernel that is fastest today.
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
+
+
+@contextmanager
+def exact_sums(device: torch.device) -> Iterator[None]:
+    """Compute in the types that the proof names: a model may run in others, its gradients are summed in none but these.
+
+    Memory is not filled before it is written, as deterministic algorithms else do: nothing here reads it earlier.
+    """
+    settings: Any = torch.utils.deterministic
+    before = settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = False
+    try:
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        settings.fill_uninitialized_memory = before
 
 
 def current_numerics(device: str | torch.device) -> NumericsClass:

@@ -90,7 +90,7 @@ class OuterPart:
     A product of two float32 numbers is exact in float64, so |l|²|r|² is the squared norm and no g is formed.
 
     Args:
-        left, right: float32 [m, r] and [m, c].
+        left, right: [m, r] and [m, c], float32 or narrower.
     """
 
     def __init__(self, left: Tensor, right: Tensor) -> None:
@@ -107,7 +107,7 @@ class OuterPart:
 
     def rows(self) -> Tensor:
         """Return all products, rounded to float32."""
-        return (self._left[:, :, None] * self._right[:, None, :]).flatten(1)
+        return (self._left.float()[:, :, None] * self._right.float()[:, None, :]).flatten(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,8 @@ class Products:
     """Matrix products, one per row and group: the gradient of a row is leftᵀ right, groups one below the other.
 
     Attributes:
-        left, right: float32 [m, groups, tokens, r] and [m, groups, tokens, c], in any strides.
+        left, right: [m, groups, tokens, r] and [m, groups, tokens, c], in any strides; float32, or of a
+            narrower type and widened before anything is computed with them.
     """
 
     left: Tensor
@@ -130,8 +131,8 @@ class Products:
     def all_rows(self) -> Tensor:
         """Return every row's products, float32 [m, groups * r * c]."""
         count, groups, tokens, height, width = self.shape
-        left = self.left.reshape(count * groups, tokens, height)
-        right = self.right.reshape(count * groups, tokens, width)
+        left = self.left.reshape(count * groups, tokens, height).float()
+        right = self.right.reshape(count * groups, tokens, width).float()
         return torch.bmm(left.transpose(1, 2), right).reshape(count, -1)
 
 
@@ -263,7 +264,7 @@ class RowsPart:
 
 @dataclass(frozen=True, slots=True)
 class _Sides:
-    """Both sides of one row's products, [groups, tokens, r] and [groups, tokens, c], in memory of their own.
+    """Both sides of one row's products, float32 [groups, tokens, r] and [groups, tokens, c], in memory of their own.
 
     A library may choose its kernel by strides and alignment. All rows pass through this memory, so it sees one of each.
     """
@@ -273,8 +274,12 @@ class _Sides:
 
     @classmethod
     def like(cls, products: Products) -> "_Sides":
-        shape = torch.contiguous_format
-        return cls(*(torch.empty_like(side[0], memory_format=shape) for side in (products.left, products.right)))
+        return cls(
+            *(
+                torch.empty(side.shape[1:], dtype=torch.float32, device=side.device)
+                for side in (products.left, products.right)
+            )
+        )
 
     def load(self, products: Products, row: int, dropped: Tensor) -> None:
         # Both sides are zeroed: zero times infinity would be NaN.
@@ -340,8 +345,8 @@ class GramPart:
         return self._formed.rows()
 
     def _squares(self, rows: slice) -> Tensor:
-        left = torch.cat([each.left[rows, 0] for each in self._products], 1)
-        right = torch.cat([each.right[rows, 0] for each in self._products], 1)
+        left = torch.cat([each.left[rows, 0].float() for each in self._products], 1)
+        right = torch.cat([each.right[rows, 0].float() for each in self._products], 1)
         left_gram, left_norms = _gram(left), left.double().square_().sum(2).sqrt_()
         if self._lookups:
             ids = torch.cat([each.ids[rows] for each in self._lookups], 1)

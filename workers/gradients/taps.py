@@ -4,6 +4,10 @@ A tap sees every torch operation of the forward pass that a trained parameter en
 input and, in the backward pass, the gradient of its output. That is all that a gradient is made of. The parameters need
 no gradient of their own meanwhile, so autograd computes none.
 
+An operation's input is kept by autograd, as any tensor that a backward pass needs. So a checkpointed layer keeps none:
+the backward pass runs the layer once more under the same record, and the inputs of this second pass stand in for those
+of the first. The taps of the second pass see no gradient, so no use is recorded twice.
+
 Guarantee: a use that no rule covers raises; it is never left out. Not seen are operations that hide from torch's
 function modes, such as a custom autograd function. `workers/gradients/model_checks.py` compares the sum of the rows
 with autograd's gradient and refuses them.
@@ -22,13 +26,18 @@ from torch.overrides import TorchFunctionMode
 
 from raycloak.metrics.errors import ModelError
 from raycloak.workers.gradients.attention import multi_head_attention
+from raycloak.workers.gradients.numerics import exact_sums
 from raycloak.workers.gradients.parts import Part, Products
 from raycloak.workers.gradients.patches import patches
-from raycloak.workers.gradients.uses import LookupUse, ProductUse, RowUse, Use, dense_rows, part_of
+from raycloak.workers.gradients.uses import LookupUse, ProductUse, RowUse, Use, dense_rows, part_of, settled
 
 _FIX = "Use it through Linear, Conv, Embedding or a norm, with the batch as the first dimension, or freeze it."
-_Finish = Callable[[Tensor], "list[tuple[Leaf, Use]]"]
-"""From the gradient of an operation's output, float32, to the uses of the trained tensors that entered it."""
+_Finish = Callable[[Tensor, tuple[Tensor, ...]], "list[tuple[Leaf, Use]]"]
+"""From the gradient of an operation's output, and the inputs that were kept, to the uses of its trained tensors.
+
+Both come in the model's own types. Sums and elementwise products are formed in float32 (:func:`_wide`); the sides of
+matrix products are widened where these are formed.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +57,50 @@ class Leaf:
     graph: Tensor | None = None
 
 
-class _Kept:
-    """An operation's input, and a refusal if it was overwritten before the backward pass."""
-
-    def __init__(self, tensor: Tensor, name: str) -> None:
-        self._tensor, self._version, self._name = tensor.detach(), tensor._version, name
-
-    def take(self) -> Tensor:
-        if self._tensor._version != self._version:
-            raise _unsupported(self._name, "an operation whose input is overwritten in place afterwards")
-        return self._tensor
-
-
 class _Record:
-    """One operation: what follows from the gradient of its output, which the backward pass brings."""
+    """One operation: what follows from the gradient of its output, which the backward pass brings.
 
-    def __init__(self, finish: _Finish) -> None:
-        self.finish = finish
-        self.gradient: Tensor | None = None
+    Args:
+        finish: see above.
+        kept: the operation's inputs that ``finish`` takes.
+        name: of a trained parameter in it, for messages.
+    """
+
+    def __init__(self, finish: _Finish, kept: Sequence[Tensor], name: str) -> None:
+        self._finish, self._name = finish, name
+        self._versions = [each._version for each in kept]
+        # Until autograd has them.
+        self._kept = tuple(each.detach() for each in kept)
+        self.uses: list[tuple[Leaf, Use]] = []
+
+    def hand_over(self) -> tuple[Tensor, ...]:
+        """Return the inputs, which this object then no longer holds."""
+        kept, self._kept = self._kept, ()
+        return kept
+
+    def close(self, gradient: Tensor, take: Callable[[], tuple[Tensor, ...]]) -> None:
+        """Find the uses.
+
+        Args:
+            take: gives the inputs back, and runs a checkpointed layer again for them.
+
+        Raises:
+            ModelError: ``unsupported_layer`` if an input was overwritten in the meantime.
+        """
+        try:
+            kept = take()
+        except RuntimeError as error:
+            if _OVERWRITTEN not in str(error):
+                raise
+            raise self._overwritten() from None
+        # Autograd compares no versions of what a checkpointed layer computed again.
+        if [each._version for each in kept] != self._versions:
+            raise self._overwritten()
+        with exact_sums(gradient.device):
+            self.uses = [(leaf, settled(use)) for leaf, use in self._finish(gradient, kept)]
+
+    def _overwritten(self) -> ModelError:
+        return _unsupported(self._name, "an operation whose input is overwritten in place afterwards")
 
 
 class _Tap(torch.autograd.Function):
@@ -74,13 +109,14 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, output: Tensor, anchor: Tensor, record: _Record) -> Tensor:
         ctx.record = record  # type: ignore[attr-defined]
+        ctx.save_for_backward(*record.hand_over())
         # The output stays the same tensor and no view, so that a later operation may work in place.
         ctx.mark_dirty(output)
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        ctx.record.gradient = gradients[0]
+        ctx.record.close(gradients[0], lambda: ctx.saved_tensors)
         return gradients[0], None, None
 
 
@@ -97,20 +133,19 @@ class Taps:
 
     @contextmanager
     def recording(self, count: int) -> Iterator["Recording"]:
-        """Record the forward passes of this block, of ``count`` rows; no parameter needs a gradient in it."""
+        """Lend a record of ``count`` rows; no parameter needs a gradient in this block."""
         recording = Recording(self._trained, list(self._module.buffers()), count)
         for _, tensor in self._trained:
             tensor.requires_grad_(False)
         try:
-            with recording:
-                yield recording
+            yield recording
         finally:
             for _, tensor in self._trained:
                 tensor.requires_grad_(True)
 
 
 class Recording(TorchFunctionMode):
-    """The record of one forward pass of ``count`` rows."""
+    """The record of one forward pass of ``count`` rows, which runs in a block of this mode."""
 
     def __init__(self, trained: Sequence[tuple[str, Tensor]], buffers: Sequence[Tensor], count: int) -> None:
         super().__init__()
@@ -125,16 +160,23 @@ class Recording(TorchFunctionMode):
         # Gives the first tapped output a backward pass, whatever entered it.
         self._anchor = torch.zeros((), requires_grad=True)
 
+    def backward(self, losses: Tensor) -> None:
+        """Run the backward pass of the sum of ``losses``; what runs again in it is seen as before."""
+        total = losses.sum()
+        if not total.requires_grad:
+            return
+        with self:
+            # Torch's own function for it would leave this mode first.
+            torch.autograd.Variable._execution_engine.run_backward(
+                (total,), (torch.ones_like(total),), False, False, (), True, True
+            )
+
     def parts(self) -> list[Part]:
         """Return the part of each trained parameter in canonical order, after the backward pass; once."""
         uses: list[list[Use]] = [[] for _ in self._trained]
         derived: dict[int, list[Use]] = {}
         while self._records:
-            record = self._records.pop(0)
-            if record.gradient is None:
-                continue
-            gradient = record.gradient
-            for leaf, use in record.finish(gradient if gradient.dtype == torch.float32 else gradient.float()):
+            for leaf, use in self._records.pop(0).uses:
                 (uses[leaf.roots[0]] if leaf.graph is None else derived.setdefault(id(leaf.tensor), [])).append(use)
         for identity, found in derived.items():
             self._chain(self._leaves[identity], found, uses)
@@ -148,10 +190,8 @@ class Recording(TorchFunctionMode):
         assert leaf.graph is not None, "a parameter has no way back"
         rows = dense_rows(found, self._count, tuple(leaf.tensor.shape), leaf.tensor.device)
         roots = [self._graphs[index] for index in leaf.roots]
-        each = [
-            torch.autograd.grad(leaf.graph, roots, row.view(leaf.graph.shape), retain_graph=True, allow_unused=True)
-            for row in rows
-        ]
+        rows = rows.to(leaf.graph.dtype).view(-1, *leaf.graph.shape)
+        each = [torch.autograd.grad(leaf.graph, roots, row, retain_graph=True, allow_unused=True) for row in rows]
         for index, root, gradients in zip(leaf.roots, roots, zip(*each, strict=True), strict=True):
             filled = [torch.zeros_like(root) if one is None else one for one in gradients]
             uses[index].append(RowUse(torch.stack(filled)))
@@ -192,9 +232,9 @@ class Recording(TorchFunctionMode):
             raise _unsupported(name, f"an input of shape {list(tensor.shape)} without the batch as its first dimension")
         return tensor
 
-    def tap(self, output: Tensor, finish: _Finish) -> Tensor:
-        """Return ``output``, tapped."""
-        record = _Record(finish)
+    def tap(self, output: Tensor, name: str, finish: _Finish, *kept: Tensor) -> Tensor:
+        """Return ``output``, tapped; ``name`` is of a trained parameter in it, for messages."""
+        record = _Record(finish, kept, name)
         self._records.append(record)
         if self._anchor.device != output.device:
             self._anchor = torch.zeros((), device=output.device, requires_grad=True)
@@ -209,15 +249,15 @@ class Recording(TorchFunctionMode):
         if input.ndim < 2 or self.leaf(input):
             raise _unsupported((weights or biases or self.leaf(input)).name, "a linear layer without a batch")  # type: ignore[union-attr]
         rows = self.batched(input, weights, biases)
-        kept = _Kept(rows, (weights or biases).name)  # type: ignore[union-attr]
 
-        def finish(gradient: Tensor) -> list[tuple[Leaf, Use]]:
+        def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use]]:
             left, found = self._tokens(gradient), list[tuple[Leaf, Use]]()
             if weights:
-                found.append((weights, ProductUse(Products(left, self._tokens(kept.take())))))
-            return found + ([(biases, RowUse(left.sum((1, 2))))] if biases else [])
+                found.append((weights, ProductUse(Products(left, self._tokens(kept[0])))))
+            return found + ([(biases, RowUse(_wide(left).sum((1, 2))))] if biases else [])
 
-        return self.tap(functional.linear(rows, weight, bias), finish)
+        name = (weights or biases).name  # type: ignore[union-attr]
+        return self.tap(functional.linear(rows, weight, bias), name, finish, *([rows] if weights else []))
 
     def matmul(self, input: Tensor, other: Tensor) -> Tensor:
         """Tap a product of a batch with a matrix [in, out]."""
@@ -238,16 +278,16 @@ class Recording(TorchFunctionMode):
         self, tokens: Tensor, matrix: Tensor, weights: Leaf | None, bias: Tensor | None, biases: Leaf | None
     ) -> Tensor:
         rows = self.batched(tokens, weights, biases)
-        kept = _Kept(rows, (weights or biases).name)  # type: ignore[union-attr]
 
-        def finish(gradient: Tensor) -> list[tuple[Leaf, Use]]:
+        def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use]]:
             right, found = self._tokens(gradient), list[tuple[Leaf, Use]]()
             if weights:
-                found.append((weights, ProductUse(Products(self._tokens(kept.take()), right))))
-            return found + ([(biases, RowUse(right.sum((1, 2))))] if biases else [])
+                found.append((weights, ProductUse(Products(self._tokens(kept[0]), right))))
+            return found + ([(biases, RowUse(_wide(right).sum((1, 2))))] if biases else [])
 
+        name = (weights or biases).name  # type: ignore[union-attr]
         output = torch.matmul(rows, matrix) if bias is None else torch.addmm(bias, rows, matrix)
-        return self.tap(output, finish)
+        return self.tap(output, name, finish, *([rows] if weights else []))
 
     def embedding(
         self,
@@ -268,14 +308,14 @@ class Recording(TorchFunctionMode):
         ids = self.batched(ids, table)
         padding = None if padding_idx is None else padding_idx % len(weight)
 
-        def finish(gradient: Tensor) -> list[tuple[Leaf, Use]]:
-            rows = ids.reshape(self._count, -1)
-            values = gradient.reshape(self._count, rows.shape[1], -1)
+        def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use]]:
+            rows = kept[0].reshape(self._count, -1)
+            values = _wide(gradient).reshape(self._count, rows.shape[1], -1)
             if padding is not None:
                 values = values.masked_fill((rows == padding)[:, :, None], 0.0)
             return [(table, LookupUse(rows, values))]
 
-        return self.tap(functional.embedding(ids, weight, padding_idx), finish)
+        return self.tap(functional.embedding(ids, weight, padding_idx), table.name, finish, ids)
 
     def convolution(
         self,
@@ -294,20 +334,20 @@ class Recording(TorchFunctionMode):
         if input.ndim != weight.ndim or self.leaf(input):
             raise _unsupported(name, "a convolution without a batch")
         rows = self.batched(input, weights, biases)
-        kept = _Kept(rows, name)
 
-        def finish(gradient: Tensor) -> list[tuple[Leaf, Use]]:
+        def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use]]:
             found = list[tuple[Leaf, Use]]()
             if weights:
                 left = self._grouped(gradient.reshape(len(gradient), groups, weight.shape[0] // groups, -1))
-                right = patches(kept.take(), tuple(weight.shape[2:]), stride, padding, dilation, groups)
+                right = patches(kept[0], tuple(weight.shape[2:]), stride, padding, dilation, groups)
                 found.append((weights, ProductUse(Products(left.mT, self._grouped(right).mT))))
             if biases:
-                sums = gradient.reshape(self._count, -1, weight.shape[0], gradient[0, 0].numel()).sum((1, 3))
+                sums = _wide(gradient).reshape(self._count, -1, weight.shape[0], gradient[0, 0].numel()).sum((1, 3))
                 found.append((biases, RowUse(sums)))
             return found
 
-        return self.tap(function(rows, weight, bias, stride, padding, dilation, groups), finish)
+        output = function(rows, weight, bias, stride, padding, dilation, groups)
+        return self.tap(output, name, finish, *([rows] if weights else []))
 
     def layer_norm(
         self,
@@ -369,20 +409,19 @@ class Recording(TorchFunctionMode):
         if self.leaf(tokens):
             raise _unsupported(name, "a norm without a batch")
         rows = self.batched(tokens, weights, biases)
-        kept = _Kept(rows, name)
 
         def summed(values: Tensor, shape: torch.Size) -> RowUse:
             if channels_last:
                 return RowUse(values.reshape(self._count, -1, shape.numel()).sum(1))
             return RowUse(values.reshape(self._count, -1, shape.numel(), values[0, 0].numel()).sum((1, 3)))
 
-        def finish(gradient: Tensor) -> list[tuple[Leaf, Use]]:
-            found = list[tuple[Leaf, Use]]()
+        def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use]]:
+            found, wide = list[tuple[Leaf, Use]](), _wide(gradient)
             if weights:
-                found.append((weights, summed(gradient * function(kept.take()), weights.tensor.shape)))
-            return found + ([(biases, summed(gradient, biases.tensor.shape))] if biases else [])
+                found.append((weights, summed(wide * function(_wide(kept[0])), weights.tensor.shape)))
+            return found + ([(biases, summed(wide, biases.tensor.shape))] if biases else [])
 
-        return self.tap(function(rows, weight, bias), finish)
+        return self.tap(function(rows, weight, bias), name, finish, *([rows] if weights else []))
 
     def attention(self, *args: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
         """Tap ``functional.multi_head_attention_forward``, whose projections torch keeps to itself."""
@@ -405,14 +444,13 @@ class Recording(TorchFunctionMode):
         spread = isinstance(other, Tensor) and (other.ndim > leaf.tensor.ndim or leaf.tensor.shape[:1] == (1,))
         if len(leaves) > 1 or not whole or not spread:
             return self._other(function, arguments, {}, leaves)
-        kept = _Kept(other, leaf.name)
 
-        def finish(gradient: Tensor) -> list[tuple[Leaf, Use]]:
-            rows = gradient * kept.take() if factor else gradient
+        def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use]]:
+            rows = _wide(gradient) * _wide(kept[0]) if factor else _wide(gradient)
             shape = (1,) * (rows.ndim - leaf.tensor.ndim) + tuple(leaf.tensor.shape)
             return [(leaf, RowUse(rows.sum_to_size(self._count, *shape[1:])))]
 
-        return self.tap(function(left, right), finish)
+        return self.tap(function(left, right), leaf.name, finish, *([other] if factor else []))
 
     # --- operations without a rule
 
@@ -461,10 +499,10 @@ class Recording(TorchFunctionMode):
         ]:
             raise _unsupported(leaf.name, "a repetition along other dimensions than the batch")
 
-        def finish(gradient: Tensor) -> list[tuple[Leaf, Use]]:
-            return [(leaf, RowUse(gradient.reshape(self._count, -1, *inner).sum(1)))]
+        def finish(gradient: Tensor, _kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use]]:
+            return [(leaf, RowUse(_wide(gradient).reshape(self._count, -1, *inner).sum(1)))]
 
-        return self.tap(output.clone(), finish)
+        return self.tap(output.clone(), leaf.name, finish)
 
     def _with_graphs(self, values: Any) -> list[Any]:
         return [self._graph(self._leaves[id(each)]) if id(each) in self._leaves else each for each in values]
@@ -484,39 +522,46 @@ class Recording(TorchFunctionMode):
     ) -> Tensor:
         """Tap any other operation: its vector-Jacobian product, for batches of one row."""
         keys, values = list(named), [*args, *named.values()]
-        kept = [_Kept(each, leaves[0].name) if isinstance(each, Tensor) else each for each in values]
+        inputs = [each for each in values if isinstance(each, Tensor) and id(each) not in self._leaves]
+        # Other tensors than leaves are autograd's alone: a checkpointed layer shall not keep them.
+        fixed = [_INPUT if any(value is each for each in inputs) else value for value in values]
 
-        def finish(gradient: Tensor) -> list[tuple[Leaf, Use]]:
-            found = [self._one_row(function, kept, values, keys, leaves, gradient, row) for row in range(self._count)]
+        def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use]]:
+            wide = [_wide(each) for each in kept]
+            rows = range(self._count)
+            found = [self._one_row(function, fixed, wide, keys, leaves, _wide(gradient), row) for row in rows]
             return [
-                (leaf, RowUse(torch.stack(rows))) for leaf, rows in zip(leaves, zip(*found, strict=True), strict=True)
+                (leaf, RowUse(torch.stack(each))) for leaf, each in zip(leaves, zip(*found, strict=True), strict=True)
             ]
 
         # A copy, since the operation may need its own result in the backward pass.
-        return self.tap(output.clone(), finish)
+        return self.tap(output.clone(), leaves[0].name, finish, *inputs)
 
     def _one_row(
         self,
         function: Callable[..., Any],
-        kept: list[Any],
-        values: list[Any],
+        fixed: list[Any],
+        kept: list[Tensor],
         keys: list[str],
         leaves: list[Leaf],
         gradient: Tensor,
         row: int,
     ) -> tuple[Tensor, ...]:
         trained = {id(leaf.tensor): leaf.tensor.detach().requires_grad_() for leaf in leaves}
+        inputs = iter(kept)
         chosen = []
-        for value, own in zip(values, kept, strict=True):
-            tensor = own.take() if isinstance(own, _Kept) else own
-            batch = isinstance(own, _Kept) and id(value) not in trained and tensor.shape[:1] == (self._count,)
-            chosen.append(trained.get(id(value), tensor[row : row + 1] if batch else tensor))
+        for value in fixed:
+            if value is _INPUT:
+                tensor = next(inputs)
+                chosen.append(tensor[row : row + 1] if tensor.shape[:1] == (self._count,) else tensor)
+            else:
+                chosen.append(trained.get(id(value), value))
         split = len(chosen) - len(keys)
         with torch.enable_grad():
             output = function(*chosen[:split], **dict(zip(keys, chosen[split:], strict=True)))
         if output.shape != (1, *gradient.shape[1:]):
             raise _unsupported(leaves[0].name, f"{_name_of(function)}, which gives one row another shape")
-        return torch.autograd.grad(output, list(trained.values()), gradient[row : row + 1])
+        return torch.autograd.grad(output, list(trained.values()), gradient[row : row + 1].to(output.dtype))
 
     # --- shapes
 
@@ -532,6 +577,10 @@ class Recording(TorchFunctionMode):
         return several.flatten(3)
 
 
+# Stands for an input that autograd keeps.
+_INPUT = object()
+# The head of autograd's own words for it.
+_OVERWRITTEN = "one of the variables needed for gradient computation has been modified"
 _CONSTANT = ("data", "detach", "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "grad")
 """Names of operations whose result has no gradient."""
 _REPEATING = ("expand", "expand_as", "broadcast_to", "repeat")
@@ -568,6 +617,11 @@ def tensors_in(args: Sequence[Any], named: Mapping[str, Any]) -> Iterator[Tensor
             yield each
         elif isinstance(each, list | tuple):
             yield from (inner for inner in each if isinstance(inner, Tensor))
+
+
+def _wide(values: Tensor) -> Tensor:
+    """Return bfloat16 or float16 numbers as float32, which is exact, and any others as they are."""
+    return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
 
 
 def _name_of(function: Callable[..., Any]) -> str:

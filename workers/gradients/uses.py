@@ -53,6 +53,18 @@ class LookupUse:
 Use = RowUse | ProductUse | LookupUse
 
 
+def settled(use: Use) -> Use:
+    """Return a product as its rows where these take no more memory than its two sides; any other use as it is.
+
+    A checkpointed model saves memory by it: the sides of a product live no longer than the layer's backward pass.
+    """
+    if isinstance(use, ProductUse):
+        _, groups, tokens, height, width = use.products.shape
+        if (groups, tokens) != (1, 1) and height * width <= tokens * (height + width):
+            return RowUse(use.products.all_rows())
+    return use
+
+
 def part_of(uses: list[Use], count: int, shape: tuple[int, ...], device: torch.device, gram: bool = True) -> Part:
     """Return the part of a parameter of this shape from all its uses by ``count`` rows.
 

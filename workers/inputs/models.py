@@ -5,6 +5,7 @@ Only tensors with ``requires_grad`` are trained and sent, in the order of ``name
 
 import hashlib
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.nn import functional
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.metrics.errors import ModelError, is_out_of_memory
+from raycloak.workers.inputs.compute_mode import PLAIN, ComputeMode
 from raycloak.workers.inputs.held_values import Held, held_values
 from raycloak.workers.inputs.hub_model import HubSpec
 from raycloak.workers.inputs.text_data import IGNORED
@@ -118,12 +120,14 @@ class ModelRuntime:
     deterministic: bool
 
 
-def build_model(source: ModelSource, base: Path | str, seed: int) -> nn.Module:
+def build_model(source: ModelSource, base: Path | str, seed: int, mode: ComputeMode = PLAIN) -> nn.Module:
     """Return the module of :func:`build_noted` alone."""
-    return build_noted(source, base, seed)[0]
+    return build_noted(source, base, seed, mode)[0]
 
 
-def build_noted(source: ModelSource, base: Path | str, seed: int) -> tuple[nn.Module, tuple[str, ...]]:
+def build_noted(
+    source: ModelSource, base: Path | str, seed: int, mode: ComputeMode = PLAIN
+) -> tuple[nn.Module, tuple[str, ...]]:
     """Build the model with torch's generator at the public ``seed``; the global generator is left as it was.
 
     Guarantee: a function that draws from torch's CPU generator alone gives the same initial parameters every time,
@@ -135,7 +139,7 @@ def build_noted(source: ModelSource, base: Path | str, seed: int) -> tuple[nn.Mo
 
     Raises:
         ModelError: ``model_function`` if the function fails or returns anything but a module, or what
-            :func:`check_layers`, :class:`TextModel` or :meth:`HubSpec.build` refuses.
+            :func:`check_layers`, :class:`TextModel`, :meth:`HubSpec.build` or :meth:`ComputeMode.apply` refuses.
         ConfigError: ``module_function``, or as :meth:`HubSpec.build`.
     """
     # Before the seed is set: a module draws only where it is imported for the first time.
@@ -144,6 +148,7 @@ def build_noted(source: ModelSource, base: Path | str, seed: int) -> tuple[nn.Mo
         torch.default_generator.manual_seed(seed)
         module, notes = draw()
     check_layers(module)
+    mode.apply(module)
     return module, notes
 
 
@@ -159,12 +164,13 @@ def check_layers(module: nn.Module) -> None:
 
     Raises:
         ModelError: ``mixing_layer`` (batch statistics), ``random_layer`` (dropout with p > 0), ``unsupported_layer``
-            (recurrent layers, running statistics), ``no_trainable_parameters`` or ``parameter_dtype``; the layer is
-            named.
+            (recurrent layers, running statistics), ``compiled_model``, ``liger_kernels``,
+            ``no_trainable_parameters`` or ``parameter_dtype``; the layer is named.
     """
     _check_dtypes(module)
     for name, layer in module.named_modules():
         shown = f"layer '{name or 'model'}' ({type(layer).__name__})"
+        _check_kernels(layer, shown)
         if isinstance(layer, _BATCH_STATISTICS):
             raise ModelError(
                 "mixing_layer",
@@ -364,6 +370,34 @@ def _dropout(layer: nn.Module) -> float:
     if isinstance(layer, nn.modules.dropout._DropoutNd):
         return layer.p
     return float(layer.dropout) if isinstance(layer, nn.RNNBase | nn.MultiheadAttention) else 0.0
+
+
+def _check_kernels(layer: nn.Module, shown: str) -> None:
+    """Refuse layers whose operations torch does not run one by one."""
+    # Of a compiler that was never loaded, nobody has a layer.
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    compiled = compiler is not None and isinstance(layer, compiler.OptimizedModule)
+    if compiled or layer._compiled_call_impl is not None:
+        raise compiled_model(shown)
+    # Liger puts its forward into classes and objects of others, too.
+    owners = {each.__module__ for each in type(layer).__mro__} | {getattr(layer.forward, "__module__", None) or ""}
+    if any(owner.partition(".")[0] == "liger_kernel" for owner in owners):
+        raise ModelError(
+            "liger_kernels",
+            f"{shown} computes in Liger's kernels, which show no operation that a parameter enters, and whose "
+            "repeatability torch cannot promise.",
+            "Leave Liger out of the model.",
+        )
+
+
+def compiled_model(what: str) -> ModelError:
+    """Return the refusal of a model or loss that a compiler has rewritten."""
+    return ModelError(
+        "compiled_model",
+        f"{what} is compiled by torch.compile. What a compiler makes of a step depends on all that the process "
+        "computed before, so a worker that joins later could compute other bytes.",
+        "Return the model without torch.compile.",
+    )
 
 
 def _check_supported(layer: nn.Module, shown: str) -> None:

@@ -86,6 +86,24 @@ class TextModel(nn.Module):
         head = type(inner).__name__
         return inner.config.num_labels if head.endswith("Classification") else None
 
+    def checkpoint_blocks(self) -> None:
+        """Keep only the inputs of the model's blocks for the backward pass, which computes the blocks again.
+
+        Raises:
+            ModelError: ``gradient_checkpointing`` if the model has no such blocks.
+        """
+        inner = _transformer(self.model)
+        try:
+            inner.activation_checkpointing_enable({"use_reentrant": False})
+        except ValueError:
+            raise ModelError(
+                "gradient_checkpointing",
+                f"{type(inner).__name__} has no blocks that it can compute again in the backward pass.",
+                "Leave gradient_checkpointing out.",
+            ) from None
+        # It is for the other kind of checkpoints, and would take the backward pass through frozen embeddings.
+        inner.disable_input_require_grads()
+
     def forward(self, features: Tensor) -> Tensor:
         """Return logits, float32 [m, classes] or [m, T, classes], of ids [m, T]."""
         logits: Tensor = self.model(**self._arguments(features)).logits
@@ -186,7 +204,8 @@ class TextModel(nn.Module):
         self.eval()
         try:
             with torch.no_grad():
-                ours = self(torch.where(seen.bool(), ids, -1))
+                # Without the hooks that may run the forward pass in a narrower type.
+                ours = self.forward(torch.where(seen.bool(), ids, -1))
                 theirs = self.model(
                     input_ids=torch.where(seen.bool(), ids, self._padding), attention_mask=seen, return_dict=True
                 ).logits.float()

@@ -62,10 +62,12 @@ class NumericsClass(Message):
         engine: how gradients are computed and added up.
         torch, numpy, python: versions.
         model_libraries: Hugging Face libraries with versions, and the attention, where the model is of theirs.
+        precision: of the forward and backward pass: ``float32``, or ``bf16`` for products in bfloat16.
+        gradient_checkpointing: whether the model's blocks are computed again in the backward pass.
         deterministic: whether operations without a deterministic kernel are refused; if not, the run is NOT EXACT.
     """
 
-    DOMAIN: ClassVar[str] = "raycloak/numerics/v2"
+    DOMAIN: ClassVar[str] = "raycloak/numerics/v3"
 
     device: str
     cpu_capability: str
@@ -75,11 +77,20 @@ class NumericsClass(Message):
     numpy: str
     python: str
     model_libraries: str = ""
+    precision: Literal["float32", "bf16"] = "float32"
+    gradient_checkpointing: bool = False
     deterministic: bool
 
     def computes_like(self, other: "NumericsClass") -> bool:
-        """Return whether both give the same bits in an update rule, which runs on one thread of the CPU."""
-        apart = {"device": "", "model_libraries": "", "deterministic": True, "threads": 1}
+        """Return whether both give the same bits in an update rule, which runs on one thread of the CPU in float32."""
+        apart = {
+            "device": "",
+            "model_libraries": "",
+            "precision": "float32",
+            "gradient_checkpointing": False,
+            "deterministic": True,
+            "threads": 1,
+        }
         return self.model_copy(update=apart) == other.model_copy(update=apart)
 
 

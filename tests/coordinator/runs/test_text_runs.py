@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from raycloak.coordinator.planning.dry_run import plan_of
-from raycloak.metrics.errors import ConfigError
+from raycloak.metrics.errors import ConfigError, ModelError
 from raycloak.workers.gradients import kept_state
 from raycloak.workers.inputs import models
+from raycloak.workers.inputs.compute_mode import ComputeMode
 from raycloak.workers.train_worker import TrainWorker
 from tests.protocol import RENYI, config, on, trained, whole_run
 from tests.tiny_text import WORDS, write_bert, write_gpt2, write_reviews, write_tokenizer
@@ -189,3 +190,53 @@ def test_bad_input_is_refused_by_name_before_anything_is_charged(code, base, tmp
         plan_of(config(**given), tmp_path / "data")
     assert caught.value.code == code
     assert run.stage.calls("charge") == run.stage.calls("step") == []
+
+
+MODES = {
+    "bf16": {"precision": "bf16"},
+    "checkpointing": {"gradient_checkpointing": True},
+    "both": {"precision": "bf16", "gradient_checkpointing": True},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_way_of_computing_gives_the_same_bytes_for_one_and_two_workers_twice(mode, base, tmp_path):
+    task = {**bert(base, lora=LORA), **MODES[mode]}
+    runs = [
+        trained(tmp_path / str(index), **fields(task, num_workers=workers, secure_aggregation=workers > 1))
+        for index, workers in enumerate((1, 2, 2, 1))
+    ]
+    assert len({tuple(run.digests) for run in runs}) == 1
+    assert len({run.finished.parameters.tobytes() for run in runs}) == 1
+    numerics = runs[0].finished.manifest.computation.numerics
+    stated = {"precision": numerics.precision, "gradient_checkpointing": numerics.gradient_checkpointing}
+    assert stated == {"precision": "float32", "gradient_checkpointing": False} | MODES[mode]
+    plain = trained(tmp_path / "plain", **fields(bert(base, lora=LORA)))
+    assert plain.finished.manifest.computation.numerics != numerics
+    assert plain.digests != runs[0].digests, "another class has other keys, and so other noise"
+
+
+@pytest.mark.parametrize("mode", ["bf16", "checkpointing"])
+def test_a_worker_that_computes_in_another_way_takes_no_part(mode, base, tmp_path):
+    def tamper(worker, member_id):
+        if member_id == "worker-0":
+            prepare = worker.prepare
+            worker.prepare = lambda setup: prepare(replace(setup, mode=ComputeMode()))
+
+    run = whole_run(tmp_path, tamper=tamper, **fields({**bert(base, lora=LORA), **MODES[mode]}, steps=1))
+    run.train()
+    assert run.left == [("worker-0", "manifest_mismatch")] or run.left == [("worker-0", "model_mismatch")]
+
+
+def test_blocks_that_a_model_does_not_have_are_refused_before_any_charge(tmp_path):
+    with pytest.raises(ModelError) as error:
+        trained(tmp_path, steps=1, gradient_checkpointing=True)
+    assert error.value.code == "gradient_checkpointing"
+    assert not list(tmp_path.rglob("manifest.json"))
+
+
+@pytest.mark.parametrize("wrong", [{"precision": "fp8"}, {"precision": "bfloat16"}, {"gradient_checkpointing": "some"}])
+def test_an_unknown_way_of_computing_is_refused(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))) as error:
+        config(**wrong)
+    assert error.value.code == "config"
