@@ -332,7 +332,8 @@ def test_an_adapter_takes_larger_micro_batches_where_blocks_are_computed_again()
         module = text_model("llama lora", **sizes)
         ComputeMode(gradient_checkpointing=again).apply(module)
         rows[again] = largest_rows(module, form, next_token_cross_entropy, vocabulary=60)
-    assert rows[True] >= 2 * rows[False]
+    # Half of it is kept blocks; the other half are adapters' rows in place of the sides that they come from.
+    assert rows[True] >= 4 * rows[False]
 
 
 # --- refused
