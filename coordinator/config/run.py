@@ -176,6 +176,9 @@ class RunConfig(Section):
     def _one_tokenizer(self) -> Self:
         if self.dataset is None or self.evaluation is None:
             return self
+        lists = [part.classes for part in (self.dataset, self.evaluation.dataset) if part.kind in ("csv", "parquet")]
+        if len(lists) == 2 and lists[0] != lists[1] and any(isinstance(each, list) for each in lists):
+            raise ValueError("evaluation.dataset.classes must be dataset.classes: a label has one number")
         trained, measured = self.dataset.tokenizer, self.evaluation.dataset.tokenizer
         if trained is not None and measured is not None and trained != measured:
             raise ValueError("evaluation.dataset.tokenizer must be dataset.tokenizer: the model knows one vocabulary")
@@ -216,8 +219,9 @@ class RunConfig(Section):
 
 
 def _with_tokenizer(dataset: dict[str, Any], hf: Any) -> dict[str, Any]:
-    of_text = dataset.get("kind") in ("text", "text_blocks")
-    return {"tokenizer": hf, **dataset} if of_text else dataset
+    kind = dataset.get("kind")
+    takes_it = kind in ("text", "text_blocks") or (kind == "hf" and "vocabulary" not in dataset)
+    return {"tokenizer": hf, **dataset} if takes_it else dataset
 
 
 def parse_config(raw: Any, overrides: list[str] | None = None) -> RunConfig:

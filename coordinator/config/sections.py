@@ -24,6 +24,7 @@ def _address(text: str) -> str:
 
 
 Address = Annotated[str, AfterValidator(_address)]
+Side = Annotated[int, Field(gt=0, le=2**14)]
 
 
 class Section(BaseModel):
@@ -80,16 +81,23 @@ class DatasetConfig(Section):
     """The place of the examples, and how they are read.
 
     Attributes:
-        kind: ``digits`` (scikit-learn's 1,797 images), ``npz``, ``parquet``, ``text`` (a parquet table or a ``.tsv``
-            file of text and class number), ``text_blocks`` (one text file, cut to blocks), ``module``
+        kind: ``digits`` (scikit-learn's 1,797 images), ``npz``, ``csv``, ``parquet``, ``imagefolder`` (a folder for
+            each class), ``hf`` (tokenised text: a folder that ``datasets`` wrote, or parquet), ``text`` (a ``.tsv``
+            file of text and class number, or a parquet table), ``text_blocks`` (one text file, cut to blocks), ``module``
             (``module:function``) or ``sealed`` (what ``raycloak data seal`` wrote).
-        path: file of an npz, parquet or text dataset, folder of a sealed one, relative to the config file.
+        path: file, folder or pattern of examples, or folder of a sealed dataset, relative to the config file; csv,
+            parquet, imagefolder and hf also take ``s3://bucket/prefix``.
         function: ``module:function`` that returns a `raycloak.workers.inputs.datasets.Dataset`.
         split: ``train`` or ``public`` for ``digits``.
-        features, labels: array or column names of npz and parquet; of a parquet table of text too.
-        scale: public constant that every feature is divided by.
+        features: array name of npz, ``images`` by default; columns of a table, or ranges such as ``f0..f99``, by
+            default all but the label; column of a parquet table of text, ``text`` by default.
+        labels: array or column name.
+        scale: public constant that every feature is divided by; 255 by default for images, else 1.
         vocabulary: N, if features are integers: they are ids 0 .. N-1. A public constant, compared with no example.
         classes: K, if labels are classes 0 .. K-1. A public constant, compared with the model's head and no example.
+            Or the public list of the classes that a table's text labels, or an imagefolder's folders, name.
+        size: height and width of images, or one number for both.
+        channels: ``grey`` or ``rgb``, of images.
         tokenizer: of text: a folder relative to the config file, or a name on the Hugging Face hub; the model's if
             absent.
         max_length: T of text: each example is cut or padded to so many tokens.
@@ -100,30 +108,43 @@ class DatasetConfig(Section):
             file.
     """
 
-    kind: Literal["digits", "npz", "parquet", "text", "text_blocks", "module", "sealed"]
+    kind: Literal["digits", "npz", "csv", "parquet", "imagefolder", "hf", "text", "text_blocks", "module", "sealed"]
     path: str | None = None
     function: str | None = None
     split: Literal["train", "public"] = "train"
-    features: str | list[str] = "images"
+    features: str | list[str] | None = None
     labels: str = "labels"
     scale: float = Field(default=1.0, gt=0)
     vocabulary: int | None = Field(default=None, gt=1, le=2**31)
-    classes: int | None = Field(default=None, gt=0, le=2**31)
+    classes: Annotated[int, Field(gt=0, le=2**31)] | Annotated[list[str], Field(min_length=1)] | None = None
+    size: Side | tuple[Side, Side] | None = None
+    channels: Literal["grey", "rgb"] = "rgb"
     tokenizer: str | None = Field(default=None, min_length=1)
     max_length: int | None = Field(default=None, gt=0, le=2**20)
     public: bool = False
     fingerprint_key: str | None = None
     key_file: str | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _pixels_up_to_one(cls, raw: Any) -> Any:
+        return {"scale": 255.0, **raw} if isinstance(raw, dict) and raw.get("kind") == "imagefolder" else raw
+
     @model_validator(mode="after")
     def _fields_of_kind(self) -> Self:
         of_text = self.kind in ("text", "text_blocks")
-        if (of_text or self.kind in ("npz", "parquet", "sealed")) != (self.path is not None):
-            raise ValueError("path belongs to kind npz, parquet, text, text_blocks or sealed, and is needed there")
-        if of_text != (self.max_length is not None) or of_text != (self.tokenizer is not None):
-            raise ValueError("tokenizer and max_length belong to kind text and text_blocks, and are needed there")
-        if of_text and (self.scale != 1.0 or self.vocabulary is not None):
-            raise ValueError("text has no scale, and its vocabulary is the tokenizer's")
+        if (self.kind not in ("digits", "module")) != (self.path is not None):
+            raise ValueError("path belongs to all kinds but digits and module, and is needed there")
+        if (of_text or self.kind == "hf") != (self.max_length is not None):
+            raise ValueError("max_length belongs to kind text, text_blocks and hf, and is needed there")
+        if self.kind == "hf" and (self.tokenizer is None) == (self.vocabulary is None):
+            raise ValueError("kind hf needs the tokenizer that made its ids, or their number: vocabulary")
+        if self.kind != "hf" and of_text != (self.tokenizer is not None):
+            raise ValueError("tokenizer belongs to kind text and text_blocks, is needed there, and belongs to kind hf")
+        if of_text and self.vocabulary is not None:
+            raise ValueError("the vocabulary of text is the tokenizer's")
+        if (of_text or self.kind == "hf") and self.scale != 1.0:
+            raise ValueError("text has no scale")
         if (self.kind == "sealed") != (self.key_file is not None):
             raise ValueError("key_file belongs to kind sealed, and is needed there")
         if self.kind == "sealed" and (self.fingerprint_key is not None or self.scale != 1.0):
@@ -131,6 +152,29 @@ class DatasetConfig(Section):
         if (self.kind == "module") != (self.function is not None):
             raise ValueError("function belongs to kind module, and is needed there")
         return self
+
+    @model_validator(mode="after")
+    def _images_and_classes(self) -> Self:
+        is_images = self.kind == "imagefolder"
+        if is_images != (self.size is not None):
+            raise ValueError("size belongs to kind imagefolder, and is needed there")
+        if is_images and (self.features is not None or self.vocabulary is not None):
+            raise ValueError("images have no features or vocabulary to name")
+        if isinstance(self.classes, list):
+            if self.kind not in ("csv", "parquet", "imagefolder"):
+                raise ValueError("a list of classes belongs to kind csv, parquet and imagefolder; give their number")
+            if len(set(self.classes)) != len(self.classes):
+                raise ValueError("a class is listed twice")
+        return self
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The ``features``, or their default, as a descriptor has them."""
+        if self.features is not None:
+            return (self.features,) if isinstance(self.features, str) else tuple(self.features)
+        if self.kind in ("csv", "parquet", "hf"):
+            return ()
+        return ("text",) if self.kind == "text" else ("images",)
 
 
 class LoraConfig(Section):

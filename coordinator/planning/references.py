@@ -48,8 +48,15 @@ def preflight(config: RunConfig, base: Path) -> None:
 
 def descriptor(dataset: DatasetConfig) -> DatasetDescriptor:
     """Return the descriptor that workers open, from the configuration's section."""
-    columns = [dataset.features] if isinstance(dataset.features, str) else dataset.features
-    return DatasetDescriptor(**{**dataset.model_dump(exclude={"key_file"}), "features": tuple(columns)})
+    given = dataset.model_dump(exclude={"key_file", "features", "classes", "size"})
+    names = dataset.classes if isinstance(dataset.classes, list) else []
+    return DatasetDescriptor(
+        **given,
+        features=dataset.columns,
+        classes=len(names) if isinstance(dataset.classes, list) else dataset.classes,
+        class_names=tuple(names),
+        size=(dataset.size, dataset.size) if isinstance(dataset.size, int) else dataset.size,
+    )
 
 
 def given_contract(config: KeyServiceConfig | None, base: Path) -> ServiceContract | None:

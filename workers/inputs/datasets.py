@@ -1,7 +1,6 @@
 """Datasets: random access to examples by id, and how the examples are cut into slices.
 
-:class:`ArrayDataset` keeps its arrays in the dtype of the file and converts a batch on access. Floating-point features
-become float32. Integer features become int64, or float32 if a ``scale`` is given. Labels become int64 or float32.
+:class:`ArrayDataset` keeps its arrays in the dtype of the file and converts a batch on access; see :class:`Conversion`.
 """
 
 import hashlib
@@ -15,6 +14,9 @@ from raycloak.attestation.core.messages import Message
 from raycloak.metrics.errors import DatasetError
 
 Batch = tuple[NDArray[Any], NDArray[Any]]
+Arrays = tuple[NDArray[Any], NDArray[Any]]
+"""Features and labels as they are stored, before their :class:`Conversion`."""
+
 # Rows read at once while slices are hashed: bounds memory, and changes no digest.
 _CHUNK = 1024
 
@@ -53,37 +55,65 @@ class DatasetForm(Message):
     label_dtype: Literal["float32", "int64"]
 
 
+class Conversion:
+    """The step from stored values to those of a :class:`Dataset`.
+
+    Floating-point features become float32. Integer features become int64, or float32 if a ``scale`` is given or they
+    are ``numbers``. Labels become int64 or float32.
+
+    Args:
+        features, labels: dtypes as stored.
+        scale: every feature is divided by it; 1.0 leaves integer features integers.
+        numbers: whether integer features are quantities and no ids.
+    """
+
+    def __init__(self, features: np.dtype[Any], labels: np.dtype[Any], scale: float, *, numbers: bool = False) -> None:
+        self._scale = np.float32(scale)
+        as_integer = scale == 1.0 and features.kind in "iub" and not numbers
+        self._features = np.dtype(np.int64 if as_integer else np.float32)
+        self._labels = np.dtype(np.int64 if labels.kind in "iub" else np.float32)
+
+    def of(self, features: NDArray[Any], labels: NDArray[Any]) -> Batch:
+        """Return a batch of stored values, converted."""
+        # A warning about an overflow would tell something about the examples, and reach the log.
+        with np.errstate(all="ignore"):
+            features = features.astype(self._features)
+            if self._scale != 1.0:
+                features /= self._scale
+            return features, labels.astype(self._labels)
+
+
 class ArrayDataset:
     """A dataset of features [N, ...] and labels [N] or [N, k], held in memory.
 
     Args:
-        scale: every feature is divided by it; 1.0 leaves integer features integers.
+        scale, numbers: see :class:`Conversion`.
         name: for error messages.
 
     Raises:
         DatasetError: ``dataset_empty``, ``dataset_lengths`` or ``dataset_dtype``.
     """
 
-    def __init__(self, features: NDArray[Any], labels: NDArray[Any], scale: float = 1.0, name: str = "dataset") -> None:
+    def __init__(
+        self,
+        features: NDArray[Any],
+        labels: NDArray[Any],
+        scale: float = 1.0,
+        name: str = "dataset",
+        *,
+        numbers: bool = False,
+    ) -> None:
         check_arrays(features, labels, name)
         self._features = features
         self._labels = labels
-        self._scale = np.float32(scale)
-        as_integer = scale == 1.0 and features.dtype.kind in "iub"
-        self._feature_dtype = np.dtype(np.int64 if as_integer else np.float32)
-        self._label_dtype = np.dtype(np.int64 if labels.dtype.kind in "iub" else np.float32)
+        self._conversion = Conversion(features.dtype, labels.dtype, scale, numbers=numbers)
 
     def __len__(self) -> int:
         return len(self._features)
 
     def batch(self, ids: NDArray[np.int64]) -> Batch:
-        """Return the examples of ``ids``, converted as the module says; see :class:`Dataset`."""
-        # A warning about an overflow would tell something about the examples, and reach the log.
-        with np.errstate(all="ignore"):
-            features = self._features[ids].astype(self._feature_dtype)
-            if self._scale != 1.0:
-                features /= self._scale
-            return features, self._labels[ids].astype(self._label_dtype)
+        """Return the examples of ``ids``, converted; see :class:`Dataset`."""
+        return self._conversion.of(self._features[ids], self._labels[ids])
 
 
 class SteadyDataset:

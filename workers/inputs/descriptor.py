@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +19,29 @@ from raycloak.metrics.errors import DatasetError
 from raycloak.metrics.file_errors import file_error
 from raycloak.workers.inputs.canaries import CanaryDataset
 from raycloak.workers.inputs.datasets import ArrayDataset, Dataset, SteadyDataset, check_arrays, dataset_form
-from raycloak.workers.inputs.files import Arrays, open_examples, read_digits, read_npz, read_parquet
+from raycloak.workers.inputs.file_sets import FileSet
+from raycloak.workers.inputs.files import open_examples, read_digits, read_npz
+from raycloak.workers.inputs.images import SUFFIXES, Channels, decoder_digest, image_classes, image_rows
+from raycloak.workers.inputs.rows import gathered
 from raycloak.workers.inputs.sealed import ClearSlices, SealedDataset, SliceLocks
+from raycloak.workers.inputs.tables import CSV_SUFFIXES, PARQUET_SUFFIXES, Columns, csv_rows, parquet_rows
 from raycloak.workers.inputs.text_data import Tokenizer, packed, read_blocks, read_texts
+from raycloak.workers.inputs.token_rows import TokenColumns, token_files, token_rows
 from raycloak.workers.inputs.user_code import resolve
 
-DatasetKind = Literal["digits", "npz", "parquet", "text", "text_blocks", "module", "sealed", "canaries"]
+DatasetKind = Literal[
+    "digits",
+    "npz",
+    "csv",
+    "parquet",
+    "imagefolder",
+    "hf",
+    "text",
+    "text_blocks",
+    "module",
+    "sealed",
+    "canaries",
+]
 
 # Four fifths of the 1,797 digits train; the rest is the public split.
 DIGITS_TRAIN = 1437
@@ -38,9 +55,10 @@ class OpenedDataset:
         examples: all of them; a sealed slice is refused until its key has come.
         slices: where the keys of slices go.
         vocabulary: public number of ids that integer features are; None if nobody says.
-        tokenizer: digest of the tokenizer that made them of text; empty for other data.
-        file_digest: SHA-256 of the one file whose bytes the examples were read from. Empty if there is no such file,
-            or the descriptor names no ``fingerprint_key``.
+        tokenizer: digest of the tokenizer that made them of text, or of the decoder of images and their classes; empty
+            for other data.
+        file_digest: SHA-256 of the files whose bytes the examples were read from. Empty if there are none, or the
+            descriptor names no ``fingerprint_key``.
     """
 
     examples: Dataset
@@ -54,18 +72,21 @@ class DatasetDescriptor(Message):
     """The place of a dataset, and how its examples are read.
 
     Attributes:
-        kind: ``digits``, ``npz``, ``parquet``, ``text``, ``text_blocks``, ``module``, ``sealed``, or an audit's
-            ``canaries``, which no configuration can name.
-        path: file of examples, folder of a sealed dataset, or the file of :class:`AuditedExamples`, relative to the
-            base folder or absolute.
+        kind: one that a configuration names, or an audit's ``canaries``, which none can name.
+        path: file, folder or pattern of examples, folder of a sealed dataset, or the file of :class:`AuditedExamples`,
+            relative to the base folder or absolute.
         function: ``module:function`` without arguments that returns a :class:`Dataset`.
         split: ``train`` or ``public`` part of ``digits``.
-        features: array name of npz; column names of parquet. Several scalar columns make a vector. Column of text.
+        features: array name of npz; column names and ranges of a table, where none are all but the label. Several
+            scalar columns make a vector. Column of text.
         labels: array or column name.
         scale: public constant that every feature is divided by.
         vocabulary: public number N of the ids 0 .. N-1 that integer features are; None for other features and for
             text, whose tokenizer knows it.
         classes: public number of classes that labels are declared to be of.
+        class_names: public list of the classes that labels name in text; empty for labels that are numbers.
+        size: height and width of images.
+        channels: of images, ``grey`` or ``rgb``.
         tokenizer: of text; a folder, or a name on the hub.
         max_length: T, tokens of an example of text.
         public: whether the data is declared to need no protection.
@@ -84,6 +105,9 @@ class DatasetDescriptor(Message):
     scale: float = 1.0
     vocabulary: int | None = None
     classes: int | None = None
+    class_names: tuple[str, ...] = ()
+    size: tuple[int, int] | None = None
+    channels: Channels = "rgb"
     tokenizer: str | None = None
     max_length: int | None = None
     public: bool = False
@@ -104,9 +128,9 @@ class DatasetDescriptor(Message):
         """Open the dataset; relative paths and ``module:function`` are relative to the folder ``base``.
 
         Raises:
-            DatasetError: ``dataset_unreadable``, ``dataset_empty``, ``dataset_lengths``, ``dataset_array`` or
-                ``dataset_dtype``.
-            ConfigError: ``module_function``, ``sealed_data``, or what
+            DatasetError: ``dataset_unreadable``, ``dataset_empty``, ``dataset_lengths``, ``dataset_array``,
+                ``dataset_dtype``, ``dataset_label``, ``dataset_scratch`` or ``data_changed``.
+            ConfigError: ``module_function``, ``sealed_data``, ``images_missing``, or what
                 `raycloak.workers.inputs.text_data.Tokenizer.load` raises.
             ProtocolError: ``malformed`` for the file of ``canaries``.
         """
@@ -157,18 +181,49 @@ def _open_sealed(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
     return OpenedDataset(dataset, dataset)
 
 
-def _open_file(
-    read: Callable[[BinaryIO, Path, tuple[str, ...], str], Arrays],
-) -> Callable[[DatasetDescriptor, Path], OpenedDataset]:
-    def opened(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
-        path = _path(descriptor, base)
-        file, file_digest = open_examples(path, hashed=descriptor.fingerprint_key is not None)
-        with file:
-            features, labels = read(file, path, descriptor.features, descriptor.labels)
-        examples = ArrayDataset(features, labels, descriptor.scale, str(path))
-        return OpenedDataset(examples, ClearSlices(), file_digest=file_digest)
+def _open_npz(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
+    path = _path(descriptor, base)
+    file, file_digest = open_examples(path, hashed=descriptor.fingerprint_key is not None)
+    with file:
+        features, labels = read_npz(file, path, descriptor.features, descriptor.labels)
+    examples = ArrayDataset(features, labels, descriptor.scale, str(path))
+    return OpenedDataset(examples, ClearSlices(), file_digest=file_digest)
 
-    return opened
+
+def _open_table(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
+    columns = Columns(descriptor.features, descriptor.labels, descriptor.class_names)
+    suffixes, rows = (CSV_SUFFIXES, csv_rows) if descriptor.kind == "csv" else (PARQUET_SUFFIXES, parquet_rows)
+    files = _files(descriptor, base, suffixes)
+    examples = gathered(rows(files, columns, descriptor.vocabulary), files.text, descriptor.scale)
+    return OpenedDataset(examples, ClearSlices(), file_digest=files.digest())
+
+
+def _open_images(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
+    assert descriptor.size is not None, "images come with a size"
+    files = _files(descriptor, base, SUFFIXES)
+    classes = image_classes(files, descriptor.class_names)
+    decoder = decoder_digest(classes)
+    rows = image_rows(files, classes, descriptor.size, descriptor.channels)
+    examples = gathered(rows, files.text, descriptor.scale, numbers=True)
+    # A folder is its images' label, and so a part of the data.
+    content, folders = files.digest(), (Path(name).parts[0] for name in files.names)
+    bound = digest(length_prefixed("raycloak/image-folder/v1", content, *folders)) if content else b""
+    return OpenedDataset(examples, ClearSlices(), tokenizer=decoder, file_digest=bound)
+
+
+def _open_tokens(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
+    assert descriptor.path is not None, "tokenised text has a path"
+    assert descriptor.max_length is not None, "tokenised text comes with a length"
+    tokenizer = Tokenizer.load(descriptor.tokenizer, base) if descriptor.tokenizer is not None else None
+    files = token_files(descriptor.path, base, descriptor.fingerprint_key is not None)
+    examples = gathered(token_rows(files, TokenColumns(descriptor.labels, descriptor.max_length)), files.text)
+    vocabulary, content = (tokenizer.vocabulary, tokenizer.content) if tokenizer else (None, b"")
+    return OpenedDataset(examples, ClearSlices(), vocabulary, content, files.digest())
+
+
+def _files(descriptor: DatasetDescriptor, base: Path, suffixes: tuple[str, ...]) -> FileSet:
+    assert descriptor.path is not None, "kinds of files and folders come with a path"
+    return FileSet(descriptor.path, base, suffixes, descriptor.fingerprint_key is not None)
 
 
 def _open_text(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
@@ -208,8 +263,11 @@ def _clear(examples: Dataset) -> OpenedDataset:
 
 _OPENERS: Mapping[DatasetKind, Callable[[DatasetDescriptor, Path], OpenedDataset]] = {
     "digits": _open_digits,
-    "npz": _open_file(read_npz),
-    "parquet": _open_file(read_parquet),
+    "npz": _open_npz,
+    "csv": _open_table,
+    "parquet": _open_table,
+    "imagefolder": _open_images,
+    "hf": _open_tokens,
     "text": _open_text,
     "text_blocks": _open_text,
     "module": _open_module,

@@ -1,4 +1,4 @@
-"""Files of examples: scikit-learn's digits, npz archives and parquet tables, read as whole arrays.
+"""Files of examples that are read whole: scikit-learn's digits, npz archives, and columns of one parquet table.
 
 A reader takes the file that :func:`open_examples` opened, and opens no path again. A file that is damaged or of another
 kind is a DatasetError that says so, whatever the reading library raises.
@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from raycloak.metrics.errors import DatasetError
 from raycloak.metrics.file_errors import file_error
+from raycloak.workers.inputs.datasets import Arrays
 
 _NPZ = "Write it with numpy.savez, with names for features and labels."
-Arrays = tuple[NDArray[Any], NDArray[Any]]
 # All that numpy was seen to raise on torn or foreign archives.
 _BROKEN = (ValueError, EOFError, zipfile.BadZipFile, zlib.error)
 
@@ -102,26 +102,6 @@ def _array(archive: Any, name: str, path: Path) -> NDArray[Any]:
     return found
 
 
-def read_parquet(file: BinaryIO, path: Path, features: tuple[str, ...], labels: str) -> Arrays:
-    """Return features and labels by the names of their columns; several columns of numbers are one vector per example.
-
-    Args:
-        path: of ``file``, for error messages.
-
-    Raises:
-        DatasetError: ``dataset_unreadable``, ``dataset_empty``, or ``dataset_array`` if there is no such column or it
-            does not give each example as many numbers.
-    """
-    table = parquet_table(file, path, (*features, labels))
-    columns = [numbers(table.column(name), f"{path}, column '{name}'") for name in features]
-    if len(columns) > 1 and any(column.ndim > 1 for column in columns):
-        raise DatasetError(
-            "dataset_array", f"{path}: of several feature columns one holds lists.", "Name that one alone."
-        )
-    label = numbers(table.column(labels), f"{path}, column '{labels}'")
-    return columns[0] if len(columns) == 1 else np.stack(columns, axis=1), label
-
-
 def parquet_table(file: BinaryIO, path: Path, columns: tuple[str, ...]) -> Any:
     """Return those columns of a parquet file as a `pyarrow.Table`.
 
@@ -152,22 +132,3 @@ def parquet_table(file: BinaryIO, path: Path, columns: tuple[str, ...]) -> Any:
     if len(table) == 0:
         raise DatasetError("dataset_empty", f"{path} has no examples.", "Name a dataset with examples.")
     return table
-
-
-def numbers(column: Any, name: str) -> NDArray[Any]:
-    """Return a column of numbers as [N], a column of equally long lists of numbers as [N, k]."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    if column.null_count:
-        raise DatasetError("dataset_array", f"{name} has missing values.", "Fill them with public constants.")
-    array = column.combine_chunks()
-    if not pa.types.is_list(array.type) and not pa.types.is_fixed_size_list(array.type):
-        return np.asarray(array)
-    values = np.asarray(array.flatten())
-    lengths = np.unique(np.asarray(pc.list_value_length(array)))
-    if len(lengths) != 1:
-        raise DatasetError(
-            "dataset_array", f"{name} has lists of different lengths.", "Pad or crop them to one public length."
-        )
-    return values.reshape(len(array), lengths[0])

@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.metrics.errors import ConfigError, DatasetError
 from raycloak.metrics.file_errors import file_error
-from raycloak.workers.inputs.files import numbers, parquet_table
+from raycloak.workers.inputs.datasets import Arrays
+from raycloak.workers.inputs.files import parquet_table
 from raycloak.workers.inputs.hub_files import library, public_folder, quiet
+from raycloak.workers.inputs.tables import number_column
 
 PADDING = -1
 """The id of no token."""
@@ -29,7 +31,6 @@ IGNORED = -100
 # Texts that are tokenised at once: bounds the memory beside the ids.
 _CHUNK = 4096
 _CLASS = re.compile(r"-?[0-9]{1,9}")
-Arrays = tuple[NDArray[Any], NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,7 @@ def _parquet(file: BinaryIO, path: Path, text: str, labels: str) -> tuple[list[s
         raise DatasetError(
             "dataset_array", f"{path}, column '{text}' is not all text.", "Set dataset.features to a column of text."
         )
-    return column.to_pylist(), numbers(table.column(labels), f"{path}, column '{labels}'")
+    return column.to_pylist(), number_column(table.column(labels).combine_chunks(), f"{path}, column '{labels}'")
 
 
 def _text(file: BinaryIO, path: Path) -> str:

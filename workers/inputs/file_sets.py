@@ -1,0 +1,265 @@
+"""File sets: the files that one path names, in one public order, and a digest over the very bytes that are read.
+
+Hides where files lie and how a path names them: one file, all files below a folder, a pattern such as
+``train-*.parquet``, or the same on S3. A reader gets one open file after the other.
+
+Guarantee: the digest of a set is over the bytes that its readers get. A file is hashed block by block before it is
+read, and a block that is another one when it is read is refused (``data_changed``).
+
+Memory: 32 bytes for each MiB of the open file, and a few blocks.
+"""
+
+import hashlib
+import io
+import re
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+from raycloak.attestation.core.canonical import digest, length_prefixed
+from raycloak.metrics.errors import DatasetError
+from raycloak.metrics.file_errors import file_error
+
+# A seek costs one block; 32 bytes of memory keep one.
+_BLOCK = 2**20
+_PATTERN = re.compile(r"[*?\[]")
+
+
+class FileSet:
+    """The files of one dataset.
+
+    Args:
+        path: file, folder or pattern, relative to ``base`` or absolute, or ``s3://bucket/prefix``. An S3 path may carry
+            pyarrow's options as its query.
+        suffixes: of the files that count below a folder. One file that is named may have any.
+        hashed: whether :meth:`digest` is asked for.
+        names: the files below the folder, in the order of their rows; found there if empty.
+
+    Attributes:
+        text: the path, for messages.
+        names: of the files, relative to their folder, in the order of the examples: ascending if they were found.
+
+    Raises:
+        DatasetError: ``dataset_unreadable`` if the path names no file.
+    """
+
+    def __init__(
+        self, path: str, base: Path, suffixes: tuple[str, ...], hashed: bool, names: tuple[str, ...] = ()
+    ) -> None:
+        self._hashed = hashed
+        self._digests: list[bytes] = []
+        self._place = _Bucket(path) if "://" in path else _Disk(base / path)
+        self.text = self._place.text
+        self.names = names or self._place.found(suffixes)
+        if not self.names:
+            raise DatasetError(
+                "dataset_unreadable",
+                f"{self.text} names no file that ends in {' or '.join(suffixes)}.",
+                "Check the path.",
+            )
+
+    def opened(self) -> Iterator[tuple[str, BinaryIO]]:
+        """Open the files one after the other; yields what a message calls each, and the file.
+
+        Raises:
+            DatasetError: ``dataset_unreadable``; ``data_changed`` from a reader's read.
+        """
+        self._digests = []
+        for name in self.names:
+            with self._place.open(name) as file:
+                where = self._place.where(name)
+                if not self._hashed:
+                    yield where, file
+                    continue
+                committed = CommittedFile(file, where)
+                self._digests.append(committed.digest)
+                with closing(io.BufferedReader(committed, _BLOCK)) as reader:
+                    yield where, reader
+
+    def digest(self) -> bytes:
+        """Return the SHA-256 of the one file, or one over all in their order; empty unless the set is hashed.
+
+        The files' names are no part of it, and their place is not either. Ask after :meth:`opened` has ended.
+        """
+        if not self._hashed:
+            return b""
+        assert len(self._digests) == len(self.names), "every file was read"
+        if len(self._digests) == 1:
+            return self._digests[0]
+        return digest(length_prefixed("raycloak/files/v1", *self._digests))
+
+
+class CommittedFile(io.RawIOBase):
+    """A file whose reads return the bytes that it was hashed with, or are refused.
+
+    Args:
+        file: seekable; it stays the caller's.
+        name: for messages.
+
+    Attributes:
+        digest: SHA-256 of all its bytes.
+
+    Raises:
+        DatasetError: ``dataset_unreadable``; ``data_changed`` from a later read.
+    """
+
+    def __init__(self, file: BinaryIO, name: str) -> None:
+        self._file, self._name = file, name
+        self._blocks: list[bytes] = []
+        self._size = self._position = 0
+        self._held: tuple[int, bytes] = (-1, b"")
+        whole = hashlib.sha256()
+        try:
+            while block := _exactly(file, _BLOCK):
+                whole.update(block)
+                self._blocks.append(hashlib.sha256(block).digest())
+                self._size += len(block)
+        except OSError as error:
+            raise file_error("dataset_unreadable", "read", name, error, DatasetError) from None
+        self.digest = whole.digest()
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Set the position, as any file does."""
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = max(0, start + offset)
+        return self._position
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._position
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Fill ``buffer`` with the bytes of one block at most; see :class:`io.RawIOBase`."""
+        view = memoryview(buffer).cast("B")
+        if self._position >= self._size:
+            return 0
+        block, start = divmod(self._position, _BLOCK)
+        piece = self._block(block)[start : start + len(view)]
+        view[: len(piece)] = piece
+        self._position += len(piece)
+        return len(piece)
+
+    def _block(self, index: int) -> bytes:
+        if self._held[0] != index:
+            self._file.seek(index * _BLOCK)
+            content = _exactly(self._file, min(_BLOCK, self._size - index * _BLOCK))
+            if hashlib.sha256(content).digest() != self._blocks[index]:
+                raise DatasetError(
+                    "data_changed", f"{self._name} changed while it was read.", "Change no file under a run."
+                )
+            self._held = (index, content)
+        return self._held[1]
+
+
+def _exactly(file: BinaryIO, count: int) -> bytes:
+    """Return the next ``count`` bytes, fewer only at the end: a raw read may return fewer before it."""
+    pieces = []
+    while count > 0 and (piece := file.read(count)):
+        pieces.append(piece)
+        count -= len(piece)
+    return b"".join(pieces)
+
+
+def _shown(name: str) -> bool:
+    """Return whether a file below a folder is one of examples: tools leave others, which start with a dot or a dash."""
+    return not any(part.startswith((".", "_")) for part in PurePosixPath(name).parts)
+
+
+class _Disk:
+    """Files of a local disk."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self.text = path, str(path)
+        self._folder = path
+
+    def found(self, suffixes: tuple[str, ...]) -> tuple[str, ...]:
+        try:
+            if self._path.is_dir():
+                names = (each.relative_to(self._path).as_posix() for each in self._path.rglob("*") if each.is_file())
+                return tuple(sorted(name for name in names if _shown(name) and name.lower().endswith(suffixes)))
+            if not self._path.exists() and _PATTERN.search(str(self._path)):
+                return self._matches()
+            # Said by the system's own error when it is opened, if there is none.
+            self._folder = self._path.parent
+            return (self._path.name,)
+        except OSError as error:
+            raise file_error("dataset_unreadable", "read", self._path, error, DatasetError) from None
+
+    def _matches(self) -> tuple[str, ...]:
+        parts = self._path.parts
+        first = next(index for index, part in enumerate(parts) if _PATTERN.search(part))
+        self._folder = Path(*parts[:first])
+        found = self._folder.glob(str(Path(*parts[first:])))
+        return tuple(sorted(each.relative_to(self._folder).as_posix() for each in found if each.is_file()))
+
+    def where(self, name: str) -> str:
+        return str(self._folder / name)
+
+    def open(self, name: str) -> BinaryIO:
+        try:
+            return (self._folder / name).open("rb")
+        except OSError as error:
+            raise file_error("dataset_unreadable", "read", self._folder / name, error, DatasetError) from None
+
+
+class _Bucket:
+    """Files of S3, or of anything else that pyarrow has a file system for."""
+
+    def __init__(self, uri: str) -> None:
+        from pyarrow import ArrowException, fs
+
+        # The query may hold credentials, so no message has it.
+        plain, _, query = uri.partition("?")
+        self.text, self._pattern = plain, ""
+        start = _PATTERN.search(plain)
+        if start:
+            folder, _, _ = plain[: start.start()].rpartition("/")
+            self._pattern = plain[len(folder) + 1 :]
+            plain = folder
+        try:
+            self._filesystem, root = fs.FileSystem.from_uri(f"{plain}?{query}" if query else plain)
+        except (OSError, ArrowException, ValueError) as error:
+            raise self._unusable(error) from None
+        self._root = root.rstrip("/")
+
+    def _unusable(self, error: Exception) -> DatasetError:
+        return DatasetError(
+            "dataset_unreadable",
+            f"cannot use {self.text} ({type(error).__name__}).",
+            "Check bucket, region and credentials.",
+        )
+
+    def found(self, suffixes: tuple[str, ...]) -> tuple[str, ...]:
+        from pyarrow import ArrowException, fs
+
+        try:
+            if not self._pattern and self._filesystem.get_file_info(self._root).is_file:
+                self._root, _, name = self._root.rpartition("/")
+                return (name,)
+            below = self._filesystem.get_file_info(fs.FileSelector(self._root, recursive=True, allow_not_found=True))
+        except (OSError, ArrowException) as error:
+            raise self._unusable(error) from None
+        names = (each.path.removeprefix(self._root + "/") for each in below if each.is_file)
+        if self._pattern:
+            return tuple(sorted(name for name in names if PurePosixPath(name).match(self._pattern)))
+        return tuple(sorted(name for name in names if _shown(name) and name.lower().endswith(suffixes)))
+
+    def where(self, name: str) -> str:
+        return f"s3://{self._root}/{name}"
+
+    def open(self, name: str) -> Any:
+        from pyarrow import ArrowException
+
+        try:
+            return self._filesystem.open_input_file(f"{self._root}/{name}")
+        except (OSError, ArrowException) as error:
+            raise self._unusable(error) from None

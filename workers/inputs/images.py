@@ -1,0 +1,116 @@
+"""A folder of images as examples: one folder for each class, as ``cats/1.jpg``.
+
+Hides how a file becomes pixels: decoding, channels and size. Pillow does it; it is the extra ``images``, and imported
+when the first image is decoded.
+
+An example is uint8 [channels, height, width]. Its label is the place of its folder among the classes. The order is by
+class, then by name. Frames beyond the first and the orientation that a camera noted are ignored.
+"""
+
+import io
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import PurePosixPath
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raycloak.attestation.core.canonical import digest, length_prefixed
+from raycloak.metrics.errors import ConfigError, DatasetError
+from raycloak.workers.inputs.datasets import Arrays
+from raycloak.workers.inputs.file_sets import FileSet
+
+Channels = Literal["grey", "rgb"]
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+
+# Images of one chunk: bounds the memory beside the rows.
+_CHUNK = 64
+_CHANNELS = {"grey": 1, "rgb": 3}
+# Of Pillow's names for how pixels are kept.
+_MODES = {"grey": "L", "rgb": "RGB"}
+
+
+def image_classes(files: FileSet, declared: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the public list of classes: the declared one, or else the sorted names of the folders.
+
+    Raises:
+        DatasetError: ``dataset_array`` if an image lies in no folder of a class, ``dataset_label`` if a folder is not
+            in the declared list.
+    """
+    deep = next((name for name in files.names if len(PurePosixPath(name).parts) != 2), None)
+    if deep is not None:
+        raise DatasetError(
+            "dataset_array",
+            f"{files.text} has images that are not in a folder of their class.",
+            "Put each image into a folder that is named after its class, such as cats/1.jpg.",
+        )
+    found = sorted({PurePosixPath(name).parts[0] for name in files.names})
+    unknown = [name for name in found if declared and name not in declared]
+    if unknown:
+        raise DatasetError(
+            "dataset_label", f"{files.text}: folder '{unknown[0]}' is not in dataset.classes.", "Complete the list."
+        )
+    return declared or tuple(found)
+
+
+def image_rows(files: FileSet, classes: tuple[str, ...], size: tuple[int, int], channels: Channels) -> Iterator[Arrays]:
+    """Yield pixels [n, channels, height, width], uint8, and class numbers [n], in chunks.
+
+    Args:
+        size: height and width; an image of another size is resized, whatever its proportions.
+
+    Raises:
+        DatasetError: ``dataset_unreadable`` for a file that is no image; its name stays here, since it may tell of a
+            person.
+    """
+    pixels: list[NDArray[np.uint8]] = []
+    labels: list[int] = []
+    for name, (_, file) in zip(files.names, files.opened(), strict=True):
+        folder = PurePosixPath(name).parts[0]
+        try:
+            pixels.append(decoded(file, size, channels))
+        except Exception:  # noqa: BLE001 - a damaged image raises what the decoder of its format raises
+            raise DatasetError(
+                "dataset_unreadable",
+                f"an image in {files.text}, folder '{folder}', cannot be decoded.",
+                "'raycloak data check' names it, on the owner's machine.",
+            ) from None
+        labels.append(classes.index(folder))
+        if len(pixels) == _CHUNK:
+            yield np.stack(pixels), np.array(labels, np.int64)
+            pixels, labels = [], []
+    if pixels:
+        yield np.stack(pixels), np.array(labels, np.int64)
+
+
+def decoded(file: BinaryIO, size: tuple[int, int], channels: Channels) -> NDArray[np.uint8]:
+    """Return one image as [channels, height, width]."""
+    image_module = _pillow()
+    # All bytes at once: a decoder may read a file lazily, and after it was closed.
+    with image_module.open(io.BytesIO(file.read())) as image:
+        plain = image.convert(_MODES[channels])
+    height, width = size
+    if plain.size != (width, height):
+        plain = plain.resize((width, height), image_module.Resampling.BILINEAR)
+    pixels = np.asarray(plain, np.uint8).reshape(height, width, _CHANNELS[channels])
+    return np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+
+def decoder_digest(classes: tuple[str, ...]) -> bytes:
+    """Return a SHA-256 of all beside the files that decides which examples they give.
+
+    Two versions of a decoder may give other pixels. Workers whose digests differ do not train together.
+    """
+    image_module = _pillow()
+    features = __import__("PIL.features", fromlist=["version"])
+    codecs = [f"{codec} {features.version(codec)}" for codec in ("jpg", "libjpeg_turbo", "zlib", "webp", "libtiff")]
+    return digest(length_prefixed("raycloak/images/v1", image_module.__version__, *codecs, *classes))
+
+
+def _pillow() -> Any:
+    if find_spec("PIL") is None:
+        raise ConfigError("images_missing", "images need Pillow.", "On every node, run: pip install 'raycloak[images]'")
+    from PIL import Image
+
+    return Image

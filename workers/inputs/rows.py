@@ -1,0 +1,170 @@
+"""Rows of examples that a reader gives in chunks, kept for access by id: in memory, or in a scratch file beyond that.
+
+Hides where the rows lie. Those of a large dataset do not fit into a worker's memory, and neither Parquet nor CSV gives
+a row without a whole group of them. So rows beyond `MEMORY_BYTES` move to a scratch file of fixed-size records.
+
+Guarantee: a scratch file is encrypted and authenticated under a key that only this process's memory holds, and has no
+name in the file system. Every read of an id returns the bytes that were read from the dataset, or is refused.
+
+Guarantee: the same examples give the same bytes by id, whether they are in memory or in a scratch file.
+
+Not guaranteed: that a scratch file outlives the process. It takes as much disk as the rows, once per process, in the
+folder that ``TMPDIR`` names.
+"""
+
+import itertools
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from numpy.typing import NDArray
+
+from raycloak.metrics.errors import DatasetError
+from raycloak.metrics.file_errors import file_error
+from raycloak.workers.inputs.datasets import ArrayDataset, Arrays, Batch, Conversion, Dataset, check_arrays
+
+MEMORY_BYTES = 256 * 2**20
+"""Rows up to this size stay in memory; a worker needs some 600 MB without any."""
+
+# A draw reads one block for each example, so a block is small. The tag is 16 bytes of it.
+_BLOCK = 16 * 2**10
+_TAG = 16
+
+
+def gathered(chunks: Iterable[Arrays], name: str, scale: float = 1.0, *, numbers: bool = False) -> Dataset:
+    """Return the rows of ``chunks`` as a dataset; ids count them in their order.
+
+    Args:
+        chunks: features [n, ...] and labels [n] or [n, k].
+        name: for messages.
+        scale, numbers: see :class:`raycloak.workers.inputs.datasets.Conversion`.
+
+    Raises:
+        DatasetError: ``dataset_empty``, ``dataset_array``, ``dataset_dtype`` or ``dataset_lengths``;
+            ``dataset_scratch`` if the scratch file cannot be written.
+    """
+    waiting = _alike(chunks, name)
+    held: list[Arrays] = []
+    size = 0
+    for features, labels in waiting:
+        held.append((features, labels))
+        size += features.nbytes + labels.nbytes
+        if size > MEMORY_BYTES:
+            return ScratchDataset(itertools.chain(_emptied(held), waiting), name, scale, numbers=numbers)
+    if not held:
+        raise DatasetError("dataset_empty", f"{name} has no examples.", "Name a dataset with examples.")
+    labels = np.concatenate([each for _, each in held])
+    features = np.concatenate([each for each, _ in held])
+    return ArrayDataset(features, labels, scale, name, numbers=numbers)
+
+
+def _alike(chunks: Iterable[Arrays], name: str) -> Iterator[Arrays]:
+    """Yield the chunks that have rows; refuse what is no examples, and rows of another shape than the first."""
+    outline = None
+    for features, labels in chunks:
+        if not len(features):
+            continue
+        check_arrays(features, labels, name)
+        found = [(part.dtype, part.shape[1:]) for part in (features, labels)]
+        outline = outline or found
+        if found != outline:
+            raise DatasetError(
+                "dataset_array", f"{name} has examples of different shapes.", "Pad or crop them to one public shape."
+            )
+        yield features, labels
+
+
+def _emptied(held: list[Arrays]) -> Iterator[Arrays]:
+    """Yield and forget what is held, so that memory does not have it beside the file."""
+    while held:
+        yield held.pop(0)
+
+
+class ScratchDataset:
+    """A dataset in a scratch file; see the module, and `raycloak.workers.inputs.datasets.Dataset`.
+
+    Memory: the blocks of one batch.
+    """
+
+    def __init__(self, chunks: Iterable[Arrays], name: str, scale: float, *, numbers: bool) -> None:
+        rest = iter(chunks)
+        features, labels = next(rest)
+        self._name = name
+        self._conversion = Conversion(features.dtype, labels.dtype, scale, numbers=numbers)
+        self._parts = [(part.dtype, part.shape[1:], part[:1].nbytes) for part in (features, labels)]
+        self._record = sum(size for _, _, size in self._parts)
+        self._rows = max(1, _BLOCK // self._record)
+        # A key of this process alone, for blocks that are written once: so a block's number is its nonce.
+        self._cipher = AESGCM(AESGCM.generate_key(256))
+        self._count = 0
+        try:
+            self._file = tempfile.TemporaryFile(prefix="raycloak-")  # noqa: SIM115 - it is as old as the dataset
+            self._write(itertools.chain([(features, labels)], rest))
+        except OSError as error:
+            raise file_error("dataset_scratch", "write", tempfile.gettempdir(), error, DatasetError) from None
+
+    def __len__(self) -> int:
+        return self._count
+
+    def batch(self, ids: NDArray[np.int64]) -> Batch:
+        """Return the examples of ``ids``, in order.
+
+        Raises:
+            DatasetError: ``data_changed`` if the scratch file is not what was written, ``dataset_scratch``.
+        """
+        if len(ids) and (ids.min() < 0 or ids.max() >= self._count):
+            raise IndexError("an id is not one of the dataset's")
+        records = np.empty((len(ids), self._record), np.uint8)
+        order = np.argsort(ids, kind="stable")
+        blocks, rows = np.divmod(ids[order], self._rows)
+        found, starts = np.unique(blocks, return_index=True)
+        for block, start, end in zip(found.tolist(), starts, [*starts[1:], len(ids)], strict=True):
+            records[order[start:end]] = self._block(block)[rows[start:end]]
+        return self._conversion.of(*self._split(records))
+
+    def _split(self, records: NDArray[np.uint8]) -> Arrays:
+        (first, shape, size), (second, label_shape, _) = self._parts
+        features = np.ascontiguousarray(records[:, :size]).view(first).reshape(len(records), *shape)
+        labels = np.ascontiguousarray(records[:, size:]).view(second).reshape(len(records), *label_shape)
+        return features, labels
+
+    def _write(self, chunks: Iterable[Arrays]) -> None:
+        rest = np.empty((0, self._record), np.uint8)
+        numbers = itertools.count()
+        for features, labels in chunks:
+            parts = (np.ascontiguousarray(part).reshape(len(part), -1).view(np.uint8) for part in (features, labels))
+            records = np.concatenate([rest, np.concatenate(list(parts), axis=1)])
+            whole = len(records) - len(records) % self._rows
+            for start in range(0, whole, self._rows):
+                self._append(next(numbers), records[start : start + self._rows])
+            rest = records[whole:].copy()
+            self._count += len(features)
+        if len(rest):
+            self._append(next(numbers), rest)
+        self._file.flush()
+
+    def _append(self, number: int, records: NDArray[np.uint8]) -> None:
+        self._file.write(self._cipher.encrypt(_nonce(number), records.tobytes(), None))
+
+    def _block(self, number: int) -> NDArray[np.uint8]:
+        rows = min(self._rows, self._count - number * self._rows)
+        try:
+            place = number * (self._rows * self._record + _TAG)
+            content = os.pread(self._file.fileno(), rows * self._record + _TAG, place)
+            clear = self._cipher.decrypt(_nonce(number), content, None)
+        except OSError as error:
+            raise file_error("dataset_scratch", "read", tempfile.gettempdir(), error, DatasetError) from None
+        except InvalidTag:
+            raise DatasetError(
+                "data_changed",
+                f"the scratch file of {self._name} is not what was written to it.",
+                "Keep others from the folder that TMPDIR names, and check its disk.",
+            ) from None
+        return np.frombuffer(clear, np.uint8).reshape(rows, self._record)
+
+
+def _nonce(number: int) -> bytes:
+    return number.to_bytes(12, "big")

@@ -1,0 +1,187 @@
+"""Tokenised text as examples: a folder that ``datasets`` wrote, or Parquet files with ``input_ids``.
+
+Hides how Hugging Face lays rows out. `datasets` itself is not needed: its folders are Arrow streams, in the order that
+``state.json`` gives.
+
+An example is ids [T], with -1 where the attention mask is 0 or the row has ended. Its label is a number [], or one for
+each token [T], with -100 beyond the end of the row. Rows are cut or padded to T, whatever their length.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raycloak.metrics.errors import DatasetError
+from raycloak.metrics.file_errors import file_error
+from raycloak.workers.inputs.datasets import Arrays
+from raycloak.workers.inputs.file_sets import FileSet
+from raycloak.workers.inputs.tables import PARQUET_SUFFIXES, number_column
+from raycloak.workers.inputs.text_data import IGNORED, PADDING
+
+_ROWS = 1024
+_STATE = "state.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenColumns:
+    """The columns of tokenised text.
+
+    Attributes:
+        label: column of a class number or of one number a token; ``input_ids`` for a model that predicts tokens.
+        length: T.
+    """
+
+    label: str
+    length: int
+
+
+def token_files(path: str, base: Path, hashed: bool) -> FileSet:
+    """Return the files of tokenised text, in the order of their rows.
+
+    Raises:
+        DatasetError: ``dataset_unreadable``, or ``dataset_array`` for a folder of several splits or of reordered rows.
+    """
+    folder = base / path
+    if "://" in path or not folder.is_dir():
+        return FileSet(path, base, (*PARQUET_SUFFIXES, ".arrow"), hashed)
+    if (folder / "dataset_dict.json").exists():
+        raise DatasetError(
+            "dataset_array", f"{folder} holds several splits.", f"Name one of them, such as {path.rstrip('/')}/train."
+        )
+    if not (folder / _STATE).exists():
+        return FileSet(path, base, PARQUET_SUFFIXES, hashed)
+    try:
+        state = json.loads((folder / _STATE).read_bytes())
+        names = tuple(str(Path(each["filename"])) for each in state["_data_files"])
+    except OSError as error:
+        raise file_error("dataset_unreadable", "read", folder / _STATE, error, DatasetError) from None
+    except (ValueError, KeyError, TypeError):
+        raise DatasetError(
+            "dataset_unreadable", f"{folder} is no folder that datasets wrote.", "Write it with save_to_disk."
+        ) from None
+    if state.get("_indices_data_files"):
+        raise DatasetError(
+            "dataset_array", f"{folder} has its rows in another order than its files.", "Call flatten_indices() first."
+        )
+    return FileSet(path, base, (".arrow",), hashed, names)
+
+
+def token_rows(files: FileSet, columns: TokenColumns) -> Iterator[Arrays]:
+    """Yield ids [n, T], int32, and labels [n] or [n, T], in chunks.
+
+    Raises:
+        DatasetError: ``dataset_unreadable``, ``dataset_array`` or ``dataset_dtype``.
+    """
+    for where, row_batch in _batches(files, columns):
+        found = dict(zip(row_batch.schema.names, row_batch.columns, strict=True))
+        lengths, ids = _padded(found["input_ids"], f"{where}, column 'input_ids'", columns.length, PADDING)
+        mask = found.get("attention_mask")
+        if mask is not None:
+            others, seen = _padded(mask, f"{where}, column 'attention_mask'", columns.length, 0)
+            _require_equal(lengths, others, f"{where}, column 'attention_mask'")
+            ids = np.where(seen != 0, ids, PADDING)
+        _require_one_text(found.get("token_type_ids"), where)
+        yield ids.astype(np.int32), _labels(found[columns.label], ids, lengths, columns, where)
+
+
+def _labels(
+    column: Any, ids: NDArray[np.int64], lengths: NDArray[np.int64], columns: TokenColumns, where: str
+) -> NDArray[Any]:
+    place = f"{where}, column '{columns.label}'"
+    if columns.label == "input_ids":
+        return np.where(ids == PADDING, IGNORED, ids)
+    if not _is_list(column):
+        return number_column(column, place)
+    others, labels = _padded(column, place, columns.length, IGNORED)
+    _require_equal(lengths, others, place)
+    return labels
+
+
+def _batches(files: FileSet, columns: TokenColumns) -> Iterator[tuple[str, Any]]:
+    """Yield the wanted columns of all files, a few rows at a time."""
+    import pyarrow as pa
+    import pyarrow.ipc as ipc
+    import pyarrow.parquet as pq
+
+    for where, file in files.opened():
+        try:
+            if where.lower().endswith(".arrow"):
+                reader = ipc.open_stream(file)
+                wanted = _wanted(reader.schema.names, columns, where)
+                for batch in reader:
+                    for start in range(0, len(batch), _ROWS):
+                        yield where, batch.slice(start, _ROWS).select(wanted)
+            else:
+                parquet = pq.ParquetFile(file, pre_buffer=False)
+                wanted = _wanted(parquet.schema_arrow.names, columns, where)
+                for batch in parquet.iter_batches(_ROWS, columns=wanted, use_threads=False):
+                    yield where, batch
+        except (OSError, pa.ArrowException, ValueError):
+            raise DatasetError(
+                "dataset_unreadable", f"{where} is neither Arrow nor Parquet, or is damaged.", "Write it again."
+            ) from None
+
+
+def _wanted(present: list[str], columns: TokenColumns, where: str) -> list[str]:
+    missing = next((name for name in ("input_ids", columns.label) if name not in present), None)
+    if missing is not None:
+        raise DatasetError(
+            "dataset_array",
+            f"{where} has no column '{missing}'; it has {', '.join(present)}.",
+            "Tokenise first, and set dataset.labels; a model that predicts tokens has labels: input_ids.",
+        )
+    wanted = ("input_ids", "attention_mask", "token_type_ids", columns.label)
+    return [name for name in dict.fromkeys(wanted) if name in present]
+
+
+def _is_list(array: Any) -> bool:
+    import pyarrow as pa
+
+    kind = array.type
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def _padded(array: Any, place: str, length: int, padding: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the length of each row, and the rows [n, length], cut or padded.
+
+    Raises:
+        DatasetError: ``dataset_dtype`` unless rows are lists of integers, ``dataset_array`` for missing ones.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if not _is_list(array) or not pa.types.is_integer(array.type.value_type):
+        raise DatasetError(
+            "dataset_dtype", f"{place} is {array.type} and no list of integers.", "Store tokenised text."
+        )
+    flat = array.flatten()
+    if array.null_count or flat.null_count:
+        raise DatasetError("dataset_array", f"{place} has missing values.", "Leave such rows out.")
+    lengths = np.asarray(pc.list_value_length(array)).astype(np.int64)
+    ends = np.cumsum(lengths)
+    within = np.arange(len(flat)) - np.repeat(ends - lengths, lengths)
+    rows = np.full((len(array), length), padding, np.int64)
+    places = np.arange(length) < np.minimum(lengths, length)[:, None]
+    rows[places] = np.asarray(flat)[within < length]
+    return lengths, rows
+
+
+def _require_equal(lengths: NDArray[np.int64], others: NDArray[np.int64], place: str) -> None:
+    if not np.array_equal(lengths, others):
+        raise DatasetError(
+            "dataset_array", f"{place} has rows of other lengths than input_ids.", "Tokenise all columns together."
+        )
+
+
+def _require_one_text(types: Any, where: str) -> None:
+    if types is not None and np.any(np.asarray(types.flatten())):
+        raise DatasetError(
+            "dataset_array",
+            f"{where} has token types other than 0, which have no place in an example.",
+            "Join a pair of texts into one, with the tokenizer's separator.",
+        )
