@@ -83,8 +83,8 @@ class DatasetConfig(Section):
     Attributes:
         kind: ``digits`` (scikit-learn's 1,797 images), ``npz``, ``csv``, ``parquet``, ``imagefolder`` (a folder for
             each class), ``hf`` (tokenised text: a folder that ``datasets`` wrote, or parquet), ``text`` (a ``.tsv``
-            file of text and class number, or a parquet table), ``text_blocks`` (one text file, cut to blocks), ``module``
-            (``module:function``) or ``sealed`` (what ``raycloak data seal`` wrote).
+            file of text and class number, or a parquet table), ``text_blocks`` (one text file, cut to blocks),
+            ``module`` (``module:function``) or ``sealed`` (what ``raycloak data seal`` wrote).
         path: file, folder or pattern of examples, or folder of a sealed dataset, relative to the config file; csv,
             parquet, imagefolder and hf also take ``s3://bucket/prefix``.
         function: ``module:function`` that returns a `raycloak.workers.inputs.datasets.Dataset`.

@@ -217,9 +217,9 @@ class _Bucket:
     def __init__(self, uri: str) -> None:
         from pyarrow import ArrowException, fs
 
-        # The query may hold credentials, so no message has it.
         plain, _, query = uri.partition("?")
-        self.text, self._pattern = plain, ""
+        # No message has credentials, which query and bucket may come with.
+        self.text, self._pattern = re.sub(r"://[^/@]*@", "://", plain), ""
         start = _PATTERN.search(plain)
         if start:
             folder, _, _ = plain[: start.start()].rpartition("/")

@@ -103,7 +103,8 @@ def decoder_digest(classes: tuple[str, ...]) -> bytes:
     Two versions of a decoder may give other pixels. Workers whose digests differ do not train together.
     """
     image_module = _pillow()
-    features = __import__("PIL.features", fromlist=["version"])
+    from PIL import features
+
     codecs = [f"{codec} {features.version(codec)}" for codec in ("jpg", "libjpeg_turbo", "zlib", "webp", "libtiff")]
     return digest(length_prefixed("raycloak/images/v1", image_module.__version__, *codecs, *classes))
 

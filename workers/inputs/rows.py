@@ -15,6 +15,7 @@ folder that ``TMPDIR`` names.
 import itertools
 import os
 import tempfile
+import weakref
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -101,7 +102,8 @@ class ScratchDataset:
         self._cipher = AESGCM(AESGCM.generate_key(256))
         self._count = 0
         try:
-            self._file = tempfile.TemporaryFile(prefix="raycloak-")  # noqa: SIM115 - it is as old as the dataset
+            self._file = tempfile.TemporaryFile(prefix="raycloak-")  # noqa: SIM115 - it lives as long as the dataset
+            weakref.finalize(self, self._file.close)
             self._write(itertools.chain([(features, labels)], rest))
         except OSError as error:
             raise file_error("dataset_scratch", "write", tempfile.gettempdir(), error, DatasetError) from None
@@ -121,7 +123,7 @@ class ScratchDataset:
         order = np.argsort(ids, kind="stable")
         blocks, rows = np.divmod(ids[order], self._rows)
         found, starts = np.unique(blocks, return_index=True)
-        for block, start, end in zip(found.tolist(), starts, [*starts[1:], len(ids)], strict=True):
+        for block, start, end in zip(found.tolist(), starts, np.append(starts, len(ids))[1:], strict=True):
             records[order[start:end]] = self._block(block)[rows[start:end]]
         return self._conversion.of(*self._split(records))
 

@@ -1,0 +1,48 @@
+"""Tables on S3 give the examples and the fingerprint of those on a disk, and no message tells a credential."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pyarrow import fs
+
+from raycloak.coordinator.config.sections import DatasetConfig
+from raycloak.coordinator.planning.references import descriptor
+from raycloak.metrics.errors import DatasetError
+from raycloak.workers.inputs.datasets import slice_digest
+from raycloak.workers.inputs.fingerprint import dataset_fingerprint
+from tests.coordinator.checkpoints.test_storage import needs_moto
+
+
+def facts(base: Path, path: str) -> tuple[bytes, bytes]:
+    described = descriptor(DatasetConfig(kind="parquet", path=path, fingerprint_key="data.key"))
+    opened = described.open_slices(base)
+    everything = np.arange(len(opened.examples))
+    return slice_digest(opened.examples, everything), dataset_fingerprint(described, opened, base)
+
+
+@needs_moto
+def test_tables_on_s3_are_those_on_a_disk(tmp_path: Path, bucket_urls):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data.key").touch(mode=0o600)
+    (tmp_path / "data.key").write_text("0f" * 32)
+    url = next(bucket_urls)
+    filesystem, root = fs.FileSystem.from_uri(url)
+    for part in range(3):
+        file = tmp_path / "data" / f"part-{part}.parquet"
+        rng = np.random.default_rng(part)
+        pq.write_table(pa.table({"a": rng.normal(size=9), "b": rng.normal(size=9), "labels": np.arange(9)}), file)
+        with filesystem.open_output_stream(f"{root}/data/part-{part}.parquet") as stream:
+            stream.write(file.read_bytes())
+    stem, _, query = url.partition("?")
+    one = "data/part-1.parquet"
+    for on_disk, below in (("data", "data"), (one, one), ("data", "data/*.parquet")):
+        assert facts(tmp_path, f"{stem}/{below}?{query}") == facts(tmp_path, on_disk)
+    for wrong in (f"{stem}/none?{query}", f"{stem.replace('packages', 'none')}/data?{query}"):
+        with pytest.raises(DatasetError) as caught:
+            facts(tmp_path, wrong)
+        assert caught.value.code == "dataset_unreadable"
+        assert "secret" not in str(caught.value)
+        assert query not in str(caught.value)
