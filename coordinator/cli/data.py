@@ -1,4 +1,4 @@
-"""The commands ``raycloak data``: sealing examples before they leave their owner."""
+"""The commands ``raycloak data``: checking examples, and sealing them before they leave their owner."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -8,13 +8,41 @@ import typer
 from raycloak.coordinator.cli.options import AsJson, ConfigFile, Debug, Overrides, execute, hexadecimal
 from raycloak.coordinator.config.run import load_config
 from raycloak.coordinator.console.output import Output
+from raycloak.metrics.errors import ConfigError
 
-data = typer.Typer(help="Data: encrypt a dataset so that only attested workers open it.")
+data = typer.Typer(help="Data: check a dataset, and encrypt it so that only attested workers open it.")
 
 
-@data.callback()
-def _group() -> None:
-    """Keep this a group of commands while it has only one."""
+@data.command("check")
+def check_command(
+    config: ConfigFile, overrides: Overrides = None, as_json: AsJson = False, debug: Debug = False
+) -> None:
+    """Read all examples of CONFIG for their owner: NaN, wrong labels, duplicates. What it prints is private.
+
+    Exit code 2 if a run should not train on them. Otherwise the check is recorded for runs on this machine, if the
+    dataset has a fingerprint_key.
+    """
+    execute(as_json, debug, lambda output: _check(output, config, overrides))
+
+
+def _check(output: Output, config: Path, overrides: list[str] | None) -> int:
+    from dataclasses import asdict
+
+    from raycloak.coordinator.cli.tables import check_rows
+    from raycloak.coordinator.console.tables import fields_table
+    from raycloak.coordinator.planning.data_check import check_data
+
+    checked = check_data(load_config(config, overrides), config.parent)
+    report = checked.report
+    facts = {
+        **asdict(report),
+        "problems": report.problems,
+        "cautions": report.cautions,
+        "fingerprint": checked.fingerprint.hex() or None,
+        "recorded": checked.digest.hex() or None,
+    }
+    output.result(facts, fields_table("Data check (PRIVATE: exact counts over the examples)", check_rows(checked)))
+    return ConfigError.exit_code if report.problems else 0
 
 
 @data.command("seal")

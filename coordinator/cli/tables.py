@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from raycloak.coordinator.ledger.entries import LedgerEntry
     from raycloak.coordinator.ledger.leases import Lease
     from raycloak.coordinator.ledger.view import AccountView
+    from raycloak.coordinator.planning.data_check import Checked, DataReport
     from raycloak.coordinator.planning.plan import Plan
     from raycloak.coordinator.planning.search_cost import SearchCost
     from raycloak.coordinator.runs.replay import Replay
@@ -49,6 +50,7 @@ def plan_rows(plan: "Plan") -> list[tuple[str, str]]:
         ("ring", f"{mechanism.ring_bits} bits, {rounded}"),
         ("masked bytes", f"{size_text(plan.bytes_per_step)} per step"),
         ("data", sealed_text(plan.data_sealed)),
+        ("data check", check_text(plan.data_check)),
         *([("evaluation data", evaluation_text(plan.evaluation_data))] if plan.evaluation_data else []),
         *keys_rows(plan.key_service),
         ("object store", f"{size_text(plan.object_store_bytes)} at most"),
@@ -105,6 +107,46 @@ def evidence_text(classes: Sequence[str]) -> str:
 def sealed_text(sealed: bool) -> str:
     """Return who can open the examples."""
     return "sealed: each worker opens only its slices" if sealed else "not sealed"
+
+
+def check_text(digest: str | None) -> str:
+    """Return whether the data's owner has checked the examples."""
+    return "NEVER CHECKED for NaN, wrong labels or duplicates" if digest is None else f"passed, {digest}"
+
+
+def check_rows(checked: "Checked") -> list[tuple[str, str]]:
+    """Return what the owner of data is told about it."""
+    report = checked.report
+    label_range = "none" if report.label_range is None else "{:g} to {:g}".format(*report.label_range)
+    classes = f", of {report.classes} classes" if report.classes is not None else ""
+    overlap = report.evaluation_overlap
+    if report.problems:
+        recorded = "no: run it again when the problems are mended"
+    elif checked.digest:
+        recorded = f"{checked.digest.hex()}, for data of the fingerprint {checked.fingerprint.hex()}"
+    else:
+        recorded = "no: without a dataset.fingerprint_key no run knows that its data is this"
+    return [
+        ("examples", f"{report.examples:,}"),
+        ("features", f"{list(report.feature_shape)} {report.feature_dtype}"),
+        ("labels", f"{list(report.label_shape)} {report.label_dtype}, {label_range}{classes}"),
+        ("NaN or infinite", f"{report.not_finite:,} examples"),
+        ("labels outside", "no classes are known" if report.classes is None else f"{report.labels_outside:,} examples"),
+        *([("ids outside", f"{report.ids_outside:,} examples")] if report.vocabulary is not None else []),
+        ("duplicates", f"{report.duplicates:,} examples equal an earlier one"),
+        ("also evaluated on", "no evaluation split" if overlap is None else f"{overlap:,} examples"),
+        ("constant features", _constant_text(report)),
+        *([("cut texts", f"{report.cut:,} examples")] if report.cut is not None else []),
+        *(("PROBLEM", problem) for problem in report.problems),
+        *(("caution", caution) for caution in report.cautions),
+        ("recorded", recorded),
+    ]
+
+
+def _constant_text(report: "DataReport") -> str:
+    more = report.constant_features - len(report.constant_shown)
+    shown = ", ".join(map(str, report.constant_shown)) + (f" and {more:,} more" if more else "")
+    return f"{report.constant_features:,} positions{': ' if shown else ''}{shown}"
 
 
 def evaluation_text(kept: str) -> str:

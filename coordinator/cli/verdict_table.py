@@ -9,7 +9,14 @@ import io
 from rich.console import Console
 from rich.table import Table
 
-from raycloak.coordinator.cli.tables import accountant_rows, evaluation_text, keys_rows, released_text, sealed_text
+from raycloak.coordinator.cli.tables import (
+    accountant_rows,
+    check_text,
+    evaluation_text,
+    keys_rows,
+    released_text,
+    sealed_text,
+)
 from raycloak.coordinator.console.tables import epsilon_text, fields_table, size_text
 from raycloak.coordinator.runs.verdict import Verdict
 
@@ -37,6 +44,7 @@ def verdict_rows(verdict: Verdict) -> list[tuple[str, str]]:
         ("workers", f"{verdict.num_workers}, hosting {verdict.virtual_workers} virtual workers"),
         ("masked", _masked(verdict)),
         ("data", sealed_text(verdict.data_sealed)),
+        ("data check", check_text(verdict.data_check)),
         *([("evaluation data", evaluation_text(verdict.evaluation_data))] if verdict.evaluation_data else []),
         *keys_rows(verdict.key_service),
         ("ledger rollback", _rollback(verdict)),

@@ -2,7 +2,7 @@
 
 The home is absolute because the working directory of a Ray job is temporary: a ledger there would start the budget
 at zero. Layout: ``ledger.sqlite``, ``simulator/``, ``signer/``, ``orchestrator/<run_id>.sqlite``,
-``packages/<run_id>/``, ``runs/<name>-<run_id>[-k]/``, ``service/``, ``collateral/``.
+``packages/<run_id>/``, ``checks/<fingerprint>``, ``runs/<name>-<run_id>[-k]/``, ``service/``, ``collateral/``.
 """
 
 import itertools
@@ -66,6 +66,11 @@ def orchestrator_file(run_id: str) -> Path:
 def packages_folder(run_id: str) -> Path:
     """Return the folder of a run's sealed packages, the same for all its run directories, mode 0700."""
     return _folder(_folder(home() / "packages") / run_id)
+
+
+def check_file(fingerprint: bytes) -> Path:
+    """Return the file that records the check of the data with this fingerprint; nothing is created."""
+    return home() / "checks" / fingerprint.hex()
 
 
 def runs_folder() -> Path:

@@ -3,6 +3,7 @@
 `raycloak.coordinator.planning.plan` is pure; the files and the ledger that the command reads are opened here.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from raycloak.coordinator.aggregation.ranges import split_ranges
@@ -10,6 +11,7 @@ from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.planning.cross_check import checked
+from raycloak.coordinator.planning.data_check import known_fingerprint, recorded_check
 from raycloak.coordinator.planning.model_source import compute_mode, model_source
 from raycloak.coordinator.planning.payer import PayingAccount, paying_account
 from raycloak.coordinator.planning.plan import Plan, make_plan, with_notes
@@ -61,7 +63,8 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
         check_measurable(measurement, form)
     mechanisms = (plan.mechanism, *(each.mechanism for each in plan.measurements))
     check_rows(model, form, loss, mechanisms, deterministic, vocabulary)
-    return checked(with_notes(plan, (*notes, *slow)))
+    found = recorded_check(known_fingerprint(data, opened, config_dir))
+    return replace(checked(with_notes(plan, (*notes, *slow))), data_check=found)
 
 
 def _account(config: RunConfig) -> PayingAccount | None:

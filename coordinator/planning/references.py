@@ -3,6 +3,7 @@
 A configuration refers to more than data and model: sealed examples, a key service's contract, accounts, files.
 """
 
+from itertools import product
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -20,7 +21,10 @@ from raycloak.metrics.errors import ConfigError, ProtocolError
 from raycloak.metrics.file_errors import file_error
 from raycloak.workers.inputs.datasets import DatasetForm
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
+from raycloak.workers.inputs.file_sets import FileSet, named_places
 from raycloak.workers.inputs.fingerprint import dataset_fingerprint
+from raycloak.workers.inputs.images import SUFFIXES as IMAGE_SUFFIXES
+from raycloak.workers.inputs.images import image_classes
 
 
 def preflight(config: RunConfig, base: Path) -> None:
@@ -32,12 +36,13 @@ def preflight(config: RunConfig, base: Path) -> None:
         base: folder that relative paths start from.
 
     Raises:
-        ConfigError: ``evaluation_not_public``, ``evaluation_private``, ``ledger_url``, ``witness``, ``recipient`` or
-            ``key_service``.
+        ConfigError: ``evaluation_not_public``, ``evaluation_private``, ``evaluation_classes``, ``ledger_url``,
+            ``witness``, ``recipient`` or ``key_service``.
     """
     if config.evaluation is not None:
         require_public(config.evaluation.dataset.kind, config.evaluation.dataset.public)
         require_apart(config, base)
+        require_same_classes(config, base)
     if config.ledger.url is not None:
         usable_url(config.ledger.url)
     if config.ledger.witness is not None:
@@ -153,12 +158,38 @@ def require_apart(config: RunConfig, base: Path) -> None:
     trained, measured = config.dataset, part_of(config, "evaluation")
     if trained is None or measured is None or not config.dp_config.enabled:
         return
-    if trained.path is not None and measured.path is not None and _overlap(base / trained.path, base / measured.path):
-        raise _same_data(f"{measured.path} is, or shares files with, {trained.path}")
+    if trained.path is not None and measured.path is not None:
+        pairs = product(named_places(trained.path, base), named_places(measured.path, base))
+        if any(_overlap(one, other) for one, other in pairs):
+            raise _same_data(f"{measured.path} is, or shares files with, {trained.path}")
     if trained.function is not None and trained.function == measured.function:
         raise _same_data(f"both are {measured.function}")
     if trained.kind == measured.kind == "digits" and trained.split == measured.split:
         raise _same_data(f"both are the {measured.split} part of the digits")
+
+
+def require_same_classes(config: RunConfig, base: Path) -> None:
+    """Refuse two folders of images whose classes differ: a label would have two numbers.
+
+    Raises:
+        ConfigError: ``evaluation_classes``.
+        DatasetError: as `raycloak.workers.inputs.images.image_classes`.
+    """
+    trained, measured = config.dataset, part_of(config, "evaluation")
+    if trained is None or measured is None or not trained.kind == measured.kind == "imagefolder":
+        return
+    if _classes(trained, base) != _classes(measured, base):
+        raise ConfigError(
+            "evaluation_classes",
+            f"the folders of {trained.path} and {measured.path} are other classes.",
+            "List all classes in both: dataset.classes and evaluation.dataset.classes.",
+        )
+
+
+def _classes(dataset: DatasetConfig, base: Path) -> tuple[str, ...]:
+    described = descriptor(dataset)
+    assert described.path is not None, "images have a path"
+    return image_classes(FileSet(described.path, base, IMAGE_SUFFIXES, hashed=False), described.class_names)
 
 
 def require_other_content(config: RunConfig, base: Path, fingerprint: bytes) -> None:

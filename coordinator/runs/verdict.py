@@ -62,6 +62,7 @@ class Verdict:
         wall_seconds: from the start of the run to its verdict.
         rollback_witness: whether a witness on other storage would notice an older ledger file put back.
         data_sealed: whether the examples were encrypted for the run's policy.
+        data_check: digest of the owner's check that the data passed before; None if none is recorded.
         evaluation_data: ``sealed`` or ``clear``, how the evaluation split was kept; None without one.
         key_service: address of the data owner's key service that gave the second half of every virtual-worker key.
         colocated: whether orchestrator and aggregator shared a node.
@@ -96,6 +97,7 @@ class Verdict:
     accountants_not_computed: dict[str, str] = field(default_factory=dict)
     rollback_witness: bool = False
     data_sealed: bool = False
+    data_check: str | None = None
     evaluation_data: Kept | None = None
     key_service: str | None = None
     colocated: bool = False
@@ -160,6 +162,7 @@ def verdict_of(
         wall_seconds=wall_seconds,
         rollback_witness=finished.rollback_witness,
         data_sealed=finished.plan.data_sealed,
+        data_check=finished.plan.data_check,
         evaluation_data=finished.plan.evaluation_data,
         key_service=finished.plan.key_service,
         colocated=finished.colocated,

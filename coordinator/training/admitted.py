@@ -11,7 +11,7 @@ account is opened or evidence is presented.
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from raycloak.attestation.core.roster import Query
@@ -24,6 +24,7 @@ from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.membership.founders import Founders
 from raycloak.coordinator.membership.membership import Membership
 from raycloak.coordinator.planning.cross_check import checked
+from raycloak.coordinator.planning.data_check import recorded_check
 from raycloak.coordinator.planning.manifest import build_computation, build_manifest, epochs, run_terms
 from raycloak.coordinator.planning.payer import PayingAccount, account_cap, paying_account
 from raycloak.coordinator.planning.plan import Plan, keys_per_machine, make_plan, with_notes
@@ -80,6 +81,7 @@ def admit(order: Order, founders: Founders, reporter: Reporter, evaluation: Seal
     dimension = sum(tensor.size for tensor in facts.tensors)
     planned = make_plan(config, facts.num_examples, dimension, named, facts.largest_rows)
     plan = checked(with_notes(planned, facts.model_notes))
+    plan = replace(plan, data_check=recorded_check(facts.dataset_fingerprint))
     reporter.planned(plan)
     account = config.ledger.account or f"run-{session.run_id}"
     known_answer = founders.known_answer(plan.mechanism, plan.measurements)

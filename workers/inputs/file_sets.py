@@ -11,6 +11,7 @@ Memory: 32 bytes for each MiB of the open file, and a few blocks.
 
 import hashlib
 import io
+import itertools
 import re
 from collections.abc import Iterator
 from contextlib import closing
@@ -88,6 +89,19 @@ class FileSet:
         if len(self._digests) == 1:
             return self._digests[0]
         return digest(length_prefixed("raycloak/files/v1", *self._digests))
+
+
+def named_places(path: str, base: Path) -> list[Path]:
+    """Return the files that a pattern names; of any other path the place itself, for comparing what two name.
+
+    A path of S3 becomes a place of that name below ``base``, without the query.
+    """
+    if "://" in path:
+        return [base / path.partition("?")[0]]
+    place = base / path
+    if place.exists() or not _PATTERN.search(path):
+        return [place]
+    return sorted(_matching(place)[1])
 
 
 class CommittedFile(io.RawIOBase):
@@ -174,6 +188,12 @@ def _shown(name: str) -> bool:
     return not any(part.startswith((".", "_")) for part in PurePosixPath(name).parts)
 
 
+def _matching(path: Path) -> tuple[Path, list[Path]]:
+    """Return the folder that a pattern starts in, and the files that it matches, in no order."""
+    folder = Path(*itertools.takewhile(lambda part: not _PATTERN.search(part), path.parts))
+    return folder, [each for each in folder.glob(str(path.relative_to(folder))) if each.is_file()]
+
+
 class _Disk:
     """Files of a local disk."""
 
@@ -187,19 +207,13 @@ class _Disk:
                 names = (each.relative_to(self._path).as_posix() for each in self._path.rglob("*") if each.is_file())
                 return tuple(sorted(name for name in names if _shown(name) and name.lower().endswith(suffixes)))
             if not self._path.exists() and _PATTERN.search(str(self._path)):
-                return self._matches()
+                self._folder, found = _matching(self._path)
+                return tuple(sorted(each.relative_to(self._folder).as_posix() for each in found))
             # Said by the system's own error when it is opened, if there is none.
             self._folder = self._path.parent
             return (self._path.name,)
         except OSError as error:
             raise file_error("dataset_unreadable", "read", self._path, error, DatasetError) from None
-
-    def _matches(self) -> tuple[str, ...]:
-        parts = self._path.parts
-        first = next(index for index, part in enumerate(parts) if _PATTERN.search(part))
-        self._folder = Path(*parts[:first])
-        found = self._folder.glob(str(Path(*parts[first:])))
-        return tuple(sorted(each.relative_to(self._folder).as_posix() for each in found if each.is_file()))
 
     def where(self, name: str) -> str:
         return str(self._folder / name)

@@ -48,18 +48,29 @@ def dataset_fingerprint(descriptor: DatasetDescriptor, opened: OpenedDataset, ba
         return opened.examples.header.digest()
     if descriptor.fingerprint_key is None:
         return b""
-    key = _load_key(Path(base) / descriptor.fingerprint_key)
+    key = load_key(Path(base) / descriptor.fingerprint_key)
     if opened.file_digest:
         return _keyed(key, "file", opened.file_digest)
     everything = np.arange(len(opened.examples), dtype=np.int64)
     return _keyed(key, "examples", slice_digest(opened.examples, everything))
 
 
+def check_digest(key: Secret, report: bytes) -> bytes:
+    """Return 32 bytes that name the report of a check: keyed, since a report is counts that could be tried out.
+
+    Args:
+        key: of the fingerprint, or the data owner's of a sealed dataset.
+        report: its SHA-256.
+    """
+    return _keyed(key, "check", report)
+
+
 def _keyed(key: Secret, what: str, content: bytes) -> bytes:
     return derive(key, Purpose.DATASET_FINGERPRINT, what, content).reveal()
 
 
-def _load_key(path: Path) -> Secret:
+def load_key(path: Path) -> Secret:
+    """Read the key of a fingerprint; ConfigError ``fingerprint_key``."""
     try:
         text = read_private(path, "fingerprint_key").strip()
     except OSError as error:

@@ -97,6 +97,17 @@ def decoded(file: BinaryIO, size: tuple[int, int], channels: Channels) -> NDArra
     return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
+def is_image(file: BinaryIO) -> bool:
+    """Return whether a file can be decoded."""
+    image_module = _pillow()
+    try:
+        with image_module.open(io.BytesIO(file.read())) as image:
+            image.load()
+    except Exception:  # noqa: BLE001 - as in :func:`image_rows`
+        return False
+    return True
+
+
 def decoder_digest(classes: tuple[str, ...]) -> bytes:
     """Return a SHA-256 of all beside the files that decides which examples they give.
 

@@ -77,6 +77,14 @@ class Tokenizer:
                 rows[row, : len(ids)] = ids
         return rows
 
+    def lengths(self, texts: Sequence[str]) -> NDArray[np.int64]:
+        """Return the number of ids of each text, special tokens included, before it is cut."""
+        found: list[int] = []
+        for start in range(0, len(texts), _CHUNK):
+            rows = self.inner(list(texts[start : start + _CHUNK]), truncation=False, return_attention_mask=False)
+            found += [len(ids) for ids in rows["input_ids"]]
+        return np.array(found, np.int64)
+
     def blocks(self, text: str, length: int) -> NDArray[np.int32]:
         """Return the ids of one text without special tokens, cut to blocks [n, length]; the last one is padded."""
         (ids,) = self.inner([text], add_special_tokens=False, return_attention_mask=False)["input_ids"]
@@ -100,11 +108,15 @@ def read_texts(file: BinaryIO, path: Path, text: str, labels: str, tokenizer: To
     Raises:
         DatasetError: ``dataset_unreadable``, ``dataset_array`` or ``dataset_empty``.
     """
-    found = _parquet(file, path, text, labels) if path.suffix == ".parquet" else _tsv(file, path)
-    texts, classes = found
+    texts, classes = _read(file, path, text, labels)
     if not texts:
         raise DatasetError("dataset_empty", f"{path} has no examples.", "Name a dataset with examples.")
     return tokenizer.rows(texts, length), classes
+
+
+def raw_texts(file: BinaryIO, path: Path, text: str, labels: str) -> list[str]:
+    """Return the texts of a table before they are cut; arguments and errors as :func:`read_texts`."""
+    return _read(file, path, text, labels)[0]
 
 
 def read_blocks(file: BinaryIO, path: Path, tokenizer: Tokenizer, length: int) -> Arrays:
@@ -141,6 +153,10 @@ def packed(item: Mapping[str, Any]) -> tuple[NDArray[Any], NDArray[Any]]:
             "Join a pair of texts into one, with the tokenizer's separator.",
         )
     return np.where(mask != 0, ids, PADDING), np.asarray(labels)
+
+
+def _read(file: BinaryIO, path: Path, text: str, labels: str) -> tuple[list[str], NDArray[Any]]:
+    return _parquet(file, path, text, labels) if path.suffix == ".parquet" else _tsv(file, path)
 
 
 def _tsv(file: BinaryIO, path: Path) -> tuple[list[str], NDArray[np.int64]]:

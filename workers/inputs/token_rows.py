@@ -89,6 +89,15 @@ def token_rows(files: FileSet, columns: TokenColumns) -> Iterator[Arrays]:
         yield ids.astype(np.int32), _labels(found[columns.label], ids, lengths, columns, where)
 
 
+def row_lengths(files: FileSet, columns: TokenColumns) -> NDArray[np.int64]:
+    """Return the number of ids of each row, before it is cut or padded; errors as :func:`token_rows`."""
+    found = [
+        _padded(batch.column(batch.schema.names.index("input_ids")), f"{where}, column 'input_ids'", 0, PADDING)[0]
+        for where, batch in _batches(files, columns)
+    ]
+    return np.concatenate([np.empty(0, np.int64), *found])
+
+
 def _labels(
     column: Any, ids: NDArray[np.int64], lengths: NDArray[np.int64], columns: TokenColumns, where: str
 ) -> NDArray[Any]:

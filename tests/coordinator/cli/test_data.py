@@ -191,3 +191,44 @@ def test_an_evaluation_split_is_sealed_for_evaluation_alone(folder, seal):
     assert seal("plain", "other")[0] == 0
     with pytest.raises(ConfigError, match="sealed for training"):
         sealed_terms(load_config(folder / "run.yaml", ["evaluation.dataset.path=other"]), folder, "evaluation")
+
+
+@pytest.fixture
+def check(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str]]:
+    """Run the check on a configuration of ``folder``; returns (exit code, what it printed)."""
+    monkeypatch.setattr(app, "leave_stdout", lambda: None)
+
+    def call(*options: str, config: str = "plain") -> tuple[int, str]:
+        with pytest.raises(SystemExit) as stopped:
+            app.main(["data", "check", str(folder / f"{config}.yaml"), *options])
+        assert isinstance(stopped.value.code, int)
+        return stopped.value.code, capfd.readouterr().out
+
+    return call
+
+
+def test_a_check_tells_the_owner_and_fails_on_what_a_run_must_not_train_on(folder, check):
+    code, text = check("--json")
+    told = json.loads(text)
+    assert (code, told["problems"], told["examples"], told["recorded"]) == (0, [], len(examples()[0]), None)
+    features, labels = examples()
+    features[2] = np.nan
+    np.savez(folder / "examples.npz", features=features, labels=labels)
+    code, text = check("--json")
+    assert (code, json.loads(text)["not_finite"]) == (2, 1)
+    code, text = check()
+    assert code == 2
+    assert "PRIVATE" in text
+    assert "1 examples have a value that is NaN" in " ".join(text.split())
+
+
+def test_sealed_data_is_checked_with_its_owners_key_and_found_by_its_header(folder, seal, check):
+    _, sealed = seal("plain")
+    code, text = check("--json", config="run")
+    told = json.loads(text)
+    assert (code, told["fingerprint"], told["examples"]) == (0, sealed["fingerprint"], len(examples()[0]))
+    assert home.check_file(bytes.fromhex(told["fingerprint"])).read_text().strip() == told["recorded"]
+    (folder / "data.key").write_text("0e" * 32)
+    assert check("--json", config="run")[0] == 2

@@ -1,0 +1,302 @@
+"""The check of a dataset for its owner: what would spoil a run or its promise, found before anything is charged.
+
+`raycloak data check` is for the owner of the data, on the owner's machine. It reads every example without noise, so its
+report is as private as the data. Nothing of it leaves: a run learns only that this very data passed a check.
+
+Guarantee: a recorded check is of the data that it is found by. The record is named after the dataset's fingerprint,
+which every worker computes of the bytes that it trains on, and is written only if nothing wrong was found.
+
+Not guaranteed: that nobody wrote the record by hand. It is the owner's word to the owner's own driver.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raycloak.attestation.core.canonical import canonical_json
+from raycloak.attestation.sealed.sealed_data import SealedSource, SliceKeys, Use, load_dataset_key
+from raycloak.coordinator.config import home
+from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.planning.model_source import model_source
+from raycloak.coordinator.planning.references import descriptor, part_of
+from raycloak.metrics.errors import ConfigError, DatasetError
+from raycloak.metrics.file_errors import file_error
+from raycloak.workers.gradients.row_loss import RowLoss
+from raycloak.workers.inputs.datasets import Dataset, dataset_form
+from raycloak.workers.inputs.descriptor import DatasetDescriptor, OpenedDataset
+from raycloak.workers.inputs.fingerprint import check_digest, dataset_fingerprint, load_key
+from raycloak.workers.inputs.inspection import cut_examples, undecodable_images
+from raycloak.workers.inputs.models import build_model, loss_function
+from raycloak.workers.inputs.sealed import SealedDataset
+from raycloak.workers.inputs.text_model import check_text
+from raycloak.workers.known_answer import found_classes
+
+# Rows read at once: bounds the memory, and changes no finding.
+_CHUNK = 1024
+_HASH_BYTES = 16
+# The label that no loss counts, and the id of no token.
+_IGNORED, _PADDING = -100, -1
+_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class DataReport:
+    """The findings of one dataset, private to its owner.
+
+    Attributes:
+        examples, feature_shape, feature_dtype, label_shape, label_dtype: its outline.
+        not_finite: examples with a NaN or infinite value among features or labels.
+        label_range: least and largest label; None if none is finite.
+        classes: K, labels that the model or the configuration has a place for; None if nobody says.
+        labels_outside: examples with a label that is none of 0 .. K-1.
+        vocabulary: N, ids that features may be; None for features that are no ids.
+        ids_outside: examples with an id that is none of 0 .. N-1.
+        duplicates: examples that are equal to an earlier one, label included.
+        evaluation_overlap: examples whose features are also in the evaluation split; None if it has none to read.
+        constant_features: positions that have one value in all examples; ``constant_shown`` are the first.
+        cut: examples of text that are longer than ``max_length``; None for other data.
+    """
+
+    examples: int
+    feature_shape: tuple[int, ...]
+    feature_dtype: str
+    label_shape: tuple[int, ...]
+    label_dtype: str
+    not_finite: int
+    label_range: tuple[float, float] | None
+    classes: int | None
+    labels_outside: int
+    vocabulary: int | None
+    ids_outside: int
+    duplicates: int
+    evaluation_overlap: int | None
+    constant_features: int
+    constant_shown: tuple[int, ...]
+    cut: int | None
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What a run must not train on, in sentences."""
+        found = (
+            (self.not_finite, "have a value that is NaN or infinite: they get no gradient"),
+            (self.labels_outside, f"have a label outside 0 .. {(self.classes or 0) - 1}: they get no gradient"),
+            (self.ids_outside, f"have an id outside 0 .. {(self.vocabulary or 0) - 1}: they get no gradient"),
+        )
+        return tuple(f"{count:,} examples {what}." for count, what in found if count)
+
+    @property
+    def cautions(self) -> tuple[str, ...]:
+        """What the owner should know, in sentences."""
+        found = (
+            (self.duplicates, "examples equal an earlier one: whoever is behind several is protected less."),
+            (self.evaluation_overlap, "examples are in the evaluation split too: its results are exact, and of them."),
+            (self.constant_features, "features have one value in all examples."),
+            (self.cut, "examples of text are longer than max_length, and are cut."),
+        )
+        return tuple(f"{count:,} {what}" for count, what in found if count)
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A report, and what it was recorded under.
+
+    Attributes:
+        fingerprint: of the data; empty without a key.
+        digest: of the report, keyed as the fingerprint is; empty unless the check was recorded.
+    """
+
+    report: DataReport
+    fingerprint: bytes
+    digest: bytes
+
+
+def check_data(config: RunConfig, base: Path) -> Checked:
+    """Read every example that ``config`` trains on; record the check if nothing wrong was found.
+
+    Args:
+        base: folder that relative paths start from.
+
+    Raises:
+        ConfigError, DatasetError, ModelError: data, model or evaluation split cannot be opened.
+    """
+    if config.dataset is None:
+        raise ConfigError("config", "a check needs a dataset.", "Name it in the configuration.")
+    described = descriptor(config.dataset)
+    _require_images(described, base)
+    opened = _open_for_owner(config, base, "training")
+    assert opened is not None, "the configuration names a dataset"
+    classes, vocabulary = _limits(config, base, opened)
+    findings = _scanned(opened.examples, classes, vocabulary)
+    split = _open_for_owner(config, base, "evaluation")
+    overlap = None if split is None else int(np.isin(findings.features, _feature_hashes(split.examples)).sum())
+    form = dataset_form(opened.examples)
+    report = DataReport(
+        examples=form.num_examples,
+        feature_shape=form.feature_shape,
+        feature_dtype=form.feature_dtype,
+        label_shape=form.label_shape,
+        label_dtype=form.label_dtype,
+        not_finite=findings.not_finite,
+        label_range=findings.label_range,
+        classes=classes,
+        labels_outside=findings.labels_outside,
+        vocabulary=vocabulary,
+        ids_outside=findings.ids_outside,
+        duplicates=form.num_examples - len(np.unique(findings.rows)),
+        evaluation_overlap=overlap,
+        constant_features=len(findings.constant),
+        constant_shown=tuple(findings.constant[:_SHOWN].tolist()),
+        cut=cut_examples(described, base),
+    )
+    fingerprint = dataset_fingerprint(described, opened, base)
+    return Checked(report, fingerprint, _recorded(config, base, report, fingerprint))
+
+
+def recorded_check(fingerprint: bytes) -> str | None:
+    """Return the digest of the check that the data of ``fingerprint`` passed; None if none is recorded here."""
+    if not fingerprint:
+        return None
+    path = home.check_file(fingerprint)
+    try:
+        return path.read_text().strip() or None
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise file_error("data_check", "read", path, error) from None
+
+
+def known_fingerprint(described: DatasetDescriptor, opened: OpenedDataset, base: Path) -> bytes:
+    """Return the data's fingerprint where its key is on this machine; empty elsewhere."""
+    key = described.fingerprint_key
+    if key is not None and not (base / key).exists():
+        return b""
+    return dataset_fingerprint(described, opened, base)
+
+
+def _recorded(config: RunConfig, base: Path, report: DataReport, fingerprint: bytes) -> bytes:
+    """Record the check, and return its digest; empty where there is a problem, or no fingerprint to find it by."""
+    part = config.dataset
+    if report.problems or not fingerprint or part is None:
+        return b""
+    if part.key_file is not None:
+        key = load_dataset_key(base / part.key_file)
+    else:
+        assert part.fingerprint_key is not None, "a fingerprint has a key"
+        key = load_key(base / part.fingerprint_key)
+    found = check_digest(key, hashlib.sha256(canonical_json(asdict(report))).digest())
+    path = home.check_file(fingerprint)
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.write_text(found.hex() + "\n")
+    except OSError as error:
+        raise file_error("data_check", "write", path, error) from None
+    return found
+
+
+def _require_images(described: DatasetDescriptor, base: Path) -> None:
+    """Name the images that cannot be decoded: on the owner's machine, and only here."""
+    broken = undecodable_images(described, base)
+    if broken:
+        more = f" and {len(broken) - _SHOWN} more" if len(broken) > _SHOWN else ""
+        raise DatasetError(
+            "dataset_unreadable",
+            f"these are no images, or damaged: {', '.join(broken[:_SHOWN])}{more}.",
+            "Remove or replace them.",
+        )
+
+
+def _open_for_owner(config: RunConfig, base: Path, use: Use) -> OpenedDataset | None:
+    """Open the examples for a use, sealed ones with the owner's key; None if there are none."""
+    part = part_of(config, use)
+    if part is None:
+        return None
+    if part.kind != "sealed":
+        return descriptor(part).open_slices(base)
+    assert part.path is not None, "a sealed dataset has a path"
+    assert part.key_file is not None, "a sealed dataset has a key"
+    examples = SealedDataset(base / part.path, use)
+    keys = SliceKeys.open(SealedSource(examples.header, str(base / part.key_file)), use)
+    examples.unlock({v: keys.of(v) for v in range(examples.header.virtual_workers)})
+    return OpenedDataset(examples, examples, vocabulary=part.vocabulary)
+
+
+def _limits(config: RunConfig, base: Path, opened: OpenedDataset) -> tuple[int | None, int | None]:
+    """Return the numbers of classes and of ids that the run has a place for."""
+    assert config.dataset is not None, "it was opened"
+    declared = descriptor(config.dataset).classes
+    form, vocabulary = dataset_form(opened.examples), opened.vocabulary
+    if config.model is None or form.label_dtype != "int64":
+        return (declared if form.label_dtype == "int64" else None), vocabulary
+    module = build_model(model_source(config.model), base, config.seed)
+    vocabulary = check_text(module, form, config.loss, vocabulary, declared)
+    loss = RowLoss(loss_function(config.loss, base)[0])
+    shown = found_classes(module, loss, opened.examples, vocabulary, deterministic=False)
+    return declared or shown, vocabulary
+
+
+@dataclass(slots=True)
+class _Findings:
+    """What one pass over the examples found; hashes of rows and of features are [n, 16] bytes as one item each."""
+
+    rows: NDArray[np.void]
+    features: NDArray[np.void]
+    not_finite: int
+    labels_outside: int
+    ids_outside: int
+    label_range: tuple[float, float] | None
+    constant: NDArray[np.int64]
+
+
+def _scanned(dataset: Dataset, classes: int | None, vocabulary: int | None) -> _Findings:
+    rows, hashes = [], []
+    not_finite = labels_outside = ids_outside = 0
+    least, largest = np.inf, -np.inf
+    first = varied = None
+    for features, labels in _chunks(dataset):
+        flat, targets = features.reshape(len(features), -1), labels.reshape(len(labels), -1)
+        hashes.append(_hashes(flat))
+        rows.append(_hashes(flat, targets))
+        finite = np.isfinite(flat).all(1) & np.isfinite(targets).all(1)
+        not_finite += int(np.count_nonzero(~finite))
+        first = flat[0] if first is None else first
+        # Compared by bits: NaN in all examples is constant too.
+        changed = (flat.view(f"u{flat.itemsize}") != first.view(f"u{flat.itemsize}")).any(0)
+        varied = changed if varied is None else varied | changed
+        counted = targets[np.isfinite(targets) & ((targets != _IGNORED) | (labels.ndim == 1))]
+        if counted.size:
+            least, largest = min(least, float(counted.min())), max(largest, float(counted.max()))
+        if classes is not None:
+            ignored = (targets == _IGNORED) & (labels.ndim > 1)
+            labels_outside += int(np.count_nonzero((((targets < 0) | (targets >= classes)) & ~ignored).any(1)))
+        if vocabulary is not None:
+            ids_outside += int(np.count_nonzero(((flat < _PADDING) | (flat >= vocabulary)).any(1)))
+    assert varied is not None, "a dataset has examples"
+    span = (least, largest) if least <= largest else None
+    constant = np.flatnonzero(~varied) if len(dataset) > 1 else np.empty(0, np.int64)
+    return _Findings(
+        np.concatenate(rows), np.concatenate(hashes), not_finite, labels_outside, ids_outside, span, constant
+    )
+
+
+def _feature_hashes(dataset: Dataset) -> NDArray[np.void]:
+    return np.concatenate([_hashes(features.reshape(len(features), -1)) for features, _ in _chunks(dataset)])
+
+
+def _chunks(dataset: Dataset) -> Iterator[tuple[NDArray[np.float32], NDArray[np.float32]]]:
+    for start in range(0, len(dataset), _CHUNK):
+        yield dataset.batch(np.arange(start, min(start + _CHUNK, len(dataset)), dtype=np.int64))
+
+
+def _hashes(*parts: NDArray[np.float32]) -> NDArray[np.void]:
+    """Return a hash for each row of the parts together, 16 bytes: a billion rows collide at odds of 1 in 10^20."""
+    found = bytearray()
+    for row in zip(*(np.ascontiguousarray(part) for part in parts), strict=True):
+        hashed = hashlib.blake2b(digest_size=_HASH_BYTES)
+        for piece in row:
+            hashed.update(piece)
+        found += hashed.digest()
+    return np.frombuffer(bytes(found), np.dtype((np.void, _HASH_BYTES)))

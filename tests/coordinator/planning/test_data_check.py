@@ -1,0 +1,175 @@
+"""The owner's check counts what would spoil a run, and a run knows that this very data passed it."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raycloak.coordinator.config import home
+from raycloak.coordinator.config.run import RunConfig, parse_config
+from raycloak.coordinator.planning.data_check import DataReport, check_data, recorded_check
+from raycloak.coordinator.planning.dry_run import plan_of
+from raycloak.metrics.errors import ConfigError
+from raycloak.workers.inputs import text_data
+from tests.tiny_text import write_tokenizer
+
+CLEAN = {
+    "examples": 60,
+    "feature_shape": (4,),
+    "feature_dtype": "float32",
+    "label_shape": (),
+    "label_dtype": "int64",
+    "not_finite": 0,
+    "label_range": (0, 2),
+    "classes": 3,
+    "labels_outside": 0,
+    "vocabulary": None,
+    "ids_outside": 0,
+    "duplicates": 0,
+    "evaluation_overlap": None,
+    "constant_features": 0,
+    "constant_shown": (),
+    "cut": None,
+}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    (tmp_path / "models.py").write_text("from torch import nn\n\ndef linear():\n    return nn.Linear(4, 3)\n")
+    (tmp_path / "data.key").touch(mode=0o600)
+    (tmp_path / "data.key").write_text("0f" * 32)
+    return tmp_path
+
+
+def examples() -> tuple[np.ndarray, np.ndarray]:
+    return np.random.default_rng(8).normal(size=(60, 4)).astype(np.float32), np.arange(60) % 3
+
+
+def configured(base: Path, features: np.ndarray, labels: np.ndarray, **fields: Any) -> RunConfig:
+    np.savez(base / "data.npz", images=features, labels=labels)
+    raw = {
+        "expected_batch_size": 20,
+        "steps": 3,
+        "model": "models:linear",
+        "dataset": {"kind": "npz", "path": "data.npz", "fingerprint_key": "data.key"},
+        "dp_config": {"noise_multiplier": 2.0, "epsilon_cap": 20.0},
+    }
+    return parse_config({**raw, **fields})
+
+
+def report(base: Path, features: np.ndarray, labels: np.ndarray, **fields: Any) -> DataReport:
+    return check_data(configured(base, features, labels, **fields), base).report
+
+
+def test_clean_data_has_no_finding(base: Path):
+    found = report(base, *examples())
+    assert found == DataReport(**CLEAN)
+    assert (found.problems, found.cautions) == ((), ())
+
+
+def test_values_that_are_not_finite_are_counted_by_example(base: Path):
+    features, labels = examples()
+    features[3, :2], features[59, 3] = np.nan, np.inf
+    found = report(base, features, labels)
+    assert found == replace(DataReport(**CLEAN), not_finite=2)
+    assert "2 examples have a value that is NaN" in found.problems[0]
+    targets = np.where(np.arange(60) == 7, np.nan, 1.5)
+    found = report(base, examples()[0], targets, loss="mse")
+    assert (found.not_finite, found.label_range, found.classes) == (1, (1.5, 1.5), None)
+
+
+def test_labels_outside_the_models_outputs_or_the_declared_classes_are_counted(base: Path):
+    features, labels = examples()
+    labels[[4, 50]] = 3, -1
+    found = report(base, features, labels)
+    assert (found.labels_outside, found.label_range) == (2, (-1, 3))
+    assert "2 examples have a label outside 0 .. 2" in found.problems[0]
+    labels[50] = 2
+    dataset = {"kind": "npz", "path": "data.npz", "classes": 4}
+    assert report(base, features, labels, dataset=dataset).labels_outside == 0
+    # Without a model nobody knows how many there are.
+    assert report(base, features, labels, model=None).classes is None
+
+
+def test_duplicates_are_those_that_equal_an_earlier_example_in_features_and_label(base: Path):
+    features, labels = examples()
+    features[[10, 20, 30]] = features[0]
+    labels[[0, 10, 20, 30]] = 1, 1, 1, 2
+    found = report(base, features, labels)
+    assert (found.duplicates, found.problems) == (2, ())
+    assert "2 examples equal an earlier one" in found.cautions[0]
+
+
+def test_the_overlap_with_the_evaluation_split_is_by_features(base: Path):
+    features, labels = examples()
+    np.savez(base / "test.npz", images=np.concatenate([features[:5], features[:9] + 1]), labels=np.zeros(14, int))
+    split = {"dataset": {"kind": "npz", "path": "test.npz", "public": True}}
+    found = report(base, features, labels, evaluation=split)
+    assert (found.evaluation_overlap, len(found.cautions)) == (5, 1)
+
+
+def test_constant_features_are_named_by_their_position(base: Path):
+    features, labels = examples()
+    features[:, [1, 3]] = 7, np.nan
+    found = report(base, features, labels)
+    assert (found.constant_features, found.constant_shown, found.not_finite) == (2, (1, 3), 60)
+
+
+def test_texts_beyond_the_length_and_ids_beyond_the_vocabulary_are_counted(base: Path, monkeypatch):
+    monkeypatch.setattr(text_data, "_CHUNK", 2)
+    write_tokenizer(base / "words")
+    texts = ["good film", "a very very good film", "bad", "a a a a", "not good"]
+    (base / "train.tsv").write_text("".join(f"{text}\t{number % 2}\n" for number, text in enumerate(texts)))
+    dataset = {"kind": "text", "path": "train.tsv", "tokenizer": "words", "max_length": 5, "classes": 2}
+    found = report(base, *examples(), dataset=dataset, model=None)
+    assert (found.cut, found.ids_outside, found.vocabulary, found.labels_outside) == (2, 0, 16, 0)
+    ids = np.tile(np.arange(4), (60, 1))
+    ids[5, 2], ids[9, 3], ids[11, 1] = 9, -2, -1
+    dataset = {"kind": "npz", "path": "data.npz", "vocabulary": 9}
+    found = report(base, ids, examples()[1], dataset=dataset, model=None)
+    assert (found.ids_outside, found.duplicates) == (2, 54)
+    assert "outside 0 .. 8" in found.problems[0]
+
+
+def test_a_recorded_check_is_of_the_data_that_it_is_found_by(base: Path):
+    config = configured(base, *examples())
+    assert plan_of(config, base).data_check is None
+    checked = check_data(config, base)
+    assert len(checked.digest) == 32
+    assert recorded_check(checked.fingerprint) == checked.digest.hex() == plan_of(config, base).data_check
+    assert home.check_file(checked.fingerprint).parent.stat().st_mode & 0o777 == 0o700
+    features, labels = examples()
+    features[0, 0] += 1
+    changed = configured(base, features, labels)
+    assert plan_of(changed, base).data_check is None
+
+
+def test_a_check_that_finds_a_problem_is_not_recorded_and_neither_is_one_without_a_key(base: Path):
+    features, labels = examples()
+    features[1, 1] = np.nan
+    assert check_data(configured(base, features, labels), base).digest == b""
+    unkeyed = configured(base, *examples(), dataset={"kind": "npz", "path": "data.npz"})
+    assert check_data(unkeyed, base).digest == b""
+    assert not (home.home() / "checks").exists()
+
+
+def test_the_digest_of_a_check_depends_on_the_key(base: Path):
+    config = configured(base, *examples())
+    first = check_data(config, base).digest
+    assert check_data(config, base).digest == first
+    (base / "data.key").write_text("0e" * 32)
+    assert check_data(config, base).digest != first
+
+
+def test_a_plan_without_the_key_of_the_fingerprint_knows_of_no_check(base: Path):
+    config = configured(base, *examples())
+    check_data(config, base)
+    (base / "data.key").unlink()
+    assert plan_of(config, base).data_check is None
+
+
+def test_a_configuration_without_data_is_refused(base: Path):
+    with pytest.raises(ConfigError, match="config: a check needs a dataset"):
+        check_data(configured(base, *examples(), dataset=None), base)

@@ -1,0 +1,45 @@
+"""Facts of a dataset that no example shows: how many texts are cut to their length, and which images cannot be decoded.
+
+Hides how each kind's source is read again for its owner. No worker asks: what is told here is for the owner's eyes.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from raycloak.workers.inputs.descriptor import DatasetDescriptor
+from raycloak.workers.inputs.file_sets import FileSet
+from raycloak.workers.inputs.files import open_examples
+from raycloak.workers.inputs.images import SUFFIXES, is_image
+from raycloak.workers.inputs.text_data import Tokenizer, raw_texts
+from raycloak.workers.inputs.token_rows import TokenColumns, row_lengths, token_files
+
+
+def cut_examples(descriptor: DatasetDescriptor, base: Path) -> int | None:
+    """Return how many examples of text are longer than ``max_length``; None for data that is never cut.
+
+    Raises:
+        ConfigError: as opening the dataset.
+    """
+    if descriptor.max_length is None or descriptor.kind == "text_blocks":
+        return None
+    assert descriptor.path is not None, "text has a path"
+    if descriptor.kind == "hf":
+        files = token_files(descriptor.path, base, hashed=False)
+        lengths = row_lengths(files, TokenColumns(descriptor.labels, descriptor.max_length))
+    else:
+        assert descriptor.tokenizer is not None, "text comes with a tokenizer"
+        path, tokenizer = base / descriptor.path, Tokenizer.load(descriptor.tokenizer, base)
+        file, _ = open_examples(path, hashed=False)
+        with file:
+            lengths = tokenizer.lengths(raw_texts(file, path, descriptor.features[0], descriptor.labels))
+    return int(np.count_nonzero(lengths > descriptor.max_length))
+
+
+def undecodable_images(descriptor: DatasetDescriptor, base: Path) -> list[str]:
+    """Return the names of the images that cannot be decoded; none for other data."""
+    if descriptor.kind != "imagefolder":
+        return []
+    assert descriptor.path is not None, "images have a path"
+    files = FileSet(descriptor.path, base, SUFFIXES, hashed=False)
+    return [where for where, file in files.opened() if not is_image(file)]
