@@ -82,22 +82,22 @@ class DataReport:
     def problems(self) -> tuple[str, ...]:
         """What a run must not train on, in sentences."""
         found = (
-            (self.not_finite, "have a value that is NaN or infinite: they get no gradient"),
-            (self.labels_outside, f"have a label outside 0 .. {(self.classes or 0) - 1}: they get no gradient"),
-            (self.ids_outside, f"have an id outside 0 .. {(self.vocabulary or 0) - 1}: they get no gradient"),
+            (self.not_finite, "with a value that is NaN or infinite"),
+            (self.labels_outside, f"with a label outside 0 .. {(self.classes or 0) - 1}"),
+            (self.ids_outside, f"with an id outside 0 .. {(self.vocabulary or 0) - 1}"),
         )
-        return tuple(f"{count:,} examples {what}." for count, what in found if count)
+        return tuple(f"Examples {what}: {count:,}. They would get no gradient." for count, what in found if count)
 
     @property
     def cautions(self) -> tuple[str, ...]:
         """What the owner should know, in sentences."""
         found = (
-            (self.duplicates, "examples equal an earlier one: whoever is behind several is protected less."),
-            (self.evaluation_overlap, "examples are in the evaluation split too: its results are exact, and of them."),
-            (self.constant_features, "features have one value in all examples."),
-            (self.cut, "examples of text are longer than max_length, and are cut."),
+            (self.duplicates, "Examples that equal an earlier one", "A person behind several is protected less."),
+            (self.evaluation_overlap, "Examples that are evaluated on too", "Results on them are exact and public."),
+            (self.constant_features, "Features with one value in all examples", "Nothing is learned from them."),
+            (self.cut, "Texts beyond max_length", "They are cut."),
         )
-        return tuple(f"{count:,} {what}" for count, what in found if count)
+        return tuple(f"{what}: {count:,}. {so}" for count, what, so in found if count)
 
 
 @dataclass(frozen=True, slots=True)

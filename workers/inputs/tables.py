@@ -22,8 +22,9 @@ from raycloak.workers.inputs.file_sets import FileSet
 CSV_SUFFIXES = (".csv", ".tsv")
 PARQUET_SUFFIXES = (".parquet",)
 
-# Rows of a chunk: few enough for wide tables, and many enough that a chunk costs more than its call.
-_ROWS = 8192
+# Values of a chunk, and rows where a value is a list of unknown length: bounds the memory beside the rows.
+_VALUES = 2**20
+_LISTS = 128
 _CSV_BLOCK = 4 * 2**20
 _RANGE = re.compile(r"(.*?)([0-9]+)\.\.(.*?)([0-9]+)")
 # What programs write for a value that is not there.
@@ -102,7 +103,7 @@ def parquet_rows(files: FileSet, columns: Columns, vocabulary: int | None) -> It
             first = outline if first is None else first.require(outline, where)
             # Chunks and not whole row groups: a group may be larger than memory.
             wanted = list(dict.fromkeys((*names, columns.label)))
-            for batch in parquet.iter_batches(_ROWS, columns=wanted, use_threads=False):
+            for batch in parquet.iter_batches(first.chunk_rows, columns=wanted, use_threads=False):
                 yield first.arrays(batch, where)
         except (OSError, pa.ArrowException, ValueError):
             # Not the library's text: it may quote a value.
@@ -188,6 +189,11 @@ class _Outline:
                     "Give all files of a table the same types.",
                 )
         return self
+
+    @property
+    def chunk_rows(self) -> int:
+        """The rows of a chunk."""
+        return _LISTS if any(_is_list(kind) for kind in self.types) else max(1, _VALUES // len(self.types))
 
     def arrays(self, batch: Any, where: str) -> Arrays:
         found = {name: batch.column(index) for index, name in enumerate(batch.schema.names)}

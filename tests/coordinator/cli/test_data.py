@@ -221,7 +221,7 @@ def test_a_check_tells_the_owner_and_fails_on_what_a_run_must_not_train_on(folde
     code, text = check()
     assert code == 2
     assert "PRIVATE" in text
-    assert "1 examples have a value that is NaN" in " ".join(text.split())
+    assert "with a value that is NaN or infinite: 1." in " ".join(text.split())
 
 
 def test_sealed_data_is_checked_with_its_owners_key_and_found_by_its_header(folder, seal, check):

@@ -74,7 +74,7 @@ def test_values_that_are_not_finite_are_counted_by_example(base: Path):
     features[3, :2], features[59, 3] = np.nan, np.inf
     found = report(base, features, labels)
     assert found == replace(DataReport(**CLEAN), not_finite=2)
-    assert "2 examples have a value that is NaN" in found.problems[0]
+    assert "with a value that is NaN or infinite: 2." in found.problems[0]
     targets = np.where(np.arange(60) == 7, np.nan, 1.5)
     found = report(base, examples()[0], targets, loss="mse")
     assert (found.not_finite, found.label_range, found.classes) == (1, (1.5, 1.5), None)
@@ -85,7 +85,7 @@ def test_labels_outside_the_models_outputs_or_the_declared_classes_are_counted(b
     labels[[4, 50]] = 3, -1
     found = report(base, features, labels)
     assert (found.labels_outside, found.label_range) == (2, (-1, 3))
-    assert "2 examples have a label outside 0 .. 2" in found.problems[0]
+    assert "with a label outside 0 .. 2: 2." in found.problems[0]
     labels[50] = 2
     dataset = {"kind": "npz", "path": "data.npz", "classes": 4}
     assert report(base, features, labels, dataset=dataset).labels_outside == 0
@@ -99,7 +99,7 @@ def test_duplicates_are_those_that_equal_an_earlier_example_in_features_and_labe
     labels[[0, 10, 20, 30]] = 1, 1, 1, 2
     found = report(base, features, labels)
     assert (found.duplicates, found.problems) == (2, ())
-    assert "2 examples equal an earlier one" in found.cautions[0]
+    assert "equal an earlier one: 2." in found.cautions[0]
 
 
 def test_the_overlap_with_the_evaluation_split_is_by_features(base: Path):

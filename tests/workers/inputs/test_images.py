@@ -52,7 +52,17 @@ def test_images_come_by_class_and_name_in_one_size_between_0_and_1(base: Path):
     assert (grey.shape, grey.dtype, grey.max() > 1) == ((3, 1, 4, 6), np.float32, True)
 
 
-def test_the_fingerprint_has_every_byte_and_the_class_of_every_image(base: Path):
+def first_byte(file: Any, size: tuple[int, int], channels: str) -> np.ndarray:
+    """Stand in for a decoder: the image of a file is its first byte."""
+    return np.full((1, *size), file.read()[0], np.uint8)
+
+
+def test_the_fingerprint_has_every_byte_and_the_class_of_every_image(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(images, "decoded", first_byte)
+    monkeypatch.setattr("raycloak.workers.inputs.descriptor.decoder_digest", lambda _: bytes(32))
+    base = tmp_path
+    for number, name in enumerate(write_names(base, "dogs/b.png", "cats/9.jpg", "dogs/a.bmp").names):
+        (base / "pets" / name).write_bytes(bytes([number, 7]))
     (base / "data.key").touch(mode=0o600)
     (base / "data.key").write_text("0f" * 32)
 
@@ -108,9 +118,6 @@ def test_rows_are_the_images_in_order_with_the_number_of_their_folder(tmp_path: 
     files = write_names(tmp_path, *names)
     for number, name in enumerate(names):
         (tmp_path / "pets" / name).write_bytes(bytes([number]))
-
-    def first_byte(file: Any, size: tuple[int, int], channels: str) -> np.ndarray:
-        return np.full((1, *size), file.read()[0], np.uint8)
 
     monkeypatch.setattr(images, "decoded", first_byte)
     found = list(images.image_rows(files, ("b", "a"), (2, 3), "grey"))

@@ -86,8 +86,10 @@ def test_integers_of_several_columns_are_quantities_unless_there_is_a_vocabulary
             assert (features.dtype, features.tolist()) == (dtype, [[1, 2], [3, 4]])
 
 
-def test_a_table_larger_than_a_chunk_keeps_its_rows_in_order(tmp_path: Path):
-    count = tables._ROWS * 2 + 3
+def test_a_table_larger_than_a_chunk_keeps_its_rows_in_order(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(tables, "_VALUES", 1000)
+    monkeypatch.setattr(tables, "_CSV_BLOCK", 2000)
+    count = 2345
     pq.write_table(pa.table({"a": np.arange(count), "outcome": np.zeros(count, int)}), tmp_path / "long.parquet")
     lines = "\n".join(f"{row},0" for row in range(count))
     (tmp_path / "long.csv").write_text(f"a,outcome\n{lines}\n")

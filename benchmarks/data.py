@@ -1,0 +1,210 @@
+"""Time and memory of reading: ``python benchmarks/data.py reading`` and ``python benchmarks/data.py table --folder F``.
+
+``reading`` takes recipes of examples/mnist on random examples of their shape. It times the clipped sum of one virtual
+worker, and the part of it in which the dataset gives batches, from memory and from a scratch file in turn.
+
+``table`` writes a parquet table of ``--gigabytes`` to the folder, trains on it privately with two workers, and notes
+the largest resident memory of each process while it runs. Random floats do not compress, so the table on disk is
+about as large as its rows. Scratch files need as much again for each worker.
+
+Each result is a file under ``benchmarks/results``.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).resolve().parent / "results"
+RECIPES = {"cnn": ((28, 28), np.uint8), "scattering": ((201,), np.float32)}
+ROUNDS = 9
+COLUMNS = 100
+FILE_ROWS = 2**19
+GROUP_ROWS = 2**16
+
+MODEL = """
+from torch import nn
+
+
+def layers():
+    return nn.Sequential(nn.Linear(100, 64), nn.ReLU(), nn.Linear(64, 10))
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["reading", "table"])
+    parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--folder", type=Path)
+    chosen = parser.parse_args()
+    if chosen.what == "table" and chosen.folder is None:
+        parser.error("table needs a --folder")
+    result = reading() if chosen.what == "reading" else table(chosen.folder.resolve(), chosen.gigabytes)
+    conditions = {
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("torch", "pyarrow")}},
+        "cpu_count": os.cpu_count(),
+        "load_average_at_end": os.getloadavg(),
+    }
+    text = json.dumps({**result, **conditions}, indent=1)
+    (RESULTS / f"data-{chosen.what}.json").write_text(text + "\n")
+    print(text)
+
+
+class Timed:
+    """A dataset that adds up the time in which it gives batches."""
+
+    def __init__(self, inner) -> None:
+        self.inner, self.seconds = inner, 0.0
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def batch(self, ids):
+        began = time.perf_counter()
+        try:
+            return self.inner.batch(ids)
+        finally:
+            self.seconds += time.perf_counter() - began
+
+
+def reading() -> dict[str, object]:
+    """Return, for each recipe and place of its rows, the median share of a step that is reading."""
+    from raycloak.workers.gradients.numerics import pin_numerics
+
+    pin_numerics(True, 1)
+    found = {name: dict(_shares(name, shape, dtype)) for name, (shape, dtype) in RECIPES.items()}
+    return {"command": "python benchmarks/data.py reading", "rounds": ROUNDS, "result": found}
+
+
+def _shares(name: str, shape: tuple[int, ...], dtype) -> Iterator[tuple[str, dict[str, float]]]:
+    from raycloak.coordinator.config.run import load_config
+    from raycloak.coordinator.planning.model_source import model_source
+    from raycloak.coordinator.planning.plan import plan_mechanism
+    from raycloak.workers.gradients.clipping import GradientEngine, micro_batches
+    from raycloak.workers.inputs import rows
+    from raycloak.workers.inputs.datasets import slice_ids
+    from raycloak.workers.inputs.models import build_model, loss_function, parameter_count, read_flat
+
+    folder = ROOT / "examples" / "mnist"
+    config = load_config(folder / f"{name}.yaml")
+    rng = np.random.default_rng(1)
+    features = rng.integers(0, 256, (60_000, *shape)).astype(dtype)
+    chunks = [(features[start : start + 1000], rng.integers(0, 10, 1000)) for start in range(0, 60_000, 1000)]
+    datasets = {"memory": Timed(rows.gathered(chunks, "memory", 255.0))}
+    limit, rows.MEMORY_BYTES = rows.MEMORY_BYTES, 0
+    datasets["scratch file"] = Timed(rows.gathered(chunks, "scratch", 255.0))
+    rows.MEMORY_BYTES = limit
+    module = build_model(model_source(config.model), folder, 0)
+    mechanism = plan_mechanism(config, 60_000, parameter_count(module))
+    parameters = read_flat(module)
+    engine = GradientEngine(module, loss_function("cross_entropy", folder)[0], mechanism)
+    times = {place: ([], []) for place in datasets}
+    for _ in range(ROUNDS):
+        ids = slice_ids(0, mechanism.virtual_workers, 60_000)
+        drawn = ids[rng.random(len(ids)) < mechanism.sample_rate]
+        # In turn, so that what else runs on the machine slows both.
+        for place, dataset in datasets.items():
+            dataset.seconds, began = 0.0, time.perf_counter()
+            engine.clipped_sum(parameters, micro_batches(dataset, drawn, mechanism, padding=0))
+            times[place][0].append(time.perf_counter() - began)
+            times[place][1].append(dataset.seconds)
+    for place, (steps, reads) in times.items():
+        share = median(read / step for step, read in zip(steps, reads, strict=True))
+        yield place, {"step_seconds": median(steps), "reading_seconds": median(reads), "reading_share": share}
+
+
+def table(folder: Path, gigabytes: float) -> dict[str, object]:
+    """Train on a table of that size; return its numbers and the largest memory of each process."""
+    data = folder / "table"
+    count = write_table(data, gigabytes)
+    (folder / "layers.py").write_text(MODEL)
+    config = {
+        "num_workers": 2,
+        "virtual_workers": 2,
+        "steps": 10,
+        "expected_batch_size": 1024,
+        "micro_batch_size": 256,
+        "model": "layers:layers",
+        "dataset": {"kind": "parquet", "path": str(data)},
+        "dp_config": {"noise_multiplier": 1.0, "epsilon_cap": 8.0, "target_delta": 1e-9},
+        "failure": {"admission_deadline_s": 3600, "step_deadline_s": 3600},
+    }
+    (folder / "table.yaml").write_text(yaml.safe_dump(config))
+    peaks: dict[str, int] = {}
+    over = threading.Event()
+    watcher = threading.Thread(target=_watch, args=(peaks, over))
+    watcher.start()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "RAYCLOAK_HOME": str(folder / "home")}
+    began = time.perf_counter()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "raycloak", "run", str(folder / "table.yaml"), "--json"],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+    finally:
+        over.set()
+        watcher.join()
+    verdict = json.loads(done.stdout)
+    return {
+        "command": f"python benchmarks/data.py table --gigabytes {gigabytes:g} --folder FOLDER",
+        "examples": count,
+        "bytes_on_disk": sum(file.stat().st_size for file in data.iterdir()),
+        "bytes_of_rows": count * (4 * COLUMNS + 8),
+        "steps": verdict["steps"],
+        "wall_seconds": time.perf_counter() - began,
+        "peak_resident_mb": {name: peak // 2**20 for name, peak in sorted(peaks.items())},
+    }
+
+
+def write_table(folder: Path, gigabytes: float) -> int:
+    """Write a table of random floats and ten classes, unless it is there; returns its number of rows."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    files = max(1, round(gigabytes * 1e9 / (FILE_ROWS * (4 * COLUMNS + 8))))
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(files):
+        path = folder / f"part-{number:04d}.parquet"
+        if path.exists():
+            continue
+        rng = np.random.default_rng(number)
+        columns = {f"f{index}": rng.random(FILE_ROWS, np.float32) for index in range(COLUMNS)}
+        columns["labels"] = rng.integers(0, 10, FILE_ROWS)
+        pq.write_table(pa.table(columns), path, row_group_size=GROUP_ROWS, use_dictionary=False)
+    return files * FILE_ROWS
+
+
+def _watch(peaks: dict[str, int], over: threading.Event) -> None:
+    """Note the largest resident memory of every process of a run, by its role."""
+    while not over.wait(0.5):
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                name = (folder / "cmdline").read_bytes().partition(b"\0")[0].decode()
+                status = (folder / "status").read_text()
+            except OSError:  # it has ended
+                continue
+            if not name.startswith("ray::"):
+                continue
+            peak = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+            label = f"{name.partition('.')[0]} {folder.name}"
+            peaks[label] = max(peaks.get(label, 0), peak)
+
+
+if __name__ == "__main__":
+    main()
