@@ -71,8 +71,8 @@ def test_the_fingerprint_has_every_byte_and_the_class_of_every_image(tmp_path: P
         return dataset_fingerprint(descriptor, descriptor.open_slices(base), base)
 
     seen = [fingerprint(), fingerprint()]
+    # The images stay in their order: only the class of one is another.
     (base / "pets" / "dogs" / "a.bmp").rename(base / "pets" / "cats" / "a.bmp")
-    (base / "pets" / "cats" / "9.jpg").rename(base / "pets" / "cats" / "z.jpg")
     seen.append(fingerprint())
     picture = base / "pets" / "cats" / "a.bmp"
     content = bytearray(picture.read_bytes())

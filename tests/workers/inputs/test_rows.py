@@ -71,7 +71,8 @@ def test_every_read_returns_the_bytes_that_were_written_or_is_refused(monkeypatc
     dataset = gathered(chunks(3000), "rows")
     assert isinstance(dataset, ScratchDataset)
     descriptor, first = dataset._file.fileno(), os.pread(dataset._file.fileno(), 20_000, 0)
-    swapped = os.pread(descriptor, rows._BLOCK, rows._BLOCK)
+    block = dataset._rows * dataset._record + rows._TAG
+    swapped = os.pread(descriptor, block, block)
     for change in (bytes([first[9] ^ 1]), swapped):
         os.pwrite(descriptor, change, 9 if len(change) == 1 else 0)
         with pytest.raises(DatasetError, match="data_changed"):
