@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raycloak.coordinator.cli.verdict_table import verdict_rows
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.planning.data_check import check_data
 from raycloak.coordinator.runs.rollback import check_pins, log_pins
 from raycloak.coordinator.runs.verdict import verdict_of
 from raycloak.metrics.errors import BudgetError, ConfigError, ProtocolError
@@ -146,3 +148,15 @@ def test_a_run_ends_by_name_when_its_witness_is_gone_and_the_step_stays_charged(
         run.train()
     assert len(run.stage.calls("step")) == 3
     assert run.entries == 6
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_plan_and_verdict_say_whether_this_very_data_passed_its_owners_check(home: Path, changed: bool):
+    settings = config(dataset=DATASET).model_copy(update={"model": None})
+    digest = check_data(settings, home / "data").digest.hex()
+    run = trained(home, dataset=DATASET, data=other_data() if changed else examples())
+    assert run.finished is not None
+    told = verdict_of(run.finished, run.folder, 1.0, "complete", ())
+    assert run.finished.plan.data_check == told.data_check == (None if changed else digest)
+    (line,) = (text for label, text in verdict_rows(told) if label == "data check")
+    assert ("NEVER CHECKED" in line) == changed
