@@ -291,10 +291,11 @@ def _header(file: BinaryIO, where: str) -> list[str]:
     """Return the names in the first line of a CSV file, and go back to its start."""
     import csv
 
-    line = file.readline()
+    # A file of S3 has no lines.
+    line, _, _ = file.read(_CSV_BLOCK).partition(b"\n")
     file.seek(0)
     try:
-        names = next(csv.reader([line.decode("utf-8-sig")], delimiter=_delimiter(where)), [])
+        names = next(csv.reader([line.decode("utf-8-sig").rstrip("\r")], delimiter=_delimiter(where)), [])
     except (UnicodeDecodeError, csv.Error):
         raise _not_csv(where) from None
     if not names:

@@ -24,6 +24,28 @@ def facts(base: Path, path: str) -> tuple[bytes, bytes]:
 
 
 @needs_moto
+def test_csv_and_tokenised_text_are_read_from_s3_with_and_without_a_fingerprint(tmp_path: Path, bucket_urls):
+    (tmp_path / "data.key").touch(mode=0o600)
+    (tmp_path / "data.key").write_text("0f" * 32)
+    (tmp_path / "rows.csv").write_text("a,b,labels\n1,2.5,0\n3,4,1\n")
+    pq.write_table(pa.table({"input_ids": [[1, 2], [3]], "labels": [0, 1]}), tmp_path / "rows.parquet")
+    url = next(bucket_urls)
+    filesystem, root = fs.FileSystem.from_uri(url)
+    for name in ("rows.csv", "rows.parquet"):
+        with filesystem.open_output_stream(f"{root}/{name}") as stream:
+            stream.write((tmp_path / name).read_bytes())
+    stem, _, query = url.partition("?")
+    kinds = {"rows.csv": {"kind": "csv"}, "rows.parquet": {"kind": "hf", "max_length": 3, "vocabulary": 9}}
+    for name, fields in kinds.items():
+        found = set()
+        for path in (name, f"{stem}/{name}?{query}"):
+            for key in (None, "data.key"):
+                part = DatasetConfig.model_validate({**fields, "path": path, "fingerprint_key": key})
+                found.add(slice_digest(descriptor(part).open(tmp_path), np.arange(2)))
+        assert len(found) == 1
+
+
+@needs_moto
 def test_tables_on_s3_are_those_on_a_disk(tmp_path: Path, bucket_urls):
     (tmp_path / "data").mkdir()
     (tmp_path / "data.key").touch(mode=0o600)

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from raycloak.coordinator.config.run import RunConfig, parse_config
+from raycloak.coordinator.config.sections import DatasetConfig
 from raycloak.coordinator.planning.dry_run import plan_of
-from raycloak.coordinator.planning.references import preflight
+from raycloak.coordinator.planning.references import descriptor, preflight
 from raycloak.coordinator.runs.trainer import Trainer
 from raycloak.metrics.errors import ConfigError, ModelError
 from tests.protocol import config, worker_setup
@@ -61,6 +62,56 @@ def test_one_path_is_not_both_private_data_and_public_split(measured: str, folde
         preflight(apart(npz("in/train.npz"), npz(path)), folder)
     with pytest.raises(ConfigError, match="evaluation_private"):
         preflight(apart(npz(path), npz("in/train.npz")), folder)
+
+
+@pytest.mark.parametrize(
+    ("trained", "measured", "shared"),
+    [
+        ("in", "in/*.npz", True),
+        ("in/t*.npz", "in/train.npz", True),
+        ("in/train*", "in/t*t.npz", False),
+        ("s3://bucket/data?region=x", "s3://bucket/data/part.parquet", True),
+        ("s3://bucket/train", "s3://bucket/test", False),
+    ],
+)
+def test_a_pattern_or_a_bucket_is_not_both_either(trained: str, measured: str, shared: bool, folder: Path):
+    one, other = ({"kind": "csv", "path": path} for path in (trained, measured))
+    if not shared:
+        preflight(apart(one, other), folder)
+        return
+    for pair in ((one, other), (other, one)):
+        with pytest.raises(ConfigError, match="evaluation_private"):
+            preflight(apart(*pair), folder)
+
+
+def test_two_folders_of_images_have_the_same_classes(tmp_path: Path):
+    for name in ("train/cats/1.png", "train/dogs/2.png", "test/dogs/1.png"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    one, other = ({"kind": "imagefolder", "path": path, "size": 8} for path in ("train", "test"))
+    with pytest.raises(ConfigError, match="evaluation_classes"):
+        preflight(apart(one, other), tmp_path)
+    listed = {"classes": ["cats", "dogs"]}
+    preflight(apart(one | listed, other | listed), tmp_path)
+    preflight(apart(one, other | listed), tmp_path)
+
+
+def test_a_list_of_classes_is_the_same_for_both_tables(folder: Path):
+    one, other = ({"kind": "csv", "path": path, "classes": ["a", "b"]} for path in ("in/train.csv", "in/test.csv"))
+    preflight(apart(one, other), folder)
+    with pytest.raises(ConfigError, match=r"evaluation\.dataset\.classes must be dataset\.classes"):
+        apart(one, other | {"classes": ["b", "a"]})
+
+
+def test_a_descriptor_has_the_defaults_of_its_kind():
+    table = descriptor(DatasetConfig(kind="csv", path="x.csv", classes=["a", "b"]))
+    assert (table.features, table.classes, table.class_names) == ((), 2, ("a", "b"))
+    images = descriptor(DatasetConfig(kind="imagefolder", path="x", size=8))
+    assert (images.size, images.scale, images.channels) == ((8, 8), 255.0, "rgb")
+    assert descriptor(DatasetConfig(kind="imagefolder", path="x", size=(4, 8), scale=1.0)).scale == 1.0
+    assert descriptor(DatasetConfig(kind="npz", path="x")).features == ("images",)
+    text = descriptor(DatasetConfig(kind="text", path="x", tokenizer="t", max_length=4))
+    assert text.features == ("text",)
 
 
 def test_a_sealed_folder_is_not_both_either(folder: Path):
