@@ -128,7 +128,7 @@ class CanaryTask(Section):
             model=config.model,
             loss_function=config.loss,
             feature_shape=form.feature_shape,
-            vocabulary=check_text(inner, form, config.loss, opened.vocabulary, config.dataset.classes),
+            vocabulary=check_text(inner, form, config.loss, opened.vocabulary, descriptor(config.dataset).classes),
             output_shape=output_shape,
             included=tuple(bool(each) for each in included),
             raw_norm=RAW_NORM * config.dp_config.max_grad_norm,
