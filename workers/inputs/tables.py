@@ -7,7 +7,9 @@ but the label if none is named. Several columns make a vector [k]; one column is
 Nothing of a row is in an error.
 """
 
+import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -51,30 +53,35 @@ class Columns:
         Raises:
             DatasetError: ``dataset_array`` if one is not there, or is there twice.
         """
-        twice = next((name for name in present if present.count(name) > 1), None)
+        counts = Counter(present)
+        twice = next((name for name, count in counts.items() if count > 1), None)
         if twice is not None:
             raise DatasetError("dataset_array", f"{where} has two columns '{twice}'.", "Give each its own name.")
         asked = self.features or tuple(name for name in present if name != self.label)
-        names = [name for each in asked for name in _expanded(each)]
-        missing = next((name for name in (*names, self.label) if name not in present), None)
-        if missing is not None:
-            raise DatasetError(
-                "dataset_array",
-                f"{where} has no column '{missing}'; it has {_some(present)}.",
-                "Set dataset.features and dataset.labels.",
-            )
+        names = []
+        for name in itertools.chain([self.label], *map(_expanded, asked)):
+            if name not in counts:
+                raise DatasetError(
+                    "dataset_array",
+                    f"{where} has no column '{name}'; it has {_some(present)}.",
+                    "Set dataset.features and dataset.labels.",
+                )
+            names.append(name)
+        del names[0]
         if not names:
             raise DatasetError("dataset_array", f"{where} has no column but the label.", "Name a table with features.")
         return tuple(names)
 
 
-def _expanded(name: str) -> list[str]:
-    """Return the names of a range ``f0..f99``, both ends included; of anything else the name itself."""
+def _expanded(name: str) -> Iterator[str]:
+    """Yield the names of a range ``f0..f99``, both ends included; of anything else the name itself."""
     found = _RANGE.fullmatch(name)
-    if not found or found[1] != found[3]:
-        return [name]
+    if not found or found[1] != found[3] or int(found[2]) > int(found[4]):
+        yield name
+        return
     width = len(found[2]) if found[2].startswith("0") else 1
-    return [f"{found[1]}{number:0{width}d}" for number in range(int(found[2]), int(found[4]) + 1)]
+    for number in range(int(found[2]), int(found[4]) + 1):
+        yield f"{found[1]}{number:0{width}d}"
 
 
 def _some(names: list[str], most: int = 20) -> str:
@@ -136,7 +143,7 @@ def csv_rows(files: FileSet, columns: Columns, vocabulary: int | None) -> Iterat
             parts = [_parsed(found[name], _place(where, name), vocabulary is not None) for name in names]
             features = parts[0] if len(parts) == 1 else np.stack(parts, axis=1)
             place = _place(where, columns.label)
-            label = found[columns.label]
+            label = _trimmed(found[columns.label])
             yield features, class_numbers(label, columns, place) if columns.classes else _parsed(label, place, integers)
 
 

@@ -39,6 +39,8 @@ def test_a_csv_file_gives_all_columns_but_the_label_and_counts_its_classes(tmp_p
     assert (features.dtype, labels.dtype, labels.tolist()) == (np.float32, np.int64, [0, 1, 0])
     features, labels = rows_of(tmp_path, "csv", "patients.csv", features=("weight", "age"), labels="smokes")
     assert features[0].tolist() == [81.5, 40]
+    (tmp_path / "spaced.csv").write_text(PATIENTS.replace(",", " , "))
+    assert refusal(tmp_path, "csv", "spaced.csv", class_names=CLASSES).code == "dataset_array"  # ' outcome' is a name
     assert (labels.dtype, labels.tolist()) == (np.int64, [1, 0, 0])
     assert rows_of(tmp_path, "csv", "patients.csv", features=("age",), labels="weight")[1].dtype == np.float32
 
@@ -72,6 +74,8 @@ def test_a_range_names_columns_with_both_its_ends(tmp_path: Path):
     assert rows_of(tmp_path, "parquet", "wide.parquet", features=("f9..f11", "f0"))[0].tolist() == [[9, 10, 11, 0]]
     missing = refusal(tmp_path, "parquet", "wide.parquet", features=("f9..f12",))
     assert "no column 'f12'" in missing.message
+    for absent in ("f11..f9", "f0..g1", "f0..f999999999999"):
+        assert "no column" in refusal(tmp_path, "parquet", "wide.parquet", features=(absent,)).message
     padded = pa.table({"f09": [1.0], "f10": [2.0], "outcome": [1]})
     pq.write_table(padded, tmp_path / "padded.parquet")
     assert rows_of(tmp_path, "parquet", "padded.parquet", features=("f09..f10",))[0].tolist() == [[1, 2]]
