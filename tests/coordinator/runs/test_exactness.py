@@ -3,12 +3,16 @@
 Failures are tested in `tests/coordinator/training/test_step.py` and `test_membership.py`.
 """
 
+import itertools
 import random
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from raycloak.metrics.errors import BudgetError, RefusedError
+from raycloak.workers.inputs import rows
 from raycloak.workers.train_worker import TrainWorker
 from tests.protocol import FEW_FAILURES, WholeRun, examples, on, trained, whole_run
 from tests.text_model import DATASET, texts
@@ -168,3 +172,22 @@ def test_a_run_id_belongs_to_one_manifest(tmp_path):
     error, run = failure(BudgetError, tmp_path, overrides=["optimizer.learning_rate=0.25"])
     assert error.code == "run_mismatch"
     assert run.stage.calls("step") == []
+
+
+def test_a_table_gives_the_same_bytes_from_memory_and_from_scratch_files_for_any_number_of_workers(
+    tmp_path, monkeypatch
+):
+    features, labels = examples()
+    columns = {f"f{index}": features[:, index] for index in range(features.shape[1])}
+    table = pa.table({**columns, "labels": labels})
+    digests = []
+    for limit, workers, cuts in ((2**28, 3, (0, 40)), (0, 3, (0, 13, 40)), (0, 2, (0, 39, 40))):
+        monkeypatch.setattr(rows, "MEMORY_BYTES", limit)
+        home = tmp_path / str(len(digests))
+        (home / "data" / "table").mkdir(parents=True)
+        for start, end in itertools.pairwise(cuts):
+            pq.write_table(table.slice(start, end - start), home / "data" / "table" / f"{start:02d}.parquet")
+        run = trained(home, dataset={"kind": "parquet", "path": "table"}, num_workers=workers)
+        digests.append(digests_everywhere(run))
+    assert digests[0] == digests[1] == digests[2]
+    assert len(set(digests[0])) == 3
