@@ -144,7 +144,7 @@ def table(folder: Path, gigabytes: float) -> dict[str, object]:
     (folder / "table.yaml").write_text(yaml.safe_dump(config))
     peaks: dict[str, int] = {}
     over = threading.Event()
-    watcher = threading.Thread(target=_watch, args=(peaks, over))
+    watcher = threading.Thread(target=_watch, args=(peaks, over, f"TMPDIR={folder}".encode()))
     watcher.start()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "RAYCLOAK_HOME": str(folder / "home")}
     began = time.perf_counter()
@@ -190,16 +190,17 @@ def write_table(folder: Path, gigabytes: float) -> int:
     return files * FILE_ROWS
 
 
-def _watch(peaks: dict[str, int], over: threading.Event) -> None:
-    """Note the largest resident memory of every process of a run, by its role."""
+def _watch(peaks: dict[str, int], over: threading.Event, mark: bytes) -> None:
+    """Note the largest resident memory of every actor of a run, by its role; ``mark`` is in its environment alone."""
     while not over.wait(0.5):
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 name = (folder / "cmdline").read_bytes().partition(b"\0")[0].decode()
                 status = (folder / "status").read_text()
+                own = mark in (folder / "environ").read_bytes().split(b"\0")
             except OSError:  # it has ended
                 continue
-            if not name.startswith("ray::"):
+            if not own or not name.startswith("ray::") or "Actor" not in name:
                 continue
             peak = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
             label = f"{name.partition('.')[0]} {folder.name}"

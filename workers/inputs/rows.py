@@ -121,7 +121,7 @@ class ScratchDataset:
             raise IndexError("an id is not one of the dataset's")
         size, held, content = self._record, -1, memoryview(b"")
         found = np.empty(len(ids) * size, np.uint8)
-        view = memoryview(found)
+        view = found.data
         order = np.argsort(ids, kind="stable")
         blocks, rows = np.divmod(ids[order], self._rows)
         # Plain loops over memory: for one row of a block, numpy costs more than reading and decrypting it.

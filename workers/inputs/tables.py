@@ -229,7 +229,8 @@ def _number_type(kind: Any, place: str, is_label: bool = False) -> np.dtype[Any]
 
     inner = kind.value_type if _is_list(kind) else kind
     if pa.types.is_boolean(inner) or pa.types.is_integer(inner) or pa.types.is_floating(inner):
-        return np.dtype(inner.to_pandas_dtype())
+        found: np.dtype[Any] = np.dtype(inner.to_pandas_dtype())
+        return found
     if is_label and _is_text(inner):
         raise DatasetError("dataset_dtype", f"{place} is text.", "List its classes: dataset.classes: [one, two].")
     raise DatasetError(
