@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from raycloak.coordinator.ledger.ledger import PrivacyLedger
     from raycloak.coordinator.planning.manifest import build_computation, build_manifest, epochs, run_terms
     from raycloak.coordinator.planning.plan import Plan, make_plan
+    from raycloak.coordinator.runs.released_model import load
     from raycloak.coordinator.runs.trainer import Trainer
     from raycloak.workers.gradients.numerics import worker_environment
     from raycloak.workers.inputs.datasets import ArrayDataset, Dataset
@@ -105,6 +106,7 @@ _HOMES = {
     "code_measurement": "raycloak.attestation.simulators.tdx_vendor",
     "data_root": "raycloak.workers.terms.receipt",
     "epochs": "raycloak.coordinator.planning.manifest",
+    "load": "raycloak.coordinator.runs.released_model",
     "load_config": "raycloak.coordinator.config.run",
     "make_plan": "raycloak.coordinator.planning.plan",
     "parameter_digest": "raycloak.workers.terms.parameter_digest",
@@ -169,6 +171,7 @@ __all__ = [
     "code_measurement",
     "data_root",
     "epochs",
+    "load",
     "load_config",
     "make_plan",
     "parameter_digest",

@@ -39,11 +39,11 @@ def gpt2_config(**fields) -> transformers.GPT2Config:
     return transformers.GPT2Config(**{**sizes, "vocab_size": len(SPECIAL) + len(WORDS), **fields})
 
 
-def write_bert(folder: Path, **fields) -> Path:
+def write_bert(folder: Path, pooled: bool = True, **fields) -> Path:
     """A BERT without a head, and its tokenizer."""
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        transformers.BertModel(bert_config(**fields)).save_pretrained(folder)
+        transformers.BertModel(bert_config(**fields), add_pooling_layer=pooled).save_pretrained(folder)
     return write_tokenizer(folder)
 
 

@@ -9,6 +9,7 @@ import hashlib
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +24,18 @@ from raycloak.attestation.orchestrator.package_desk import PublishedPackage
 from raycloak.attestation.sealed.chunk_stream import CHUNK_BYTES, read_payload
 from raycloak.attestation.sealed.package_keys import TrustStore, recipient_key_id
 from raycloak.attestation.sealed.package_manifest import PackageManifest, PackageRefusal, Payload, refuse
-from raycloak.coordinator.checkpoints.storage import MANIFEST, RUN_MANIFEST, SIGNATURE, PackageStorage
+from raycloak.coordinator.checkpoints.arrays import load_arrays
+from raycloak.coordinator.checkpoints.storage import (
+    MANIFEST,
+    RUN_MANIFEST,
+    SIGNATURE,
+    STORAGE_ERRORS,
+    PackageStorage,
+    one_line,
+    split_location,
+)
 from raycloak.coordinator.checkpoints.writer import PARAMETERS
-from raycloak.metrics.errors import ProtocolError
+from raycloak.metrics.errors import ConfigError, ProtocolError
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
 
@@ -130,6 +140,27 @@ def verify_package(
     return VerifiedPackage(storage, name, signer, manifest, run_manifest)
 
 
+@contextmanager
+def package_at(path: str, trust: Path) -> Iterator[VerifiedPackage]:
+    """Verify the package at ``path``, a folder or s3:// URL, for as long as the block reads it.
+
+    Args:
+        trust: file of the reader's trust store.
+
+    Raises:
+        ConfigError: ``trust_store``, or ``storage`` if something cannot be read or written, also in the block.
+        EvidenceError: as :func:`verify_package`.
+    """
+    store = TrustStore.load(trust)
+    location, name = split_location(path)
+    try:
+        yield verify_package(PackageStorage.open(location), name, store)
+    except STORAGE_ERRORS as error:
+        raise ConfigError(
+            "storage", f"cannot read or write: {one_line(error)}.", "Check the paths and the storage."
+        ) from None
+
+
 def signed_manifest(storage: PackageStorage, name: str, trust: TrustStore) -> PackageManifest:
     """Return a package's manifest if both signatures verify. Its other files are not examined.
 
@@ -225,6 +256,13 @@ def check_parameters(tensor: Callable[[str], np.ndarray], package: VerifiedPacka
     digests = [tensor_digests(tensor(each.name).reshape(-1), (each,))[0] for each in tensors]
     if parameter_digest(tensors, digests) != package.manifest.parameter_digest:
         refuse(PackageRefusal.PARAMETERS_DIFFER, "its parameters do not have the digest that its manifest states.")
+
+
+def parameters_of(package: VerifiedPackage, data_key: Secret) -> dict[str, np.ndarray]:
+    """Decrypt the parameters, by name; errors as :func:`open_to_file`, but for a file that is written."""
+    arrays = load_arrays(package.chunks(PARAMETERS, data_key))
+    check_parameters(arrays.__getitem__, package)
+    return arrays
 
 
 def open_to_file(package: VerifiedPackage, data_key: Secret, out: Path) -> None:

@@ -200,6 +200,11 @@ def split_location(location: str) -> tuple[str, str]:
     return (storage or ".") + mark + query, name
 
 
+def is_package(location: str) -> bool:
+    """Return whether the last part of a location is a package's name."""
+    return _NAME.fullmatch(split_location(location)[1]) is not None
+
+
 def package_order(name: str) -> tuple[int, int]:
     """Return the step in a package's name, and its number among packages of that step."""
     match = _NAME.fullmatch(name)

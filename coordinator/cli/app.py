@@ -144,6 +144,47 @@ def _replay(output: Output, run_dir: Path, steps: str, workers: int) -> int:
     return 0
 
 
+@app.command("export")
+def export_command(
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="Run directory, or sealed package.", show_default=False)
+    ],
+    form: Annotated[str, typer.Option("--format", help="safetensors, torch, hf or peft.", show_default=False)],
+    out: Annotated[Path, typer.Option(metavar="PATH", help="New file, or folder of hf and peft.", show_default=False)],
+    config: Annotated[
+        Path | None, typer.Option(metavar="CONFIG", help="YAML file that names the model; a run has its own.")
+    ] = None,
+    trust: Annotated[Path | None, typer.Option(metavar="STORE", help="Trust store, for a package.")] = None,
+    key: Annotated[Path | None, typer.Option(metavar="FILE", help="Private key of a recipient, for a package.")] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Write the trained model of a run for other libraries: hf opens with from_pretrained, peft with PeftModel."""
+    _execute(as_json, debug, lambda output: _export(output, source, form, out, config, trust, key))
+
+
+def _export(
+    output: Output, source: str, form: str, out: Path, config: Path | None, trust: Path | None, key: Path | None
+) -> int:
+    from raycloak.coordinator.console.tables import fields_table
+    from raycloak.coordinator.runs.export import export, known_format
+    from raycloak.coordinator.runs.released_model import Keys, released_model
+
+    wanted = known_format(form)
+    model = released_model(source, None, config, Keys.of(trust, key))
+    written = export(model, wanted, out)
+    fields = {
+        "out": written.out,
+        "format": written.format,
+        "tensors": written.tensors,
+        "run_id": model.manifest.run_id,
+        "parameter_digest": model.parameter_digest,
+        "opened_by": written.opened_by,
+    }
+    output.result(fields, fields_table("Exported", [(name.replace("_", " "), str(it)) for name, it in fields.items()]))
+    return 0
+
+
 @app.command("discard")
 def discard_command(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of the run.", show_default=False)],

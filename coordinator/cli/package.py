@@ -1,7 +1,5 @@
 """The commands ``raycloak package``: keys and trust of sealed packages, and reading one without its run."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,7 +69,9 @@ def verify_command(path: PackagePath, trust: Trust, as_json: AsJson = False, deb
 
 
 def _verify(output: Output, path: str, trust: Path) -> int:
-    with _verified(path, trust) as found:
+    from raycloak.coordinator.checkpoints.reader import package_at
+
+    with package_at(path, trust) as found:
         return _show(output, _title(found), _facts(found))
 
 
@@ -90,30 +90,14 @@ def open_command(
 
 def _open(output: Output, path: str, trust: Path, key: Path, out: Path) -> int:
     from raycloak.attestation.sealed.package_keys import load_recipient_key
-    from raycloak.coordinator.checkpoints.reader import open_to_file
+    from raycloak.coordinator.checkpoints.reader import open_to_file, package_at
 
     own = load_recipient_key(key)
     if out.exists():
         raise ConfigError("out_exists", f"{out} already exists.", "Choose another name, or remove it.")
-    with _verified(path, trust) as found:
+    with package_at(path, trust) as found:
         open_to_file(found, found.unwrap(own), out)
         return _show(output, _title(found), _facts(found) | {"out": str(out)})
-
-
-@contextmanager
-def _verified(path: str, trust: Path) -> Iterator["VerifiedPackage"]:
-    from raycloak.attestation.sealed.package_keys import TrustStore
-    from raycloak.coordinator.checkpoints.reader import verify_package
-    from raycloak.coordinator.checkpoints.storage import STORAGE_ERRORS, PackageStorage, one_line, split_location
-
-    store = TrustStore.load(trust)
-    location, name = split_location(path)
-    try:
-        yield verify_package(PackageStorage.open(location), name, store)
-    except STORAGE_ERRORS as error:
-        raise ConfigError(
-            "storage", f"cannot read or write: {one_line(error)}.", "Check the paths and the storage."
-        ) from None
 
 
 def _facts(found: "VerifiedPackage") -> dict[str, Any]:

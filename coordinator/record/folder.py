@@ -36,6 +36,7 @@ class RunRecord(Message):
 
     Attributes:
         base: folder that relative paths and ``module:function`` names of the configuration start from.
+        driver_base: the same folder on the driver's machine, absolute; empty in records before it was kept.
         secret_file: the user's run-secret file; None if the orchestrator generated one.
         started_at: Unix time of the first execution, in seconds.
     """
@@ -48,6 +49,7 @@ class RunRecord(Message):
     secret_file: str | None
     started_at: float
     status: Status
+    driver_base: str = ""
 
 
 class ReleasedValues(Message):
@@ -77,6 +79,7 @@ class RunFolder:
             secret_file=secret_file,
             started_at=time.time(),
             status="running",
+            driver_base=str(Path(base).resolve()),
         )
         folder = cls(path, record)
         # Last: a folder without its record is no run yet.
@@ -94,6 +97,11 @@ class RunFolder:
                 f"{path} is not a run directory with a readable run.json.",
                 "Name one below runs/ in RAYCLOAK_HOME.",
             ) from None
+
+    @property
+    def base(self) -> Path:
+        """The folder that the configuration's relative paths start from, wherever this process was started."""
+        return Path(self.record.driver_base or self.record.base)
 
     def mark(self, status: Status) -> None:
         """Write the status; readers see the old record or the new one."""

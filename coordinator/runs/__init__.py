@@ -1,6 +1,6 @@
-"""Whole executions: train, resume, replay or discard a run, on Ray or in this process, and give its verdict.
+"""Whole executions: train, resume, replay or discard a run, give its verdict, load and export its model.
 
-Doors: demo, discard, evidence_address, local_session, replay, rollback, trainer, verdict.
+Doors: demo, discard, evidence_address, export, local_session, released_model, replay, rollback, trainer, verdict.
 
 May import: `training` and the rooms below; `workers`, `attestation`, `metrics`.
 """

@@ -96,10 +96,22 @@ class HubSpec(Message):
         folder = public_folder(self.hf, base, self.revision)
         _check_code(_config(folder, self.hf), self.hf, self.allow_remote_code)
         with quiet():
-            model, notes = self._load(folder)
+            model, notes, drawn = self._load(folder)
+            if drawn:
+                notes = (*notes, f"drawn from the seed, since the checkpoint has none: {_listed(drawn)}.")
             if self.lora is None:
                 return model.float(), notes
             return _adapted(model, self.lora, self.task), notes
+
+    def drawn(self, base: Path | str) -> tuple[str, ...]:
+        """Return the names of the weights that the checkpoint does not have; errors as :meth:`build`."""
+        with quiet():
+            return self._load(public_folder(self.hf, base, self.revision))[2]
+
+    def place(self, base: Path | str) -> str:
+        """Return the hub name, or the absolute path of the folder."""
+        folder = Path(base) / self.hf
+        return str(folder.resolve()) if folder.is_dir() else self.hf
 
     def check_tokenizer(self, tokenizer: str | None, base: Path | str) -> None:
         """Refuse a tokenizer that gives words other ids than the one that lies beside the model.
@@ -123,7 +135,8 @@ class HubSpec(Message):
                 "Leave dataset.tokenizer out: the model's is then taken.",
             )
 
-    def _load(self, folder: Path) -> tuple[Any, tuple[str, ...]]:
+    def _load(self, folder: Path) -> tuple[Any, tuple[str, ...], tuple[str, ...]]:
+        """Return the model, sentences about what was changed in it, and the names that the checkpoint does not have."""
         transformers = library("transformers")
         trust = {"trust_remote_code": self.allow_remote_code, "local_files_only": True}
         try:
@@ -151,10 +164,7 @@ class HubSpec(Message):
                 raise
             raise _unreadable(self.hf, error) from None
         _check_loaded(model, info, self)
-        missing = sorted(info["missing_keys"])
-        if missing:
-            notes = (*notes, f"drawn from the seed, since the checkpoint has none: {_listed(missing)}.")
-        return model, notes
+        return model, notes, tuple(sorted(info["missing_keys"]))
 
 
 def _config(folder: Path, hf: str) -> dict[str, Any]:

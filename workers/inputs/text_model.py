@@ -76,7 +76,7 @@ class TextModel(nn.Module):
     @property
     def libraries(self) -> str:
         """The libraries that compute a gradient besides torch, with versions, and the attention."""
-        names = ["transformers"] + (["peft"] if _is_peft(self.model) else [])
+        names = ["transformers"] + (["peft"] if is_peft(self.model) else [])
         return ", ".join([*(f"{name} {version(name)}" for name in names), f"attention {ATTENTION}"])
 
     @property
@@ -242,7 +242,7 @@ def as_text_model(module: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
     Raises:
         ModelError: as :class:`TextModel`.
     """
-    is_text = _is_transformer(module) or _is_peft(module)
+    is_text = is_transformer(module) or is_peft(module)
     notes = silence_dropout(module, is_text)
     return (TextModel(module) if is_text else module), notes
 
@@ -324,21 +324,23 @@ def _check_loss(loss: str, dimensions: int, label_shape: tuple[int, ...]) -> Non
         )
 
 
-def _is_transformer(module: nn.Module) -> bool:
+def is_transformer(module: nn.Module) -> bool:
+    """Return whether ``module`` is a model of `transformers`."""
     # Nobody has a model of a library that was never loaded.
     loaded = sys.modules.get("transformers.modeling_utils")
     return loaded is not None and isinstance(module, loaded.PreTrainedModel)
 
 
-def _is_peft(module: nn.Module) -> bool:
+def is_peft(module: nn.Module) -> bool:
+    """Return whether ``module`` is a model with an adapter of PEFT."""
     loaded = sys.modules.get("peft.peft_model")
     return loaded is not None and isinstance(module, loaded.PeftModel)
 
 
 def _transformer(model: nn.Module) -> Any:
     """Return the `transformers` model; ModelError ``text_model`` if a PEFT model adapts something else."""
-    inner = model.get_base_model() if _is_peft(model) else model  # type: ignore[operator]
-    if not isinstance(inner, nn.Module) or not _is_transformer(inner):
+    inner = model.get_base_model() if is_peft(model) else model  # type: ignore[operator]
+    if not isinstance(inner, nn.Module) or not is_transformer(inner):
         raise _unfit(model, "adapts no transformers model")
     return inner
 

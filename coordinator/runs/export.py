@@ -1,0 +1,156 @@
+"""Exports of a trained model, in the formats that other libraries open: safetensors, torch, Hugging Face and PEFT."""
+
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_model
+
+from raycloak.coordinator.runs.released_model import ReleasedModel
+from raycloak.metrics.errors import ConfigError
+from raycloak.metrics.file_errors import file_error
+from raycloak.workers.inputs.hub_files import library, quiet
+from raycloak.workers.inputs.text_data import Tokenizer
+from raycloak.workers.inputs.text_model import is_peft, is_transformer
+
+Format = Literal["safetensors", "torch", "hf", "peft"]
+FORMATS: tuple[Format, ...] = ("safetensors", "torch", "hf", "peft")
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A model as it was written.
+
+    Attributes:
+        out: the file, or the folder of ``hf`` and ``peft``.
+        opened_by: a line of Python that opens it.
+        tensors: how many were written.
+    """
+
+    out: Path
+    format: Format
+    opened_by: str
+    tensors: int
+
+
+def known_format(name: str) -> Format:
+    """Return ``name`` if it is a format; ConfigError ``usage`` otherwise."""
+    for form in FORMATS:
+        if name == form:
+            return form
+    raise ConfigError("usage", f"there is no format '{name}'.", f"Formats: {', '.join(FORMATS)}.")
+
+
+def export(model: ReleasedModel, form: Format, out: Path) -> Exported:
+    """Write ``model`` to ``out``, which appears as a whole; the module is not to be used afterwards.
+
+    ``safetensors`` and ``torch`` have every tensor of the module. ``hf`` is a folder for ``from_pretrained``; there an
+    adapter is merged into its base, in the base's precision. ``peft`` is a folder with the adapter alone.
+
+    Raises:
+        ConfigError: ``export_format`` if the model has no such form; ``out_exists``; ``out`` if it cannot be written.
+    """
+    _check_form(model, form)
+    if out.exists():
+        raise ConfigError("out_exists", f"{out} already exists.", "Choose another name, or remove it.")
+    draft = out.with_name(f".{out.name}.{secrets.token_hex(8)}")
+    try:
+        # Before the libraries are asked, whose errors name no remedy.
+        os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        if form in ("hf", "peft"):
+            draft.unlink()
+            draft.mkdir(mode=0o700)
+        written = _WRITERS[form](model, draft)
+        draft.replace(out)
+    except OSError as error:
+        raise file_error("out", "write", out, error) from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.unlink(missing_ok=True)
+    return Exported(out, form, _opened_by(model, form, out), written)
+
+
+def _check_form(model: ReleasedModel, form: Format) -> None:
+    kind = type(model.module).__name__
+    if form == "peft" and not is_peft(model.module):
+        raise ConfigError("export_format", f"{kind} has no adapter of PEFT.", f"Use --format {_whole(model)}.")
+    if form == "hf" and not (is_peft(model.module) or is_transformer(model.module)):
+        raise ConfigError(
+            "export_format", f"{kind} is no model of transformers.", "Use --format safetensors or --format torch."
+        )
+
+
+def _whole(model: ReleasedModel) -> str:
+    return "hf" if is_transformer(model.module) else "safetensors or --format torch"
+
+
+def _write_safetensors(model: ReleasedModel, draft: Path) -> int:
+    # A tied tensor is written once, under one of its names.
+    save_model(model.module, str(draft), metadata={"format": "pt", "parameter_digest": model.parameter_digest})
+    return len(model.module.state_dict())
+
+
+def _write_torch(model: ReleasedModel, draft: Path) -> int:
+    state: Mapping[str, torch.Tensor] = model.module.state_dict()
+    # Copies: a view of a mapped file would be written with all of its storage.
+    torch.save({name: tensor.detach().cpu().clone() for name, tensor in state.items()}, draft)
+    return len(state)
+
+
+def _write_hf(model: ReleasedModel, draft: Path) -> int:
+    with quiet():
+        module: Any = model.module
+        if is_peft(module):
+            module = module.merge_and_unload()
+        # Off while it trained, where nothing is generated; a model that writes text is slow without it.
+        module.config.use_cache = True
+        module.save_pretrained(draft)
+        if model.tokenizer is not None:
+            Tokenizer.load(model.tokenizer, model.base).inner.save_pretrained(draft)
+    return len(module.state_dict())
+
+
+def _write_peft(model: ReleasedModel, draft: Path) -> int:
+    with quiet():
+        module: Any = model.module
+        state = library("peft").get_peft_model_state_dict(module, save_embedding_layers=False)
+        if (hub := model.source.hub) is not None:
+            _check_adapter_is_all(hub.drawn(model.base), state)
+            config = module.peft_config[module.active_adapter]
+            # A snapshot in the hub's cache is a path of this machine; a folder is one in any case.
+            config.base_model_name_or_path = hub.place(model.base)
+            config.revision = hub.revision
+        # Without a look at the hub for whether the base's table of tokens has grown: it is frozen, or LoRA adapts it.
+        module.save_pretrained(draft, save_embedding_layers=False)
+    return len(state)
+
+
+def _check_adapter_is_all(drawn: tuple[str, ...], state: Mapping[str, torch.Tensor]) -> None:
+    """Refuse an adapter to a base that lacks frozen weights: another reader would draw others."""
+    lost = [name for name in drawn if f"base_model.model.{name}" not in state]
+    if lost:
+        raise ConfigError(
+            "export_format",
+            f"{', '.join(lost)} was drawn from the seed and is frozen, so an adapter alone does not have it.",
+            "Use --format hf, which writes the whole model.",
+        )
+
+
+_WRITERS = {"safetensors": _write_safetensors, "torch": _write_torch, "hf": _write_hf, "peft": _write_peft}
+
+
+def _opened_by(model: ReleasedModel, form: Format, out: Path) -> str:
+    if form == "safetensors":
+        return f"safetensors.torch.load_model(module, '{out}')"
+    if form == "torch":
+        return f"module.load_state_dict(torch.load('{out}', weights_only=True))"
+    if form == "peft":
+        return f"peft.PeftModel.from_pretrained(base, '{out}')"
+    module: Any = model.module
+    inner = module.get_base_model() if is_peft(module) else module
+    return f"transformers.{type(inner).__name__}.from_pretrained('{out}')"

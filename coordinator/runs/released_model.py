@@ -1,0 +1,245 @@
+"""The released model of a run, as a module with its weights: from a run directory or from a sealed package.
+
+A run directory has the weights of its last finished step. A package has those of its own step, and needs a reader's
+trust store and key. Neither has the model's code or its frozen base, so the model is built again and compared.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from raycloak.attestation.sealed.package_keys import load_recipient_key
+from raycloak.coordinator.checkpoints.reader import package_at, parameters_of
+from raycloak.coordinator.checkpoints.storage import is_package
+from raycloak.coordinator.config.run import RunConfig, load_config
+from raycloak.coordinator.planning.model_source import model_source
+from raycloak.coordinator.record.folder import RunFolder
+from raycloak.metrics.errors import ConfigError, ModelError, RefusedError
+from raycloak.metrics.file_errors import file_error
+from raycloak.workers.inputs.models import (
+    ModelSource,
+    build_model,
+    load_flat,
+    loss_function,
+    tensor_contents,
+    trainable_tensors,
+)
+from raycloak.workers.inputs.text_model import TextModel
+from raycloak.workers.terms.manifest import Manifest, TensorSpec
+from raycloak.workers.terms.parameter_digest import frozen_digest, parameter_digest, tensor_digests
+
+
+@dataclass(frozen=True, slots=True)
+class ReleasedModel:
+    """A trained model.
+
+    Attributes:
+        module: in evaluation mode, with the released weights; a bare `transformers` or PEFT model where it is one.
+        source: of the model.
+        base: folder that its relative paths start from.
+        tokenizer: folder or hub name of the tokenizer that made its examples; None for other data.
+        parameter_digest: hexadecimal digest of the released weights.
+    """
+
+    module: nn.Module
+    source: ModelSource
+    base: Path
+    tokenizer: str | None
+    manifest: Manifest
+    parameter_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The two files that a reader of packages has: a trust store, and a recipient's private key."""
+
+    trust: Path
+    key: Path
+
+    @classmethod
+    def of(cls, trust: str | Path | None, key: str | Path | None) -> "Keys | None":
+        """Return both; None without either, ConfigError ``package_keys`` with one of them."""
+        if trust is None and key is None:
+            return None
+        if trust is None or key is None:
+            raise _keys_needed("only one of trust and key is given")
+        return cls(Path(trust), Path(key))
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """A description of the model: how to build it, where its paths start, and the tokenizer that goes with it."""
+
+    source: ModelSource
+    base: Path
+    seed: int
+    tokenizer: str | None
+
+
+def load(
+    path: str | Path,
+    *,
+    model_init_fn: Callable[[], nn.Module] | None = None,
+    config: RunConfig | str | Path | None = None,
+    trust: str | Path | None = None,
+    key: str | Path | None = None,
+) -> nn.Module:
+    """Return the trained model of a run directory or a sealed package, in evaluation mode.
+
+    Guarantee: the weights have the digest that the run stated, and everything frozen is what the run trained on.
+
+    Args:
+        path: run directory; or folder or s3:// URL of a package, which needs ``trust`` and ``key``.
+        model_init_fn: the model's function, where the run was given it in Python.
+        config: configuration, or its file, that names the model; a run directory has its own.
+        trust: trust store of a package's reader.
+        key: private key file of one of a package's recipients.
+
+    Raises:
+        ConfigError: ``not_a_run``, ``no_weights``, ``model_needed`` or ``package_keys``; as the model's source.
+        ModelError: ``model_mismatch`` if the model that is built here is not the run's.
+        RefusedError: ``weights_changed``; EvidenceError, why a package is refused.
+    """
+    return released_model(path, model_init_fn, config, Keys.of(trust, key)).module
+
+
+def released_model(
+    path: str | Path,
+    model_init_fn: Callable[[], nn.Module] | None = None,
+    config: RunConfig | str | Path | None = None,
+    keys: Keys | None = None,
+) -> ReleasedModel:
+    """Return the trained model with all that an export needs; arguments and errors as :func:`load`."""
+    if is_package(str(path)):
+        described = _described(config, model_init_fn)
+        with _package(str(path), keys) as (manifest, arrays):
+            return _built(described, manifest, arrays)
+    folder = RunFolder.open(Path(path))
+    described = _described(config, model_init_fn, folder)
+    return _built(described, *_weights(folder))
+
+
+def _described(
+    config: RunConfig | str | Path | None, function: Callable[[], nn.Module] | None, folder: RunFolder | None = None
+) -> _Described:
+    """Return what the caller says of the model, or else the run directory."""
+    base = Path.cwd()
+    if isinstance(config, str | Path):
+        base, config = Path(config).resolve().parent, load_config(Path(config))
+    elif config is None and folder is not None:
+        base, config = folder.base, folder.config()
+    named = config.model if config is not None else None
+    if function is None and named is None:
+        raise ConfigError(
+            "model_needed",
+            "only weights are there, and nothing says which model they are of.",
+            "Name the run's configuration as config, or give the model's function as model_init_fn.",
+        )
+    dataset = config.dataset if config is not None else None
+    return _Described(
+        source=model_source(named) if function is None else ModelSource.of(function),
+        base=base,
+        seed=config.seed if config is not None else 0,
+        tokenizer=dataset.tokenizer if dataset is not None else None,
+    )
+
+
+def _weights(folder: RunFolder) -> tuple[Manifest, Mapping[str, np.ndarray]]:
+    """Return manifest and weights of a run directory; they agree with the digest that the run wrote beside them."""
+    manifest, path = folder.manifest(), folder.path / "parameters.safetensors"
+    if manifest is None or not path.exists():
+        raise ConfigError(
+            "no_weights",
+            f"the run in {folder.path} is marked {folder.record.status} and has written no weights yet.",
+            "They are written when a run ends or stops: wait for it, or run 'raycloak run CONFIG --resume'.",
+        )
+    try:
+        with safe_open(path, framework="numpy") as file:
+            names: list[str] = file.keys()
+            arrays = {name: file.get_tensor(name) for name in names}
+            stated = (file.metadata() or {}).get("parameter_digest")
+    except OSError as error:
+        raise file_error("no_weights", "read", path, error) from None
+    except SafetensorError:
+        raise _changed(path) from None
+    shapes = {name: (array.dtype, array.shape) for name, array in arrays.items()}
+    wanted = {each.name: (np.dtype(np.float32), each.shape) for each in manifest.computation.tensors}
+    if shapes != wanted or _digest(manifest, arrays).hex() != stated:
+        raise _changed(path)
+    return manifest, arrays
+
+
+@contextmanager
+def _package(path: str, keys: Keys | None) -> Iterator[tuple[Manifest, Mapping[str, np.ndarray]]]:
+    if keys is None:
+        raise _keys_needed(f"{path} is a sealed package, which opens with a trust store and a recipient's key")
+    own = load_recipient_key(keys.key)
+    with package_at(path, keys.trust) as package:
+        yield package.run_manifest, parameters_of(package, package.unwrap(own))
+
+
+def _built(described: _Described, manifest: Manifest, arrays: Mapping[str, np.ndarray]) -> ReleasedModel:
+    """Build the model, require it to be the run's, and give it the weights.
+
+    Raises:
+        ModelError: ``model_mismatch``, or as :func:`raycloak.workers.inputs.models.build_noted`.
+    """
+    computation = manifest.computation
+    module = build_model(described.source, described.base, described.seed)
+    found = trainable_tensors(module)
+    for wanted, tensor in zip_longest(computation.tensors, found):
+        if wanted != tensor:
+            raise _other_model(f"tensor {_shown(tensor)} stands where the run trained {_shown(wanted)}")
+    # Before the mode is changed, which is one of the values that the digest covers.
+    loss_fn, _ = loss_function(computation.loss, described.base)
+    if frozen_digest(tensor_contents(module, loss_fn)) != computation.frozen:
+        raise _other_model("a frozen tensor, or a value that a layer or the loss holds, is another one")
+    load_flat(module, np.concatenate([arrays[tensor.name].reshape(-1) for tensor in computation.tensors]))
+    inner = module.model if isinstance(module, TextModel) else module
+    return ReleasedModel(
+        module=inner.eval(),
+        source=described.source,
+        base=described.base,
+        tokenizer=described.tokenizer,
+        manifest=manifest,
+        parameter_digest=_digest(manifest, arrays).hex(),
+    )
+
+
+def _digest(manifest: Manifest, arrays: Mapping[str, np.ndarray]) -> bytes:
+    tensors = manifest.computation.tensors
+    return parameter_digest(tensors, [tensor_digests(arrays[each.name].reshape(-1), (each,))[0] for each in tensors])
+
+
+def _shown(tensor: TensorSpec | None) -> str:
+    return "none" if tensor is None else f"'{tensor.name}' {list(tensor.shape)}"
+
+
+def _other_model(why: str) -> ModelError:
+    return ModelError(
+        "model_mismatch",
+        f"the model that is built here is not the one that the run trained: {why}.",
+        "Build it from the run's own code, base and seed, with the library versions of the run.",
+    )
+
+
+def _keys_needed(why: str) -> ConfigError:
+    return ConfigError(
+        "package_keys",
+        f"{why}.",
+        "Give trust and key; 'raycloak package keygen' and 'raycloak package trust' make them.",
+    )
+
+
+def _changed(path: Path) -> RefusedError:
+    return RefusedError(
+        "weights_changed",
+        f"{path} does not hold the tensors that the run wrote.",
+        "Restore the file, or load a sealed package of the run.",
+    )
