@@ -50,8 +50,9 @@ def bench_step(config: RunConfig, *, config_dir: Path) -> StepBench:
         ConfigError: ``bench_steps`` if the configuration has too few steps to measure.
         RaycloakError: as a run.
     """
-    if config.steps <= WARM_UP_STEPS + 1:
-        raise ConfigError("bench_steps", f"{config.steps} steps are too few.", f"Set at least {WARM_UP_STEPS + 2}.")
+    if config.steps is None or config.steps <= WARM_UP_STEPS + 1:
+        given = f"{config.epochs:g} epochs are no number of" if config.steps is None else f"{config.steps} are too few"
+        raise ConfigError("bench_steps", f"{given} steps.", f"Set steps to at least {WARM_UP_STEPS + 2}.")
     kept = os.environ.get(HOME_VARIABLE)
     with tempfile.TemporaryDirectory(prefix="raycloak-bench-") as home:
         os.environ[HOME_VARIABLE] = home

@@ -34,7 +34,7 @@ def plan_rows(plan: "Plan") -> list[tuple[str, str]]:
     rounded = f"rounding adds {100 * plan.sensitivity_inflation:.2g} % to the sensitivity"
     return [
         ("noise multiplier", f"{mechanism.noise_multiplier:.4g}, clipping norm {mechanism.max_grad_norm:g}"),
-        ("sample rate", f"{mechanism.sample_rate:.4g} of {mechanism.num_examples:,} examples"),
+        ("sample rate", f"{mechanism.sample_rate:.4g} of {mechanism.num_examples:,} examples, {_epochs_text(plan)}"),
         *_mechanism_rows(plan),
         ("steps", f"{plan.steps_within_cap} of {mechanism.steps} fit the cap {plan.epsilon_cap:g}"),
         ("ε charged", f"{epsilon_text(plan.epsilon)} at δ = {plan.delta:g} ({mechanism.accountant} accountant)"),
@@ -56,6 +56,10 @@ def plan_rows(plan: "Plan") -> list[tuple[str, str]]:
         ("object store", f"{size_text(plan.object_store_bytes)} at most"),
         *(("warning", warning) for warning in plan.warnings),
     ]
+
+
+def _epochs_text(plan: "Plan") -> str:
+    return f"{plan.mechanism.steps * plan.mechanism.sample_rate:.3g} epochs in {plan.mechanism.steps} steps"
 
 
 def _batch_text(plan: "Plan") -> str:

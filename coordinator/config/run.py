@@ -4,6 +4,7 @@ Unknown fields are refused. Contradictions between fields are refused here and i
 Checks that need the data or the model (capacity, budget, layers) are in `coordinator/planning/plan.py`.
 """
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -32,6 +33,9 @@ from raycloak.metrics.errors import ConfigError
 
 S = TypeVar("S", bound=Section)
 
+DEFAULT_STEPS = 200
+"""Steps of a run that gives neither steps nor epochs."""
+
 MOST_VIRTUAL_WORKERS = 8
 """Virtual workers of a run that does not say how many, unless fewer save rows or there are more workers."""
 
@@ -59,7 +63,7 @@ class RunConfig(Section):
             where it is not given.
         batch_size_per_worker, expected_batch_size: the public batch size, one of the two.
         micro_batch_size: most physical rows per forward pass; where it is not given, as many as memory holds.
-        steps: planned steps.
+        steps, epochs: planned steps, or passes over the data on average; at most one of the two, 200 steps by default.
         model: ``module:function`` that returns a ``torch.nn.Module``, or a Hugging Face model by configuration; a
             Trainer may be given a callable instead.
         loss: ``cross_entropy``, ``token_cross_entropy``, ``next_token_cross_entropy``, ``mse`` or ``module:function``
@@ -89,7 +93,8 @@ class RunConfig(Section):
     batch_size_per_worker: int | None = Field(default=None, gt=0)
     expected_batch_size: float | None = Field(default=None, gt=0)
     micro_batch_size: int | None = Field(default=None, gt=0)
-    steps: int = Field(default=200, gt=0)
+    steps: int | None = Field(default=None, gt=0)
+    epochs: float | None = Field(default=None, gt=0)
     model: ModelField = None
     loss: str = "cross_entropy"
     seed: int = Field(default=0, ge=0, lt=2**63)
@@ -120,6 +125,14 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
+    def _default_steps(cls, raw: Any) -> Any:
+        """Plan `DEFAULT_STEPS` steps where neither number is given; a dump of a configuration keeps which one was."""
+        if isinstance(raw, dict) and raw.get("steps") is None and raw.get("epochs") is None:
+            return {**raw, "steps": DEFAULT_STEPS}
+        return raw
+
+    @model_validator(mode="before")
+    @classmethod
     def _follow_the_model(cls, raw: Any) -> Any:
         """Take the loss from the model's task, and the tokenizer of text from the model."""
         if not isinstance(raw, dict) or not isinstance(raw.get("model"), dict | ModelConfig):
@@ -139,6 +152,8 @@ class RunConfig(Section):
     def _consistent(self) -> Self:
         if (self.batch_size_per_worker is None) == (self.expected_batch_size is None):
             raise ValueError("give exactly one of batch_size_per_worker and expected_batch_size")
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError("give steps or epochs, not both")
         if self.virtual_workers is not None and self.virtual_workers < self.num_workers:
             raise ValueError(
                 f"virtual_workers ({self.virtual_workers}) must be at least num_workers ({self.num_workers})"
@@ -160,7 +175,7 @@ class RunConfig(Section):
                 "secure_aggregation: false with several workers would show the aggregator vectors that carry only a "
                 "share of the noise; use one worker, or leave it on"
             )
-        if self.optimizer.warmup_steps > self.steps:
+        if self.steps is not None and self.optimizer.warmup_steps > self.steps:
             raise ValueError(f"optimizer.warmup_steps ({self.optimizer.warmup_steps}) exceeds steps ({self.steps})")
         if self.placement.resources_per_worker.get("GPU") and not self.use_gpu:
             raise ValueError("placement.resources_per_worker reserves GPUs, but use_gpu is false")
@@ -208,6 +223,24 @@ class RunConfig(Section):
         """Return whether training or evaluation data is sealed."""
         parts = (self.dataset, self.evaluation.dataset if self.evaluation else None)
         return any(part is not None and part.kind == "sealed" for part in parts)
+
+    def sized(self, num_examples: int) -> "RunConfig":
+        """Return the configuration with its epochs counted as steps; itself if it gives steps.
+
+        Raises:
+            ConfigError: ``config`` if the optimizer warms up for longer.
+        """
+        if self.epochs is None:
+            return self
+        # A batch size that divides the examples must not cost one more step by a rounding error.
+        steps = max(1, math.ceil(self.epochs * num_examples / self.batch_size * (1 - 1e-12)))
+        return parse_config(self.model_dump(mode="json") | {"steps": steps, "epochs": None})
+
+    @property
+    def planned_steps(self) -> int:
+        """The number of planned steps, of a configuration that gives it or is :meth:`sized`."""
+        assert self.steps is not None, "epochs become steps once the data is known"
+        return self.steps
 
     @property
     def batch_size(self) -> float:

@@ -121,7 +121,7 @@ def hosted_at_most(virtual_workers: int, workers: int) -> int:
 
 def _batch_of(config: RunConfig, terms: BatchTerms, virtual_workers: int) -> PhysicalBatch:
     slice_size = -(-terms.num_examples // virtual_workers)
-    draws = config.steps * virtual_workers
+    draws = config.planned_steps * virtual_workers
     by_epsilon = bool(terms.releases) and terms.accountant == "pld" and terms.sample_rate < 1
     if by_epsilon:
         capacity = _charged_capacity(config, terms, virtual_workers)

@@ -48,7 +48,7 @@ def build_computation(
 
 def epochs(config: RunConfig) -> int:
     """Return the number of key epochs of the planned steps."""
-    return -(-config.steps // config.epoch_steps)
+    return -(-config.planned_steps // config.epoch_steps)
 
 
 def build_manifest(

@@ -118,7 +118,7 @@ def _sections(config: RunConfig) -> list[Section]:
 
 
 def _count(config: RunConfig, section: Section) -> int:
-    return 1 if isinstance(section, ClassCountsConfig) else -(-config.steps // section.every)
+    return 1 if isinstance(section, ClassCountsConfig) else -(-config.planned_steps // section.every)
 
 
 def _noise(section: Section) -> float:

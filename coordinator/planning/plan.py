@@ -155,6 +155,7 @@ def make_plan(
         ConfigError, DatasetError, ModelError, RefusedError: as :func:`plan_mechanism`; also ``delta_slack`` and
             ``cap_too_small``.
     """
+    config = config.sized(num_examples)
     mechanism = plan_mechanism(config, num_examples, dimension, account, largest_rows)
     run = Schedule(mechanism, plan_measurements(config, mechanism, largest_rows))
     cap, delta = cap_for(config, account), config.dp_config.target_delta
@@ -219,6 +220,7 @@ def plan_mechanism(
         ConfigError, DatasetError, ModelError: the configuration does not fit the data or the ring; with numbers.
         RefusedError: ``not_public``.
     """
+    config = config.sized(num_examples)
     check_public(config)
     _check_sizes(config, num_examples, dimension)
     sample_rate = _sample_rate(config, num_examples)
@@ -234,7 +236,7 @@ def plan_mechanism(
         num_examples=num_examples,
         virtual_workers=batch.virtual_workers,
         sample_rate=sample_rate,
-        steps=config.steps,
+        steps=config.planned_steps,
         max_grad_norm=config.dp_config.max_grad_norm,
         noise_multiplier=noise,
         honest_share=honest_share,
@@ -312,15 +314,15 @@ def _honest_share(config: RunConfig, virtual_workers: int) -> float:
 
 def _noised_releases(config: RunConfig, sample_rate: float, accountant: AccountantName) -> Releases:
     """Return all planned releases, the gradient's first, with the noise that is configured or solved for."""
-    dp = config.dp_config
+    dp, steps = config.dp_config, config.planned_steps
     if dp.noise_multiplier is not None:
         noise = _enough_noise(dp.noise_multiplier)
-        return (Release(sample_rate, noise, config.steps), *planned_measurements(config))
+        return (Release(sample_rate, noise, steps), *planned_measurements(config))
     assert dp.target_epsilon is not None
     others = planned_measurements(config)
     _check_affordable(others, dp.target_epsilon, dp.target_delta, accountant)
-    noise = solve_noise_multiplier(dp.target_epsilon, dp.target_delta, sample_rate, config.steps, accountant, others)
-    return (Release(sample_rate, noise, config.steps), *others)
+    noise = solve_noise_multiplier(dp.target_epsilon, dp.target_delta, sample_rate, steps, accountant, others)
+    return (Release(sample_rate, noise, steps), *others)
 
 
 def _enough_noise(noise_multiplier: float) -> float:

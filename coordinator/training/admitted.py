@@ -75,7 +75,8 @@ def admit(order: Order, founders: Founders, reporter: Reporter, evaluation: Seal
     Raises:
         RaycloakError: what refuses the run; nothing was charged.
     """
-    config, session, facts = _recorded_shape(order), order.session, founders.facts
+    session, facts = order.session, founders.facts
+    config = _recorded_shape(order).sized(facts.num_examples)
     require_other_content(config, Path(order.setup.base), facts.dataset_fingerprint)
     named = _paying_account(order)
     dimension = sum(tensor.size for tensor in facts.tensors)

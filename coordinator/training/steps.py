@@ -270,7 +270,7 @@ class Training:
         """Tell metrics, events and progress of a finished step."""
         metrics, private = self.metrics, self.plan.mechanism.private
         done = self.finished_steps
-        due = self.evaluator is not None and (done % self.evaluator.every == 0 or done == self.config.steps)
+        due = self.evaluator is not None and (done % self.evaluator.every == 0 or done == self.plan.mechanism.steps)
         evaluation = self.evaluate() if due else None
         accuracy, loss = (evaluation.accuracy, evaluation.loss) if evaluation else (None, None)
         metrics.step_committed(outcome.seconds)
@@ -293,7 +293,7 @@ class Training:
         self.reporting.progress(
             StepReport(
                 step=done,
-                steps=self.config.steps,
+                steps=self.plan.mechanism.steps,
                 epsilon=outcome.charged_epsilon if private else None,
                 epsilon_cap=self.plan.epsilon_cap if private else None,
                 evaluation_accuracy=accuracy,

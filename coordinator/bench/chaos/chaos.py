@@ -70,7 +70,7 @@ def bench_chaos(
 
     Raises:
         ConfigError: ``chaos_workers`` if the run cannot lose a worker, ``chaos_nodes`` if it cannot lose a node,
-            ``chaos_steps`` if it finished before all kills.
+            ``chaos_steps`` if it finished before all kills, or gives epochs.
         RunFailedError: ``chaos_stuck`` if the run was not complete again in time, ``chaos_ended`` if it cannot
             continue.
     """
@@ -79,6 +79,8 @@ def bench_chaos(
         raise ConfigError(
             "chaos_workers", "the run would fall below min_workers.", "Set num_workers to at least min_workers + 1."
         )
+    if config.steps is None:
+        raise ConfigError("chaos_steps", "kills need steps, and the configuration gives epochs.", "Give steps.")
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="raycloak-chaos-", ignore_cleanup_errors=True) as folder:
         site, secret = _new_site(Path(folder) / "site"), Path(folder) / "secret.hex"
@@ -181,7 +183,7 @@ class Chaos:
         try:
             self.run.wait_until(self._is_complete, f"the complete run before {what}")
         except RunFailedError as failure:
-            if _last(self.run) + 1 >= self.config.steps:
+            if _last(self.run) + 1 >= self.config.planned_steps:
                 raise ConfigError(
                     "chaos_steps", f"the run finished all its steps before {what}.", "Raise steps."
                 ) from None

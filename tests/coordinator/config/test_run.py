@@ -149,3 +149,23 @@ def test_batch_size_of_workers():
 def test_a_single_worker_needs_no_masks():
     config = parse_config(with_field("num_workers", 1) | {"secure_aggregation": False})
     assert config.fewest_workers == 1
+
+
+@pytest.mark.parametrize(
+    ("epochs", "examples", "steps"), [(1, 1000, 10), (0.5, 1000, 5), (3, 1001, 31), (0.001, 1000, 1), (0.7, 1000, 7)]
+)
+def test_epochs_are_as_many_steps_as_draw_each_example_that_often(epochs, examples, steps):
+    sized = parse_config(with_field("epochs", epochs)).sized(examples)
+    assert sized.planned_steps == steps
+    assert sized.epochs is None
+    assert sized.sized(7) is sized
+
+
+def test_steps_and_epochs_exclude_each_other_and_a_record_keeps_which_was_given():
+    with pytest.raises(ConfigError, match="steps or epochs, not both"):
+        parse_config({**GOOD, "steps": 3, "epochs": 1})
+    given = parse_config(with_field("epochs", 2))
+    assert (given.steps, parse_config(given.model_dump(mode="json"))) == (None, given)
+    assert parse_config(GOOD).steps == 200
+    with pytest.raises(ConfigError, match=r"warmup_steps \(9\) exceeds steps \(4\)"):
+        parse_config({**GOOD, "epochs": 2, "optimizer": {"warmup_steps": 9}}).sized(200)

@@ -14,7 +14,7 @@ import pytest
 from raycloak.metrics.errors import BudgetError, RefusedError
 from raycloak.workers.inputs import rows
 from raycloak.workers.train_worker import TrainWorker
-from tests.protocol import FEW_FAILURES, WholeRun, examples, on, trained, whole_run
+from tests.protocol import FEW_FAILURES, RENYI, WholeRun, examples, on, trained, whole_run
 from tests.text_model import DATASET, texts
 
 WORKERS = [1, 2, 3, 5, 8]
@@ -191,3 +191,11 @@ def test_a_table_gives_the_same_bytes_from_memory_and_from_scratch_files_for_any
         digests.append(digests_everywhere(run))
     assert digests[0] == digests[1] == digests[2]
     assert len(set(digests[0])) == 3
+
+
+def test_a_run_of_epochs_is_the_run_of_as_many_steps(tmp_path):
+    by_steps = trained(tmp_path / "steps", dp_config=RENYI)
+    by_epochs = trained(tmp_path / "epochs", dp_config=RENYI, steps=None, epochs=1.5)
+    assert len(by_steps.digests) == 3, "40 examples, 20 in a batch"
+    assert by_epochs.digests == by_steps.digests
+    assert by_epochs.finished.manifest.computation == by_steps.finished.manifest.computation
