@@ -744,7 +744,7 @@ def _metrics(run: WholeRun, manifest: Manifest, evidence_class: str) -> RunMetri
         run=run.session.run_id,
         account=manifest.account,
         evidence_class=evidence_class,
-        steps_planned=run.config.steps,
+        steps_planned=mechanism.steps,
         virtual_workers=run.config.virtual_workers,
         workers_required=run.config.fewest_workers,
         parameters=mechanism.dimension,

@@ -21,6 +21,7 @@ from raycloak.coordinator.cli.data import data
 from raycloak.coordinator.cli.options import AsJson, ConfigFile, Debug, Overrides
 from raycloak.coordinator.cli.options import execute as _execute
 from raycloak.coordinator.cli.package import package
+from raycloak.coordinator.cli.progress import EVERY_S, ProgressDisplay
 from raycloak.coordinator.config.run import RunConfig, load_config, parse_config
 from raycloak.coordinator.console.output import Output, command_output, leave_stdout
 from raycloak.coordinator.console.streams import open_missing_streams
@@ -60,6 +61,9 @@ RunSecret = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="File of 64 hex digits, mode 0600; the same secret repeats the same run."),
 ]
+ProgressEvery = Annotated[
+    float, typer.Option(metavar="SECONDS", help="Time between two lines of progress in a log.", min=0.1)
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume the newest unfinished run of CONFIG's name.")]
 
 
@@ -69,6 +73,7 @@ def run(
     overrides: Overrides = None,
     run_secret: RunSecret = None,
     resume: Resume = False,
+    progress: ProgressEvery = EVERY_S,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -76,13 +81,17 @@ def run(
     _execute(
         as_json,
         debug,
-        lambda output: _train(output, load_config(config, overrides), config.parent, run_secret, resume),
+        lambda output: _train(output, load_config(config, overrides), config.parent, run_secret, resume, progress),
     )
 
 
 @app.command()
 def demo(
-    overrides: Overrides = None, run_secret: RunSecret = None, as_json: AsJson = False, debug: Debug = False
+    overrides: Overrides = None,
+    run_secret: RunSecret = None,
+    progress: ProgressEvery = EVERY_S,
+    as_json: AsJson = False,
+    debug: Debug = False,
 ) -> None:
     """Train a small model on scikit-learn's digits with three local workers; evidence is SIMULATED."""
     from raycloak.coordinator.runs.demo import demo_config
@@ -90,24 +99,29 @@ def demo(
     _execute(
         as_json,
         debug,
-        lambda output: _train(output, parse_config(demo_config(), overrides), None, run_secret, resume=False),
+        lambda output: _train(
+            output, parse_config(demo_config(), overrides), None, run_secret, resume=False, every_s=progress
+        ),
     )
 
 
-def _train(output: Output, config: RunConfig, config_dir: Path | None, run_secret: Path | None, resume: bool) -> int:
-    with quickly():
-        from raycloak.coordinator.cli.progress import ProgressDisplay
-        from raycloak.coordinator.cli.verdict_table import verdict_table, verdict_text
-        from raycloak.coordinator.runs.trainer import Trainer
-        from raycloak.coordinator.runs.verdict import Verdict
+def _train(
+    output: Output, config: RunConfig, config_dir: Path | None, run_secret: Path | None, resume: bool, every_s: float
+) -> int:
+    with ProgressDisplay(output.progress, config.name, every_s) as display:
+        display.phase("loading libraries")
+        with quickly():
+            from raycloak.coordinator.cli.verdict_table import verdict_table, verdict_text
+            from raycloak.coordinator.runs.trainer import Trainer
+            from raycloak.coordinator.runs.verdict import Verdict
 
-    with ProgressDisplay(output.progress, config.name) as display:
         trainer = Trainer(
             config,
             config_dir=config_dir,
             run_secret=run_secret,
             resume=resume,
             progress=display,
+            phase=display.phase,
             notice=output.announce,
             handle_signals=True,
         )

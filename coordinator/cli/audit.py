@@ -36,10 +36,13 @@ def audit_command(
 
 
 def _audit(output: Output, config: RunConfig, base: Path, canaries: int, confidence: float) -> int:
-    from raycloak.coordinator.audit.audit import audit
     from raycloak.coordinator.cli.progress import ProgressDisplay
 
     with ProgressDisplay(output.progress, f"{config.name}-audit") as display:
+        display.phase("loading libraries")
+        from raycloak.coordinator.audit.audit import audit
+
+        display.phase("training with canaries")
         result = audit(config, base, canaries=canaries, confidence=confidence, progress=display)
     output.result(asdict(result), audit_table(result))
     if not result.contradicted:

@@ -1,23 +1,37 @@
-"""The live progress of a run: one report per step, shown as a bar on a terminal and as plain lines elsewhere."""
+"""The live progress of a run, from its first second: a bar on a terminal, and a line every few seconds elsewhere.
 
+The start has phases, each shown with how long it takes. Then every step shows its rate, the time that is left, and the
+budget. A log gets a line at every change of phase and every few seconds in between, also while nothing is finished.
+"""
+
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from raycloak.coordinator.training.reporting import StepReport
+# A start that waits for libraries shows that it does, so nothing heavy is imported before it.
+if TYPE_CHECKING:
+    from raycloak.coordinator.training.reporting import StepReport
 
-LINES_PER_RUN = 10
-"""Lines of progress where the output is not a terminal, so that logs stay short."""
+EVERY_S = 10.0
+"""Seconds between two lines of progress where the output is not a terminal."""
+
+_RATED = 20
+"""Newest steps that the rate is taken over: it follows a cluster that grows, and does not jump with one step."""
 
 
-def status_line(report: StepReport) -> str:
+def status_line(report: "StepReport") -> str:
     """Return budget, accuracy and workers in one line."""
     parts = ["NOT PRIVATE" if report.epsilon is None else f"ε {report.epsilon:.3f}"]
     if report.epsilon is not None and report.epsilon_cap is not None:
         parts[0] += f" of {report.epsilon_cap:g} charged"
+    if report.epsilon is not None and report.epsilon_planned is not None:
+        parts[0] += f" (plan {report.epsilon_planned:.3f})"
     if not report.exact:
         parts.append("NOT EXACT")
     if report.evaluation_accuracy is not None:
@@ -28,14 +42,46 @@ def status_line(report: StepReport) -> str:
     return " · ".join(parts)
 
 
-class ProgressDisplay:
-    """A context manager that is called with each :class:`StepReport`."""
+def rate_text(steps_per_s: float, steps_left: int) -> str:
+    """Return the rate of steps, and how long those that are left take at it."""
+    rate = f"{steps_per_s:.1f} steps/s" if steps_per_s >= 1 else f"{1 / steps_per_s:.1f} s/step"
+    left = round(steps_left / steps_per_s)
+    return rate if not left else f"{rate} · {duration_text(left)} left"
 
-    def __init__(self, console: Console, name: str) -> None:
+
+def duration_text(seconds: int) -> str:
+    """Return ``1:02:03``, or ``2:03`` below an hour."""
+    minutes, rest = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class ProgressDisplay:
+    """A context manager that is told each phase, and called with each :class:`StepReport`.
+
+    Args:
+        every_s: seconds between two lines where the console is not a terminal.
+        clock: in seconds; it only goes forward.
+    """
+
+    def __init__(
+        self, console: Console, name: str, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._console = console
         self._name = name
-        self._measured: tuple[float | None, float | None] = None, None
-        self._lines = 0
+        self._every_s = every_s
+        self._clock = clock
+        self._began = clock()
+        self._phase = ("starting", self._began)
+        self._phases: list[str] = []
+        self._report: StepReport | None = None
+        # When the newest steps ended, and with how many steps done.
+        self._ends: list[tuple[float, int]] = []
+        self._over = threading.Event()
+        # The thread of lines and the one that trains show one state.
+        self._lock = threading.Lock()
+        self._said_at = self._began
+        self._beat = threading.Thread(target=self._keep_alive, name="progress", daemon=True)
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
@@ -51,23 +97,80 @@ class ProgressDisplay:
 
     def __enter__(self) -> Self:
         self._bar.start()
+        if not self._console.is_terminal:
+            self._beat.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._over.set()
+        if self._beat.is_alive():
+            self._beat.join()
         self._bar.stop()
 
-    def __call__(self, report: StepReport) -> None:
+    def phase(self, what: str) -> None:
+        """Show that another phase begins, and how long the one before it took."""
+        with self._lock:
+            now = self._clock()
+            before, since = self._phase
+            self._phase = what, now
+            took = f"{before} {now - since:.1f} s"
+            self._phases.append(took)
+            if self._console.is_terminal:
+                self._bar.update(self._task, status=what)
+            # The display's own phase is the first, and takes no time.
+            self._say(f"{what} (after {took})" if len(self._phases) > 1 else what, now)
+
+    def __call__(self, report: "StepReport") -> None:
         """Show ``report``; what was measured stays visible until it is measured again."""
-        measured = report.evaluation_accuracy, report.evaluation_loss
-        if measured != (None, None):
-            self._measured = measured
-        accuracy, loss = self._measured
-        status = status_line(replace(report, evaluation_accuracy=accuracy, evaluation_loss=loss))
-        if self._console.is_terminal:
-            self._bar.update(self._task, completed=report.step, total=report.steps, status=status)
-        elif report.step * LINES_PER_RUN // report.steps > self._lines:
-            self._lines = report.step * LINES_PER_RUN // report.steps
-            line = f"{self._name}: step {report.step} of {report.steps} · {status}"
+        with self._lock:
+            now = self._clock()
+            if self._report is None:
+                # The first step is measured from where the phase of training began.
+                self._ends.append((self._phase[1], report.step - 1))
+                self._tell_the_start()
+            elif report.evaluation_accuracy is None and report.evaluation_loss is None:
+                measured = self._report.evaluation_accuracy, self._report.evaluation_loss
+                report = replace(report, evaluation_accuracy=measured[0], evaluation_loss=measured[1])
+            self._report = report
+            self._ends = [*self._ends, (now, report.step)][-_RATED - 1 :]
+            if self._console.is_terminal:
+                self._bar.update(self._task, completed=report.step, total=report.steps, status=self._status(report))
+            elif report.step == report.steps or now - self._said_at >= self._every_s:
+                self._say(self._step_line(report), now)
+
+    def _tell_the_start(self) -> None:
+        """Leave the times of the start's phases above the bar; a log has them already."""
+        if self._console.is_terminal and len(self._phases) > 1:
+            started = duration_text(round(self._phase[1] - self._began))
+            self._console.print(f"started in {started}: {' · '.join(self._phases[1:])}", markup=False, highlight=False)
+
+    def _keep_alive(self) -> None:
+        """Say where the run is whenever nothing was said for a while; ends with the display."""
+        while not self._over.wait(max(0.05, self._said_at + self._every_s - self._clock())):
+            with self._lock:
+                now = self._clock()
+                if now - self._said_at < self._every_s:
+                    continue
+                what, since = self._phase
+                if self._report is None or self._report.step == self._report.steps:
+                    self._say(f"{what}, for {now - since:.1f} s", now)
+                else:
+                    self._say(self._step_line(self._report), now)
+
+    def _step_line(self, report: "StepReport") -> str:
+        return f"step {report.step} of {report.steps} · {self._status(report)}"
+
+    def _status(self, report: "StepReport") -> str:
+        (first, before), (last, done) = self._ends[0], self._ends[-1]
+        if last <= first:
+            return status_line(report)
+        return f"{rate_text((done - before) / (last - first), report.steps - done)} · {status_line(report)}"
+
+    def _say(self, text: str, now: float) -> None:
+        """Print a line of a log, which begins with the run's name and its age."""
+        self._said_at = now
+        if not self._console.is_terminal:
+            line = f"{self._name} {duration_text(round(now - self._began))} {text}"
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -142,14 +142,14 @@ class Output:
             RaycloakError: ``output_lost`` if it could not be written. Somebody who has stopped reading is not an error.
         """
         if self._as_json:
-            print(json.dumps(_plain(data), allow_nan=False), file=self._stdout, flush=True)
+            print(json_text(data), file=self._stdout, flush=True)
         else:
             _console(self._stdout).print(view)
         self._stdout.flush()
         failure = self._stdout.failure
         if failure is not None and not isinstance(failure, BrokenPipeError):
             message = f"the command's result could not be written: {failure.strerror}."
-            raise RaycloakError("output_lost", message, "Make room; the verdict of a run is in its run.log as well.")
+            raise RaycloakError("output_lost", message, "Make room; a run also keeps its verdict in verdict.json.")
 
     def preview(self, view: RenderableType) -> None:
         """Show a person the result so far before the command fails; JSON has it beside the error."""
@@ -190,8 +190,12 @@ class Output:
         self.note(f"error: {error.code}: {error.message} {_spent(error)}{error.remedy}")
         if self._as_json:
             so_far = {"run_dir": error.result["run_dir"], **error.result["metrics"]} if error.result else {}
-            described = _plain({**so_far, "error": _describe(error)})
-            print(json.dumps(described, allow_nan=False), file=self._stdout, flush=True)
+            print(json_text({**so_far, "error": _describe(error)}), file=self._stdout, flush=True)
+
+
+def json_text(data: Mapping[str, Any]) -> str:
+    """Return ``data`` as one JSON object: null for infinity and NaN, hexadecimal text for bytes."""
+    return json.dumps(_plain(data), allow_nan=False)
 
 
 @contextmanager

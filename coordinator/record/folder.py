@@ -1,6 +1,7 @@
 """The run directory, from which a later execution resumes or replays a run, and the lock that keeps two apart.
 
-It holds ``run.json`` (identity and status), ``config.yaml``, ``manifest.json``, ``metrics.jsonl``, ``packages/``, logs.
+It holds ``run.json`` (identity and status), ``config.yaml``, ``manifest.json``, ``metrics.jsonl`` and logs. A run that
+ended also leaves ``parameters.safetensors`` and ``verdict.json`` there.
 A process that is killed leaves the status ``running`` behind; only the lock tells whether that is still true.
 """
 
@@ -146,6 +147,10 @@ class RunFolder:
         known[released.query, released.number] = released
         values = ReleasedValues(releases=tuple(known.values()))
         write_whole(self.path / "measurements.json", values.encode() + b"\n")
+
+    def write_verdict(self, verdict: str) -> None:
+        """Keep the verdict of the newest execution, one JSON object, as ``verdict.json``."""
+        write_whole(self.path / "verdict.json", verdict.encode() + b"\n")
 
     def write_parameters(self, manifest: Manifest, parameters: np.ndarray, parameter_digest: bytes) -> None:
         """Keep the released parameters as ``parameters.safetensors``; they are on disk when this returns."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from raycloak.coordinator.cluster.control import Control, Restart
 from raycloak.coordinator.cluster.placement import Placement
 from raycloak.coordinator.cluster.remote import Actor
 from raycloak.coordinator.config.run import RunConfig
-from raycloak.coordinator.console.output import attach_log
+from raycloak.coordinator.console.output import attach_log, json_text
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.view import LedgerView
 from raycloak.coordinator.membership.departures import Departure
@@ -57,6 +57,7 @@ class Execution:
         base: folder that relative paths and ``module:function`` names start from.
         in_memory: a map-style dataset instead of ``config.dataset``.
         progress: called after every finished step.
+        phase: called with a few words when another phase begins.
         notice: told, in one line each, what a watcher needs to know.
         stop: asked between two steps.
         handle_signals: whether SIGINT and SIGTERM make ``stop`` while a run executes; main thread only.
@@ -70,6 +71,7 @@ class Execution:
         *,
         in_memory: Any | None = None,
         progress: Callable[[StepReport], None] = lambda report: None,
+        phase: Callable[[str], None] = lambda what: None,
         notice: Callable[[str], None],
         stop: StopRequest | None = None,
         handle_signals: bool = False,
@@ -79,6 +81,7 @@ class Execution:
         self._base = base
         self._in_memory = in_memory
         self._progress = progress
+        self._phase = phase
         self._notice = notice
         self._stop = stop or StopRequest()
         self._handle_signals = handle_signals
@@ -133,11 +136,13 @@ class Execution:
 
     def _launch(self, stack: ExitStack, bind: str | None) -> Launched:
         """Join or start Ray, take the signals over from it, and start every process of a session."""
+        self._phase("connecting to Ray")
         if connect(num_cpus=self._config.num_workers + 1):
             stack.callback(disconnect)
         # After Ray, which replaces the handler of SIGTERM when it starts.
         if self._handle_signals:
             stack.enter_context(stop_on_signals(self._stop, self._notice))
+        self._phase("starting workers")
         return launch(stack, self._config, Path(self._base), self._placement(), bind)
 
     def _conduct(
@@ -176,7 +181,10 @@ class Execution:
         assert finished.ending is not None, "a finished run has an ending"
         if assignment.charges:
             folder.mark("stopped" if finished.ending is Ending.STOPPED else "done")
-        return self._outcome(finished, folder, finished.ending.value, started)
+        outcome = self._outcome(finished, folder, finished.ending.value, started)
+        if assignment.charges:
+            self._keep(outcome)
+        return outcome
 
     def _void(self, control: Control, folder: RunFolder) -> None:
         """End a new run that failed before it had a coordinator."""
@@ -209,7 +217,17 @@ class Execution:
             error.spent_epsilon = finished.charged_epsilon if finished else coordinator.charged_epsilon
             error.step = coordinator.step
             if finished is not None:
-                error.result = self._outcome(finished, folder, error.code, started).result()
+                outcome = self._outcome(finished, folder, error.code, started)
+                error.result = outcome.result()
+                self._keep(outcome)
+
+    def _keep(self, outcome: "Outcome") -> None:
+        """Write the verdict into the run directory, where the weights are on disk by now."""
+        result = outcome.result()
+        try:
+            outcome.folder.write_verdict(json_text({"run_dir": result["run_dir"], **result["metrics"]}))
+        except OSError as trouble:  # a full disk: the caller gets the verdict all the same
+            self._notice(f"verdict.json was not written: {trouble.strerror}")
 
     def _outcome(self, finished: Finished, folder: RunFolder, ending: str, started: float) -> "Outcome":
         seconds = time.monotonic() - started
@@ -269,6 +287,7 @@ class Execution:
             metrics=partial(self._admitted, exporter, control, folder),
             events=events,
             progress=self._progress,
+            phase=self._phase,
             departure=self._departed,
             joined=lambda member_id: self._notice(f"{member_id} joined"),
             restart=self._restarted,
@@ -297,7 +316,7 @@ class Execution:
         self._notice(line)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Outcome:
     """The result of an execution, where it lies, and how it ended.
 
@@ -312,11 +331,16 @@ class Outcome:
     warnings: tuple[str, ...]
     evidence_service: str | None = None
 
+    # Four accountants compute it, which takes seconds for some plans.
+    @cached_property
+    def _metrics(self) -> dict[str, Any]:
+        warnings = (*self.finished.plan.warnings, *self.warnings)
+        verdict = verdict_of(self.finished, self.folder.path, self.wall_seconds, self.ending, warnings)
+        return replace(verdict, evidence_service=self.evidence_service).metrics()
+
     def result(self) -> dict[str, Any]:
         """Return ``run_dir`` and ``metrics``, the fields of the verdict."""
-        path, warnings = self.folder.path, (*self.finished.plan.warnings, *self.warnings)
-        verdict = verdict_of(self.finished, path, self.wall_seconds, self.ending, warnings)
-        return {"run_dir": str(path), "metrics": replace(verdict, evidence_service=self.evidence_service).metrics()}
+        return {"run_dir": str(self.folder.path), "metrics": self._metrics}
 
 
 def _view(ledger: Actor) -> LedgerView:

@@ -33,6 +33,7 @@ class Trainer:
             absent.
         run_secret: file of 64 hexadecimal digits; the same secret repeats the same run.
         progress: called after every committed step.
+        phase: called with a few words when another phase of the run begins.
         resume: resume the newest unfinished run of the configuration's name instead of starting one.
         handle_signals: whether SIGINT and SIGTERM end the run after the step it is in, and at once when they come
             again; for the main thread.
@@ -49,6 +50,7 @@ class Trainer:
         run_secret: Path | None = None,
         resume: bool = False,
         progress: Callable[[StepReport], None] | None = None,
+        phase: Callable[[str], None] | None = None,
         notice: Callable[[str], None] | None = None,
         handle_signals: bool = False,
     ) -> None:
@@ -79,6 +81,7 @@ class Trainer:
             portable_base(base),
             in_memory=train_dataset,
             progress=progress or (lambda report: None),
+            phase=phase or (lambda what: None),
             notice=self._notice,
             stop=self._stop,
             handle_signals=handle_signals,

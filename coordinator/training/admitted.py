@@ -84,6 +84,7 @@ def admit(order: Order, founders: Founders, reporter: Reporter, evaluation: Seal
     plan = checked(with_notes(planned, facts.model_notes))
     plan = replace(plan, data_check=recorded_check(facts.dataset_fingerprint))
     reporter.planned(plan)
+    reporter.to.phase("admitting workers")
     account = config.ledger.account or f"run-{session.run_id}"
     known_answer = founders.known_answer(plan.mechanism, plan.measurements)
     manifest, rollback_witness = _manifest(order, config, facts, plan, account, known_answer)

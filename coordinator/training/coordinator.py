@@ -43,6 +43,15 @@ class Phase(Enum):
         return self in (Phase.DONE, Phase.FAILED)
 
 
+_SAID = {
+    Phase.PREPARING: "opening data and building the model",
+    Phase.ADMITTING: "planning",
+    Phase.TRAINING: "training",
+    Phase.FINISHING: "writing the result",
+}
+"""The words by which a watcher is told of a phase."""
+
+
 class Coordinator:
     """Drives one execution of a run in one session.
 
@@ -82,21 +91,26 @@ class Coordinator:
         """
         order = self.order
         try:
+            self._enter(Phase.PREPARING)
             load = partial(load_accountants, order.config)
             founders = Founders.prepare(self._members, order.setup, order.session.crew, load)
-            self.phase = Phase.ADMITTING
+            self._enter(Phase.ADMITTING)
             admitted = admit(order, founders, self._reporter, self._evaluation)
-            self.phase = Phase.TRAINING
+            self._enter(Phase.TRAINING)
             training = set_out(order, admitted, self._reporter)
             self._conclusion = Conclusion(order, admitted, training)
             ending = training.run()
-            self.phase = Phase.FINISHING
+            self._enter(Phase.FINISHING)
             finished = self._conclusion.conclude(ending)
             self.phase = Phase.DONE
             return finished
         except BaseException:
             self.phase = Phase.FAILED
             raise
+
+    def _enter(self, phase: Phase) -> None:
+        self.phase = phase
+        self.order.reporting.phase(_SAID[phase])
 
     def finished(self) -> Finished | None:
         """Return the result so far; None before the first step is done."""

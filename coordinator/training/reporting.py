@@ -23,6 +23,7 @@ class StepReport:
         epsilon: charged to the account so far, by all its runs; None if the run is not private. It is no claim: a run
             that is stopped because of what it shows claims what its plan costs.
         epsilon_cap: what the account may spend; None if the run is not private.
+        epsilon_planned: what the whole plan costs a fresh account; None if the run is not private.
         evaluation_accuracy: share in [0, 1] on the public split, if it was measured after this step.
         evaluation_loss: mean on the public split, in its place where a loss is measured.
         workers: workers that took part.
@@ -41,6 +42,7 @@ class StepReport:
     seconds: float
     evaluation_loss: float | None = None
     exact: bool = True
+    epsilon_planned: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class Reporting:
         joined: called with the member id of a worker that joins the run after its start.
         restart: called when the ledger or the orchestrator was started again.
         warned: called with each warning of the plan, before anything is charged.
+        phase: called with a few words when another phase begins.
     """
 
     metrics: Callable[[Manifest, str], RunMetrics]
@@ -63,6 +66,7 @@ class Reporting:
     joined: Callable[[str], None]
     restart: Callable[[Restart], None]
     warned: Callable[[str], None] = lambda warning: None
+    phase: Callable[[str], None] = lambda what: None
 
 
 @dataclass(slots=True)

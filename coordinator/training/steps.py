@@ -302,5 +302,6 @@ class Training:
                 seconds=outcome.seconds,
                 evaluation_loss=loss,
                 exact=self.plan.exact,
+                epsilon_planned=self.plan.epsilon if private else None,
             )
         )

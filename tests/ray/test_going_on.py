@@ -83,6 +83,7 @@ def test_a_stopped_run_resumes_and_can_be_replayed(ray_cluster, config_file, tmp
     assert "SIGTERM: the run stops after this step" in errors
     warning = f"warning: {secret} has mode 0644."
     assert errors.count(warning) == (run_dir / "run.log").read_text().count(warning) == 1
+    assert json.loads((run_dir / "verdict.json").read_text()) == result
     first = result["steps"]
     assert 2 <= first == len(digests(run_dir)) < STEPS
     (packages,) = (raycloak_home / "packages").iterdir()
@@ -91,6 +92,7 @@ def test_a_stopped_run_resumes_and_can_be_replayed(ray_cluster, config_file, tmp
     config = load_config(config_file)
     on = Trainer(config, resume=True, notice=lambda line: None).train()
     assert (on["run_dir"], on["metrics"]["ending"], on["metrics"]["steps"]) == (str(run_dir), "complete", STEPS)
+    assert json.loads((run_dir / "verdict.json").read_text())["ending"] == "complete"
     assert len(digests(run_dir)) == STEPS
     with pytest.raises(ConfigError, match="nothing_to_resume"):
         Trainer(config, resume=True).train()

@@ -47,11 +47,12 @@ class FakeTrainer:
     outcome = None
     log = None
 
-    def __init__(self, config, *, config_dir, run_secret, resume, progress, notice, handle_signals):
+    def __init__(self, config, *, config_dir, run_secret, resume, progress, phase, notice, handle_signals):
         FakeTrainer.made = types.SimpleNamespace(
             config=config, config_dir=config_dir, run_secret=run_secret, resume=resume
         )
         self._progress = progress
+        self._phase = phase
         self._notice = notice
 
     def train(self):
@@ -59,6 +60,7 @@ class FakeTrainer:
             attach_log(self.log)
         print("noise of a library")
         self._notice("metrics: http://127.0.0.1:1/metrics")
+        self._phase("training")
         for step in (1, 2):
             self._progress(StepReport(step, 2, 3.75 * step, 8.0, 0.9, 3, "ab" * 32, 0.1))
         if isinstance(self.outcome, BaseException):
@@ -99,6 +101,8 @@ def test_run_ends_in_a_verdict(raycloak, trainer, config_file):
     assert code == 0
     assert "Verdict (SIMULATED evidence)" in out
     assert "metrics: http://127.0.0.1:1/metrics" in err
+    assert "0:00 loading libraries" in err
+    assert "training (after loading libraries" in err
     assert "step 2 of 2" in err
     assert "noise of a library" not in out + err
     assert trainer.made.config_dir == config_file.parent
