@@ -95,7 +95,7 @@ def test_a_wheel_and_a_source_distribution_carry_every_package_and_its_data(sour
         path
         for package in PACKAGES
         for path in (ROOT / package).rglob("*")
-        if path.suffix in {".json", ".pem", ".proto", ".py", ".pyi"}
+        if path.suffix in {".json", ".md", ".pem", ".proto", ".py", ".pyi", ".yaml"}
     ]
     expected = {f"raycloak/{path.relative_to(ROOT)}" for path in data}
     assert expected <= names

@@ -18,6 +18,7 @@ from raycloak.coordinator.cli.audit import audit_command
 from raycloak.coordinator.cli.bench import bench
 from raycloak.coordinator.cli.budget import budget
 from raycloak.coordinator.cli.data import data
+from raycloak.coordinator.cli.init import init_command
 from raycloak.coordinator.cli.options import AsJson, ConfigFile, Debug, Overrides
 from raycloak.coordinator.cli.options import execute as _execute
 from raycloak.coordinator.cli.package import package
@@ -83,6 +84,9 @@ def run(
         debug,
         lambda output: _train(output, load_config(config, overrides), config.parent, run_secret, resume, progress),
     )
+
+
+app.command("init")(init_command)
 
 
 @app.command()

@@ -12,8 +12,11 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+import raycloak
 from raycloak.coordinator.config.run import load_config
 from raycloak.coordinator.runs.trainer import Trainer
 from tests.layout import PACKAGES, ROOT
@@ -41,7 +44,37 @@ def test_demo_prints_one_json_object_and_ends_with_a_private_accurate_model(run_
     assert result["keys_on_one_machine"] == result["virtual_workers"]
     written = {path.name for path in Path(result["run_dir"]).iterdir()}
     assert written >= {"config.yaml", "manifest.json", "metrics.jsonl", "parameters.safetensors", "run.log"}
+    verdict = json.loads((Path(result["run_dir"]) / "verdict.json").read_text())
+    assert verdict == result
+    phases = ["loading libraries", "connecting to Ray", "starting workers", "opening data", "planning", "training"]
+    told = [done.stderr.find(f" {phase}") for phase in phases]
+    assert told == sorted(told), done.stderr
+    assert -1 not in told
     assert "SIMULATED" in (Path(result["run_dir"]) / "run.log").read_text()
+
+
+def test_a_new_project_is_trained_and_its_model_loaded_and_exported(run_python, ray_cluster):
+    """The first ten minutes: init, run, load, predict, export."""
+
+    def raycloak_command(*arguments):
+        environment = {**ray_cluster.environment, "PYTHONPATH": str(ROOT)}
+        done = run_python("-m", "raycloak", *arguments, environment=environment, deadline_s=DEADLINE_S)
+        assert done.code == 0, done.stderr
+        return json.loads(done.stdout)
+
+    raycloak_command("init", "own", "--template", "tabular", "--json")
+    result = raycloak_command("run", "own/config.yaml", "--json")
+    assert result["steps"] == result["planned_steps"] == 69, "30 epochs"
+    assert result["evaluation_accuracy"] >= 0.85
+    public = np.load(run_python.folder / "own" / "public.npz")
+    # Not from the folder that the run was started in: its record knows where the model is.
+    model = raycloak.load(result["run_dir"])
+    with torch.no_grad():
+        predicted = model(torch.from_numpy(public["features"])).argmax(1).numpy()
+    assert (predicted == public["labels"]).mean() == pytest.approx(result["evaluation_accuracy"])
+    written = raycloak_command("export", result["run_dir"], "--format", "torch", "--out", "model.pt", "--json")
+    state = torch.load(run_python.folder / written["out"], weights_only=True)
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_bad_input_is_one_line_with_exit_code_2(run_python):

@@ -1,0 +1,78 @@
+"""The command ``raycloak init``: a project of three files that runs at once, to be changed into one's own.
+
+The files of each template lie below ``templates/`` as they are written. A project's `prepare` makes its tiny data.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from raycloak.coordinator.cli.options import AsJson, Debug, execute
+from raycloak.coordinator.console.output import Output
+from raycloak.metrics.errors import ConfigError
+from raycloak.metrics.file_errors import file_error
+
+Template = Literal["tabular", "image", "text", "lora"]
+TEMPLATES: tuple[Template, ...] = ("tabular", "image", "text", "lora")
+FILES = ("config.yaml", "project.py", "README.md")
+
+_SOURCES = Path(__file__).parent / "templates"
+_NEED_HF = ("text", "lora")
+
+
+def init_command(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New or empty folder.", show_default=False)],
+    template: Annotated[str, typer.Option(help="tabular, image, text or lora.", show_default=False)],
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Write a project of three files that trains on tiny public data at once, to be changed into your own."""
+    execute(as_json, debug, lambda output: _init(output, folder, template))
+
+
+def _init(output: Output, folder: Path, template: str) -> int:
+    from raycloak.coordinator.console.tables import fields_table
+
+    _check(folder, template)
+    write_project(folder, template)
+    made = sorted(str(path.relative_to(folder)) for path in folder.iterdir() if path.name not in FILES)
+    rows = [
+        ("folder", str(folder)),
+        ("to read and change", ", ".join(FILES)),
+        ("tiny public data", ", ".join(made)),
+        ("next", f"cd {folder}"),
+        ("", "raycloak plan config.yaml"),
+        ("", "raycloak run config.yaml"),
+    ]
+    output.result({"folder": folder, "files": FILES, "data": made}, fields_table(f"Project ({template})", rows))
+    return 0
+
+
+def _check(folder: Path, template: str) -> None:
+    if template not in TEMPLATES:
+        raise ConfigError("usage", f"there is no template '{template}'.", f"Templates: {', '.join(TEMPLATES)}.")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError("folder_not_empty", f"{folder} exists and is not empty.", "Name a new folder.")
+    if template in _NEED_HF:
+        from raycloak.workers.inputs.hub_files import require_libraries
+
+        require_libraries()
+
+
+def write_project(folder: Path, template: str) -> None:
+    """Write the files of ``template`` into ``folder``, and the data that its ``prepare`` makes.
+
+    Raises:
+        ConfigError: ``folder`` if the files cannot be written.
+    """
+    from raycloak.workers.inputs.user_code import resolve
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in FILES:
+            shutil.copyfile(_SOURCES / template / name, folder / name)
+        resolve("project:prepare", folder)()
+    except OSError as error:
+        raise file_error("folder", "write", folder, error) from None
