@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 PYTEST := $(BIN)/python -m pytest --durations=25
 ON_RAY := $(shell awk '$$1 == "ray" { print $$2 }' tests/marks.txt)
 
-.PHONY: demo check test test-fast test-plain test-ray format fuzz proto clean
+.PHONY: demo check test test-fast test-plain test-ray format fuzz proto reference clean
 
 demo: $(INSTALLED)
 	$(BIN)/raycloak demo
@@ -39,6 +39,10 @@ test-ray: $(INSTALLED)
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# docs/reference/, from the docstrings of the public names; a test compares it with what this makes.
+reference: $(INSTALLED)
+	$(BIN)/python -m tests.reference
 
 # The stubs of the evidence service; a test compares them with what this makes.
 proto: $(INSTALLED)
