@@ -52,6 +52,7 @@ def verdict_rows(verdict: Verdict) -> list[tuple[str, str]]:
         *([] if verdict.exact else [("exact", "NOT EXACT: a repeat may differ in last bits, which no noise covers")]),
         ("parameters", verdict.parameter_digest),
         ("run directory", str(verdict.run_dir)),
+        ("its model", "raycloak.load(RUN_DIR) in Python, raycloak export for other libraries"),
         *(("warning", warning) for warning in verdict.warnings),
     ]
 

@@ -51,6 +51,7 @@ def test_every_claim_stands_with_its_limit():
     assert row(VERDICT, "ledger rollback").startswith("not covered")
     assert row(VERDICT, "parameters") == "ab" * 32
     assert "200 in 21.5 s" in text
+    assert "raycloak.load(RUN_DIR)" in row(VERDICT, "its model")
 
 
 def test_a_sealed_split_and_a_key_service_are_named_with_what_they_do_not_do():
