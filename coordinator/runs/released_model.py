@@ -4,8 +4,7 @@ A run directory has the weights of its last finished step. A package has those o
 trust store and key. Neither has the model's code or its frozen base, so the model is built again and compared.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -118,8 +117,7 @@ def released_model(
     """Return the trained model with all that an export needs; arguments and errors as :func:`load`."""
     if is_package(str(path)):
         described = _described(config, model_init_fn)
-        with _package(str(path), keys) as (manifest, arrays):
-            return _built(described, manifest, arrays)
+        return _built(described, *_package(str(path), keys))
     folder = RunFolder.open(Path(path))
     described = _described(config, model_init_fn, folder)
     return _built(described, *_weights(folder))
@@ -175,13 +173,13 @@ def _weights(folder: RunFolder) -> tuple[Manifest, Mapping[str, np.ndarray]]:
     return manifest, arrays
 
 
-@contextmanager
-def _package(path: str, keys: Keys | None) -> Iterator[tuple[Manifest, Mapping[str, np.ndarray]]]:
+def _package(path: str, keys: Keys | None) -> tuple[Manifest, Mapping[str, np.ndarray]]:
+    """Return the run's manifest and the weights of a package."""
     if keys is None:
         raise _keys_needed(f"{path} is a sealed package, which opens with a trust store and a recipient's key")
     own = load_recipient_key(keys.key)
     with package_at(path, keys.trust) as package:
-        yield package.run_manifest, parameters_of(package, package.unwrap(own))
+        return package.run_manifest, parameters_of(package, package.unwrap(own))
 
 
 def _built(described: _Described, manifest: Manifest, arrays: Mapping[str, np.ndarray]) -> ReleasedModel:
