@@ -3,6 +3,7 @@
 A cell is a figure or a short phrase. What the phrase means for a claim is said in docs/operations.md.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from raycloak.coordinator.console.tables import epsilon_text, fields_table, size
 if TYPE_CHECKING:
     from raycloak.coordinator.ledger.entries import LedgerEntry
     from raycloak.coordinator.ledger.leases import Lease
-    from raycloak.coordinator.ledger.view import AccountView
+    from raycloak.coordinator.ledger.view import AccountView, DataStanding
     from raycloak.coordinator.planning.data_check import Checked, DataReport
     from raycloak.coordinator.planning.plan import Plan
     from raycloak.coordinator.planning.search_cost import SearchCost
@@ -36,7 +37,8 @@ def plan_rows(plan: "Plan") -> list[tuple[str, str]]:
         ("noise multiplier", f"{mechanism.noise_multiplier:.4g}, clipping norm {mechanism.max_grad_norm:g}"),
         ("sample rate", f"{mechanism.sample_rate:.4g} of {mechanism.num_examples:,} examples, {_epochs_text(plan)}"),
         *_mechanism_rows(plan),
-        ("steps", f"{plan.steps_within_cap} of {mechanism.steps} fit the cap {plan.epsilon_cap:g}"),
+        ("steps", f"{_steps_that_fit(plan)} of {mechanism.steps} fit the cap {plan.epsilon_cap:g}"),
+        *_account_rows(plan),
         ("ε charged", f"{epsilon_text(plan.epsilon)} at δ = {plan.delta:g} ({mechanism.accountant} accountant)"),
         *accountant_rows(plan.epsilon_by_accountant, plan.accountants_not_computed),
         ("ε", f"{epsilon_text(plan.epsilon_outsiders)}, against outsiders and the aggregator, however the run ends"),
@@ -60,6 +62,32 @@ def plan_rows(plan: "Plan") -> list[tuple[str, str]]:
 
 def _epochs_text(plan: "Plan") -> str:
     return f"{plan.mechanism.steps * plan.mechanism.sample_rate:.3g} epochs in {plan.mechanism.steps} steps"
+
+
+def _steps_that_fit(plan: "Plan") -> int:
+    return plan.steps_within_cap if plan.account is None else plan.account.steps
+
+
+def _account_rows(plan: "Plan") -> list[tuple[str, str]]:
+    """Return what the account that pays has spent and has left; nothing where it is not known."""
+    account = plan.account
+    if account is None:
+        return []
+    if account.is_new:
+        return [("account", f"{account.name}: new, opened by the run with the cap {plan.epsilon_cap:g}")]
+    # Rounded down: no more is promised than there is.
+    spent, left = epsilon_text(account.spent_epsilon), f"{math.floor(account.epsilon_left * 1000) / 1000:.3f}"
+    after = f"{epsilon_text(account.epsilon_after)} after these steps"
+    return [("account", f"{account.name}: ε {spent} spent, {left} left, {after}"), *data_rows(account.data)]
+
+
+def data_rows(data: "DataStanding") -> list[tuple[str, str]]:
+    """Return what all runs on one dataset have spent and claim, if there is an account of it."""
+    if not data.accounts:
+        return []
+    runs = f"{data.runs} run{'' if data.runs == 1 else 's'} on {', '.join(data.accounts)}"
+    charged, cap = epsilon_text(data.epsilon_charged), epsilon_text(data.epsilon_cap)
+    return [("ε of the data", f"{charged} charged by {runs}; all together claim {cap} at δ = {data.delta:g}")]
 
 
 def _batch_text(plan: "Plan") -> str:

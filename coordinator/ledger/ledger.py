@@ -26,11 +26,9 @@ from raycloak.coordinator.ledger.heads import check_links
 from raycloak.coordinator.ledger.reader import LedgerReader
 from raycloak.coordinator.ledger.rules import (
     PricedRun,
+    check_admission,
     check_cap,
-    check_reserve,
-    check_shareable,
     epsilon_at,
-    is_private,
     now,
     registration,
     run_mismatch,
@@ -180,12 +178,7 @@ class PrivacyLedger(LedgerReader):
                     run_id, now_known.terms, mechanisms, manifest_digest, dataset_fingerprint, now_known.fixed
                 )
             terms = now_known.with_run(event).terms
-            check_reserve(terms, [*standing.registered, event])
-            if is_private(event):
-                check_shareable(terms, [*standing.registered, event])
-                # A run that could not afford one release of each mechanism is refused before it starts.
-                one_of_each = PricedRun.of(event).spend({mechanism.query: 1 for mechanism in mechanisms})
-                check_cap(terms, [*standing.spent, one_of_each])
+            check_admission(terms, standing.registered, standing.spent, event)
             counts = {mechanism.query: 0 for mechanism in mechanisms}
             entry = self._book.append(rows, event)
             rows.add_run(RunRow(run_id, account, entry.sequence, self.fencing, counts))

@@ -31,11 +31,12 @@ from raycloak.coordinator.ledger.entries import (
     make_entry,
 )
 from raycloak.coordinator.ledger.export import write_export
-from raycloak.coordinator.ledger.rules import PricedRun, now
+from raycloak.coordinator.ledger.rules import PricedRun, check_admission, now, registration
 from raycloak.coordinator.ledger.store import AccountRow, LedgerStore, Rows, RunRow
-from raycloak.coordinator.ledger.view import AccountView, LedgerView, StepStatus, account_view
+from raycloak.coordinator.ledger.view import AccountView, LedgerView, Outlook, StepStatus, account_view
 from raycloak.coordinator.ledger.witness import Witnessed, is_apart, open_witness
 from raycloak.metrics.errors import BudgetError
+from raycloak.workers.terms.mechanism import Mechanism
 
 
 class LedgerReader:
@@ -82,6 +83,23 @@ class LedgerReader:
         with self._store.read() as rows:
             accounts = tuple(self._account_view(rows, row) for row in rows.accounts())
             return LedgerView(self.public_key, self.fencing, rows.head(), accounts, self._rollback_witness)
+
+    def outlook(self, account: str, mechanisms: tuple[Mechanism, ...], dataset_fingerprint: bytes = b"") -> Outlook:
+        """Return what one more run of ``mechanisms`` would find on an account; writes nothing.
+
+        Guarantee: refuses what `PrivacyLedger.register_run` would refuse now, with the same code.
+
+        Raises:
+            BudgetError, ConfigError: as `PrivacyLedger.register_run`.
+        """
+        with self._store.read() as rows:
+            standing = self._book.standing(rows, account)
+        known = standing.account
+        known.require_open()
+        event = registration("(planned)", known.terms, mechanisms, b"", dataset_fingerprint, known.fixed)
+        terms = known.with_run(event).terms
+        check_admission(terms, standing.registered, standing.spent, event)
+        return Outlook(terms, PricedRun.of(event), tuple(standing.spent))
 
     def hash_at(self, sequence: int) -> bytes | None:
         """Return the hash of the entry at ``sequence``; None if the ledger has none there."""

@@ -247,6 +247,26 @@ def check_shareable(terms: AccountOpened, registered: Sequence[RunRegistered]) -
         )
 
 
+def check_admission(
+    terms: AccountOpened, registered: Sequence[RunRegistered], spent: Sequence[Spend], event: RunRegistered
+) -> None:
+    """Refuse a run that an account has no room for, beside those registered in it and what they have charged.
+
+    Args:
+        terms: of the account once ``event`` has registered the run.
+
+    Raises:
+        BudgetError: ``delta_exceeded``, ``account_not_shared``, or ``cap_exceeded`` if not even one release of each
+            mechanism is left.
+    """
+    check_reserve(terms, [*registered, event])
+    if is_private(event):
+        check_shareable(terms, [*registered, event])
+        # A run that could not afford one release of each mechanism is refused before it starts.
+        one_of_each = PricedRun.of(event).spend({mechanism.query: 1 for mechanism in event.mechanisms})
+        check_cap(terms, [*spent, one_of_each])
+
+
 def check_shares(run_id: str, mechanism: Mechanism) -> None:
     """Refuse noise shares that the argument of `docs/privacy.md` does not cover."""
     if not 0 < mechanism.honest_share <= 1:

@@ -7,9 +7,9 @@ from raycloak.attestation.core.roster import Query
 from raycloak.coordinator.accounting.accountants import Spend, accountant_of
 from raycloak.coordinator.accounting.renyi import ORDERS
 from raycloak.coordinator.ledger.accounts import Account
-from raycloak.coordinator.ledger.entries import Head, RunRegistered
+from raycloak.coordinator.ledger.entries import AccountOpened, Head, RunRegistered
 from raycloak.coordinator.ledger.leases import Lease
-from raycloak.coordinator.ledger.rules import account_limits, epsilon_at, slack_at
+from raycloak.coordinator.ledger.rules import PricedRun, account_limits, epsilon_at, slack_at
 from raycloak.workers.terms.mechanism import AccountantName
 
 
@@ -134,3 +134,57 @@ class LedgerView:
     head: Head
     accounts: tuple[AccountView, ...]
     rollback_witness: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """The future of one more run on an account, after all that other runs have charged; nothing is written for it.
+
+    Attributes:
+        terms: of the account once the run is registered, with the orders then in use.
+        run: the registration that the ledger would write.
+        others: what the account's other runs have charged.
+    """
+
+    terms: AccountOpened
+    run: PricedRun
+    others: tuple[Spend, ...]
+
+    def epsilon_after(self, charged: Mapping[Query, int]) -> float:
+        """Return the account's epsilon once the run has also charged each of its mechanisms so often."""
+        return epsilon_at(self.terms, [*self.others, self.run.spend(charged)])
+
+
+@dataclass(frozen=True, slots=True)
+class DataStanding:
+    """The spending of all runs on one dataset, as far as the ledger can tell: of all accounts that are bound to it.
+
+    Where an account is bound to no data, it stands alone. Together these accounts claim the sum of their caps at the
+    sum of their deltas (`docs/privacy.md`).
+
+    Attributes:
+        accounts: their names.
+        runs: how many private runs they have registered.
+        epsilon_charged: sum of what they have been charged.
+        epsilon_cap, delta: sums of theirs.
+    """
+
+    accounts: tuple[str, ...]
+    runs: int
+    epsilon_charged: float
+    epsilon_cap: float
+    delta: float
+
+
+def data_standing(view: LedgerView, account: str) -> DataStanding:
+    """Return the standing of the data that ``account`` is about; all zero if there is no such account yet."""
+    named = [each for each in view.accounts if each.name == account]
+    fingerprint = named[0].fingerprint if named else b""
+    about = [each for each in view.accounts if each.fingerprint == fingerprint] if fingerprint else named
+    return DataStanding(
+        accounts=tuple(each.name for each in about),
+        runs=sum(run.private for each in about for run in each.runs),
+        epsilon_charged=sum(each.spent_epsilon for each in about),
+        epsilon_cap=sum(each.epsilon_cap for each in about),
+        delta=sum(each.delta for each in about),
+    )

@@ -3,6 +3,7 @@
 `raycloak.coordinator.planning.plan` is pure; the files and the ledger that the command reads are opened here.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.planning.cross_check import checked
 from raycloak.coordinator.planning.data_check import known_fingerprint, recorded_check
 from raycloak.coordinator.planning.model_source import compute_mode, model_source
+from raycloak.coordinator.planning.outlook import with_account
 from raycloak.coordinator.planning.payer import PayingAccount, paying_account
 from raycloak.coordinator.planning.plan import Plan, make_plan, with_notes
 from raycloak.coordinator.planning.references import descriptor, evaluation_form, preflight, sealed_terms
@@ -23,8 +25,11 @@ from raycloak.workers.gradients.numerics import slow_products
 from raycloak.workers.gradients.row_memory import largest_rows
 from raycloak.workers.gradients.sum_engines import check_measurable
 from raycloak.workers.inputs.datasets import dataset_form
+from raycloak.workers.inputs.descriptor import OpenedDataset
+from raycloak.workers.inputs.fingerprint import dataset_fingerprint
 from raycloak.workers.inputs.models import build_noted, loss_function, parameter_count, trainable_tensors
 from raycloak.workers.inputs.text_model import check_text
+from raycloak.workers.terms.mechanism import Mechanism
 
 
 def plan_of(config: RunConfig, config_dir: Path) -> Plan:
@@ -36,7 +41,7 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
         ConfigError, DatasetError, ModelError: the run cannot be made as configured; ``ledger_missing`` where it names
             an account.
         RefusedError: ``not_public`` or ``accountants_disagree``.
-        BudgetError: ``account_unknown`` or ``account_mismatch`` for the named account.
+        BudgetError: why the account that pays would refuse the run, such as ``account_unknown`` or ``cap_exceeded``.
     """
     if config.dataset is None or config.model is None:
         raise ConfigError("config", "a plan needs both dataset and model.", "Name them in the configuration.")
@@ -58,21 +63,32 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     if sealed is not None:
         check_evaluation_form(evaluation_form(sealed), form)
     rows = largest_rows(model, form, loss, deterministic, vocabulary)
-    plan = make_plan(config, form.num_examples, parameter_count(model), _account(config), rows)
+    sizes = form.num_examples, parameter_count(model)
+    plan = _paid(config, config_dir, opened, lambda account: make_plan(config, *sizes, account, rows))
     for measurement in plan.measurements:
         check_measurable(measurement, form)
-    mechanisms = (plan.mechanism, *(each.mechanism for each in plan.measurements))
-    check_rows(model, form, loss, mechanisms, deterministic, vocabulary)
+    check_rows(model, form, loss, _mechanisms(plan), deterministic, vocabulary)
     found = recorded_check(known_fingerprint(data, opened, config_dir))
     return replace(checked(with_notes(plan, (*notes, *slow))), data_check=found)
 
 
-def _account(config: RunConfig) -> PayingAccount | None:
-    """Return the named account; None if the run opens its own."""
-    if config.ledger.account is None:
-        return None
+def _paid(
+    config: RunConfig, config_dir: Path, opened: OpenedDataset, planned: Callable[[PayingAccount | None], Plan]
+) -> Plan:
+    """Return a plan for the account that pays, with what that account has left for it."""
+    name = config.ledger.account
+    if name is None:
+        return planned(None)
     ledger = PrivacyLedger(config.ledger.url or home.ledger_url(), create=False)
     try:
-        return paying_account(ledger.view(), config)
+        view = ledger.view()
+        plan = planned(paying_account(view, config))
+        described = descriptor(config.dataset) if config.dataset else None
+        fingerprint = dataset_fingerprint(described, opened, config_dir) if described else b""
+        return with_account(plan, name, view, ledger.outlook(name, _mechanisms(plan), fingerprint))
     finally:
         ledger.close()
+
+
+def _mechanisms(plan: Plan) -> tuple[Mechanism, ...]:
+    return (plan.mechanism, *(each.mechanism for each in plan.measurements))

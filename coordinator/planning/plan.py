@@ -14,7 +14,7 @@ A plan depends only on public numbers: the configuration, the number of examples
 
 import math
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raycloak.coordinator.accounting.accountants import AccountLimits, accountant_of
 from raycloak.coordinator.accounting.calibration import (
@@ -57,6 +57,9 @@ from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import AccountantName, Mechanism
 from raycloak.workers.vectors.ring import RingFit, fit_ring
 
+if TYPE_CHECKING:
+    from raycloak.coordinator.planning.outlook import AccountOutlook
+
 PUBLIC_GRADIENT_BOUND = 2.0**16
 """Bound of one coordinate of one example's gradient on public data, where nothing is clipped."""
 
@@ -92,6 +95,7 @@ class Plan:
         object_store_bytes: most that parameters, optimizer state and masked vectors of two attempts need at once.
         epsilon_by_accountant: of ``releases``, by four accountants; ``accountants_not_computed`` says why one is not
             there. Both are empty until `raycloak.coordinator.planning.cross_check.checked` has compared them.
+        account: the account that will pay, as `raycloak plan` finds it; None in the plan that a run is made from.
         exact: False if operations without a deterministic kernel may run.
         data_sealed: whether the examples are encrypted for the run's policy, so that the driver cannot read them.
         data_check: digest of the owner's check that this very data passed; None if none is recorded.
@@ -127,6 +131,7 @@ class Plan:
     data_check: str | None = None
     epsilon_by_accountant: dict[str, float] = field(default_factory=dict)
     accountants_not_computed: dict[str, str] = field(default_factory=dict)
+    account: "AccountOutlook | None" = None
 
     def as_json(self) -> dict[str, Any]:
         """Return one flat object for ``raycloak plan --json``: the mechanism's fields, gamma, and the plan's."""

@@ -301,6 +301,8 @@ def test_plan_takes_the_cap_of_a_named_account(raycloak, config_file):
     assert raycloak("budget", "open", "clinic", "--epsilon-cap", "6.5")[0] == 0
     code, out, _ = raycloak(*arguments)
     assert (code, json.loads(out)["epsilon_cap"]) == (0, 6.5)
+    assert json.loads(out)["account"]["steps"] == json.loads(out)["steps_within_cap"]
+    assert "clinic: ε 0.000 spent, 6.500 left" in raycloak(*arguments[:-1])[1]
     assert json.loads(out)["steps_within_cap"] < 60
     code, out, _ = raycloak("plan", str(config_file), "--set", "ledger.account=other", "--json")
     assert (code, json.loads(out)["error"]["code"]) == (3, "account_unknown")

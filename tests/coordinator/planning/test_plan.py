@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.view import AccountView, LedgerView
 from raycloak.coordinator.planning.batches import OVERFLOW_SHARE
 from raycloak.coordinator.planning.cross_check import checked
+from raycloak.coordinator.planning.outlook import with_account
 from raycloak.coordinator.planning.payer import PayingAccount, paying_account
 from raycloak.coordinator.planning.plan import make_plan, plan_mechanism
 from raycloak.metrics.errors import BudgetError, ConfigError, DatasetError, ModelError, RefusedError
@@ -362,6 +364,51 @@ def test_a_plan_on_a_shared_account_says_what_the_ledger_will_charge(
             ledger.charge("run", plan.steps_within_cap, bytes(32), MANIFEST)
     ledger.verify()
     ledger.close()
+
+
+@pytest.mark.parametrize("left", [0, 1, 3])
+def test_guarantee_a_plan_says_which_steps_a_shared_account_has_left_and_refuses_what_the_ledger_would(
+    tmp_path: Path, left: int
+) -> None:
+    """A first run of eight steps leaves so many on its account; a second one like it is planned."""
+    held = {"noise_multiplier": 10.0, "epsilon_cap": 8.0, "target_delta": 1e-5}
+    settings = config(ledger={"account": "patients"}, dp_config=held, steps=8)
+    with closing(PrivacyLedger(f"sqlite:///{tmp_path / 'ledger.sqlite'}")) as ledger:
+        ledger.open_account("patients", 1.0, 1e-5)
+        first = make_plan(settings, 1437, 4810, paying_account(ledger.view(), settings))
+        total = first.steps_within_cap
+        assert total == 6
+        ledger.register_run("first", "patients", (first.mechanism,), MANIFEST)
+        ledger.bind_data("first", MANIFEST, bytes(32))
+        for step in range(total - left):
+            ledger.charge("first", step, bytes(32), MANIFEST)
+        second = make_plan(settings, 1437, 4810, paying_account(ledger.view(), settings))
+        assert second.steps_within_cap == total, "a claim rests on nothing that other runs charge"
+        if left == 0:
+            for refused in (
+                lambda: ledger.outlook("patients", (second.mechanism,)),
+                lambda: ledger.register_run("second", "patients", (second.mechanism,), MANIFEST),
+            ):
+                with pytest.raises(BudgetError, match="cap_exceeded"):
+                    refused()
+            return
+        seen = with_account(second, "patients", ledger.view(), ledger.outlook("patients", (second.mechanism,)))
+        entries = ledger.view().head.sequence
+        ledger.register_run("second", "patients", (second.mechanism,), MANIFEST)
+        ledger.bind_data("second", MANIFEST, bytes(32))
+        for step in range(left):
+            ledger.charge("second", step, bytes(32), MANIFEST)
+        with pytest.raises(BudgetError, match="cap_exceeded"):
+            ledger.charge("second", left, bytes(32), MANIFEST)
+        assert seen.account is not None
+        assert (seen.account.steps, seen.account.data.runs) == (left, 1)
+        assert seen.account.epsilon_after == ledger.view().accounts[0].spent_epsilon
+        assert seen.account.spent_epsilon + seen.account.epsilon_left == pytest.approx(1.0)
+        assert entries == 3 + total - left, "an outlook writes nothing"
+    rows = dict(plan_rows(seen))
+    assert rows["steps"] == f"{left} of 8 fit the cap 1"
+    assert rows["account"].startswith("patients: ε ")
+    assert any(f"{left} of 8 steps fit" in warning for warning in seen.warnings)
 
 
 def test_a_plan_is_solved_so_that_its_own_rdp_account_admits_it_whole() -> None:

@@ -1,0 +1,77 @@
+"""The account that pays for a planned run, as `raycloak plan` shows it: what is spent, what is left, which steps fit.
+
+A plan that a run is made from knows nothing of this. What other runs charge may depend on what this one releases, so
+the claim of a run may not rest on it (`raycloak.coordinator.planning.claim`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from raycloak.attestation.core.roster import Query
+from raycloak.coordinator.ledger.view import DataStanding, LedgerView, Outlook, data_standing
+from raycloak.coordinator.planning.measurements import Schedule
+from raycloak.coordinator.planning.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class AccountOutlook:
+    """The account that will pay for a run, before it begins.
+
+    Attributes:
+        name: of the account.
+        is_new: whether the run opens it.
+        spent_epsilon: of all its runs so far.
+        epsilon_left: from there to its cap.
+        steps: planned steps that fit beside what other runs have charged, if they charge no more.
+        epsilon_after: of the account once these are charged, measurements included.
+        data: of all accounts that are bound to the same data.
+    """
+
+    name: str
+    is_new: bool
+    spent_epsilon: float
+    epsilon_left: float
+    steps: int
+    epsilon_after: float
+    data: DataStanding
+
+
+def with_account(plan: Plan, name: str, view: LedgerView, outlook: Outlook | None) -> Plan:
+    """Return ``plan`` with the account that will pay for it.
+
+    Args:
+        outlook: what the ledger foresees; None if the run opens the account.
+    """
+    run, data = Schedule(plan.mechanism, plan.measurements), data_standing(view, name)
+    if outlook is None:
+        found = AccountOutlook(name, True, 0.0, plan.epsilon_cap, plan.steps_within_cap, plan.epsilon, data)
+        return replace(plan, account=found)
+    spent = next(each.spent_epsilon for each in view.accounts if each.name == name)
+    cap = outlook.terms.epsilon_cap
+    steps, measured = _reach(run, outlook, cap)
+    left, after = max(cap - spent, 0.0), outlook.epsilon_after(_counts(run, steps, measured))
+    warnings = plan.warnings
+    if steps < plan.steps_within_cap:
+        warnings += (
+            f"account '{name}' has spent epsilon {spent:.4g} of {cap:g}: {steps} of {plan.mechanism.steps} steps fit, "
+            "and the run will end there.",
+        )
+    return replace(plan, account=AccountOutlook(name, False, spent, left, steps, after, data), warnings=warnings)
+
+
+def _reach(run: Schedule, outlook: Outlook, cap: float) -> tuple[int, int]:
+    """Return how many steps fit, and the last step whose measurements fit, as `make_plan` does for an empty account."""
+    low, high = 0, run.mechanism.steps
+    middle = high  # Most plans fit whole.
+    while low < high:
+        # A step is charged before the measurements that are due after it.
+        if outlook.epsilon_after(_counts(run, middle, middle - 1)) <= cap:
+            low = middle
+        else:
+            high = middle - 1
+        middle = (low + high + 1) // 2
+    return low, low if outlook.epsilon_after(_counts(run, low, low)) <= cap else max(low - 1, 0)
+
+
+def _counts(run: Schedule, steps: int, measured: int) -> Mapping[Query, int]:
+    return {run.mechanism.query: steps, **{each.query: count for each, count in run.measured(measured)}}
