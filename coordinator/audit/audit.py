@@ -27,7 +27,7 @@ from raycloak.coordinator.config.home import ledger_url
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.console.output import attach_log
 from raycloak.coordinator.planning.model_source import compute_mode, model_source
-from raycloak.coordinator.planning.payer import account_cap
+from raycloak.coordinator.planning.payer import account_cap, data_place
 from raycloak.coordinator.planning.plan import plan_mechanism
 from raycloak.coordinator.planning.references import descriptor
 from raycloak.coordinator.record.folder import RunFolder, run_lock
@@ -147,7 +147,9 @@ def audit(
         url = None if paid is None else paid.url or ledger_url()
         session, _ = local_session(folder, run_secret, ledger_url=url, witness=paid.witness if paid else None)
         setup = _setup(audited, folder, task)
-        finished, models, run_dir = _train(audited, session, setup, run_secret, canaries, progress)
+        # The audit's own folder is no place of the data.
+        data = data_place(config.dataset, base)
+        finished, models, run_dir = _train(audited, session, setup, run_secret, canaries, progress, data)
     mechanism, delta, epsilon = finished.plan.mechanism, finished.plan.delta, _epsilon(audited, finished)
     bound = strongest_bound(_observed(models, audited), coins, mechanism, delta=delta, confidence=confidence)
     result = AuditResult(
@@ -222,6 +224,7 @@ def _train(
     run_secret: Path | None,
     canaries: int,
     progress: Callable[[StepReport], None],
+    data: str,
 ) -> tuple[Finished, NDArray[np.float32], Path]:
     """Run to the end; return the outcome, the canaries' parameters around each step, and the run directory."""
     models = [np.zeros(canaries, np.float32)]
@@ -243,7 +246,7 @@ def _train(
 
         try:
             reporting = _reporting(config, events, after_step)
-            coordinator = Coordinator(Order(config, session, setup, None, reporting, run_folder, NewRun()))
+            coordinator = Coordinator(Order(config, session, setup, None, reporting, run_folder, NewRun(), data))
             finished = coordinator.run()
         except BaseException:
             run_folder.mark("void")  # An audit cannot be resumed: its canaries are forgotten.
@@ -286,7 +289,7 @@ def _observed(models: NDArray[np.float32], config: RunConfig) -> Observed:
 
 def _epsilon(config: RunConfig, finished: Finished) -> float:
     """Return the ledger's charge for this run alone."""
-    if config.ledger.account is None:
+    if config.ledger.account is None and finished.data.runs == 1:
         return finished.charged_epsilon
     mechanism, delta = finished.plan.mechanism, finished.plan.delta
     steps = finished.charged[mechanism.query]

@@ -82,8 +82,8 @@ def _account_rows(plan: "Plan") -> list[tuple[str, str]]:
 
 
 def data_rows(data: "DataStanding") -> list[tuple[str, str]]:
-    """Return what all runs on one dataset have spent and claim, if there is an account of it."""
-    if not data.accounts:
+    """Return what all runs on one dataset have spent and claim; nothing where it is what its one run has."""
+    if data.runs < 2 and len(data.accounts) < 2:
         return []
     runs = f"{data.runs} run{'' if data.runs == 1 else 's'} on {', '.join(data.accounts)}"
     charged, cap = epsilon_text(data.epsilon_charged), epsilon_text(data.epsilon_cap)

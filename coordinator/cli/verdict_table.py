@@ -12,6 +12,7 @@ from rich.table import Table
 from raycloak.coordinator.cli.tables import (
     accountant_rows,
     check_text,
+    data_rows,
     evaluation_text,
     keys_rows,
     released_text,
@@ -84,6 +85,7 @@ def _budget_rows(verdict: Verdict) -> list[tuple[str, str]]:
         *_blind_rows(verdict),
         ("ε with one worker", f"{epsilon_text(verdict.privacy_epsilon_one_worker)}, if {helper} helps the aggregator"),
         ("ε of the account", _account(verdict)),
+        *([] if verdict.data is None else data_rows(verdict.data)),
         *accountant_rows(verdict.epsilon_by_accountant, verdict.accountants_not_computed),
         ("δ", "unknown" if verdict.privacy_delta is None else f"{verdict.privacy_delta:g}"),
     ]
@@ -100,7 +102,8 @@ def _blind_rows(verdict: Verdict) -> list[tuple[str, str]]:
 def _account(verdict: Verdict) -> str:
     charged, cap = epsilon_text(verdict.privacy_epsilon_charged), epsilon_text(verdict.epsilon_cap)
     accountant = f" ({verdict.accountant} accountant)" if verdict.accountant else ""
-    return f"{cap} for all its runs together, of which {charged} is charged so far{accountant}"
+    name = f"{verdict.account}: " if verdict.account else ""
+    return f"{name}{cap} for all its runs together, of which {charged} is charged so far{accountant}"
 
 
 def _evaluation_row(verdict: Verdict) -> tuple[str, str]:

@@ -1,14 +1,16 @@
 """The state folder: ``RAYCLOAK_HOME``, and the paths below it.
 
 The home is absolute because the working directory of a Ray job is temporary: a ledger there would start the budget
-at zero. Layout: ``ledger.sqlite``, ``simulator/``, ``signer/``, ``orchestrator/<run_id>.sqlite``,
+at zero. Layout: ``ledger.sqlite``, ``data.key``, ``simulator/``, ``signer/``, ``orchestrator/<run_id>.sqlite``,
 ``packages/<run_id>/``, ``checks/<fingerprint>``, ``runs/<name>-<run_id>[-k]/``, ``service/``, ``collateral/``.
 """
 
 import itertools
 import os
+import secrets
 from pathlib import Path
 
+from raycloak.attestation.files.private import publish
 from raycloak.attestation.orchestrator.state import state_file
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.file_errors import file_error
@@ -22,6 +24,11 @@ def home() -> Path:
     Raises:
         ConfigError: ``relative_home`` if ``RAYCLOAK_HOME`` is not absolute, ``home_unusable`` if it cannot be made.
     """
+    return _folder(home_path())
+
+
+def home_path() -> Path:
+    """Return the path of the state folder, which need not be there; ConfigError ``relative_home``."""
     setting = os.environ.get(HOME_VARIABLE)
     path = Path(setting) if setting else Path.home() / ".local" / "share" / "raycloak"
     if not path.is_absolute():
@@ -30,7 +37,7 @@ def home() -> Path:
             f"{HOME_VARIABLE} is '{path}', which is relative to a folder that may be temporary.",
             "Set it to an absolute path.",
         )
-    return _folder(path)
+    return path
 
 
 def ledger_url() -> str:
@@ -51,6 +58,16 @@ def service_folder() -> Path:
 def collateral_folder() -> Path:
     """Return the folder of collateral that was fetched from policies' collateral services, mode 0700."""
     return _folder(home() / "collateral")
+
+
+def data_key_file() -> Path:
+    """Return the file of the key that examples given in memory are fingerprinted with; made, mode 0600, if missing."""
+    path = home() / "data.key"
+    try:
+        publish(path, secrets.token_hex(32).encode() + b"\n")
+    except OSError as error:
+        raise file_error("home_unusable", "write", path, error) from None
+    return path
 
 
 def run_lock_file(run_id: str) -> Path:

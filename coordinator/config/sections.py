@@ -49,12 +49,12 @@ class DPConfig(Section):
         target_epsilon: epsilon the planned steps may spend; the noise multiplier is solved from it.
         target_delta: delta of every stated epsilon.
         noise_multiplier: z, if it is given instead of solved.
-        epsilon_cap: hard cap of the run's own account; ``target_epsilon`` if absent.
+        epsilon_cap: hard cap of an account that the run opens; ``target_epsilon`` if absent.
         max_grad_norm: C.
         colluding_workers: T, workers whose noise is not counted on. Each needs a machine of its own: keys are then
             counted by platform and GPU, and no machine gets more than ``min_workers`` workers make necessary.
-        accountant: with which noise is solved and the account is held. ``auto`` is ``pld`` for the run's own account
-            and the named account's for one that runs share.
+        accountant: with which noise is solved and the account is held. ``auto`` is ``pld`` for an account that the
+            run opens, and the account's own for one that is there.
     """
 
     enabled: bool = True
@@ -306,7 +306,7 @@ class LedgerConfig(Section):
 
     Attributes:
         url: of the ledger; the file in the state folder if absent. A password in it is written and shown nowhere.
-        account: that pays; without a name the run opens its own.
+        account: that pays; the account of the data if absent.
         witness: absolute folder on other storage, or http(s) URL, that is told every head of the ledger.
     """
 

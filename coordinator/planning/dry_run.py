@@ -3,19 +3,22 @@
 `raycloak.coordinator.planning.plan` is pure; the files and the ledger that the command reads are opened here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from raycloak.coordinator.aggregation.ranges import split_ranges
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.ledger.entries import Head
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.view import LedgerView
 from raycloak.coordinator.planning.cross_check import checked
 from raycloak.coordinator.planning.data_check import known_fingerprint, recorded_check
 from raycloak.coordinator.planning.model_source import compute_mode, model_source
 from raycloak.coordinator.planning.outlook import with_account
-from raycloak.coordinator.planning.payer import PayingAccount, paying_account
+from raycloak.coordinator.planning.payer import PayingAccount, account_of, data_place, existing_account
 from raycloak.coordinator.planning.plan import Plan, make_plan, with_notes
 from raycloak.coordinator.planning.references import descriptor, evaluation_form, preflight, sealed_terms
 from raycloak.metrics.errors import ConfigError
@@ -76,18 +79,31 @@ def _paid(
     config: RunConfig, config_dir: Path, opened: OpenedDataset, planned: Callable[[PayingAccount | None], Plan]
 ) -> Plan:
     """Return a plan for the account that pays, with what that account has left for it."""
-    name = config.ledger.account
-    if name is None:
-        return planned(None)
-    ledger = PrivacyLedger(config.ledger.url or home.ledger_url(), create=False)
+    described = descriptor(config.dataset) if config.dataset else None
+    fingerprint = dataset_fingerprint(described, opened, config_dir) if described else b""
+    data = data_place(config.dataset, config_dir)
+    with _ledger(config) as ledger:
+        view = ledger.view() if ledger else LedgerView(b"", 0, Head(), ())
+        name = account_of(view, config, data, fingerprint)
+        paying = existing_account(view, config, name)
+        plan = planned(paying)
+        outlook = ledger.outlook(name, _mechanisms(plan), fingerprint) if ledger and paying else None
+        return with_account(plan, name, view, outlook)
+
+
+@contextmanager
+def _ledger(config: RunConfig) -> Iterator[PrivacyLedger | None]:
+    """Open the ledger to read; None if there is none, and the configuration names no account in it."""
+    own = home.home_path() / "ledger.sqlite"
     try:
-        view = ledger.view()
-        plan = planned(paying_account(view, config))
-        described = descriptor(config.dataset) if config.dataset else None
-        fingerprint = dataset_fingerprint(described, opened, config_dir) if described else b""
-        return with_account(plan, name, view, ledger.outlook(name, _mechanisms(plan), fingerprint))
-    finally:
-        ledger.close()
+        ledger = PrivacyLedger(config.ledger.url or f"sqlite:///{own}", create=False)
+    except ConfigError as error:
+        if error.code != "ledger_missing" or config.ledger.account is not None:
+            raise
+        yield None
+        return
+    with closing(ledger):
+        yield ledger
 
 
 def _mechanisms(plan: Plan) -> tuple[Mechanism, ...]:

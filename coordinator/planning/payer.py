@@ -1,13 +1,19 @@
-"""The account that pays for a run: its own or a named one, its cap and its accountant."""
+"""The account that pays for a run: the named one or its data's, its cap and its accountant."""
 
+import os
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
+from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.coordinator.accounting.accountants import AccountLimits, accountant_of
 from raycloak.coordinator.accounting.releases import Releases
 from raycloak.coordinator.accounting.renyi import ORDERS
 from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.config.sections import DatasetConfig
 from raycloak.coordinator.ledger.view import LedgerView
 from raycloak.metrics.errors import BudgetError
+from raycloak.workers.inputs.user_code import source_place
 from raycloak.workers.terms.mechanism import AccountantName
 
 
@@ -36,17 +42,83 @@ def account_cap(config: RunConfig) -> float:
     return cap
 
 
-def paying_account(view: LedgerView, config: RunConfig, run_id: str = "") -> PayingAccount:
-    """Return the account that the configuration names, with the cap at which ``run_id`` was registered, if it was.
+def data_place(dataset: DatasetConfig | None, base: Path | str) -> str:
+    """Return the name of the account of data that is known by its place; empty for none, or if it is public.
+
+    The name tells the file, but not its folder: manifests are shown to people who need not know that. A copy elsewhere
+    is another place. Data is known by its content where it is sealed or has a ``fingerprint_key``.
+
+    Args:
+        base: folder that relative paths start from.
+    """
+    if dataset is None or dataset.public:
+        return ""
+    if dataset.path is not None:
+        place = os.path.realpath(Path(base) / dataset.path)
+        shown = Path(place).name
+    elif dataset.function is not None:
+        shown, place = dataset.function.partition(":")[2], f"{source_place(dataset.function, base)}:{dataset.function}"
+    else:
+        return f"data-{dataset.kind}-{dataset.split}"
+    # An account's name is printable, and a file's need not be.
+    readable = re.sub(r"[^A-Za-z0-9._-]", "_", shown)
+    return f"data-{readable}-{digest(length_prefixed('raycloak/data-place/v1', place)).hex()[:12]}"
+
+
+def account_of(view: LedgerView, config: RunConfig, data: str, fingerprint: bytes, run_id: str = "") -> str:
+    """Return the name of the account that pays: the configuration's, the one of an earlier execution, or the data's.
+
+    Guarantee: two private runs that name no account pay from one, if the ledger can tell that their data is the same:
+    by its fingerprint, or by its place where it has none. A second budget for it takes an account that somebody opened
+    and named.
+
+    Args:
+        data: from :func:`data_place`; empty for public data, whose runs each open their own account.
+        fingerprint: of the data, from the workers; empty without a key.
+        run_id: of a run that may be registered already, and then stays where it is.
+
+    Raises:
+        BudgetError: ``account_ambiguous`` if several accounts are bound to the data, and none is named.
+    """
+    if config.ledger.account is not None:
+        return config.ledger.account
+    registered = [each.name for each in view.accounts for run in each.runs if run_id and run.run_id == run_id]
+    if registered:
+        return registered[0]
+    own = f"run-{run_id or 'ID'}"
+    if config.dataset is not None and config.dataset.public:
+        return own
+    if not fingerprint:
+        return data or own
+    bound = [each for each in view.accounts if each.fingerprint == fingerprint]
+    usable = [each.name for each in bound if not each.closed] or [each.name for each in bound]
+    if len(usable) > 1:
+        raise BudgetError(
+            "account_ambiguous",
+            f"the accounts {', '.join(usable)} are all bound to this data, and the configuration names none.",
+            "Name the one that pays: ledger.account.",
+        )
+    return usable[0] if usable else f"data-{fingerprint.hex()[:16]}"
+
+
+def existing_account(view: LedgerView, config: RunConfig, name: str, run_id: str = "") -> PayingAccount | None:
+    """Return the account ``name``, as :func:`paying_account`; None if the run is to open it."""
+    if config.ledger.account is None and all(each.name != name for each in view.accounts):
+        return None
+    return paying_account(view, config, run_id, name)
+
+
+def paying_account(view: LedgerView, config: RunConfig, run_id: str = "", name: str | None = None) -> PayingAccount:
+    """Return the account ``name``, or the configuration's, with the cap at which ``run_id`` was registered, if it was.
 
     A run is planned once. A cap that changes later may end it sooner, but does not change its plan.
 
     Raises:
-        BudgetError: ``account_unknown``, ``account_closed`` for a new run, or ``account_mismatch`` if its delta or its
-            accountant is not the configuration's: every epsilon of the run is stated at one delta, and planned with
-            what holds the cap.
+        BudgetError: ``account_unknown``, ``account_closed`` or ``account_not_shared`` for a new run, or
+            ``account_mismatch`` if its delta or its accountant is not the configuration's: every epsilon of the run is
+            stated at one delta, and planned with what holds the cap.
     """
-    name, delta = config.ledger.account, config.dp_config.target_delta
+    name, delta = name or config.ledger.account, config.dp_config.target_delta
     account = next((account for account in view.accounts if account.name == name), None)
     if account is None:
         raise BudgetError("account_unknown", f"there is no account '{name}'.", f"Open it: raycloak budget open {name}")
@@ -67,6 +139,15 @@ def paying_account(view: LedgerView, config: RunConfig, run_id: str = "") -> Pay
     if planned is None and account.closed:
         raise BudgetError(
             "account_closed", f"account '{name}' is closed: no new run may charge to it.", "Name another account."
+        )
+    earlier = [run for run in account.runs if run.private]
+    if planned is None and earlier and config.dp_config.enabled and not accountant_of(account.accountant).shareable:
+        raise BudgetError(
+            "account_not_shared",
+            f"account '{name}' is held with {account.accountant}, for the plan of run {earlier[0].run_id} alone, which "
+            f"has charged epsilon {account.spent_epsilon:.4g} of {account.epsilon_cap:g}.",
+            "Resume that run; or open one more budget for the people in this data, raycloak budget open NAME, and name "
+            "it in ledger.account.",
         )
     cap = account.epsilon_cap if planned is None else planned
     return PayingAccount(cap, account.accountant, account.orders, account.orders_fixed)

@@ -8,6 +8,7 @@ import numpy as np
 
 from raycloak.attestation.core.roster import Query
 from raycloak.attestation.orchestrator.commits import StepCommit
+from raycloak.coordinator.ledger.view import DataStanding
 from raycloak.coordinator.planning.plan import Plan
 from raycloak.workers.evaluation import Metric
 from raycloak.workers.terms.manifest import Manifest
@@ -82,6 +83,7 @@ class Finished:
         charged: how often each mechanism of the run was charged, by the ledger's record, in any execution. A step that
             failed after its charge counts: its sum may have been decoded.
         charged_epsilon: of the account by now, by the ledger's record.
+        account: the one that pays. ``data``: of all accounts of the same data by now.
         released: what the measurements of the run say, earlier executions included.
         outcomes, measurement_outcomes: of the steps and measurements of this execution.
         colocated: whether an aggregator ran on the orchestrator's node.
@@ -98,6 +100,8 @@ class Finished:
     workers: int
     charged: Mapping[Query, int]
     charged_epsilon: float
+    account: str
+    data: DataStanding
     evaluation: Evaluation | None
     released: tuple[Released, ...]
     evidence_class: str

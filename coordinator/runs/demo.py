@@ -20,7 +20,8 @@ def demo_config() -> dict[str, Any]:
         "micro_batch_size": 64,
         "model": "raycloak.coordinator.runs.demo:digits_model",
         "loss": "cross_entropy",
-        "dataset": {"kind": "digits"},
+        # Everybody may have these images, so each run opens an account of its own.
+        "dataset": {"kind": "digits", "public": True},
         "evaluation": {"every": 10, "dataset": {"kind": "digits", "split": "public", "public": True}},
         "optimizer": {"name": "sgd", "learning_rate": 1.5, "momentum": 0.9, "schedule": "linear"},
         "dp_config": {"target_epsilon": 8.0, "target_delta": 1e-5, "max_grad_norm": 1.0},

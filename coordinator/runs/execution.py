@@ -21,12 +21,14 @@ from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.cluster.control import Control, Restart
 from raycloak.coordinator.cluster.placement import Placement
 from raycloak.coordinator.cluster.remote import Actor
+from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.console.output import attach_log, json_text
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.view import LedgerView
 from raycloak.coordinator.membership.departures import Departure
 from raycloak.coordinator.planning.model_source import compute_mode
+from raycloak.coordinator.planning.payer import data_place
 from raycloak.coordinator.planning.references import descriptor, evaluation_folder
 from raycloak.coordinator.record.folder import RunFolder, run_lock
 from raycloak.coordinator.record.outcome import Ending, Finished
@@ -164,7 +166,9 @@ class Execution:
             reporting = self._reporting(stack, launched.samplers, folder, control, assignment)
             setup = self._setup(stack, folder, assignment)
             evaluator = public_evaluator(self._config, self._model, self._base) if assignment.charges else None
-            coordinator = Coordinator(Order(self._config, session, setup, evaluator, reporting, folder, assignment))
+            data = data_place(self._config.dataset, self._base)
+            order = Order(self._config, session, setup, evaluator, reporting, folder, assignment, data)
+            coordinator = Coordinator(order)
             if assignment.charges:
                 folder.mark("running")
             finished = coordinator.run()
@@ -267,7 +271,8 @@ class Execution:
         self.warnings.append("The dataset was given in memory: the driver has seen the examples.")
         path = folder.path / "examples.npz"
         stack.callback(path.unlink, missing_ok=True)
-        return export_in_memory(self._in_memory, path)
+        # The driver has seen these examples, so a key of its own state folder hides nothing more from it.
+        return export_in_memory(self._in_memory, path).model_copy(update={"fingerprint_key": str(home.data_key_file())})
 
     def _reporting(
         self, stack: ExitStack, samplers: GpuSamplers, folder: RunFolder, control: Control, assignment: Assignment

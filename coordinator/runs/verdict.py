@@ -13,7 +13,7 @@ from typing import Any, Self
 from raycloak.coordinator.accounting.releases import releases_of
 from raycloak.coordinator.accounting.renyi import accountant_delta
 from raycloak.coordinator.config.sections import Kept
-from raycloak.coordinator.ledger.view import LedgerView
+from raycloak.coordinator.ledger.view import DataStanding, LedgerView
 from raycloak.coordinator.planning.claim import claimed_epsilon, covered, epsilon_if_stop_was_blind
 from raycloak.coordinator.planning.cross_check import CrossCheck, cross_check
 from raycloak.coordinator.record.outcome import Finished
@@ -48,6 +48,9 @@ class Verdict:
             runs together claim ``epsilon_cap``.
         privacy_delta: delta of each epsilon, the design's slack terms included.
         epsilon_cap: what the account may spend, and what all its runs together claim, however they were chosen.
+        account: the one that pays.
+        data: of all accounts that are bound to the same data, the sums of their charges, caps and deltas. What all runs
+            on this data claim together is the sum of the caps; None if nothing is private.
         accountant: the one that holds the account.
         epsilon_by_accountant: of the releases that the claim covers, by four accountants; the noise of
             ``colluding_workers`` is not counted on. ``accountants_not_computed`` says why one is not there.
@@ -92,6 +95,8 @@ class Verdict:
     exact: bool = True
     evaluation_loss: float | None = None
     measurements: tuple[Released, ...] = ()
+    account: str | None = None
+    data: DataStanding | None = None
     accountant: AccountantName | None = None
     epsilon_by_accountant: dict[str, float] = field(default_factory=dict)
     accountants_not_computed: dict[str, str] = field(default_factory=dict)
@@ -120,6 +125,9 @@ class Verdict:
         known = {field.name for field in fields(cls)}
         metrics = {key: value for key, value in result["metrics"].items() if key in known}
         released = tuple(Released.model_validate(each) for each in metrics.pop("measurements", ()))
+        if metrics.get("data") is not None:
+            # The JSON of a run has lists.
+            metrics["data"] = DataStanding(**{**metrics["data"], "accounts": tuple(metrics["data"]["accounts"])})
         return cls(run_dir=Path(result["run_dir"]), measurements=released, **metrics)
 
 
@@ -146,6 +154,8 @@ def verdict_of(
         privacy_epsilon_charged=finished.charged_epsilon if private else None,
         privacy_delta=delta if private else None,
         epsilon_cap=finished.plan.epsilon_cap if private else None,
+        account=finished.account,
+        data=finished.data if private else None,
         accountant=mechanism.accountant if private else None,
         epsilon_by_accountant=check.epsilon if check else {},
         accountants_not_computed=check.not_computed if check else {},

@@ -26,7 +26,7 @@ from raycloak.coordinator.membership.membership import Membership
 from raycloak.coordinator.planning.cross_check import checked
 from raycloak.coordinator.planning.data_check import recorded_check
 from raycloak.coordinator.planning.manifest import build_computation, build_manifest, epochs, run_terms
-from raycloak.coordinator.planning.payer import PayingAccount, account_cap, paying_account
+from raycloak.coordinator.planning.payer import PayingAccount, account_cap, account_of, existing_account
 from raycloak.coordinator.planning.plan import Plan, keys_per_machine, make_plan, with_notes
 from raycloak.coordinator.planning.references import given_contract, require_other_content, sealed_terms
 from raycloak.coordinator.record.same_run import require_ledger, require_same_manifest
@@ -78,14 +78,15 @@ def admit(order: Order, founders: Founders, reporter: Reporter, evaluation: Seal
     session, facts = order.session, founders.facts
     config = _recorded_shape(order).sized(facts.num_examples)
     require_other_content(config, Path(order.setup.base), facts.dataset_fingerprint)
-    named = _paying_account(order)
+    ledger = session.control.ledger.view()
+    account = account_of(ledger, config, order.data, facts.dataset_fingerprint, session.run_id)
+    paying = existing_account(ledger, config, account, session.run_id)
     dimension = sum(tensor.size for tensor in facts.tensors)
-    planned = make_plan(config, facts.num_examples, dimension, named, facts.largest_rows)
+    planned = make_plan(config, facts.num_examples, dimension, paying, facts.largest_rows)
     plan = checked(with_notes(planned, facts.model_notes))
     plan = replace(plan, data_check=recorded_check(facts.dataset_fingerprint))
     reporter.planned(plan)
     reporter.to.phase("admitting workers")
-    account = config.ledger.account or f"run-{session.run_id}"
     known_answer = founders.known_answer(plan.mechanism, plan.measurements)
     manifest, rollback_witness = _manifest(order, config, facts, plan, account, known_answer)
     # Before the account: a resumed run that differs from its record must open and register nothing.
@@ -93,7 +94,7 @@ def admit(order: Order, founders: Founders, reporter: Reporter, evaluation: Seal
     sealed = sealed_terms(config, Path(order.setup.base))
     _require_demanded(sealed, manifest)
     # Before any evidence: an account that refuses the run spares all members their presentation.
-    _open_account(order, plan, manifest, named)
+    _open_account(order, plan, manifest, paying)
     terms = run_terms(manifest, session.policy, session.collateral, sealed, evaluation, _is_charged(order))
     session.control.orchestrator.begin(terms, secrets.token_hex(16))
     ranges = split_ranges(facts.tensors, config.aggregators)
@@ -117,13 +118,6 @@ def admit(order: Order, founders: Founders, reporter: Reporter, evaluation: Seal
         colocated=colocated,
         rollback_witness=rollback_witness,
     )
-
-
-def _paying_account(order: Order) -> PayingAccount | None:
-    """Return the named account that pays; None if the run opens its own."""
-    if order.config.ledger.account is None:
-        return None
-    return paying_account(order.session.control.ledger.view(), order.config, order.session.run_id)
 
 
 def _recorded_shape(order: Order) -> RunConfig:
@@ -186,11 +180,18 @@ def _require_demanded(sealed: SealedSource | None, manifest: Manifest) -> None:
         sealed.header.demand.require(manifest.stated)
 
 
-def _open_account(order: Order, plan: Plan, manifest: Manifest, named: PayingAccount | None) -> None:
-    control = order.session.control
-    if named is None:
-        accountant = plan.mechanism.accountant
-        control.ledger.open_account(manifest.account, account_cap(order.config), plan.delta, accountant=accountant)
+def _open_account(order: Order, plan: Plan, manifest: Manifest, paying: PayingAccount | None) -> None:
+    control, dataset = order.session.control, order.config.dataset
+    if paying is None:
+        # A public run's account is about nobody, so it is bound to nothing.
+        public = dataset is not None and dataset.public
+        control.ledger.open_account(
+            manifest.account,
+            account_cap(order.config),
+            plan.delta,
+            fingerprint=b"" if public else manifest.dataset_fingerprint,
+            accountant=plan.mechanism.accountant,
+        )
     mechanisms = manifest.computation.mechanisms
     terms = mechanisms, manifest.digest(), manifest.dataset_fingerprint
     control.ledger.register_run(order.session.run_id, manifest.account, *terms)

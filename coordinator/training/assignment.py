@@ -124,6 +124,7 @@ class Order:
     Attributes:
         setup: what each worker opens.
         evaluator: measures on public data; None if nothing is measured, or only sealed data is.
+        data: account of data that is known by its place, see `raycloak.coordinator.planning.payer.data_place`.
     """
 
     config: RunConfig
@@ -133,3 +134,4 @@ class Order:
     reporting: Reporting
     folder: RunFolder
     assignment: Assignment
+    data: str = ""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raycloak.coordinator.ledger.view import AccountView
+from raycloak.coordinator.ledger.view import data_standing
 from raycloak.coordinator.record.outcome import Ending, Evaluation, Finished
 from raycloak.coordinator.training.admitted import AdmittedRun
 from raycloak.coordinator.training.assignment import Order
@@ -74,7 +74,8 @@ class Conclusion:
         self, ending: Ending | None, parameters: np.ndarray, evaluate: Callable[[], Evaluation | None]
     ) -> Finished:
         admitted, training = self.admitted, self.training
-        account = self._account_view()
+        view = self.order.session.control.ledger.view()
+        account = next(each for each in view.accounts if each.name == admitted.account)
         (run,) = (run for run in account.runs if run.run_id == self.order.session.run_id)
         return Finished(
             manifest=admitted.manifest,
@@ -86,6 +87,8 @@ class Conclusion:
             workers=len(admitted.membership.members.workers),
             charged={each.query: each.charged for each in run.queries},
             charged_epsilon=account.spent_epsilon,
+            account=account.name,
+            data=data_standing(view, account.name),
             evaluation=evaluate(),
             released=self.order.folder.released(),
             evidence_class=admitted.evidence_class,
@@ -102,10 +105,6 @@ class Conclusion:
     def _close_checkpoints(self) -> None:
         if self.training.checkpoints is not None:
             self.training.checkpoints.close(self.order.config.failure.step_deadline_s)
-
-    def _account_view(self) -> AccountView:
-        accounts = self.order.session.control.ledger.view().accounts
-        return next(account for account in accounts if account.name == self.admitted.account)
 
 
 def export_log(order: Order) -> None:

@@ -77,6 +77,15 @@ def source_digest(target: str | Callable[..., Any], base: Path | str) -> bytes:
     return digest(length_prefixed("raycloak/callable/v1", source, cloudpickle.dumps(target)))
 
 
+def source_place(target: str, base: Path | str) -> str:
+    """Return the file that ``module:function`` is looked up in below ``base``; empty if it must be installed.
+
+    Runs no code.
+    """
+    local = _local_file(_split(target)[0], base)
+    return os.path.realpath(local) if local else ""
+
+
 def _files_digest(start: Path, base: Path) -> bytes:
     """Return a SHA-256 over names and content of ``start`` and of all files of ``base`` that it leads to by imports."""
     found, waiting = {start}, [start]

@@ -13,7 +13,7 @@ from raycloak.coordinator.cli.verdict_table import verdict_rows
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.planning.data_check import check_data
 from raycloak.coordinator.runs.rollback import check_pins, log_pins
-from raycloak.coordinator.runs.verdict import verdict_of
+from raycloak.coordinator.runs.verdict import Verdict, verdict_of
 from raycloak.metrics.errors import BudgetError, ConfigError, ProtocolError
 from raycloak.workers.inputs.fingerprint import dataset_fingerprint
 from raycloak.workers.terms.receipt import Receipt
@@ -53,6 +53,23 @@ def test_a_run_on_the_accounts_own_data_is_paid_and_says_so_in_manifest_receipt_
     assert run.finished.manifest.dataset_fingerprint == account.fingerprint
     receipt = Receipt.model_validate_json(run.stage.calls("step")[0].arguments[0].body)
     assert receipt.dataset_fingerprint == account.fingerprint
+
+
+def test_guarantee_a_run_that_names_no_account_pays_from_the_one_that_is_bound_to_its_data(home: Path):
+    """Known by fingerprint; a second run with another secret finds the same account, and adds to it."""
+    held = {"dp_config": {"noise_multiplier": 4.0, "epsilon_cap": 20.0}}
+    first = trained(home, dataset=DATASET, **held)
+    second = trained(home, dataset=DATASET, secret="cd" * 32, **held)
+    assert first.finished is not None
+    assert second.finished is not None
+    assert first.finished.account == second.finished.account == "patients"
+    assert (first.finished.data.runs, second.finished.data.runs) == (1, 2)
+    verdict = verdict_of(second.finished, home, 1.0, "complete", ())
+    assert verdict.data is not None
+    assert verdict.data.epsilon_charged == verdict.privacy_epsilon_charged
+    shown = dict(verdict_rows(Verdict.of({"run_dir": str(home), "metrics": verdict.metrics()})))
+    assert shown["ε of the account"].startswith("patients: 20.000")
+    assert shown["ε of the data"].endswith("charged by 2 runs on patients; all together claim 20.000 at δ = 1e-05")
 
 
 def other_data() -> Any:
