@@ -75,14 +75,25 @@ def kept_secret(directory: Path, run_id: str) -> tuple[Path, Secret]:
         secret = load_secret(path)
     # What the loss means matters more than why the file cannot be read.
     except ConfigError:
-        secret = None
-    if secret is None or run_id_of(secret) != run_id:
-        raise ConfigError(
-            "secret_destroyed",
-            f"the generated secret of run {run_id} is gone, and with it the run's keys.",
-            "Set secret_retention: keep for runs that are to be resumed; give --run-secret if the run had a file.",
-        )
+        raise _destroyed(run_id) from None
+    if run_id_of(secret) != run_id:
+        raise _destroyed(run_id)
     return path, secret
+
+
+def require_kept(directory: Path, run_id: str) -> None:
+    """Raise what :func:`kept_secret` raises for a secret that is gone. Reads no secret."""
+    if not (directory / f"{run_id}.secret").exists():
+        raise _destroyed(run_id)
+
+
+def _destroyed(run_id: str) -> ConfigError:
+    return ConfigError(
+        "secret_destroyed",
+        f"the generated secret of run {run_id} was destroyed when the run was complete or discarded, so that "
+        "nobody can take its noise off again; without it, no step of the run can be computed again.",
+        "Start a run that shall be replayed with --set secret_retention=keep, or with --run-secret FILE.",
+    )
 
 
 def destroy_secret(path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from raycloak.attestation.keys.run_secret import require_kept
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
@@ -59,7 +60,8 @@ def replay(run_dir: Path, steps: tuple[int, int], workers: int, notice: Callable
     another receipt is asked for.
 
     Raises:
-        ConfigError: ``not_a_run``, ``steps``, ``secret_destroyed`` or ``config`` (that many workers cannot host it).
+        ConfigError: ``not_a_run``, ``steps``, ``secret_destroyed``, ``run_secret``, or ``config`` (that many workers cannot
+            host it).
         RefusedError: ``resume_differs`` if code, data or libraries are not the run's; ``not_charged``.
         RunFailedError: ``not_reproducible``, with the step and both digests.
     """
@@ -74,6 +76,7 @@ def replay(run_dir: Path, steps: tuple[int, int], workers: int, notice: Callable
     config = _with_workers(folder.config(), workers)
     if config.model is None or config.dataset is None:
         raise ConfigError("config", "the run was given its model or data in Python.", "Name both in the configuration.")
+    _require_secret(folder)
     before = _charged_steps(config, folder)
     execution = Execution(config, model_source(config.model), folder.record.base, notice=notice)
     finished = execution.replay(folder, manifest, *steps)
@@ -91,6 +94,19 @@ def replay(run_dir: Path, steps: tuple[int, int], workers: int, notice: Callable
         charged_steps=after,
         evidence_class=finished.evidence_class,
     )
+
+
+def _require_secret(folder: RunFolder) -> None:
+    """Refuse a run whose secret is gone before any process is started for it; reads no secret."""
+    given = folder.record.secret_file
+    if given is None:
+        require_kept(home.home() / "orchestrator", folder.record.run_id)
+    elif not Path(given).exists():
+        raise ConfigError(
+            "run_secret",
+            f"the run began with the secret in {given}, which is not there.",
+            "Put the file back; nothing else gives the run's keys.",
+        )
 
 
 def _with_workers(config: RunConfig, workers: int) -> RunConfig:
