@@ -41,6 +41,7 @@ from raycloak.coordinator.cluster.node_evidence import NodeEvidenceSource
 from raycloak.coordinator.cluster.orchestrator_actor import OrchestratorActor
 from raycloak.coordinator.cluster.platform_actor import NodePlatform
 from raycloak.coordinator.cluster.processes import nvml_missing, own_node
+from raycloak.coordinator.cluster.ray_address import check_address, unreachable
 from raycloak.coordinator.cluster.remote import Reference
 from raycloak.coordinator.console.output import divert_logger
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
@@ -286,6 +287,9 @@ def connect(num_cpus: int) -> bool:
     """Join the cluster of RAY_ADDRESS, or start a local one; returns whether this call connected.
 
     A local cluster gets a token of its own in the environment, so that nothing is written to the user's home.
+
+    Raises:
+        ConfigError: ``ray_address`` or ``ray_unreachable``, within seconds.
     """
     if ray.is_initialized():
         return False
@@ -293,7 +297,11 @@ def connect(num_cpus: int) -> bool:
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     divert_logger("ray")
     if address := os.environ.get("RAY_ADDRESS"):
-        ray.init(address=address, log_to_driver=False, configure_logging=False)
+        check_address(address)
+        try:
+            ray.init(address=address, log_to_driver=False, configure_logging=False)
+        except ConnectionError as error:
+            raise unreachable(address, str(error).splitlines()[0].removesuffix(".")) from None
         return True
     # Ray authenticates a new local cluster by token unless RAY_AUTH_MODE says otherwise.
     if not os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:

@@ -60,8 +60,8 @@ def replay(run_dir: Path, steps: tuple[int, int], workers: int, notice: Callable
     another receipt is asked for.
 
     Raises:
-        ConfigError: ``not_a_run``, ``steps``, ``secret_destroyed``, ``run_secret``, or ``config`` (that many workers cannot
-            host it).
+        ConfigError: ``not_a_run``, ``steps``, ``secret_destroyed``, ``run_secret``, or ``config`` (it cannot be hosted
+            on so many workers).
         RefusedError: ``resume_differs`` if code, data or libraries are not the run's; ``not_charged``.
         RunFailedError: ``not_reproducible``, with the step and both digests.
     """

@@ -6,6 +6,7 @@ function opens which kind. Each states what the examples were read from, so no f
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.messages import Message, parse
-from raycloak.metrics.errors import DatasetError
+from raycloak.metrics.errors import DatasetError, RaycloakError
 from raycloak.metrics.file_errors import file_error
 from raycloak.workers.inputs.canaries import CanaryDataset
 from raycloak.workers.inputs.datasets import ArrayDataset, Dataset, SteadyDataset, check_arrays, dataset_form
@@ -27,7 +28,7 @@ from raycloak.workers.inputs.sealed import ClearSlices, SealedDataset, SliceLock
 from raycloak.workers.inputs.tables import CSV_SUFFIXES, PARQUET_SUFFIXES, Columns, csv_rows, parquet_rows
 from raycloak.workers.inputs.text_data import Tokenizer, packed, read_blocks, read_texts
 from raycloak.workers.inputs.token_rows import TokenColumns, token_files, token_rows
-from raycloak.workers.inputs.user_code import resolve
+from raycloak.workers.inputs.user_code import SEE_WHY, resolve, told
 
 DatasetKind = Literal[
     "digits",
@@ -129,7 +130,7 @@ class DatasetDescriptor(Message):
 
         Raises:
             DatasetError: ``dataset_unreadable``, ``dataset_empty``, ``dataset_lengths``, ``dataset_array``,
-                ``dataset_dtype``, ``dataset_label``, ``dataset_scratch`` or ``data_changed``.
+                ``dataset_dtype``, ``dataset_label``, ``dataset_scratch``, ``dataset_function`` or ``data_changed``.
             ConfigError: ``module_function``, ``sealed_data``, ``images_missing``, or what
                 `raycloak.workers.inputs.text_data.Tokenizer.load` raises.
             ProtocolError: ``malformed`` for the file of ``canaries``.
@@ -165,15 +166,31 @@ def _open_digits(descriptor: DatasetDescriptor, _: Path) -> OpenedDataset:
 
 def _open_module(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
     assert descriptor.function is not None, "kind module comes with a function"
-    dataset = resolve(descriptor.function, base)()
+    function = resolve(descriptor.function, base)
+    with _function_errors(descriptor.function):
+        dataset = function()
     if not isinstance(dataset, Dataset):
         raise DatasetError(
             "dataset_array",
             f"{descriptor.function} returned a {type(dataset).__name__}, not a Dataset.",
             "Return an object with __len__ and batch(ids).",
         )
-    dataset_form(dataset)
+    with _function_errors(descriptor.function):
+        dataset_form(dataset)
     return _clear(SteadyDataset(dataset))
+
+
+@contextmanager
+def _function_errors(function: str) -> Iterator[None]:
+    """Turn all that a dataset of user code raises while it is opened into one DatasetError."""
+    try:
+        yield
+    except RaycloakError:
+        raise
+    except Exception as error:  # noqa: BLE001 - only its type is told: its text may hold private data
+        raise DatasetError(
+            "dataset_function", f"the dataset of {function} fails with {type(error).__name__}.", SEE_WHY
+        ) from told(error)
 
 
 def _open_sealed(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:

@@ -26,7 +26,7 @@ from raycloak.workers.inputs.held_values import Held, held_values
 from raycloak.workers.inputs.hub_model import HubSpec
 from raycloak.workers.inputs.text_data import IGNORED
 from raycloak.workers.inputs.text_model import as_text_model
-from raycloak.workers.inputs.user_code import resolve, source_digest
+from raycloak.workers.inputs.user_code import SEE_WHY, resolve, source_digest, told
 from raycloak.workers.terms.manifest import TensorSpec
 from raycloak.workers.terms.parameter_digest import ATTRIBUTES, TensorContent, dimension, split_flat
 
@@ -91,9 +91,9 @@ class ModelSource:
             if is_out_of_memory(error):
                 raise
             # Only its type is told: its text may hold private data.
-            raise ModelError(
-                "model_function", f"{self.name} fails with {type(error).__name__}.", "Call it in Python to see why."
-            ) from None
+            raise ModelError("model_function", f"{self.name} fails with {type(error).__name__}.", SEE_WHY) from told(
+                error
+            )
         if not isinstance(module, nn.Module):
             raise ModelError(
                 "model_function",

@@ -18,6 +18,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,6 +27,28 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.metrics.errors import ConfigError
+
+SEE_WHY = "To see its traceback: raycloak plan CONFIG --debug."
+
+_TELLING = ContextVar("telling", default=False)
+
+
+@contextmanager
+def telling() -> Iterator[None]:
+    """Let errors of user code keep the exception that they stand for, for a command that its own author runs.
+
+    Never in a process of a run: the text of an exception may hold an example.
+    """
+    token = _TELLING.set(True)
+    try:
+        yield
+    finally:
+        _TELLING.reset(token)
+
+
+def told(error: Exception) -> Exception | None:
+    """Return ``error`` to raise another one from, or None where nobody may see it."""
+    return error if _TELLING.get() else None
 
 
 def portable_base(config_dir: Path) -> str:
@@ -159,9 +182,9 @@ def _load(name: str, base: Path | str) -> ModuleType:
                 f"no module '{name}': it is neither in {Path(base).resolve()} nor installed.",
                 "Modules are looked up beside the config file first.",
             ) from None
-        raise _failed(name, error) from None
+        raise _failed(name, error) from told(error)
     except Exception as error:  # noqa: BLE001 - only its type is told: its text may hold private data
-        raise _failed(name, error) from None
+        raise _failed(name, error) from told(error)
 
 
 def _failed(name: str, error: Exception) -> ConfigError:
@@ -169,7 +192,7 @@ def _failed(name: str, error: Exception) -> ConfigError:
     return ConfigError(
         "module_function",
         f"module '{name}' fails with {type(error).__name__} when it is imported.",
-        "Import it in Python to see why.",
+        SEE_WHY,
     )
 
 

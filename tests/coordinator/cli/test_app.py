@@ -319,6 +319,37 @@ def test_plan_refuses_what_cannot_be_trained(raycloak, config_file, tmp_path):
     assert "BatchNorm1d" in err
 
 
+BROKEN = {
+    "module": ("raise KeyError('row 17')", "model=mine:model", "module_function"),
+    "model": ("def model(): raise KeyError('row 17')", "model=mine:model", "model_function"),
+    "loss": ("def loss(output, label): raise KeyError('row 17')", "loss=mine:loss", "model_input"),
+    "dataset": (
+        "def rows(): raise KeyError('row 17')",
+        "dataset={kind: module, function: 'mine:rows'}",
+        "dataset_function",
+    ),
+    "batch": (
+        "class Rows:\n  def __len__(self): return 9\n  def batch(self, ids): raise KeyError('row 17')\nrows = Rows",
+        "dataset={kind: module, function: 'mine:rows'}",
+        "dataset_function",
+    ),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_guarantee_a_plan_shows_the_users_own_exception_with_debug(broken, raycloak, config_file, tmp_path):
+    source, override, code = BROKEN[broken]
+    (tmp_path / "mine.py").write_text(source)
+    status, _, err = raycloak("plan", str(config_file), "--set", override)
+    assert status == 2
+    assert err.startswith(f"error: {code}: ")
+    assert "KeyError" in err
+    assert "Traceback" not in err
+    _, _, err = raycloak("plan", str(config_file), "--debug", "--set", override)
+    assert "KeyError: 'row 17'" in err
+    assert str(tmp_path / "mine.py") in err
+
+
 def test_budget_open_show_history(raycloak, raycloak_home):
     code, out, _ = raycloak("budget", "show", "--json")
     assert (code, json.loads(out)["error"]["code"]) == (2, "ledger_missing")
