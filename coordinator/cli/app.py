@@ -112,6 +112,10 @@ def demo(
 def _train(
     output: Output, config: RunConfig, config_dir: Path | None, run_secret: Path | None, resume: bool, every_s: float
 ) -> int:
+    from raycloak.coordinator.planning.first_look import first_look
+
+    # Before the libraries of a run, which take seconds to import.
+    first_look(config, config_dir or Path.cwd(), run_secret, resume)
     with ProgressDisplay(output.progress, config.name, every_s) as display:
         display.phase("loading libraries")
         with quickly():
@@ -240,6 +244,10 @@ def plan(
 
 
 def _plan(output: Output, config: RunConfig, config_dir: Path, trials: int | None) -> int:
+    from raycloak.coordinator.planning.first_look import first_look
+
+    # Before the libraries of a plan, which take seconds to import.
+    first_look(config, config_dir)
     from raycloak.coordinator.cli.tables import evidence_text, plan_table, search_rows
     from raycloak.coordinator.evidence.sources import configured_policy
     from raycloak.coordinator.planning.dry_run import plan_of

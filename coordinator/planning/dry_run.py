@@ -16,11 +16,12 @@ from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.view import LedgerView
 from raycloak.coordinator.planning.cross_check import checked
 from raycloak.coordinator.planning.data_check import known_fingerprint, recorded_check
+from raycloak.coordinator.planning.first_look import first_look
 from raycloak.coordinator.planning.model_source import compute_mode, model_source
 from raycloak.coordinator.planning.outlook import with_account
 from raycloak.coordinator.planning.payer import PayingAccount, account_of, data_place, existing_account
 from raycloak.coordinator.planning.plan import Plan, make_plan, with_notes
-from raycloak.coordinator.planning.references import descriptor, evaluation_form, preflight, sealed_terms
+from raycloak.coordinator.planning.references import descriptor, evaluation_form, sealed_terms
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.evaluation import check_evaluation_form
 from raycloak.workers.gradients.model_checks import check_rows, check_trainable
@@ -48,7 +49,7 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     """
     if config.dataset is None or config.model is None:
         raise ConfigError("config", "a plan needs both dataset and model.", "Name them in the configuration.")
-    preflight(config, config_dir)
+    first_look(config, config_dir)
     data = descriptor(config.dataset)
     opened = data.open_slices(config_dir)
     form = dataset_form(opened.examples)

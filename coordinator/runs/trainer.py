@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.evidence.sources import configured_policy
+from raycloak.coordinator.planning.first_look import first_look
 from raycloak.coordinator.planning.model_source import model_source
 from raycloak.coordinator.planning.plan import check_public
-from raycloak.coordinator.planning.references import preflight
 from raycloak.coordinator.record.folder import unfinished_run
 from raycloak.coordinator.record.outcome import Finished
 from raycloak.coordinator.record.same_run import require_same_config
@@ -68,7 +69,8 @@ class Trainer:
             )
         check_public(config)
         base = config_dir or Path.cwd()
-        preflight(config, base)
+        first_look(config, base, run_secret, resume)
+        configured_policy(config.policy, config.collateral, base)
         model = ModelSource.of(model_init_fn) if model_init_fn is not None else model_source(config.model)
         self._config = config
         self._secret = str(run_secret.resolve()) if run_secret else None

@@ -1,6 +1,7 @@
 """The command: exit codes, one-line errors, one JSON object, and nothing charged by what is refused."""
 
 import json
+import socket
 import sys
 import types
 from importlib import metadata
@@ -125,6 +126,7 @@ def test_run_with_json_prints_one_object(raycloak, trainer, config_file):
 
 def test_demo_takes_overrides_and_a_secret(raycloak, trainer, tmp_path):
     secret = tmp_path / "secret"
+    secret.write_text("ab" * 32)
     code, _, _ = raycloak(
         "demo", "--set", "steps=3", "--set", "dp_config.target_epsilon=2", "--run-secret", str(secret)
     )
@@ -292,6 +294,20 @@ def test_plan_refuses_evidence_that_could_not_be_judged_and_says_whose_is_admitt
     overrides = ("--set", f"policy={policy}", "--set", f"collateral={tmp_path / 'collateral.yaml'}")
     status, out, _ = raycloak("plan", str(config_file), "--json", *overrides)
     assert (status, json.loads(out)["evidence_classes"]) == (0, ["intel_tdx"])
+
+
+@pytest.mark.parametrize(
+    ("command", "heavy"),
+    [("run", "raycloak.coordinator.runs.trainer"), ("plan", "raycloak.coordinator.planning.dry_run")],
+)
+def test_guarantee_plan_and_run_look_before_they_import(command, heavy, raycloak, config_file, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, heavy, None)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        bind = f"127.0.0.1:{server.getsockname()[1]}"
+        code, _, err = raycloak(command, str(config_file), "--set", f"metrics.bind={bind}")
+    assert code == 2
+    assert err.startswith(f"error: metrics_bind: metrics.bind: cannot listen on {bind}: Address already in use.")
+    assert raycloak(command, str(config_file))[2].startswith("error: unexpected: ")
 
 
 def test_plan_takes_the_cap_of_a_named_account(raycloak, config_file):

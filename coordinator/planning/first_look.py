@@ -1,0 +1,130 @@
+"""The first look of `plan` and `run`: all that a run needs from this machine, before heavy libraries and Ray.
+
+Ports, secret file, account, witness and state folder would else be found wrong a minute later, by the run alone.
+"""
+
+import os
+import socket
+from contextlib import closing
+from pathlib import Path
+
+from raycloak.coordinator.config import home
+from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.witness import open_witness
+from raycloak.coordinator.planning.payer import data_place, existing_account
+from raycloak.coordinator.planning.references import preflight
+from raycloak.metrics.errors import BudgetError, ConfigError
+from raycloak.metrics.file_errors import file_error
+from raycloak.metrics.server import parse_bind
+
+SECRET_DIGITS = 64
+
+
+def first_look(config: RunConfig, base: Path, run_secret: Path | None = None, resumes: bool = False) -> None:
+    """Refuse a run that this machine cannot make, before anything starts or is charged.
+
+    Guarantee: writes nothing, reads no secret, and asks ledger and witness to read alone.
+
+    Args:
+        base: folder that relative paths start from.
+        run_secret: the user's own, if there is one.
+        resumes: whether an earlier execution of the run may be in the ledger.
+
+    Raises:
+        ConfigError, BudgetError: as `preflight`; ``home_unusable``, ``relative_home``, ``run_secret``,
+            ``metrics_bind``, ``bind``, ``ledger_missing``, ``witness_unavailable``, or why the account would refuse a
+            new run.
+    """
+    preflight(config, base)
+    _check_home(home.home_path())
+    if run_secret is not None:
+        _check_secret(run_secret)
+    _check_port(config.metrics.bind, "metrics_bind", "metrics.bind")
+    if config.attestation.bind is not None:
+        _check_port(config.attestation.bind, "bind", "attestation.bind")
+    if config.ledger.witness is not None:
+        _check_witness(config.ledger.witness)
+    # With a secret of the user's own, the run may be registered as well.
+    _check_account(config, base, resumes or run_secret is not None)
+
+
+def _check_home(path: Path) -> None:
+    """Require that the state folder can be written to, or made."""
+    nearest = next(each for each in (path, *path.parents) if os.path.lexists(each))
+    if not nearest.is_dir():
+        raise _unusable(path, NotADirectoryError(20, "Not a directory"))
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise _unusable(path, PermissionError(13, "Permission denied"))
+
+
+def _unusable(path: Path, error: OSError) -> ConfigError:
+    return file_error("home_unusable", "use the state folder", path, error)
+
+
+def _check_secret(path: Path) -> None:
+    """Require a file of the right size that can be opened; the orchestrator alone reads it."""
+    try:
+        with path.open("rb"):
+            size = path.stat().st_size
+    except OSError as error:
+        raise file_error("run_secret", "read", path, error) from None
+    # White space around the digits is allowed.
+    if size < SECRET_DIGITS:
+        raise ConfigError(
+            "run_secret",
+            f"{path} must hold {SECRET_DIGITS} hexadecimal digits, and has {size} bytes.",
+            "Make one: (umask 077; openssl rand -hex 32 > FILE).",
+        )
+
+
+def _check_port(bind: str, code: str, field: str) -> None:
+    """Require that a server could listen at ``bind`` now."""
+    host, port = parse_bind(bind)
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # A port that a server has just left is free, although the kernel still holds it.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+    except OSError as error:
+        raise ConfigError(
+            code,
+            f"{field}: cannot listen on {bind}: {error.strerror or error}.",
+            f"Choose another {field}, of this machine; port 0 takes a free one.",
+        ) from None
+
+
+def _check_witness(location: str) -> None:
+    """Require that the witness answers, and that its folder can be written to."""
+    # Any key will do: a witness that holds nothing for it answers so.
+    with closing(open_witness(location, bytes(32))) as witness:
+        witness.newest()
+    folder = Path(location)
+    if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
+        raise BudgetError(
+            "witness_unavailable", f"the witness's folder {location} cannot be written to.", "Let this user in."
+        )
+
+
+def _check_account(config: RunConfig, base: Path, may_be_registered: bool) -> None:
+    """Require that the account would admit a new run, as far as its terms tell; the plan knows what is left."""
+    by_content = config.dataset is not None and (config.dataset.fingerprint_key or config.dataset.kind == "sealed")
+    name = config.ledger.account or ("" if by_content else data_place(config.dataset, base))
+    url = config.ledger.url or f"sqlite:///{home.home_path() / 'ledger.sqlite'}"
+    try:
+        ledger = PrivacyLedger(url, create=False)
+    except ConfigError as error:
+        if error.code != "ledger_missing" or config.ledger.account is not None:
+            raise
+        return
+    with closing(ledger):
+        view = ledger.view()
+    if not name:
+        return  # A new account, or data that is known by its content.
+    try:
+        existing_account(view, config, name)
+    except BudgetError as error:
+        # An account that admits no new run still serves those it has.
+        if not (may_be_registered and error.code in ("account_closed", "account_not_shared")):
+            raise

@@ -1,0 +1,115 @@
+"""What `plan` and `run` find wrong in the first second: before torch, Ray, data or model."""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raycloak.coordinator.config.home import ledger_url
+from raycloak.coordinator.config.run import RunConfig, parse_config
+from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.planning.first_look import first_look
+from raycloak.coordinator.planning.payer import data_place
+from raycloak.coordinator.planning.plan import make_plan
+from raycloak.coordinator.runs.trainer import Trainer
+from raycloak.metrics.errors import RaycloakError
+
+GOOD: dict[str, Any] = {
+    "expected_batch_size": 100,
+    "steps": 2,
+    "model": "raycloak.coordinator.runs.demo:digits_model",
+    "dataset": {"kind": "digits"},
+    "dp_config": {"target_epsilon": 8.0},
+}
+
+
+def config(**changes: Any) -> RunConfig:
+    return parse_config(GOOD | changes)
+
+
+@pytest.fixture
+def taken() -> Iterator[str]:
+    """Yield an address that a server listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def refusal(settings: RunConfig, base: Path, **options: Any) -> str:
+    with pytest.raises(RaycloakError) as refused:
+        first_look(settings, base, **options)
+    assert refused.value.remedy
+    with pytest.raises(RaycloakError) as again:
+        Trainer(settings, config_dir=base, **options)
+    assert again.value.code == refused.value.code
+    return refused.value.code
+
+
+def test_what_is_well_is_written_to_by_nobody(tmp_path: Path, raycloak_home: Path):
+    (tmp_path / "secret").write_text("ab" * 32)
+    first_look(config(metrics={"bind": "127.0.0.1:0"}), tmp_path, tmp_path / "secret")
+    assert not raycloak_home.exists()
+    assert [each.name for each in tmp_path.iterdir()] == ["secret"]
+
+
+def test_a_port_that_is_taken_is_named(tmp_path: Path, taken: str):
+    assert refusal(config(metrics={"bind": taken}), tmp_path) == "metrics_bind"
+    assert refusal(config(attestation={"bind": taken}), tmp_path) == "bind"
+    assert refusal(config(metrics={"bind": "192.0.2.1:0"}), tmp_path) == "metrics_bind"
+    assert refusal(config(metrics={"bind": "no.such.host.invalid:0"}), tmp_path) == "metrics_bind"
+
+
+def test_a_secret_file_that_cannot_be_one_is_named(tmp_path: Path):
+    (tmp_path / "short").write_text("ab")
+    for name in ("none", "short", "."):
+        assert refusal(config(), tmp_path, run_secret=tmp_path / name) == "run_secret"
+
+
+def test_a_state_folder_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAYCLOAK_HOME", "relative")
+    assert refusal(config(), tmp_path) == "relative_home"
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RAYCLOAK_HOME", str(tmp_path / "file" / "home"))
+    assert refusal(config(), tmp_path) == "home_unusable"
+    monkeypatch.setenv("RAYCLOAK_HOME", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    assert refusal(config(), tmp_path) == "home_unusable"
+
+
+def test_a_witness_that_does_not_answer_is_named(tmp_path: Path, taken: str):
+    assert refusal(config(ledger={"witness": str(tmp_path / "none")}), tmp_path) == "witness_unavailable"
+    with socket.create_server(("127.0.0.1", 0)) as closing_soon:
+        dead = closing_soon.getsockname()[1]
+    assert refusal(config(ledger={"witness": f"http://127.0.0.1:{dead}"}), tmp_path) == "witness_unavailable"
+    first_look(config(ledger={"witness": str(tmp_path)}), tmp_path)
+
+
+def test_an_account_that_would_refuse_the_run_is_named(tmp_path: Path):
+    assert refusal(config(ledger={"account": "clinic"}), tmp_path) == "ledger_missing"
+    with closing(PrivacyLedger(ledger_url())) as ledger:
+        for name in ("clinic", "closed"):
+            ledger.open_account(name, 8.0, 1e-6)
+        ledger.close_account("closed")
+        dp = {"target_epsilon": 8.0, "target_delta": 1e-6}
+        assert refusal(config(ledger={"account": "others"}), tmp_path) == "account_unknown"
+        assert refusal(config(ledger={"account": "clinic"}), tmp_path) == "account_mismatch"
+        closed = config(ledger={"account": "closed"}, dp_config=dp)
+        assert refusal(closed, tmp_path) == "account_closed"
+        first_look(closed, tmp_path, resumes=True)
+        first_look(config(ledger={"account": "clinic"}, dp_config=dp), tmp_path)
+
+
+def test_a_second_run_on_the_same_data_is_refused_unless_it_may_be_the_first(tmp_path: Path):
+    settings = config()
+    name, plan = data_place(settings.dataset, tmp_path), make_plan(settings, 1437, 100)
+    with closing(PrivacyLedger(ledger_url())) as ledger:
+        ledger.open_account(name, 8.0, 1e-5, accountant="pld")
+        first_look(settings, tmp_path)
+        ledger.register_run("a", name, (plan.mechanism,), b"m" * 32)
+    assert refusal(settings, tmp_path) == "account_not_shared"
+    first_look(settings, tmp_path, resumes=True)
+    first_look(config(dataset={"kind": "digits", "public": True}), tmp_path)
+    first_look(config(ledger={"url": f"sqlite:///{tmp_path / 'other.sqlite'}"}), tmp_path)
