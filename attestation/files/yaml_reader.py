@@ -24,7 +24,7 @@ def parse_yaml(text: str, name: str, code: str) -> Any:
     """Parse the document in ``text``, which errors call ``name``.
 
     Raises:
-        ConfigError: ``code`` if it is not YAML, names a key twice, or repeats a part by an alias.
+        ConfigError: ``code`` if it is not YAML, names a key twice, or repeats a part by an alias; with the line.
     """
     try:
         return yaml.load(text, Loader=_PlainLoader)  # noqa: S506 - a SafeLoader
@@ -49,8 +49,12 @@ class _PlainLoader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        # Compared as text, because a key may be a list, which has no hash.
-        if len(set(map(repr, keys))) != len(keys):
-            raise yaml.constructor.ConstructorError(None, None, "a key is given twice", node.start_mark)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            # Compared as text, because a key may be a list, which has no hash.
+            name, mark = repr(self.construct_object(key, deep=True)), key.start_mark
+            if name in lines:
+                problem = f"the key {name} is given twice, in lines {lines[name]} and {mark.line + 1}"
+                raise yaml.constructor.ConstructorError(None, None, problem, mark)
+            lines[name] = mark.line + 1
         return super().construct_mapping(node, deep)

@@ -28,10 +28,14 @@ class ActorProcess:
         # Z and X have ended; only their entries are left.
         return None if state in "ZX" else cls(pid, fields[18])
 
+    def is_alive(self) -> bool:
+        """Return whether it is running or stopped."""
+        # The id may belong to another process by now.
+        return ActorProcess.find(self.pid) == self
+
     def kill(self) -> None:
         """End it at once, even if it is stopped."""
-        # The id may belong to another process by now.
-        if ActorProcess.find(self.pid) == self:
+        if self.is_alive():
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 

@@ -24,6 +24,9 @@ from raycloak.workers.terms.mechanism import AccountantName
 
 T = TypeVar("T")
 
+END_S = 5.0
+"""By then Ray has ended an actor that is well, on a busy machine too."""
+
 
 class RayControl:
     """The backend of ledger and orchestrator. It starts and ends them when
@@ -81,7 +84,16 @@ class RayControl:
         return Control(self, self.actors, self._restart, deadline_s, max_restarts)
 
     def close(self) -> None:
-        """End both actors."""
+        """End both actors, by Ray where it can within `END_S`.
+
+        Ray takes a process that was ended by a signal for one that the kernel ended for want of memory, and tells the
+        user of a finished run so.
+        """
+        for each in self.actors.values():
+            ray.kill(each.handle)
+        end = time.monotonic() + END_S
+        while any(process and process.is_alive() for process in self._processes.values()) and time.monotonic() < end:
+            time.sleep(0.01)
         for each in self.actors.values():
             self.stop(each)
 

@@ -5,14 +5,17 @@ Checks that need the data or the model (capacity, budget, layers) are in `coordi
 """
 
 import math
+from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args
 
-from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
 from raycloak.attestation.files.yaml_reader import parse_yaml, read_yaml
 from raycloak.coordinator.config.sections import (
     LOSS_OF_TASK,
+    LOSSES,
     AttestationConfig,
     CheckpointConfig,
     DatasetConfig,
@@ -30,6 +33,9 @@ from raycloak.coordinator.config.sections import (
     Section,
 )
 from raycloak.metrics.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 S = TypeVar("S", bound=Section)
 
@@ -122,6 +128,14 @@ class RunConfig(Section):
     precision: Literal["float32", "bf16"] = "float32"
     gradient_checkpointing: bool = False
     allow_nondeterministic: bool = False
+
+    @field_validator("loss")
+    @classmethod
+    def _known_loss(cls, loss: str) -> str:
+        if ":" in loss or loss in LOSSES:
+            return loss
+        near = "".join(f": did you mean {name}?" for name in get_close_matches(loss, LOSSES, n=1)) or "."
+        raise ValueError(f"there is no loss '{loss}'{near} Known are {', '.join(LOSSES)}, and module:function")
 
     @model_validator(mode="before")
     @classmethod
@@ -275,9 +289,70 @@ def validated(section: type[S], raw: Any, described_in: str = "docs/configuratio
     try:
         return section.model_validate(raw)
     except ValidationError as error:
-        found = ((".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, ")) for e in error.errors())
+        found = ((_field_of(e["loc"]), _problem(section, e)) for e in error.errors())
         wrong = "; ".join(f"{field}: {problem}" if field else problem for field, problem in found)
-        raise ConfigError("config", f"{wrong}.", f"See {described_in}.") from None
+        raise ConfigError("config", wrong if wrong.endswith("?") else f"{wrong}.", f"See {described_in}.") from None
+
+
+_USUAL_NAMES = {
+    "batch_size": "expected_batch_size",
+    "batchsize": "expected_batch_size",
+    "clip_norm": "max_grad_norm",
+    "clipping_norm": "max_grad_norm",
+    "delta": "target_delta",
+    "epochs": "steps",
+    "epsilon": "target_epsilon",
+    "lr": "learning_rate",
+    "max_steps": "steps",
+    "noise": "noise_multiplier",
+    "num_steps": "steps",
+    "r": "rank",
+    "vocab_size": "vocabulary",
+    "workers": "num_workers",
+}
+"""The names that other libraries give to our fields."""
+
+
+def _field_of(place: tuple[int | str, ...]) -> str:
+    # Of alternatives for a model, pydantic also tells which one was tried.
+    return ".".join(str(part) for part in place if (place[0], part) not in (("model", "hub"), ("model", "function")))
+
+
+def _problem(section: type[Section], error: "ErrorDetails") -> str:
+    """Return what is wrong with a field, in our own words where it is no field at all."""
+    if error["type"] != "extra_forbidden":
+        return error["msg"].removeprefix("Value error, ")
+    return f"there is no such field{_meant(section, _field_of(error['loc']))}"
+
+
+def _meant(section: type[Section], unknown: str) -> str:
+    """Return a question about the field that an unknown one is most like: beside it, or of its name elsewhere."""
+    names = list(field_names(section))
+    parent, _, last = unknown.rpartition(".")
+    beside = {name.rpartition(".")[2]: name for name in names if name.rpartition(".")[0] == parent}
+    elsewhere = [name for name in names if name.rpartition(".")[2] == last]
+    usual = [name for name in names if name.rpartition(".")[2] == _USUAL_NAMES.get(last)]
+    near = [beside[name] for name in get_close_matches(last, beside, n=1, cutoff=0.7)]
+    contained = [name for short, name in beside.items() if last in short.split("_") or short in last.split("_")]
+    for found in (usual, near, elsewhere, contained):
+        if len(found) == 1:
+            return f"; did you mean {found[0]}?"
+    return f"; {parent} has {', '.join(beside)}" if parent and beside else ""
+
+
+def field_names(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names of all fields of a section and of those below it."""
+    for name, field in section.model_fields.items():
+        yield f"{prefix}{name}"
+        for below in _sections_of(field.annotation):
+            yield from field_names(below, f"{prefix}{name}.")
+
+
+def _sections_of(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _sections_of(argument)
 
 
 def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:

@@ -7,6 +7,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 
 Kept = Literal["sealed", "clear"]
 
+LOSSES = ("cross_entropy", "token_cross_entropy", "next_token_cross_entropy", "mse")
+"""The losses that have a name; `raycloak.workers.inputs.models` computes them."""
+
 LOSS_OF_TASK = {
     "sequence_classification": "cross_entropy",
     "causal_lm": "next_token_cross_entropy",

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from raycloak.coordinator.config.run import RunConfig, load_config, parse_config
+from raycloak.coordinator.config.sections import LOSSES
 from raycloak.metrics.errors import ConfigError
+from raycloak.workers.inputs.models import BUILT_IN_LOSSES
 
 GOOD: dict[str, Any] = {
     "expected_batch_size": 100,
@@ -100,6 +102,49 @@ def test_what_cannot_be_meant_is_refused_by_name(field: str, value: Any, named: 
     assert "\n" not in str(refusal.value)
     assert not refusal.value.message.startswith("config")
     assert refusal.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("field", "meant"),
+    [
+        ("stepz", "steps"),
+        ("batch_size", "expected_batch_size"),
+        ("target_epsilon", "dp_config.target_epsilon"),
+        ("dp_config.epsilon", "dp_config.target_epsilon"),
+        ("dp_config.max_grad_nrom", "dp_config.max_grad_norm"),
+        ("optimizer.lr", "optimizer.learning_rate"),
+        ("checkpoint.frequency", "checkpoint.checkpoint_frequency"),
+        ("measurements.class_count", "measurements.class_counts"),
+    ],
+)
+def test_an_unknown_field_is_answered_with_the_one_that_was_meant(field: str, meant: str):
+    with pytest.raises(ConfigError) as refusal:
+        parse_config(with_field(field, 1))
+    assert refusal.value.message == f"{field}: there is no such field; did you mean {meant}?"
+
+
+def test_a_field_that_is_like_no_other_is_answered_with_those_of_its_section():
+    with pytest.raises(ConfigError, match=r"ring\.zzz: there is no such field; ring has bits, clamp\."):
+        parse_config(with_field("ring.zzz", 1))
+    hub = {"hf": "tiny", "task": "causal_lm", "lora": {"r": 8}}
+    with pytest.raises(ConfigError, match=r"config: model\.lora\.r: .*did you mean model\.lora\.rank\?"):
+        parse_config(with_field("model", hub))
+
+
+def test_an_unknown_loss_is_answered_with_the_known_ones():
+    assert set(LOSSES) == set(BUILT_IN_LOSSES)
+    with pytest.raises(ConfigError, match=r"no loss 'cros_entropy': did you mean cross_entropy\?") as refusal:
+        parse_config(with_field("loss", "cros_entropy"))
+    assert all(loss in refusal.value.message for loss in LOSSES)
+    assert parse_config(with_field("loss", "mine:loss")).loss == "mine:loss"
+
+
+def test_a_key_that_is_given_twice_is_named_with_both_lines(tmp_path: Path):
+    (tmp_path / "config.yaml").write_text("name: x\nsteps: 1\ndp_config:\n  target_epsilon: 1\nsteps: 2\n")
+    with pytest.raises(
+        ConfigError, match=r"the key 'steps' is given twice, in lines 2 and 5\. Look at line 5, column 1"
+    ):
+        load_config(tmp_path / "config.yaml")
 
 
 @pytest.mark.parametrize("bind", ["127.0.0.1:0", "localhost:9464", "[::1]:65535"])
