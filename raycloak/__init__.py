@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from raycloak.workers.gradients.numerics import worker_environment
     from raycloak.workers.inputs.datasets import ArrayDataset, Dataset
     from raycloak.workers.inputs.descriptor import DatasetDescriptor
+    from raycloak.workers.inputs.model_fixes import fix
     from raycloak.workers.inputs.models import ModelSource
     from raycloak.workers.messages import Admission, StepRequest, WorkerSetup
     from raycloak.workers.terms.binding import vectors_digest
@@ -107,6 +108,7 @@ _HOMES = {
     "data_root": "raycloak.workers.terms.receipt",
     "epochs": "raycloak.coordinator.planning.manifest",
     "load": "raycloak.coordinator.runs.released_model",
+    "fix": "raycloak.workers.inputs.model_fixes",
     "load_config": "raycloak.coordinator.config.run",
     "make_plan": "raycloak.coordinator.planning.plan",
     "parameter_digest": "raycloak.workers.terms.parameter_digest",
@@ -172,6 +174,7 @@ __all__ = [
     "data_root",
     "epochs",
     "load",
+    "fix",
     "load_config",
     "make_plan",
     "parameter_digest",

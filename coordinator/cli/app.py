@@ -19,6 +19,7 @@ from raycloak.coordinator.cli.bench import bench
 from raycloak.coordinator.cli.budget import budget
 from raycloak.coordinator.cli.data import data
 from raycloak.coordinator.cli.init import init_command
+from raycloak.coordinator.cli.model import model
 from raycloak.coordinator.cli.options import AsJson, ConfigFile, Debug, Overrides
 from raycloak.coordinator.cli.options import execute as _execute
 from raycloak.coordinator.cli.package import package
@@ -41,6 +42,7 @@ app.add_typer(bench, name="bench")
 app.add_typer(package, name="package")
 app.add_typer(attest, name="attest")
 app.add_typer(data, name="data")
+app.add_typer(model, name="model")
 
 
 def _say_version(asked: bool) -> None:

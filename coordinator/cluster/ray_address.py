@@ -36,7 +36,7 @@ def check_address(address: str, deadline_s: float = ANSWER_S) -> None:
         raise unreachable(address, error.strerror or "no answer") from None
     if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
         return
-    import grpc  # type: ignore[import-untyped]  # late: a local Ray does not need it
+    import grpc  # late: a local Ray does not need it
 
     # A port alone may be another server's, for which Ray would wait just as long.
     with grpc.insecure_channel(f"{host}:{port}") as channel:

@@ -142,14 +142,19 @@ def build_noted(
             :func:`check_layers`, :class:`TextModel`, :meth:`HubSpec.build` or :meth:`ComputeMode.apply` refuses.
         ConfigError: ``module_function``, or as :meth:`HubSpec.build`.
     """
+    module, notes = build_unchecked(source, base, seed)
+    check_layers(module)
+    mode.apply(module)
+    return module, notes
+
+
+def build_unchecked(source: ModelSource, base: Path | str, seed: int) -> tuple[nn.Module, tuple[str, ...]]:
+    """Build the model as :func:`build_noted` does, whatever its layers are: for a report on them."""
     # Before the seed is set: a module draws only where it is imported for the first time.
     draw = source.drawing(base)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        module, notes = draw()
-    check_layers(module)
-    mode.apply(module)
-    return module, notes
+        return draw()
 
 
 def _as_trained(module: nn.Module, drawn: tuple[str, ...]) -> tuple[nn.Module, tuple[str, ...]]:
@@ -169,21 +174,30 @@ def check_layers(module: nn.Module) -> None:
     """
     _check_dtypes(module)
     for name, layer in module.named_modules():
-        shown = f"layer '{name or 'model'}' ({type(layer).__name__})"
-        _check_kernels(layer, shown)
-        if isinstance(layer, _BATCH_STATISTICS):
-            raise ModelError(
-                "mixing_layer",
-                f"{shown} computes statistics over the batch, so one example changes another's gradient.",
-                "Use GroupNorm or LayerNorm.",
-            )
-        if _dropout(layer) > 0:
-            raise ModelError(
-                "random_layer",
-                f"{shown} draws random numbers outside the run's keyed streams, so a step could not be repeated.",
-                "Set its dropout to 0; the noise regularises already.",
-            )
-        _check_supported(layer, shown)
+        problem = layer_problem(name, layer)
+        if problem is not None:
+            raise problem
+
+
+def layer_problem(name: str, layer: nn.Module) -> ModelError | None:
+    """Return what :func:`check_layers` has against one layer, apart from its dtypes."""
+    shown = f"layer '{name or 'model'}' ({type(layer).__name__})"
+    hidden = _hidden_kernels(layer, shown)
+    if hidden is not None:
+        return hidden
+    if isinstance(layer, _BATCH_STATISTICS):
+        return ModelError(
+            "mixing_layer",
+            f"{shown} computes statistics over the batch, so one example changes another's gradient.",
+            "Use GroupNorm or LayerNorm, as raycloak.fix(model) does.",
+        )
+    if _dropout(layer) > 0:
+        return ModelError(
+            "random_layer",
+            f"{shown} draws random numbers outside the run's keyed streams, so a step could not be repeated.",
+            "Set its dropout to 0; the noise regularises already.",
+        )
+    return _unsupported(layer, shown)
 
 
 def loss_function(loss: str, base: Path | str) -> tuple[LossFn, bytes]:
@@ -372,22 +386,23 @@ def _dropout(layer: nn.Module) -> float:
     return float(layer.dropout) if isinstance(layer, nn.RNNBase | nn.MultiheadAttention) else 0.0
 
 
-def _check_kernels(layer: nn.Module, shown: str) -> None:
-    """Refuse layers whose operations torch does not run one by one."""
+def _hidden_kernels(layer: nn.Module, shown: str) -> ModelError | None:
+    """Return the refusal of a layer whose operations torch does not run one by one."""
     # Of a compiler that was never loaded, nobody has a layer.
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     compiled = compiler is not None and isinstance(layer, compiler.OptimizedModule)
     if compiled or layer._compiled_call_impl is not None:
-        raise compiled_model(shown)
+        return compiled_model(shown)
     # Liger puts its forward into classes and objects of others, too.
     owners = {each.__module__ for each in type(layer).__mro__} | {getattr(layer.forward, "__module__", None) or ""}
     if any(owner.partition(".")[0] == "liger_kernel" for owner in owners):
-        raise ModelError(
+        return ModelError(
             "liger_kernels",
             f"{shown} computes in Liger's kernels, which show no operation that a parameter enters, and whose "
             "repeatability torch cannot promise.",
             "Leave Liger out of the model.",
         )
+    return None
 
 
 def compiled_model(what: str) -> ModelError:
@@ -400,18 +415,18 @@ def compiled_model(what: str) -> ModelError:
     )
 
 
-def _check_supported(layer: nn.Module, shown: str) -> None:
+def _unsupported(layer: nn.Module, shown: str) -> ModelError | None:
     if not any(tensor.requires_grad for tensor in layer.parameters(recurse=False)):
-        return
-    reason = None
+        return None
     if isinstance(layer, nn.RNNBase):
         reason = "torch runs all its time steps in one operation, which shows no example's gradient"
+        remedy = "Use opacus.layers.DPLSTM, DPGRU or DPRNN, as raycloak.fix(model) does, or freeze it."
     elif getattr(layer, "track_running_stats", False):
         reason = "it keeps statistics of the batches that it has seen"
-    if reason is not None:
-        raise ModelError(
-            "unsupported_layer", f"{shown} cannot be trained per example: {reason}.", "Use another layer, or freeze it."
-        )
+        remedy = "Set track_running_stats=False, as raycloak.fix(model) does, or freeze it."
+    else:
+        return None
+    return ModelError("unsupported_layer", f"{shown} cannot be trained per example: {reason}.", remedy)
 
 
 def _check_dtypes(module: nn.Module) -> None:

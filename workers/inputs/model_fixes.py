@@ -1,0 +1,133 @@
+"""Mechanical mends of a model: layers that cannot be trained per example are replaced by their nearest that can.
+
+Nothing is mended by itself in a run: the model's function calls :func:`fix`, and its author sees what changes.
+`nn.MultiheadAttention` and `nn.TransformerEncoder` need nothing. What a forward pass does beside its layers, such as
+``x += y`` on a parameter, cannot be mended so.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from raycloak.workers.inputs.text_model import silence_dropout
+
+MOST_GROUPS = 32
+"""Groups of a GroupNorm that replaces a BatchNorm of images, where they divide its channels (Wu and He, 2018)."""
+
+
+def fix(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
+    """Return a copy of a model with all mechanical mends made, and one line for each of them.
+
+    BatchNorm becomes GroupNorm with its scale and shift. Statistics of batches are dropped from InstanceNorm. Recurrent
+    layers become those of Opacus, with their weights. In-place activations become out-of-place ones, every dropout
+    becomes 0, and trained parameters become float32. All other layers, and ``model`` itself, stay as they are.
+    """
+    fixed, done = copy.deepcopy(model), []
+    for name, layer in list(fixed.named_modules(remove_duplicate=False)):
+        mend = _mend_of(layer)
+        if mend is None:
+            continue
+        done.append(f"{name or 'model'}: {mend.what}")
+        replacement = mend.make()
+        if replacement is layer:
+            continue
+        replacement.train(layer.training)
+        if not name:
+            fixed = replacement
+        else:
+            parent, _, own = name.rpartition(".")
+            setattr(fixed.get_submodule(parent), own, replacement)
+    done += silence_dropout(fixed, by_name=False)
+    for name, tensor in fixed.named_parameters():
+        if tensor.requires_grad and tensor.is_floating_point() and tensor.dtype != torch.float32:
+            done.append(f"{name}: float32 in place of {str(tensor.dtype).removeprefix('torch.')}")
+            tensor.data = tensor.data.float()
+    return fixed, tuple(done)
+
+
+def fix_of(layer: nn.Module) -> str | None:
+    """Return what :func:`fix` would do to a layer alone, its dropout aside; None if nothing. Changes nothing."""
+    mend = _mend_of(layer)
+    return None if mend is None else mend.what
+
+
+@dataclass(frozen=True, slots=True)
+class _Mend:
+    """A mend in words, and the act that returns the layer to have instead, or the same one changed."""
+
+    what: str
+    make: Callable[[], nn.Module]
+
+
+def _mend_of(layer: nn.Module) -> _Mend | None:
+    kind = type(layer).__name__
+    if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
+        return None
+    if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+        groups = _groups(layer)
+        return _Mend(
+            f"GroupNorm({groups}, {layer.num_features}) in place of {kind}", partial(_group_norm, layer, groups)
+        )
+    if isinstance(layer, nn.modules.instancenorm._InstanceNorm) and layer.track_running_stats:
+        return _Mend(f"{kind} without statistics of batches", partial(_without_statistics, layer))
+    if type(layer) in (nn.LSTM, nn.GRU, nn.RNN) and not layer.proj_size:
+        return _Mend(f"opacus.layers.DP{kind} in place of {kind}, with its weights", partial(_recurrent, layer))
+    if getattr(layer, "inplace", None) is True:
+        return _Mend(f"{kind} out of place", partial(_out_of_place, layer))
+    return None
+
+
+def _groups(layer: Any) -> int:
+    """Return how many groups normalise their channels apart; none of them has one channel if there are more."""
+    channels: int = layer.num_features
+    # A vector has nothing else to normalise over than its own numbers.
+    if isinstance(layer, nn.BatchNorm1d):
+        return 1
+    groups = math.gcd(MOST_GROUPS, channels)
+    return groups // 2 if channels == groups > 1 else groups
+
+
+def _group_norm(layer: Any, groups: int) -> nn.Module:
+    norm = nn.GroupNorm(groups, layer.num_features, eps=layer.eps, affine=layer.affine)
+    if layer.affine:
+        norm.to(layer.weight.device, layer.weight.dtype)
+        norm.load_state_dict({"weight": layer.weight.detach(), "bias": layer.bias.detach()})
+        norm.requires_grad_(layer.weight.requires_grad)
+    return norm
+
+
+def _without_statistics(layer: Any) -> nn.Module:
+    layer.track_running_stats = False
+    layer.running_mean = layer.running_var = layer.num_batches_tracked = None
+    return cast(nn.Module, layer)
+
+
+def _recurrent(layer: Any) -> nn.Module:
+    from opacus import layers  # late: few models are recurrent, and the import takes seconds
+
+    own = {nn.LSTM: layers.DPLSTM, nn.GRU: layers.DPGRU, nn.RNN: layers.DPRNN}[type(layer)]
+    more = {"nonlinearity": layer.nonlinearity} if isinstance(layer, nn.RNN) else {}
+    replacement: nn.Module = own(
+        layer.input_size,
+        layer.hidden_size,
+        num_layers=layer.num_layers,
+        bias=layer.bias,
+        batch_first=layer.batch_first,
+        dropout=0,
+        bidirectional=layer.bidirectional,
+        **more,
+    )
+    replacement.load_state_dict(layer.state_dict())
+    replacement.requires_grad_(any(tensor.requires_grad for tensor in layer.parameters()))
+    return replacement
+
+
+def _out_of_place(layer: Any) -> nn.Module:
+    layer.inplace = False
+    return cast(nn.Module, layer)
