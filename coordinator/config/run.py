@@ -302,6 +302,7 @@ _USUAL_NAMES = {
     "delta": "target_delta",
     "epochs": "steps",
     "epsilon": "target_epsilon",
+    "file": "path",
     "lr": "learning_rate",
     "max_steps": "steps",
     "noise": "noise_multiplier",
