@@ -4,6 +4,7 @@ Exit codes: 0 done, 2 bad input, 3 refused (budget, evidence, policy), 4 failed.
 ``error: <code>: <message> <remedy>``. Heavy libraries are imported inside the commands, so that help is instant.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -114,10 +115,13 @@ def demo(
 def _train(
     output: Output, config: RunConfig, config_dir: Path | None, run_secret: Path | None, resume: bool, every_s: float
 ) -> int:
+    from raycloak.coordinator.cluster.ray_address import check_address
     from raycloak.coordinator.planning.first_look import first_look
 
     # Before the libraries of a run, which take seconds to import.
     first_look(config, config_dir or Path.cwd(), run_secret, resume)
+    if address := os.environ.get("RAY_ADDRESS"):
+        check_address(address)
     with ProgressDisplay(output.progress, config.name, every_s) as display:
         display.phase("loading libraries")
         with quickly():

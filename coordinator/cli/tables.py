@@ -210,7 +210,10 @@ def search_rows(cost: "SearchCost") -> list[tuple[str, str]]:
     return [
         ("search", f"{cost.trials} trials cost ε {epsilon_text(cost.epsilon)} together, one {cost.epsilon_one:.3f}"),
         ("ε of the search", f"{cost.epsilon_cap:g}, the account's cap, whichever trials are run, stopped or kept"),
-        ("trials that fit", f"{cost.trials_within_cap} of {cost.trials}, on one shared account (rdp accountant)"),
+        (
+            "trials that fit",
+            f"{cost.trials_within_cap} of {cost.trials}, beside what is spent, on one shared account (rdp)",
+        ),
         ("search noise", enough),
     ]
 

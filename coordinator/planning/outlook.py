@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from raycloak.attestation.core.roster import Query
+from raycloak.coordinator.accounting.releases import Releases
 from raycloak.coordinator.ledger.view import DataStanding, LedgerView, Outlook, data_standing
 from raycloak.coordinator.planning.measurements import Schedule
 from raycloak.coordinator.planning.plan import Plan
@@ -25,6 +26,7 @@ class AccountOutlook:
         steps: planned steps that fit beside what other runs have charged, if they charge no more.
         epsilon_after: of the account once these are charged, measurements included.
         data: of all accounts that are bound to the same data.
+        charged: what its other runs have released, as its accountant counts it.
     """
 
     name: str
@@ -34,6 +36,7 @@ class AccountOutlook:
     steps: int
     epsilon_after: float
     data: DataStanding
+    charged: Releases = ()
 
 
 def with_account(plan: Plan, name: str, view: LedgerView, outlook: Outlook | None) -> Plan:
@@ -56,7 +59,9 @@ def with_account(plan: Plan, name: str, view: LedgerView, outlook: Outlook | Non
             f"account '{name}' has spent epsilon {spent:.4g} of {cap:g}: {steps} of {plan.mechanism.steps} steps fit, "
             "and the run will end there.",
         )
-    return replace(plan, account=AccountOutlook(name, False, spent, left, steps, after, data), warnings=warnings)
+    charged = tuple(release for each in outlook.others for release in each.releases)
+    found = AccountOutlook(name, False, spent, left, steps, after, data, charged)
+    return replace(plan, account=found, warnings=warnings)
 
 
 def _reach(run: Schedule, outlook: Outlook, cap: float) -> tuple[int, int]:

@@ -137,6 +137,8 @@ class Plan:
         """Return one flat object for ``raycloak plan --json``: the mechanism's fields, gamma, and the plan's."""
         own = asdict(self)
         del own["mechanism"]
+        if own["account"] is not None:
+            del own["account"]["charged"]
         own["measurements"] = [measurement.model_dump(mode="json") for measurement in self.measurements]
         return {
             **self.mechanism.model_dump(mode="json"),

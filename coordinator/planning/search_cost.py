@@ -25,8 +25,8 @@ class SearchCost:
     Attributes:
         epsilon: of all trials, at the account's delta and Renyi order.
         epsilon_one: of one trial, as the account states it.
-        trials_within_cap: how many fit the cap; of ``trials`` at most.
-        noise_multiplier: of training, at which all trials together fit the cap; None if none is enough, or if the
+        trials_within_cap: how many fit the cap beside what the account has been charged; of ``trials`` at most.
+        noise_multiplier: of training, at which all trials together fit the cap so; None if none is enough, or if the
             reserve of delta does not last for so many trials.
         slack_share: share of the account's reserve of delta that all trials take.
     """
@@ -60,6 +60,7 @@ def search_cost(
     delta: float,
     slack: float,
     orders: tuple[float, ...] = (),
+    before: Releases = (),
 ) -> SearchCost:
     """Return the cost of ``trials`` runs that each release ``training`` and ``others``.
 
@@ -68,6 +69,7 @@ def search_cost(
         epsilon_cap, delta: of the account that all trials share.
         slack: part of delta that one trial's slack takes.
         orders: the account's in use; empty if its first trial fixes them.
+        before: what other runs have released on it.
 
     Raises:
         ConfigError: ``trials`` if there is none.
@@ -83,9 +85,9 @@ def search_cost(
         epsilon_cap=epsilon_cap,
         epsilon=_epsilon(one, trials, delta, in_use),
         epsilon_one=_epsilon(one, 1, delta, in_use),
-        trials_within_cap=_trials_within(one, trials, epsilon_cap, delta, in_use),
+        trials_within_cap=_trials_within(one, trials, epsilon_cap, delta, in_use, before),
         # Other noise is another plan, which fixes its own order if none is fixed yet.
-        noise_multiplier=_noise(training, others, trials, epsilon_cap, delta, orders or None)
+        noise_multiplier=_noise(training, others, trials, epsilon_cap, delta, orders or None, before)
         if slack_share <= 1
         else None,
         slack_share=slack_share,
@@ -111,6 +113,7 @@ def search_of(plan: Plan, trials: int) -> SearchCost:
         plan.delta,
         _slack(plan),
         plan.orders if plan.orders_fixed else (),
+        plan.account.charged if plan.account and plan.orders_fixed else (),
     )
 
 
@@ -124,15 +127,17 @@ def _times(releases: Releases, trials: int) -> Releases:
     return tuple(replace(release, count=release.count * trials) for release in releases)
 
 
-def _epsilon(one: Releases, trials: int, delta: float, orders: tuple[float, ...]) -> float:
-    return composed_epsilon(_times(one, trials), delta, "rdp", orders)
+def _epsilon(one: Releases, trials: int, delta: float, orders: tuple[float, ...], before: Releases = ()) -> float:
+    return composed_epsilon((*before, *_times(one, trials)), delta, "rdp", orders)
 
 
-def _trials_within(one: Releases, trials: int, cap: float, delta: float, orders: tuple[float, ...]) -> int:
+def _trials_within(
+    one: Releases, trials: int, cap: float, delta: float, orders: tuple[float, ...], before: Releases
+) -> int:
     low, high = 0, trials
     while low < high:
         middle = (low + high + 1) // 2
-        if _epsilon(one, middle, delta, orders) <= cap:
+        if _epsilon(one, middle, delta, orders, before) <= cap:
             low = middle
         else:
             high = middle - 1
@@ -140,10 +145,18 @@ def _trials_within(one: Releases, trials: int, cap: float, delta: float, orders:
 
 
 def _noise(
-    training: Release, others: Releases, trials: int, cap: float, delta: float, orders: tuple[float, ...] | None
+    training: Release,
+    others: Releases,
+    trials: int,
+    cap: float,
+    delta: float,
+    orders: tuple[float, ...] | None,
+    before: Releases,
 ) -> float | None:
     steps = training.count * trials
     try:
-        return solve_noise_multiplier(cap, delta, training.sample_rate, steps, "rdp", _times(others, trials), orders)
+        return solve_noise_multiplier(
+            cap, delta, training.sample_rate, steps, "rdp", (*before, *_times(others, trials)), orders
+        )
     except ConfigError:
         return None

@@ -308,6 +308,9 @@ def test_guarantee_plan_and_run_look_before_they_import(command, heavy, raycloak
     assert code == 2
     assert err.startswith(f"error: metrics_bind: metrics.bind: cannot listen on {bind}: Address already in use.")
     assert raycloak(command, str(config_file))[2].startswith("error: unexpected: ")
+    if command == "run":
+        monkeypatch.setenv("RAY_ADDRESS", bind)
+        assert raycloak(command, str(config_file))[2].startswith(f"error: ray_unreachable: RAY_ADDRESS names {bind}")
 
 
 def test_plan_takes_the_cap_of_a_named_account(raycloak, config_file):

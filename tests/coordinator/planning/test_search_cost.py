@@ -45,6 +45,19 @@ def test_trials_on_an_account_whose_order_is_fixed_cost_what_it_will_charge():
     assert 0.999 * 8.0 <= composed_epsilon(noised, DELTA, "rdp", order) <= 8.0
 
 
+def test_trials_fit_beside_what_other_runs_have_charged():
+    order = accountant_of("rdp").fixed_orders(
+        [Release(1.0, 5.0, 40)], AccountLimits(8.0, accountant_delta(DELTA), ORDERS)
+    )
+    before = (Release(0.01, 1.0, 4000),)
+    free, beside = (search_cost(TRAINING, (), 20, 8.0, DELTA, 0.0, order, spent) for spent in ((), before))
+    assert beside.trials_within_cap == free.trials_within_cap - 4, "the others made as many steps as four trials"
+    assert free.noise_multiplier is not None
+    assert beside.noise_multiplier is not None
+    assert beside.noise_multiplier > free.noise_multiplier
+    assert beside.epsilon == free.epsilon
+
+
 def test_the_noise_lets_exactly_these_trials_fit_and_the_count_is_the_largest():
     cost = search_cost(TRAINING, (Release(1.0, 40.0, 2),), 20, 4.0, DELTA, 0.0)
     assert 0 < cost.trials_within_cap < 20
