@@ -55,7 +55,8 @@ def answered(folder: Path, raycloak_home: Path, monkeypatch: pytest.MonkeyPatch,
         out, err = capfd.readouterr()
         (error,) = said
         message = error.message.replace(str(raycloak_home), "HOME").replace(str(folder), "FOLDER")
-        assert (stopped.value.code, error.code, message) == (case["exit"], case["code"], case["says"])
+        assert (stopped.value.code, error.code) == (case["exit"], case["code"])
+        assert case["says"] in message
         assert out == ""
         assert err.count("\n") == 1
         assert err.startswith(f"error: {case['code']}: ")
