@@ -39,7 +39,8 @@ from raycloak.workers.terms.mechanism import Mechanism
 def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     """Return the plan of ``config``, whose relative paths start at ``config_dir``.
 
-    Guarantee: reads the data's public outline, the model and the ledger's accounts; charges and writes nothing.
+    Guarantee: reads the data's public outline, its fingerprint where it has one, the model and the ledger's accounts;
+    charges and writes nothing.
 
     Raises:
         ConfigError, DatasetError, ModelError: the run cannot be made as configured; ``ledger_missing`` where it names
