@@ -297,6 +297,8 @@ def test_an_in_memory_dataset_and_a_loose_result_are_said_and_data_and_generated
     assert re.search(r'^raycloak_run_claims_info\{exactness="NOT_EXACT"', scraping.pages[0], re.MULTILINE)
     manifest = Manifest.model_validate_json((Path(result["run_dir"]) / "manifest.json").read_bytes())
     assert not manifest.computation.exact
+    assert result["metrics"]["account"] == f"data-{manifest.dataset_fingerprint.hex()[:16]}", "known by its content"
+    assert (raycloak_home / "data.key").stat().st_mode & 0o777 == 0o600
 
 
 def test_no_worker_or_aggregator_outlives_its_run(observed):

@@ -19,7 +19,7 @@ from raycloak.workers.inputs.fingerprint import dataset_fingerprint
 from raycloak.workers.terms.receipt import Receipt
 from raycloak.workers.train_worker import TrainWorker
 from tests.coordinator.ledger.witness_server import witness_server
-from tests.protocol import HandRun, config, examples, trained, whole_run, worker_setup
+from tests.protocol import HandRun, WholeRun, config, examples, trained, whole_run, worker_setup
 
 DATASET = {"kind": "npz", "path": "examples.npz", "features": "features", "fingerprint_key": "examples.key"}
 NO_NOISE = {"enabled": False}
@@ -70,6 +70,23 @@ def test_guarantee_a_run_that_names_no_account_pays_from_the_one_that_is_bound_t
     shown = dict(verdict_rows(Verdict.of({"run_dir": str(home), "metrics": verdict.metrics()})))
     assert shown["ε of the account"].startswith("patients: 20.000")
     assert shown["ε of the data"].endswith("charged by 2 runs on patients; all together claim 20.000 at δ = 1e-05")
+
+
+def test_guarantee_a_second_run_on_data_that_is_known_by_its_place_opens_no_second_budget(tmp_path: Path):
+    def run(secret: str) -> WholeRun:
+        made = whole_run(tmp_path, secret=secret)
+        made.coordinator.order = replace(made.coordinator.order, data="data-examples")
+        return made
+
+    first = run("ab" * 32)
+    assert first.train().account == "data-examples"
+    entries = first.entries
+    with pytest.raises(BudgetError, match="account_not_shared: account 'data-examples' is held with pld"):
+        run("cd" * 32).train()
+    assert first.entries == entries, "nothing is opened, registered or charged for it"
+    again = run("ab" * 32)
+    assert again.train().account == "data-examples"
+    assert again.digests == first.digests, "the same run again is the same run"
 
 
 def other_data() -> Any:
