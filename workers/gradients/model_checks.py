@@ -6,7 +6,6 @@ keeps examples apart rests on no check: :class:`raycloak.workers.gradients.row_l
 """
 
 import copy
-import hashlib
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -25,7 +24,7 @@ from raycloak.workers.gradients.probes import Examples, Probes, odd_ids
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.inputs.compute_mode import has_autocast, in_full_precision, remove_autocast
 from raycloak.workers.inputs.datasets import DatasetForm
-from raycloak.workers.inputs.models import LossFn, check_layers, compiled_model
+from raycloak.workers.inputs.models import LossFn, check_layers, compiled_model, content_hash
 from raycloak.workers.terms.mechanism import Mechanism
 
 _BATCH_SIZES = (5, 7)
@@ -341,15 +340,13 @@ def _check_gradients(module: nn.Module, probes: Probes, loss_fn: LossFn, count: 
 
 
 def _other_rows(part: Part, count: int, size: int) -> bytes:
-    """Return a digest of all rows but the first: of their squares, and of their sum with a weight of its own for each.
+    """Return digests of all rows but the first: of their squares, and of their sum with a weight of its own for each.
 
     Whole gradients of every row of a large model would not fit in memory.
     """
     total = torch.zeros(size, dtype=torch.float64)
     part.add(torch.arange(count, dtype=torch.float64) / count, total)
-    found = hashlib.sha256(total.numpy())
-    found.update(part.squares()[1:].numpy())
-    return found.digest()
+    return content_hash(total) + content_hash(part.squares()[1:])
 
 
 def _sum(part: Part, count: int, like: Tensor) -> Tensor:
