@@ -40,7 +40,7 @@ from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.membership.departures import Departure
 from raycloak.coordinator.membership.timing import Timer
 from raycloak.coordinator.planning.manifest import build_computation, build_manifest, epochs, run_terms
-from raycloak.coordinator.planning.model_source import model_source
+from raycloak.coordinator.planning.model_source import compute_mode, model_source
 from raycloak.coordinator.planning.plan import keys_per_machine, make_plan, plan_mechanism
 from raycloak.coordinator.planning.references import descriptor, evaluation_folder, sealed_terms
 from raycloak.coordinator.record.folder import RunFolder, RunRecord
@@ -125,6 +125,8 @@ def worker_setup(settings: RunConfig, home: Path, data: Arrays | None = None) ->
         "cpu",
         settings.allow_nondeterministic,
         evaluation_folder(settings),
+        threads=settings.threads_per_worker,
+        mode=compute_mode(settings),
     )
 
 

@@ -195,7 +195,6 @@ def test_bad_input_is_refused_by_name_before_anything_is_charged(code, base, tmp
 MODES = {
     "bf16": {"precision": "bf16"},
     "checkpointing": {"gradient_checkpointing": True},
-    "both": {"precision": "bf16", "gradient_checkpointing": True},
 }
 
 
@@ -204,16 +203,13 @@ def test_every_way_of_computing_gives_the_same_bytes_for_one_and_two_workers_twi
     task = {**bert(base, lora=LORA), **MODES[mode]}
     runs = [
         trained(tmp_path / str(index), **fields(task, num_workers=workers, secure_aggregation=workers > 1))
-        for index, workers in enumerate((1, 2, 2, 1))
+        for index, workers in enumerate((1, 2, 1, 2))
     ]
     assert len({tuple(run.digests) for run in runs}) == 1
     assert len({run.finished.parameters.tobytes() for run in runs}) == 1
     numerics = runs[0].finished.manifest.computation.numerics
     stated = {"precision": numerics.precision, "gradient_checkpointing": numerics.gradient_checkpointing}
     assert stated == {"precision": "float32", "gradient_checkpointing": False} | MODES[mode]
-    plain = trained(tmp_path / "plain", **fields(bert(base, lora=LORA)))
-    assert plain.finished.manifest.computation.numerics != numerics
-    assert plain.digests != runs[0].digests, "another class has other keys, and so other noise"
 
 
 @pytest.mark.parametrize("mode", ["bf16", "checkpointing"])
@@ -225,7 +221,8 @@ def test_a_worker_that_computes_in_another_way_takes_no_part(mode, base, tmp_pat
 
     run = whole_run(tmp_path, tamper=tamper, **fields({**bert(base, lora=LORA), **MODES[mode]}, steps=1))
     run.train()
-    assert run.left == [("worker-0", "manifest_mismatch")] or run.left == [("worker-0", "model_mismatch")]
+    assert run.left == [("worker-0", "manifest_mismatch")]
+    assert "numerics" in run.departures[0].message
 
 
 def test_blocks_that_a_model_does_not_have_are_refused_before_any_charge(tmp_path):
