@@ -19,7 +19,7 @@ from typing import Any
 
 from raycloak import worker_environment
 
-ROWS, ROUNDS = 8, 5
+ROWS, ROUNDS = 8, 3
 MODELS = ("llama lora", "gpt2 whole", "perceptron")
 MODES = {
     "float32": ("float32", False),
@@ -52,7 +52,7 @@ def work(name: str, mode: str) -> Any:
         features, labels = draw.random((rows, 784), np.float32), draw.integers(10, size=rows)
     else:
         module, rows, loss = text_model(name), ROWS, next_token_cross_entropy
-        features = labels = draw.integers(4000, size=(rows, 256))
+        features = labels = draw.integers(4000, size=(rows, 128))
     ComputeMode(*MODES[mode]).apply(module)
     parameters = read_flat(module)
     engine = GradientEngine(module, loss, _mechanism(parameters.size, rows))
@@ -74,8 +74,8 @@ def text_model(name: str) -> Any:
         )  # fmt: skip
         return TextModel(transformers.GPT2LMHeadModel(config).train())
     config = transformers.LlamaConfig(
-        vocab_size=4000, hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=256, bos_token_id=1, eos_token_id=2,
+        vocab_size=4000, hidden_size=384, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=6,
+        num_key_value_heads=2, max_position_embeddings=256, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     base = transformers.LlamaForCausalLM(config)
     targets = ["q_proj", "v_proj", "o_proj", "down_proj"]

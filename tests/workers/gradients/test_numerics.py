@@ -122,6 +122,8 @@ def test_what_is_allowed_without_a_deterministic_kernel_is_in_the_class() -> Non
         ("deterministic", False, True),
         ("cpu_capability", "ANOTHER", False),
         ("threads", 2, True),
+        ("precision", "bf16", True),
+        ("gradient_checkpointing", True, True),
         ("engine", "another", False),
         ("torch", "1.0", False),
         ("numpy", "1.0", False),
