@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from raycloak.workers.gradients.numerics import current_numerics, pin_numerics, worker_environment
+from raycloak.workers.gradients.numerics import current_numerics, pin_numerics, slow_products, worker_environment
 from raycloak.workers.terms.manifest import NumericsClass
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -155,3 +155,22 @@ def test_several_threads_are_allowed_and_are_another_class() -> None:
         pin_numerics()
     environment = worker_environment("avx2", 2)
     assert (environment["OMP_NUM_THREADS"], environment["MKL_NUM_THREADS"]) == ("2", "2")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "capability", "said"),
+    [
+        (torch.bfloat16, "cpu", "avx2", True),
+        (torch.bfloat16, "cpu", "AVX2", True),
+        (torch.bfloat16, "cpu", "avx512", False),
+        (torch.bfloat16, "cpu", "default", False),
+        (torch.bfloat16, "cuda", "avx2", False),
+        (torch.float32, "cpu", "avx2", False),
+    ],
+)
+def test_a_reader_is_told_of_weights_without_a_fast_product(dtype, device, capability, said):
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
+    module[0].to(dtype)
+    notes = slow_products(module, device, capability)
+    assert bool(notes) == said
+    assert all("cpu_capability" in note for note in notes)
