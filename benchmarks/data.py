@@ -1,7 +1,8 @@
 """Time and memory of reading: ``python benchmarks/data.py reading`` and ``python benchmarks/data.py table --folder F``.
 
-``reading`` takes recipes of examples/mnist on random examples of their shape. It times the clipped sum of one virtual
-worker, and the part of it in which the dataset gives batches, from memory and from a scratch file in turn.
+``reading`` takes recipes of examples/mnist on random examples of their shape. It times the vector of one virtual worker
+(draw, clipped sum, encoding, noise), and the part of it in which the dataset gives batches, from memory and from a
+scratch file in turn. A step of a run takes longer: it also masks, sends, adds and commits.
 
 ``table`` writes a parquet table of ``--gigabytes`` to the folder, trains on it privately with two workers, and notes
 the largest resident memory of each process while it runs. Random floats do not compress, so the table on disk is
@@ -29,7 +30,7 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 RECIPES = {"cnn": ((28, 28), np.uint8), "scattering": ((201,), np.float32)}
-ROUNDS = 9
+ROUNDS = 5
 COLUMNS = 100
 FILE_ROWS = 2**19
 GROUP_ROWS = 2**16
@@ -80,7 +81,7 @@ class Timed:
 
 
 def reading() -> dict[str, object]:
-    """Return, for each recipe and place of its rows, the median share of a step that is reading."""
+    """Return, for each recipe and place of its rows, the median share of a vector's time that is reading."""
     from raycloak.workers.gradients.numerics import pin_numerics
 
     pin_numerics(True, 1)
@@ -89,13 +90,15 @@ def reading() -> dict[str, object]:
 
 
 def _shares(name: str, shape: tuple[int, ...], dtype) -> Iterator[tuple[str, dict[str, float]]]:
+    from raycloak.attestation.core.keys import Secret
+    from raycloak.attestation.keys.release import VirtualWorkerKeys
     from raycloak.coordinator.config.run import load_config
     from raycloak.coordinator.planning.model_source import model_source
     from raycloak.coordinator.planning.plan import plan_mechanism
-    from raycloak.workers.gradients.clipping import GradientEngine, micro_batches
+    from raycloak.workers.gradients.clipping import GradientEngine
     from raycloak.workers.inputs import rows
-    from raycloak.workers.inputs.datasets import slice_ids
     from raycloak.workers.inputs.models import build_model, loss_function, parameter_count, read_flat
+    from raycloak.workers.virtual_worker import VirtualWorkerComputer
 
     folder = ROOT / "examples" / "mnist"
     config = load_config(folder / f"{name}.yaml")
@@ -110,19 +113,21 @@ def _shares(name: str, shape: tuple[int, ...], dtype) -> Iterator[tuple[str, dic
     mechanism = plan_mechanism(config, 60_000, parameter_count(module))
     parameters = read_flat(module)
     engine = GradientEngine(module, loss_function("cross_entropy", folder)[0], mechanism)
+    computers = {place: VirtualWorkerComputer(mechanism, engine, dataset) for place, dataset in datasets.items()}
+    keys = VirtualWorkerKeys(stream=Secret(bytes(32)), data=Secret(bytes(32)))
+    for computer in computers.values():
+        computer.slice(0)  # Read once in a run, for its digest.
     times = {place: ([], []) for place in datasets}
-    for _ in range(ROUNDS):
-        ids = slice_ids(0, mechanism.virtual_workers, 60_000)
-        drawn = ids[rng.random(len(ids)) < mechanism.sample_rate]
+    for step in range(ROUNDS):
         # In turn, so that what else runs on the machine slows both.
         for place, dataset in datasets.items():
             dataset.seconds, began = 0.0, time.perf_counter()
-            engine.clipped_sum(parameters, micro_batches(dataset, drawn, mechanism, padding=0))
+            computers[place].vector(0, keys, step, bytes(32), bytes(32), parameters)
             times[place][0].append(time.perf_counter() - began)
             times[place][1].append(dataset.seconds)
     for place, (steps, reads) in times.items():
         share = median(read / step for step, read in zip(steps, reads, strict=True))
-        yield place, {"step_seconds": median(steps), "reading_seconds": median(reads), "reading_share": share}
+        yield place, {"vector_seconds": median(steps), "reading_seconds": median(reads), "reading_share": share}
 
 
 def table(folder: Path, gigabytes: float) -> dict[str, object]:

@@ -30,8 +30,8 @@ from raycloak.workers.inputs.datasets import ArrayDataset, Arrays, Batch, Conver
 MEMORY_BYTES = 256 * 2**20
 """Rows up to this size stay in memory; a worker needs some 600 MB without any."""
 
-# A draw reads one block for each example, so a block is small: a page, and more only for a larger row. Its tag adds 16.
-_BLOCK = 4 * 2**10
+# A draw reads one block for each example, so a block is small. Its tag takes 16 bytes.
+_BLOCK = 1024
 _TAG = 16
 
 
