@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parent
 def prepare() -> None:
     """Write text and decoder. Delete this once you have a text of your own and a pretrained model."""
     documented = [getattr(np, name) for name in sorted(dir(np)) if not name.startswith("_")]
-    texts = [text for text in (inspect.getdoc(each) or "" for each in documented if callable(each)) if len(text) > 400]
+    texts = [(inspect.getdoc(each) or "")[:600] for each in documented if callable(each)]
     (FOLDER / "public.txt").write_text("\n\n".join(texts[::10]))
     (FOLDER / "train.txt").write_text("\n\n".join(text for number, text in enumerate(texts) if number % 10))
     _write_decoder(texts)
