@@ -51,8 +51,12 @@ def worker_environment(cpu_capability: str, threads: int = 1) -> dict[str, str]:
         **_KERNEL_CAPS[cpu_capability],
         # Without a fixed workspace cuBLAS is not deterministic, and torch refuses it.
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        # MKL may otherwise use fewer threads for one product than for the next.
+        # Where these are true, MKL and OpenMP take fewer threads for one product than for the next, as the machine is
+        # busy. A row that is measured on two threads and added on one has other bits, so nothing would bound it.
         "MKL_DYNAMIC": "FALSE",
+        "OMP_DYNAMIC": "FALSE",
+        # The most that `threads_per_worker` may be. A lower limit of a node cuts threads that the class still states.
+        "OMP_THREAD_LIMIT": "1024",
         "MKL_NUM_THREADS": str(threads),
         "OMP_NUM_THREADS": str(threads),
         "TORCHINDUCTOR_DETERMINISTIC": "1",

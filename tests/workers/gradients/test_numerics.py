@@ -13,22 +13,32 @@ from raycloak.workers.terms.manifest import NumericsClass
 
 ROOT = Path(__file__).resolve().parents[3]
 CHILD = """
-import hashlib, numpy as np, torch
+import ctypes, hashlib, os, numpy as np, torch
 from raycloak.workers.gradients.numerics import current_numerics, pin_numerics
-pin_numerics()
+from raycloak.workers.gradients.parts import Products, RowsPart
+pin_numerics(threads=int(os.environ["OMP_NUM_THREADS"]))
 torch.manual_seed(0)
 net = torch.nn.Sequential(torch.nn.Conv2d(1, 16, 8, 2, padding=3), torch.nn.Tanh(), torch.nn.Flatten(),
                           torch.nn.Linear(3136, 32), torch.nn.Tanh())
 x = torch.from_numpy(np.random.default_rng(0).random((64, 1, 28, 28), dtype=np.float32))
 net(x).square().sum().backward()
 bits = b"".join(tensor.grad.numpy().tobytes() for tensor in net.parameters())
-print(current_numerics("cpu").digest().hex(), hashlib.sha256(bits).hexdigest(), torch.get_num_threads())
+torch.manual_seed(1)
+part = RowsPart([Products(torch.randn(4, 1, 300, 500), torch.randn(4, 1, 300, 400))], [])
+twice = torch.equal(part.rows(), part.rows())
+openmp = ctypes.CDLL(None)
+print(current_numerics("cpu").digest().hex(), hashlib.sha256(bits).hexdigest(), torch.get_num_threads(), twice,
+      openmp.omp_get_dynamic(), openmp.omp_get_thread_limit())
 """
 
 
-def child(capability: str) -> list[str]:
-    """Class digest, digest of some gradients, and thread count of a new process with a worker's environment."""
-    environment = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent", **worker_environment(capability)}
+def child(capability: str, threads: int = 1, **inherited: str) -> list[str]:
+    """Class digest, digest of some gradients, and thread count of a new process with a worker's environment.
+
+    Then whether rows that are formed twice have the same bits, and OpenMP's own settings of its threads.
+    """
+    machine = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent", **inherited}
+    environment = {**machine, **worker_environment(capability, threads)}
     done = subprocess.run(
         [sys.executable, "-c", CHILD],
         cwd=ROOT,
@@ -58,6 +68,14 @@ def test_two_processes_with_one_environment_are_in_one_class_and_give_one_gradie
     first, second = one_of("avx2"), child("avx2")
     assert first == second
     assert first[2] == "1"
+
+
+def test_the_threads_of_a_worker_do_not_change_as_it_runs_whatever_its_node_has_set() -> None:
+    """Theorem A needs it: a row is measured and added, each time formed anew."""
+    inherited = {"OMP_DYNAMIC": "TRUE", "MKL_DYNAMIC": "TRUE", "OMP_THREAD_LIMIT": "1"}
+    *_, threads, twice, dynamic, limit = child("avx2", 2, **inherited)
+    assert (threads, twice, dynamic) == ("2", "True", "0")
+    assert int(limit) >= 2
 
 
 @pytest.mark.skipif(not cpu_has_avx512(), reason="this CPU has no AVX-512")
