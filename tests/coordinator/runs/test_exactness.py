@@ -1,6 +1,7 @@
 """One run has one result, bit for bit, whatever the workers and their order.
 
-Failures are tested in `tests/coordinator/training/test_step.py` and `test_membership.py`.
+Failures are tested in `tests/coordinator/training/test_step.py` and `test_membership.py`, real models in
+`test_one_digest.py`.
 """
 
 import itertools
@@ -15,17 +16,9 @@ from raycloak.metrics.errors import BudgetError, RefusedError
 from raycloak.workers.inputs import rows
 from raycloak.workers.train_worker import TrainWorker
 from tests.protocol import FEW_FAILURES, RENYI, WholeRun, examples, on, trained, whole_run
-from tests.text_model import DATASET, texts
 
 WORKERS = [1, 2, 3, 5, 8]
 RANGES = [1, 3]
-TEXT = {
-    "model": "tests.text_model:transformer",
-    "dataset": DATASET,
-    "data": texts(),
-    "steps": 2,
-    "micro_batch_size": 32,
-}
 ARRIVALS = {
     "the other way round": reversed,
     "shuffled": lambda answers: random.Random(7).sample(answers, len(answers)),
@@ -61,24 +54,6 @@ def test_any_number_of_workers_and_ranges_gives_the_same_bytes_at_every_step(
     assert run.finished.workers == workers
     assert run.finished.masked_bytes == (3 * workers * 83 * 4 if workers > 1 else 0), "a lone worker adds no mask"
     assert run.left == []
-
-
-@pytest.fixture(scope="module")
-def text_digests(tmp_path_factory) -> list[str]:
-    return trained(tmp_path_factory.mktemp("text"), **TEXT).digests
-
-
-@pytest.mark.parametrize("workers", WORKERS)
-def test_a_small_transformer_has_the_same_bytes_for_any_number_of_workers(tmp_path, text_digests, workers):
-    run = trained(tmp_path, **TEXT, num_workers=workers, secure_aggregation=workers > 1)
-    assert digests_everywhere(run) == text_digests
-    assert len(set(text_digests)) == 2
-
-
-def test_a_small_transformer_has_the_same_bytes_after_losses(tmp_path, text_digests):
-    run = trained(tmp_path, **TEXT, num_workers=5, disturb=on("step", "worker-0", "dies after", 1))
-    assert run.digests == text_digests
-    assert [name for name, _ in run.left] == ["worker-0"]
 
 
 @pytest.mark.parametrize("arrival", ARRIVALS)

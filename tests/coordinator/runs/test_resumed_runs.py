@@ -30,7 +30,6 @@ from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_dig
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
 from tests.models import small_model
 from tests.protocol import FEW_FAILURES, WholeRun, examples, trained, whole_run
-from tests.text_model import DATASET, texts
 
 STEPS = 6
 RUN_ID = "the one of SECRET"
@@ -143,15 +142,6 @@ def test_a_resumed_run_may_have_other_workers_and_ranges(tmp_path, undisturbed):
     second.train()
     assert second.digests == other.digests[2:]
     assert other.digests != undisturbed
-
-
-def test_a_small_transformer_is_resumed_with_the_same_bytes(tmp_path):
-    text = {"model": "tests.text_model:transformer", "dataset": DATASET, "data": texts(), "micro_batch_size": 32}
-    whole = trained(tmp_path / "other", steps=STEPS, **text)
-    first = begun(tmp_path, killed_when_sealed("charge", 3), **text)
-    second = resumed(tmp_path, first, num_workers=2, **text)
-    second.train()
-    assert second.digests == whole.digests[2:]
 
 
 def test_a_stop_ends_after_the_step_with_a_package_and_a_log_and_can_be_resumed(tmp_path, undisturbed):

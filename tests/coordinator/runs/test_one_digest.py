@@ -1,0 +1,158 @@
+"""One run has one digest for any number of workers, through deaths of workers and of the driver: real models.
+
+`test_exactness.py` and `test_resumed_runs.py` show on a small model all else that must not change a byte.
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raycloak.coordinator.checkpoints.archive import Archive
+from raycloak.coordinator.config.sections import CheckpointConfig
+from raycloak.coordinator.training.assignment import NewRun, ResumedRun
+from raycloak.workers import workload
+from raycloak.workers.terms.manifest import Manifest
+from tests.conftest import ROOT
+from tests.protocol import RENYI, Call, Fate, WholeRun, whole_run
+from tests.text_model import DATASET, texts
+from tests.tiny_text import write_bert, write_gpt2, write_reviews
+
+STEPS = 3
+LORA = {"rank": 2}
+
+
+def cnn(base: Path) -> dict[str, object]:
+    """The convolutions of examples/mnist, on images of noise."""
+    draw = np.random.default_rng(3)
+    return {
+        "model": "recipes:cnn",
+        "data": (draw.integers(0, 256, (40, 28, 28)).astype(np.uint8), draw.integers(0, 10, 40)),
+        "dataset": {"kind": "npz", "path": "examples.npz", "features": "features", "scale": 255},
+    }
+
+
+def transformer(base: Path) -> dict[str, object]:
+    """A tied table that is too large for a gradient of each row, so rows are formed twice."""
+    return {
+        "model": "tests.text_model:transformer",
+        "data": texts(),
+        "dataset": DATASET,
+        "micro_batch_size": 32,
+    }
+
+
+def bert(base: Path) -> dict[str, object]:
+    folder, path = write_bert(base / "bert"), write_reviews(base / "train.tsv", 40)
+    return {
+        "model": {"hf": str(folder), "task": "sequence_classification", "classes": 2, "lora": LORA},
+        "dataset": {"kind": "text", "path": str(path), "max_length": 8},
+    }
+
+
+def gpt2(base: Path, **model: object) -> dict[str, object]:
+    folder, path = write_gpt2(base / "gpt2"), base / "plot.txt"
+    path.write_text("the film was very fine a plot is dull\n" * 36)
+    return {
+        "model": {"hf": str(folder), "task": "causal_lm", **model},
+        "dataset": {"kind": "text_blocks", "path": str(path), "max_length": 8},
+    }
+
+
+TASKS: dict[str, Callable[[Path], dict[str, object]]] = {
+    "cnn": cnn,
+    "transformer": transformer,
+    "bert lora": bert,
+    "gpt2 lora": lambda base: gpt2(base, lora=LORA),
+    "gpt2 whole": gpt2,
+}
+COUNTS = {
+    "cnn": [1, 2, 3, 5, 8],
+    "transformer": [2, 5],
+    "bert lora": [1, 2, 3, 5],
+    "gpt2 lora": [1, 2, 3, 5],
+    "gpt2 whole": [3],
+}
+"""Workers of each first execution; the resumed one has the next number."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def checked_once():
+    """Check each model in one worker alone: all of them get one answer, by the longest work of a short run."""
+    checked = set()
+
+    def once(check):
+        def checking(module, *arguments):
+            kind = (check.__name__, tuple((name, value.shape) for name, value in module.named_parameters()))
+            if kind not in checked:
+                check(module, *arguments)
+                checked.add(kind)
+
+        return checking
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("check_trainable", "check_rows"):
+            patch.setattr(workload, name, once(getattr(workload, name)))
+        yield
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """Return the fields of each task's run, and the digests of one worker that nothing disturbs, made once each."""
+    made = {}
+
+    def task(name: str) -> tuple[dict[str, object], list[str]]:
+        if name not in made:
+            fields = {**TASKS[name](tmp_path_factory.mktemp("public")), "steps": STEPS, "dp_config": RENYI}
+            alone = run(tmp_path_factory.mktemp("alone"), fields, 1, NewRun())
+            alone.train()
+            made[name] = fields, alone.digests
+        return made[name]
+
+    return task
+
+
+def run(home: Path, fields: dict[str, object], workers: int, assignment, **more) -> WholeRun:
+    (home / "data").mkdir(parents=True, exist_ok=True)
+    shutil.copy(ROOT / "examples" / "mnist" / "recipes.py", home / "data")
+    return whole_run(
+        home, num_workers=workers, secure_aggregation=workers > 1, assignment=assignment, **{**fields, **more}
+    )
+
+
+class Killed(BaseException):
+    """An error that stands for a driver that ends without any of its handlers."""
+
+
+@pytest.mark.parametrize(("name", "workers"), [(name, count) for name in TASKS for count in COUNTS[name]])
+def test_any_number_of_workers_gives_one_digest_through_deaths_and_a_resume(tasks, tmp_path, name, workers):
+    """A worker dies in the second step, then the driver; another number of workers resumes, and one of them dies."""
+    fields, digests = tasks(name)
+    counts = COUNTS[name]
+    others = counts[(counts.index(workers) + 1) % len(counts)]
+    archive = Archive(CheckpointConfig(checkpoint_frequency=2, storage="packages"), "run", tmp_path, lambda line: None)
+
+    def disturb(call: Call) -> Fate:
+        if (call.method, call.index) == ("charge", 2):
+            first.coordinator._conclusion.training.checkpoints.close(60)
+            raise Killed
+        return "dies" if (call.method, call.member_id, call.index) == ("step", "worker-0", 1) else None
+
+    first = run(tmp_path, fields, workers, NewRun(archive), disturb=disturb)
+    with pytest.raises(Killed):
+        first.train()
+    manifest = Manifest.model_validate_json((first.folder / "manifest.json").read_bytes())
+    second = run(
+        tmp_path,
+        fields,
+        others,
+        ResumedRun(manifest, archive),
+        disturb=lambda call: "dies after" if (call.method, call.member_id) == ("step", "worker-0") else None,
+    )
+    second.train()
+    assert [run.left[0] for run in (first, second)] == [("worker-0", "died")] * 2
+    assert (len(first.digests), len(second.digests)) == (2, 1)
+    assert first.digests + second.digests == digests
+    assert len(set(digests)) == STEPS
