@@ -21,6 +21,7 @@ from raycloak.coordinator.planning.model_source import compute_mode, model_sourc
 from raycloak.coordinator.planning.outlook import with_account
 from raycloak.coordinator.planning.payer import PayingAccount, account_of, data_place, existing_account
 from raycloak.coordinator.planning.plan import Plan, make_plan, with_notes
+from raycloak.coordinator.planning.public_split import public_split
 from raycloak.coordinator.planning.references import descriptor, evaluation_form, sealed_terms
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.evaluation import check_evaluation_form
@@ -39,8 +40,8 @@ from raycloak.workers.terms.mechanism import Mechanism
 def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     """Return the plan of ``config``, whose relative paths start at ``config_dir``.
 
-    Guarantee: reads the data's public outline, its fingerprint where it has one, the model and the ledger's accounts;
-    charges and writes nothing.
+    Guarantee: reads the data's public outline, its fingerprint where it has one, a public split, the model and the
+    ledger's accounts; charges and writes nothing.
 
     Raises:
         ConfigError, DatasetError, ModelError: the run cannot be made as configured; ``ledger_missing`` where it names
@@ -63,6 +64,8 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     if source.hub is not None:
         source.hub.check_tokenizer(data.tokenizer, config_dir)
     vocabulary = check_text(model, form, config.loss, opened.vocabulary, data.classes)
+    if (split := public_split(config, config_dir)) is not None:
+        split.check(model, config.loss)
     check_trainable(model, form, loss, deterministic, vocabulary)
     sealed = sealed_terms(config, config_dir, "evaluation")
     if sealed is not None:

@@ -11,24 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raycloak.coordinator.config.run import RunConfig
-from raycloak.coordinator.planning.references import descriptor, require_public
+from raycloak.coordinator.planning.public_split import PublicSplit, public_split
 from raycloak.coordinator.record.outcome import Evaluation
 from raycloak.coordinator.training.model import Model, ModelReader
 from raycloak.workers.evaluation import Scorer, metric_of
-from raycloak.workers.inputs.datasets import Dataset, dataset_form
-from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.models import ModelSource, build_model, loss_function
-from raycloak.workers.inputs.text_model import check_text
-
-
-def open_public(descriptor: DatasetDescriptor, base: Path | str) -> Dataset:
-    """Open a dataset that is public, as are results on it.
-
-    Raises:
-        ConfigError: ``evaluation_not_public``; DatasetError as `DatasetDescriptor.open`.
-    """
-    require_public(descriptor.kind, descriptor.public)
-    return descriptor.open(base)
 
 
 class Evaluator:
@@ -36,24 +23,24 @@ class Evaluator:
 
     Args:
         source, loss, base, seed: as in the run.
-        dataset: public; see :func:`open_public`.
+        split: see `raycloak.coordinator.planning.public_split`.
         every: steps between two evaluations; kept for the caller.
 
     Raises:
-        ModelError, ConfigError: what building the model or finding the loss raises.
+        ModelError, ConfigError: what building the model, finding the loss or checking the split raises.
     """
 
     def __init__(
-        self, source: ModelSource, loss: str, dataset: Dataset, base: Path | str, seed: int = 0, every: int = 1
+        self, source: ModelSource, loss: str, split: PublicSplit, base: Path | str, seed: int = 0, every: int = 1
     ) -> None:
         self.every = every
         loss_fn, _ = loss_function(loss, base)
         self._metric = metric_of(loss)
         module = build_model(source, base, seed)
         # Now, and not at the first evaluation, when steps are charged.
-        check_text(module, dataset_form(dataset), loss, None, None)
+        split.check(module, loss)
         self._scorer = Scorer(module, loss_fn, self._metric)
-        self._dataset = dataset
+        self._dataset = split.examples
 
     def measure(self, parameters: NDArray[np.float32]) -> Evaluation:
         """Return accuracy under ``cross_entropy``, else the mean loss, of float32 [d] parameters in canonical order."""
@@ -85,9 +72,9 @@ def public_evaluator(config: RunConfig, model: ModelSource, base: Path | str) ->
     """Return the evaluator of ``config``'s split; None without one, or if it is sealed and the workers measure on it.
 
     Raises:
-        ConfigError: as :func:`open_public` and :class:`Evaluator`.
+        ConfigError, DatasetError, ModelError: as `public_split` and :class:`Evaluator`.
     """
-    if config.evaluation is None or config.evaluation.kept == "sealed":
+    split = public_split(config, base)
+    if split is None or config.evaluation is None:
         return None
-    dataset = open_public(descriptor(config.evaluation.dataset), base)
-    return Evaluator(model, config.loss, dataset, base, config.seed, config.evaluation.every)
+    return Evaluator(model, config.loss, split, base, config.seed, config.evaluation.every)

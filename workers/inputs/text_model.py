@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from raycloak.metrics.errors import ConfigError, ModelError, is_out_of_memory
-from raycloak.workers.inputs.datasets import DatasetForm
+from raycloak.workers.inputs.datasets import Dataset, DatasetForm
+from raycloak.workers.inputs.text_data import IGNORED
 
 ATTENTION = "eager"
 """The one attention: a matmul and a softmax. `sdpa` picks its kernel by device, mask and precision."""
@@ -26,6 +28,10 @@ _PROBED = 8
 _PADDED = 3
 # Layers that a sentence names.
 _SHOWN = 3
+# Public examples that are looked at together.
+_CHECKED = 4096
+_LOSSES_OF_TOKENS = ("token_cross_entropy", "next_token_cross_entropy")
+_LOSSES_OF_CLASSES = ("cross_entropy", *_LOSSES_OF_TOKENS)
 
 
 class TextModel(nn.Module):
@@ -158,18 +164,32 @@ class TextModel(nn.Module):
             )
         self._check_length(form.feature_shape[0])
         if vocabulary is not None and vocabulary > self.vocabulary:
-            raise ConfigError(
-                "tokens_beyond_vocabulary",
-                f"the data has {vocabulary} token ids, and the model an embedding for {self.vocabulary}.",
-                "Take the tokenizer that belongs to the model.",
-            )
+            raise _beyond_vocabulary(f"the data has {vocabulary} token ids", self.vocabulary)
         if classes is not None and self.classes is not None and classes > self.classes:
-            raise ConfigError(
-                "labels_beyond_head",
-                f"the data has {classes} classes, and the model's head {self.classes}.",
-                "Set model.classes to the number of classes.",
-            )
+            raise _beyond_head(f"the data has {classes} classes", self.classes)
         _check_loss(loss, self._check_inputs(), form.label_shape)
+
+    def check_public(self, examples: Dataset, loss: str) -> None:
+        """Refuse an example with an id or a label that the model has no place for.
+
+        For public examples alone: an error tells of them. Under a private run such an example has no gradient.
+
+        Args:
+            loss: name of the run's loss; what a label of a user's own means is not known here.
+
+        Raises:
+            ConfigError: ``tokens_beyond_vocabulary`` or ``labels_beyond_head``.
+        """
+        most = None if loss not in _LOSSES_OF_CLASSES else self.classes or self.vocabulary
+        for start in range(0, len(examples), _CHECKED):
+            ids, labels = examples.batch(np.arange(start, min(start + _CHECKED, len(examples)), dtype=np.int64))
+            if ids.max() >= self.vocabulary:
+                raise _beyond_vocabulary(f"the evaluation split has the token id {ids.max()}", self.vocabulary)
+            if loss in _LOSSES_OF_TOKENS:
+                labels = labels[labels != IGNORED]
+            if most is not None and ((labels < 0) | (labels >= most)).any():
+                wrong = labels[(labels < 0) | (labels >= most)][0]
+                raise _beyond_head(f"the evaluation split has the label {wrong}", most)
 
     def _check_length(self, length: int) -> None:
         if self._positions is not None and length > self._positions:
@@ -312,9 +332,25 @@ def _dropouts(layer: nn.Module, by_name: bool) -> Iterator[tuple[str, float]]:
             yield name, float(value)
 
 
+def _beyond_vocabulary(what: str, vocabulary: int) -> ConfigError:
+    return ConfigError(
+        "tokens_beyond_vocabulary",
+        f"{what}, and the model an embedding for {vocabulary}.",
+        "Take the tokenizer that belongs to the model.",
+    )
+
+
+def _beyond_head(what: str, classes: int) -> ConfigError:
+    return ConfigError(
+        "labels_beyond_head",
+        f"{what}, and the model's head {classes} classes.",
+        "Set model.classes to the number of classes, and number them from 0.",
+    )
+
+
 def _check_loss(loss: str, dimensions: int, label_shape: tuple[int, ...]) -> None:
     """Require a built-in loss to fit logits [m, classes] or [m, T, classes]; a user's own may fit anything."""
-    of_tokens = loss in ("token_cross_entropy", "next_token_cross_entropy")
+    of_tokens = loss in _LOSSES_OF_TOKENS
     if (loss == "cross_entropy" and dimensions == 3) or (of_tokens and (dimensions == 2 or len(label_shape) != 1)):
         raise ConfigError(
             "loss_of_task",

@@ -192,21 +192,28 @@ def test_an_audit_of_public_data_charges_nothing(home, raycloak_home):
     assert not (raycloak_home / "ledger.sqlite").exists()
 
 
-@pytest.mark.parametrize("task", ["sequence_classification", "causal_lm"])
-def test_the_canaries_of_a_text_model_have_axes_of_their_own(task, tmp_path):
+def test_the_canaries_of_a_text_model_have_axes_of_their_own(tmp_path):
     """With an adapter, and the ids of the model's own tokenizer."""
-    if task == "causal_lm":
-        write_gpt2(tmp_path / "model")
-        (tmp_path / "text").write_text("the film was very fine " * 40)
-        data = {"kind": "text_blocks", "path": "text", "max_length": 8}
-    else:
-        write_bert(tmp_path / "model")
-        data = {"kind": "text", "path": write_reviews(tmp_path / "text.tsv").name, "max_length": 8}
-    model = {"hf": "model", "task": task, "lora": {"rank": 2}}
+    write_gpt2(tmp_path / "model")
+    (tmp_path / "text").write_text("the film was very fine " * 40)
+    data = {"kind": "text_blocks", "path": "text", "max_length": 8}
+    model = {"hf": "model", "task": "causal_lm", "lora": {"rank": 2}}
     raw = {"expected_batch_size": 20, "model": model, "dataset": data, "dp_config": {"target_epsilon": 8}}
     canaries = CanaryTask.of(parse_config(raw), tmp_path, coins_of(0, 40).tolist())
     assert canaries.vocabulary == 16
     assert len(canaries.make_dataset()) > 40
+
+
+def test_an_audit_of_an_adapter_flags_a_run_without_noise_and_no_correct_one(tmp_path, monkeypatch):
+    write_bert(tmp_path / "model", num_hidden_layers=1)
+    write_reviews(tmp_path / "text.tsv", cases.EXAMPLES)
+    task = {
+        "model": {"hf": "model", "task": "sequence_classification", "classes": 2, "lora": {"rank": 2}},
+        "dataset": {"kind": "text", "path": "text.tsv", "max_length": 8, "public": True},
+    }
+    assert not audited(tmp_path, 0, **task).contradicted
+    cases.without_noise(monkeypatch)
+    flagged(tmp_path, **task)
 
 
 def test_a_named_account_pays_for_its_audit_even_if_the_data_is_declared_public(home, raycloak_home):

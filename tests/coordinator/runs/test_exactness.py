@@ -15,7 +15,7 @@ import pytest
 from raycloak.metrics.errors import BudgetError, RefusedError
 from raycloak.workers.inputs import rows
 from raycloak.workers.train_worker import TrainWorker
-from tests.protocol import FEW_FAILURES, RENYI, WholeRun, examples, on, trained, whole_run
+from tests.protocol import FEW_FAILURES, RENYI, WholeRun, examples, trained, whole_run
 
 WORKERS = [1, 2, 3, 5, 8]
 RANGES = [1, 3]

@@ -1,5 +1,9 @@
-"""Runs of Hugging Face models: the same bytes for any number of workers, and bad input refused before any charge."""
+"""Runs of Hugging Face models: what is released, and bad input that is refused before any charge.
 
+That any number of workers gives the same bytes is shown in `test_one_digest.py`.
+"""
+
+import json
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -9,13 +13,27 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from raycloak.attestation.core.keys import Secret
+from raycloak.attestation.policy.policy import simulated_policy
+from raycloak.attestation.sealed.demand import SealedDemand
+from raycloak.attestation.sealed.package_keys import SIGNER_PUBLIC_FILE, TrustStore, load_signer, run_recipient_key
+from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
+from raycloak.coordinator.checkpoints.archive import Archive
+from raycloak.coordinator.checkpoints.reader import open_to_file, verify_package
+from raycloak.coordinator.checkpoints.storage import PackageStorage
+from raycloak.coordinator.config.sections import CheckpointConfig
+from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.planning.dry_run import plan_of
-from raycloak.metrics.errors import ConfigError, ModelError
+from raycloak.coordinator.planning.references import descriptor
+from raycloak.coordinator.training.assignment import NewRun
+from raycloak.coordinator.training.public_evaluation import public_evaluator
+from raycloak.metrics.errors import ConfigError, DatasetError, ModelError
 from raycloak.workers.gradients import kept_state
 from raycloak.workers.inputs import models
 from raycloak.workers.inputs.compute_mode import ComputeMode
+from raycloak.workers.inputs.sealed import seal_dataset
 from raycloak.workers.train_worker import TrainWorker
-from tests.protocol import RENYI, config, on, trained, whole_run
+from tests.protocol import RENYI, SECRET, VIRTUAL_WORKERS, config, settle, trained, whole_run, worker_setup
 from tests.tiny_text import WORDS, write_bert, write_gpt2, write_reviews, write_tokenizer
 
 LENGTH = 8
@@ -29,6 +47,8 @@ def base(tmp_path_factory):
     write_reviews(folder / "train.tsv", 40)
     write_tokenizer(folder / "other", [*WORDS[1:], WORDS[0]])
     (folder / "plot.txt").write_text("the film was very fine a plot is dull\n" * 36)
+    config = json.loads((write_bert(folder / "remote") / "config.json").read_text())
+    (folder / "remote" / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModel": "own.Own"}}))
     return folder
 
 
@@ -47,29 +67,11 @@ def gpt2(base, **model):
 
 
 LORA = {"rank": 2}
-RUNS = {
-    "bert lora": lambda base: bert(base, lora=LORA),
-    "gpt2 lora": lambda base: gpt2(base, lora=LORA),
-    "gpt2 whole": gpt2,
-}
 
 
 def fields(task, **more):
     """A short run of a configuration: what the tests are about is its bytes."""
     return {**task, "steps": 2, "dp_config": RENYI, **more}
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_any_number_of_workers_gives_the_same_bytes(name, base, tmp_path):
-    """Also when one of them dies in a step."""
-    task = RUNS[name](base)
-    three = trained(tmp_path / "three", **fields(task))
-    assert len(three.digests) == 2
-    two = trained(tmp_path / "two", **fields(task, num_workers=2))
-    assert two.digests == three.digests
-    killed = trained(tmp_path / "killed", disturb=on("step", "worker-1", "dies"), **fields(task))
-    assert ("worker-1", "died") in killed.left
-    assert killed.digests == three.digests
 
 
 def test_only_the_adapter_is_released_and_the_plan_says_what_was_changed(base, tmp_path):
@@ -101,6 +103,39 @@ def test_each_worker_hashes_a_base_once_at_its_start_and_never_again(base, tmp_p
     workers, head = 3, 2
     assert len(hashed) >= workers * (in_file + len(computation.tensors) - head)
     assert set(hashed.values()) == {1}
+
+
+def test_a_run_on_sealed_text_needs_no_tokenizer_and_seals_the_adapter_alone(base, tmp_path):
+    """The owner seals token ids. A package opens without the base, which is public."""
+    settle(tmp_path)
+    ledger = PrivacyLedger(f"sqlite:///{tmp_path / 'ledger.sqlite'}")
+    ledger.open_account("readers", 20.0, 1e-5, accountant="rdp")
+    demand = SealedDemand(ledger_key=ledger.public_key, account="readers", least_noise_multiplier=1.0)
+    ledger.close()
+    policy = simulated_policy(SimulatedVendor.load_or_create(tmp_path / "simulator"), code_measurement())
+    text = config(**bert(base)).dataset
+    owner = Secret(b"o" * 32)
+    seal_dataset(
+        descriptor(text).open(base), VIRTUAL_WORKERS, policy.digest(), owner, tmp_path / "sealed", demand=demand
+    )
+    (tmp_path / "owner.key").touch(mode=0o600)
+    (tmp_path / "owner.key").write_text(owner.reveal().hex())
+    sealed = {"kind": "sealed", "path": str(tmp_path / "sealed"), "key_file": str(tmp_path / "owner.key")}
+    archive = Archive(CheckpointConfig(checkpoint_frequency=1, storage="packages"), "run", tmp_path, print)
+    task = bert(base, lora=LORA) | {"dataset": sealed, "ledger": {"account": "readers"}}
+    run = whole_run(tmp_path, assignment=NewRun(archive), **fields(task))
+    finished = run.train()
+    assert finished.manifest.computation.tokenizer == b""
+    storage = PackageStorage.open(str(tmp_path / "packages" / "run"))
+    signer = load_signer(tmp_path / "signer" / SIGNER_PUBLIC_FILE)
+    package = verify_package(storage, storage.names()[-1], TrustStore.of("site", signer))
+    assert package.run_manifest == finished.manifest
+    opened = tmp_path / "adapter.safetensors"
+    open_to_file(package, package.unwrap(run_recipient_key(Secret(bytes.fromhex(SECRET)))), opened)
+    adapter = load_file(opened)
+    assert all("lora_" in name or "modules_to_save" in name for name in adapter)
+    assert sum(tensor.numel() for tensor in adapter.values()) == len(finished.parameters) < 400
+    assert opened.stat().st_size < (base / "bert" / "model.safetensors").stat().st_size / 4
 
 
 def test_a_base_that_differs_on_one_worker_is_refused_by_the_name_of_the_tensor(base, tmp_path):
@@ -166,16 +201,38 @@ BAD = {
     "no_head": lambda base: bert(base, task="causal_lm", classes=None),
     "loss_of_task": lambda base: gpt2(base) | {"loss": "cross_entropy"},
     "not_cached": lambda base: bert(base, hf="./nowhere"),
+    "remote_code": lambda base: bert(base, hf=str(base / "remote")),
 }
 
 
-def test_a_split_that_is_too_long_is_refused_before_anything_is_charged(base, tmp_path):
-    task = bert(base)
-    split = task["dataset"] | {"max_length": 25, "public": True, "path": str(base / "dev.tsv")}
-    write_reviews(base / "dev.tsv", 12)
-    with pytest.raises(ConfigError) as caught:
-        whole_run(tmp_path, **fields(task), evaluation={"dataset": split})
-    assert caught.value.code == "sequence_too_long"
+BAD_SPLITS = {
+    "sequence_too_long": (bert, {"max_length": 25}, "good film\t0\n"),
+    "labels_beyond_head": (bert, {}, "good film\t0\nbad film\t2\n"),
+    "labels_beyond_head, as declared": (bert, {"classes": 3}, "good film\t0\n"),
+    "tokens_beyond_vocabulary": (
+        lambda base: bert(base) | {"dataset": {"kind": "npz", "path": "examples.npz", "features": "features"}},
+        {"tokenizer": "large"},
+        "good later\t0\n",
+    ),
+    "dataset_unreadable": (bert, {"path": "nowhere.tsv"}, ""),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SPLITS)
+def test_a_bad_public_split_is_refused_by_name_before_anything_is_charged(case, base, tmp_path):
+    """By the plan too; a split is public, so its own labels are looked at."""
+    task, changes, text = BAD_SPLITS[case]
+    if "tokenizer" in changes:
+        changes = {"tokenizer": str(write_tokenizer(tmp_path / "large", [*WORDS, "later"]))}
+    (tmp_path / "dev.tsv").write_text(text)
+    of_text = {"kind": "text", "path": str(tmp_path / "dev.tsv"), "max_length": LENGTH, "public": True}
+    settings = config(**fields(task(base)), evaluation={"dataset": of_text | changes})
+    setup = worker_setup(settings, tmp_path, (np.zeros((40, LENGTH), np.int64), np.zeros(40, np.int64)))
+    code = case.partition(",")[0]
+    with pytest.raises((ConfigError, DatasetError, ModelError), match=f"^{code}"):
+        public_evaluator(settings, setup.model, setup.base)
+    with pytest.raises((ConfigError, DatasetError, ModelError), match=f"^{code}"):
+        plan_of(settings, tmp_path / "data")
 
 
 @pytest.mark.parametrize("code", BAD)

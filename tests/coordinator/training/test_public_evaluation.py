@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from raycloak.coordinator.planning.public_split import PublicSplit, open_public
 from raycloak.coordinator.record.outcome import Evaluation
-from raycloak.coordinator.training.public_evaluation import Evaluator, open_public
+from raycloak.coordinator.training.public_evaluation import Evaluator
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.inputs.datasets import ArrayDataset
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
@@ -21,7 +22,7 @@ def linear(inputs: int, outputs: int) -> ModelSource:
 def test_accuracy_counts_the_labels_that_are_the_largest_output() -> None:
     features = np.eye(3, dtype=np.float32)[np.arange(1000) % 3]
     labels = np.where(np.arange(1000) < 900, np.arange(1000) % 3, (np.arange(1000) + 1) % 3)
-    evaluator = Evaluator(linear(3, 3), "cross_entropy", ArrayDataset(features, labels), ".")
+    evaluator = Evaluator(linear(3, 3), "cross_entropy", PublicSplit(ArrayDataset(features, labels)), ".")
     parameters = np.concatenate([np.eye(3, dtype=np.float32).reshape(-1), np.zeros(3, np.float32)])
     parameters.setflags(write=False)
     assert evaluator.measure(parameters) == Evaluation("accuracy", 0.9, 1000)
@@ -31,7 +32,7 @@ def test_accuracy_counts_the_labels_that_are_the_largest_output() -> None:
 
 def test_the_mean_loss_is_measured_for_another_loss() -> None:
     data = ArrayDataset(np.arange(600, dtype=np.float32).reshape(600, 1), np.zeros(600))
-    evaluator = Evaluator(linear(1, 1), "mse", data, ".")
+    evaluator = Evaluator(linear(1, 1), "mse", PublicSplit(data), ".")
     found = evaluator.measure(np.array([1.0, 0.0], dtype=np.float32))
     assert (found.metric, found.num_examples) == ("loss", 600)
     assert found.value == pytest.approx(np.mean(np.arange(600.0) ** 2))
@@ -42,4 +43,4 @@ def test_data_not_declared_public_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         open_public(descriptor, tmp_path)
     assert caught.value.code == "evaluation_not_public"
-    assert len(open_public(descriptor.model_copy(update={"public": True}), tmp_path)) == 360
+    assert len(open_public(descriptor.model_copy(update={"public": True}), tmp_path).examples) == 360

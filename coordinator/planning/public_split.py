@@ -1,0 +1,64 @@
+"""The public split to evaluate on, opened and checked before anything is charged.
+
+Its examples are public, so they themselves are compared with the model, and not only their declared numbers.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.planning.references import descriptor, require_public
+from raycloak.workers.inputs.datasets import Dataset, dataset_form
+from raycloak.workers.inputs.descriptor import DatasetDescriptor
+from raycloak.workers.inputs.text_model import TextModel, check_text
+
+
+@dataclass(frozen=True, slots=True)
+class PublicSplit:
+    """A split whose examples, and results on it, are public.
+
+    Attributes:
+        examples: all of them.
+        vocabulary: number of ids that they are declared to have, or their tokenizer has.
+        classes: number of classes that they are declared to have.
+    """
+
+    examples: Dataset
+    vocabulary: int | None = None
+    classes: int | None = None
+
+    def check(self, module: nn.Module, loss: str) -> None:
+        """Refuse a split that a text model cannot be measured on.
+
+        Guarantee: a token or a label without a place in the model is found here, and not when steps are charged.
+
+        Args:
+            loss: name of the run's loss.
+
+        Raises:
+            ConfigError, ModelError: as `TextModel.check_fits` and `TextModel.check_public`.
+        """
+        check_text(module, dataset_form(self.examples), loss, self.vocabulary, self.classes)
+        if isinstance(module, TextModel):
+            module.check_public(self.examples, loss)
+
+
+def open_public(described: DatasetDescriptor, base: Path | str) -> PublicSplit:
+    """Open a dataset that is public, as are results on it.
+
+    Raises:
+        ConfigError: ``evaluation_not_public``; or as `DatasetDescriptor.open_slices`.
+        DatasetError: as `DatasetDescriptor.open_slices`.
+    """
+    require_public(described.kind, described.public)
+    opened = described.open_slices(base)
+    return PublicSplit(opened.examples, opened.vocabulary, described.classes)
+
+
+def public_split(config: RunConfig, base: Path | str) -> PublicSplit | None:
+    """Open the split that ``config`` evaluates on; None without one, or if it is sealed; errors as `open_public`."""
+    if config.evaluation is None or config.evaluation.kept == "sealed":
+        return None
+    return open_public(descriptor(config.evaluation.dataset), base)
