@@ -32,6 +32,7 @@ from raycloak.workers.inputs.datasets import Dataset, DatasetForm, dataset_form,
 from raycloak.workers.inputs.models import LossFn, ModelRuntime, load_flat
 from raycloak.workers.inputs.sealed import SealedDataset
 from raycloak.workers.terms.manifest import Manifest
+from raycloak.workers.terms.measurement import macro_f1
 from raycloak.workers.terms.parameter_digest import own_copy, parameter_digest, tensor_digests
 
 Metric = Literal["accuracy", "loss"]
@@ -45,6 +46,19 @@ _FLOAT = struct.Struct(">d")
 def metric_of(loss: str) -> Metric:
     """Return the metric of a model that is trained with the loss of this name."""
     return "accuracy" if loss == "cross_entropy" else "loss"
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The scores of some examples.
+
+    Attributes:
+        total: their sum.
+        f1: macro F1; None where there is not one class an example.
+    """
+
+    total: float
+    f1: float | None
 
 
 class Scorer:
@@ -71,28 +85,44 @@ class Scorer:
         load_flat(self._module, parameters)
 
     def total(self, dataset: Dataset, ids: NDArray[np.int64]) -> float:
-        """Return the sum of the scores of the examples ``ids`` in float64, in batches of a fixed size from the first.
+        """Return the sum of the scores; see :meth:`scores`."""
+        return self.scores(dataset, ids).total
+
+    def scores(self, dataset: Dataset, ids: NDArray[np.int64]) -> Scores:
+        """Return the scores of the examples ``ids``: a sum in float64, in batches of a fixed size from the first.
 
         No warning is shown, since one could depend on an example.
 
         Raises:
             ModelError: ``nondeterministic_op`` naming the operation.
         """
-        total = 0.0
+        total, counts = 0.0, np.zeros((2, 0), np.int64)
         with warnings.catch_warnings(), torch.no_grad(), named_operations(self._deterministic):
             warnings.simplefilter("ignore")
             for start in range(0, len(ids), _BATCH):
                 batch = dataset.batch(ids[start : start + _BATCH])
                 features, labels = (torch.tensor(part, device=self._device) for part in batch)
-                total += float(self._scores(features, labels).double().sum())
-        return total
+                output: Tensor = self._module(features)
+                total += float(self._scores(output, labels).double().sum())
+                if self._metric == "accuracy" and (output.ndim, labels.ndim) == (2, 1):
+                    found = _class_counts(output, labels)
+                    counts = counts + found if counts.size else found
+        return Scores(total, macro_f1(*counts))
 
-    def _scores(self, features: Tensor, labels: Tensor) -> Tensor:
+    def _scores(self, output: Tensor, labels: Tensor) -> Tensor:
         """Return one score per example, [n]."""
-        output: Tensor = self._module(features)
         if self._metric == "loss":
             return self._loss(output, labels)
         return (output.argmax(1) == labels).double().reshape(len(labels), -1).mean(1)
+
+
+def _class_counts(output: Tensor, labels: Tensor) -> NDArray[np.int64]:
+    """Return of each class how many rows are right, and how often it is label or prediction, [2, K]; see `macro_f1`."""
+    classes, predicted = output.shape[1], output.argmax(1)
+    labelled = labels[(labels >= 0) & (labels < classes)]
+    each = predicted[predicted == labels], labelled, predicted
+    right, labelled_as, predicted_as = (np.bincount(rows.cpu().numpy(), minlength=classes) for rows in each)
+    return np.stack([right, labelled_as + predicted_as])
 
 
 class SliceScore(Message):

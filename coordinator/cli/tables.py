@@ -197,6 +197,8 @@ def released_text(released: "Released", most: int = 12) -> str:
     texts = [f"{name.removeprefix('count_')}: {value:.4g} ± {released.deviation[name]:.2g}" for name, value in shown]
     more = len(released.values) - len(shown)
     rest = f" and {more} more" if more else ""
+    if released.f1 is not None:
+        rest = f"{rest}; macro F1 {released.f1:.3f}"
     return f"{', '.join(texts)}{rest}; noised, after {released.after} steps"
 
 

@@ -109,10 +109,13 @@ def _account(verdict: Verdict) -> str:
 def _evaluation_row(verdict: Verdict) -> tuple[str, str]:
     split = "sealed evaluation split" if verdict.evaluation_data == "sealed" else "public split"
     if verdict.evaluation_loss is not None:
-        return "loss", f"{verdict.evaluation_loss:.6g}, mean over the {split}"
+        perplexity = verdict.evaluation_perplexity
+        exponential = "" if perplexity is None else f" (perplexity {perplexity:.6g})"
+        return "loss", f"{verdict.evaluation_loss:.6g}{exponential}, mean over the {split}"
     if verdict.evaluation_accuracy is None:
         return "accuracy", f"not measured: {_unmeasured(verdict)}"
-    return "accuracy", f"{verdict.evaluation_accuracy:.1%} on the {split}"
+    f1 = "" if verdict.evaluation_f1 is None else f", macro F1 {verdict.evaluation_f1:.3f},"
+    return "accuracy", f"{verdict.evaluation_accuracy:.1%}{f1} on the {split}"
 
 
 def _unmeasured(verdict: Verdict) -> str:

@@ -202,6 +202,13 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _classes_of_the_loss(self) -> Self:
+        measured = self.measurements.evaluation
+        if measured is not None and measured.classes is not None and self.loss != "cross_entropy":
+            raise ValueError("measurements.evaluation.classes belongs to cross_entropy: no other loss predicts a class")
+        return self
+
+    @model_validator(mode="after")
     def _one_tokenizer(self) -> Self:
         if self.dataset is None or self.evaluation is None:
             return self

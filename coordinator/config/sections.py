@@ -254,15 +254,19 @@ class ClassCountsConfig(Section):
 class PrivateEvaluationConfig(Section):
     """The model's mean loss, and accuracy under ``cross_entropy``, on the private training examples.
 
+    With ``classes`` also the share of examples of each pair of label and predicted class, from which F1 follows.
+
     Attributes:
         every: steps between two releases; the last is made at the end.
         noise_multiplier: noise of each release, in units of what one example contributes at most.
         loss_bound: B; each example's loss is cut to [-B, B].
+        classes: K, for ``cross_entropy`` alone; labels and predictions outside [0, K) are in no share.
     """
 
     every: int = Field(default=50, gt=0)
     noise_multiplier: float = Field(gt=0)
     loss_bound: float = Field(default=5.0, ge=1e-6, le=1e6)
+    classes: int | None = Field(default=None, ge=2, le=100)
 
 
 class MeasurementsConfig(Section):

@@ -139,6 +139,7 @@ def _measurement(config: RunConfig, section: Section, training: Mechanism, large
         every, loss_bound = 0, 0.0
     else:
         query, dimension, divisor = "evaluation", 2 if config.loss == "cross_entropy" else 1, training.num_examples
+        dimension += (section.classes or 0) ** 2
         every, loss_bound = section.every, section.loss_bound
     workers, noise = training.virtual_workers, _noise(section)
     slice_size = -(-training.num_examples // workers)

@@ -31,11 +31,13 @@ class Evaluation:
         metric: ``accuracy``: share of labels that are the largest output, in [0, 1]; or ``loss``: mean over examples.
         value: of the metric.
         num_examples: how many it was measured on.
+        f1: macro F1 beside an accuracy; None for a sealed split, whose scores are sums alone.
     """
 
     metric: Metric
     value: float
     num_examples: int
+    f1: float | None = None
 
     @property
     def accuracy(self) -> float | None:

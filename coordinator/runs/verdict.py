@@ -24,6 +24,8 @@ from raycloak.workers.terms.measurement import Released
 from raycloak.workers.terms.mechanism import AccountantName, Mechanism
 
 SIMULATED = "simulated"
+_LARGEST_LOSS = 700.0
+"""Beyond it exp overflows a float64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,8 @@ class Verdict:
         exact: False if operations without a deterministic kernel were allowed: a repeat may give other bytes.
         evaluation_accuracy: share in [0, 1] on the evaluation split; None without one, or where the loss is measured.
         evaluation_loss: mean over the examples of the evaluation split, for a loss that has no accuracy; else None.
+        evaluation_f1: macro F1 beside the accuracy on a public split; None where the split is sealed.
+        evaluation_perplexity: exp of ``evaluation_loss`` under ``next_token_cross_entropy``; else None.
         measurements: what was released about the private examples, each with the deviation of its noise.
         evidence_class: ``simulated`` or the hardware class whose root verified.
         parameter_digest: hexadecimal digest of the final parameters.
@@ -94,6 +98,8 @@ class Verdict:
     keys_on_one_machine: int = 0
     exact: bool = True
     evaluation_loss: float | None = None
+    evaluation_f1: float | None = None
+    evaluation_perplexity: float | None = None
     measurements: tuple[Released, ...] = ()
     account: str | None = None
     data: DataStanding | None = None
@@ -162,6 +168,8 @@ def verdict_of(
         exact=finished.manifest.computation.exact,
         evaluation_accuracy=finished.evaluation.accuracy if finished.evaluation else None,
         evaluation_loss=finished.evaluation.loss if finished.evaluation else None,
+        evaluation_f1=finished.evaluation.f1 if finished.evaluation else None,
+        evaluation_perplexity=_perplexity(finished),
         measurements=finished.released,
         evidence_class=finished.evidence_class,
         parameter_digest=finished.parameter_digest.hex(),
@@ -200,6 +208,14 @@ def metrics_view(view: LedgerView) -> collectors.LedgerFigures:
         for account in view.accounts
     )
     return collectors.LedgerFigures(accounts, view.head.sequence, view.fencing)
+
+
+def _perplexity(finished: Finished) -> float | None:
+    """Return the perplexity on the evaluation split; None for another loss, or one that is beyond float64."""
+    loss = finished.evaluation.loss if finished.evaluation else None
+    if loss is None or finished.manifest.computation.loss != "next_token_cross_entropy" or not loss < _LARGEST_LOSS:
+        return None
+    return math.exp(loss)
 
 
 def run_facts(manifest: Manifest, evidence_class: str, workers_required: int) -> collectors.RunFacts:

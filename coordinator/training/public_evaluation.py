@@ -43,11 +43,15 @@ class Evaluator:
         self._dataset = split.examples
 
     def measure(self, parameters: NDArray[np.float32]) -> Evaluation:
-        """Return accuracy under ``cross_entropy``, else the mean loss, of float32 [d] parameters in canonical order."""
+        """Return accuracy and F1 under ``cross_entropy``, else the mean loss, of float32 [d] parameters.
+
+        Args:
+            parameters: in canonical order.
+        """
         count = len(self._dataset)
         self._scorer.load(parameters)
-        total = self._scorer.total(self._dataset, np.arange(count, dtype=np.int64))
-        return Evaluation(self._metric, total / count, count)
+        scores = self._scorer.scores(self._dataset, np.arange(count, dtype=np.int64))
+        return Evaluation(self._metric, scores.total / count, count, scores.f1)
 
 
 @dataclass(frozen=True, slots=True)

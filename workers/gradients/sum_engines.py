@@ -46,7 +46,7 @@ class MeasurementEngine(SumEngine, Protocol):
         ...
 
     @staticmethod
-    def check_form(form: DatasetForm) -> None:
+    def check_form(measurement: Measurement, form: DatasetForm) -> None:
         """Refuse data that has nothing of this kind to measure; ConfigError ``measurement_labels``."""
         ...
 
@@ -68,14 +68,9 @@ class ClassCountEngine:
         return cls(measurement)
 
     @staticmethod
-    def check_form(form: DatasetForm) -> None:
+    def check_form(measurement: Measurement, form: DatasetForm) -> None:
         """Require one class number an example; ConfigError ``measurement_labels``."""
-        if (form.label_shape, form.label_dtype) != ((), "int64"):
-            raise ConfigError(
-                "measurement_labels",
-                f"labels of type {form.label_dtype} and shape {list(form.label_shape)} are not class numbers to count.",
-                "Remove measurements.class_counts, or give one integer label per example.",
-            )
+        _require_class_numbers(form, "measurements.class_counts")
 
     def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> NDArray[np.float64]:
         """Return the sum of one-hot labels times ``unit``, float64 [classes]; the parameters do not matter."""
@@ -89,11 +84,11 @@ class ClassCountEngine:
 
 
 class PrivateEvaluationEngine:
-    """Sums the loss, and the accuracy where there are classes, of every example.
+    """Sums the loss of every example, and where there are classes the accuracy and its pair of label and prediction.
 
-    Guarantee: an example adds one vector of norm at most 1, in which loss and accuracy are scaled by public constants
-    and clipped together. An example whose loss is not finite adds nothing, and no error tells of it. The total changes
-    by at most 1 in the l2 norm if one example contributes nothing
+    Guarantee: an example adds one vector of norm at most 1, in which loss, accuracy and the one coordinate of its pair
+    are scaled by public constants and clipped together. An example whose loss is not finite adds nothing, and no error
+    tells of it. The total changes by at most 1 in the l2 norm if one example contributes nothing
     (:class:`raycloak.workers.gradients.clipping.ClippedSum`).
 
     Args:
@@ -124,11 +119,13 @@ class PrivateEvaluationEngine:
         return cls(measurement, runtime.build(), runtime.loss_fn, runtime.device, runtime.deterministic)
 
     @staticmethod
-    def check_form(form: DatasetForm) -> None:
-        """Accept any data: the run's own loss is defined on it."""
+    def check_form(measurement: Measurement, form: DatasetForm) -> None:
+        """Accept any data, as the run's own loss is defined on it; pairs need one class number an example."""
+        if measurement.classes:
+            _require_class_numbers(form, "measurements.evaluation.classes")
 
     def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> NDArray[np.float64]:
-        """Return the sum of (loss / B, correct) times ``unit``, float64 [1 or 2].
+        """Return the sum of (loss / B, correct, pairs) times ``unit``, float64 [1, 2 or 2 + K²].
 
         No warning is shown, since one could depend on an example.
 
@@ -153,9 +150,26 @@ class PrivateEvaluationEngine:
         bound, losses = self._measurement.loss_bound, self._loss(output, labels)
         # Cutting an infinite loss would make it count; as NaN it takes the whole row out.
         columns = [torch.where(losses.isfinite(), losses.clamp(-bound, bound) / bound, torch.nan)]
-        if self._measurement.mechanism.dimension == 2:
+        if self._measurement.mechanism.dimension >= 2:
             columns.append((output.argmax(1) == labels).to(torch.float32).reshape(len(labels), -1).mean(1))
-        return torch.stack([column.to(torch.float32) for column in columns], 1) * self._measurement.unit
+        if classes := self._measurement.classes:
+            columns.append(_pairs(labels, output.argmax(1), classes))
+        return torch.column_stack([column.to(torch.float32) for column in columns]) * self._measurement.unit
+
+
+def _pairs(labels: Tensor, predicted: Tensor, classes: int) -> Tensor:
+    """Return a 1 at the pair of each row's label and prediction, [m, classes²]; zeros where one is no class."""
+    numbers = torch.arange(classes, device=labels.device)
+    return ((labels[:, None] == numbers)[:, :, None] & (predicted[:, None] == numbers)[:, None, :]).flatten(1)
+
+
+def _require_class_numbers(form: DatasetForm, field: str) -> None:
+    if (form.label_shape, form.label_dtype) != ((), "int64"):
+        raise ConfigError(
+            "measurement_labels",
+            f"labels of type {form.label_dtype} and shape {list(form.label_shape)} are not class numbers to count.",
+            f"Remove {field}, or give one integer label per example.",
+        )
 
 
 _ENGINES: Mapping[Query, type[MeasurementEngine]] = {
@@ -175,7 +189,7 @@ def check_measurable(measurement: Measurement, form: DatasetForm) -> None:
     Raises:
         ConfigError: ``measurement_labels`` or ``measurement_too_large``.
     """
-    _ENGINES[measurement.query].check_form(form)
+    _ENGINES[measurement.query].check_form(measurement, form)
     rows = measurement.mechanism.micro_batches * measurement.mechanism.micro_batch_size
     if rows > MAX_ROWS:
         raise ConfigError(

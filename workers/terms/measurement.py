@@ -1,7 +1,8 @@
 """Measurements: Gaussian sums over all examples, released beside the gradient and paid for like it.
 
     class_counts   how many examples each class has, once, before the first step
-    evaluation     mean loss and accuracy of the model on the training examples, every so many steps and at the end
+    evaluation     mean loss and accuracy of the model on the training examples, every so many steps and at the end;
+                   on demand the share of examples of each pair of label and predicted class
 
 A measurement is a mechanism of its own. Every example contributes (q = 1) one vector of norm at most 1
 (`workers/gradients/sum_engines.py`). The rest is the path of a gradient: receipt, keyed noise of each virtual worker,
@@ -11,7 +12,7 @@ ring, masks, a sum that is decoded only as a whole. It does not enter the update
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,9 +45,12 @@ def _layout_of_counts(measurement: "Measurement") -> _Layout:
 
 def _layout_of_evaluation(measurement: "Measurement") -> _Layout:
     scales = {"loss": measurement.loss_bound}
-    if measurement.mechanism.dimension == 2:
+    if measurement.mechanism.dimension >= 2:
         scales["accuracy"] = 1.0
-    return _Layout(scales, most_set=measurement.mechanism.dimension)
+    classes = range(measurement.classes)
+    scales |= {f"share_{label}_{predicted}": 1.0 for label in classes for predicted in classes}
+    # An example is in one share at most.
+    return _Layout(scales, most_set=min(measurement.mechanism.dimension, 3))
 
 
 _LAYOUTS: Mapping[Query, Callable[["Measurement"], _Layout]] = {
@@ -74,6 +78,12 @@ class Measurement(Message):
     def query(self) -> Query:
         """The one of the run's queries that this is."""
         return self.mechanism.query
+
+    @property
+    def classes(self) -> int:
+        """The number of classes whose pairs an evaluation counts; 0 if it counts none."""
+        pairs = self.mechanism.dimension - 2 if self.query == "evaluation" else 0
+        return math.isqrt(max(pairs, 0))
 
     @property
     def unit(self) -> float:
@@ -104,7 +114,7 @@ class Released(Message):
     Attributes:
         query, number: which release of which measurement.
         after: training steps that were finished.
-        values: by name: ``loss`` and ``accuracy``, or ``count_0``, ``count_1``, ...
+        values: by name: ``loss``, ``accuracy`` and ``share_LABEL_PREDICTED``, or ``count_0``, ``count_1``, ...
         deviation: standard deviation of the noise in each value. It says nothing about the data.
     """
 
@@ -115,6 +125,15 @@ class Released(Message):
     after: int
     values: dict[str, float]
     deviation: dict[str, float]
+
+    @property
+    def f1(self) -> float | None:
+        """The macro F1 of the shares, which costs nothing more; None without shares, or if noise left none."""
+        shares = [value for name, value in self.values.items() if name.startswith("share_")]
+        if not shares:
+            return None
+        pairs = np.array(shares).reshape(math.isqrt(len(shares)), -1)
+        return macro_f1(np.diag(pairs), pairs.sum(0) + pairs.sum(1))
 
 
 def released(measurement: Measurement, number: int, planned_steps: int, average: NDArray[np.float64]) -> Released:
@@ -133,3 +152,16 @@ def released(measurement: Measurement, number: int, planned_steps: int, average:
         values={name: float(value) * scale for (name, scale), value in zip(scales.items(), average, strict=True)},
         deviation={name: noise * scale for name, scale in scales.items()},
     )
+
+
+def macro_f1(right: NDArray[Any], either: NDArray[Any]) -> float | None:
+    """Return the mean F1 over classes, from counts or shares, noised or not.
+
+    A class that is neither a label nor predicted does not count; None if no class does.
+
+    Args:
+        right: of each class, the examples that are predicted rightly, [K].
+        either: of each class, the examples that have it as label plus those that have it as prediction, [K].
+    """
+    found = either > 0
+    return float(np.mean(2 * right[found] / either[found])) if found.any() else None

@@ -97,6 +97,26 @@ def test_released_counts_and_means_are_the_truth_within_six_deviations(measured:
     assert last.deviation["accuracy"] == pytest.approx(2.0 * math.sqrt(2) / 40, rel=0.01)
 
 
+def test_pairs_of_classes_are_released_with_the_evaluation_and_the_verdict_has_their_f1(tmp_path: Path):
+    """Eleven values; a false alarm has probability below 3e-8."""
+    pairs = {"evaluation": {"noise_multiplier": 2.0, "classes": 3}}
+    run = trained(tmp_path, **MEASURED | {"measurements": pairs}, steps=1)
+    (last,) = values(run)
+    module = small_model().eval()
+    torch.nn.utils.vector_to_parameters(torch.tensor(run.finished.parameters), module.parameters())
+    features, labels = examples()
+    expected = np.zeros((3, 3))
+    np.add.at(expected, (labels, module(torch.tensor(features)).argmax(1).numpy()), 1 / 40)
+    for (label, predicted), share in np.ndenumerate(expected):
+        name = f"share_{label}_{predicted}"
+        assert 0 < abs(last.values[name] - share) < 6 * last.deviation[name], name
+    assert last.deviation["share_0_0"] == pytest.approx(2.0 * math.sqrt(3) / 40, rel=0.01)
+    verdict = verdict_of(run.finished, run.folder, 1.0, "complete", ())
+    assert f"macro F1 {last.f1:.3f}" in verdict_text(verdict)
+    with pytest.raises(ConfigError, match="cross_entropy"):
+        config(measurements=pairs, loss="mse")
+
+
 def test_every_release_is_charged_once_before_it_is_made_as_an_event_of_its_own(measured: WholeRun):
     assert charges(measured) == RELEASES
     ledger = PrivacyLedger(f"sqlite:///{measured.home / 'ledger.sqlite'}", create=False)

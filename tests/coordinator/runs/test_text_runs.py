@@ -7,6 +7,7 @@ import json
 import shutil
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,6 +26,8 @@ from raycloak.coordinator.config.sections import CheckpointConfig
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.planning.dry_run import plan_of
 from raycloak.coordinator.planning.references import descriptor
+from raycloak.coordinator.record.outcome import Evaluation
+from raycloak.coordinator.runs.verdict import verdict_of
 from raycloak.coordinator.training.assignment import NewRun
 from raycloak.coordinator.training.public_evaluation import public_evaluator
 from raycloak.metrics.errors import ConfigError, DatasetError, ModelError
@@ -75,7 +78,8 @@ def fields(task, **more):
 
 
 def test_only_the_adapter_is_released_and_the_plan_says_what_was_changed(base, tmp_path):
-    run = trained(tmp_path, **fields(bert(base, lora=LORA)))
+    split = bert(base)["dataset"] | {"path": str(write_reviews(tmp_path / "dev.tsv", 12)), "public": True}
+    run = trained(tmp_path, **fields(bert(base, lora=LORA)), evaluation={"dataset": split})
     computation = run.finished.manifest.computation
     assert all("lora_" in tensor.name or "modules_to_save" in tensor.name for tensor in computation.tensors)
     assert len(run.finished.parameters) == sum(tensor.size for tensor in computation.tensors) < 400
@@ -84,6 +88,16 @@ def test_only_the_adapter_is_released_and_the_plan_says_what_was_changed(base, t
     assert computation.numerics.model_libraries.endswith("attention eager")
     assert len(computation.tokenizer) == 32
     assert (computation.loss, computation.loss_code) == ("cross_entropy", b"")
+    assert 0 <= said(run.finished).evaluation_f1 <= 1
+    causal = computation.model_copy(update={"loss": "next_token_cross_entropy"})
+    manifest = run.finished.manifest.model_copy(update={"computation": causal})
+    for loss, perplexity in ((2.0, pytest.approx(7.389056)), (float("nan"), None), (1e6, None)):
+        measured = replace(run.finished, manifest=manifest, evaluation=Evaluation("loss", loss, 12))
+        assert said(measured).evaluation_perplexity == perplexity
+
+
+def said(finished):
+    return verdict_of(finished, Path(), 1.0, "complete", ())
 
 
 def test_each_worker_hashes_a_base_once_at_its_start_and_never_again(base, tmp_path, monkeypatch):

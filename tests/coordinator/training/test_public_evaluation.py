@@ -25,9 +25,29 @@ def test_accuracy_counts_the_labels_that_are_the_largest_output() -> None:
     evaluator = Evaluator(linear(3, 3), "cross_entropy", PublicSplit(ArrayDataset(features, labels)), ".")
     parameters = np.concatenate([np.eye(3, dtype=np.float32).reshape(-1), np.zeros(3, np.float32)])
     parameters.setflags(write=False)
-    assert evaluator.measure(parameters) == Evaluation("accuracy", 0.9, 1000)
+    # Of 1,000 labels 900 are right, as many in each class but for one.
+    assert evaluator.measure(parameters) == Evaluation("accuracy", 0.9, 1000, pytest.approx(0.9, abs=1e-5))
     shifted = np.roll(parameters[:9].reshape(3, 3), 1, axis=0)
     assert evaluator.measure(np.concatenate([shifted.reshape(-1), parameters[9:]])).value == 0.1
+
+
+def test_f1_is_the_mean_over_the_classes_that_there_are() -> None:
+    """Three batches; of four classes one is never a label and never predicted, and a label is of no class."""
+    predicted = np.arange(600) % 3
+    labels = np.where(np.arange(600) < 300, 0, predicted)
+    labels[0] = 9
+    features = np.eye(4, dtype=np.float32)[predicted]
+    evaluator = Evaluator(linear(4, 4), "cross_entropy", PublicSplit(ArrayDataset(features, labels)), ".")
+    found = evaluator.measure(np.concatenate([np.eye(4, dtype=np.float32).reshape(-1), np.zeros(4, np.float32)]))
+    known = [f1_score(labels == each, predicted == each) for each in range(3)]
+    assert found.f1 == pytest.approx(np.mean(known))
+    assert len(set(known)) == 2
+
+
+def f1_score(labelled: np.ndarray, predicted: np.ndarray) -> float:
+    both = np.count_nonzero(labelled & predicted)
+    precision, recall = both / np.count_nonzero(predicted), both / np.count_nonzero(labelled)
+    return 2 * precision * recall / (precision + recall)
 
 
 def test_the_mean_loss_is_measured_for_another_loss() -> None:

@@ -46,6 +46,8 @@ def measurement(query: str, dimension: int, count: int = 40, **changes: Any) -> 
 
 COUNTS = measurement("class_counts", 3)
 EVALUATION = measurement("evaluation", 2)
+PAIRS = measurement("evaluation", 2 + 3**2)
+KINDS = pytest.mark.parametrize("of", [COUNTS, EVALUATION, PAIRS], ids=["class_counts", "evaluation", "pairs"])
 
 
 def engine(of: Measurement, loss=cross_entropy) -> SumEngine:
@@ -80,7 +82,7 @@ def wild() -> tuple[np.ndarray, np.ndarray]:
     return features, labels
 
 
-@pytest.mark.parametrize("of", [COUNTS, EVALUATION], ids=["class_counts", "evaluation"])
+@KINDS
 def test_zeroing_one_example_out_moves_the_clear_sum_by_at_most_the_norm(of: Measurement):
     data = wild()
     whole, *others = clear_sums(of, data, [None, *range(40)])
@@ -90,7 +92,7 @@ def test_zeroing_one_example_out_moves_the_clear_sum_by_at_most_the_norm(of: Mea
     assert np.isfinite(whole).all()
 
 
-@pytest.mark.parametrize("of", [COUNTS, EVALUATION], ids=["class_counts", "evaluation"])
+@KINDS
 def test_the_bound_does_not_rest_on_the_scale_of_the_coordinates(of: Measurement, monkeypatch: pytest.MonkeyPatch):
     """The code that clips gradients clips here too; coordinates that are scaled wrongly are cut, not released."""
     monkeypatch.setattr(Measurement, "unit", property(lambda self: 7.0))
@@ -144,6 +146,26 @@ def test_counts_and_means_carry_no_bias():
     result = released(EVALUATION, 1, 3, clear_sum(EVALUATION, (features, labels)) / 40)
     assert result.values["loss"] == pytest.approx(float(losses.mean()), rel=1e-6)
     assert result.values["accuracy"] == pytest.approx(float((output.argmax(1) == torch.tensor(labels)).float().mean()))
+
+
+def test_the_shares_of_pairs_are_those_of_labels_and_predictions_and_give_f1():
+    features, labels = examples()
+    predicted = small_model_at(PARAMETERS)(torch.tensor(features)).argmax(1).numpy()
+    named = released(PAIRS, 1, 3, clear_sum(PAIRS, (features, labels)) / 40)
+    truth = np.zeros((3, 3))
+    np.add.at(truth, (labels, predicted), 1 / 40)
+    assert truth.max() < 1
+    for (label, other), share in np.ndenumerate(truth):
+        assert named.values[f"share_{label}_{other}"] == pytest.approx(share, abs=1e-7)
+    assert named.values["accuracy"] == pytest.approx(np.trace(truth))
+    assert named.f1 == pytest.approx(np.mean(2 * np.diag(truth) / (truth.sum(0) + truth.sum(1))))
+    assert released(EVALUATION, 1, 3, np.zeros(2)).f1 is None
+    few = measurement("evaluation", 2 + 2**2)
+    assert clear_sum(few, (features, labels))[2:].sum() / few.unit == pytest.approx(40 * truth[:2, :2].sum())
+
+
+def test_where_noise_leaves_no_class_there_is_no_f1():
+    assert released(PAIRS, 1, 3, np.full(11, -0.1)).f1 is None
 
 
 def small_model_at(parameters: np.ndarray) -> torch.nn.Module:
@@ -235,8 +257,7 @@ def test_releases_are_made_when_they_are_due_and_numbered_in_order(every: int, p
 
 
 def test_the_unit_stays_below_what_clipping_aims_at():
-    for of in (COUNTS, EVALUATION, measurement("evaluation", 1)):
-        hot = 1 if of.query == "class_counts" else of.mechanism.dimension
+    for of, hot in ((COUNTS, 1), (EVALUATION, 2), (measurement("evaluation", 1), 1), (PAIRS, 3)):
         assert np.float32(of.unit) == of.unit
         assert of.unit * math.sqrt(hot) < 1 - 2.0**-16
         assert of.unit * math.sqrt(hot) == pytest.approx(LARGEST_NORM, rel=1e-6)
@@ -249,6 +270,8 @@ def test_labels_that_are_no_class_numbers_are_refused_by_name():
         form = dataset_form(ArrayDataset(features, other))
         with pytest.raises(ConfigError, match="measurement_labels"):
             check_measurable(COUNTS, form)
+        with pytest.raises(ConfigError, match="measurement_labels"):
+            check_measurable(PAIRS, form)
         check_measurable(EVALUATION, form)
 
 
