@@ -17,7 +17,6 @@ def demo_config() -> dict[str, Any]:
         "virtual_workers": 8,
         "steps": 60,
         "expected_batch_size": 720,
-        "micro_batch_size": 64,
         "model": "raycloak.coordinator.runs.demo:digits_model",
         "loss": "cross_entropy",
         # Everybody may have these images, so each run opens an account of its own.

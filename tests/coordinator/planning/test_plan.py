@@ -27,6 +27,7 @@ from raycloak.coordinator.planning.payer import PayingAccount, paying_account
 from raycloak.coordinator.planning.plan import make_plan, plan_mechanism
 from raycloak.metrics.errors import BudgetError, ConfigError, DatasetError, ModelError, RefusedError
 
+README = Path(__file__).resolve().parents[3] / "README.md"
 DIGITS = {"kind": "digits"}
 MANIFEST = b"m" * 32
 
@@ -229,11 +230,14 @@ def test_padding_above_a_half_is_warned_of():
     assert usual.as_json()["rows_per_expected_row"] == usual.rows_per_expected_row
 
 
-def test_the_quick_start_pads_less_than_half_of_twelve():
+def test_the_quick_start_computes_less_than_half_a_row_beside_each_that_it_expects():
     """The snippet of README.md."""
+    snippet = README.read_text()
+    assert "batch_size_per_worker=128," in snippet
+    assert "torch.randn(10_000, 20," in snippet
     dp = {"target_epsilon": 8.0, "target_delta": 1e-5}
-    raw = {"num_workers": 4, "batch_size_per_worker": 4, "expected_batch_size": None, "steps": 200, "dp_config": dp}
-    assert make_plan(config(**raw), 2000, 370).rows_per_expected_row <= 5
+    raw = {"num_workers": 4, "batch_size_per_worker": 128, "expected_batch_size": None, "steps": 200, "dp_config": dp}
+    assert make_plan(config(**raw), 10_000, 370).rows_per_expected_row < 1.5
 
 
 def test_micro_batches_are_as_large_as_memory_holds_unless_the_configuration_says():
