@@ -207,6 +207,7 @@ def test_text_takes_the_models_tokenizer_and_the_tasks_loss():
         {"kind": "text", "path": "a.tsv", "max_length": 6, "vocabulary": 16},
         {"kind": "text", "path": "a.tsv", "max_length": 6, "scale": 2.0},
         {"kind": "text", "max_length": 6},
+        {"kind": "text", "path": "a.parquet", "max_length": 6, "features": ["question", "sentence"]},
     ],
 )
 def test_fields_of_another_kind_are_refused(dataset):
