@@ -146,7 +146,7 @@ class DatasetConfig(Section):
             raise ValueError("tokenizer belongs to kind text and text_blocks, is needed there, and belongs to kind hf")
         if of_text and self.vocabulary is not None:
             raise ValueError("the vocabulary of text is the tokenizer's")
-        if of_text and not isinstance(self.features, str) and len(self.features) != 1:
+        if of_text and isinstance(self.features, list) and len(self.features) != 1:
             raise ValueError("text has one column of features; join a pair of texts, since token types are not carried")
         if (of_text or self.kind == "hf") and self.scale != 1.0:
             raise ValueError("text has no scale")
