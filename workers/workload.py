@@ -94,7 +94,7 @@ class Workload:
         self.vocabulary = check_text(self.module, self.form, setup.loss, opened.vocabulary, setup.dataset.classes)
         check_trainable(self.module, self.form, loss_fn, deterministic, self.vocabulary)
         # Before the parameters are copied: it takes as much memory as a step.
-        rows = largest_rows(self.module, self.form, loss_fn, deterministic, self.vocabulary)
+        rows = largest_rows(self.module, self.form, loss_fn, deterministic, self.vocabulary, setup.device)
         self.facts = WorkerFacts(
             num_examples=len(self.dataset),
             tensors=trainable_tensors(self.module),

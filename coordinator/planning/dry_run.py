@@ -57,7 +57,8 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     form = dataset_form(opened.examples)
     source = model_source(config.model)
     model, notes = build_noted(source, config_dir, config.seed, compute_mode(config))
-    slow = slow_products(model, "cuda" if config.use_gpu else "cpu", config.cpu_capability)
+    device = "cuda" if config.use_gpu else "cpu"
+    slow = slow_products(model, device, config.cpu_capability)
     loss, _ = loss_function(config.loss, config_dir)
     split_ranges(trainable_tensors(model), config.aggregators)
     deterministic = not config.allow_nondeterministic
@@ -70,7 +71,7 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     sealed = sealed_terms(config, config_dir, "evaluation")
     if sealed is not None:
         check_evaluation_form(evaluation_form(sealed), form)
-    rows = largest_rows(model, form, loss, deterministic, vocabulary)
+    rows = largest_rows(model, form, loss, deterministic, vocabulary, device)
     sizes = form.num_examples, parameter_count(model)
     plan = _paid(config, config_dir, opened, lambda account: make_plan(config, *sizes, account, rows))
     for measurement in plan.measurements:

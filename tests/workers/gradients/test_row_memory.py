@@ -90,3 +90,8 @@ def test_the_rows_are_a_power_of_two_and_never_below_four(monkeypatch: pytest.Mo
         assert rows >= FEWEST_ROWS
     monkeypatch.setattr(row_memory, "MICRO_BATCH_BYTES", 1)
     assert rows_of(wide(2**14)) == FEWEST_ROWS
+
+
+def test_a_cpu_gets_fewer_rows_than_a_gpu_where_its_caches_would_not_hold_them():
+    on = {device: largest_rows(wide(2**14), form(4), loss, device=device) for device in ("cpu", "cuda")}
+    assert on["cuda"] == 8 * on["cpu"]
