@@ -3,7 +3,7 @@
 Runs every recipe with three run secrets through the whole path, and the same recipe in plain Opacus (plain torch where
 nothing is private) with three seeds, and prints the tables. One run follows the other, the first seed of all recipes
 before the second. Each result is a file under ``benchmarks/results``; a result that is there is not made again.
-``--table`` runs nothing; names of recipes limit what runs.
+``--table`` runs nothing; names of recipes limit what runs and what is printed.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from statistics import mean
@@ -50,7 +51,7 @@ def main() -> None:
         for recipe in recipes:
             for path in paths(recipe):
                 _make(recipe, path, seed)
-    print(tables())
+    print(tables(chosen.recipes or RECIPES))
 
 
 def paths(recipe: str) -> tuple[str, str]:
@@ -58,19 +59,19 @@ def paths(recipe: str) -> tuple[str, str]:
     return ("raycloak", "torch" if recipe.endswith("-nonprivate") else "opacus")
 
 
-def tables() -> str:
-    """Markdown: one table of accuracies in percent, and one of losses, of the recipes and paths that have results."""
-    found = {(recipe, path): _results(recipe, path) for recipe in RECIPES for path in paths(recipe)}
+def tables(recipes: Sequence[str]) -> str:
+    """Markdown: one table of accuracies in percent, and one of losses, of those that have results."""
+    found = {(recipe, path): _results(recipe, path) for recipe in recipes for path in paths(recipe)}
     texts = []
-    for metric, scale, title in (("accuracy", 100, "accuracy"), ("loss", 1, "loss")):
+    for metric, scale in (("accuracy", 100), ("loss", 1)):
         name = f"evaluation_{metric}"
         rows = [
             _row(recipe, path, [result[name] * scale for result in results], results)
             for (recipe, path), results in found.items()
             if results and results[0].get(name) is not None
         ]
-        head = f"| recipe | path | ε | {title} per seed | mean | shortest time | of it steps |"
-        texts.append("\n".join([head, "|---|---|---|---|---|---|---|", *rows]))
+        head = f"| recipe | path | ε | {metric} per seed | mean | shortest time | of it steps |"
+        texts += ["\n".join([head, "|---|---|---|---|---|---|---|", *rows])] if rows else []
     return "\n\n".join(texts)
 
 
