@@ -13,7 +13,6 @@ import pytest
 from raycloak.coordinator.checkpoints.archive import Archive
 from raycloak.coordinator.config.sections import CheckpointConfig
 from raycloak.coordinator.training.assignment import NewRun, ResumedRun
-from raycloak.workers import workload
 from raycloak.workers.terms.manifest import Manifest
 from tests.conftest import ROOT
 from tests.protocol import RENYI, Call, Fate, WholeRun, whole_run
@@ -78,28 +77,8 @@ COUNTS = {
 """Workers of each first execution; the resumed one has the next number."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def checked_once():
-    """Check each model in one worker alone: all of them get one answer, by the longest work of a short run."""
-    checked = set()
-
-    def once(check):
-        def checking(module, *arguments):
-            kind = (check.__name__, tuple((name, value.shape) for name, value in module.named_parameters()))
-            if kind not in checked:
-                check(module, *arguments)
-                checked.add(kind)
-
-        return checking
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("check_trainable", "check_rows"):
-            patch.setattr(workload, name, once(getattr(workload, name)))
-        yield
-
-
 @pytest.fixture(scope="module")
-def tasks(tmp_path_factory):
+def tasks(checked_once, tmp_path_factory):
     """Return the fields of each task's run, and the digests of one worker that nothing disturbs, made once each."""
     made = {}
 

@@ -40,6 +40,7 @@ from tests.protocol import RENYI, SECRET, VIRTUAL_WORKERS, config, settle, train
 from tests.tiny_text import WORDS, write_bert, write_gpt2, write_reviews, write_tokenizer
 
 LENGTH = 8
+pytestmark = pytest.mark.usefixtures("checked_once")
 
 
 @pytest.fixture(scope="module")
