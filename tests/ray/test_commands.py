@@ -53,11 +53,11 @@ def test_demo_prints_one_json_object_and_ends_with_a_private_accurate_model(run_
     assert "SIMULATED" in (Path(result["run_dir"]) / "run.log").read_text()
 
 
-def test_a_new_project_is_trained_and_its_model_loaded_and_exported(run_python, ray_cluster):
-    """The first ten minutes: init, run, load, predict, export."""
+def test_a_new_project_is_trained_and_its_model_loaded_and_exported(run_python, ray_environment):
+    """The first ten minutes: init, run, load, predict, export; on a Ray of its own, as on a newcomer's machine."""
 
     def raycloak_command(*arguments):
-        environment = {**ray_cluster.environment, "PYTHONPATH": str(ROOT)}
+        environment = {**ray_environment, "PYTHONPATH": str(ROOT)}
         done = run_python("-m", "raycloak", *arguments, environment=environment, deadline_s=DEADLINE_S)
         assert done.code == 0, done.stderr
         return json.loads(done.stdout)
