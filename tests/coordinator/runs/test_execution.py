@@ -1,0 +1,68 @@
+"""What an execution hands to its coordinator, without Ray."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raycloak.coordinator.config.run import parse_config
+from raycloak.coordinator.planning.payer import data_place
+from raycloak.coordinator.record.folder import RunFolder
+from raycloak.coordinator.runs import execution
+from raycloak.coordinator.runs.execution import Execution
+from raycloak.coordinator.training.assignment import NewRun, Order
+from raycloak.workers.inputs.fingerprint import dataset_fingerprint
+from raycloak.workers.inputs.models import ModelSource
+from tests.coordinator.config.test_run import GOOD
+
+
+class Handed(Exception):
+    """The end of an execution that has handed over its order."""
+
+    def __init__(self, order: Order) -> None:
+        super().__init__()
+        self.order = order
+
+
+def refuse(order: Order) -> None:
+    raise Handed(order)
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_guarantee_an_execution_names_the_account_of_its_data(
+    public: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    raw: dict[str, Any] = {**GOOD, "dataset": {"kind": "npz", "path": "train.npz", "public": public}, "model": "m:f"}
+    config = parse_config(raw)
+    for method in ("_reporting", "_setup", "_void"):
+        monkeypatch.setattr(Execution, method, lambda *_: None)
+    monkeypatch.setattr(execution, "Coordinator", refuse)
+    monkeypatch.setattr(execution, "public_evaluator", lambda *_: None)
+    launched: Any = SimpleNamespace(
+        began=0.0, control=SimpleNamespace(control=lambda *_: None), session=lambda *_: None, samplers=None
+    )
+    run = Execution(config, ModelSource.of("m:f"), str(tmp_path), notice=print)
+    folder = RunFolder.create(config, "ab12", str(tmp_path), None)
+    with ExitStack() as stack, pytest.raises(Handed) as handed:
+        run._conduct(stack, launched, None, folder, NewRun())  # type: ignore[arg-type]
+    assert handed.value.order.data == data_place(config.dataset, tmp_path)
+    assert (handed.value.order.data == "") == public
+
+
+def test_data_in_memory_is_known_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(execution, "alive_nodes", lambda: ["one"])
+    config = parse_config({**GOOD, "dataset": None, "model": "m:f"})
+    values = [(np.float32([number, 0]), number % 2) for number in range(9)]
+
+    def fingerprint(examples: Any, name: str) -> bytes:
+        run = Execution(config, ModelSource.of("m:f"), str(tmp_path), in_memory=examples, notice=print)
+        with ExitStack() as stack:
+            described = run._descriptor(stack, RunFolder.create(config, name, str(tmp_path), None))
+            return dataset_fingerprint(described, described.open_slices(tmp_path), tmp_path)
+
+    first, again, other = fingerprint(values, "a"), fingerprint(values, "b"), fingerprint(values[:8], "c")
+    assert len(first) == 32
+    assert first == again != other
