@@ -29,7 +29,7 @@ MICRO_BATCH_BYTES = 2**30
 """Memory that one micro-batch may take. A worker on a small machine has that much; more rows gain little speed."""
 
 ROWS_BYTES = {"cpu": 2**27, "cuda": MICRO_BATCH_BYTES}
-"""Memory that the rows of it may take. What no cache of a CPU holds is slower there. The MNIST recipe's CNN took 0.16 ms
+"""Memory that the rows of it may take. What no cache of a CPU holds is slower there. MNIST's CNN took 0.16 ms
 a row below 70 MiB and 0.22 ms at 140; a GPT-2 adapter took 25 ms a row at 62 MiB and 33 ms at 250."""
 
 FEWEST_ROWS, MOST_ROWS = 4, 4096
