@@ -77,7 +77,10 @@ def unruly(folder: Path) -> Iterator[Passing]:
     passing = Passing(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("raycloak.coordinator.runs.ray_session.RayBackend", OneBad)
-        patch.setattr("raycloak.coordinator.cluster.ray_control.time", types.SimpleNamespace(time=passing.clock()))
+        patch.setattr(
+            "raycloak.coordinator.cluster.ray_control.time",
+            types.SimpleNamespace(time=passing.clock(), monotonic=time.monotonic, sleep=time.sleep),
+        )
         patch.setattr("raycloak.coordinator.training.coordinator.Timer", passing.timer)
         yield passing
 
