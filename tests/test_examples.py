@@ -30,7 +30,14 @@ RECIPES = {
     f"{path.parent.name}-{path.stem}": path for name in SETS for path in sorted((EXAMPLES / name).glob("*.yaml"))
 }
 TEXT = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n"
-FEW = ["expected_batch_size=40", "micro_batch_size=8", "steps=2", "evaluation.every=2"]
+SMALL = [
+    "expected_batch_size=40",
+    "micro_batch_size=8",
+    "steps=2",
+    "dataset.max_length=8",
+    "evaluation.dataset.max_length=8",
+]
+"""The same recipe at a length that is planned in seconds."""
 
 
 def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -89,8 +96,8 @@ def test_a_recipe_can_be_planned(recipe):
 
 @pytest.mark.parametrize("name", ["eps8", "nonprivate"])
 def test_a_recipe_of_text_can_be_planned(shakespeare, name):
-    plan = plan_of(load_config(shakespeare / f"{name}.yaml", FEW), shakespeare)
-    blocks = -(-len(TEXT) * 200 * 9 // 10 // 64)
+    plan = plan_of(load_config(shakespeare / f"{name}.yaml", SMALL), shakespeare)
+    blocks = -(-len(TEXT) * 200 * 9 // 10 // 8)
     assert plan.mechanism.num_examples == blocks
     assert plan.mechanism.unit == "example"
 
