@@ -114,7 +114,8 @@ def _raycloak(config: str, recipe: str, seed: int) -> dict[str, object]:
     lines = (Path(result["run_dir"]) / "metrics.jsonl").read_text().splitlines()
     steps = [event["seconds"] for event in map(json.loads, lines) if event["event"] == "step"]
     evidence = "SIMULATED" if result["evidence_class"] == "simulated" else result["evidence_class"]
-    shown = f"raycloak run {config} --run-secret FILE --json, FILE holding sha256('{phrase}') in hexadecimal"
+    options = " ".join(("--json", *PATIENCE))
+    shown = f"raycloak run {config} --run-secret FILE {options}, FILE holding sha256('{phrase}') in hexadecimal"
     kept = {key: value for key, value in result.items() if key not in HIDDEN}
     return {"command": shown, "evidence": evidence, "result": {**kept, "step_seconds": sum(steps)}}
 
