@@ -169,14 +169,6 @@ def recorded_check(fingerprint: bytes) -> str | None:
         raise file_error("data_check", "read", path, error) from None
 
 
-def known_fingerprint(described: DatasetDescriptor, opened: OpenedDataset, base: Path) -> bytes:
-    """Return the data's fingerprint where its key is on this machine; empty elsewhere."""
-    key = described.fingerprint_key
-    if key is not None and not (base / key).exists():
-        return b""
-    return dataset_fingerprint(described, opened, base)
-
-
 def _recorded(config: RunConfig, base: Path, report: DataReport, fingerprint: bytes) -> bytes:
     """Record the check, and return its digest; empty where there is a problem, or no fingerprint to find it by."""
     part = config.dataset

@@ -15,7 +15,7 @@ from raycloak.coordinator.ledger.entries import Head
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.view import LedgerView
 from raycloak.coordinator.planning.cross_check import checked
-from raycloak.coordinator.planning.data_check import known_fingerprint, recorded_check
+from raycloak.coordinator.planning.data_check import recorded_check
 from raycloak.coordinator.planning.first_look import first_look
 from raycloak.coordinator.planning.model_source import compute_mode, model_source
 from raycloak.coordinator.planning.outlook import with_account
@@ -30,7 +30,6 @@ from raycloak.workers.gradients.numerics import slow_products
 from raycloak.workers.gradients.row_memory import largest_rows
 from raycloak.workers.gradients.sum_engines import check_measurable
 from raycloak.workers.inputs.datasets import dataset_form
-from raycloak.workers.inputs.descriptor import OpenedDataset
 from raycloak.workers.inputs.fingerprint import dataset_fingerprint
 from raycloak.workers.inputs.models import build_noted, loss_function, parameter_count, trainable_tensors
 from raycloak.workers.inputs.text_model import check_text
@@ -73,20 +72,18 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
         check_evaluation_form(evaluation_form(sealed), form)
     rows = largest_rows(model, form, loss, deterministic, vocabulary, device)
     sizes = form.num_examples, parameter_count(model)
-    plan = _paid(config, config_dir, opened, lambda account: make_plan(config, *sizes, account, rows))
+    fingerprint = dataset_fingerprint(data, opened, config_dir)
+    plan = _paid(config, config_dir, fingerprint, lambda account: make_plan(config, *sizes, account, rows))
     for measurement in plan.measurements:
         check_measurable(measurement, form)
     check_rows(model, form, loss, _mechanisms(plan), deterministic, vocabulary)
-    found = recorded_check(known_fingerprint(data, opened, config_dir))
-    return replace(checked(with_notes(plan, (*notes, *slow))), data_check=found)
+    return replace(checked(with_notes(plan, (*notes, *slow))), data_check=recorded_check(fingerprint))
 
 
 def _paid(
-    config: RunConfig, config_dir: Path, opened: OpenedDataset, planned: Callable[[PayingAccount | None], Plan]
+    config: RunConfig, config_dir: Path, fingerprint: bytes, planned: Callable[[PayingAccount | None], Plan]
 ) -> Plan:
     """Return a plan for the account that pays, with what that account has left for it."""
-    described = descriptor(config.dataset) if config.dataset else None
-    fingerprint = dataset_fingerprint(described, opened, config_dir) if described else b""
     data = data_place(config.dataset, config_dir)
     with _ledger(config) as ledger:
         view = ledger.view() if ledger else LedgerView(b"", 0, Head(), ())

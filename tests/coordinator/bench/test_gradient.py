@@ -131,7 +131,7 @@ def test_a_person_reads_ranges_and_refusals_in_a_table(monkeypatch, command):
 def test_a_wrong_sum_of_ours_ends_the_command_with_code_4(monkeypatch, command):
     monkeypatch.setattr(gradient_cases, "CASES", {"mlp": SMALL})
     right = Ours.total
-    monkeypatch.setattr(Ours, "total", lambda self: right(self) * 1.001)
+    monkeypatch.setattr(Ours, "total", lambda self: right(self) * 1.004)
     code, out = command("mlp", "--against", "plain", "--rounds", "1", "--json")
     assert (code, json.loads(out)["error"]["code"]) == (4, "wrong_sum")
 

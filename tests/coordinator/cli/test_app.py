@@ -307,7 +307,7 @@ def test_guarantee_plan_and_run_look_before_they_import(command, heavy, raycloak
         code, _, err = raycloak(command, str(config_file), "--set", f"metrics.bind={bind}")
     assert code == 2
     assert err.startswith(f"error: metrics_bind: metrics.bind: cannot listen on {bind}: Address already in use.")
-    assert raycloak(command, str(config_file))[2].startswith("error: unexpected: ")
+    assert raycloak(command, str(config_file))[2].splitlines()[-1].startswith("error: unexpected: ")
     if command == "run":
         monkeypatch.setenv("RAY_ADDRESS", bind)
         assert raycloak(command, str(config_file))[2].startswith(f"error: ray_unreachable: RAY_ADDRESS names {bind}")

@@ -163,13 +163,6 @@ def test_the_digest_of_a_check_depends_on_the_key(base: Path):
     assert check_data(config, base).digest != first
 
 
-def test_a_plan_without_the_key_of_the_fingerprint_knows_of_no_check(base: Path):
-    config = configured(base, *examples())
-    check_data(config, base)
-    (base / "data.key").unlink()
-    assert plan_of(config, base).data_check is None
-
-
 def test_a_configuration_without_data_is_refused(base: Path):
     with pytest.raises(ConfigError, match="config: a check needs a dataset"):
         check_data(configured(base, *examples(), dataset=None), base)

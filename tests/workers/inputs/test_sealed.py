@@ -303,7 +303,6 @@ def log_of(run):
 OTHER_TERMS = [
     ({"ledger_key": b"m" * 32}, {}, "the ledger 6d6d"),
     ({"account": "others"}, {}, "the account 'others', and the run pays from 'patients'"),
-    ({}, {"ledger": {}}, "the account 'patients', and the run pays from 'run-"),
     ({"least_noise_multiplier": 2.5}, {}, "at least 2.5, and the run has a release with 2"),
     ({}, {"measurements": {"class_counts": {"classes": 3, "noise_multiplier": 1.0}}}, "at least 1.5, and .* with 1"),
 ]
