@@ -138,7 +138,7 @@ def test_a_wrong_sum_of_ours_ends_the_command_with_code_4(monkeypatch, command):
 
 @pytest.mark.usefixtures("_peaks_known")
 def test_a_sum_that_misses_one_example_is_wrong(monkeypatch):
-    case = replace(SMALL, rows=64)
+    case = replace(SMALL, rows=16)
     monkeypatch.setattr(gradient, "exact_sums", _without_the_last)
     with pytest.raises(RunFailedError, match="wrong_sum"):
         _bench(case, ("plain",), 1)

@@ -65,7 +65,7 @@ RUNS = {
 
 
 @pytest.fixture(scope="module")
-def runs(site, tmp_path_factory):
+def runs(checked_once, site, tmp_path_factory):
     """Return the run directory of a name; each is trained once."""
     made = {}
 
