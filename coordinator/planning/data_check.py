@@ -80,7 +80,7 @@ class DataReport:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What a run must not train on, in sentences."""
+        """Return what a run must not train on, in sentences."""
         found = (
             (self.not_finite, "with a value that is NaN or infinite"),
             (self.labels_outside, f"with a label outside 0 .. {(self.classes or 0) - 1}"),
@@ -90,7 +90,7 @@ class DataReport:
 
     @property
     def cautions(self) -> tuple[str, ...]:
-        """What the owner should know, in sentences."""
+        """Return what the owner should know, in sentences."""
         found = (
             (self.duplicates, "Examples that equal an earlier one", "A person behind several is protected less."),
             (self.evaluation_overlap, "Examples that are evaluated on too", "Results on them are exact and public."),
@@ -232,7 +232,7 @@ def _limits(config: RunConfig, base: Path, opened: OpenedDataset) -> tuple[int |
 
 @dataclass(slots=True)
 class _Findings:
-    """What one pass over the examples found; hashes of rows and of features are [n, 16] bytes as one item each."""
+    """The findings of one pass over the examples; hashes of rows and of features are [n, 16] bytes as one item each."""
 
     rows: NDArray[np.void]
     features: NDArray[np.void]

@@ -3,23 +3,20 @@
 `raycloak.coordinator.planning.plan` is pure; the files and the ledger that the command reads are opened here.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from raycloak.coordinator.aggregation.ranges import split_ranges
-from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.ledger.entries import Head
-from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.view import LedgerView
 from raycloak.coordinator.planning.cross_check import checked
 from raycloak.coordinator.planning.data_check import recorded_check
 from raycloak.coordinator.planning.first_look import first_look
 from raycloak.coordinator.planning.model_source import compute_mode, model_source
 from raycloak.coordinator.planning.outlook import with_account
-from raycloak.coordinator.planning.payer import PayingAccount, account_of, data_place, existing_account
+from raycloak.coordinator.planning.payer import PayingAccount, account_of, data_place, existing_account, ledger_to_read
 from raycloak.coordinator.planning.plan import Plan, make_plan, with_notes
 from raycloak.coordinator.planning.public_split import public_split
 from raycloak.coordinator.planning.references import descriptor, evaluation_form, sealed_terms
@@ -85,28 +82,13 @@ def _paid(
 ) -> Plan:
     """Return a plan for the account that pays, with what that account has left for it."""
     data = data_place(config.dataset, config_dir)
-    with _ledger(config) as ledger:
+    with ledger_to_read(config) as ledger:
         view = ledger.view() if ledger else LedgerView(b"", 0, Head(), ())
         name = account_of(view, config, data, fingerprint)
         paying = existing_account(view, config, name)
         plan = planned(paying)
         outlook = ledger.outlook(name, _mechanisms(plan), fingerprint) if ledger and paying else None
         return with_account(plan, name, view, outlook)
-
-
-@contextmanager
-def _ledger(config: RunConfig) -> Iterator[PrivacyLedger | None]:
-    """Open the ledger to read; None if there is none, and the configuration names no account in it."""
-    own = home.home_path() / "ledger.sqlite"
-    try:
-        ledger = PrivacyLedger(config.ledger.url or f"sqlite:///{own}", create=False)
-    except ConfigError as error:
-        if error.code != "ledger_missing" or config.ledger.account is not None:
-            raise
-        yield None
-        return
-    with closing(ledger):
-        yield ledger
 
 
 def _mechanisms(plan: Plan) -> tuple[Mechanism, ...]:

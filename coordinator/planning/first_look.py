@@ -10,9 +10,8 @@ from pathlib import Path
 
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig
-from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.witness import open_witness
-from raycloak.coordinator.planning.payer import data_place, existing_account
+from raycloak.coordinator.planning.payer import data_place, existing_account, ledger_to_read
 from raycloak.coordinator.planning.references import preflight
 from raycloak.metrics.errors import BudgetError, ConfigError
 from raycloak.metrics.file_errors import file_error
@@ -111,16 +110,9 @@ def _check_account(config: RunConfig, base: Path, may_be_registered: bool) -> No
     """Require that the account would admit a new run, as far as its terms tell; the plan knows what is left."""
     by_content = config.dataset is not None and (config.dataset.fingerprint_key or config.dataset.kind == "sealed")
     name = config.ledger.account or ("" if by_content else data_place(config.dataset, base))
-    url = config.ledger.url or f"sqlite:///{home.home_path() / 'ledger.sqlite'}"
-    try:
-        ledger = PrivacyLedger(url, create=False)
-    except ConfigError as error:
-        if error.code != "ledger_missing" or config.ledger.account is not None:
-            raise
-        return
-    with closing(ledger):
-        view = ledger.view()
-    if not name:
+    with ledger_to_read(config) as ledger:
+        view = ledger.view() if ledger else None
+    if view is None or not name:
         return  # A new account, or data that is known by its content.
     try:
         existing_account(view, config, name)

@@ -2,6 +2,8 @@
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,10 +11,12 @@ from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.coordinator.accounting.accountants import AccountLimits, accountant_of
 from raycloak.coordinator.accounting.releases import Releases
 from raycloak.coordinator.accounting.renyi import ORDERS
+from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.config.sections import DatasetConfig
+from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.view import LedgerView
-from raycloak.metrics.errors import BudgetError
+from raycloak.metrics.errors import BudgetError, ConfigError
 from raycloak.workers.inputs.user_code import source_place
 from raycloak.workers.terms.mechanism import AccountantName
 
@@ -63,6 +67,24 @@ def data_place(dataset: DatasetConfig | None, base: Path | str) -> str:
     # An account's name is printable, and a file's need not be.
     readable = re.sub(r"[^A-Za-z0-9._-]", "_", shown)
     return f"data-{readable}-{digest(length_prefixed('raycloak/data-place/v1', place)).hex()[:12]}"
+
+
+@contextmanager
+def ledger_to_read(config: RunConfig) -> Iterator[PrivacyLedger | None]:
+    """Open the run's ledger and create nothing; None if there is none, and the configuration names no account in it.
+
+    Raises:
+        ConfigError: ``ledger_missing`` for a named account, or another one of `PrivacyLedger`.
+    """
+    try:
+        ledger = PrivacyLedger(config.ledger.url or f"sqlite:///{home.home_path() / 'ledger.sqlite'}", create=False)
+    except ConfigError as error:
+        if error.code != "ledger_missing" or config.ledger.account is not None:
+            raise
+        yield None
+        return
+    with closing(ledger):
+        yield ledger
 
 
 def account_of(view: LedgerView, config: RunConfig, data: str, fingerprint: bytes, run_id: str = "") -> str:
