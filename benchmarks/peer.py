@@ -24,7 +24,7 @@ from raycloak.coordinator.planning.dry_run import plan_of
 from raycloak.coordinator.planning.model_source import model_source
 from raycloak.coordinator.planning.plan import Plan
 from raycloak.coordinator.planning.references import descriptor
-from raycloak.coordinator.training.public_evaluation import Evaluator, open_public
+from raycloak.coordinator.training.public_evaluation import public_evaluator
 from raycloak.workers.inputs.models import build_model, loss_function, read_flat
 from raycloak.workers.terms.manifest import OptimizerSpec
 
@@ -43,10 +43,7 @@ def main() -> None:
     torch.manual_seed(chosen.seed)
     started = time.perf_counter()
     module, step_seconds = train(config, base, plan)
-    evaluator = Evaluator(
-        model_source(config.model), config.loss, open_public(descriptor(config.evaluation.dataset), base), base
-    )
-    found = evaluator.measure(read_flat(module))
+    found = public_evaluator(config, model_source(config.model), base).measure(read_flat(module))
     private = plan.mechanism.private
     result = {
         "private": private,

@@ -110,8 +110,8 @@ def _raycloak(config: str, recipe: str, seed: int) -> dict[str, object]:
         secret.touch(mode=0o600)
         secret.write_text(hashlib.sha256(phrase.encode()).hexdigest())
         command = ["-m", "raycloak", "run", config, "--run-secret", str(secret), "--json", *PATIENCE]
-        result = _json_of(command)
-    lines = (Path(result["run_dir"]) / "metrics.jsonl").read_text().splitlines()
+        result = _json_of(command, home=folder)
+        lines = (Path(result["run_dir"]) / "metrics.jsonl").read_text().splitlines()
     steps = [event["seconds"] for event in map(json.loads, lines) if event["event"] == "step"]
     evidence = "SIMULATED" if result["evidence_class"] == "simulated" else result["evidence_class"]
     options = " ".join(("--json", *PATIENCE))
@@ -122,12 +122,17 @@ def _raycloak(config: str, recipe: str, seed: int) -> dict[str, object]:
 
 def _peer(config: str, seed: int) -> dict[str, object]:
     command = ["benchmarks/peer.py", config, "--seed", str(seed)]
-    return {"command": " ".join(["python", *command]), "result": _json_of(command)}
+    with tempfile.TemporaryDirectory() as folder:
+        return {"command": " ".join(["python", *command]), "result": _json_of(command, home=folder)}
 
 
-def _json_of(arguments: list[str]) -> dict[str, Any]:
-    """The JSON that a child of this interpreter prints."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+def _json_of(arguments: list[str], *, home: str) -> dict[str, Any]:
+    """The JSON that a child of this interpreter prints.
+
+    Args:
+        home: a new state folder. The account of the data allows one run, and these sets are published.
+    """
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAYCLOAK_HOME": home}
     done = subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True
     )

