@@ -51,11 +51,13 @@ class Node:
         cpus: number of CPUs that Ray counts.
         resources: custom resources.
         labels: node labels.
+        environment: variables of its processes, over those of the cluster.
     """
 
     cpus: int
     resources: Mapping[str, float] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +200,8 @@ def _serve() -> None:
         for line in sys.stdin:
             asked = json.loads(line)
             if asked.pop("command") == "add":
-                answer = start(num_cpus=asked["cpus"], resources=asked["resources"], labels=asked["labels"])
+                options = {"resources": asked["resources"], "labels": asked["labels"]}
+                answer = start(num_cpus=asked["cpus"], env_vars=asked["environment"], **options)
             else:
                 answer = drain(**asked)
             print(json.dumps(answer), file=answers)
