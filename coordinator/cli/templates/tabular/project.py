@@ -1,8 +1,8 @@
 """A model for a table, and the tiny public table that it is tried on: 569 biopsies, of scikit-learn."""
 
+import csv
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -47,13 +47,18 @@ def prepare() -> None:
     """Write the tiny table, split into private and public rows. Delete this once you have a table of your own."""
     from sklearn.datasets import load_breast_cancer
 
-    features, labels = load_breast_cancer(return_X_y=True)
+    table = load_breast_cancer()
     folder = Path(__file__).parent
     # The dataset's first columns are the means that COLUMNS names, in that order.
-    features = features[:, : len(COLUMNS)].astype(np.float32)
-    is_public = np.arange(len(labels)) % 5 == 0
-    for name, rows in (("train", ~is_public), ("public", is_public)):
-        np.savez(folder / f"{name}.npz", features=features[rows], labels=labels[rows].astype(np.int64))
+    rows = [
+        [*(f"{value:g}" for value in values[: len(COLUMNS)]), table.target_names[label]]
+        for values, label in zip(table.data, table.target, strict=True)
+    ]
+    public = rows[::5]
+    private = [row for index, row in enumerate(rows) if index % 5]
+    for name, part in (("train", private), ("public", public)):
+        with (folder / f"{name}.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([[*COLUMNS, "diagnosis"], *part])
 
 
 if __name__ == "__main__":
