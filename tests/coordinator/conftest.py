@@ -1,15 +1,13 @@
-"""The results of an undisturbed run, checks of a model that are made once, a local S3, and ledgers on each database."""
+"""The results of an undisturbed run, a memory of checks of models, a local S3, and ledgers on each database."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pyarrow import fs
-from torch import nn
 
-from raycloak.workers import workload
+from tests.checked_once import checked_once as checked_once
 from tests.protocol import trained
 
 
@@ -17,29 +15,6 @@ from tests.protocol import trained
 def undisturbed(tmp_path_factory) -> list[str]:
     """Return the small run's parameter digests after each of its three steps."""
     return trained(tmp_path_factory.mktemp("undisturbed")).digests
-
-
-@pytest.fixture(scope="module")
-def checked_once() -> Iterator[None]:
-    """Check a model of these parameters in one worker alone: the others get the same answer, by most of a run's work.
-
-    A model that is refused is refused each time.
-    """
-    checked = set()
-
-    def once(check: Callable[..., None]) -> Callable[..., None]:
-        def checking(module: nn.Module, *arguments: Any) -> None:
-            kind = (check.__name__, *((name, value.shape) for name, value in module.named_parameters()))
-            if kind not in checked:
-                check(module, *arguments)
-                checked.add(kind)
-
-        return checking
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("check_trainable", "check_rows"):
-            patch.setattr(workload, name, once(getattr(workload, name)))
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -17,8 +17,7 @@ from raycloak.workers.inputs import rows
 from raycloak.workers.train_worker import TrainWorker
 from tests.protocol import FEW_FAILURES, RENYI, WholeRun, examples, trained, whole_run
 
-WORKERS = [1, 2, 3, 5, 8]
-RANGES = [1, 3]
+WORKERS_AND_RANGES = [(1, 1), (2, 3), (3, 3), (5, 1), (8, 3)]
 ARRIVALS = {
     "the other way round": reversed,
     "shuffled": lambda answers: random.Random(7).sample(answers, len(answers)),
@@ -43,8 +42,7 @@ def failure(kind, home, **arguments) -> tuple[Exception, WholeRun]:
     return error.value, run
 
 
-@pytest.mark.parametrize("aggregators", RANGES)
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize(("workers", "aggregators"), WORKERS_AND_RANGES)
 def test_any_number_of_workers_and_ranges_gives_the_same_bytes_at_every_step(
     tmp_path, undisturbed, workers, aggregators
 ):

@@ -119,14 +119,21 @@ def other_account(home) -> dict[str, object]:
     return {"ledger": {"account": "patients"}, "dp_config": RENYI}
 
 
+@pytest.fixture(scope="module")
+def one_run(tmp_path_factory) -> tuple[WholeRun, dict[int, Secret]]:
+    """Return a run that was trained, and its stream keys."""
+    kept = Kept()
+    run = ready(tmp_path_factory.mktemp("one"), tamper=kept, dp_config=RENYI)
+    run.train()
+    return run, kept.streams
+
+
 @pytest.mark.parametrize("what", ["account", "policy", "ledger"])
-def test_another_account_policy_or_ledger_gives_other_keys(tmp_path, what):
+def test_another_account_policy_or_ledger_gives_other_keys(tmp_path, one_run, what):
     """Under one run secret, for the same data, model and mechanism."""
-    kept = Kept(), Kept()
-    first = ready(tmp_path / "a", tamper=kept[0], dp_config=RENYI)
-    first.train()
+    (first, streams), kept = one_run, Kept()
     prepared = {"account": other_account, "ledger": other_ledger}.get(what, lambda home: {})
-    run = ready(tmp_path / "b", tamper=kept[1], **{"dp_config": RENYI} | prepared(tmp_path / "b"))
+    run = ready(tmp_path / "b", tamper=kept, **{"dp_config": RENYI} | prepared(tmp_path / "b"))
     if what == "policy":
         run.change(policy=run.session.policy.model_copy(update={"evidence_lifetime_s": 600}))
     run.train()
@@ -134,7 +141,7 @@ def test_another_account_policy_or_ledger_gives_other_keys(tmp_path, what):
     assert one.computation == other.computation
     differ = {name for name in type(one).model_fields if getattr(one, name) != getattr(other, name)}
     assert differ == {"key_commitments", {"policy": "policy_digest", "ledger": "ledger_key"}.get(what, what)}
-    assert not set(map(Secret.reveal, kept[0].streams.values())) & set(map(Secret.reveal, kept[1].streams.values()))
+    assert not set(map(Secret.reveal, streams.values())) & set(map(Secret.reveal, kept.streams.values()))
     assert first.digests != run.digests
 
 
@@ -149,19 +156,25 @@ def differing(part: str, other: str | None = None):
     return prepare
 
 
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory) -> list[str]:
+    """Return the digests of workers that agree."""
+    run = ready(tmp_path_factory.mktemp("honest"))
+    run.train()
+    return run.digests
+
+
 @pytest.mark.parametrize("part", NAMES)
-def test_a_founder_with_another_model_is_refused_by_the_name_of_the_tensor(tmp_path, part):
+def test_a_founder_with_another_model_is_refused_by_the_name_of_the_tensor(tmp_path, honest, part):
     def tamper(worker: TrainWorker, member_id: str) -> None:
         if member_id == "worker-0":
             worker.prepare = differing(part).__get__(worker)
 
-    run = ready(tmp_path / "a", tamper=tamper)
+    run = ready(tmp_path, tamper=tamper)
     run.train()
     assert run.left == [("worker-0", "model_mismatch")]
     assert f"tensor '{NAMES[part]}'" in run.departures[0].message
-    honest = ready(tmp_path / "b")
-    honest.train()
-    assert run.digests == honest.digests
+    assert run.digests == honest
 
 
 def test_a_newcomer_with_another_model_is_refused_by_the_name_of_the_tensor(tmp_path):

@@ -38,9 +38,15 @@ def entries(home: Path) -> list[bytes]:
         ledger.close()
 
 
+@pytest.fixture(scope="module")
+def trained_once(tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
+    return trained(tmp_path_factory.mktemp("first"), dp_config=RENYI)
+
+
 @pytest.fixture
-def first(tmp_path: Path) -> WholeRun:
-    return trained(tmp_path / "first", dp_config=RENYI)
+def first(tmp_path: Path, trained_once: WholeRun) -> WholeRun:
+    """Return the run that was trained, with files of the test's own."""
+    return replace(trained_once, home=Path(shutil.copytree(trained_once.home, tmp_path / "first")))
 
 
 def test_a_rerun_without_the_orchestrators_files_gives_the_same_bytes_for_the_same_entries(first: WholeRun):

@@ -33,9 +33,9 @@ LORA = {"rank": 2}
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("public")
-    write_bert(folder / "bert")
-    write_bert(folder / "unpooled", pooled=False)
-    write_gpt2(folder / "gpt2")
+    write_bert(folder / "bert", num_hidden_layers=1)
+    write_bert(folder / "unpooled", pooled=False, num_hidden_layers=1)
+    write_gpt2(folder / "gpt2", n_layer=1)
     write_reviews(folder / "train.tsv", 40)
     (folder / "plot.txt").write_text("the film was very fine a plot is dull\n" * 36)
     return folder
@@ -65,14 +65,16 @@ RUNS = {
 
 
 @pytest.fixture(scope="module")
-def runs(checked_once, site, tmp_path_factory):
+def runs(site, tmp_path_factory):
     """Return the run directory of a name; each is trained once."""
     made = {}
 
     def run(name):
         if name not in made:
             home = tmp_path_factory.mktemp("home")
-            made[name] = directory_of(trained(home, **{**RUNS[name](site), "steps": 1, "dp_config": RENYI}))
+            made[name] = directory_of(
+                trained(home, **{**RUNS[name](site), "steps": 1, "micro_batch_size": 8, "dp_config": RENYI})
+            )
         return made[name]
 
     return run

@@ -100,7 +100,7 @@ def undisturbed(tmp_path_factory) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("method", "step"), [("charge", 0), ("charge", 3), ("open_step", 2), ("step", 1), ("step", 4), ("reduce", 5)]
+    ("method", "step"), [("charge", 0), ("charge", 3), ("open_step", 2), ("step", 1), ("reduce", 5)]
 )
 def test_a_killed_driver_resumes_with_the_same_bytes_and_no_second_charge(tmp_path, undisturbed, method, step):
     first = begun(tmp_path, killed_at(method, step, "worker-1" if method == "step" else None))
@@ -182,6 +182,18 @@ def test_a_run_that_fails_seals_what_it_has(tmp_path, undisturbed):
     assert second.digests == undisturbed[3:]
 
 
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory) -> WholeRun:
+    """Return a run that was killed as it was to charge its fourth step."""
+    return begun(tmp_path_factory.mktemp("killed"), killed_at("charge", 3))
+
+
+def copied(run: WholeRun, home: Path) -> WholeRun:
+    """Return a run whose files are a copy, for a test that goes on with them."""
+    shutil.copytree(run.home, home, dirs_exist_ok=True)
+    return replace(run, home=home, folder=home / run.folder.relative_to(run.home))
+
+
 @pytest.mark.parametrize(
     ("fields", "item"),
     [
@@ -191,8 +203,8 @@ def test_a_run_that_fails_seals_what_it_has(tmp_path, undisturbed):
         ({"dp_config": {"noise_multiplier": 3.0, "epsilon_cap": 20.0}}, "noise_multiplier was 2.0, now 3.0"),
     ],
 )
-def test_another_computation_is_refused_before_anything_is_charged(tmp_path, fields, item):
-    first = begun(tmp_path, killed_at("charge", 3))
+def test_another_computation_is_refused_before_anything_is_charged(tmp_path, killed, fields, item):
+    first = copied(killed, tmp_path)
     second = resumed(tmp_path, first, **fields)
     with pytest.raises(RefusedError, match="resume_differs") as refusal:
         second.train()
@@ -200,8 +212,8 @@ def test_another_computation_is_refused_before_anything_is_charged(tmp_path, fie
     assert charges(tmp_path) == [0, 1, 2]
 
 
-def test_other_data_is_refused_before_anything_is_charged(tmp_path):
-    first = begun(tmp_path, killed_at("charge", 3))
+def test_other_data_is_refused_before_anything_is_charged(tmp_path, killed):
+    first = copied(killed, tmp_path)
     features, labels = examples()
     features[3] += 1
     second = resumed(tmp_path, first, data=(features, labels), overrides=FEW_FAILURES)
@@ -211,8 +223,8 @@ def test_other_data_is_refused_before_anything_is_charged(tmp_path):
     assert charges(tmp_path) == [0, 1, 2]
 
 
-def test_a_run_that_cannot_continue_now_may_be_resumed_later(tmp_path):
-    first = begun(tmp_path, killed_at("charge", 3))
+def test_a_run_that_cannot_continue_now_may_be_resumed_later(tmp_path, killed):
+    first = copied(killed, tmp_path)
     refused = resumed(tmp_path, first, seed=1)
     with refused.events, pytest.raises(RefusedError, match="resume_differs") as refusal:
         refused.coordinator.run()
@@ -306,9 +318,10 @@ def replayed(home: Path, run: WholeRun, first: int, last: int, **fields) -> Whol
     return whole_run(home, assignment=assignment, steps=STEPS, **fields)
 
 
-@pytest.fixture
-def finished(tmp_path) -> WholeRun:
+@pytest.fixture(scope="module")
+def finished_once(tmp_path_factory) -> WholeRun:
     """Return a run that is done, with packages of 4 and 6 steps."""
+    home = tmp_path_factory.mktemp("finished")
 
     def wait(call) -> None:
         """Wait until the package of 4 steps is out, so that the next one does not take its place."""
@@ -318,9 +331,15 @@ def finished(tmp_path) -> WholeRun:
             assert time.monotonic() < end
             checkpoints.poll()
 
-    run = whole_run(tmp_path, steps=STEPS, assignment=NewRun(archive(tmp_path)), disturb=wait)
+    run = whole_run(home, steps=STEPS, assignment=NewRun(archive(home)), disturb=wait)
     run.train()
     return run
+
+
+@pytest.fixture
+def finished(tmp_path, finished_once) -> WholeRun:
+    """Return that run with files of the test's own."""
+    return copied(finished_once, tmp_path)
 
 
 @pytest.mark.parametrize("workers", [2, 5])
@@ -337,8 +356,8 @@ def test_a_replay_starts_at_the_manifest_without_an_older_package(tmp_path, fini
     assert again.digests == undisturbed[:3]
 
 
-def test_a_replay_of_a_step_that_was_never_charged_is_refused(tmp_path):
-    first = begun(tmp_path, killed_at("charge", 3))
+def test_a_replay_of_a_step_that_was_never_charged_is_refused(tmp_path, killed):
+    first = copied(killed, tmp_path)
     again = replayed(tmp_path, first, 2, 5)
     with pytest.raises(RefusedError, match="not_charged"):
         again.train()

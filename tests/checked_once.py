@@ -1,0 +1,95 @@
+"""A memory of the checks that a worker and a plan make of a model: most of the cost of a small run, and pure.
+
+Hundreds of runs in one process train the same few models, each with three workers that would check it anew. A model
+that is refused is refused by the check itself each time: only what passed is remembered.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from torch import nn
+
+from raycloak.coordinator.planning import dry_run
+from raycloak.workers import workload
+from raycloak.workers.gradients.model_checks import check_rows, check_trainable
+from raycloak.workers.gradients.row_loss import RowLoss
+from raycloak.workers.gradients.row_memory import largest_rows
+
+TENSORS = {"_parameters", "_buffers", "_modules"}
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def _settings(layer: nn.Module) -> tuple[tuple[str, str], ...]:
+    """Return what else than its tensors decides how a layer computes, of the object and of its class."""
+    # Hooks are kept under numbers that grow with each.
+    own = {
+        name: list(value.values()) if "_hooks" in name and isinstance(value, dict) else value
+        for name, value in vars(layer).items()
+        if name not in TENSORS
+    }
+    shared = {name: value for name, value in vars(type(layer)).items() if isinstance(value, int | float | str)}
+    return tuple((name, ADDRESS.sub("", repr(value))) for name, value in (*own.items(), *shared.items()))
+
+
+def _kind(module: nn.Module) -> tuple[Any, ...]:
+    """Return the layers of a model and the shapes of its tensors; tensors that are one and the same have one number."""
+    layers = tuple((name, type(layer), _settings(layer)) for name, layer in module.named_modules())
+    numbers: dict[int, int] = {}
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return layers, tuple(
+        (name, numbers.setdefault(id(each), len(numbers)), each.shape, each.dtype, each.requires_grad)
+        for name, each in tensors
+    )
+
+
+def _loss(loss_fn: Any) -> tuple[Any, ...]:
+    inner = loss_fn.loss_fn if isinstance(loss_fn, RowLoss) else loss_fn
+    return getattr(inner, "__code__", None) or type(inner), ADDRESS.sub("", repr(inner))
+
+
+def _key(check: Callable[..., Any], given: inspect.BoundArguments) -> tuple[Any, ...]:
+    given.apply_defaults()
+    rest = {**given.arguments}
+    module, loss_fn = rest.pop("module"), rest.pop("loss_fn")
+    if "mechanisms" in rest:
+        rest["mechanisms"] = [(each.query, each.micro_batch_size) for each in rest["mechanisms"]]
+    return check.__name__, _kind(module), _loss(loss_fn), repr(rest)
+
+
+def once(check: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``check`` with a memory of what passed."""
+    passed: dict[tuple[Any, ...], Any] = {}
+    signature = inspect.signature(check)
+
+    def checking(*arguments: Any) -> Any:
+        given = signature.bind(*arguments)
+        if "mechanisms" in given.arguments:
+            given.arguments["mechanisms"] = tuple(given.arguments["mechanisms"])
+        key = _key(check, given)
+        if key not in passed:
+            passed[key] = check(*given.args, **given.kwargs)
+        return passed[key]
+
+    return checking
+
+
+@contextmanager
+def checks_remembered() -> Iterator[None]:
+    """Let workers and plans of this process check each kind of model once."""
+    with pytest.MonkeyPatch.context() as patch:
+        for check in (check_trainable, check_rows, largest_rows):
+            remembered = once(check)
+            for caller in (workload, dry_run):
+                patch.setattr(caller, check.__name__, remembered)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def checked_once() -> Iterator[None]:
+    """Check a model of one kind in one worker alone, for all tests below the folder whose conftest names this."""
+    with checks_remembered():
+        yield
