@@ -469,7 +469,7 @@ def test_the_epsilon_with_one_worker_is_of_all_keys_that_its_machine_ever_had(tm
 # --- everything at once
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_any_schedule_of_joins_leaves_and_deaths_gives_the_same_bytes(tmp_path, undisturbed_long, seed):
     """Workers and aggregators die or hang in any phase, leave and join; one worker of each attempt is spared."""
     dice = random.Random(seed)
