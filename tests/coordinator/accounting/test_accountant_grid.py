@@ -1,8 +1,8 @@
 """Four accountants on a grid of sampling rates, noise multipliers and steps.
 
-RDP and PLD are computed at every point except the two slowest. PRV takes a second a point: it is compared at the eight
-corners and at six points drawn with a fixed seed. A grid with twice as many rates was compared once, point by point,
-without a disagreement; where epsilon is above about 700, PRV overflows and says so.
+RDP and PLD are computed at every point except the slowest. PRV takes a second a point: it is compared at the eight
+corners and at six points drawn with a fixed seed. A grid with twice as many rates and five levels of noise was compared
+once, point by point, without a disagreement; where epsilon is above about 700, PRV overflows and says so.
 """
 
 import itertools
@@ -23,9 +23,9 @@ from raycloak.metrics.errors import RefusedError
 
 DELTA = 1e-5
 RATES = (1e-4, 1e-3, 0.05, 0.5, 1.0)
-NOISES = (0.5, 0.7, 1.0, 2.0, 5.0)
+NOISES = (0.5, 1.0, 5.0)
 STEPS = (1, 100, 10_000)
-SLOWEST = {(1e-4, 0.7, 1), (1e-4, 1.0, 1)}
+SLOWEST = {(1e-4, 1.0, 1)}
 GRID = [point for point in itertools.product(RATES, NOISES, STEPS) if point not in SLOWEST]
 CORNERS = list(itertools.product((1e-4, 1.0), (0.5, 5.0), (1, 10_000)))
 DRAWN = random.Random(4).sample([point for point in GRID if point not in CORNERS and point[0] < 1], 6)
@@ -54,7 +54,7 @@ def neighbours(axis: int, levels: tuple) -> list[tuple[tuple, tuple]]:
 def test_rdp_is_nowhere_below_pld():
     rdp, pld = values("rdp"), values("pld")
     assert [point for point in GRID if rdp[point] < pld[point] * (1 - STATED_ERROR)] == []
-    assert len(GRID) == 73
+    assert len(GRID) == 44
 
 
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])

@@ -102,7 +102,7 @@ def test_nothing_released_costs_nothing():
 
 @pytest.mark.parametrize(
     ("target", "q", "steps"),
-    [(8.0, 0.25, 200), (1.0, 0.01, 1000), (3.0, 1.0, 10), (40.0, 0.01, 100), (0.5, 1.0, 1), (0.1, 0.01, 100)],
+    [(8.0, 0.25, 200), (1.0, 0.01, 1000), (0.5, 1.0, 1), (0.1, 0.01, 100)],
 )
 def test_noise_solved_with_pld_meets_the_target_from_below_and_is_less_than_rdp_needs(target: float, q: float, steps):
     noise = solve_noise_multiplier(target, DELTA, q, steps, "pld")

@@ -134,7 +134,7 @@ def largest_move(parts: list[Part], clip: float) -> Fraction:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", PARTS)
 def test_no_row_moves_the_total_by_more_than_c(form: str, kind: str) -> None:
-    for seed in range(3):
+    for seed in range(2):
         left, right = sides(kind, seed)
         for clip in (1.0, 2.0**-14, 3.7e-9, 2.0**40):
             assert largest_move([PARTS[form](left, right, seed)], clip) <= 1
