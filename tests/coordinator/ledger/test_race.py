@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 CHILD = str(Path(__file__).with_name("ledger_race.py"))
-ROUNDS = int(os.environ.get("RAYCLOAK_RACE_ROUNDS", "200"))
+ROUNDS = int(os.environ.get("RAYCLOAK_RACE_ROUNDS", "60"))
 """The lock is what each of them tests; a ledger without it fails in one of the first."""
 RACERS = 8
 
