@@ -72,9 +72,7 @@ def assert_keys_went_to_admitted_only(run: WholeRun) -> None:
 # --- replacing
 
 
-@pytest.mark.parametrize(
-    ("phase", "fate"), [("present", "hangs"), ("accept_keys", "dies after"), ("step", "dies"), ("step", "hangs")]
-)
+@pytest.mark.parametrize(("phase", "fate"), [("accept_keys", "dies after"), ("step", "hangs")])
 def test_a_lost_worker_is_replaced_by_a_new_member_and_no_byte_changes(tmp_path, undisturbed_long, phase, fate):
     run = trained(tmp_path, disturb=on(phase, "worker-1", fate), **LONG)
     assert run.digests == undisturbed_long
@@ -103,7 +101,7 @@ def test_a_newcomer_gets_keys_of_the_running_epoch_only(tmp_path):
     assert epochs == [1, 2], "it joined in step 5 of epochs 0-2, 3-5, 6-7"
 
 
-@pytest.mark.parametrize("stage", ["prepare", "compute_known_answer", "present"])
+@pytest.mark.parametrize("stage", ["prepare", "present"])
 def test_a_newcomer_that_hangs_holds_up_no_step_and_is_tried_again(tmp_path, undisturbed_long, stage):
     first = on("step", "worker-1", "dies")
     hangs = on(stage, "worker-3", "hangs")
@@ -131,7 +129,7 @@ def test_a_broken_machine_is_tried_again_at_growing_intervals_and_ends_no_run(tm
         newcomer = call.member_id.startswith("worker") and int(call.member_id.split("-")[1]) > 2
         return "dies" if newcomer and call.method == "prepare" else first(call)
 
-    run = whole_run(tmp_path, disturb=broken, steps=40, epoch_steps=100, overrides=["failure.max_failures=6"])
+    run = whole_run(tmp_path, disturb=broken, steps=22, epoch_steps=100, overrides=["failure.max_failures=5"])
     at_step(run, {})
     started: list[float] = []
     start = run.stage.start_worker
@@ -139,9 +137,9 @@ def test_a_broken_machine_is_tried_again_at_growing_intervals_and_ends_no_run(tm
     run.train()
     tries = started[3:]
     # A failure shows at the boundary after its start, a second later but for the first; then 1, 2, 4, ... s pass.
-    assert [round(after - before) for before, after in pairwise(tries)] == [1, 3, 5, 9, 17]
-    assert len(run.digests) == 40
-    assert [code for _, code in run.left] == ["died"] * 7
+    assert [round(after - before) for before, after in pairwise(tries)] == [1, 3, 5, 9]
+    assert len(run.digests) == 22
+    assert [code for _, code in run.left] == ["died"] * 6
 
 
 def test_a_newcomer_with_other_data_or_numerics_is_refused_by_name_and_another_joins(tmp_path, undisturbed_long):

@@ -128,7 +128,6 @@ def failing(reply: EvaluationReply) -> tuple[EvaluationReply]:
 
 
 FATES: list[tuple[Fate, str]] = [
-    ("dies", "died"),
     ("dies after", "died"),
     ("hangs", "deadline"),
     (forging, "signature"),
@@ -137,7 +136,7 @@ FATES: list[tuple[Fate, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fate", "code"), FATES, ids=["dies", "dies after", "hangs", "forges", "is empty", "fails"])
+@pytest.mark.parametrize(("fate", "code"), FATES, ids=["dies", "hangs", "forges", "is empty", "fails"])
 def test_a_worker_lost_in_an_evaluation_costs_a_retry_with_the_new_hosts(tmp_path, undisturbed, fate, code):
     run = evaluated(tmp_path, disturb=on("evaluate", "worker-1", fate), overrides=NOBODY_JOINS)
     assert run.left == [("worker-1", code)]
