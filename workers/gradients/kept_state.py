@@ -18,6 +18,9 @@ from raycloak.workers.inputs.models import content_hash, dtype_name
 _COPIED_BYTES = 2**22
 """Largest tensor that is compared bit by bit. Every probe of a model would else read a frozen base whole."""
 
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes of an element, the integers that it is compared as."""
+
 
 class KeptState:
     """A record of what a model and a loss hold at one moment, to be compared with what they hold later.
@@ -104,9 +107,10 @@ def _version(tensor: Tensor) -> int:
 
 
 def _same_bits(left: Tensor, right: Tensor) -> bool:
-    # As bytes: a NaN does not equal itself.
+    # As integers: a NaN does not equal itself. Bytes would take four times as long as whole numbers.
+    whole = _INTEGERS.get(left.element_size(), torch.uint8)
     return left.shape == right.shape and torch.equal(
-        left.contiguous().reshape(-1).view(torch.uint8), right.contiguous().reshape(-1).view(torch.uint8)
+        left.contiguous().reshape(-1).view(whole), right.contiguous().reshape(-1).view(whole)
     )
 
 

@@ -1,14 +1,14 @@
 """Checks of a model on synthetic data before anything is spent: is each example's gradient its own?
 
 The checks run on a copy of the model on the CPU, with slightly moved parameters so that a layer initialised to zero
-hides nothing. They are evidence, not proof: a layer that misbehaves only on certain inputs is not found. That the loss
+hides nothing. A run's start is mostly these forward passes, so each pass serves several checks. They are evidence, not proof: a layer that misbehaves only on certain inputs is not found. That the loss
 keeps examples apart rests on no check: :class:`raycloak.workers.gradients.row_loss.RowLoss` shows it one at a time.
 """
 
 import copy
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -20,7 +20,7 @@ from raycloak.metrics.errors import ConfigError, ModelError, RaycloakError, is_o
 from raycloak.workers.gradients.gradient_parts import GradientParts, named_operations
 from raycloak.workers.gradients.kept_state import KeptState
 from raycloak.workers.gradients.parts import Part
-from raycloak.workers.gradients.probes import Examples, Probes, odd_ids
+from raycloak.workers.gradients.probes import Pair, Probes, odd_ids
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.inputs.compute_mode import has_autocast, in_full_precision, remove_autocast
 from raycloak.workers.inputs.datasets import DatasetForm
@@ -40,10 +40,22 @@ _FIX = (
 
 
 @dataclass(frozen=True, slots=True)
-class _LayerTrace:
-    name: str
+class _Pass:
+    """A forward pass.
+
+    Attributes:
+        layers: name of every layer and shape of its output, in the order in which layers finish: inner ones before
+            the outer ones, the model itself last.
+        output: of the model, a row per example.
+    """
+
+    features: Tensor
+    layers: list[tuple[str, torch.Size]]
     output: Tensor
-    drew_randomness: bool
+
+    def of_row(self, row: int) -> "_Pass":
+        """Return the same with the output of one row in the place of every row; outputs of a large model are large."""
+        return replace(self, output=self.output[row : row + 1].clone().expand_as(self.output))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +122,20 @@ def _check(probe: nn.Module, form: DatasetForm, loss_fn: LossFn, deterministic: 
     for training in (False, True):
         state = _state_of(probe.train(training), loss_fn)
         for count in _BATCH_SIZES:
-            _check_draws(probe, probes, count, state)
-        _check_fills(probe, probes, min(_BATCH_SIZES), deterministic, state)
-        _check_alone(probe, probes, min(_BATCH_SIZES), state)
-    for count in _BATCH_SIZES:
-        _check_loss(probe, probes, loss_fn, count, state)
-        _check_gradients(probe, probes, loss_fn, count, deterministic)
-    _check_odd_labels(probe, probes, loss_fn, min(_BATCH_SIZES), state)
+            drawn = _check_draws(probe, probes, count, state)
+            if count == min(_BATCH_SIZES):
+                _check_repeats(probe, drawn[0].pair.before.features, state)
+                # Before rows alone: of a batch that is trimmed to its longest text, it names the layer.
+                _check_fills(probe, probes, count, deterministic, state)
+                for each in drawn:
+                    _check_alone(probe, each.pair.before.features, each.output, state)
+            if training:
+                for each in drawn:
+                    _check_loss(loss_fn, each.output, each.pair.before.labels, state)
+                    _check_odd_labels(probes, loss_fn, each.output, each.pair.before.labels, state)
+    # Another distribution at each size. A fault that hides from one shows in the forward pass, which met all of both.
+    for count, index in zip(_BATCH_SIZES, (0, -1), strict=True):
+        _check_gradients(probe, list(probes.draws(count))[index], loss_fn, deterministic)
 
 
 def check_rows(
@@ -140,13 +159,17 @@ def check_rows(
     with _copy_of(module, form, deterministic) as probe:
         probes = _probes_of(probe, form, vocabulary)
         for mechanism in mechanisms:
+            count = mechanism.micro_batch_size
             if mechanism.query != "class_counts":
                 state = _state_of(probe.train(mechanism.query == "gradient"), loss_fn)
-                _check_draws(probe, probes, mechanism.micro_batch_size, state)
-                _check_fills(probe, probes, mechanism.micro_batch_size, deterministic, state)
-                _check_alone(probe, probes, mechanism.micro_batch_size, state)
+                ordinary = _check_fills(probe, probes, count, deterministic, state)
+                _check_alone(probe, ordinary.features, ordinary.output, state)
+            if mechanism.query == "evaluation":
+                _check_draws(probe, probes, count, state)
             if mechanism.query == "gradient":
-                _check_gradients(probe, probes, loss_fn, mechanism.micro_batch_size, deterministic)
+                # Other rows' gradients show what other rows' outputs would; so these are not compared once more.
+                *_, pair = probes.draws(count)
+                _check_gradients(probe, pair, loss_fn, deterministic)
 
 
 @contextmanager
@@ -191,10 +214,78 @@ def _state_of(module: nn.Module, loss_fn: LossFn) -> KeptState:
     return KeptState(module, RowLoss.of(loss_fn).loss_fn, copies=True)
 
 
-def _trace_if_accepted(module: nn.Module, features: Tensor, deterministic: bool) -> list[_LayerTrace] | None:
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    pair: Pair
+    output: Tensor
+
+
+def _check_draws(module: nn.Module, probes: Probes, count: int, state: KeptState) -> list[_Drawn]:
+    """Require that ordinary rows keep their bits when the first one changes; returns the pairs with their output."""
+    drawn = []
+    for pair in probes.draws(count):
+        before, after = (_watched(module, each.features, state) for each in (pair.before, pair.after))
+        _check_apart(module, before, after, slice(1, None))
+        drawn.append(_Drawn(pair, before.output))
+    return drawn
+
+
+def _check_repeats(module: nn.Module, features: Tensor, state: KeptState) -> None:
+    """Require that the same batch gives the same output of every layer twice."""
+    first, again = list[Tensor](), list[Tensor]()
+    found = _forward(module, features, first)
+    state.check()
+    _forward(module, features, again)
+    for (name, _), *outputs in zip(found.layers, first, again, strict=True):
+        if not _same(*outputs):
+            raise _random_layer(name)
+
+
+def _check_fills(module: nn.Module, probes: Probes, count: int, deterministic: bool, state: KeptState) -> _Pass:
+    """Require that examples that are almost all one value, and ordinary ones, do not move each other.
+
+    For each value all rows are filled, then rows of several values stand in one batch with ordinary rows, each where
+    it stood before. An output must have the bits that the same row had among its equals.
+
+    One mixed batch serves for several values. Suppose that what a row gets depends on some statistic of the batch,
+    such as its longest text. If that differs between the ordinary batch and a filled one, the mixed batch differs from
+    at least one of them, whatever else is in it: either the ordinary rows or the filled row then meet another value.
+
+    Returns:
+        The pass of ordinary rows.
+    """
+    # At least one row stays ordinary.
+    most = max(1, count - 1)
+    for filling in probes.fillings(count):
+        ordinary = _watched(module, filling.ordinary, state)
+        accepted: list[tuple[Tensor, _Pass]] = []
+        for example in filling.filled:
+            found = _if_accepted(module, example.expand_as(filling.ordinary).contiguous(), deterministic, state)
+            if found is not None:
+                accepted.append((example, found.of_row(len(accepted) % most)))
+                continue
+            # Not in a batch of its own, but perhaps in one with others.
+            alone = _if_accepted(module, _with_rows(filling.ordinary, [example]), deterministic, state)
+            if alone is not None:
+                _check_apart(module, ordinary, alone, slice(1, None))
+        for start in range(0, len(accepted), most):
+            group = accepted[start : start + most]
+            mixed = _watched(module, _with_rows(filling.ordinary, [example for example, _ in group]), state)
+            _check_apart(module, ordinary, mixed, slice(len(group), None))
+            for row, (_, found) in enumerate(group):
+                _check_apart(module, found, mixed, slice(row, row + 1))
+    return ordinary
+
+
+def _with_rows(features: Tensor, examples: Sequence[Tensor]) -> Tensor:
+    return torch.cat([*examples, features[len(examples) :]])
+
+
+def _if_accepted(module: nn.Module, features: Tensor, deterministic: bool, state: KeptState) -> _Pass | None:
+    """Return the pass; None if the model fails on these values, which are then in no batch that it computes."""
     try:
         with named_operations(deterministic):
-            return _trace(module, features)
+            return _forward(module, features)
     except RaycloakError:
         raise
     except Exception as error:
@@ -202,97 +293,90 @@ def _trace_if_accepted(module: nn.Module, features: Tensor, deterministic: bool)
             raise
         # User code may raise anything; an odd value may be none for it.
         return None
-
-
-def _check_draws(module: nn.Module, probes: Probes, count: int, state: KeptState) -> None:
-    for pair in probes.draws(count):
-        before = _check_repeats(module, pair.before, state)
-        _check_apart(before, _trace(module, pair.after.features), count)
+    finally:
         state.check()
 
 
-def _check_fills(module: nn.Module, probes: Probes, count: int, deterministic: bool, state: KeptState) -> None:
-    for fill in probes.fills:
-        for pair in probes.filled(count, fill):
-            # A value that the module fails on is in no batch that it computes.
-            if (after := _trace_if_accepted(module, pair.after.features, deterministic)) is not None:
-                _check_apart(_trace(module, pair.before.features), after, count)
-            # Both traces know what the first call remembers; the next batch may undo it.
-            state.check()
-
-
-def _check_repeats(module: nn.Module, examples: Examples, state: KeptState) -> list[_LayerTrace]:
-    """Require a forward pass that changes and draws nothing; returns its trace."""
-    first = _trace(module, examples.features)
+def _watched(module: nn.Module, features: Tensor, state: KeptState) -> _Pass:
+    """Return the pass, and require that nothing of it was kept; the next one might undo it."""
+    found = _forward(module, features)
     state.check()
-    for before, repeated in zip(first, _trace(module, examples.features), strict=True):
-        if before.drew_randomness or not _same(before.output, repeated.output):
-            raise ModelError(
-                "random_layer",
-                f"layer '{before.name}' draws random numbers outside the run's keyed streams, so a step could not be "
-                "repeated.",
-                "Take the randomness out of the forward pass.",
-            )
-    return first
+    return found
 
 
-def _check_apart(before: list[_LayerTrace], after: list[_LayerTrace], count: int) -> None:
-    """Require the same layers in the same shapes, and the same output, for all examples but the changed first."""
-    for index, (left, right) in enumerate(zip_longest(before, after)):
-        if left is None or right is None or (left.name, left.output.shape) != (right.name, right.output.shape):
-            # Of two traces, the longer one has the layer that the other skips.
+def _check_apart(module: nn.Module, left: _Pass, right: _Pass, rows: slice) -> None:
+    """Require the same layers in the same shapes, and the same output for ``rows``, which are equal in both batches."""
+    for index, pair in enumerate(zip_longest(left.layers, right.layers)):
+        if pair[0] != pair[1]:
+            # Of two passes, the longer one has the layer that the other skips.
             raise ModelError(
                 "mixing_layer",
-                f"layer '{max(before, after, key=len)[index].name}' has another shape, or is skipped, when one example "
-                "of the batch changes, as if the batch were trimmed to its longest text.",
+                f"layer '{max(left.layers, right.layers, key=len)[index][0]}' has another shape, or is skipped, when "
+                "one example of the batch changes, as if the batch were trimmed to its longest text.",
                 _FIX,
             )
-    moved = [_mixes(*pair, count) for pair in zip(before, after, strict=True)]
-    # The last layer to finish is the model itself. An inner tensor may have another first extent than the batch.
-    if moved[-1]:
-        raise ModelError(
-            "mixing_layer",
-            f"layer '{before[moved.index(True)].name}' mixes the examples of a batch, so one example changes another's "
-            "gradient.",
-            _FIX,
-        )
+    if not _same(left.output[rows], right.output[rows]):
+        raise _moved(module, left.features, right.features, rows)
 
 
-def _check_alone(module: nn.Module, probes: Probes, count: int, state: KeptState) -> None:
-    """Require that an example's output in a batch of one is, up to rounding, what it is in the whole batch."""
+def _moved(module: nn.Module, left: Tensor, right: Tensor, rows: slice) -> ModelError:
+    """Return the error for equal rows with other outputs: the first layer that shows it, by computing once more."""
+    outputs: tuple[list[Tensor], ...] = ([], [], [])
+    passes = [_forward(module, *each) for each in zip((left, left, right), outputs, strict=True)]
+    name = passes[0].layers[-1][0]
+    for (layer, _), first, again, other in zip(passes[0].layers, *outputs, strict=False):
+        if not _same(first, again):
+            return _random_layer(layer)
+        # An inner tensor may have another first extent than the batch.
+        if first.shape[:1] == left.shape[:1] == other.shape[:1] and not _same(first[rows], other[rows]):
+            name = layer
+            break
+    return ModelError(
+        "mixing_layer",
+        f"layer '{name}' mixes the examples of a batch, so one example changes another's gradient.",
+        _FIX,
+    )
+
+
+def _random_layer(name: str) -> ModelError:
+    return ModelError(
+        "random_layer",
+        f"layer '{name}' draws random numbers outside the run's keyed streams, so a step could not be repeated.",
+        "Take the randomness out of the forward pass.",
+    )
+
+
+def _check_alone(module: nn.Module, features: Tensor, output: Tensor, state: KeptState) -> None:
+    """Require that an example's output in a batch of one is, up to rounding, what it is in the whole batch.
+
+    Args:
+        output: of the whole batch.
+    """
     tolerance = _tolerance(module)
-    for pair in probes.draws(count):
-        features = pair.before.features
-        batch = _trace(module, features)[-1]
-        for row in {0, count - 1}:
-            alone = _trace(module, features[row : row + 1])[-1]
-            if not _close(alone.output, batch.output[row : row + 1], tolerance):
-                raise ModelError(
-                    "mixing_layer",
-                    f"layer '{batch.name}' gives an example another output alone than in a batch of {count}.",
-                    _FIX,
-                )
-        state.check()
+    for row in {0, len(features) - 1}:
+        alone = _watched(module, features[row : row + 1], state)
+        if not _close(alone.output, output[row : row + 1], tolerance):
+            raise ModelError(
+                "mixing_layer",
+                f"layer '{alone.layers[-1][0]}' gives an example another output alone than in a batch of "
+                f"{len(features)}.",
+                _FIX,
+            )
 
 
-def _check_loss(module: nn.Module, probes: Probes, loss_fn: LossFn, count: int, state: KeptState) -> None:
+def _check_loss(loss_fn: LossFn, output: Tensor, labels: Tensor, state: KeptState) -> None:
     """Require that the loss of a batch is that of each example alone, and keeps no state."""
-    row_loss = RowLoss(loss_fn)
-    for pair in probes.draws(count):
-        output = module(pair.before.features).detach()
-        alone = row_loss(output, pair.before.labels)
-        whole = loss_fn(output, pair.before.labels)
-        if not _close(whole, alone, _FLOAT32):
-            raise _mixing_loss()
-        state.check()
+    alone, whole = RowLoss(loss_fn)(output, labels), loss_fn(output, labels)
+    if not _close(whole, alone, _FLOAT32):
+        raise _mixing_loss()
+    state.check()
 
 
-def _check_odd_labels(module: nn.Module, probes: Probes, loss_fn: LossFn, count: int, state: KeptState) -> None:
+def _check_odd_labels(probes: Probes, loss_fn: LossFn, output: Tensor, labels: Tensor, state: KeptState) -> None:
     row_loss = RowLoss(loss_fn)
-    for pair in probes.odd_labels(count):
-        output = module(pair.before.features).detach()
+    for pair in probes.odd_labels(labels):
         try:
-            before, after = row_loss(output, pair.before.labels), row_loss(output, pair.after.labels)
+            before, after = (row_loss(output, each) for each in pair)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -312,31 +396,31 @@ def _mixing_loss() -> ModelError:
     )
 
 
-def _check_gradients(module: nn.Module, probes: Probes, loss_fn: LossFn, count: int, deterministic: bool) -> None:
-    row_loss = RowLoss.of(loss_fn)
+def _check_gradients(module: nn.Module, pair: Pair, loss_fn: LossFn, deterministic: bool) -> None:
+    """Require that no row's gradient changes with the first row, and that the rows add up to autograd's gradient."""
+    row_loss, count = RowLoss.of(loss_fn), len(pair.before.labels)
     # On the probe itself: taps keep nothing of a pass in it, and another copy would be all of the model again.
     gradients = GradientParts(module, row_loss, deterministic)
     trained = {name: tensor.numel() for name, tensor in module.named_parameters() if tensor.requires_grad}
     names, sizes = list(trained), list(trained.values())
-    for pair in probes.draws(count):
-        after = gradients(pair.after.features, pair.after.labels)
-        moved = [_other_rows(part, count, size) for part, size in zip(after, sizes, strict=True)]
-        del after
-        parts = gradients(pair.before.features, pair.before.labels)
-        row_loss(module(pair.before.features), pair.before.labels).sum().backward()  # type: ignore[no-untyped-call]
-        wholes = [module.get_parameter(name).grad for name in names]
-        module.zero_grad(set_to_none=True)
-        tolerance = _tolerance_of_gradients(module, wholes)
-        for name, part, others, size, whole in zip(names, parts, moved, sizes, wholes, strict=True):
-            if _other_rows(part, count, size) != others:
-                raise ModelError("mixing_layer", f"one example changes another's gradient of parameter '{name}'.", _FIX)
-            # Loose: the two sums round in different orders. A wrong rule is off by far more.
-            if whole is None or not _close(_sum(part, count, whole), whole, tolerance):
-                raise ModelError(
-                    "unsupported_layer",
-                    f"the per-example gradients of parameter '{name}' do not add up to its gradient.",
-                    "Use the parameter in torch's own operations, in every forward pass.",
-                )
+    after = gradients(pair.after.features, pair.after.labels)
+    moved = [_other_rows(part, count, size) for part, size in zip(after, sizes, strict=True)]
+    del after
+    parts = gradients(pair.before.features, pair.before.labels)
+    row_loss(module(pair.before.features), pair.before.labels).sum().backward()  # type: ignore[no-untyped-call]
+    wholes = [module.get_parameter(name).grad for name in names]
+    module.zero_grad(set_to_none=True)
+    tolerance = _tolerance_of_gradients(module, wholes)
+    for name, part, others, size, whole in zip(names, parts, moved, sizes, wholes, strict=True):
+        if _other_rows(part, count, size) != others:
+            raise ModelError("mixing_layer", f"one example changes another's gradient of parameter '{name}'.", _FIX)
+        # Loose: the two sums round in different orders. A wrong rule is off by far more.
+        if whole is None or not _close(_sum(part, count, whole), whole, tolerance):
+            raise ModelError(
+                "unsupported_layer",
+                f"the per-example gradients of parameter '{name}' do not add up to its gradient.",
+                "Use the parameter in torch's own operations, in every forward pass.",
+            )
 
 
 def _other_rows(part: Part, count: int, size: int) -> bytes:
@@ -355,18 +439,29 @@ def _sum(part: Part, count: int, like: Tensor) -> Tensor:
     return total.view(like.shape)
 
 
-def _trace(module: nn.Module, features: Tensor) -> list[_LayerTrace]:
-    """Return every layer's output in the order in which layers finish, inner layers before the outer ones."""
-    traces: list[_LayerTrace] = []
-    entered: list[Tensor] = []
+def _forward(module: nn.Module, features: Tensor, outputs: list[Tensor] | None = None) -> _Pass:
+    """Run the model.
+
+    Args:
+        outputs: gets a copy of every layer's output. Only an error needs them, and to copy them takes as long as to
+            compute them.
+
+    Raises:
+        ModelError: ``random_layer`` if torch's generator is drawn from; ``model_input``.
+    """
+    layers: list[tuple[str, torch.Size]] = []
+    entered, drew = list[Tensor](), list[str]()
 
     def enter(_layer: nn.Module, _inputs: object) -> None:
         entered.append(torch.get_rng_state())
 
     def leave(layer: nn.Module, _inputs: object, output: object) -> None:
-        drew = not torch.equal(entered.pop(), torch.get_rng_state())
+        if not torch.equal(entered.pop(), torch.get_rng_state()):
+            drew.append(names[layer])
         if isinstance(output, Tensor):
-            traces.append(_LayerTrace(names[layer], output.detach().clone(), drew))
+            layers.append((names[layer], output.shape))
+            if outputs is not None:
+                outputs.append(output.detach().clone())
 
     names = {layer: name or "model" for name, layer in module.named_modules()}
     hooks = [layer.register_forward_pre_hook(enter) for layer in names]
@@ -376,16 +471,13 @@ def _trace(module: nn.Module, features: Tensor) -> list[_LayerTrace]:
     finally:
         for hook in hooks:
             hook.remove()
+    if drew:
+        raise _random_layer(drew[0])
     if not isinstance(output, Tensor) or output.shape[:1] != features.shape[:1]:
         raise ModelError(
             "model_input", "the model's output is not one tensor with a row per example.", "Let its forward return one."
         )
-    return traces
-
-
-def _mixes(before: _LayerTrace, after: _LayerTrace, count: int) -> bool:
-    """Return whether rows of ``count`` examples differ beyond the first."""
-    return before.output.shape[:1] == (count,) and not _same(before.output[1:], after.output[1:])
+    return _Pass(features, layers, output.detach())
 
 
 def _tolerance(module: nn.Module) -> _Tolerance:
@@ -420,7 +512,9 @@ def _pieces(values: Tensor) -> Iterator[Tensor]:
 
 
 def _same(left: Tensor, right: Tensor) -> bool:
-    return left.shape == right.shape and torch.equal(left.nan_to_num(), right.nan_to_num())
+    if left.shape != right.shape:
+        return False
+    return torch.equal(left, right) or torch.equal(left.nan_to_num(), right.nan_to_num())
 
 
 @contextmanager

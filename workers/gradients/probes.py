@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from raycloak.workers.inputs.datasets import DatasetForm
 
 _DTYPES = {"float32": torch.float32, "int64": torch.int64}
-# Two draws, so that a model that mixes rows on one of them by chance alone is not all that is looked at.
-_DRAWS = 2
 # Padding is mostly 0 or 1; -100 is the index that losses of torch ignore; ids may be hashes far above a vocabulary.
 _ODD_IDS = (0, 1, -1, -100, 2**20)
 _ODD_VALUES = (0.0, 1.0, -1.0, 1e4, math.nan)
@@ -36,6 +34,19 @@ class Pair:
     after: Examples
 
 
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """Ordinary examples, and examples that are almost all one value, such as a text that is almost all padding.
+
+    Attributes:
+        ordinary: features [n, ...], of which none has any of the values.
+        filled: per value, the features [1, ...] of an example that has it everywhere but in its middle.
+    """
+
+    ordinary: Tensor
+    filled: tuple[Tensor, ...]
+
+
 class Probes:
     """Synthetic batches in the form of a dataset, with labels in {0, 1} or [0, 1).
 
@@ -53,39 +64,33 @@ class Probes:
         self.fills: tuple[float, ...] = tuple(odd)
 
     def draws(self, count: int) -> Iterator[Pair]:
-        """Yield pairs of ordinary batches of ``count`` rows."""
-        for index in range(_DRAWS):
-            yield self._changed(Examples(self._features(count, normal=index % 2 == 1), self._labels(count)))
+        """Yield pairs of ordinary batches of ``count`` rows: one of ids, or one of each distribution of values."""
+        for normal in (False,) if self._integers else (False, True):
+            yield self._changed(Examples(self._features(count, normal), self._labels(count)))
 
-    def filled(self, count: int, fill: float) -> Iterator[Pair]:
-        """Yield pairs in which an example that is almost all ``fill`` meets examples without it, and the reverse.
+    def fillings(self, count: int) -> Iterator[Filling]:
+        """Yield all values to fill with beside ``count`` ordinary rows; one by one where too few other ids are left."""
+        inside = sum(0 <= fill < self._ids_below for fill in self.fills)
+        together = not self._integers or self._ids_below - inside >= 2
+        for fills in [self.fills] if together else [(fill,) for fill in self.fills]:
+            ordinary = self._features(count)
+            # Once for each value: the next id may be another of them. The remainder keeps it inside the vocabulary.
+            for _ in fills if self._integers else ():
+                hit = torch.isin(ordinary, torch.tensor(fills))
+                ordinary = torch.where(hit, (ordinary + 1) % self._ids_below, ordinary)
+            yield Filling(ordinary, tuple(_filled(ordinary[:1], fill) for fill in fills))
 
-        Before, either no row has the value, or all rows are equal and have it everywhere but in their middle.
-        """
-        whole = self._features(count)
-        # A remainder keeps the id inside the vocabulary.
-        whole = torch.where(whole == fill, (whole + 1) % self._ids_below, whole) if self._integers else whole
-        labels = self._labels(count)
-        short = torch.full_like(whole, fill)
-        if whole.ndim > 1 and whole.shape[1] > 2:
-            middle = whole.shape[1] // 2
-            short[:, middle] = whole[:1, middle]
-        for before, after in ((whole, short), (short, whole)):
-            mixed = before.clone()
-            mixed[0] = after[0]
-            yield Pair(Examples(before, labels), Examples(mixed, labels))
-
-    def odd_labels(self, count: int) -> Iterator[Pair]:
-        """Yield pairs in which labels of no class meet ordinary ones, and the reverse; none for float labels."""
+    def odd_labels(self, ordinary: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield pairs of labels that differ in their first row: some of no class beside ``ordinary`` ones, and the
+        reverse; none for float labels."""
         if self._form.label_dtype != "int64":
             return
-        features, ordinary = self._features(count), self._labels(count)
         for label in (-100, -1, 2**20):
             odd = torch.full_like(ordinary, label)
             for before, after in ((ordinary, odd), (odd, ordinary)):
                 mixed = before.clone()
                 mixed[0] = after[0]
-                yield Pair(Examples(features, before), Examples(features, mixed))
+                yield before, mixed
 
     def _features(self, count: int, normal: bool = False) -> Tensor:
         shape = (count, *self._form.feature_shape)
@@ -104,6 +109,15 @@ class Probes:
         features[0] = (features[0] + 1) % self._ids_below if self._integers else 1 - features[0]
         labels[0] = 1 - labels[0]
         return Pair(before, Examples(features, labels))
+
+
+def _filled(example: Tensor, fill: float) -> Tensor:
+    """Return an example [1, ...] with ``fill`` everywhere but in its middle, which stays as it is in ``example``."""
+    filled = torch.full_like(example, fill)
+    if example.ndim > 1 and example.shape[1] > 2:
+        middle = example.shape[1] // 2
+        filled[:, middle] = example[:, middle]
+    return filled
 
 
 def odd_ids(module: nn.Module) -> tuple[int, ...]:

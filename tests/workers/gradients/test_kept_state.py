@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from raycloak.metrics.errors import ModelError
 from raycloak.workers.gradients.clipping import CLIP_MARGIN, GradientEngine, micro_batches
+from raycloak.workers.gradients.kept_state import KeptState
 from raycloak.workers.gradients.model_checks import check_rows, check_trainable
 from raycloak.workers.gradients.numerics import pin_numerics
 from raycloak.workers.gradients.sum_engines import PrivateEvaluationEngine
@@ -266,6 +267,17 @@ def test_a_write_that_torch_does_not_count_is_found_on_public_data() -> None:
 
     with pytest.raises(ModelError, match="buffer_update"):
         check_trainable(Uncounted(50.0), FORM, cross_entropy)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.int64, torch.complex128], ids=str)
+def test_a_write_is_found_in_a_tensor_of_any_type(dtype: torch.dtype) -> None:
+    module = nn.Linear(2, 2)
+    module.register_buffer("seen", torch.zeros(5, dtype=dtype)[1::2])
+    state = KeptState(module, cross_entropy, copies=True)
+    state.check()
+    module.seen.data[1] = 1
+    with pytest.raises(ModelError, match=r"buffer_update.*'seen'"):
+        state.check()
 
 
 def test_the_last_output_kept_for_a_look_is_refused() -> None:

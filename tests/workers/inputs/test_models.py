@@ -10,6 +10,7 @@ from torch import nn
 
 from raycloak.attestation.core.roster import Query
 from raycloak.metrics.errors import ConfigError, ModelError
+from raycloak.workers.gradients import model_checks
 from raycloak.workers.gradients.model_checks import check_rows, check_trainable
 from raycloak.workers.inputs.datasets import ArrayDataset, DatasetForm, dataset_form
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
@@ -58,6 +59,16 @@ class RareNoise(nn.Module):
 class NumpyNoise(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + NUMPY_STREAM.random()
+
+
+class UnusedNoise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = NumpyNoise()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.noise(x)
+        return x
 
 
 NUMPY_STREAM = np.random.default_rng(0)
@@ -289,6 +300,7 @@ def test_layers_are_refused_by_their_type_and_name(module: nn.Module, code: str,
         (around(Noisy()), "random_layer", "'1'"),
         (around(RareNoise()), "random_layer", "'1'"),
         (around(NumpyNoise()), "random_layer", "'1'"),
+        (around(UnusedNoise()), "random_layer", "'1.noise'"),
         (around(nn.Sequential(Counting())), "buffer_update", "'1.0.calls'"),
         (Bypassing(), "unsupported_layer", "'inner.weight'"),
         (TwiceUsed(), "unsupported_layer", "'inner.weight'"),
@@ -351,6 +363,71 @@ def test_a_batch_of_equal_rows_and_a_batch_of_one_row_are_tried() -> None:
     code, message = refusal(around(DividesByRows()))
     assert code == "mixing_layer"
     assert "another output alone" in message
+
+
+def test_values_in_one_batch_do_not_hide_each_other() -> None:
+    """NaN and large values stand in the same batch: the second fault shows in the row that met others before."""
+
+    class MixesLarge(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x - x.mean(0) if (x == 1e4).any() and not x.isnan().any() else x
+
+    code, message = refusal(nn.Sequential(MixesLarge(), nn.Linear(6, 3)))
+    assert (code, "'0' mixes the examples" in message) == ("mixing_layer", True)
+
+
+def test_a_value_that_a_batch_may_not_consist_of_is_tried_among_others() -> None:
+    class MixesMissing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            missing = x.isnan().any(1)
+            if missing.all():
+                raise ValueError("nothing is left")
+            return x - x[~missing].mean(0) if missing.any() else x
+
+    code, message = refusal(nn.Sequential(MixesMissing(), nn.Linear(6, 3)))
+    assert (code, "'0' mixes the examples" in message) == ("mixing_layer", True)
+
+
+@pytest.mark.parametrize("padding", [0, 1])
+def test_padding_is_tried_where_there_are_no_other_ids_than_padding(padding: int) -> None:
+    assert refusal(TrimmedTo("the last word", padding, words=2), TEXTS, vocabulary=2)[0] == "mixing_layer"
+    assert refusal(TrimmedTo("the shortest", padding, words=2), TEXTS, vocabulary=2)[0] == "mixing_layer"
+
+
+class MixesGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient - gradient.mean(0)
+
+
+@pytest.mark.parametrize("rows", [5, 7, 12])
+def test_gradients_are_compared_at_each_size(rows: int) -> None:
+    """The forward pass shows nothing."""
+
+    class OnlyThen(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return MixesGradients.apply(x) if len(x) == rows else x
+
+    module = around(OnlyThen())
+    code, message = refusal(module) if rows < 8 else refusal_of_rows(module)
+    assert (code, "another's gradient of parameter '0." in message) == ("mixing_layer", True)
+
+
+def test_a_micro_batch_is_computed_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once ordinary, once filled with each of six ids, once mixed, two rows alone; gradients beside it."""
+    counts: list[int] = []
+    forward = model_checks._forward
+    monkeypatch.setattr(
+        model_checks, "_forward", lambda module, features: counts.append(len(features)) or forward(module, features)
+    )
+    module = nn.Sequential(nn.Embedding(11, 5), nn.Flatten(), nn.Linear(45, 3))
+    check_rows(module, TEXTS, cross_entropy, [mechanism(193, micro_batch_size=12)], vocabulary=11)
+    # Of the six, -1, -100 and 2^20 are in no table: each is also tried in one row.
+    assert (counts.count(12), counts.count(1)) == (1 + 6 + 3 + 1, 2)
 
 
 def refusal_of_rows(module: nn.Module, form: DatasetForm = FORM, vocabulary: int | None = None) -> tuple[str, str]:
