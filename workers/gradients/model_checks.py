@@ -1,8 +1,9 @@
 """Checks of a model on synthetic data before anything is spent: is each example's gradient its own?
 
 The checks run on a copy of the model on the CPU, with slightly moved parameters so that a layer initialised to zero
-hides nothing. A run's start is mostly these forward passes, so each pass serves several checks. They are evidence, not proof: a layer that misbehaves only on certain inputs is not found. That the loss
-keeps examples apart rests on no check: :class:`raycloak.workers.gradients.row_loss.RowLoss` shows it one at a time.
+hides nothing. The start of a run is mostly these forward passes, so each serves several checks. They are evidence, not
+proof: a layer that misbehaves only on certain inputs is not found. That the loss keeps examples apart rests on no
+check: :class:`raycloak.workers.gradients.row_loss.RowLoss` shows it one at a time.
 """
 
 import copy
