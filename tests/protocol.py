@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -723,7 +723,7 @@ def whole_run(
         settings,
         session,
         setup,
-        public_evaluator(settings, setup.model, setup.base),
+        partial(public_evaluator, settings, setup.model, setup.base),
         reporting,
         RunFolder(folder, record),
         assignment or NewRun(),

@@ -246,7 +246,8 @@ def _train(
 
         try:
             reporting = _reporting(config, events, after_step)
-            coordinator = Coordinator(Order(config, session, setup, None, reporting, run_folder, NewRun(), data))
+            order = Order(config, session, setup, lambda: None, reporting, run_folder, NewRun(), data)
+            coordinator = Coordinator(order)
             finished = coordinator.run()
         except BaseException:
             run_folder.mark("void")  # An audit cannot be resumed: its canaries are forgotten.

@@ -37,7 +37,7 @@ from raycloak.coordinator.runs.ray_session import Launched, launch
 from raycloak.coordinator.runs.verdict import metrics_view, run_facts, verdict_of
 from raycloak.coordinator.training.assignment import Assignment, NewRun, Order, ReplayedRun, ResumedRun
 from raycloak.coordinator.training.coordinator import Coordinator
-from raycloak.coordinator.training.public_evaluation import public_evaluator
+from raycloak.coordinator.training.public_evaluation import Evaluator, public_evaluator
 from raycloak.coordinator.training.reporting import Reporting, StepReport
 from raycloak.coordinator.training.stop_signals import StopRequest, stop_on_signals
 from raycloak.metrics.collectors import GpuReadingCollector, LedgerCollector, RunMetrics
@@ -165,7 +165,7 @@ class Execution:
             session = launched.session(folder.record.run_id, orchestrator_key, control)
             reporting = self._reporting(stack, launched.samplers, folder, control, assignment)
             setup = self._setup(stack, folder, assignment)
-            evaluator = public_evaluator(self._config, self._model, self._base) if assignment.charges else None
+            evaluator = self._evaluator if assignment.charges else lambda: None
             data = data_place(self._config.dataset, self._base)
             order = Order(self._config, session, setup, evaluator, reporting, folder, assignment, data)
             coordinator = Coordinator(order)
@@ -189,6 +189,9 @@ class Execution:
         if assignment.charges:
             self._keep(outcome)
         return outcome
+
+    def _evaluator(self) -> Evaluator | None:
+        return public_evaluator(self._config, self._model, self._base)
 
     def _void(self, control: Control, folder: RunFolder) -> None:
         """End a new run that failed before it had a coordinator."""

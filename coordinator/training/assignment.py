@@ -123,14 +123,15 @@ class Order:
 
     Attributes:
         setup: what each worker opens.
-        evaluator: measures on public data; None if nothing is measured, or only sealed data is.
+        evaluator: builds what measures on public data, while workers open theirs; gives None if nothing is measured,
+            or only sealed data is.
         data: account of data that is known by its place, see `raycloak.coordinator.planning.payer.data_place`.
     """
 
     config: RunConfig
     session: Session
     setup: WorkerSetup
-    evaluator: Evaluator | None
+    evaluator: Callable[[], Evaluator | None]
     reporting: Reporting
     folder: RunFolder
     assignment: Assignment

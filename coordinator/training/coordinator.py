@@ -10,7 +10,6 @@ It holds configuration, references and public facts; never examples, gradients o
 """
 
 from enum import Enum
-from functools import partial
 from pathlib import Path
 
 from raycloak.coordinator.cluster.remote import WorkerActor
@@ -25,6 +24,7 @@ from raycloak.coordinator.training.admitted import admit
 from raycloak.coordinator.training.assignment import Order
 from raycloak.coordinator.training.conclusion import Conclusion, end_log
 from raycloak.coordinator.training.outset import set_out
+from raycloak.coordinator.training.public_evaluation import Evaluator
 from raycloak.coordinator.training.reporting import Reporter
 
 
@@ -68,6 +68,7 @@ class Coordinator:
         )
         config, session, timer = order.config, order.session, timer or Timer()
         workers: dict[str, WorkerActor] = {}
+        self._evaluator: Evaluator | None = None
         self._reporter = Reporter(order.reporting, workers)
         # Ledger and orchestrator are started before there is a run to report to.
         session.control.on_restart = self._reporter.restarted
@@ -92,12 +93,11 @@ class Coordinator:
         order = self.order
         try:
             self._enter(Phase.PREPARING)
-            load = partial(load_accountants, order.config)
-            founders = Founders.prepare(self._members, order.setup, order.session.crew, load)
+            founders = Founders.prepare(self._members, order.setup, order.session.crew, self._build)
             self._enter(Phase.ADMITTING)
             admitted = admit(order, founders, self._reporter, self._evaluation)
             self._enter(Phase.TRAINING)
-            training = set_out(order, admitted, self._reporter)
+            training = set_out(order, admitted, self._reporter, self._evaluator)
             self._conclusion = Conclusion(order, admitted, training)
             ending = training.run()
             self._enter(Phase.FINISHING)
@@ -107,6 +107,11 @@ class Coordinator:
         except BaseException:
             self.phase = Phase.FAILED
             raise
+
+    def _build(self) -> None:
+        """Load and build what this process needs, while each worker does the same for itself."""
+        load_accountants(self.order.config)
+        self._evaluator = self.order.evaluator()
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase

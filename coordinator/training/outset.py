@@ -10,15 +10,18 @@ from raycloak.coordinator.checkpoints.writer import PackageOrigin
 from raycloak.coordinator.training.admitted import AdmittedRun
 from raycloak.coordinator.training.assignment import Order
 from raycloak.coordinator.training.model import Model, ModelReader
-from raycloak.coordinator.training.public_evaluation import DriverEvaluator
+from raycloak.coordinator.training.public_evaluation import DriverEvaluator, Evaluator
 from raycloak.coordinator.training.reporting import Reporter
 from raycloak.coordinator.training.sealed_evaluation import SealedEvaluator
 from raycloak.coordinator.training.step import StepRunner
 from raycloak.coordinator.training.steps import Course, Training
 
 
-def set_out(order: Order, admitted: AdmittedRun, reporter: Reporter) -> Training:
+def set_out(order: Order, admitted: AdmittedRun, reporter: Reporter, evaluator: Evaluator | None) -> Training:
     """Return the steps that are left to this execution, from the model of the newest package or of the manifest.
+
+    Args:
+        evaluator: measures on public data; None if nothing is measured, or only sealed data is.
 
     Raises:
         RaycloakError: why the packages cannot be read; nothing was charged.
@@ -58,7 +61,7 @@ def set_out(order: Order, admitted: AdmittedRun, reporter: Reporter) -> Training
         membership=membership,
         reporting=order.reporting,
         metrics=metrics,
-        evaluator=DriverEvaluator(order.evaluator, reader) if order.evaluator else sealed,
+        evaluator=DriverEvaluator(evaluator, reader) if evaluator else sealed,
         reader=reader,
         stop=assignment.stop,
         checkpoints=_open_checkpoints(order, admitted),
