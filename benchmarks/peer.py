@@ -21,12 +21,12 @@ from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from raycloak.coordinator.aggregation.update_rules import learning_rate
 from raycloak.coordinator.config.run import RunConfig, load_config
 from raycloak.coordinator.planning.dry_run import plan_of
+from raycloak.coordinator.planning.manifest import optimizer_spec
 from raycloak.coordinator.planning.model_source import model_source
 from raycloak.coordinator.planning.plan import Plan
 from raycloak.coordinator.planning.references import descriptor
 from raycloak.coordinator.training.public_evaluation import public_evaluator
 from raycloak.workers.inputs.models import build_model, loss_function, read_flat
-from raycloak.workers.terms.manifest import OptimizerSpec
 
 
 def main() -> None:
@@ -61,7 +61,7 @@ def main() -> None:
 
 def train(config: RunConfig, base: Path, plan: Plan) -> tuple[torch.nn.Module, float]:
     """The trained model, and the seconds that its steps took."""
-    mechanism, spec = plan.mechanism, OptimizerSpec(**config.optimizer.model_dump())
+    mechanism, spec = plan.mechanism, optimizer_spec(config.optimizer, base)
     dataset = descriptor(config.dataset).open(base)
     module = build_model(model_source(config.model), base, config.seed)
     loss_fn, _ = loss_function(config.loss, base)

@@ -49,8 +49,18 @@ if TYPE_CHECKING:
     from raycloak.coordinator.ledger.ledger import PrivacyLedger
     from raycloak.coordinator.planning.manifest import build_computation, build_manifest, epochs, run_terms
     from raycloak.coordinator.planning.plan import Plan, make_plan
+    from raycloak.coordinator.runs.by_hand import by_hand
     from raycloak.coordinator.runs.released_model import load
     from raycloak.coordinator.runs.trainer import Trainer
+    from raycloak.coordinator.training.callbacks import (
+        Callback,
+        CheckpointReport,
+        EvaluationReport,
+        RunEnded,
+        RunStarted,
+    )
+    from raycloak.coordinator.training.hand_loop import HandLoop
+    from raycloak.coordinator.training.reporting import StepReport
     from raycloak.workers.gradients.numerics import worker_environment
     from raycloak.workers.inputs.datasets import ArrayDataset, Dataset
     from raycloak.workers.inputs.descriptor import DatasetDescriptor
@@ -68,7 +78,9 @@ __version__ = VERSION
 _HOMES = {
     "Admission": "raycloak.workers.messages",
     "ArrayDataset": "raycloak.workers.inputs.datasets",
+    "Callback": "raycloak.coordinator.training.callbacks",
     "CheckpointConfig": "raycloak.coordinator.config.sections",
+    "CheckpointReport": "raycloak.coordinator.training.callbacks",
     "ClassCountsConfig": "raycloak.coordinator.config.sections",
     "DPConfig": "raycloak.coordinator.config.sections",
     "DataCommitments": "raycloak.attestation.orchestrator.data_commitments",
@@ -76,8 +88,10 @@ _HOMES = {
     "DatasetConfig": "raycloak.coordinator.config.sections",
     "DatasetDescriptor": "raycloak.workers.inputs.descriptor",
     "EvaluationConfig": "raycloak.coordinator.config.sections",
+    "EvaluationReport": "raycloak.coordinator.training.callbacks",
     "EvidenceOrchestrator": "raycloak.attestation.service.serving_orchestrator",
     "FailureConfig": "raycloak.coordinator.config.sections",
+    "HandLoop": "raycloak.coordinator.training.hand_loop",
     "Header": "raycloak.workers.vectors.payload",
     "LedgerConfig": "raycloak.coordinator.config.sections",
     "MaskedAggregator": "raycloak.coordinator.aggregation.aggregator",
@@ -94,8 +108,11 @@ _HOMES = {
     "ReduceRequest": "raycloak.coordinator.aggregation.aggregator",
     "RingConfig": "raycloak.coordinator.config.sections",
     "RunConfig": "raycloak.coordinator.config.run",
+    "RunEnded": "raycloak.coordinator.training.callbacks",
+    "RunStarted": "raycloak.coordinator.training.callbacks",
     "SimulatedVendor": "raycloak.attestation.simulators.tdx_vendor",
     "StepCommit": "raycloak.attestation.orchestrator.commits",
+    "StepReport": "raycloak.coordinator.training.reporting",
     "StepRequest": "raycloak.workers.messages",
     "TrainWorker": "raycloak.workers.train_worker",
     "Trainer": "raycloak.coordinator.runs.trainer",
@@ -104,11 +121,12 @@ _HOMES = {
     "actor": "raycloak.coordinator.cluster.actors",
     "build_computation": "raycloak.coordinator.planning.manifest",
     "build_manifest": "raycloak.coordinator.planning.manifest",
+    "by_hand": "raycloak.coordinator.runs.by_hand",
     "code_measurement": "raycloak.attestation.simulators.tdx_vendor",
     "data_root": "raycloak.workers.terms.receipt",
     "epochs": "raycloak.coordinator.planning.manifest",
-    "load": "raycloak.coordinator.runs.released_model",
     "fix": "raycloak.workers.inputs.model_fixes",
+    "load": "raycloak.coordinator.runs.released_model",
     "load_config": "raycloak.coordinator.config.run",
     "make_plan": "raycloak.coordinator.planning.plan",
     "parameter_digest": "raycloak.workers.terms.parameter_digest",
@@ -124,7 +142,9 @@ __all__ = [
     "Admission",
     "ArrayDataset",
     "BudgetError",
+    "Callback",
     "CheckpointConfig",
+    "CheckpointReport",
     "ClassCountsConfig",
     "ConfigError",
     "DPConfig",
@@ -134,9 +154,11 @@ __all__ = [
     "DatasetDescriptor",
     "DatasetError",
     "EvaluationConfig",
+    "EvaluationReport",
     "EvidenceError",
     "EvidenceOrchestrator",
     "FailureConfig",
+    "HandLoop",
     "Header",
     "LedgerConfig",
     "MaskedAggregator",
@@ -157,10 +179,13 @@ __all__ = [
     "RefusedError",
     "RingConfig",
     "RunConfig",
+    "RunEnded",
     "RunFailedError",
+    "RunStarted",
     "SenderError",
     "SimulatedVendor",
     "StepCommit",
+    "StepReport",
     "StepRequest",
     "TrainWorker",
     "Trainer",
@@ -170,6 +195,7 @@ __all__ = [
     "actor",
     "build_computation",
     "build_manifest",
+    "by_hand",
     "code_measurement",
     "data_root",
     "epochs",

@@ -18,7 +18,7 @@ PAGES = {
     "training": (
         "Training",
         "Train a model, load it, and plan what it costs.",
-        ["Trainer", "load", "load_config", "make_plan", "Plan"],
+        ["Trainer", "load", "load_config", "make_plan", "Plan", "StepReport"],
     ),
     "configuration": (
         "Configuration",
@@ -45,13 +45,23 @@ PAGES = {
         "What workers open and build.",
         ["Dataset", "ArrayDataset", "DatasetDescriptor", "ModelSource"],
     ),
+    "callbacks": (
+        "Callbacks",
+        "What a callback of your own is told. [Extending raycloak](../extending.md) has all code of your own.",
+        ["Callback", "RunStarted", "EvaluationReport", "CheckpointReport", "RunEnded"],
+    ),
+    "by-hand": (
+        "A step loop of your own",
+        "What `examples/actors_by_hand.py` is written with.",
+        ["by_hand", "HandLoop"],
+    ),
     "errors": (
         "Errors",
         "All that raycloak raises on purpose, each with a stable code, one sentence, and what to do.",
         [name for name in raycloak.__all__ if name.endswith("Error")],
     ),
 }
-LAST = ("actors", "Actors and messages", "For a step loop of your own, as in `examples/actors_by_hand.py`.")
+LAST = ("actors", "Actors and messages", "What a run is made of. `raycloak.by_hand` drives them.")
 """The page of every name that no other page has."""
 
 _SECTION = re.compile(r"^(Args|Attributes|Raises|Returns|Yields|Guarantee):\s*(.*)$")

@@ -11,7 +11,7 @@ host. Not guaranteed: differential privacy. Results are exact, and tell as much 
 
 import struct
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -88,10 +88,15 @@ class Scorer:
         """Return the sum of the scores; see :meth:`scores`."""
         return self.scores(dataset, ids).total
 
-    def scores(self, dataset: Dataset, ids: NDArray[np.int64]) -> Scores:
+    def scores(
+        self, dataset: Dataset, ids: NDArray[np.int64], each: Callable[[Tensor, Tensor], None] | None = None
+    ) -> Scores:
         """Return the scores of the examples ``ids``: a sum in float64, in batches of a fixed size from the first.
 
         No warning is shown, since one could depend on an example.
+
+        Args:
+            each: gets the outputs and labels of every batch; for a public dataset alone.
 
         Raises:
             ModelError: ``nondeterministic_op`` naming the operation.
@@ -103,6 +108,8 @@ class Scorer:
                 batch = dataset.batch(ids[start : start + _BATCH])
                 features, labels = (torch.tensor(part, device=self._device) for part in batch)
                 output: Tensor = self._module(features)
+                if each is not None:
+                    each(output, labels)
                 total += float(self._scores(output, labels).double().sum())
                 if self._metric == "accuracy" and (output.ndim, labels.ndim) == (2, 1):
                     found = _class_counts(output, labels)

@@ -1,6 +1,6 @@
 """The aggregator: sum masked vectors of one parameter range, decode only the whole sum, apply the update rule.
 
-Doors: aggregator, ranges.
+Doors: aggregator, ranges, rule_trial.
 
 May import: `accounting` and the rooms below; `workers`, `attestation`, `metrics`.
 """

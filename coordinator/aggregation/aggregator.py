@@ -19,7 +19,7 @@ from raycloak.attestation.core.keys import Secret
 from raycloak.attestation.core.messages import Envelope
 from raycloak.attestation.core.roster import Roster, open_roster
 from raycloak.coordinator.aggregation.ranges import ParameterRange
-from raycloak.coordinator.aggregation.update_rules import Optimizer
+from raycloak.coordinator.aggregation.update_rules import Optimizer, require_source
 from raycloak.metrics.errors import ProtocolError, SenderError
 from raycloak.workers.gradients.numerics import current_numerics, pin_numerics
 from raycloak.workers.messages import StepReply
@@ -71,10 +71,10 @@ class ReduceReport:
 
 @dataclass(frozen=True, slots=True)
 class MeasureReport:
-    """The released result of a measurement.
+    """The released result of a measurement, or of a range of a training step.
 
     Attributes:
-        average: float64 [d], the decoded sum over the public divisor.
+        average: float64, the decoded sum over the public divisor.
         seconds: time inside the aggregator.
     """
 
@@ -135,19 +135,24 @@ class MaskedAggregator:
         assert self._taken is not None, "present comes first"
         return self._taken
 
-    def present(self, challenge: Challenge, manifest: Manifest, owned: ParameterRange) -> Envelope:
+    def present(self, challenge: Challenge, manifest: Manifest, owned: ParameterRange, base: str = ".") -> Envelope:
         """Take the manifest and the range to own, and answer the challenge with evidence.
 
+        Args:
+            base: folder that names of the user's own update rule and schedule start from.
+
         Raises:
+            ConfigError: as `raycloak.coordinator.aggregation.update_rules.Optimizer`.
             ProtocolError: ``manifest_mismatch`` if this process would round an update differently than the manifest's
-                numerics class.
+                numerics class, or if an update rule of the user's own has other source here.
         """
         if not current_numerics("cpu").computes_like(manifest.computation.numerics):
             raise ProtocolError(
                 "manifest_mismatch", f"the manifest's numerics is not what {self._attester.member_id} has"
             )
         computation = manifest.computation
-        rule = Optimizer(computation.optimizer, owned.tensors, computation.mechanism.steps)
+        require_source(computation.optimizer, base)
+        rule = Optimizer(computation.optimizer, owned.tensors, computation.mechanism.steps, base)
         self._taken = _Part(manifest, manifest.digest(), owned, rule)
         self._latest = None
         return self._attester.present(challenge, self._taken.manifest_digest, b"")
@@ -191,7 +196,7 @@ class MaskedAggregator:
         Raises:
             SenderError: a vector or header does not match; it names the sender.
             ProtocolError: the request itself does not match.
-            RunFailedError: ``non_finite_parameters``.
+            RunFailedError: ``non_finite_parameters`` or ``update_rule``.
         """
         started = time.perf_counter()
         verified = self._verified(request, updates=True)
@@ -216,6 +221,23 @@ class MaskedAggregator:
         """
         started = time.perf_counter()
         average = self._average(self._verified(request, updates=False), binding, vectors)
+        return MeasureReport(average, time.perf_counter() - started)
+
+    def release(self, request: ReduceRequest, binding: Envelope, *vectors: RingVector) -> MeasureReport:
+        """Verify, sum, decode and divide by the public batch size, for a training step that its caller updates by.
+
+        Guarantee: as :meth:`reduce`. The average is what an update is made from, so it is released either way.
+
+        Args:
+            binding: the ledger's, for the step.
+            vectors: masked ring words of the range, one per header.
+
+        Raises:
+            SenderError: a vector or header does not match; it names the sender.
+            ProtocolError: the request itself does not match; ``query_mismatch`` for a measurement.
+        """
+        started = time.perf_counter()
+        average = self._average(self._verified(request, updates=True), binding, vectors)
         return MeasureReport(average, time.perf_counter() - started)
 
     def _average(self, verified: _Verified, binding: Envelope, vectors: Sequence[RingVector]) -> NDArray[np.float64]:

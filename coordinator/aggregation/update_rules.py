@@ -4,27 +4,35 @@ Rules come from `torch.optim`, applied to one tensor at a time (no fused or mult
 whole tensors, and no rule couples tensors, so the bytes do not depend on the number of ranges. The process must be in
 the run's numerics class: kernels of another instruction set may round differently.
 
+Guarantee: an update, by a rule of the user's own too, costs no epsilon. It is post-processing: a function of the
+released average, of parameters and state that follow from earlier ones, and of public settings. Precondition: the rule
+sees released values alone. It runs in the aggregator, against which every claim is made.
+
 | name | from the specification |
 |---|---|
 | ``sgd`` | momentum, weight decay |
 | ``adam``, ``adamw`` | beta1, beta2, eps, weight decay (added to the gradient; decoupled) |
 | ``adafactor`` | eps (the smaller of its two), weight decay; its own decay of the second moment |
+| ``module:Class`` | settings; the user's own `torch.optim.Optimizer`, an instance for each tensor and step |
 """
 
 import inspect
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raycloak.metrics.errors import ConfigError, RunFailedError
+from raycloak.metrics.errors import ConfigError, ProtocolError, RunFailedError, is_out_of_memory
+from raycloak.workers.inputs.user_code import own_words, resolve, source_digest
 from raycloak.workers.terms.manifest import OptimizerSpec, TensorSpec
 from raycloak.workers.terms.parameter_digest import dimension
 
-State = dict[str, NDArray[np.float32]]
+State = dict[str, NDArray[Any]]
 _ADAFACTOR_PARAMETER_SCALE = 1e-3  # the larger of the rule's two eps, at torch's default
 
 
@@ -43,6 +51,74 @@ def _without_compiler(rule: Any) -> Any:
 _SGD, _ADAM, _ADAMW, _ADAFACTOR = (
     _without_compiler(rule) for rule in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adafactor)
 )
+
+
+_STATE_TYPES = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool)
+_STATE_REMEDY = "Keep tensors in self.state[parameter], also the number of the step: torch.tensor(0.0)."
+
+
+def own_rule(spec: OptimizerSpec, base: Path | str) -> Callable[..., Any]:
+    """Return what makes the user's own rule for some tensors at a learning rate: of (tensors, lr).
+
+    Raises:
+        ConfigError: ``module_function``; ``update_rule`` if it is no ``torch.optim.Optimizer``.
+    """
+    found: Any = resolve(spec.name, base)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise ConfigError(
+            "update_rule",
+            f"{spec.name} is no class of torch.optim.Optimizer.",
+            "Derive the rule from torch.optim.Optimizer; it gets the tensors, lr, and optimizer.settings.",
+        )
+    if found.add_param_group is torch.optim.Optimizer.add_param_group:
+        # Torch's own imports the compiler; see `_without_compiler`.
+        found = type(found.__name__, (found,), {"add_param_group": inspect.unwrap(found.add_param_group)})
+    settings = json.loads(spec.settings)
+    return lambda tensors, lr: found(tensors, lr=lr, **settings)
+
+
+def own_schedule(spec: OptimizerSpec, base: Path | str) -> Callable[[int, int], float]:
+    """Return the user's own schedule, which gives the factor of the learning rate.
+
+    Guarantee: the factor is rounded to 2^-40, so that math libraries that differ in the last bit agree.
+
+    Raises:
+        ConfigError: ``module_function``; ``schedule``, when it is called, if it fails or gives anything but a finite
+            number of at least 0.
+    """
+    function = resolve(spec.schedule, base)
+
+    def factor(step: int, steps: int) -> float:
+        try:
+            found = function(step, steps)
+        except Exception as error:
+            raise ConfigError(
+                "schedule",
+                f"at step {step} of {steps}, {spec.schedule} fails with {own_words(error)}",
+                "It is called with (step, steps), from step 0.",
+            ) from error
+        is_number = isinstance(found, int | float | np.integer | np.floating) and not isinstance(found, bool)
+        if not is_number or not 0 <= found < math.inf:
+            raise ConfigError(
+                "schedule",
+                f"{spec.schedule} gives {found!r:.60} at step {step} of {steps}, not a finite number of at least 0.",
+                "Return the factor of optimizer.learning_rate.",
+            )
+        return math.ldexp(round(math.ldexp(float(found), 40)), -40)
+
+    return factor
+
+
+def require_source(spec: OptimizerSpec, base: Path | str) -> None:
+    """Require that the user's own rule and schedule have the source that ``spec`` states.
+
+    Raises:
+        ConfigError: ``module_function``.
+        ProtocolError: ``manifest_mismatch``.
+    """
+    for name, stated in ((spec.name, spec.code), (spec.schedule, spec.schedule_code)):
+        if ":" in name and source_digest(name, base) != stated:
+            raise ProtocolError("manifest_mismatch", f"the source of {name} is not the one that the manifest states")
 
 
 def learning_rate(spec: OptimizerSpec, step: int, total_steps: int) -> float:
@@ -70,12 +146,16 @@ class Optimizer:
         spec: rule and schedule.
         tensors: the range's whole tensors, in canonical order.
         total_steps: planned steps, for the schedule.
+        base: folder that names of the user's own rule and schedule start from.
 
     Raises:
-        ConfigError: ``optimizer`` if a rule without momentum is given one, or the warm-up exceeds the run.
+        ConfigError: ``optimizer`` if a rule without momentum is given one, or the warm-up exceeds the run; as
+            :func:`own_rule` and :func:`own_schedule`.
     """
 
-    def __init__(self, spec: OptimizerSpec, tensors: Sequence[TensorSpec], total_steps: int) -> None:
+    def __init__(
+        self, spec: OptimizerSpec, tensors: Sequence[TensorSpec], total_steps: int, base: Path | str = "."
+    ) -> None:
         if spec.momentum and spec.name != "sgd":
             raise ConfigError(
                 "optimizer",
@@ -91,6 +171,18 @@ class Optimizer:
         self._spec = spec
         self._tensors = tuple(tensors)
         self._total_steps = total_steps
+        self._own = own_rule(spec, base) if ":" in spec.name else None
+        self._factor = own_schedule(spec, base) if ":" in spec.schedule else None
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of ``step``, by the schedule of the run.
+
+        Raises:
+            ConfigError: ``schedule`` as :func:`own_schedule`.
+        """
+        if self._factor is not None:
+            return self._spec.learning_rate * self._factor(step, self._total_steps)
+        return learning_rate(self._spec, step, self._total_steps)
 
     def initial_state(self) -> State:
         """Return the state before the first step: empty. The first :meth:`update` fills it."""
@@ -100,7 +192,7 @@ class Optimizer:
         self,
         parameters: NDArray[np.float32],
         averaged_gradient: NDArray[np.floating[Any]],
-        state: Mapping[str, NDArray[np.float32]],
+        state: Mapping[str, NDArray[Any]],
         step: int,
     ) -> tuple[NDArray[np.float32], State]:
         """Compute parameters and state after one step.
@@ -115,7 +207,9 @@ class Optimizer:
             step: counted from 0.
 
         Raises:
-            RunFailedError: ``non_finite_parameters`` if a new parameter or state is not finite.
+            RunFailedError: ``non_finite_parameters`` if a new parameter or state is not finite; ``update_rule`` if a
+                rule of the user's own fails or keeps anything but arrays, in its own words: it saw released values.
+            ConfigError: ``schedule`` as :func:`own_schedule`.
         """
         size = dimension(self._tensors)
         assert parameters.shape == averaged_gradient.shape == (size,), "vectors have the range's size"
@@ -125,20 +219,14 @@ class Optimizer:
         # The last reference, if the caller has kept none.
         del averaged_gradient
         leaves = self._cut(parameters)
-        rule = self._rule(leaves, learning_rate(self._spec, step, self._total_steps))
-        leaf_of = dict(zip((tensor.name for tensor in self._tensors), leaves, strict=True))
         for leaf, gradient in zip(leaves, gradients, strict=True):
             leaf.grad = gradient
-        for key, value in state.items():
-            name, _, field = key.rpartition("/")
-            # Copied, because torch updates the state in place and no argument may change.
-            rule.state[leaf_of[name]][field] = torch.from_numpy(value.copy())
-        rule.step()
+        rules = self._stepped(leaves, state, step)
         for leaf in leaves:
             leaf.grad = None
         del gradients
         updated = np.concatenate([leaf.numpy().reshape(-1) for leaf in leaves])
-        new_state = self._state_of(rule, leaves)
+        new_state = self._state_of(rules, leaves)
         if not all(np.isfinite(vector).all() for vector in (updated, *new_state.values())):
             raise RunFailedError(
                 "non_finite_parameters",
@@ -157,6 +245,40 @@ class Optimizer:
             start += tensor.size
         return parts
 
+    def _stepped(self, leaves: list[torch.Tensor], state: Mapping[str, NDArray[Any]], step: int) -> list[Any]:
+        """Return the rule of each leaf, after its step."""
+        rate = self.rate(step)
+        if self._own is None:
+            rules = [self._rule(leaves, rate)] * len(leaves)
+            self._restore(rules, leaves, state)
+            rules[0].step()
+            return rules
+        try:
+            # One for each tensor, so that no rule can couple tensors and ranges change no byte.
+            rules = [self._own([leaf], rate) for leaf in leaves]
+            self._restore(rules, leaves, state)
+            with torch.no_grad():
+                for rule in rules:
+                    rule.step()
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise RunFailedError(
+                "update_rule",
+                f"in step {step}, {self._spec.name} fails with {own_words(error)}",
+                "It is made with the tensors, lr and optimizer.settings; then its step() is called.",
+                step=step,
+            ) from error
+        return rules
+
+    def _restore(self, rules: list[Any], leaves: list[torch.Tensor], state: Mapping[str, NDArray[Any]]) -> None:
+        places = {tensor.name: index for index, tensor in enumerate(self._tensors)}
+        for key, value in state.items():
+            name, _, field = key.rpartition("/")
+            index = places[name]
+            # Copied, because torch updates the state in place and no argument may change.
+            rules[index].state[leaves[index]][field] = torch.from_numpy(value.copy())
+
     def _rule(self, leaves: list[torch.Tensor], rate: float) -> Any:
         spec = self._spec
         decay, betas = spec.weight_decay, (spec.beta1, spec.beta2)
@@ -172,12 +294,32 @@ class Optimizer:
             case "adafactor":
                 epsilons = (spec.eps, _ADAFACTOR_PARAMETER_SCALE)
                 return _ADAFACTOR(leaves, lr=rate, eps=epsilons, weight_decay=decay, foreach=False)
+        raise ConfigError("optimizer", f"there is no update rule '{spec.name}'.", "See docs/configuration.md.")
 
-    def _state_of(self, rule: Any, leaves: list[torch.Tensor]) -> State:
-        """Return all state tensors by ``tensor name/field``, without unused fields."""
-        return {
-            f"{tensor.name}/{field}": value.numpy()
-            for tensor, leaf in zip(self._tensors, leaves, strict=True)
-            for field, value in sorted(rule.state[leaf].items())
-            if isinstance(value, torch.Tensor)
-        }
+    def _state_of(self, rules: list[Any], leaves: list[torch.Tensor]) -> State:
+        """Return all state tensors by ``tensor name/field``, without unused fields.
+
+        Raises:
+            RunFailedError: ``update_rule`` if a rule of the user's own keeps anything else.
+        """
+        found: State = {}
+        for tensor, leaf, rule in zip(self._tensors, leaves, rules, strict=True):
+            for field, value in sorted(rule.state.get(leaf, {}).items(), key=lambda each: str(each[0])):
+                if self._own is not None:
+                    self._check_state(field, value)
+                    value = value.detach().clone()
+                if isinstance(value, torch.Tensor):
+                    found[f"{tensor.name}/{field}"] = value.numpy()
+        return found
+
+    def _check_state(self, field: object, value: object) -> None:
+        """Require what a sealed package can hold: a resume would lose the rest."""
+        if not isinstance(field, str) or "/" in field:
+            raise RunFailedError("update_rule", f"{self._spec.name} names its state {field!r:.60}.", "Name it by text.")
+        if not isinstance(value, torch.Tensor) or value.dtype not in _STATE_TYPES:
+            kind = str(value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise RunFailedError(
+                "update_rule",
+                f"{self._spec.name} keeps '{field}' as {kind}, which a resume would lose: no sealed package holds it.",
+                _STATE_REMEDY,
+            )

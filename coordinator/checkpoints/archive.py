@@ -21,13 +21,22 @@ class Archive:
         run_id: the run's id. Executions that repeat it share its packages.
         base: folder that relative paths of the configuration start from.
         notice: told why packages are not published.
+        published: called with the finished steps and the digest of each package that is.
     """
 
-    def __init__(self, config: CheckpointConfig, run_id: str, base: Path, notice: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        run_id: str,
+        base: Path,
+        notice: Callable[[str], None],
+        published: Callable[[int, bytes], None] = lambda steps, digest: None,
+    ) -> None:
         self._config = config
         self._location = _location(config.storage, run_id, base)
         self._base = base
         self._notice = notice
+        self._published = published
 
     def open(self, control: Control, terms: PackageOrigin, metrics: RunMetrics) -> Checkpoints:
         """Start to seal packages.
@@ -37,7 +46,9 @@ class Archive:
         """
         recipients = load_recipients([self._base / path for path in self._config.recipients])
         storage = PackageStorage.open(self._location)
-        return Checkpoints(self._config, storage, control, terms, recipients, self._notice, metrics)
+        return Checkpoints(
+            self._config, storage, control, terms, recipients, self._notice, metrics, published=self._published
+        )
 
     def restore(self, control: Control, manifest: Manifest, at_most: int | None) -> Restored | None:
         """Restore the newest package, or the newest of at most so many finished steps; None if there is none.

@@ -95,6 +95,7 @@ class Checkpoints:
         recipients: parties that may open a package besides the run; see
         `raycloak.attestation.sealed.package_keys.load_recipients`.
         notice: told once why packages are not published, and once that they are again.
+        published: called with the finished steps and the digest of each package that is.
         clock: unix seconds; monotonic: seconds that only grow.
     """
 
@@ -110,6 +111,7 @@ class Checkpoints:
         *,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
+        published: Callable[[int, bytes], None] = lambda steps, digest: None,
     ) -> None:
         self._config = config
         self._storage = storage
@@ -119,9 +121,10 @@ class Checkpoints:
         self._metrics = metrics
         self._clock = clock
         self._monotonic = monotonic
+        self._published = published
         self._recipients = (control.orchestrator.package_recipient(), *recipients)
-        published = control.orchestrator.newest_published()
-        self._previous = published.digest if published else b""
+        before = control.orchestrator.newest_published()
+        self._previous = before.digest if before else b""
         self._retention = Retention(config, storage, control.orchestrator.package_signer(), terms.manifest.digest())
         self._background = Background()
         self._waiting: Snapshot | None = None
@@ -235,6 +238,7 @@ class Checkpoints:
         # Only now: what the log calls published has to be there.
         self._control.orchestrator.record_published(manifest.step, self._previous)
         self._metrics.checkpoint_written()
+        self._published(manifest.step, self._previous)
         if self._in_trouble:
             self._in_trouble = False
             self._notice(f"checkpoints are published again, from step {manifest.step}.")

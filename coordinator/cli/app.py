@@ -258,12 +258,14 @@ def _plan(output: Output, config: RunConfig, config_dir: Path, trials: int | Non
     from raycloak.coordinator.evidence.sources import configured_policy
     from raycloak.coordinator.planning.dry_run import plan_of
     from raycloak.coordinator.planning.search_cost import search_of
+    from raycloak.coordinator.training.callbacks import own_callbacks
     from raycloak.workers.inputs.user_code import telling
 
     policy = configured_policy(config.policy, config.collateral, config_dir)
     classes = sorted(policy.accepted_classes) if policy is not None else ["simulated"]
     # Who asks for a plan may see what their own code says: it is not in a run.
     with telling():
+        own_callbacks(config.callbacks, (), config_dir)
         plan = plan_of(config, config_dir)
     search = search_of(plan, trials) if trials is not None else None
     fields = plan.as_json() | {"evidence_classes": classes} | ({"search": search.as_json()} if search else {})

@@ -38,6 +38,7 @@ def status_line(report: "StepReport") -> str:
         parts.append(f"accuracy {report.evaluation_accuracy:.1%}")
     if report.evaluation_loss is not None:
         parts.append(f"loss {report.evaluation_loss:.6g}")
+    parts += [f"{name} {value:.6g}" for name, value in report.evaluation_metrics.items()]
     parts.append(f"{report.workers} worker{'' if report.workers == 1 else 's'}")
     return " · ".join(parts)
 
@@ -131,8 +132,9 @@ class ProgressDisplay:
                 self._ends.append((self._phase[1], report.step - 1))
                 self._tell_the_start()
             elif report.evaluation_accuracy is None and report.evaluation_loss is None:
-                measured = self._report.evaluation_accuracy, self._report.evaluation_loss
-                report = replace(report, evaluation_accuracy=measured[0], evaluation_loss=measured[1])
+                measured, own = self._report, self._report.evaluation_metrics
+                accuracy, loss = measured.evaluation_accuracy, measured.evaluation_loss
+                report = replace(report, evaluation_accuracy=accuracy, evaluation_loss=loss, evaluation_metrics=own)
             self._report = report
             self._ends = [*self._ends, (now, report.step)][-_RATED - 1 :]
             if self._console.is_terminal:

@@ -40,6 +40,7 @@ def verdict_rows(verdict: Verdict) -> list[tuple[str, str]]:
         *(_budget_rows(verdict) if verdict.private else [("privacy", "NOT PRIVATE: differential privacy was off")]),
         ("steps", _steps(verdict)),
         _evaluation_row(verdict),
+        *((name, f"{value:.6g} on the public split") for name, value in verdict.evaluation_metrics.items()),
         *_measurement_rows(verdict),
         ("evidence", _evidence(verdict)),
         ("workers", f"{verdict.num_workers}, hosting {verdict.virtual_workers} virtual workers"),

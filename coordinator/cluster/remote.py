@@ -98,7 +98,9 @@ class Worker(Protocol):
 class Aggregator(Protocol):
     """The methods of `raycloak.coordinator.aggregation.aggregator.MaskedAggregator` that are called remotely."""
 
-    def present(self, challenge: "Challenge", manifest: "Manifest", owned: "ParameterRange") -> "Envelope": ...
+    def present(
+        self, challenge: "Challenge", manifest: "Manifest", owned: "ParameterRange", base: str = "."
+    ) -> "Envelope": ...
 
     def initial_state(self) -> "State": ...
 
@@ -114,6 +116,8 @@ class Aggregator(Protocol):
     ) -> "tuple[ReduceReport, Parameters, State]": ...
 
     def measure(self, request: "ReduceRequest", binding: "Envelope", *vectors: "RingVector") -> "MeasureReport": ...
+
+    def release(self, request: "ReduceRequest", binding: "Envelope", *vectors: "RingVector") -> "MeasureReport": ...
 
 
 def positional(method: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, ...]:
@@ -248,3 +252,12 @@ class AggregatorActor(_MemberActor):
     ) -> Reduction:
         """Have a measurement's average released, once the vectors are bound."""
         return Reduction(self._ask(Aggregator.measure, 1, request, _given(binding), *map(_given, vectors))[0])
+
+    def release(
+        self,
+        request: "ReduceRequest",
+        binding: "Reference[Envelope]",
+        vectors: "Sequence[Reference[RingVector]]",
+    ) -> Reduction:
+        """Have the average of a training step's range released, once the vectors are bound."""
+        return Reduction(self._ask(Aggregator.release, 1, request, _given(binding), *map(_given, vectors))[0])

@@ -31,6 +31,7 @@ from raycloak.coordinator.config.sections import (
     PlacementConfig,
     RingConfig,
     Section,
+    require_known,
 )
 from raycloak.metrics.errors import ConfigError
 
@@ -87,6 +88,7 @@ class RunConfig(Section):
         threads_per_worker: threads of one torch operation in a worker; another number is another computation.
         precision: of the forward and backward pass, ``float32`` or ``bf16``; parameters and sums stay as they are.
         gradient_checkpointing: computes the blocks of a Hugging Face model again in the backward pass, for less memory.
+        callbacks: ``module:Class`` of the user's own, which are told of the run; see `docs/extending.md`.
         allow_nondeterministic: lets operations without a deterministic kernel run; the run is then marked NOT EXACT.
     """
 
@@ -128,14 +130,12 @@ class RunConfig(Section):
     precision: Literal["float32", "bf16"] = "float32"
     gradient_checkpointing: bool = False
     allow_nondeterministic: bool = False
+    callbacks: list[str] = Field(default_factory=list)
 
     @field_validator("loss")
     @classmethod
     def _known_loss(cls, loss: str) -> str:
-        if ":" in loss or loss in LOSSES:
-            return loss
-        near = "".join(f": did you mean {name}?" for name in get_close_matches(loss, LOSSES, n=1)) or "."
-        raise ValueError(f"there is no loss '{loss}'{near} Known are {', '.join(LOSSES)}, and module:function")
+        return require_known(loss, LOSSES, "loss", "module:function")
 
     @model_validator(mode="before")
     @classmethod

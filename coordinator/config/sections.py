@@ -1,6 +1,7 @@
 """The sections of a configuration: fields, defaults, bounds, and contradictions within one section."""
 
 import re
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -10,12 +11,35 @@ Kept = Literal["sealed", "clear"]
 LOSSES = ("cross_entropy", "token_cross_entropy", "next_token_cross_entropy", "mse")
 """The losses that have a name; `raycloak.workers.inputs.models` computes them."""
 
+RULES = ("sgd", "adam", "adamw", "adafactor")
+SCHEDULES = ("constant", "linear", "cosine")
+"""The update rules and schedules that have a name; `raycloak.coordinator.aggregation.update_rules` applies them."""
+
+RULE_FIELDS = ("momentum", "weight_decay", "beta1", "beta2", "eps")
+"""Settings of the built-in rules."""
+
+Setting = bool | int | float | str | None
+"""A keyword argument of an update rule."""
+
 LOSS_OF_TASK = {
     "sequence_classification": "cross_entropy",
     "causal_lm": "next_token_cross_entropy",
     "token_classification": "token_cross_entropy",
 }
 """The loss of each task of a Hugging Face model."""
+
+
+def require_known(name: str, built_in: tuple[str, ...], what: str, own: str) -> str:
+    """Return a built-in's name, or a user's own ``module:...``; ValueError for any other text."""
+    if ":" in name or name in built_in:
+        return name
+    near = "".join(f": did you mean {each}?" for each in get_close_matches(name, built_in, n=1)) or "."
+    raise ValueError(f"there is no {what} '{name}'{near} Known are {', '.join(built_in)}, and {own}")
+
+
+def metric_name(metric: str) -> str:
+    """Return the name by which a metric ``module:function`` is shown."""
+    return metric.rpartition(":")[2]
 
 
 def _address(text: str) -> str:
@@ -230,10 +254,15 @@ class EvaluationConfig(Section):
 
     Results are exact and shown to everybody. So ``dataset.public`` must declare them public, even where the examples
     themselves are sealed.
+
+    Attributes:
+        metrics: ``module:function`` of the user's own metrics, for a split whose examples are public as well. Each gets
+            outputs ``[n, ...]`` and labels ``[n, ...]`` of the whole split as tensors, and returns one number.
     """
 
     dataset: DatasetConfig
     every: int = Field(default=10, gt=0)
+    metrics: list[str] = Field(default_factory=list)
 
     @property
     def kept(self) -> Kept:
@@ -270,6 +299,16 @@ class PrivateEvaluationConfig(Section):
     loss_bound: float = Field(default=5.0, ge=1e-6, le=1e6)
     classes: int | None = Field(default=None, ge=2, le=100)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _no_own_metrics(cls, raw: Any) -> Any:
+        if isinstance(raw, dict) and "metrics" in raw:
+            raise ValueError(
+                "a metric of your own has no known sensitivity, so no noise could protect private examples from it; "
+                "name it in evaluation.metrics, for a public split"
+            )
+        return raw
+
 
 class MeasurementsConfig(Section):
     """The measurements on private examples beside the gradients, each with noise and a cost of its own."""
@@ -279,22 +318,50 @@ class MeasurementsConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """The aggregator's update rule, applied to the released average."""
+    """The aggregator's update rule, applied to the released average.
 
-    name: Literal["sgd", "adam", "adamw", "adafactor"] = "sgd"
+    Attributes:
+        name: ``sgd``, ``adam``, ``adamw``, ``adafactor``, or ``module:Class`` of a ``torch.optim.Optimizer``.
+        settings: keyword arguments of a ``module:Class``, besides ``lr``.
+        schedule: ``constant``, ``linear``, ``cosine``, or ``module:function`` of (step, steps) giving the factor of the
+            learning rate; steps count from 0.
+    """
+
+    name: str = "sgd"
+    settings: dict[str, Setting | list[Setting]] = Field(default_factory=dict)
     learning_rate: float = Field(default=0.5, gt=0, le=3e38)
     momentum: float = Field(default=0.0, ge=0, lt=1)
     weight_decay: float = Field(default=0.0, ge=0)
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.999, ge=0, lt=1)
     eps: float = Field(default=1e-8, gt=0)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: str = "constant"
     warmup_steps: int = Field(default=0, ge=0)
 
+    @field_validator("name")
+    @classmethod
+    def _known_rule(cls, name: str) -> str:
+        return require_known(name, RULES, "update rule", "module:Class")
+
+    @field_validator("schedule")
+    @classmethod
+    def _known_schedule(cls, schedule: str) -> str:
+        return require_known(schedule, SCHEDULES, "schedule", "module:function")
+
     @model_validator(mode="after")
-    def _momentum_of_sgd(self) -> Self:
+    def _settings_of_the_rule(self) -> Self:
+        own, fields = self.name not in RULES, type(self).model_fields
+        changed = [each for each in RULE_FIELDS if getattr(self, each) != fields[each].default]
+        if own and changed:
+            raise ValueError(f"{changed[0]} belongs to the built-in rules; give it to {self.name} in settings")
+        if self.settings and not own:
+            raise ValueError(f"settings belong to a rule of your own; {self.name} has fields")
+        if "lr" in self.settings:
+            raise ValueError("settings.lr is optimizer.learning_rate")
         if self.momentum and self.name != "sgd":
             raise ValueError(f"momentum belongs to sgd; {self.name} has no such setting, so set it to 0")
+        if self.warmup_steps and self.schedule not in SCHEDULES:
+            raise ValueError(f"warmup_steps belongs to the built-in schedules; {self.schedule} has its own warm-up")
         return self
 
 
@@ -413,3 +480,10 @@ class MetricsConfig(Section):
     """The address of the `/metrics` endpoint, ``host:port``; port 0 takes a free one."""
 
     bind: Address = "127.0.0.1:0"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_own_metrics(cls, raw: Any) -> Any:
+        if isinstance(raw, list | str):
+            raise ValueError("this is the address of the endpoint; name metrics of your own in evaluation.metrics")
+        return raw

@@ -30,18 +30,22 @@ class MemberAdmission:
     Attributes:
         terms: what each worker presents itself for; newer collateral replaces the former.
         ranges: one per aggregator.
+        base: folder that names of user code start from.
     """
 
     members: Members
     terms: Admission
     ranges: Sequence[ParameterRange]
+    base: str
     _review: Review
     _serial: Iterator[int]
 
     @classmethod
-    def of(cls, members: Members, terms: Admission, ranges: Sequence[ParameterRange], review: Review) -> Self:
+    def of(
+        cls, members: Members, terms: Admission, ranges: Sequence[ParameterRange], base: str, review: Review
+    ) -> Self:
         """Begin after the serial numbers of the first aggregators, one per range."""
-        return cls(members, terms, ranges, review, itertools.count(members.config.aggregators))
+        return cls(members, terms, ranges, base, review, itertools.count(members.config.aggregators))
 
     def admit_founders(self) -> None:
         """Challenge, appraise and admit every worker and one aggregator per range.
@@ -132,5 +136,5 @@ class MemberAdmission:
     def _admit_aggregator(self, actor: AggregatorActor, owned: ParameterRange) -> None:
         members = self.members
         challenge = members.control.orchestrator.challenge(actor.member_id, "aggregator")
-        reference = actor.present(challenge, self.terms.manifest, owned)
+        reference = actor.present(challenge, self.terms.manifest, owned, self.base)
         self.admit(actor.member_id, members.backend.fetch(reference, members.config.failure.admission_deadline_s))

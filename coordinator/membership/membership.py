@@ -56,7 +56,7 @@ class Membership:
         """
         members = founders.members
         review = Review(members.control, members.timer, revocations)
-        admission = MemberAdmission.of(members, terms, ranges, review)
+        admission = MemberAdmission.of(members, terms, ranges, founders.setup.base, review)
         admission.admit_founders()
         growth = Growth.of(members, admission, founders.setup, on_join)
         return cls(members, admission, growth, Hosts.of(members, growth, terms.manifest))

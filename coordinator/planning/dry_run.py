@@ -8,27 +8,30 @@ from dataclasses import replace
 from pathlib import Path
 
 from raycloak.coordinator.aggregation.ranges import split_ranges
+from raycloak.coordinator.aggregation.rule_trial import try_rule
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.ledger.entries import Head
 from raycloak.coordinator.ledger.view import LedgerView
 from raycloak.coordinator.planning.cross_check import checked
 from raycloak.coordinator.planning.data_check import recorded_check
 from raycloak.coordinator.planning.first_look import first_look
+from raycloak.coordinator.planning.manifest import optimizer_spec
 from raycloak.coordinator.planning.model_source import compute_mode, model_source
 from raycloak.coordinator.planning.outlook import with_account
+from raycloak.coordinator.planning.own_metrics import own_metrics, try_metrics
 from raycloak.coordinator.planning.payer import PayingAccount, account_of, data_place, existing_account, ledger_to_read
 from raycloak.coordinator.planning.plan import Plan, make_plan, with_notes
-from raycloak.coordinator.planning.public_split import public_split
+from raycloak.coordinator.planning.public_split import PublicSplit, public_split
 from raycloak.coordinator.planning.references import descriptor, evaluation_form, sealed_terms
 from raycloak.metrics.errors import ConfigError
-from raycloak.workers.evaluation import check_evaluation_form
+from raycloak.workers.evaluation import Scorer, check_evaluation_form, metric_of
 from raycloak.workers.gradients.model_checks import check_rows, check_trainable
 from raycloak.workers.gradients.numerics import slow_products
 from raycloak.workers.gradients.row_memory import largest_rows
 from raycloak.workers.gradients.sum_engines import check_measurable
 from raycloak.workers.inputs.datasets import dataset_form
 from raycloak.workers.inputs.fingerprint import dataset_fingerprint
-from raycloak.workers.inputs.models import build_noted, loss_function, parameter_count, trainable_tensors
+from raycloak.workers.inputs.models import build_model, build_noted, loss_function, parameter_count, trainable_tensors
 from raycloak.workers.inputs.text_model import check_text
 from raycloak.workers.terms.mechanism import Mechanism
 
@@ -57,12 +60,15 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     slow = slow_products(model, device, config.cpu_capability)
     loss, _ = loss_function(config.loss, config_dir)
     split_ranges(trainable_tensors(model), config.aggregators)
+    spec = optimizer_spec(config.optimizer, config_dir)
+    try_rule(spec, trainable_tensors(model), config.sized(form.num_examples).planned_steps, config_dir)
     deterministic = not config.allow_nondeterministic
     if source.hub is not None:
         source.hub.check_tokenizer(data.tokenizer, config_dir)
     vocabulary = check_text(model, form, config.loss, opened.vocabulary, data.classes)
     if (split := public_split(config, config_dir)) is not None:
         split.check(model, config.loss)
+        _try_metrics(config, config_dir, split)
     check_trainable(model, form, loss, deterministic, vocabulary)
     sealed = sealed_terms(config, config_dir, "evaluation")
     if sealed is not None:
@@ -75,6 +81,16 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
         check_measurable(measurement, form)
     check_rows(model, form, loss, _mechanisms(plan), deterministic, vocabulary)
     return replace(checked(with_notes(plan, (*notes, *slow))), data_check=recorded_check(fingerprint))
+
+
+def _try_metrics(config: RunConfig, config_dir: Path, split: PublicSplit) -> None:
+    """Call the user's own metrics on the untrained model; ConfigError as `try_metrics`."""
+    assert config.evaluation is not None, "there is a split"
+    if metrics := own_metrics(config.evaluation.metrics, (), config_dir):
+        # A model of its own: the one that is checked stays in train mode.
+        model = build_model(model_source(config.model), config_dir, config.seed)
+        loss, _ = loss_function(config.loss, config_dir)
+        try_metrics(metrics, Scorer(model, loss, metric_of(config.loss)), split.examples)
 
 
 def _paid(

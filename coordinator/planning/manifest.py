@@ -1,5 +1,8 @@
 """Builds the manifest of a run from its configuration and from the facts of its prepared workers."""
 
+import json
+from pathlib import Path
+
 from raycloak.attestation.core.evidence import CollateralBundle
 from raycloak.attestation.core.hybrid_signature import SignerPublic
 from raycloak.attestation.keys.halves import ServiceContract
@@ -7,12 +10,17 @@ from raycloak.attestation.orchestrator.run_terms import RunTerms
 from raycloak.attestation.policy.policy import Policy
 from raycloak.attestation.sealed.sealed_data import SealedSource
 from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.config.sections import RULES, SCHEDULES, OptimizerConfig
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
+from raycloak.workers.inputs.user_code import source_digest
 from raycloak.workers.messages import WorkerFacts
-from raycloak.workers.terms.manifest import Computation, Manifest, OptimizerSpec
+from raycloak.workers.terms.manifest import Computation, Manifest, OptimizerSpec, UserCode
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.terms.parameter_digest import frozen_digest, parameter_digest, tensor_digests
+
+BY_HAND = "by hand"
+"""The name of an update that the caller of `raycloak.by_hand` makes, and no aggregator; no configuration has it."""
 
 
 def build_computation(
@@ -22,10 +30,18 @@ def build_computation(
     facts: WorkerFacts,
     mechanism: Mechanism,
     measurements: tuple[Measurement, ...] = (),
+    metrics: tuple[UserCode, ...] = (),
+    base: Path | str = ".",
 ) -> Computation:
     """Build the part of the manifest that determines the bytes of the weights.
 
     Guarantee: no part of it depends on the number of workers, ranges or nodes, on paths or on time.
+
+    Args:
+        base: folder that the names of an update rule and schedule of the user's own start from.
+
+    Raises:
+        ConfigError: ``module_function`` if one of them is not there.
     """
     return Computation(
         mechanism=mechanism,
@@ -38,11 +54,27 @@ def build_computation(
         tensors=facts.tensors,
         initial_parameters=parameter_digest(facts.tensors, tensor_digests(facts.initial_parameters, facts.tensors)),
         frozen=frozen_digest(facts.contents),
-        optimizer=OptimizerSpec.model_validate(config.optimizer.model_dump()),
+        optimizer=optimizer_spec(config.optimizer, base),
         numerics=facts.numerics,
         dataset=dataset.identity_digest(),
         tokenizer=facts.tokenizer,
+        metrics=metrics,
         epoch_steps=config.epoch_steps,
+    )
+
+
+def optimizer_spec(config: OptimizerConfig, base: Path | str) -> OptimizerSpec:
+    """Return the update rule and schedule of a run, with the digests of what is the user's own.
+
+    Raises:
+        ConfigError: ``module_function``.
+    """
+    given = config.model_dump(exclude={"settings"})
+    return OptimizerSpec(
+        **given,
+        settings=json.dumps(config.settings, sort_keys=True, separators=(",", ":"), allow_nan=False),
+        code=b"" if config.name in (*RULES, BY_HAND) else source_digest(config.name, base),
+        schedule_code=b"" if config.schedule in SCHEDULES else source_digest(config.schedule, base),
     )
 
 

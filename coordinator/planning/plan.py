@@ -67,6 +67,7 @@ CURVE_POINTS = 40
 """Most points of a plan's epsilon curve."""
 
 _STATE_TENSORS = {"sgd": 1, "adam": 2, "adamw": 2, "adafactor": 1}
+_OWN_STATE_TENSORS = 2  # assumed of a rule of the user's own: most keep one or two moments
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,7 +446,7 @@ def _masked_bytes(config: RunConfig, mechanism: Mechanism) -> int:
 
 
 def _object_store_bytes(config: RunConfig, mechanism: Mechanism) -> int:
-    tensors = 1 + _STATE_TENSORS[config.optimizer.name]
+    tensors = 1 + _STATE_TENSORS.get(config.optimizer.name, _OWN_STATE_TENSORS)
     return 2 * (tensors * 4 * mechanism.dimension + _masked_bytes(config, mechanism))
 
 

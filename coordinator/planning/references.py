@@ -14,7 +14,7 @@ from raycloak.attestation.keys.halves import ServiceContract
 from raycloak.attestation.sealed.package_keys import load_recipients
 from raycloak.attestation.sealed.sealed_data import SealedHeader, SealedSource, Use
 from raycloak.coordinator.config.run import RunConfig
-from raycloak.coordinator.config.sections import DatasetConfig, KeyServiceConfig
+from raycloak.coordinator.config.sections import DatasetConfig, EvaluationConfig, KeyServiceConfig
 from raycloak.coordinator.ledger.location import usable_url
 from raycloak.coordinator.ledger.witness import open_witness
 from raycloak.metrics.errors import ConfigError, ProtocolError
@@ -36,10 +36,11 @@ def preflight(config: RunConfig, base: Path) -> None:
         base: folder that relative paths start from.
 
     Raises:
-        ConfigError: ``evaluation_not_public``, ``evaluation_private``, ``evaluation_classes``, ``ledger_url``,
-            ``witness``, ``recipient`` or ``key_service``.
+        ConfigError: ``metric_private``, ``evaluation_not_public``, ``evaluation_private``, ``evaluation_classes``,
+            ``ledger_url``, ``witness``, ``recipient`` or ``key_service``.
     """
     if config.evaluation is not None:
+        require_measurable(config.evaluation)
         require_public(config.evaluation.dataset.kind, config.evaluation.dataset.public)
         require_apart(config, base)
         require_same_classes(config, base)
@@ -139,6 +140,25 @@ def require_public(kind: str, public: bool) -> None:
             "evaluation_not_public",
             "the evaluation dataset is not declared public, so results on it would leak.",
             f"Set evaluation.dataset.public: true if {what} need no protection.",
+        )
+
+
+def require_measurable(evaluation: EvaluationConfig) -> None:
+    """Refuse metrics of the user's own on a split whose examples are not public.
+
+    Guarantee: a metric of the user's own never sees a private example, nor what a model says of one.
+
+    Raises:
+        ConfigError: ``metric_private``, with the first metric named.
+    """
+    kept_apart = evaluation.kept == "sealed" or not evaluation.dataset.public
+    if evaluation.metrics and kept_apart:
+        what = "sealed" if evaluation.kept == "sealed" else "not declared public"
+        raise ConfigError(
+            "metric_private",
+            f"the metric {evaluation.metrics[0]} has no known sensitivity, and the examples of evaluation.dataset are "
+            f"{what}: no noise could protect them from it.",
+            "Measure it on a public split; measurements.evaluation has F1 and accuracy of private examples.",
         )
 
 

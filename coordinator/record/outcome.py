@@ -1,7 +1,7 @@
 """The records of steps, evaluations and executions; plain data that is passed on."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
@@ -32,12 +32,14 @@ class Evaluation:
         value: of the metric.
         num_examples: how many it was measured on.
         f1: macro F1 beside an accuracy; None for a sealed split, whose scores are sums alone.
+        own: values of the user's own metrics, by name; one that failed is not there.
     """
 
     metric: Metric
     value: float
     num_examples: int
     f1: float | None = None
+    own: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def accuracy(self) -> float | None:

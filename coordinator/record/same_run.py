@@ -20,6 +20,7 @@ OPERATIONAL = frozenset(
         "checkpoint",
         "metrics",
         "key_service",
+        "callbacks",
     }
 )
 """Fields of a configuration that may differ when a run is resumed: where and how it computes, never the result. So may

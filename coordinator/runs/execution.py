@@ -6,7 +6,7 @@ a replay differ in their assignment only.
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -23,11 +23,14 @@ from raycloak.coordinator.cluster.placement import Placement
 from raycloak.coordinator.cluster.remote import Actor
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.config.sections import OptimizerConfig
 from raycloak.coordinator.console.output import attach_log, json_text
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.view import LedgerView
 from raycloak.coordinator.membership.departures import Departure
+from raycloak.coordinator.planning.manifest import BY_HAND
 from raycloak.coordinator.planning.model_source import compute_mode
+from raycloak.coordinator.planning.own_metrics import Metric
 from raycloak.coordinator.planning.payer import data_place
 from raycloak.coordinator.planning.references import descriptor, evaluation_folder
 from raycloak.coordinator.record.folder import RunFolder, run_lock
@@ -36,6 +39,7 @@ from raycloak.coordinator.runs.evidence_address import announce
 from raycloak.coordinator.runs.ray_session import Launched, launch
 from raycloak.coordinator.runs.verdict import metrics_view, run_facts, verdict_of
 from raycloak.coordinator.training.assignment import Assignment, NewRun, Order, ReplayedRun, ResumedRun
+from raycloak.coordinator.training.callbacks import Callback, CallbackCaller
 from raycloak.coordinator.training.coordinator import Coordinator
 from raycloak.coordinator.training.public_evaluation import Evaluator, public_evaluator
 from raycloak.coordinator.training.reporting import Reporting, StepReport
@@ -63,6 +67,8 @@ class Execution:
         notice: told, in one line each, what a watcher needs to know.
         stop: asked between two steps.
         handle_signals: whether SIGINT and SIGTERM make ``stop`` while a run executes; main thread only.
+        metrics: functions of the user's own of outputs and labels of the public split, beside the configuration's.
+        callbacks: of the user's own; checked.
     """
 
     def __init__(
@@ -77,6 +83,8 @@ class Execution:
         notice: Callable[[str], None],
         stop: StopRequest | None = None,
         handle_signals: bool = False,
+        metrics: Sequence[Metric] = (),
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         self._config = config
         self._model = model
@@ -87,6 +95,8 @@ class Execution:
         self._notice = notice
         self._stop = stop or StopRequest()
         self._handle_signals = handle_signals
+        self._metrics = metrics
+        self._callbacks = CallbackCaller(callbacks, self._warn)
         # Kept over every execution of the run: an outcome warns of what happened in any of them.
         self.warnings: list[str] = []
         # None until a run is opened: a resume after a failure needs to know which one it was.
@@ -129,8 +139,30 @@ class Execution:
             _, key = launched.control.open_run(folder.record.secret_file, folder.record.run_id)
             return self._conduct(stack, launched, key, folder, assignment)
 
+    def by_hand(self, stack: ExitStack) -> Order:
+        """Start every process of a new run whose step loop its caller writes; ``stack`` ends it."""
+        launched = self._launch(stack, self._config.attestation.bind)
+        run_id, key = launched.control.open_run(None)
+        stack.enter_context(run_lock(run_id))
+        folder = self.folder = RunFolder.create(self._config, run_id, self._base, None)
+        attach_log(folder.path / "run.log")
+        failure, assignment = self._config.failure, NewRun(None, self._stop)
+        control = launched.control.control(failure.control_deadline_s, failure.max_failures)
+        return Order(
+            config=self._config.model_copy(update={"optimizer": OptimizerConfig.model_construct(name=BY_HAND)}),
+            session=launched.session(run_id, key, control),
+            setup=self._setup(stack, folder, assignment),
+            evaluator=lambda: None,
+            reporting=self._reporting(stack, launched.samplers, folder, control, assignment),
+            folder=folder,
+            assignment=assignment,
+            data=data_place(self._config.dataset, self._base),
+        )
+
     def _archive(self, folder: RunFolder) -> Archive:
-        return Archive(self._config.checkpoint, folder.record.run_id, Path(self._base), self._notice)
+        return Archive(
+            self._config.checkpoint, folder.record.run_id, Path(self._base), self._notice, self._callbacks.published
+        )
 
     def _warn_of(self, secret_file: str | None) -> None:
         if secret_file is not None and (warning := exposure(Path(secret_file))) is not None:
@@ -188,10 +220,16 @@ class Execution:
         outcome = self._outcome(finished, folder, finished.ending.value, started)
         if assignment.charges:
             self._keep(outcome)
+            self._callbacks.ended(folder.path, outcome.ending, outcome.result()["metrics"])
         return outcome
 
     def _evaluator(self) -> Evaluator | None:
-        return public_evaluator(self._config, self._model, self._base)
+        return public_evaluator(self._config, self._model, self._base, self._metrics, self._warn)
+
+    def _warn(self, sentence: str) -> None:
+        """Tell a watcher at once, and the verdict at the end."""
+        self.warnings.append(sentence)
+        self._notice(f"warning: {sentence}")
 
     def _void(self, control: Control, folder: RunFolder) -> None:
         """End a new run that failed before it had a coordinator."""
@@ -227,6 +265,9 @@ class Execution:
                 outcome = self._outcome(finished, folder, error.code, started)
                 error.result = outcome.result()
                 self._keep(outcome)
+        so_far = error.result["metrics"] if isinstance(error, RaycloakError) and error.result else None
+        code = error.code if isinstance(error, RaycloakError) else "unexpected"
+        self._callbacks.ended(folder.path, code, so_far)
 
     def _keep(self, outcome: "Outcome") -> None:
         """Write the verdict into the run directory, where the weights are on disk by now."""
@@ -294,8 +335,9 @@ class Execution:
         return Reporting(
             metrics=partial(self._admitted, exporter, control, folder),
             events=events,
-            progress=self._progress,
+            progress=self._stepped,
             phase=self._phase,
+            evaluated=self._callbacks.evaluated,
             departure=self._departed,
             joined=lambda member_id: self._notice(f"{member_id} joined"),
             restart=self._restarted,
@@ -310,7 +352,12 @@ class Execution:
             self._notice(f"evidence service: {service.address} ({service.evidence} evidence)")
         metrics = RunMetrics(run_facts(manifest, evidence_class, self._config.fewest_workers))
         exporter.add(metrics)
+        self._callbacks.started(folder.path, manifest, evidence_class)
         return metrics
+
+    def _stepped(self, report: StepReport) -> None:
+        self._progress(report)
+        self._callbacks.stepped(report)
 
     def _departed(self, departure: Departure) -> None:
         line = f"{departure.member_id} left: {departure.code}: {departure.message}"

@@ -1,7 +1,7 @@
 """Trainer: from a configuration to a verdict and a run directory, on the Ray cluster that is there or a local one."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from raycloak.coordinator.record.folder import unfinished_run
 from raycloak.coordinator.record.outcome import Finished
 from raycloak.coordinator.record.same_run import require_same_config
 from raycloak.coordinator.runs.execution import Execution, Outcome
+from raycloak.coordinator.training.callbacks import Callback, own_callbacks
 from raycloak.coordinator.training.reporting import StepReport
 from raycloak.coordinator.training.stop_signals import StopRequest
 from raycloak.metrics.errors import ConfigError, RunFailedError
@@ -39,6 +40,8 @@ class Trainer:
         handle_signals: whether SIGINT and SIGTERM end the run after the step it is in, and at once when they come
             again; for the main thread.
         notice: told, in one line each, what a watcher needs to know: the metrics' address, members that left or joined.
+        metrics: functions of your own of outputs and labels of the public split, beside ``evaluation.metrics``.
+        callbacks: objects of your own that are told of the run, beside those that ``config.callbacks`` names.
     """
 
     def __init__(
@@ -54,6 +57,8 @@ class Trainer:
         phase: Callable[[str], None] | None = None,
         notice: Callable[[str], None] | None = None,
         handle_signals: bool = False,
+        metrics: Sequence[Callable[[Any, Any], Any]] = (),
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         if (model_init_fn is None) == (config.model is None):
             raise ConfigError(
@@ -68,6 +73,7 @@ class Trainer:
                 "Give it once: as config.dataset or as train_dataset.",
             )
         check_public(config)
+        _require_split(config, metrics)
         base = config_dir or Path.cwd()
         first_look(config, base, run_secret, resume)
         configured_policy(config.policy, config.collateral, base)
@@ -87,6 +93,8 @@ class Trainer:
             notice=self._notice,
             stop=self._stop,
             handle_signals=handle_signals,
+            metrics=metrics,
+            callbacks=own_callbacks(config.callbacks, callbacks, base),
         )
         self.finished: Finished | None = None
 
@@ -143,6 +151,17 @@ class Trainer:
                 f"the run in {folder.path} is complete.",
                 "Run without --resume to start another one.",
             ) from None
+
+
+def _require_split(config: RunConfig, metrics: Sequence[Callable[[Any, Any], Any]]) -> None:
+    """Require a public split for metrics that were given in Python; ConfigError ``metric_private``."""
+    if metrics and (config.evaluation is None or config.evaluation.kept == "sealed"):
+        name = getattr(metrics[0], "__name__", type(metrics[0]).__name__)
+        raise ConfigError(
+            "metric_private",
+            f"the metric {name} has no known sensitivity, and there is no split whose examples are public.",
+            "Name one: evaluation.dataset with public: true.",
+        )
 
 
 def _to_stderr(line: str) -> None:

@@ -60,6 +60,7 @@ class Verdict:
         evaluation_accuracy: share in [0, 1] on the evaluation split; None without one, or where the loss is measured.
         evaluation_loss: mean over the examples of the evaluation split, for a loss that has no accuracy; else None.
         evaluation_f1: macro F1 beside the accuracy on a public split; None where the split is sealed.
+        evaluation_metrics: values of the user's own metrics on a public split, by name.
         evaluation_perplexity: exp of ``evaluation_loss`` under ``next_token_cross_entropy``; else None.
         measurements: what was released about the private examples, each with the deviation of its noise.
         evidence_class: ``simulated`` or the hardware class whose root verified.
@@ -100,6 +101,7 @@ class Verdict:
     evaluation_loss: float | None = None
     evaluation_f1: float | None = None
     evaluation_perplexity: float | None = None
+    evaluation_metrics: dict[str, float] = field(default_factory=dict)
     measurements: tuple[Released, ...] = ()
     account: str | None = None
     data: DataStanding | None = None
@@ -170,6 +172,7 @@ def verdict_of(
         evaluation_loss=finished.evaluation.loss if finished.evaluation else None,
         evaluation_f1=finished.evaluation.f1 if finished.evaluation else None,
         evaluation_perplexity=_perplexity(finished),
+        evaluation_metrics=dict(finished.evaluation.own) if finished.evaluation else {},
         measurements=finished.released,
         evidence_class=finished.evidence_class,
         parameter_digest=finished.parameter_digest.hex(),

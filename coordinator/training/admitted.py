@@ -18,6 +18,7 @@ from raycloak.attestation.core.roster import Query
 from raycloak.attestation.orchestrator.commits import StepCommit
 from raycloak.attestation.sealed.sealed_data import SealedSource
 from raycloak.coordinator.aggregation.ranges import ParameterRange, split_ranges
+from raycloak.coordinator.aggregation.rule_trial import try_rule
 from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.cluster.control import START_AGAIN
 from raycloak.coordinator.config.run import RunConfig, parse_config
@@ -25,7 +26,7 @@ from raycloak.coordinator.membership.founders import Founders
 from raycloak.coordinator.membership.membership import Membership
 from raycloak.coordinator.planning.cross_check import checked
 from raycloak.coordinator.planning.data_check import recorded_check
-from raycloak.coordinator.planning.manifest import build_computation, build_manifest, epochs, run_terms
+from raycloak.coordinator.planning.manifest import build_computation, build_manifest, epochs, optimizer_spec, run_terms
 from raycloak.coordinator.planning.payer import PayingAccount, account_cap, account_of, existing_account
 from raycloak.coordinator.planning.plan import Plan, keys_per_machine, make_plan, with_notes
 from raycloak.coordinator.planning.references import given_contract, require_other_content, sealed_terms
@@ -36,7 +37,7 @@ from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.errors import RunFailedError
 from raycloak.workers.messages import Admission, WorkerFacts
 from raycloak.workers.second_halves import check_key_service
-from raycloak.workers.terms.manifest import Manifest
+from raycloak.workers.terms.manifest import Manifest, UserCode
 
 Committed = Mapping[tuple[Query, int], StepCommit]
 
@@ -69,8 +70,17 @@ class AdmittedRun:
     rollback_witness: bool
 
 
-def admit(order: Order, founders: Founders, reporter: Reporter, evaluation: SealedSource | None) -> AdmittedRun:
+def admit(
+    order: Order,
+    founders: Founders,
+    reporter: Reporter,
+    evaluation: SealedSource | None,
+    metrics: tuple[UserCode, ...],
+) -> AdmittedRun:
     """Plan the run, open its account and admit its members.
+
+    Args:
+        metrics: sources of the user's own, which the driver measures.
 
     Raises:
         RaycloakError: what refuses the run; nothing was charged.
@@ -81,6 +91,8 @@ def admit(order: Order, founders: Founders, reporter: Reporter, evaluation: Seal
     ledger = session.control.ledger.view()
     account = account_of(ledger, config, order.data, facts.dataset_fingerprint, session.run_id)
     paying = existing_account(ledger, config, account, session.run_id)
+    base = order.setup.base
+    try_rule(optimizer_spec(config.optimizer, base), facts.tensors, config.planned_steps, base)
     dimension = sum(tensor.size for tensor in facts.tensors)
     planned = make_plan(config, facts.num_examples, dimension, paying, facts.largest_rows)
     plan = checked(with_notes(planned, facts.model_notes))
@@ -88,7 +100,10 @@ def admit(order: Order, founders: Founders, reporter: Reporter, evaluation: Seal
     reporter.planned(plan)
     reporter.to.phase("admitting workers")
     known_answer = founders.known_answer(plan.mechanism, plan.measurements)
-    manifest, rollback_witness = _manifest(order, config, facts, plan, account, known_answer)
+    if order.assignment.recorded is not None and not order.assignment.charges:
+        # A replay measures nothing.
+        metrics = order.assignment.recorded.computation.metrics
+    manifest, rollback_witness = _manifest(order, config, facts, plan, account, known_answer, metrics)
     # Before the account: a resumed run that differs from its record must open and register nothing.
     committed = _committed(order, manifest)
     sealed = sealed_terms(config, Path(order.setup.base))
@@ -135,11 +150,19 @@ def _recorded_shape(order: Order) -> RunConfig:
 
 
 def _manifest(
-    order: Order, config: RunConfig, facts: WorkerFacts, plan: Plan, account: str, known_answer: bytes
+    order: Order,
+    config: RunConfig,
+    facts: WorkerFacts,
+    plan: Plan,
+    account: str,
+    known_answer: bytes,
+    metrics: tuple[UserCode, ...],
 ) -> tuple[Manifest, bool]:
     """Return the run's contract, and whether the ledger it names has a witness on other storage."""
     session, setup = order.session, order.setup
-    computation = build_computation(config, setup.model.name, setup.dataset, facts, plan.mechanism, plan.measurements)
+    computation = build_computation(
+        config, setup.model.name, setup.dataset, facts, plan.mechanism, plan.measurements, metrics, setup.base
+    )
     key_service = given_contract(config.key_service, Path(setup.base))
     view = session.control.ledger.view()
     unkeyed = build_manifest(

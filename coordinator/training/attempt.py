@@ -6,6 +6,9 @@ A training step and a measurement take the same path. They differ in what an agg
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from raycloak.attestation.core.messages import Envelope, parse
 from raycloak.attestation.core.roster import Query
 from raycloak.coordinator.aggregation.aggregator import MeasureReport, ReduceReport, ReduceRequest, State
@@ -30,11 +33,13 @@ class Task:
 
     Attributes:
         ranges: the pieces its vector is cut into; the first aggregators take one each.
+        updates: whether aggregators update the model of a training step; otherwise they release its average.
     """
 
     query: Query
     step: int
     ranges: tuple[VectorRange, ...]
+    updates: bool = True
 
     @property
     def name(self) -> str:
@@ -77,7 +82,7 @@ class Reduced:
     Attributes:
         binding: the ledger's, for the step.
         reports: one per range.
-        updated: new parameters and state of each range; empty for a measurement.
+        updated: new parameters and state of each range; empty where nothing is updated.
     """
 
     binding: Binding
@@ -95,6 +100,11 @@ class Reduced:
         (report,) = self.reports
         assert isinstance(report, MeasureReport)
         return report
+
+    @property
+    def averages(self) -> tuple[NDArray[np.float64], ...]:
+        """The released average of each range, of a training step that its caller updates by."""
+        return tuple(report.average for report in self.reports if isinstance(report, MeasureReport))
 
 
 @dataclass(slots=True)
@@ -258,7 +268,9 @@ class AttemptRunner:
     ) -> list[Reduction]:
         reductions = []
         for aggregator, masked, part in zip(self.membership.members.aggregators, vectors, task.ranges, strict=False):
-            if task.query == "gradient":
+            if not task.updates:
+                reductions.append(aggregator.release(request, binding, masked))
+            elif task.query == "gradient":
                 own = model.parameters[part.index], model.states[part.index]
                 reductions.append(aggregator.reduce(request, binding, *own, masked))
             else:

@@ -20,7 +20,7 @@ from raycloak.coordinator.membership.timing import Backoff, Timer
 from raycloak.coordinator.planning.cross_check import load_accountants
 from raycloak.coordinator.planning.references import sealed_terms
 from raycloak.coordinator.record.outcome import Finished
-from raycloak.coordinator.training.admitted import admit
+from raycloak.coordinator.training.admitted import AdmittedRun, admit
 from raycloak.coordinator.training.assignment import Order
 from raycloak.coordinator.training.conclusion import Conclusion, end_log
 from raycloak.coordinator.training.outset import set_out
@@ -92,10 +92,7 @@ class Coordinator:
         """
         order = self.order
         try:
-            self._enter(Phase.PREPARING)
-            founders = Founders.prepare(self._members, order.setup, order.session.crew, self._build)
-            self._enter(Phase.ADMITTING)
-            admitted = admit(order, founders, self._reporter, self._evaluation)
+            admitted = self.admitted()
             self._enter(Phase.TRAINING)
             training = set_out(order, admitted, self._reporter, self._evaluator)
             self._conclusion = Conclusion(order, admitted, training)
@@ -107,6 +104,18 @@ class Coordinator:
         except BaseException:
             self.phase = Phase.FAILED
             raise
+
+    def admitted(self) -> AdmittedRun:
+        """Start the workers, plan the run and admit its members; nothing is charged yet.
+
+        Raises:
+            RaycloakError: what refuses the run.
+        """
+        self._enter(Phase.PREPARING)
+        founders = Founders.prepare(self._members, self.order.setup, self.order.session.crew, self._build)
+        self._enter(Phase.ADMITTING)
+        metrics = tuple(metric.code for metric in self._evaluator.own) if self._evaluator else ()
+        return admit(self.order, founders, self._reporter, self._evaluation, metrics)
 
     def _build(self) -> None:
         """Load and build what this process needs, while each worker does the same for itself."""

@@ -3,6 +3,7 @@
 `coordinator/training/sealed_evaluation.py` evaluates on data that the driver may not see.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -11,9 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.planning.own_metrics import Metric, OwnMetric, Predictions, own_metrics, try_metrics
 from raycloak.coordinator.planning.public_split import PublicSplit, public_split
 from raycloak.coordinator.record.outcome import Evaluation
 from raycloak.coordinator.training.model import Model, ModelReader
+from raycloak.metrics.errors import ConfigError
 from raycloak.workers.evaluation import Scorer, metric_of
 from raycloak.workers.inputs.models import ModelSource, build_model, loss_function
 
@@ -25,15 +28,29 @@ class Evaluator:
         source, loss, base, seed: as in the run.
         split: see `raycloak.coordinator.planning.public_split`.
         every: steps between two evaluations; kept for the caller.
+        own: metrics of the user's own.
+        warned: called once with a sentence about each of them that fails on a model that steps were charged for.
 
     Raises:
-        ModelError, ConfigError: what building the model, finding the loss or checking the split raises.
+        ModelError, ConfigError: what building the model, finding the loss, checking the split or trying the metrics
+            raises.
     """
 
     def __init__(
-        self, source: ModelSource, loss: str, split: PublicSplit, base: Path | str, seed: int = 0, every: int = 1
+        self,
+        source: ModelSource,
+        loss: str,
+        split: PublicSplit,
+        base: Path | str,
+        seed: int = 0,
+        every: int = 1,
+        own: tuple[OwnMetric, ...] = (),
+        warned: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         self.every = every
+        self.own = own
+        self._warned = warned
+        self._warned_of: set[str] = set()
         loss_fn, _ = loss_function(loss, base)
         self._metric = metric_of(loss)
         module = build_model(source, base, seed)
@@ -41,17 +58,34 @@ class Evaluator:
         split.check(module, loss)
         self._scorer = Scorer(module, loss_fn, self._metric)
         self._dataset = split.examples
+        try_metrics(own, self._scorer, self._dataset)
 
     def measure(self, parameters: NDArray[np.float32]) -> Evaluation:
         """Return accuracy and F1 under ``cross_entropy``, else the mean loss, of float32 [d] parameters.
+
+        The user's own metrics come on top. One that fails is left out and told of: the steps are charged already.
 
         Args:
             parameters: in canonical order.
         """
         count = len(self._dataset)
         self._scorer.load(parameters)
-        scores = self._scorer.scores(self._dataset, np.arange(count, dtype=np.int64))
-        return Evaluation(self._metric, scores.total / count, count, scores.f1)
+        predictions = Predictions() if self.own else None
+        each = predictions.add if predictions else None
+        scores = self._scorer.scores(self._dataset, np.arange(count, dtype=np.int64), each)
+        own = self._own_values(predictions) if predictions else {}
+        return Evaluation(self._metric, scores.total / count, count, scores.f1, own)
+
+    def _own_values(self, predictions: Predictions) -> dict[str, float]:
+        (outputs, labels), values = predictions.whole, {}
+        for metric in self.own:
+            try:
+                values[metric.name] = metric.value(outputs, labels)
+            except ConfigError as error:
+                if metric.name not in self._warned_of:
+                    self._warned(f"An evaluation lacks {metric.name}: {error.message}")
+                self._warned_of.add(metric.name)
+        return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +106,24 @@ class DriverEvaluator:
         return self.evaluator.measure(self.reader.parameters(model))
 
 
-def public_evaluator(config: RunConfig, model: ModelSource, base: Path | str) -> Evaluator | None:
+def public_evaluator(
+    config: RunConfig,
+    model: ModelSource,
+    base: Path | str,
+    given: Sequence[Metric] = (),
+    warned: Callable[[str], None] = lambda sentence: None,
+) -> Evaluator | None:
     """Return the evaluator of ``config``'s split; None without one, or if it is sealed and the workers measure on it.
 
+    Args:
+        given: metrics of the user's own, beside those that ``config`` names.
+        warned: as :class:`Evaluator`.
+
     Raises:
-        ConfigError, DatasetError, ModelError: as `public_split` and :class:`Evaluator`.
+        ConfigError, DatasetError, ModelError: as `public_split`, `own_metrics` and :class:`Evaluator`.
     """
     split = public_split(config, base)
     if split is None or config.evaluation is None:
         return None
-    return Evaluator(model, config.loss, split, base, config.seed, config.evaluation.every)
+    own = own_metrics(config.evaluation.metrics, given, base)
+    return Evaluator(model, config.loss, split, base, config.seed, config.evaluation.every, own, warned)

@@ -1,12 +1,13 @@
 """The reports of a run under way: events, metric series, and callbacks of its caller."""
 
-from collections.abc import Callable, Iterable, Sized
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sized
+from dataclasses import dataclass, field
 
 from raycloak.attestation.orchestrator.admissions import OrchestratorView
 from raycloak.coordinator.cluster.control import Restart
 from raycloak.coordinator.membership.departures import Departure
 from raycloak.coordinator.planning.plan import Plan
+from raycloak.coordinator.record.outcome import Evaluation
 from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.events import EventWriter
 from raycloak.metrics.registry import exactness_mark, privacy_mark
@@ -26,6 +27,7 @@ class StepReport:
         epsilon_planned: what the whole plan costs a fresh account; None if the run is not private.
         evaluation_accuracy: share in [0, 1] on the public split, if it was measured after this step.
         evaluation_loss: mean on the public split, in its place where a loss is measured.
+        evaluation_metrics: values of the user's own metrics beside it, by name.
         workers: workers that took part.
         parameter_digest: hexadecimal digest of the parameters after the step.
         seconds: wall time of the step.
@@ -43,6 +45,7 @@ class StepReport:
     evaluation_loss: float | None = None
     exact: bool = True
     epsilon_planned: float | None = None
+    evaluation_metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,7 @@ class Reporting:
         restart: called when the ledger or the orchestrator was started again.
         warned: called with each warning of the plan, before anything is charged.
         phase: called with a few words when another phase begins.
+        evaluated: called with the finished steps and the result of every evaluation.
     """
 
     metrics: Callable[[Manifest, str], RunMetrics]
@@ -67,6 +71,7 @@ class Reporting:
     restart: Callable[[Restart], None]
     warned: Callable[[str], None] = lambda warning: None
     phase: Callable[[str], None] = lambda what: None
+    evaluated: Callable[[int, Evaluation], None] = lambda steps, evaluation: None
 
 
 @dataclass(slots=True)

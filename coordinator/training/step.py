@@ -18,6 +18,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.messages import Envelope, parse
 from raycloak.attestation.core.roster import Query, Roster
@@ -31,7 +34,8 @@ from raycloak.coordinator.record.outcome import StepOutcome
 from raycloak.coordinator.training.attempt import Answers, Asked, AttemptRunner, Reduced, Task
 from raycloak.coordinator.training.model import Model
 from raycloak.metrics.collectors import RunMetrics
-from raycloak.metrics.errors import BudgetError, EvidenceError
+from raycloak.metrics.errors import BudgetError, EvidenceError, RunFailedError
+from raycloak.workers.terms.binding import Binding
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import Measurement, Released, released
 from raycloak.workers.terms.parameter_digest import parameter_digest
@@ -45,6 +49,22 @@ class _AskedRoster:
 
     pending: Pending[Envelope]
     commits: tuple[StepCommit, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The masked vectors of a charged step, which nobody can read one by one.
+
+    Attributes:
+        model: the one that they were computed for.
+        answers: references to the vectors, and their signed headers.
+    """
+
+    task: Task
+    model: Model
+    answers: Answers
+    paid: Receipt
+    attempts: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,28 +140,62 @@ class StepRunner:
         planned = self.manifest.computation.mechanism.steps
         return released(measurement, number, planned, average), self._outcome(done, values)
 
-    def _execute(self, task: Task, model: Model) -> _Done:
-        """Charge a step once, and attempt it until every aggregator has reduced it."""
-        started = time.perf_counter()
+    def gather(self, step: int, model: Model) -> Gathered:
+        """Charge a training step once, and have every worker sample, clip, add noise and mask; worker by worker.
+
+        Raises:
+            BudgetError, RunFailedError: as :meth:`run`.
+        """
+        task = Task("gradient", step, self._vector_ranges(), updates=False)
+        receipt, paid, asked, attempts = *self._charge(task, model), 1
+        while (answers := self._attempting.collect(task, model, asked)) is None:
+            attempts, asked = attempts + 1, self._attempting.ask(task, model, receipt, self._roster_again(task))
+        return Gathered(task, model, answers, paid, attempts)
+
+    def release(self, gathered: Gathered) -> tuple[NDArray[np.float64], Binding]:
+        """Return the average of a gathered step, float64 [d], and the ledger's binding of its vectors.
+
+        Raises:
+            RunFailedError: ``unreachable`` if an aggregator was lost, or a vector failed its checks.
+        """
+        task = gathered.task
+        reduced = self._attempting.reduce(task, gathered.model, gathered.answers)
+        if reduced is None:
+            raise RunFailedError(
+                "unreachable", f"{task.name} lost an aggregator or a vector.", "Run it again.", task.step
+            )
+        return np.concatenate(reduced.averages), reduced.binding
+
+    def _charge(self, task: Task, model: Model) -> tuple[Envelope, Receipt, Asked]:
+        """Charge a step, and ask the workers for its first attempt."""
         # Before the ledger is asked: a charge whose answer is lost counts as spent.
         self.charging = True
         self._attempting.begin()
-        epoch = self.manifest.computation.epoch_of(task.query, task.step)
-        self.place(epoch)
+        self.place(self.manifest.computation.epoch_of(task.query, task.step))
         # Before the charge, because the receipt states the root of the run's data.
         self._bind_data()
         receipt, asked = self._pay(task, model)
         paid = parse(Receipt, receipt.body)
         self._require_later(task, paid)
         self.charged_epsilon = paid.charged_epsilon
+        return receipt, paid, asked
+
+    def _roster_again(self, task: Task) -> Envelope:
+        """Return the roster of another attempt, by the members that are left."""
+        self.place(self.manifest.computation.epoch_of(task.query, task.step))
+        return self._receive(task, self._ask_roster(task))
+
+    def _execute(self, task: Task, model: Model) -> _Done:
+        """Charge a step once, and attempt it until every aggregator has reduced it."""
+        started = time.perf_counter()
+        receipt, paid, asked = self._charge(task, model)
         charged = time.perf_counter()
         self.metrics.phase_finished("charge", charged - started)
         # Only now: the workers have been asked, so this call overlaps with their computation.
         self._prepare_next(task)
         attempts, begun = 1, charged
         while (finished := self._attempt(task, model, asked, begun)) is None:
-            self.place(epoch)
-            roster = self._receive(task, self._ask_roster(task))
+            roster = self._roster_again(task)
             # Another attempt keeps the receipt: a step is charged once.
             attempts, begun = attempts + 1, time.perf_counter()
             asked = self._attempting.ask(task, model, receipt, roster)

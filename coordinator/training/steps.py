@@ -151,7 +151,10 @@ class Training:
                 self.metrics.accuracy_measured(evaluation.accuracy)
             if evaluation.loss is not None:
                 self.metrics.loss_measured(evaluation.loss)
+            for name, value in evaluation.own.items():
+                self.reporting.events.write("metric", steps=self.finished_steps, value_name=name, value=value)
             self.metrics.phase_finished("evaluate", time.perf_counter() - started)
+            self.reporting.evaluated(self.finished_steps, evaluation)
         return self._evaluated[1]
 
     def evaluated(self) -> Evaluation | None:
@@ -303,5 +306,6 @@ class Training:
                 evaluation_loss=loss,
                 exact=self.plan.exact,
                 epsilon_planned=self.plan.epsilon if private else None,
+                evaluation_metrics=evaluation.own if evaluation else {},
             )
         )

@@ -51,6 +51,12 @@ def told(error: Exception) -> Exception | None:
     return error if _TELLING.get() else None
 
 
+def own_words(error: Exception) -> str:
+    """Return type and text of an exception on one line: of user code that sees public or released values alone."""
+    text = " ".join(str(error).split())[:300].rstrip(".")
+    return f"{type(error).__name__}: {text}." if text else f"{type(error).__name__}."
+
+
 def portable_base(config_dir: Path) -> str:
     """Return ``config_dir`` as text that means the same folder in a worker's own copy of the working directory.
 

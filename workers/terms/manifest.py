@@ -37,19 +37,38 @@ class TensorSpec(Message):
         return size
 
 
+class UserCode(Message):
+    """A function or class of the user's own: its name, and the SHA-256 of its ``source``."""
+
+    DOMAIN: ClassVar[str] = "raycloak/user-code/v1"
+
+    name: str
+    source: bytes
+
+
 class OptimizerSpec(Message):
-    """The update rule and its learning-rate schedule, as `coordinator/aggregation/update_rules.py` applies them."""
+    """The update rule and its learning-rate schedule, as `coordinator/aggregation/update_rules.py` applies them.
+
+    Attributes:
+        name: of a built-in rule, or ``module:Class``.
+        settings: keyword arguments of a rule of the user's own, a canonical JSON object.
+        schedule: ``constant``, ``linear``, ``cosine`` or ``module:function``.
+        code, schedule_code: SHA-256 of the source of the user's own; empty for a built-in.
+    """
 
     DOMAIN: ClassVar[str] = "raycloak/optimizer/v1"
 
-    name: Literal["sgd", "adam", "adamw", "adafactor"]
+    name: str
+    settings: str = "{}"
+    code: bytes = b""
     learning_rate: float
     momentum: float
     weight_decay: float
     beta1: float
     beta2: float
     eps: float
-    schedule: Literal["constant", "linear", "cosine"]
+    schedule: str
+    schedule_code: bytes = b""
     warmup_steps: int
 
 
@@ -111,6 +130,7 @@ class Computation(Message):
         frozen: digest of every other parameter and buffer of the model; see `workers/terms/parameter_digest.py`.
         dataset: digest of the dataset descriptor's identity (not of its location).
         tokenizer: digest of the tokenizer that made examples of text; empty for other data.
+        metrics: the user's own, which the driver measures on a public split; they change no weight.
         epoch_steps: E; keys of step s belong to epoch s // E.
     """
 
@@ -132,6 +152,7 @@ class Computation(Message):
     numerics: NumericsClass
     dataset: bytes
     tokenizer: bytes = b""
+    metrics: tuple[UserCode, ...] = ()
     epoch_steps: int
 
     @property

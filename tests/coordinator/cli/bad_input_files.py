@@ -20,6 +20,7 @@ dp_config: {noise_multiplier: 2.0, epsilon_cap: 20.0, accountant: rdp}
 
 MINE = """\
 import numpy as np
+import raycloak
 import torch
 from torch import nn
 
@@ -78,6 +79,82 @@ def nothing():
 
 
 number = 3
+
+metric_words = lambda outputs, labels: "much"
+metric_nan = lambda outputs, labels: float("nan")
+metric_of_outputs = lambda outputs: 1.0
+
+
+def metric_raises(outputs, labels):
+    raise KeyError("class 17")
+
+
+class Rule(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.update(parameter)
+
+    def update(self, parameter):
+        parameter.sub_(parameter.grad)
+
+
+class Draws(Rule):
+    def update(self, parameter):
+        parameter.add_(torch.randn_like(parameter))
+
+
+class Counts(Rule):
+    def update(self, parameter):
+        self.state[parameter]["steps"] = 1
+
+
+class Outside(Rule):
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.steps = 0
+
+    def update(self, parameter):
+        self.steps += 1
+        parameter.sub_(parameter.grad / self.steps)
+
+
+class Explodes(Rule):
+    def update(self, parameter):
+        parameter.fill_(torch.inf)
+
+
+class Raises(Rule):
+    def update(self, parameter):
+        raise KeyError("beta")
+
+
+constant = lambda step, steps: 1.0
+falls = lambda step, steps: 1.0 - step
+of_one = lambda step: 1.0
+in_words = lambda step, steps: "half"
+
+
+class Told(raycloak.Callback):
+    pass
+
+
+class Misnamed(raycloak.Callback):
+    def on_epoch(self, report):
+        pass
+
+
+class TakesNothing(raycloak.Callback):
+    def on_step(self):
+        pass
+
+
+class NeedsSomething(raycloak.Callback):
+    def __init__(self, place):
+        pass
 
 
 class Lying:

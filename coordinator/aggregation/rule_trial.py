@@ -1,0 +1,109 @@
+"""The trial of an update rule and a schedule of the user's own, before anything is charged.
+
+Hides how a rule is found to be repeatable: it is run twice, and compared with torch's own loop, on small tensors of
+the model's ranks. A built-in rule is not tried.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from raycloak.coordinator.aggregation.update_rules import Optimizer, own_rule, own_schedule
+from raycloak.metrics.errors import ConfigError, RunFailedError
+from raycloak.workers.terms.manifest import OptimizerSpec, TensorSpec
+
+_TRIED_STEPS = 3  # the first makes the state, the second uses it, the third uses what the second made of it
+_LARGEST_EXTENT = 16  # bounds what a trial costs for a model of any size
+
+
+def try_rule(spec: OptimizerSpec, tensors: Sequence[TensorSpec], total_steps: int, base: Path | str) -> None:
+    """Refuse a rule or schedule of the user's own that a run could not repeat.
+
+    Guarantee: returns only if two runs of the rule on the same synthetic tensors gave the same bytes. After each step
+    their state is taken out as arrays and put into another instance. One instance that keeps all tensors gave these
+    bytes too, so a run computes what ``rule.step()`` does in a loop of torch's own. A schedule gave the same factor
+    twice for every step. Not guaranteed: what the rule does on other values.
+
+    Raises:
+        ConfigError: ``update_rule``, ``schedule`` or ``module_function``.
+    """
+    if ":" in spec.schedule:
+        _try_schedule(spec, total_steps, base)
+    if ":" not in spec.name:
+        return
+    small = _small(tensors)
+    try:
+        first, second = (_by_parts(spec, small, total_steps, base) for _ in range(2))
+    except RunFailedError as error:
+        raise ConfigError("update_rule", f"in its trial, {error.message}", error.remedy) from error
+    if first != second:
+        raise ConfigError(
+            "update_rule",
+            f"{spec.name} gives other bytes for the same input when it is run twice.",
+            "Let it depend on parameters, gradients, state and settings alone: no random numbers, no time, no globals.",
+        )
+    if first != _by_one(spec, small, total_steps, base):
+        raise ConfigError(
+            "update_rule",
+            f"{spec.name} keeps state outside self.state, or lets one tensor's update depend on another tensor.",
+            "Keep all of a tensor's state in self.state[parameter], as tensors, and update each tensor by itself.",
+        )
+
+
+def _try_schedule(spec: OptimizerSpec, total_steps: int, base: Path | str) -> None:
+    factor = own_schedule(spec, base)
+    once, again = ([factor(step, total_steps) for step in range(total_steps)] for _ in range(2))
+    for step, (one, other) in enumerate(zip(once, again, strict=True)):
+        if one != other:
+            raise ConfigError(
+                "schedule",
+                f"{spec.schedule} gives {one:g} and then {other:g} for step {step} of {total_steps}.",
+                "Let it depend on its two arguments alone.",
+            )
+
+
+def _small(tensors: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+    """Return two small tensors for each shape that there is: a rule may couple tensors of one shape."""
+    shapes = dict.fromkeys(tuple(min(extent, _LARGEST_EXTENT) for extent in tensor.shape) for tensor in tensors)
+    return tuple(TensorSpec(name=f"tensor {index}", shape=shape) for index, shape in enumerate([*shapes, *shapes]))
+
+
+def _start(tensors: Sequence[TensorSpec]) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Return parameters and the gradient of each step, float32 [size]."""
+    generator, size = np.random.default_rng(0), sum(tensor.size for tensor in tensors)
+    drawn = generator.standard_normal((1 + _TRIED_STEPS, size)).astype(np.float32)
+    return drawn[0], list(drawn[1:])
+
+
+def _by_parts(spec: OptimizerSpec, tensors: Sequence[TensorSpec], total_steps: int, base: Path | str) -> bytes:
+    """Return the parameters after the tried steps, as an aggregator makes them."""
+    rule = Optimizer(spec, tensors, total_steps, base)
+    parameters, gradients = _start(tensors)
+    state = rule.initial_state()
+    for step, gradient in enumerate(gradients):
+        parameters, state = rule.update(parameters, gradient, state, min(step, total_steps - 1))
+    return parameters.tobytes()
+
+
+def _by_one(spec: OptimizerSpec, tensors: Sequence[TensorSpec], total_steps: int, base: Path | str) -> bytes:
+    """Return the parameters after the tried steps, as one instance makes them that lives all along."""
+    schedule = Optimizer(spec, tensors, total_steps, base)
+    parameters, gradients = _start(tensors)
+    leaves = _leaves(parameters, tensors)
+    rule = own_rule(spec, base)(leaves, schedule.rate(0))
+    for step, gradient in enumerate(gradients):
+        for group in rule.param_groups:
+            group["lr"] = schedule.rate(min(step, total_steps - 1))
+        for leaf, part in zip(leaves, _leaves(gradient, tensors), strict=True):
+            leaf.grad = part
+        with torch.no_grad():
+            rule.step()
+    return b"".join(leaf.numpy().tobytes() for leaf in leaves)
+
+
+def _leaves(flat: np.ndarray, tensors: Sequence[TensorSpec]) -> list[torch.Tensor]:
+    cuts = np.cumsum([tensor.size for tensor in tensors])[:-1]
+    parts = np.split(flat, cuts)
+    return [torch.from_numpy(part.copy().reshape(each.shape)) for part, each in zip(parts, tensors, strict=True)]

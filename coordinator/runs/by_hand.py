@@ -1,0 +1,65 @@
+"""A run whose step loop its caller writes, on the Ray cluster that is there or a local one.
+
+Hides how its processes start and end, and how its run directory is left.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.config.sections import MeasurementsConfig
+from raycloak.coordinator.evidence.sources import configured_policy
+from raycloak.coordinator.planning.first_look import first_look
+from raycloak.coordinator.planning.model_source import model_source
+from raycloak.coordinator.planning.plan import check_public
+from raycloak.coordinator.runs.execution import Execution
+from raycloak.coordinator.training.hand_loop import HandLoop
+from raycloak.metrics.errors import ConfigError
+from raycloak.workers.inputs.user_code import portable_base
+
+
+@contextmanager
+def by_hand(
+    config: RunConfig, *, config_dir: Path | None = None, notice: Callable[[str], None] | None = None
+) -> Iterator[HandLoop]:
+    """Start the members of a run for a loop of your own: vectors, aggregate, your update, and so on.
+
+    The loop is charged to the account of the data, as any run is. ``config.optimizer`` is not used. Call
+    `HandLoop.finish` at the end; without it the run is void. Such a run cannot be resumed or replayed.
+
+    Args:
+        config: it names model and dataset, and neither measurements nor evaluation nor callbacks.
+        config_dir: folder that relative paths and ``module:function`` names start from; the working directory if
+            absent.
+        notice: told, in one line each, what a watcher needs to know; standard error if absent.
+
+    Raises:
+        RaycloakError: what refuses the run; nothing was charged.
+    """
+    if config.measurements != MeasurementsConfig() or config.evaluation is not None or config.callbacks:
+        raise ConfigError(
+            "config",
+            "a loop by hand makes no measurements, evaluates nothing and calls nobody.",
+            "Leave out measurements, evaluation and callbacks.",
+        )
+    check_public(config)
+    base = config_dir or Path.cwd()
+    first_look(config, base)
+    configured_policy(config.policy, config.collateral, base)
+    tell = notice or (lambda line: print(line, file=sys.stderr))  # noqa: T201 - the default of a script
+    execution = Execution(config, model_source(config.model), portable_base(base), notice=tell)
+    with ExitStack() as stack:
+        stack.callback(_leave, execution)
+        loop = HandLoop(execution.by_hand(stack))
+        # Registered last, so it comes before the processes that it asks are ended.
+        stack.callback(loop.close)
+        yield loop
+
+
+def _leave(execution: Execution) -> None:
+    """Mark the run as done if its model is there, else as void: nobody can resume it."""
+    if execution.folder is not None:
+        is_done = (execution.folder.path / "parameters.safetensors").exists()
+        execution.folder.mark("done" if is_done else "void")

@@ -1,0 +1,162 @@
+"""A step loop that its caller writes: sampling, vectors, aggregate; the update is the caller's.
+
+Hides everything before the first step and between two: admission, keys, rosters, receipts, bindings, lost workers,
+fresh evidence at each epoch. No step is resumed or replayed: the update that gave its parameters is on no record.
+"""
+
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raycloak.attestation.orchestrator.commits import StepCommit
+from raycloak.coordinator.cluster.backend import ActorLost
+from raycloak.coordinator.planning.plan import Plan
+from raycloak.coordinator.training.assignment import Order
+from raycloak.coordinator.training.conclusion import finish_log
+from raycloak.coordinator.training.coordinator import Coordinator
+from raycloak.coordinator.training.model import Model
+from raycloak.coordinator.training.step import Gathered, StepRunner
+from raycloak.metrics.errors import RaycloakError, RunFailedError
+from raycloak.workers.terms.binding import Binding
+from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
+
+
+class HandLoop:
+    """The admitted members of a run, and its steps one by one.
+
+    Guarantee: whatever its caller makes of an average costs no epsilon, since it is released. A step is charged before
+    a worker computes it, and nothing but the whole sum of its bound vectors is decoded. Wherever the loop ends, the run
+    claims ``plan.epsilon_outsiders``: its caller may have looked. Precondition: the caller sees released values alone.
+
+    Attributes:
+        plan: what the steps cost; ``plan.mechanism`` has the noise in each average.
+        initial_parameters: float32 [d], in the order of the model's ``named_parameters``.
+
+    Raises:
+        RaycloakError: what refuses the run; nothing was charged.
+    """
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._is_over = False
+        try:
+            self._admitted = Coordinator(order).admitted()
+        except Exception:
+            self.close()
+            raise
+        self._runner = StepRunner(
+            backend=order.session.backend,
+            control=order.session.control,
+            membership=self._admitted.membership,
+            manifest=self._admitted.manifest,
+            ranges=self._admitted.ranges,
+            metrics=self._admitted.metrics,
+            deadline_s=order.config.failure.step_deadline_s,
+            secure_aggregation=order.config.secure_aggregation,
+        )
+        self.plan: Plan = self._admitted.plan
+        self.initial_parameters: NDArray[np.float32] = self._admitted.facts.initial_parameters
+        self._finished = 0
+        # The newest step, until the parameters that its caller makes of it are known.
+        self._released: tuple[Gathered, Binding] | None = None
+
+    @property
+    def finished_steps(self) -> int:
+        """The number of steps whose average was released."""
+        return self._finished
+
+    def vectors(self, parameters: NDArray[np.floating[Any]]) -> Gathered:
+        """Charge the next step, and have every worker draw its sample, clip, sum, add noise and mask.
+
+        Args:
+            parameters: float [d], of which the gradients are; rounded to float32.
+
+        Returns:
+            Masked vectors, for :meth:`aggregate` alone.
+
+        Raises:
+            BudgetError: ``cap_exceeded``; nothing was computed.
+            RunFailedError: ``non_finite_parameters``, ``complete`` after the planned steps, or what failed.
+        """
+        if self._finished == self.plan.mechanism.steps:
+            raise RunFailedError("complete", f"all {self._finished} planned steps are done.", "Plan more steps.")
+        flat = self._flat(parameters)
+        self._renew()
+        digest = self._digest(flat)
+        self._commit(digest)
+        backend = self._order.session.backend
+        parts = tuple(backend.put(flat[owned.start : owned.stop].copy()) for owned in self._admitted.ranges)
+        return self._runner.gather(self._finished, Model(parts, (), digest))
+
+    def aggregate(self, vectors: Gathered) -> NDArray[np.float64]:
+        """Have the ledger bind the vectors for good and the aggregators add them.
+
+        Returns:
+            The released average, float64 [d]: sum of clipped gradients and noise, over the expected batch size.
+
+        Raises:
+            RunFailedError: ``unreachable`` if an aggregator was lost; the step stays charged.
+        """
+        average, binding = self._runner.release(vectors)
+        # Committed with the parameters that its caller makes of it, which are known later.
+        self._released = vectors, binding
+        self._finished += 1
+        return average
+
+    def finish(self, parameters: NDArray[np.floating[Any]]) -> str:
+        """Commit the last step, write ``parameters`` into the run directory and end the evidence log.
+
+        Returns:
+            The hexadecimal digest of the parameters.
+        """
+        flat = self._flat(parameters)
+        digest = self._digest(flat)
+        self._commit(digest)
+        self._runner.commit()
+        self._order.folder.write_parameters(self._admitted.manifest, flat, digest)
+        finish_log(self._order, destroy=True)
+        self._is_over = True
+        return digest.hex()
+
+    def close(self) -> None:
+        """End the evidence log of a loop that was not finished; its secret is destroyed, for nobody can resume it."""
+        if not self._is_over:
+            self._is_over = True
+            # The error that ended the loop is the one to report.
+            with suppress(ActorLost, RaycloakError):
+                finish_log(self._order, destroy=True)
+
+    def _flat(self, parameters: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
+        with np.errstate(over="ignore"):
+            flat = np.array(parameters).astype(np.float32).reshape(-1)
+        if flat.shape != self.initial_parameters.shape or not np.isfinite(flat).all():
+            raise RunFailedError(
+                "non_finite_parameters",
+                f"after {self._finished} steps, {self.initial_parameters.size} finite parameters are needed.",
+                "Give the initial ones, updated.",
+                self._finished,
+            )
+        return flat
+
+    def _commit(self, digest: bytes) -> None:
+        """Have the newest step committed with the parameters that its caller made of it."""
+        if self._released is not None:
+            (step, attempts), bound = (self._released[0].task.step, self._released[0].attempts), self._released[1]
+            self._runner.uncommitted += (StepCommit(step, digest, attempts, bound.sequence, bound.head),)
+            self._released = None
+
+    def _renew(self) -> None:
+        """Replace lost workers, and have evidence renewed that ages or that another epoch needs."""
+        membership, session = self._admitted.membership, self._order.session
+        starts_epoch = self._finished > 0 and self._finished % self._order.config.epoch_steps == 0
+        if membership.admission.review() or starts_epoch:
+            if session.collateral_now is not None:
+                membership.admission.take_collateral(session.collateral_now())
+            membership.admission.renew()
+        membership.growth.settle()
+
+    def _digest(self, flat: NDArray[np.float32]) -> bytes:
+        tensors = self._admitted.manifest.computation.tensors
+        return parameter_digest(tensors, tensor_digests(flat, tensors))

@@ -1,0 +1,122 @@
+"""Update rules and schedules of the user's own: exact, and equal to torch's own loop, or refused by name."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from raycloak.coordinator.aggregation.ranges import split_ranges
+from raycloak.coordinator.aggregation.rule_trial import try_rule
+from raycloak.coordinator.aggregation.update_rules import Optimizer, own_rule, require_source
+from raycloak.coordinator.config.sections import OptimizerConfig
+from raycloak.coordinator.planning.manifest import optimizer_spec
+from raycloak.metrics.errors import ConfigError, ProtocolError, RunFailedError
+from raycloak.workers.terms.manifest import OptimizerSpec, TensorSpec
+from tests.own_code import Lion
+
+TENSORS = tuple(TensorSpec(name=name, shape=shape) for name, shape in (("w", (30, 4)), ("b", (4,)), ("scale", ())))
+BASE = Path(__file__).parent
+"""A folder without modules that those of `tests.own_code` import."""
+SIZE = sum(tensor.size for tensor in TENSORS)
+STEPS = 5
+
+
+def spec(name: str = "Lion", **fields) -> OptimizerSpec:
+    own = name if ":" in name else f"tests.own_code:{name}"
+    return optimizer_spec(OptimizerConfig(name=own, learning_rate=0.05, **fields), BASE)
+
+
+def drawn() -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((1 + STEPS, SIZE)).astype(np.float32)
+
+
+def test_guarantee_an_own_rule_is_what_torch_computes_for_any_ranges() -> None:
+    """Also when its state travels as arrays between two instances, as in every step and in a resume."""
+    own = spec(settings={"beta": 0.5}, schedule="tests.own_code:ramp")
+    start, *gradients = drawn()
+    leaves = [torch.from_numpy(part.copy()) for part in np.split(start, [120, 124])]
+    leaves = [leaf.reshape(tensor.shape) for leaf, tensor in zip(leaves, TENSORS, strict=True)]
+    rule = own_rule(own, BASE)(leaves, 1.0)
+    assert isinstance(rule, Lion)
+    for step, gradient in enumerate(gradients):
+        for leaf, part in zip(leaves, np.split(gradient, [120, 124]), strict=True):
+            leaf.grad = torch.from_numpy(part).reshape(leaf.shape)
+        rule.param_groups[0]["lr"] = 0.05 * (step + 1) / STEPS
+        rule.step()
+    expected = b"".join(leaf.numpy().tobytes() for leaf in leaves)
+    for count in (1, 2, 3):
+        ranges = split_ranges(TENSORS, count)
+        parts, states = [start[each.start : each.stop] for each in ranges], [{} for _ in ranges]
+        for step, gradient in enumerate(gradients):
+            for index, each in enumerate(ranges):
+                part = Optimizer(own, each.tensors, STEPS, BASE)
+                cut = gradient[each.start : each.stop]
+                parts[index], states[index] = part.update(parts[index], cut, states[index], step)
+        assert np.concatenate(parts).tobytes() == expected
+        assert {key for state in states for key in state} == {"w/momentum", "b/momentum", "scale/momentum"}
+
+
+@pytest.mark.parametrize("name", ["Lion", "torch.optim:RMSprop", "torch.optim:NAdam"])
+def test_a_rule_that_repeats_passes_its_trial(name: str) -> None:
+    try_rule(spec(name), TENSORS, STEPS, BASE)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Draws", "gives other bytes for the same input"),
+        ("CountsOutside", "keeps state outside self.state"),
+        ("CountsInWholeNumbers", "keeps 'steps' as int"),
+        ("Couples", "lets one tensor's update depend on another"),
+        ("Explodes", "infinite or not a number"),
+        ("no_rule", "is no class of torch.optim.Optimizer"),
+    ],
+)
+def test_guarantee_a_rule_that_a_run_could_not_repeat_is_refused(name: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        try_rule(spec(name), TENSORS, STEPS, BASE)
+    assert caught.value.code == "update_rule"
+
+
+def test_coupled_tensors_of_one_shape_are_found() -> None:
+    with pytest.raises(ConfigError, match="lets one tensor's update depend on another"):
+        try_rule(spec("Couples"), (TENSORS[1], TENSORS[1]), STEPS, BASE)
+
+
+def test_settings_that_a_rule_does_not_take_are_told_in_its_own_words() -> None:
+    with pytest.raises(ConfigError, match=r"unexpected keyword argument 'gamma'\.") as caught:
+        try_rule(spec(settings={"gamma": 1}), TENSORS, STEPS, BASE)
+    assert caught.value.code == "update_rule"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("falls_below_zero", "gives -1.0 at step 2 of 5"),
+        ("of_one", "at step 0 of 5, tests.own_code:of_one fails with TypeError"),
+        ("moves", "for step 0 of 5"),
+    ],
+)
+def test_a_schedule_that_gives_no_factor_is_refused(name: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        try_rule(spec("Lion", schedule=f"tests.own_code:{name}"), TENSORS, STEPS, BASE)
+    assert caught.value.code == "schedule"
+
+
+def test_guarantee_only_the_source_that_the_manifest_states_is_applied(tmp_path) -> None:
+    source = "import torch\n\n\nclass Rule(torch.optim.SGD):\n    pass\n\n\nhalf = lambda step, steps: 0.5\n"
+    (tmp_path / "rules.py").write_text(source)
+    stated = optimizer_spec(OptimizerConfig(name="rules:Rule", schedule="rules:half"), tmp_path)
+    require_source(stated, tmp_path)
+    (tmp_path / "rules.py").write_text(source + "# changed\n")
+    for named in (stated, stated.model_copy(update={"name": "sgd"})):
+        with pytest.raises(ProtocolError, match="manifest_mismatch"):
+            require_source(named, tmp_path)
+
+
+def test_a_rule_that_fails_in_a_step_is_told_with_the_step() -> None:
+    rule = Optimizer(spec(settings={"gamma": 1}), TENSORS, STEPS, BASE)
+    with pytest.raises(RunFailedError, match=r"in step 3, tests\.own_code:Lion fails with TypeError") as caught:
+        rule.update(*drawn()[:2], {}, 3)
+    assert (caught.value.code, caught.value.step) == ("update_rule", 3)

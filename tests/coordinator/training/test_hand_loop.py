@@ -1,0 +1,87 @@
+"""A step loop that its caller writes: the same vectors and charges as the run's own loop, and an update of any kind."""
+
+import numpy as np
+import pytest
+
+from raycloak.coordinator.config.sections import OptimizerConfig
+from raycloak.coordinator.planning.manifest import BY_HAND
+from raycloak.coordinator.training.hand_loop import HandLoop
+from raycloak.metrics.errors import BudgetError, RunFailedError
+from tests.protocol import RENYI, WholeRun, trained, whole_run
+
+SGD = {"optimizer": {"learning_rate": 0.5}, "dp_config": RENYI}
+
+
+def loop_of(run: WholeRun) -> HandLoop:
+    return HandLoop(run.coordinator.order)
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory) -> WholeRun:
+    return trained(tmp_path_factory.mktemp("own"), **SGD)
+
+
+@pytest.fixture(scope="module")
+def by_hand(tmp_path_factory) -> tuple[WholeRun, HandLoop, list[str], str]:
+    """Return a run with two ranges, whose caller writes plain gradient descent; a worker is lost in the second step."""
+    run = whole_run(
+        tmp_path_factory.mktemp("hand"),
+        aggregators=2,
+        disturb=lambda call: "dies" if (call.member_id, call.method, call.index) == ("worker-1", "step", 1) else None,
+        **SGD,
+    )
+    loop, digests = loop_of(run), []
+    parameters = loop.initial_parameters
+    with run.events:
+        for _ in range(3):
+            vectors = loop.vectors(parameters)
+            average = loop.aggregate(vectors)
+            parameters = parameters - np.float32(0.5) * average.astype(np.float32)
+            digests.append(loop._digest(parameters).hex())
+        last = loop.finish(parameters)
+    return run, loop, digests, last
+
+
+def test_guarantee_a_loop_by_hand_releases_what_the_runs_own_loop_does(own, by_hand) -> None:
+    """Plain gradient descent by the caller gives the bytes of that by the aggregators, also after a lost worker."""
+    run, loop, digests, last = by_hand
+    assert digests == own.digests
+    assert last == digests[-1]
+    assert loop.finished_steps == 3
+    assert run.left == [("worker-1", "died")]
+
+
+def test_each_step_is_charged_once_and_committed_with_the_callers_parameters(by_hand) -> None:
+    run, loop, digests, _ = by_hand
+    committed = [body["parameter_digest"] for kind, body in run.evidence if kind == "committed"]
+    assert committed == digests
+    assert len(run.stage.calls("charge")) == 3
+    assert loop.plan.mechanism.steps == 3
+    with pytest.raises(RunFailedError, match="complete"):
+        loop.vectors(loop.initial_parameters)
+
+
+def test_its_manifest_names_no_update_rule(tmp_path) -> None:
+    run = whole_run(tmp_path, dp_config=RENYI)
+    run.coordinator.order.config.__dict__["optimizer"] = OptimizerConfig.model_construct(name=BY_HAND)
+    with run.events:
+        loop = loop_of(run)
+    assert loop._admitted.manifest.computation.optimizer.name == BY_HAND
+    for bad in (loop.initial_parameters[1:], loop.initial_parameters * np.nan):
+        with pytest.raises(RunFailedError, match="non_finite_parameters"):
+            loop.vectors(bad)
+    assert run.stage.calls("charge") == []
+    loop.close()
+
+
+def test_the_cap_ends_a_loop_before_anything_is_computed(tmp_path) -> None:
+    run = whole_run(tmp_path, dp_config={**RENYI, "epsilon_cap": 2.0}, steps=40)
+    with run.events:
+        loop = loop_of(run)
+    within = loop.plan.steps_within_cap
+    assert within < 40
+    for _ in range(within):
+        loop.aggregate(loop.vectors(loop.initial_parameters))
+    with pytest.raises(BudgetError, match="cap_exceeded"):
+        loop.vectors(loop.initial_parameters)
+    loop.close()
