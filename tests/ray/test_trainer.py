@@ -31,6 +31,7 @@ from raycloak.coordinator.runs.trainer import Trainer
 from raycloak.metrics.errors import ModelError, RefusedError
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
+from tests.own_code import Told
 from tests.protocol import RENYI, settle
 from tests.ray.unruly import AGED_S, BAD, revoke, unruly
 from tests.ray.watching import Observed, Scraping, observe, watched
@@ -87,8 +88,8 @@ def observed(ray_cluster, secret, tmp_path_factory):
         home = tmp_path_factory.mktemp("observed") / "home"
         settle(home)
         patch.setenv("RAYCLOAK_HOME", str(home))
-        config = digits(**OBSERVED, **SERVED)
-        trainer = Trainer(config, run_secret=secret, notice=scraping.notices.append, progress=look)
+        config, said = digits(**OBSERVED, **SERVED), scraping.notices.append
+        trainer = Trainer(config, run_secret=secret, notice=said, progress=look, callbacks=[Told()])
         result = trainer.train()
         vectors = [ray.get(list(references), timeout=120) for references in watching.seen]
     return Observed(trainer, result, scraping.pages, processes, vectors, evidence, scraping.notices)
@@ -125,6 +126,14 @@ def test_run_directory_holds_what_a_third_party_needs(observed):
     assert len(committed) == STEPS + len(result["metrics"]["measurements"])
     assert parse_config(yaml.safe_load((folder / "config.yaml").read_text())) == digits(**OBSERVED, **SERVED)
     assert result["metrics"]["evidence_class"] == "simulated"
+
+
+def test_callbacks_are_told_of_a_whole_run(observed):
+    (callback,) = observed.trainer._execution._callbacks.callbacks
+    kinds = [type(each).__name__ for each in callback.told]
+    steps = ["StepReport"] * (STEPS - 1)
+    assert kinds == ["RunStarted", *steps, "EvaluationReport", "StepReport", "CheckpointReport", "RunEnded"]
+    assert callback.told[-1].metrics == observed.result["metrics"]
 
 
 def test_metrics_are_served_during_the_run(observed):
