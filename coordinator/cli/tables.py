@@ -247,6 +247,7 @@ def accounts_view(accounts: Iterable["AccountView"]) -> Table:
         table.add_row(Text(name), spent, f"{account.epsilon_cap:g}", f"{account.delta:g}", account.accountant)
         for run in account.runs:
             steps = f"{run.charged_steps} of {run.planned_steps}"
+            steps = f"{steps}, all prepaid" if run.prepaid else steps
             steps = steps if run.private else f"{steps}, NOT PRIVATE"
             table.add_row("", "", "", "", "", run.run_id, steps, _lease_text(run.lease))
             for each in run.queries:

@@ -384,11 +384,14 @@ class LedgerConfig(Section):
         url: of the ledger; the file in the state folder if absent. A password in it is written and shown nowhere.
         account: that pays; the account of the data if absent.
         witness: absolute folder on other storage, or http(s) URL, that is told every head of the ledger.
+        prepaid: whether the whole plan is charged when the run is registered, before anything is computed; what the run
+            then leaves out stays charged.
     """
 
     url: str | None = Field(default=None, min_length=1, repr=False)
     account: str | None = None
     witness: str | None = None
+    prepaid: bool = False
 
 
 class KeyServiceConfig(Section):

@@ -23,6 +23,7 @@ from raycloak.coordinator.ledger.entries import (
     DeltaShared,
     Head,
     LedgerEntry,
+    RunPrepaid,
     RunRegistered,
     RunRegisteredAtOrders,
     StepCharged,
@@ -191,6 +192,8 @@ class AuditedChain:
         )
         _require(_same_quote(event, quoted(account, event.mechanisms)), entry, "its quote is not what its plan costs")
         self.runs[event.run_id] = AuditedRun(entry.sequence, event, PricedRun.of(event), charges=charges)
+        if isinstance(event, RunPrepaid) and private:
+            self._require_within(entry, event.account)
 
     def _owned(self, entry: LedgerEntry, event: DataBound | StepCharged | VectorsBound) -> AuditedRun:
         """Return the run of ``event``, which its owner wrote while the account was open."""
@@ -228,10 +231,16 @@ class AuditedChain:
         _require(0 <= event.step < mechanism.steps, entry, "its step was not planned")
         _require(event.mechanism_digest == mechanism.digest(), entry, "it charges for another mechanism")
         charges[event.step] = entry.sequence
-        account = self.accounts[registered.account].terms
-        spent = epsilon_at(account, self.spent(registered.account), registered.account in self.unstated)
+        spent = self._epsilon(registered.account)
         _require(_close(spent, event.charged_epsilon), entry, "its epsilon is not what the charges add up to")
-        within = not mechanism.private or spent <= account.epsilon_cap * (1 + _TOLERANCE)
+        if mechanism.private:
+            self._require_within(entry, registered.account)
+
+    def _epsilon(self, account: str) -> float:
+        return epsilon_at(self.accounts[account].terms, self.spent(account), account in self.unstated)
+
+    def _require_within(self, entry: LedgerEntry, account: str) -> None:
+        within = self._epsilon(account) <= self.accounts[account].terms.epsilon_cap * (1 + _TOLERANCE)
         _require(within, entry, "it crosses the cap of its account")
 
 

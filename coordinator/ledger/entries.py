@@ -130,6 +130,15 @@ class RunRegisteredAtOrders(RunRegistered):
     orders: tuple[float, ...]
 
 
+class RunPrepaid(RunRegisteredAtOrders):
+    """The registration of a run that charges all that it plans at once, in this entry.
+
+    Its steps are charged one by one all the same, because each needs a receipt, but add nothing to the account.
+    """
+
+    DOMAIN: ClassVar[str] = "run_prepaid"
+
+
 class DeltaShared(Message):
     """The statement of how an account counts that was charged before orders were fixed.
 
@@ -220,6 +229,7 @@ _KINDS: dict[str, type[Event]] = {
         DeltaShared,
         RunRegistered,
         RunRegisteredAtOrders,
+        RunPrepaid,
         DataBound,
         StepCharged,
         VectorsBound,

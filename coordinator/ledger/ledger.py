@@ -21,7 +21,15 @@ from raycloak.coordinator.ledger.accounts import (
     transfer,
 )
 from raycloak.coordinator.ledger.cap_authority import SignedCap
-from raycloak.coordinator.ledger.entries import DataBound, Head, LedgerEntry, RunRegistered, StepCharged, VectorsBound
+from raycloak.coordinator.ledger.entries import (
+    DataBound,
+    Head,
+    LedgerEntry,
+    RunPrepaid,
+    RunRegistered,
+    StepCharged,
+    VectorsBound,
+)
 from raycloak.coordinator.ledger.heads import check_links
 from raycloak.coordinator.ledger.reader import LedgerReader
 from raycloak.coordinator.ledger.rules import (
@@ -143,25 +151,29 @@ class PrivacyLedger(LedgerReader):
         mechanisms: tuple[Mechanism, ...],
         manifest_digest: bytes,
         dataset_fingerprint: bytes = b"",
+        prepaid: bool = False,
     ) -> None:
         """Let a run charge to an account, and make this instance the run's owner. Idempotent for the same arguments.
 
         Args:
             mechanisms: all that the run may release. Each has a query of its own, and is paid for release by release.
             dataset_fingerprint: from the run's manifest; empty without a key.
+            prepaid: whether all that the run plans is charged now, and stays charged if the run does less.
 
         Raises:
             BudgetError: ``account_unknown``, ``account_closed`` or ``fenced``. ``run_mismatch`` if the id belongs to a
                 run of another account, mechanism, dataset or manifest. ``account_not_shared`` if another run has the
                 account's one plan. ``delta_exceeded`` without slack left in delta. ``cap_exceeded`` if not even one
-                release of each mechanism is left. Also as in `raycloak.coordinator.ledger.rules.registration`.
+                release of each mechanism is left, or less than a prepaid run plans. Also as in
+                `raycloak.coordinator.ledger.rules.registration`.
             ConfigError: ``delta_too_small`` for the account's accountant.
             ProtocolError: ``malformed`` if a mechanism has a value that no entry can hold, such as a NaN.
         """
         with self._store.read() as rows:
             known = self._book.standing(rows, account).account
         # Price the run before taking the lock: pricing takes seconds the first time, and others wait for the lock.
-        event = registration(run_id, known.terms, mechanisms, manifest_digest, dataset_fingerprint, known.fixed)
+        run = mechanisms, manifest_digest, dataset_fingerprint
+        event = registration(run_id, known.terms, *run, known.fixed, prepaid)
         with self._write() as rows:
             row = rows.run(run_id)
             if row is not None:
@@ -174,9 +186,7 @@ class PrivacyLedger(LedgerReader):
             now_known.require_open()
             # The account may have changed between the two transactions: another run may have fixed its order.
             if (now_known.terms, now_known.fixed) != (known.terms, known.fixed):
-                event = registration(
-                    run_id, now_known.terms, mechanisms, manifest_digest, dataset_fingerprint, now_known.fixed
-                )
+                event = registration(run_id, now_known.terms, *run, now_known.fixed, prepaid)
             terms = now_known.with_run(event).terms
             check_admission(terms, standing.registered, standing.spent, event)
             counts = {mechanism.query: 0 for mechanism in mechanisms}
@@ -404,7 +414,8 @@ class PrivacyLedger(LedgerReader):
     def _check_same_run(self, rows: Rows, row: RunRow, event: RunRegistered) -> None:
         known = self._book.run(rows, row).registered
         compared = ("account", "mechanisms", "manifest_digest", "dataset_fingerprint")
-        if any(getattr(known, name) != getattr(event, name) for name in compared):
+        same_kind = isinstance(known, RunPrepaid) == isinstance(event, RunPrepaid)
+        if not same_kind or any(getattr(known, name) != getattr(event, name) for name in compared):
             raise run_mismatch(row.run_id)
 
     def _take(self, rows: Rows, row: RunRow) -> None:

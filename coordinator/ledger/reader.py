@@ -84,7 +84,9 @@ class LedgerReader:
             accounts = tuple(self._account_view(rows, row) for row in rows.accounts())
             return LedgerView(self.public_key, self.fencing, rows.head(), accounts, self._rollback_witness)
 
-    def outlook(self, account: str, mechanisms: tuple[Mechanism, ...], dataset_fingerprint: bytes = b"") -> Outlook:
+    def outlook(
+        self, account: str, mechanisms: tuple[Mechanism, ...], dataset_fingerprint: bytes = b"", prepaid: bool = False
+    ) -> Outlook:
         """Return what one more run of ``mechanisms`` would find on an account; writes nothing.
 
         Guarantee: refuses what `PrivacyLedger.register_run` would refuse now, with the same code.
@@ -96,7 +98,7 @@ class LedgerReader:
             standing = self._book.standing(rows, account)
         known = standing.account
         known.require_open()
-        event = registration("(planned)", known.terms, mechanisms, b"", dataset_fingerprint, known.fixed)
+        event = registration("(planned)", known.terms, mechanisms, b"", dataset_fingerprint, known.fixed, prepaid)
         terms = known.with_run(event).terms
         check_admission(terms, standing.registered, standing.spent, event)
         return Outlook(terms, PricedRun.of(event), tuple(standing.spent))

@@ -20,7 +20,7 @@ from raycloak.coordinator.accounting.renyi import (
     effective_noise_multiplier,
     release_rdp,
 )
-from raycloak.coordinator.ledger.entries import AccountOpened, RunRegistered, RunRegisteredAtOrders
+from raycloak.coordinator.ledger.entries import AccountOpened, RunPrepaid, RunRegistered, RunRegisteredAtOrders
 from raycloak.metrics.errors import BudgetError
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.vectors.noise import MAX_SIGMA, MIN_SIGMA
@@ -50,8 +50,18 @@ class PricedRun:
         priced = {m.query: Priced(m, m.digest(), np.asarray(cost)) for m, cost in each}
         return cls(event, priced, Quote(event.quote_counts, event.quote_epsilon))
 
+    @property
+    def prepaid(self) -> bool:
+        """True if the registration charged all that the run plans."""
+        return isinstance(self.registered, RunPrepaid)
+
     def spend(self, charged: Mapping[Query, int]) -> Spend:
-        """Return the cost of so many releases of each mechanism. Public ones cost nothing and are not counted."""
+        """Return the cost of so many releases of each mechanism, or of all that a prepaid run plans.
+
+        Public ones cost nothing and are not counted.
+        """
+        if self.prepaid:
+            charged = {query: each.mechanism.steps for query, each in self.priced.items()}
         private = [(charged[query], each) for query, each in self.priced.items() if each.mechanism.private]
         rdp = sum((count * each.step_rdp for count, each in private), np.zeros(len(self.registered.step_rdp[0])))
         releases = tuple(_release(each.mechanism, count) for count, each in private if count)
@@ -65,12 +75,14 @@ def registration(
     manifest_digest: bytes,
     dataset_fingerprint: bytes,
     fixed: bool,
+    prepaid: bool = False,
 ) -> RunRegisteredAtOrders:
     """Build the event of a new run, with its cost.
 
     Args:
         terms: of the account.
         fixed: whether its orders in use are fixed. If not, a private run fixes them.
+        prepaid: whether the event charges all that the run plans.
 
     Raises:
         BudgetError: ``dataset_mismatch`` or ``account_private``, or a flaw of a mechanism: ``mechanism_inconsistent``,
@@ -91,7 +103,7 @@ def registration(
         orders = ()
     costs = tuple(mechanism_rdp(mechanism, orders) for mechanism in mechanisms)
     quote = quoted(terms, mechanisms)
-    event = RunRegisteredAtOrders(
+    event = (RunPrepaid if prepaid else RunRegisteredAtOrders)(
         recorded_at=now(),
         run_id=run_id,
         account=terms.account,
@@ -252,19 +264,22 @@ def check_admission(
 ) -> None:
     """Refuse a run that an account has no room for, beside those registered in it and what they have charged.
 
+    Guarantee: a prepaid run is registered only if all that it plans fits the cap, beside all that was charged before.
+
     Args:
         terms: of the account once ``event`` has registered the run.
 
     Raises:
         BudgetError: ``delta_exceeded``, ``account_not_shared``, or ``cap_exceeded`` if not even one release of each
-            mechanism is left.
+            mechanism is left, or less than a prepaid run plans.
     """
     check_reserve(terms, [*registered, event])
     if is_private(event):
         check_shareable(terms, [*registered, event])
         # A run that could not afford one release of each mechanism is refused before it starts.
-        one_of_each = PricedRun.of(event).spend({mechanism.query: 1 for mechanism in event.mechanisms})
-        check_cap(terms, [*spent, one_of_each])
+        run = PricedRun.of(event)
+        least = run.spend({mechanism.query: 1 for mechanism in event.mechanisms})
+        check_cap(terms, [*spent, least], "all that the run plans" if run.prepaid else "the step")
 
 
 def check_shares(run_id: str, mechanism: Mechanism) -> None:
@@ -300,13 +315,17 @@ def check_reserve(terms: AccountOpened, registered: Sequence[RunRegistered]) -> 
         )
 
 
-def check_cap(terms: AccountOpened, spent: Sequence[Spend]) -> float:
-    """Return epsilon once all of ``spent`` is charged; BudgetError ``cap_exceeded`` if it is over the cap."""
+def check_cap(terms: AccountOpened, spent: Sequence[Spend], what: str = "the step") -> float:
+    """Return epsilon once all of ``spent`` is charged; BudgetError ``cap_exceeded`` if it is over the cap.
+
+    Args:
+        what: is charged last, for the refusal.
+    """
     after = epsilon_at(terms, spent)
     if after > terms.epsilon_cap:
         raise BudgetError(
             "cap_exceeded",
-            f"the step would bring account '{terms.account}' to epsilon {after:.4g}, over its cap "
+            f"{what} would bring account '{terms.account}' to epsilon {after:.4g}, over its cap "
             f"{terms.epsilon_cap:g} at delta {terms.delta:g}{shared_delta(terms)}.",
             "The budget of this data is spent; another account is another promise to the people in it.",
         )

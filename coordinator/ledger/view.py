@@ -7,7 +7,7 @@ from raycloak.attestation.core.roster import Query
 from raycloak.coordinator.accounting.accountants import Spend, accountant_of
 from raycloak.coordinator.accounting.renyi import ORDERS
 from raycloak.coordinator.ledger.accounts import Account
-from raycloak.coordinator.ledger.entries import AccountOpened, Head, RunRegistered
+from raycloak.coordinator.ledger.entries import AccountOpened, Head, RunPrepaid, RunRegistered
 from raycloak.coordinator.ledger.leases import Lease
 from raycloak.coordinator.ledger.rules import PricedRun, account_limits, epsilon_at, slack_at
 from raycloak.workers.terms.mechanism import AccountantName
@@ -38,6 +38,7 @@ class RunView:
     Attributes:
         epsilon_cap: the account's cap at the registration. The run is planned for it.
         lease: the lease of the instance that owns the run.
+        prepaid: whether the registration charged all that is planned.
     """
 
     run_id: str
@@ -48,6 +49,7 @@ class RunView:
     queries: tuple[QueryView, ...]
     manifest_digest: bytes
     lease: Lease | None = None
+    prepaid: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,7 @@ def _run_view(event: RunRegistered, charged: Mapping[Query, int], lease: Lease |
         queries=tuple(QueryView(each.query, each.steps, charged[each.query]) for each in event.mechanisms),
         manifest_digest=event.manifest_digest,
         lease=lease,
+        prepaid=isinstance(event, RunPrepaid),
     )
 
 

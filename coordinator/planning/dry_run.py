@@ -103,7 +103,8 @@ def _paid(
         name = account_of(view, config, data, fingerprint)
         paying = existing_account(view, config, name)
         plan = planned(paying)
-        outlook = ledger.outlook(name, _mechanisms(plan), fingerprint) if ledger and paying else None
+        asked = name, _mechanisms(plan), fingerprint, config.ledger.prepaid
+        outlook = ledger.outlook(*asked) if ledger and paying else None
         return with_account(plan, name, view, outlook)
 
 

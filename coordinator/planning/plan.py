@@ -14,7 +14,7 @@ A plan depends only on public numbers: the configuration, the number of examples
 
 import math
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from raycloak.coordinator.accounting.accountants import AccountLimits, accountant_of
 from raycloak.coordinator.accounting.calibration import (
@@ -161,7 +161,7 @@ def make_plan(
 
     Raises:
         ConfigError, DatasetError, ModelError, RefusedError: as :func:`plan_mechanism`; also ``delta_slack`` and
-            ``cap_too_small``.
+            ``cap_too_small``, which a prepaid run also gets if not all that it plans fits the cap.
     """
     config = config.sized(num_examples)
     mechanism = plan_mechanism(config, num_examples, dimension, account, largest_rows)
@@ -172,6 +172,8 @@ def make_plan(
     limits = AccountLimits(cap, accountant_delta(delta), account.orders if account else ORDERS)
     orders = orders_for(account, mechanism.accountant, planned, limits)
     steps, measured = _reach(run, cap, delta, orders)
+    if config.ledger.prepaid and (steps, measured) != (mechanism.steps, mechanism.steps):
+        _refuse_prepaid(run, steps, cap, delta, orders)
     beside = run.measured(measured)
     hosted = hosted_at_most(mechanism.virtual_workers, config.num_workers)
     one_worker = epsilon_against(mechanism, hosted, delta, steps, beside)
@@ -425,6 +427,16 @@ def _reach(run: Schedule, cap: float, delta: float, orders: tuple[float, ...]) -
             "Raise the cap or the noise multiplier, or lower the batch size.",
         )
     return low, low if run.epsilon(low, low, delta, orders) <= cap else low - 1
+
+
+def _refuse_prepaid(run: Schedule, reach: int, cap: float, delta: float, orders: tuple[float, ...]) -> NoReturn:
+    steps = run.mechanism.steps
+    raise ConfigError(
+        "cap_too_small",
+        f"{steps} steps, with what is measured, cost epsilon {run.epsilon(steps, steps, delta, orders):.4g} at delta "
+        f"{delta:g}, more than the cap {cap:g}; a prepaid run pays for all at once.",
+        f"Lower the steps (about {reach} fit), or raise the noise multiplier or the cap.",
+    )
 
 
 def with_notes(plan: Plan, notes: tuple[str, ...]) -> Plan:

@@ -5,8 +5,8 @@
     account    opened or found, and the run registered in it
     evidence   the orchestrator told of the terms, every member admitted
 
-Nothing is charged here. The order matters: a resumed run that differs from the one on record is refused before an
-account is opened or evidence is presented.
+Nothing is charged here, but all that a prepaid run plans. The order matters: a resumed run that differs from the one on
+record is refused before an account is opened or evidence is presented.
 """
 
 import secrets
@@ -217,7 +217,7 @@ def _open_account(order: Order, plan: Plan, manifest: Manifest, paying: PayingAc
         )
     mechanisms = manifest.computation.mechanisms
     terms = mechanisms, manifest.digest(), manifest.dataset_fingerprint
-    control.ledger.register_run(order.session.run_id, manifest.account, *terms)
+    control.ledger.register_run(order.session.run_id, manifest.account, *terms, order.config.ledger.prepaid)
 
 
 def _is_charged(order: Order) -> bool:

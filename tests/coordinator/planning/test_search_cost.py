@@ -75,23 +75,29 @@ def test_the_noise_lets_exactly_these_trials_fit_and_the_count_is_the_largest():
         assert (spent(1.0, trials) <= 4.0) == fits
 
 
-def test_every_trial_is_charged_by_the_ledger(tmp_path):
-    """Full batches of three steps: as many trials are admitted in full as `search_cost` says."""
+@pytest.mark.parametrize("prepaid", [False, True])
+def test_every_trial_is_charged_by_the_ledger(tmp_path, prepaid):
+    """Full batches of three steps: as many trials are admitted in full as `search_cost` says.
+
+    Prepaid, they are admitted with that cost before any of their steps.
+    """
     cap = 8.0
-    said = search_cost(Release(1.0, TRIAL.noise_multiplier, TRIAL.steps), (), 20, cap, DELTA, 0.0).trials_within_cap
+    one = Release(1.0, TRIAL.noise_multiplier, TRIAL.steps)
+    said = search_cost(one, (), 20, cap, DELTA, 0.0).trials_within_cap
     ledger = PrivacyLedger(f"sqlite:///{tmp_path / 'ledger.db'}")
     ledger.open_account("search", cap, DELTA)
     for number in range(said):
-        _trial(ledger, f"trial-{number}")
+        _trial(ledger, f"trial-{number}", prepaid)
+    assert ledger.view().accounts[0].spent_epsilon == pytest.approx(search_cost(one, (), said, cap, DELTA, 0.0).epsilon)
     with pytest.raises(BudgetError, match="cap_exceeded"):
-        _trial(ledger, "one-more")
+        _trial(ledger, "one-more", prepaid)
     ledger.close()
 
 
-def _trial(ledger: PrivacyLedger, run_id: str) -> None:
-    ledger.register_run(run_id, "search", (TRIAL,), MANIFEST)
+def _trial(ledger: PrivacyLedger, run_id: str, prepaid: bool) -> None:
+    ledger.register_run(run_id, "search", (TRIAL,), MANIFEST, prepaid=prepaid)
     ledger.bind_data(run_id, MANIFEST, DATA)
-    for step in range(TRIAL.steps):
+    for step in range(0 if prepaid else TRIAL.steps):
         ledger.charge(run_id, step, PARAMETERS, MANIFEST)
 
 
