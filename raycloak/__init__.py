@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from raycloak.coordinator.planning.plan import Plan, make_plan
     from raycloak.coordinator.runs.by_hand import by_hand
     from raycloak.coordinator.runs.released_model import load
+    from raycloak.coordinator.runs.search import tunable
     from raycloak.coordinator.runs.trainer import Trainer
     from raycloak.coordinator.training.callbacks import (
         Callback,
@@ -134,6 +135,7 @@ _HOMES = {
     "simulated_policy": "raycloak.attestation.policy.policy",
     "split_ranges": "raycloak.coordinator.aggregation.ranges",
     "start_platforms": "raycloak.coordinator.cluster.actors",
+    "tunable": "raycloak.coordinator.runs.search",
     "vectors_digest": "raycloak.workers.terms.binding",
     "worker_environment": "raycloak.workers.gradients.numerics",
 }
@@ -208,6 +210,7 @@ __all__ = [
     "simulated_policy",
     "split_ranges",
     "start_platforms",
+    "tunable",
     "vectors_digest",
     "worker_environment",
 ]

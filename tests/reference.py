@@ -18,7 +18,7 @@ PAGES = {
     "training": (
         "Training",
         "Train a model, load it, and plan what it costs.",
-        ["Trainer", "load", "load_config", "make_plan", "Plan", "StepReport"],
+        ["Trainer", "tunable", "load", "load_config", "make_plan", "Plan", "StepReport"],
     ),
     "configuration": (
         "Configuration",

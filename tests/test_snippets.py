@@ -72,7 +72,11 @@ def as_program(blocks):
     return "\n".join(rows) + "\n"
 
 
-@pytest.mark.parametrize("document", sorted({block.document for block in _in("python")}))
+# A pipeline and a search, whose own tests run them as they are there: test_pipelines.py and test_tune.py.
+RUN_ELSEWHERE = {"docs/data.md", "docs/tune.md"}
+
+
+@pytest.mark.parametrize("document", sorted({block.document for block in _in("python")} - RUN_ELSEWHERE))
 def test_python_blocks_run(document, run_python, request):
     program = as_program([block for block in _in("python") if block.document == document])
     environment = {}

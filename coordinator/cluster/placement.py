@@ -68,13 +68,19 @@ class Placement:
         config: strategy, resources, labels and deadline.
         num_workers: number of bundles of the shared group.
         use_gpu: whether each worker reserves a share of the cluster's GPUs.
+        reserved: a group of the caller's, whose first bundle is the caller's own and whose others are for the initial
+            workers; None to reserve one. It stays when the run ends.
     """
 
-    def __init__(self, config: PlacementConfig, num_workers: int, use_gpu: bool) -> None:
+    def __init__(
+        self, config: PlacementConfig, num_workers: int, use_gpu: bool, reserved: PlacementGroup | None = None
+    ) -> None:
         self._config = config
         self._strategy = config.strategy
         self._num_workers = num_workers
         self._draining = Draining()
+        self._reserved = reserved
+        self._first_bundle = 0 if reserved is None else 1
         self._request = self._make_request(use_gpu)
         self._shared: PlacementGroup | None = None
         self._seats: dict[str, int] = {}
@@ -115,7 +121,7 @@ class Placement:
             self._pending[member_id] = self._reserved_at + self._config.deadline_s
             return PlacementGroupSchedulingStrategy(own, placement_group_bundle_index=0)
         self._seats[member_id] = seat
-        return PlacementGroupSchedulingStrategy(self._shared, placement_group_bundle_index=seat)
+        return PlacementGroupSchedulingStrategy(self._shared, placement_group_bundle_index=self._first_bundle + seat)
 
     def release(self, member_id: str) -> None:
         """Give back the place of a stopped worker. Another worker may take its bundle."""
@@ -157,7 +163,8 @@ class Placement:
 
     def close(self) -> None:
         """Remove every group. Processes that still run in one end."""
-        groups = [*self._own.values(), *self._closed_groups, *([self._shared] if self._shared else [])]
+        shared = [self._shared] if self._shared and self._reserved is None else []
+        groups = [*self._own.values(), *self._closed_groups, *shared]
         self._own, self._pending, self._seats, self._shared = {}, {}, {}, None
         self._closed_seats, self._closed_groups = set(), []
         for group in groups:
@@ -178,6 +185,8 @@ class Placement:
             bundle[f"accelerator_type:{config.accelerator_type}"] = 0.001
         request = Request({}, dict(config.labels), self._num_workers, self._strategy)
         nodes = cluster_nodes()
+        if self._reserved is not None:
+            return Request(self._reserved_bundle(), dict(config.labels), self._num_workers, self._strategy)
         if "CPU" not in given:
             bundle["CPU"] = even_share(nodes, "CPU", request) or 1.0
         if use_gpu and "GPU" not in given:
@@ -191,11 +200,24 @@ class Placement:
             )
         return Request(bundle, dict(config.labels), self._num_workers, self._strategy)
 
+    def _reserved_bundle(self) -> dict[str, float]:
+        """Return the resources of one worker's bundle in the caller's group."""
+        assert self._reserved is not None, "only then there are bundles to read"
+        bundles = self._reserved.bundle_specs[1:]
+        if len(bundles) != self._num_workers:
+            raise ConfigError(
+                "unplaceable",
+                f"{len(bundles)} bundles are reserved for {self._num_workers} workers.",
+                "Reserve one bundle for the trial itself and one for each worker.",
+            )
+        return dict(bundles[0])
+
     def _reserve_shared(self) -> PlacementGroup:
-        group = self._group(self._num_workers, self._strategy)
+        group = self._reserved or self._group(self._num_workers, self._strategy)
         if group.wait(self._config.deadline_s):
             return group
-        remove_placement_group(group)
+        if self._reserved is None:
+            remove_placement_group(group)
         raise ConfigError(
             "unplaceable",
             f"{self._request.shortfall(self._usable_nodes())} Waited {self._config.deadline_s:g} s.",
@@ -224,7 +246,7 @@ class Placement:
             return self._seated - 1
         nodes = placement_group_table(shared)["bundles_to_node_id"]
         usable = {node.node_id for node in self._usable_nodes()} | ({""} if "STRICT" not in self._strategy else set())
-        return next((seat for seat in self._vacated() if nodes[seat] in usable), None)
+        return next((seat for seat in self._vacated() if nodes[self._first_bundle + seat] in usable), None)
 
     def _vacated(self) -> list[int]:
         taken = self._closed_seats.union(self._seats.values())
@@ -233,7 +255,8 @@ class Placement:
     def _is_free(self, seat: int, nodes: list[NodeView]) -> bool:
         """Return whether Ray shows the resources of a bundle of the shared group as free."""
         assert self._shared is not None, "seats belong to the shared group"
-        bundle = {f"{name}_group_{seat}_{self._shared.id.hex()}": amount for name, amount in self.bundle.items()}
+        place = f"group_{self._first_bundle + seat}_{self._shared.id.hex()}"
+        bundle = {f"{name}_{place}": amount for name, amount in self.bundle.items()}
         return any(all(node.free.get(name, 0.0) >= amount for name, amount in bundle.items()) for node in nodes)
 
     def _usable_nodes(self) -> list[NodeView]:

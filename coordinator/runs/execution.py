@@ -69,6 +69,7 @@ class Execution:
         handle_signals: whether SIGINT and SIGTERM make ``stop`` while a run executes; main thread only.
         metrics: functions of the user's own of outputs and labels of the public split, beside the configuration's.
         callbacks: of the user's own; checked.
+        reserved: a placement group with places for the initial workers, as `Placement` takes it.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Execution:
         handle_signals: bool = False,
         metrics: Sequence[Metric] = (),
         callbacks: Sequence[Callback] = (),
+        reserved: Any | None = None,
     ) -> None:
         self._config = config
         self._model = model
@@ -97,6 +99,7 @@ class Execution:
         self._handle_signals = handle_signals
         self._metrics = metrics
         self._callbacks = CallbackCaller(callbacks, self._warn)
+        self._reserved = reserved
         # Kept over every execution of the run: an outcome warns of what happened in any of them.
         self.warnings: list[str] = []
         # None until a run is opened: a resume after a failure needs to know which one it was.
@@ -283,7 +286,7 @@ class Execution:
 
     def _placement(self) -> Placement:
         config = self._config
-        placement = Placement(config.placement, config.num_workers, config.use_gpu)
+        placement = Placement(config.placement, config.num_workers, config.use_gpu, self._reserved)
         if config.use_gpu and not placement.num_gpus:
             self.warnings.append("use_gpu is set, but the cluster has no GPU: the workers computed on the CPU.")
         return placement

@@ -42,6 +42,8 @@ class Trainer:
         notice: told, in one line each, what a watcher needs to know: the metrics' address, members that left or joined.
         metrics: functions of your own of outputs and labels of the public split, beside ``evaluation.metrics``.
         callbacks: objects of your own that are told of the run, beside those that ``config.callbacks`` names.
+        placement_group: of Ray, with the caller's own bundle first and then one for each of the ``num_workers``; the
+            run reserves a group of its own if absent.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Trainer:
         handle_signals: bool = False,
         metrics: Sequence[Callable[[Any, Any], Any]] = (),
         callbacks: Sequence[Callback] = (),
+        placement_group: Any | None = None,
     ) -> None:
         if (model_init_fn is None) == (config.model is None):
             raise ConfigError(
@@ -95,6 +98,7 @@ class Trainer:
             handle_signals=handle_signals,
             metrics=metrics,
             callbacks=own_callbacks(config.callbacks, callbacks, base),
+            reserved=placement_group,
         )
         self.finished: Finished | None = None
 

@@ -83,7 +83,7 @@ def admit(
         metrics: sources of the user's own, which the driver measures.
 
     Raises:
-        RaycloakError: what refuses the run; nothing was charged.
+        RaycloakError: what refuses the run; nothing was charged, but for a prepaid run whose members were refused.
     """
     session, facts = order.session, founders.facts
     config = _recorded_shape(order).sized(facts.num_examples)

@@ -1,0 +1,102 @@
+"""The wiring on Ray Tune: a run as a `ray.tune.Trainable`, and the places that Tune reserves for it.
+
+Ray Tune is loaded only here, and needs pandas: ``pip install 'raycloak[tune]'``.
+
+Tune reserves a trial's places as a whole: one for the trial's own process, on the node of the search's driver, where
+the state folder is, and one for each worker. So as many trials run at once as the cluster has room for, and none waits
+for places that another one half holds.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import ray
+
+from raycloak.coordinator.cluster.placement import Placement
+from raycloak.coordinator.config.run import RunConfig
+from raycloak.metrics.errors import ConfigError
+
+
+class TrialRun(Protocol):
+    """One trial: a run that gives its results one by one."""
+
+    def next_result(self) -> Mapping[str, Any]:
+        """Return the next result, when there is one; the last has ``done``."""
+        ...
+
+    def close(self) -> None:
+        """End the run after the step it is in, if it has not ended."""
+        ...
+
+
+class StartTrial(Protocol):
+    """The start of a trial."""
+
+    def __call__(self, trial_id: str, chosen: Mapping[str, Any], placement_group: Any | None) -> TrialRun:
+        """Return the trial of the values that Tune has ``chosen``."""
+        ...
+
+
+def trainable_class(start: StartTrial, configured: Callable[[Mapping[str, Any]], RunConfig], home: Path) -> type[Any]:
+    """Return the `ray.tune.Trainable` whose trials ``start`` begins.
+
+    A checkpoint says which trial it is of, and has no model: a trial that starts again resumes its own run. A scheduler
+    that continues one trial from another's model, such as PBT, is refused (``tune_copy``).
+
+    Args:
+        configured: gives the configuration of a trial.
+        home: the state folder of the search, which is that of every trial.
+
+    Raises:
+        ConfigError: ``tune_missing``.
+    """
+    try:
+        from ray import tune
+    except ImportError:
+        raise ConfigError(
+            "tune_missing", "Ray Tune cannot be imported: it needs pandas.", "Install it: pip install 'raycloak[tune]'."
+        ) from None
+
+    class RaycloakTrial(tune.Trainable):
+        """A trial: a run of its own, in a process of its own."""
+
+        def setup(self, config: dict[str, Any]) -> None:
+            # This process was started by the cluster, with the cluster's environment.
+            os.environ["RAYCLOAK_HOME"] = str(home)
+            self._run = start(self.trial_id, config, ray.util.get_current_placement_group())
+
+        def step(self) -> dict[str, Any]:
+            return dict(self._run.next_result())
+
+        def cleanup(self) -> None:
+            self._run.close()
+
+        def save_checkpoint(self, checkpoint_dir: str) -> dict[str, Any]:
+            return {"trial_id": self.trial_id}
+
+        def load_checkpoint(self, checkpoint: dict[str, Any] | None) -> None:
+            if checkpoint and checkpoint["trial_id"] != self.trial_id:
+                raise ConfigError(
+                    "tune_copy",
+                    "a trial cannot start from the model of another one.",
+                    "Choose a scheduler that only stops trials, such as ASHA.",
+                )
+
+        @classmethod
+        def default_resource_request(cls, config: dict[str, Any]) -> Any:
+            return _places(configured(config), tune.PlacementGroupFactory)
+
+    return RaycloakTrial
+
+
+def _places(config: RunConfig, factory: Callable[..., Any]) -> Any:
+    """Return the request for the places of one trial."""
+    worker = Placement(config.placement, config.num_workers, config.use_gpu).bundle
+    # The amount is Ray's smallest, so that any number of trials has its process on this node.
+    address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    own = {f"node:{address}": 0.0001}
+    labels = dict(config.placement.labels)
+    selector = {"bundle_label_selector": [{}, *([labels] * config.num_workers)]} if labels else {}
+    return factory([own, *([worker] * config.num_workers)], strategy=config.placement.strategy, **selector)
