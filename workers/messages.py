@@ -51,7 +51,8 @@ class WorkerFacts:
     Attributes:
         dataset_fingerprint: the only one that depends on the content of examples. It is keyed, or the digest of a
             sealed dataset's header; empty for data in the clear without a key.
-        tokenizer: digest of the tokenizer that made examples of text; empty for other data.
+        tokenizer: digest of the tokenizer that made examples of text, of the decoder of images, or of the pipeline's
+            code; empty for other data.
         model_notes: sentences about what was changed or drawn when the model was built.
         contents: of all parameters and buffers of the model.
         largest_rows: of a micro-batch; see `raycloak.workers.gradients.row_memory`.

@@ -1,4 +1,4 @@
-"""The commands ``raycloak data``: checking examples, and sealing them before they leave their owner."""
+"""The commands ``raycloak data``: building, checking and sealing examples before they leave their owner."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,7 +10,60 @@ from raycloak.coordinator.config.run import load_config
 from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import ConfigError
 
-data = typer.Typer(help="Data: check a dataset, and encrypt it so that only attested workers open it.")
+data = typer.Typer(help="Data: build a dataset, check it, and encrypt it so that only attested workers open it.")
+
+
+@data.command("build")
+def build_command(
+    config: ConfigFile,
+    part: Annotated[
+        Literal["training", "evaluation"], typer.Option(help="Build CONFIG's dataset, or its evaluation.dataset.")
+    ] = "training",
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Run the pipeline of CONFIG's dataset (kind ray_data) for its owner, and write its rows to the dataset's path.
+
+    It starts a Ray of its own, on this machine, and holds the examples there in the clear.
+    """
+    execute(as_json, debug, lambda output: _build(output, config, overrides, part))
+
+
+def _build(output: Output, config: Path, overrides: list[str] | None, part: Literal["training", "evaluation"]) -> int:
+    from raycloak.coordinator.planning.references import part_of
+
+    dataset = part_of(load_config(config, overrides), part)
+    if dataset is None or dataset.kind != "ray_data":
+        raise ConfigError(
+            "not_built", f"the {part} dataset is none of kind ray_data.", "Only a pipeline of Ray Data is built."
+        )
+    assert dataset.function is not None, "kind ray_data comes with a function"
+    assert dataset.path is not None, "kind ray_data comes with a path"
+    from raycloak.coordinator.cluster.pipelines import build_folder
+    from raycloak.coordinator.console.tables import fields_table
+    from raycloak.workers.inputs.user_code import telling
+
+    folder = (config.parent / dataset.path).resolve()
+    # The owner runs the owner's own code.
+    with telling():
+        index = build_folder(dataset.function, config.parent.resolve(), folder)
+    facts = {
+        "path": str(folder),
+        "rows": index.rows,
+        "files": len(index.files),
+        "function": index.function,
+        "code_digest": index.code.hex(),
+        "manifest_digest": index.made_by().hex(),
+    }
+    rows = [
+        ("folder", f"{folder}: in the clear, for its owner alone"),
+        ("rows", f"{index.rows} in {len(index.files)} files, shuffled"),
+        ("pipeline", f"{index.function}, code {index.code.hex()}"),
+        ("in the manifest", index.made_by().hex()),
+    ]
+    output.result(facts, fields_table("Built data (PRIVATE)", rows))
+    return 0
 
 
 @data.command("check")

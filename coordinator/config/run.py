@@ -16,6 +16,7 @@ from raycloak.attestation.files.yaml_reader import parse_yaml, read_yaml
 from raycloak.coordinator.config.sections import (
     LOSS_OF_TASK,
     LOSSES,
+    TABLES,
     AttestationConfig,
     CheckpointConfig,
     DatasetConfig,
@@ -212,7 +213,7 @@ class RunConfig(Section):
     def _one_tokenizer(self) -> Self:
         if self.dataset is None or self.evaluation is None:
             return self
-        lists = [part.classes for part in (self.dataset, self.evaluation.dataset) if part.kind in ("csv", "parquet")]
+        lists = [part.classes for part in (self.dataset, self.evaluation.dataset) if part.kind in TABLES]
         if len(lists) == 2 and lists[0] != lists[1] and any(isinstance(each, list) for each in lists):
             raise ValueError("evaluation.dataset.classes must be dataset.classes: a label has one number")
         trained, measured = self.dataset.tokenizer, self.evaluation.dataset.tokenizer

@@ -104,6 +104,10 @@ class DPConfig(Section):
         return self
 
 
+TABLES = ("csv", "parquet", "ray_data")
+"""The kinds of datasets with named columns of numbers."""
+
+
 class DatasetConfig(Section):
     """The place of the examples, and how they are read.
 
@@ -111,10 +115,12 @@ class DatasetConfig(Section):
         kind: ``digits`` (scikit-learn's 1,797 images), ``npz``, ``csv``, ``parquet``, ``imagefolder`` (a folder for
             each class), ``hf`` (tokenised text: a folder that ``datasets`` wrote, or parquet), ``text`` (a ``.tsv``
             file of text and class number, or a parquet table), ``text_blocks`` (one text file, cut to blocks),
-            ``module`` (``module:function``) or ``sealed`` (what ``raycloak data seal`` wrote).
+            ``module`` (``module:function``), ``ray_data`` (what ``raycloak data build`` wrote) or ``sealed`` (what
+            ``raycloak data seal`` wrote).
         path: file, folder or pattern of examples, or folder of a sealed dataset, relative to the config file; csv,
             parquet, imagefolder and hf also take ``s3://bucket/prefix``.
-        function: ``module:function`` that returns a `raycloak.workers.inputs.datasets.Dataset`.
+        function: ``module:function`` that returns a `raycloak.workers.inputs.datasets.Dataset`; for ray_data, the
+            pipeline that returns a ``ray.data.Dataset``.
         split: ``train`` or ``public`` for ``digits``.
         features: array name of npz, ``images`` by default; columns of a table, or ranges such as ``f0..f99``, by
             default all but the label; column of a parquet table of text, ``text`` by default.
@@ -135,7 +141,19 @@ class DatasetConfig(Section):
             file.
     """
 
-    kind: Literal["digits", "npz", "csv", "parquet", "imagefolder", "hf", "text", "text_blocks", "module", "sealed"]
+    kind: Literal[
+        "digits",
+        "npz",
+        "csv",
+        "parquet",
+        "imagefolder",
+        "hf",
+        "text",
+        "text_blocks",
+        "module",
+        "ray_data",
+        "sealed",
+    ]
     path: str | None = None
     function: str | None = None
     split: Literal["train", "public"] = "train"
@@ -178,8 +196,10 @@ class DatasetConfig(Section):
             raise ValueError("key_file belongs to kind sealed, and is needed there")
         if self.kind == "sealed" and (self.fingerprint_key is not None or self.scale != 1.0):
             raise ValueError("a sealed dataset has no fingerprint_key or scale; apply them before sealing")
-        if (self.kind == "module") != (self.function is not None):
-            raise ValueError("function belongs to kind module, and is needed there")
+        if (self.kind in ("module", "ray_data")) != (self.function is not None):
+            raise ValueError("function belongs to kind module and ray_data, and is needed there")
+        if self.kind == "ray_data" and self.path is not None and "://" in self.path:
+            raise ValueError("path of kind ray_data is a folder on disk")
         return self
 
     @model_validator(mode="after")
@@ -190,8 +210,10 @@ class DatasetConfig(Section):
         if is_images and (self.features is not None or self.vocabulary is not None):
             raise ValueError("images have no features or vocabulary to name")
         if isinstance(self.classes, list):
-            if self.kind not in ("csv", "parquet", "imagefolder"):
-                raise ValueError("a list of classes belongs to kind csv, parquet and imagefolder; give their number")
+            if self.kind not in (*TABLES, "imagefolder"):
+                raise ValueError(
+                    "a list of classes belongs to kind csv, parquet, ray_data and imagefolder; give their number"
+                )
             if len(set(self.classes)) != len(self.classes):
                 raise ValueError("a class is listed twice")
         return self
@@ -201,7 +223,7 @@ class DatasetConfig(Section):
         """The ``features``, or their default, as a descriptor has them."""
         if self.features is not None:
             return (self.features,) if isinstance(self.features, str) else tuple(self.features)
-        if self.kind in ("csv", "parquet", "hf"):
+        if self.kind in (*TABLES, "hf"):
             return ()
         return ("text",) if self.kind == "text" else ("images",)
 

@@ -18,6 +18,7 @@ from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.messages import Message, parse
 from raycloak.metrics.errors import DatasetError, RaycloakError
 from raycloak.metrics.file_errors import file_error
+from raycloak.workers.inputs.built_rows import PipelineIndex, built_files
 from raycloak.workers.inputs.canaries import CanaryDataset
 from raycloak.workers.inputs.datasets import ArrayDataset, Dataset, SteadyDataset, check_arrays, dataset_form
 from raycloak.workers.inputs.file_sets import FileSet
@@ -40,6 +41,7 @@ DatasetKind = Literal[
     "text",
     "text_blocks",
     "module",
+    "ray_data",
     "sealed",
     "canaries",
 ]
@@ -56,8 +58,8 @@ class OpenedDataset:
         examples: all of them; a sealed slice is refused until its key has come.
         slices: where the keys of slices go.
         vocabulary: public number of ids that integer features are; None if nobody says.
-        tokenizer: digest of the tokenizer that made them of text, or of the decoder of images and their classes; empty
-            for other data.
+        tokenizer: digest of the tokenizer that made them of text, of the decoder of images and their classes, or of the
+            pipeline that wrote them; empty for other data.
         file_digest: SHA-256 of the files whose bytes the examples were read from. Empty if there are none, or the
             descriptor names no ``fingerprint_key``.
     """
@@ -76,7 +78,8 @@ class DatasetDescriptor(Message):
         kind: one that a configuration names, or an audit's ``canaries``, which none can name.
         path: file, folder or pattern of examples, folder of a sealed dataset, or the file of :class:`AuditedExamples`,
             relative to the base folder or absolute.
-        function: ``module:function`` without arguments that returns a :class:`Dataset`.
+        function: ``module:function`` without arguments that returns a :class:`Dataset`; of ``ray_data``, the pipeline
+            that wrote the folder.
         split: ``train`` or ``public`` part of ``digits``.
         features: array name of npz; column names and ranges of a table, where none are all but the label. Several
             scalar columns make a vector. Column of text.
@@ -215,6 +218,19 @@ def _open_table(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
     return OpenedDataset(examples, ClearSlices(), file_digest=files.digest())
 
 
+def _open_built(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
+    assert descriptor.function is not None, "a written folder comes with its pipeline"
+    folder = _path(descriptor, base)
+    index = PipelineIndex.load(folder)
+    index.require_code(descriptor.function, base, folder)
+    columns = Columns(descriptor.features, descriptor.labels, descriptor.class_names)
+    files = built_files(folder, index)
+    examples = gathered(parquet_rows(files, columns, descriptor.vocabulary), files.text, descriptor.scale)
+    index.require_content(files.digest(), folder)
+    content = files.digest() if descriptor.fingerprint_key is not None else b""
+    return OpenedDataset(examples, ClearSlices(), tokenizer=index.made_by(), file_digest=content)
+
+
 def _open_images(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
     assert descriptor.size is not None, "images come with a size"
     files = _files(descriptor, base, SUFFIXES)
@@ -288,6 +304,7 @@ _OPENERS: Mapping[DatasetKind, Callable[[DatasetDescriptor, Path], OpenedDataset
     "text": _open_text,
     "text_blocks": _open_text,
     "module": _open_module,
+    "ray_data": _open_built,
     "sealed": _open_sealed,
     "canaries": _open_canaries,
 }

@@ -106,6 +106,29 @@ def source_digest(target: str | Callable[..., Any], base: Path | str) -> bytes:
     return digest(length_prefixed("raycloak/callable/v1", source, cloudpickle.dumps(target)))
 
 
+def unexecuted_digest(target: str, base: Path | str) -> bytes:
+    """Return the :func:`source_digest` of ``module:function`` without executing it, 32 bytes.
+
+    Raises:
+        ConfigError: ``module_function`` if the text has another form, or its module is not found.
+    """
+    module, _ = _split(target)
+    try:
+        local, found = _local_file(module, base), None
+        found = None if local else importlib.util.find_spec(module)
+    # A parent package that fails, or is none.
+    except Exception as error:  # noqa: BLE001 - only its type is told: its text may hold private data
+        raise _failed(module, error) from told(error)
+    path = local or (Path(found.origin) if found and found.has_location and found.origin else None)
+    if path is None:
+        raise ConfigError(
+            "module_function",
+            f"no module '{module}' with a file: it is neither in {Path(base).resolve()} nor installed.",
+            "Modules are looked up beside the config file first.",
+        )
+    return _files_digest(path, Path(base).resolve())
+
+
 def source_place(target: str, base: Path | str) -> str:
     """Return the file that ``module:function`` is looked up in below ``base``; empty if it must be installed.
 
