@@ -118,10 +118,10 @@ class Told(raycloak.Callback):
     def __init__(self) -> None:
         self.told: list = []
 
-    def on_run_start(self, started) -> None:
+    def on_run_begin(self, started) -> None:
         self.told.append(started)
 
-    def on_step(self, report) -> None:
+    def on_step_end(self, report) -> None:
         self.told.append(report)
 
     def on_evaluation(self, report) -> None:
@@ -135,8 +135,8 @@ class Told(raycloak.Callback):
 
 
 class Fails(Told):
-    def on_step(self, report) -> None:
-        super().on_step(report)
+    def on_step_end(self, report) -> None:
+        super().on_step_end(report)
         raise KeyError("row 17")
 
 
@@ -146,7 +146,7 @@ class Misnamed(raycloak.Callback):
 
 
 class TakesNothing(raycloak.Callback):
-    def on_step(self) -> None:
+    def on_step_end(self) -> None:
         pass
 
 

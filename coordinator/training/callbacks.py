@@ -89,14 +89,14 @@ class Callback:
     error, and its callback is not called again: the run goes on, since its steps are charged.
     """
 
-    def on_run_start(self, started: RunStarted) -> None:
+    def on_run_begin(self, started: RunStarted) -> None:
         """Take note that members are admitted and training begins."""
 
-    def on_step(self, report: StepReport) -> None:
+    def on_step_end(self, report: StepReport) -> None:
         """Take note of a committed step; ``report`` has what was measured after it."""
 
     def on_evaluation(self, report: EvaluationReport) -> None:
-        """Take note of a measurement on the evaluation split; it comes before its step's `on_step`."""
+        """Take note of a measurement on the evaluation split; it comes before its step's `on_step_end`."""
 
     def on_checkpoint(self, report: CheckpointReport) -> None:
         """Take note that a sealed package was published."""
@@ -105,7 +105,7 @@ class Callback:
         """Take note that this execution is over; the model and the verdict are on disk."""
 
 
-EVENTS = ("on_run_start", "on_step", "on_evaluation", "on_checkpoint", "on_run_end")
+EVENTS = ("on_run_begin", "on_step_end", "on_evaluation", "on_checkpoint", "on_run_end")
 
 
 def own_callbacks(named: Sequence[str], given: Sequence[Callback], base: Path | str) -> tuple[Callback, ...]:
@@ -176,11 +176,11 @@ class CallbackCaller:
             private=mechanism.private,
             evidence_class=evidence_class,
         )
-        self._tell("on_run_start", event)
+        self._tell("on_run_begin", event)
 
     def stepped(self, report: StepReport) -> None:
         """Tell of a committed step."""
-        self._tell("on_step", report)
+        self._tell("on_step_end", report)
 
     def evaluated(self, steps: int, found: Evaluation) -> None:
         """Tell of a measurement of the model that ``steps`` steps gave."""

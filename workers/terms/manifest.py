@@ -129,9 +129,9 @@ class Computation(Message):
         initial_parameters: parameter digest of the start.
         frozen: digest of every other parameter and buffer of the model; see `workers/terms/parameter_digest.py`.
         dataset: digest of the dataset descriptor's identity (not of its location).
-            tokenizer: digest of the tokenizer that made examples of text; empty for other data.
+        tokenizer: digest of the tokenizer that made examples of text, of the decoder of images, or of the pipeline's
+            code; empty for other data.
         metrics: the user's own, which the driver measures on a public split; they change no weight.
-
         epoch_steps: E; keys of step s belong to epoch s // E.
     """
 

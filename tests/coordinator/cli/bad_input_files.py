@@ -148,7 +148,7 @@ class Misnamed(raycloak.Callback):
 
 
 class TakesNothing(raycloak.Callback):
-    def on_step(self):
+    def on_step_end(self):
         pass
 
 

@@ -51,7 +51,7 @@ def test_guarantee_a_callback_that_fails_is_named_and_not_called_again_and_ends_
     caller = CallbackCaller((failing, other), said.append)
     for _ in range(2):
         caller.stepped(STEP)
-    assert said == ["The callback Fails is not called again: on_step failed with KeyError: 'row 17'."]
+    assert said == ["The callback Fails is not called again: on_step_end failed with KeyError: 'row 17'."]
     assert (failing.told, other.told) == ([STEP], [STEP, STEP])
 
 
@@ -73,7 +73,7 @@ def test_callbacks_come_from_the_configuration_and_from_python() -> None:
     ("given", "says"),
     [
         (Misnamed(), "Misnamed.on_epoch is never called"),
-        (TakesNothing(), "TakesNothing.on_step does not take one argument"),
+        (TakesNothing(), "TakesNothing.on_step_end does not take one argument"),
         (print, "is no raycloak.Callback"),
         ("tests.own_code:NeedsSomething", "NeedsSomething fails with TypeError when it is called without arguments"),
         ("tests.own_code:words", "words fails with TypeError"),
