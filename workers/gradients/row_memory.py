@@ -132,6 +132,11 @@ class _LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._now: int = 0
         self._known: set[int] = {tensor.untyped_storage()._cdata for tensor in held}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: else torch loads its compiler here, a second of processor time in every worker."""
+        return False
+
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

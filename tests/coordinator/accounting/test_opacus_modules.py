@@ -39,11 +39,18 @@ def test_a_ledger_with_renyi_accounting_loads_neither_torch_nor_the_other_accoun
 STEP = f"""
 import sys, torch
 from raycloak.workers.gradients.gradient_parts import PerExampleGradients
-from raycloak.workers.inputs.models import check_layers, cross_entropy
+from raycloak.workers.gradients.model_checks import check_trainable
+from raycloak.workers.gradients.row_memory import largest_rows
+from raycloak.workers.inputs.datasets import DatasetForm
+from raycloak.workers.inputs.models import cross_entropy
 from raycloak.workers.gradients.numerics import pin_numerics
 pin_numerics()
 model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh())
-check_layers(model)
+form = DatasetForm(
+    num_examples=9, feature_shape=(4,), feature_dtype="float32", label_shape=(), label_dtype="int64"
+)
+check_trainable(model, form, cross_entropy)
+largest_rows(model, form, cross_entropy)
 PerExampleGradients(model, cross_entropy)(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
 found = {WATCHED} + [name for name in sys.modules if name.startswith('opacus.')]
 """
