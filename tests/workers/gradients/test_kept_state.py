@@ -202,6 +202,27 @@ def test_a_physical_micro_batch_is_watched_too(kind: type[Remembering]) -> None:
         check_rows(OnlyMany(50.0), FORM, cross_entropy, [mechanism(21, micro_batch_size=8)])
 
 
+@pytest.mark.parametrize(
+    "remembers",
+    [lambda x: (x[:, 0] == 1e4).all(), lambda x: 0 < (x[:, 0] == 1e4).sum() < len(x)],
+    ids=["a batch of one value", "one value among others"],
+)
+def test_a_model_that_forgets_with_the_next_batch_is_refused_on_public_data(
+    remembers: Callable[[Tensor], Tensor | bool],
+) -> None:
+    class Forgetting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.seen = nn.Linear(6, 3), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = bool(remembers(x))
+            return self.head(x)
+
+    with pytest.raises(ModelError, match=r"buffer_update.*'seen'"):
+        check_trainable(Forgetting(), FORM, cross_entropy)
+
+
 @pytest.mark.parametrize("kind", [*KINDS, InTurn])
 def test_a_model_that_remembers_what_no_probe_has_is_refused_as_it_does_so(kind: type[Remembering]) -> None:
     """Nothing of the sum leaves the engine, and nothing says which example it was."""

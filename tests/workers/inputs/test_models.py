@@ -376,6 +376,18 @@ def test_values_in_one_batch_do_not_hide_each_other() -> None:
     assert (code, "'0' mixes the examples" in message) == ("mixing_layer", True)
 
 
+def test_ordinary_rows_are_compared_among_odd_ones() -> None:
+    """The odd rows themselves stay as they are."""
+
+    class MovesOthers(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            odd = x[:, :1] == x[:, -1:]
+            return torch.where(~odd & odd.any(), x + 1, x)
+
+    code, message = refusal(nn.Sequential(MovesOthers(), nn.Linear(6, 3)))
+    assert (code, "'0' mixes the examples" in message) == ("mixing_layer", True)
+
+
 def test_a_value_that_a_batch_may_not_consist_of_is_tried_among_others() -> None:
     class MixesMissing(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -466,7 +478,8 @@ def test_batches_of_two_distributions_are_tried() -> None:
 
     class MixesBothSigns(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x - x.mean(0) if (x > 1).any() and (x < -0.5).any() else x
+            both = (x > 1).any() and (x < -0.5).any() and (x.abs() < 100).all()
+            return x - x.mean(0) if both else x
 
     assert refusal(nn.Sequential(MixesBothSigns(), nn.Linear(6, 3)))[0] == "mixing_layer"
 
