@@ -38,6 +38,8 @@ def by_hand(
     Raises:
         RaycloakError: what refuses the run; nothing was charged.
     """
+    if config.dataset is None:
+        raise ConfigError("config", "no dataset is named.", "Name one in the configuration.")
     if config.measurements != MeasurementsConfig() or config.evaluation is not None or config.callbacks:
         raise ConfigError(
             "config",
