@@ -196,6 +196,7 @@ class Trial:
         # The result of the last step comes with the verdict.
         if is_new and report.step < report.steps:
             self._results.put(dict(self._known))
+            # Without a deadline: this process ends with the search that is to ask.
             self._asked.acquire()
 
 
