@@ -187,9 +187,8 @@ def test_no_value_leaves_a_worker_in_the_clear(measured: WholeRun):
 # --- exactness and recovery
 
 
-@pytest.mark.parametrize("workers", [2, 4])
-def test_releases_do_not_depend_on_the_number_of_workers(tmp_path, measured: WholeRun, workers: int):
-    other = trained(tmp_path, num_workers=workers, aggregators=2, **MEASURED)
+def test_releases_do_not_depend_on_the_number_of_workers(tmp_path, measured: WholeRun):
+    other = trained(tmp_path, num_workers=4, aggregators=2, **MEASURED)
     assert values(other) == values(measured)
     assert other.digests == measured.digests
 
@@ -211,9 +210,7 @@ def test_a_loss_during_a_measurement_changes_no_value_and_charges_nothing_twice(
     assert charges(run) == RELEASES
 
 
-@pytest.mark.parametrize(
-    ("method", "index"), [("charge", 0), ("step", 0), ("measure", 0), ("charge", 3), ("measure", 1), ("measure", 2)]
-)
+@pytest.mark.parametrize(("method", "index"), [("charge", 0), ("measure", 0), ("charge", 3), ("measure", 2)])
 def test_a_killed_driver_resumes_with_the_same_values_and_no_second_charge(tmp_path, measured, method, index):
     first = whole_run(tmp_path, assignment=NewRun(archive(tmp_path)), disturb=killed_at(method, index), **MEASURED)
     with pytest.raises(Killed):

@@ -164,9 +164,8 @@ def test_a_rare_batch_shrinks_its_rows():
 SAMPLED: dict[str, Any] = {"expected_batch_size": 512.0, "virtual_workers": 8, "steps": 1000}
 
 
-@pytest.mark.parametrize("batch", [256.0, 2048.0])
-def test_where_epsilon_pays_for_the_cut_it_is_at_most_half_a_percent_more(batch: float):
-    settings = config(**SAMPLED | {"expected_batch_size": batch, "dp_config": {"target_epsilon": 3.0}})
+def test_where_epsilon_pays_for_the_cut_it_is_at_most_half_a_percent_more():
+    settings = config(**SAMPLED | {"expected_batch_size": 2048.0, "dp_config": {"target_epsilon": 3.0}})
     plan = make_plan(settings, 60_000, 1000, largest_rows=4)
     mechanism, (release,) = plan.mechanism, plan.releases
     assert mechanism.overflow_probability == 0
