@@ -73,6 +73,9 @@ def _own_ray(base: Path) -> Iterator[None]:
     """Start a Ray of this machine alone, whose files nobody else can read and which leaves none."""
     if ray.is_initialized():
         raise ConfigError("ray_running", "this process has joined a Ray cluster.", "Build in a process of its own.")
+    # Ray has read it when it was imported, so it cannot be set here.
+    if os.environ.get("RAY_AUTH_MODE", "token") != "token":
+        raise ConfigError("ray_start", "RAY_AUTH_MODE switches Ray's token off.", "Unset it, or set it to token.")
     try:
         # Found missing before Ray starts.
         importlib.import_module("ray.data")
@@ -83,7 +86,7 @@ def _own_ray(base: Path) -> Iterator[None]:
             "Install it: pip install 'raycloak[data]'.",
         ) from None
     path = os.pathsep.join([str(base.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])])
-    own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": os.urandom(32).hex()}
+    own = {"RAY_AUTH_TOKEN": os.urandom(32).hex()}
     before = {name: os.environ.get(name) for name in (*own, "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")}
     with tempfile.TemporaryDirectory(prefix="raycloak-", ignore_cleanup_errors=True) as files:
         try:
