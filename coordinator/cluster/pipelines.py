@@ -11,6 +11,7 @@ whatever order the pipeline's tasks end, and a row's place tells nothing about w
 
 import hashlib
 import importlib
+import logging
 import os
 import shutil
 import sys
@@ -158,6 +159,7 @@ def _ordered(pipeline: Any, function: str) -> Iterable[Any]:
     context = ray.data.DataContext.get_current()
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
     _carry(pipeline)
     rows = pipeline()
     if not isinstance(rows, ray.data.Dataset):
