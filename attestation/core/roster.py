@@ -35,6 +35,14 @@ class Member(Message):
     joined: int
 
 
+class RosterMembers(Message):
+    """The members of rosters. Most steps of a run have the same ones, so the evidence log names them by a digest."""
+
+    DOMAIN: ClassVar[str] = "raycloak/roster-members/v1"
+
+    members: tuple[Member, ...]
+
+
 class Roster(Message):
     """One attempt of one step.
 
@@ -92,6 +100,21 @@ def open_roster(
             ``roster_duplicate``.
     """
     roster = open_envelope(Roster, envelope, orchestrator_key)
+    check_roster(
+        roster,
+        run_id=run_id,
+        manifest_digest=manifest_digest,
+        virtual_workers=virtual_workers,
+        minimum_workers=minimum_workers,
+    )
+    return roster
+
+
+def check_roster(
+    roster: Roster, *, run_id: str, manifest_digest: bytes, virtual_workers: int, minimum_workers: int
+) -> None:
+    """Check a roster whose origin is known, as :func:`open_roster` does; the errors are the same, but for
+    ``signature``."""
     if (roster.run_id, roster.manifest_digest) != (run_id, manifest_digest):
         raise ProtocolError("roster_mismatch", "the roster belongs to another run or manifest")
     covered = sorted(v for worker in roster.workers for v in worker.virtual_workers)
@@ -106,4 +129,3 @@ def open_roster(
     for values in zip(*((m.member_id, m.mask_key, m.identity_key) for m in roster.members), strict=True):
         if len(set(values)) != len(values):
             raise ProtocolError("roster_duplicate", "two members of the roster share an id or a key")
-    return roster

@@ -10,7 +10,7 @@ Not guaranteed: that the newest entries were not cut off, unless a later head is
 
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -263,6 +263,10 @@ class ExportedLog:
         path = merkle.inclusion_proof(sequence, len(self.entries), self.tree.subtree)
         return EntryProof(entry=ExportedEntry.of(self.entries[sequence]), path=path, head=self.signed)
 
+    def root_at(self, length: int) -> bytes | None:
+        """Return the root over the first ``length`` entries; None if there are fewer, or ``length`` is not positive."""
+        return merkle.root(length, self.tree.subtree) if 0 < length <= len(self.entries) else None
+
     def prove_extends(self, old_length: int) -> tuple[bytes, ...]:
         """Prove that this log begins with the first ``old_length`` of its entries; ValueError if it has fewer."""
         return merkle.consistency_proof(old_length, len(self.entries), self.tree.subtree)
@@ -278,7 +282,12 @@ def read_exported_log(path: Path, owner: SignerPublic) -> ExportedLog:
         EvidenceError: ``log_broken``; the message names the first entry that is out of place, or the head.
             ``log_format`` for the log of an older version.
     """
-    *lines, last = _lines(path)
+    return check_exported_log(_lines(path), owner)
+
+
+def check_exported_log(exported: Sequence[bytes], owner: SignerPublic) -> ExportedLog:
+    """Check the lines of an exported log as :func:`read_exported_log` does."""
+    *lines, last = exported or broken("it is empty")
     signed = _signed_head(last)
     # Not verified yet: entries are checked first, so that the message names the first wrong one.
     claimed = parse_line(LogHead, signed.head, "the signed head")

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
+from pydantic import JsonValue
+
 from raycloak.attestation.appraisal.appraisal import Appraisal, appraise, open_presentation
 from raycloak.attestation.appraisal.eat import claims_set
 from raycloak.attestation.appraisal.enrolment import Enrolment
@@ -16,6 +18,7 @@ from raycloak.attestation.core.evidence import Challenge, CollateralBundle, Pres
 from raycloak.attestation.core.messages import Envelope
 from raycloak.attestation.core.roster import Member
 from raycloak.attestation.orchestrator.books import RunBooks
+from raycloak.attestation.orchestrator.documents import Document
 from raycloak.attestation.orchestrator.hosting import RunHosting
 from raycloak.attestation.orchestrator.run_terms import OBSERVER, RunTerms
 from raycloak.attestation.orchestrator.state import MemberRow, SessionId
@@ -71,6 +74,28 @@ class AdmittedMember:
     since: int
 
 
+def admitted_body(appraisal: Appraisal, appraised_at: int, collateral: bytes) -> dict[str, JsonValue]:
+    """Return the body of the log entry, kind ``admitted``, that records an admission.
+
+    Args:
+        appraised_at: unix seconds at which the evidence was judged.
+        collateral: name of the document it was judged by.
+    """
+    return {
+        "member_id": appraisal.member_id,
+        "appraised_at": appraised_at,
+        "collateral": collateral.hex(),
+        "role": appraisal.role,
+        "evidence_class": appraisal.evidence_class,
+        "evidence_digest": appraisal.evidence_digest.hex(),
+        "platform_id": appraisal.platform_id.hex(),
+        "identity_key": appraisal.identity_key.hex(),
+        "mask_key": appraisal.mask_key.hex(),
+        "expires_at": appraisal.expires_at,
+        "claims": claims_set(appraisal),
+    }
+
+
 class Admissions:
     """The admission face of a session: challenges, decisions, and the members that they leave.
 
@@ -101,6 +126,8 @@ class Admissions:
         self._revocations = books.revocations
         self._run_id = run_id
         self._terms = terms
+        # Made once: real collateral is megabytes, and every admission names it.
+        self._collateral = Document.of(terms.collateral)
         self._hosting = hosting
         self._clock = clock
         self._members: dict[str, AdmittedMember] = {}
@@ -112,6 +139,7 @@ class Admissions:
     def take_collateral(self, collateral: CollateralBundle) -> None:
         """Judge evidence by newer ``collateral`` from now on; members stay admitted until their evidence expires."""
         self._terms = replace(self._terms, collateral=collateral)
+        self._collateral = Document.of(collateral)
 
     def challenge(self, member_id: str, role: Role, identity_key: bytes = b"") -> Challenge:
         """Issue a fresh nonce for one presentation by ``member_id`` in ``role``.
@@ -240,7 +268,7 @@ class Admissions:
             try:
                 presentation = open_presentation(row.presentation)
                 self._facts.check_clock(self._clock())
-                appraisal = self._appraise(row.presentation, presentation)
+                appraisal = self._appraise(row.presentation, presentation, self._clock())
             except EvidenceError:
                 continue
             # The evidence is no younger than it was: appraising it again must not prolong it.
@@ -333,7 +361,8 @@ class Admissions:
             self._nonces.consume(presentation, self._clock())
             # With a clock set back, expired collateral would pass for valid.
             self._facts.check_clock(self._clock())
-            appraisal = self._appraise(envelope, presentation)
+            appraised_at = self._clock()
+            appraisal = self._appraise(envelope, presentation, appraised_at)
             # Kept even if a later check refuses: the collateral was genuine.
             self._facts.keep(appraisal.facts)
             self._make_room(appraisal)
@@ -346,20 +375,8 @@ class Admissions:
         except EvidenceError as refusal:
             self._refusals.append("refused", claimed, refusal.code)
             return refusal
-        self._log.append(
-            "admitted",
-            {
-                "member_id": claimed,
-                "role": appraisal.role,
-                "evidence_class": appraisal.evidence_class,
-                "evidence_digest": appraisal.evidence_digest.hex(),
-                "platform_id": appraisal.platform_id.hex(),
-                "identity_key": presentation.identity_key.hex(),
-                "mask_key": presentation.mask_key.hex(),
-                "expires_at": appraisal.expires_at,
-                "claims": claims_set(appraisal),
-            },
-        )
+        self._keep_evidence(envelope, appraisal)
+        self._log.append("admitted", admitted_body(appraisal, appraised_at, self._collateral.name))
         known = self._members.get(claimed)
         # A member that presents anew keeps its place in the ratchet.
         joined = known.row.joined if known else self._state.ratchet
@@ -367,7 +384,14 @@ class Admissions:
         self._state.keep_member(row)
         return AdmittedMember(appraisal, presentation, row, self._clock())
 
-    def _appraise(self, envelope: Envelope, presentation: Presentation) -> Appraisal:
+    def _keep_evidence(self, envelope: Envelope, appraisal: Appraisal) -> None:
+        """Keep the evidence of a member that may get keys, so that an auditor can appraise it again."""
+        # A standalone service admits anybody with accepted evidence, and would keep it all for ever.
+        if self._terms.lasting is None and appraisal.role != OBSERVER:
+            self._state.keep_document(Document.presentation(envelope))
+            self._state.keep_document(self._collateral)
+
+    def _appraise(self, envelope: Envelope, presentation: Presentation, now: int) -> Appraisal:
         appraisal = appraise(
             envelope,
             run_id=self._run_id,
@@ -376,7 +400,7 @@ class Admissions:
             manifest_digest=self._terms.manifest_digest,
             policy=self._terms.policy,
             collateral=self._terms.collateral,
-            now=self._clock(),
+            now=now,
             floors=self._facts.floors(),
         )
         if presentation.role == "worker" and presentation.known_answer != self._terms.contract.known_answer:

@@ -26,13 +26,14 @@ from raycloak.attestation.attester.attester import EvidenceSource
 from raycloak.attestation.core.hybrid_signature import HybridSigner
 from raycloak.attestation.core.keys import IdentityKey, Purpose, Secret, derive
 from raycloak.attestation.core.messages import Envelope, open_envelope, parse, seal
-from raycloak.attestation.core.roster import Query, Roster
+from raycloak.attestation.core.roster import Member, Query, Roster, RosterMembers
 from raycloak.attestation.keys.release import RunKeys, commitments_digest
 from raycloak.attestation.keys.run_secret import create_secret, destroy_secret, kept_secret, load_secret, run_id_of
 from raycloak.attestation.orchestrator.admissions import Admissions
 from raycloak.attestation.orchestrator.books import RunBooks
 from raycloak.attestation.orchestrator.commits import StepCommit
 from raycloak.attestation.orchestrator.data_commitments import DataCommitments
+from raycloak.attestation.orchestrator.documents import DOCUMENTS_FILE, Document
 from raycloak.attestation.orchestrator.evaluation_order import EvaluationOrder, place_order
 from raycloak.attestation.orchestrator.hosting import RunHosting, StaticHosting, TableRosters
 from raycloak.attestation.orchestrator.key_desk import KeyDesk
@@ -180,7 +181,7 @@ class OpenRun:
                 self.books.log.append("finished", {"secret_destroyed": destroys})
                 state.finish_session(self._session, destroys)
         # After the transaction, so that the file has the entry ``finished``.
-        self.books.log.export(Path(log_file))
+        self._export(Path(log_file))
         # Last, as nobody can open the run afterwards: a crash before this line leaves a run that can be finished again.
         if destroys and self._generated is not None and self._generated.exists():
             destroy_secret(self._generated)
@@ -188,7 +189,12 @@ class OpenRun:
     def export_log(self, log_file: str) -> None:
         """Write the log so far, with its signed head, of a run that is not finished."""
         self.books.refusals.settle()
-        self.books.log.export(Path(log_file))
+        self._export(Path(log_file))
+
+    def _export(self, log_file: Path) -> None:
+        self.books.log.export(log_file)
+        # After the log: every document that the exported entries name is there by then.
+        self.books.state.export_documents(log_file.with_name(DOCUMENTS_FILE))
 
     def close(self) -> None:
         """Close the books; another instance may open the run."""
@@ -199,6 +205,7 @@ class OpenRun:
             # A challenge of the session before must not admit anybody to this one.
             self.books.nonces.forget_unused()
             self.books.state.start_session(self._session)
+            self.books.state.keep_document(Document.of(terms.policy))
             body = {
                 "session": self._session.name,
                 "manifest_digest": terms.manifest_digest.hex(),
@@ -225,6 +232,7 @@ class RunSession:
         self._id = session
         self._terms = terms
         self._hosting = RunHosting()
+        self._members: tuple[tuple[Member, ...], Document] | None = None
         self.admission = Admissions(
             run.books, run_id=run.run_id, session=session, terms=terms, hosting=self._hosting, clock=run.now
         )
@@ -308,12 +316,29 @@ class RunSession:
                 nonce=secrets.token_bytes(32),
                 members=members,
             )
-            body = {"query": query, "step": step, "attempt": attempt, "digest": roster.digest().hex()}
+            document = self._document_of(members)
+            self._books.state.keep_document(document)
+            # With its members' document, this is the whole roster: an auditor can build it again.
+            body = {
+                "query": query,
+                "step": step,
+                "attempt": attempt,
+                "digest": roster.digest().hex(),
+                "ratchet": roster.ratchet,
+                "nonce": roster.nonce.hex(),
+                "members": document.name.hex(),
+            }
             self._books.log.append("roster", body)
         # Signed after the transaction: the masks of an attempt that is not on disk could be used twice.
         signed = seal(roster, self.run.identity)
         self._hosting.rostered(hosting, signed)
         return signed
+
+    def _document_of(self, members: tuple[Member, ...]) -> Document:
+        """Return the members of a roster as a document; mostly they are the same as before."""
+        if self._members is None or self._members[0] != members:
+            self._members = members, Document.of(RosterMembers(members=members))
+        return self._members[1]
 
     def order_evaluation(
         self, finished_steps: int, parameter_digest: bytes, hosting: Mapping[str, tuple[int, ...]]

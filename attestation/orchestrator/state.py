@@ -17,7 +17,9 @@ from pathlib import Path
 from raycloak.attestation.core.messages import Envelope
 from raycloak.attestation.core.roster import Query
 from raycloak.attestation.files.sqlite import BUSY_DEADLINE_S, Transactions, enter_wal
+from raycloak.attestation.files.whole import whole_file
 from raycloak.attestation.orchestrator.collateral_memory import FACTS_FILE, FactBook
+from raycloak.attestation.orchestrator.documents import Document
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS session (
@@ -32,6 +34,7 @@ CREATE TABLE IF NOT EXISTS attempts (
     query TEXT NOT NULL, step INTEGER NOT NULL, attempt INTEGER NOT NULL, PRIMARY KEY (query, step)
 );
 CREATE TABLE IF NOT EXISTS opened (member_id TEXT NOT NULL, v INTEGER NOT NULL, PRIMARY KEY (member_id, v));
+CREATE TABLE IF NOT EXISTS documents (place INTEGER PRIMARY KEY, name BLOB NOT NULL UNIQUE, line BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS data (v INTEGER PRIMARY KEY, commitment BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS commits (
     step INTEGER NOT NULL, parameter_digest BLOB NOT NULL, attempts INTEGER NOT NULL,
@@ -204,6 +207,19 @@ class OrchestratorState:
         """Record that ``session``, the newest, committed a step; ``row`` as in :meth:`commits`."""
         self.db.execute("INSERT OR REPLACE INTO commits VALUES (?, ?, ?, ?, ?, ?, ?)", (*row, session.name))
         self.db.execute("UPDATE session SET ratchet = ratchet + 1")
+
+    # --- documents
+
+    def keep_document(self, document: Document) -> None:
+        """Keep what an entry of the log names by its digest; a repeat changes nothing."""
+        row = document.name, document.encode()
+        self.db.execute("INSERT OR IGNORE INTO documents (name, line) VALUES (?, ?)", row)
+
+    def export_documents(self, path: Path) -> None:
+        """Write all documents to ``path`` as JSON lines, in the order in which they were kept."""
+        with whole_file(path) as file:
+            for (line,) in self.db.execute("SELECT line FROM documents ORDER BY place"):
+                file.write(line + b"\n")
 
     # --- data
 

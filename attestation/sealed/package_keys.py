@@ -26,7 +26,7 @@ from raycloak.attestation.core.keys import Purpose, Secret, derive
 from raycloak.attestation.core.messages import Message, parse
 from raycloak.attestation.files.private import publish, publish_pair, read_private, require_name
 from raycloak.attestation.files.whole import write_whole
-from raycloak.attestation.sealed.package_manifest import PackageRefusal, refuse
+from raycloak.attestation.sealed.package_manifest import PackageManifest, PackageRefusal, refuse
 from raycloak.metrics.errors import ConfigError, ProtocolError
 from raycloak.metrics.file_errors import file_error
 
@@ -167,6 +167,18 @@ class TrustStore(Message):
         if invalid:
             refuse(PackageRefusal.SIGNATURE, "its signatures do not verify.")
         return trusted[0].name
+
+
+def open_manifest(body: bytes, signature: bytes, trust: TrustStore) -> tuple[str, PackageManifest]:
+    """Return the name of a package's signer and its manifest, from the bytes of ``manifest.json`` and ``manifest.sig``.
+
+    Raises:
+        EvidenceError: as :meth:`TrustStore.verify`, or ``package_malformed``.
+    """
+    try:
+        return trust.verify(body, parse(HybridSignature, signature)), parse(PackageManifest, body)
+    except ProtocolError as error:
+        refuse(PackageRefusal.MALFORMED, f"{error.message}.")
 
 
 def load_signer(path: Path) -> SignerPublic:

@@ -7,19 +7,21 @@ from pathlib import Path
 
 import pytest
 
+from raycloak.attestation.appraisal.appraisal import open_presentation
 from raycloak.attestation.attester.attester import Attester
 from raycloak.attestation.core.canonical import digest
-from raycloak.attestation.core.evidence import Presentation
+from raycloak.attestation.core.evidence import CollateralBundle, Presentation
 from raycloak.attestation.core.hpke import hpke_seal
 from raycloak.attestation.core.hybrid_signature import HybridSigner
 from raycloak.attestation.core.keys import IdentityKey, Purpose, Secret, derive
 from raycloak.attestation.core.messages import Envelope, open_envelope, seal
-from raycloak.attestation.core.roster import Roster
+from raycloak.attestation.core.roster import Roster, RosterMembers
 from raycloak.attestation.keys.release import ExpectedRelease, key_commitment, open_keys
 from raycloak.attestation.keys.run_secret import run_id_of
 from raycloak.attestation.log.evidence_log import read_exported_log
 from raycloak.attestation.orchestrator.commits import StepCommit
 from raycloak.attestation.orchestrator.data_commitments import DataCommitments
+from raycloak.attestation.orchestrator.documents import read_documents
 from raycloak.attestation.orchestrator.orchestrator import open_run
 from raycloak.attestation.orchestrator.run_terms import RunTerms
 from raycloak.attestation.policy.policy import KeyQuotas, Policy, simulated_policy
@@ -577,9 +579,40 @@ def test_the_exported_log_verifies_and_holds_every_decision(desk, tmp_path):
     assert len(read_exported_log(path, desk.key).entries) == len(kinds)
     lines = [json.loads(line) for line in path.read_text().splitlines()[:-1]]
     assert [line["kind"] for line in lines] == kinds
-    assert lines[8]["body"] == {"query": "gradient", "step": 0, "attempt": 0, "digest": view.digest().hex()}
+    members = RosterMembers(members=view.members)
+    assert lines[8]["body"] == {
+        "query": "gradient",
+        "step": 0,
+        "attempt": 0,
+        "digest": view.digest().hex(),
+        "ratchet": view.ratchet,
+        "nonce": view.nonce.hex(),
+        "members": members.digest().hex(),
+    }
     with pytest.raises(EvidenceError):
         read_exported_log(path, HybridSigner.generate().public)
+
+
+def test_what_the_log_names_by_a_digest_is_exported_beside_it(desk, tmp_path):
+    """The policy, the evidence of each member, the collateral it was judged by, and the members of rosters."""
+    desk.admit("worker-0", "worker-1")
+    desk.orchestrator.release("worker-0", 0, (0, 2))
+    view = desk.roster()
+    desk.roster(1)
+    desk.orchestrator.finish((commit(0, b"p" * 32, 1),), str(tmp_path / "evidence.jsonl"), destroy=True)
+    found = read_documents((tmp_path / "documents.jsonl").read_bytes().splitlines())
+    assert [each.kind for each in found.values()] == ["policy", "presentation", "collateral", "presentation", "members"]
+    for kind, content in desk.log():
+        if kind == "session":
+            assert (
+                found[bytes.fromhex(content["policy_digest"])].open(Policy).digest().hex() == content["policy_digest"]
+            )
+        if kind == "admitted":
+            shown = open_presentation(found[bytes.fromhex(content["evidence_digest"])].envelope)
+            assert shown.member_id == content["member_id"]
+            assert found[bytes.fromhex(content["collateral"])].open(CollateralBundle).tdx
+        if kind == "roster":
+            assert found[bytes.fromhex(content["members"])].open(RosterMembers).members == view.members
 
 
 def test_a_generated_secret_is_destroyed_when_asked_and_a_users_own_never(session, desk, tmp_path):
