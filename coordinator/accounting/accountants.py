@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from raycloak.coordinator.accounting import pld, renyi
 from raycloak.coordinator.accounting.releases import Release, Releases
-from raycloak.metrics.collectors import spent_ratio
 from raycloak.workers.terms.mechanism import AccountantName
 
 QUOTE_POINTS = 16
@@ -169,6 +168,9 @@ class RenyiAccountant:
 
     def ratio(self, spends: Sequence[Spend], limits: AccountLimits) -> float:
         """Return the spent share at the order in use; of several, at the one that admits most."""
+        # Here, because an auditor's machine has no libraries of metrics.
+        from raycloak.metrics.collectors import spent_ratio
+
         caps = renyi.filter_caps(limits.epsilon_cap, limits.delta, limits.orders)
         return spent_ratio(_total(spends, limits).tolist(), caps)
 

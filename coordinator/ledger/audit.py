@@ -46,7 +46,6 @@ from raycloak.coordinator.ledger.rules import (
     planned,
     quoted,
 )
-from raycloak.coordinator.ledger.store import AccountRow, Rows
 from raycloak.metrics.errors import BudgetError
 
 _TOLERANCE = 1e-6
@@ -268,28 +267,6 @@ def audit(entries: Iterable[LedgerEntry], public_key: bytes) -> AuditedChain:
 
     audited.head = check_chain(followed(), public_key)
     return audited
-
-
-def check_tables(rows: Rows, audited: AuditedChain) -> None:
-    """Check that every table agrees with the chain; BudgetError ``chain_broken`` otherwise."""
-    accounts = [AccountRow(name, each.opened_at, each.changed.sequence) for name, each in audited.accounts.items()]
-    if rows.accounts() != accounts:
-        raise broken(audited.head.sequence, "the table of accounts does not follow from the chain")
-    found = {row.run_id: row for row in rows.runs()}
-    for run_id, run in audited.runs.items():
-        row = found.pop(run_id, None)
-        counts = {query: len(charges) for query, charges in run.charges.items()}
-        expected = (run.registered.account, run.sequence, counts, run.data)
-        # An instance that owns a run, and has not charged it yet, has a higher number than the last charge.
-        in_table = row and (row.account, row.sequence, dict(row.charged), row.data)
-        if row is None or in_table != expected or row.fencing < run.fencing:
-            raise broken(run.sequence, f"the row of run {run_id} does not follow from the chain")
-    about = {sequence: (run_id, *key) for run_id, run in audited.runs.items() for sequence, key in run.filed()}
-    for sequence, *filed in rows.filed_keys():
-        if about.get(sequence, (None, None, None)) != tuple(filed):
-            raise broken(sequence, "it is filed under another run, query or step")
-    if found:
-        raise broken(audited.head.sequence, "the table of runs holds a run that the chain does not")
 
 
 def _same_cost(event: RunRegistered, opened_with: tuple[float, ...]) -> bool:

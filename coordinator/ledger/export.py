@@ -75,7 +75,7 @@ def write_export(path: Path, entries: Iterable[LedgerEntry], key: IdentityKey, s
         with whole_file(path, 0o600) as file:
             file.write(ExportedLedger(public_key=key.public).encode() + b"\n")
             for entry in entries:
-                file.write(_line(entry) + b"\n")
+                file.write(exported_entry(entry).encode() + b"\n")
                 head = Head(entry.sequence, entry.hash)
             file.write(head_line(head, key, stated_at) + b"\n")
     except OSError as error:
@@ -134,7 +134,8 @@ def _stated_head(ending: list[bytes], public_key: bytes, head: Head) -> LedgerHe
     return stated
 
 
-def _line(entry: LedgerEntry) -> bytes:
+def exported_entry(entry: LedgerEntry) -> ExportedEntry:
+    """Return an entry as the message that its line is."""
     return ExportedEntry(
         sequence=entry.sequence,
         previous=entry.previous,
@@ -142,7 +143,7 @@ def _line(entry: LedgerEntry) -> bytes:
         body=json.loads(entry.body),
         hash=entry.hash,
         signature=entry.signature,
-    ).encode()
+    )
 
 
 def _parse_line(cls: type[M], line: bytes, path: Path) -> M:

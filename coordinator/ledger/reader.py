@@ -11,7 +11,7 @@ from raycloak.attestation.core.messages import parse
 from raycloak.attestation.core.roster import Query
 from raycloak.coordinator.accounting.accountants import Spend
 from raycloak.coordinator.ledger.accounts import Account, Standing, named
-from raycloak.coordinator.ledger.audit import AuditedChain, audit, check_tables
+from raycloak.coordinator.ledger.audit import AuditedChain, audit
 from raycloak.coordinator.ledger.entries import (
     AccountClosed,
     AccountOpened,
@@ -31,6 +31,7 @@ from raycloak.coordinator.ledger.entries import (
     make_entry,
 )
 from raycloak.coordinator.ledger.export import write_export
+from raycloak.coordinator.ledger.extract import extract_lines
 from raycloak.coordinator.ledger.rules import PricedRun, check_admission, now, registration
 from raycloak.coordinator.ledger.store import AccountRow, LedgerStore, Rows, RunRow
 from raycloak.coordinator.ledger.view import AccountView, LedgerView, Outlook, StepStatus, account_view
@@ -129,7 +130,7 @@ class LedgerReader:
         """
         with self._store.read() as rows:
             audited = audit(rows.entries(), self.public_key)
-            check_tables(rows, audited)
+            _check_tables(rows, audited)
         return audited
 
     def export(self, path: Path) -> Head:
@@ -140,8 +141,20 @@ class LedgerReader:
             ConfigError: ``export_exists`` or ``export_file``.
         """
         with self._store.read() as rows:
-            check_tables(rows, audit(rows.entries(), self.public_key))
+            _check_tables(rows, audit(rows.entries(), self.public_key))
             return write_export(path, rows.entries(), self._store.key, now())
+
+    def extract(self, account: str) -> list[bytes]:
+        """Check the whole record, and return one account's part; see `raycloak.coordinator.ledger.extract`.
+
+        Raises:
+            BudgetError: ``chain_broken``, or ``account_unknown``.
+        """
+        with self._store.read() as rows:
+            entries = tuple(rows.entries())
+            _check_tables(rows, audit(entries, self.public_key))
+            self._book.known(rows, account)
+            return extract_lines(entries, account, self._store.key, now())
 
     def close(self) -> None:
         """Close all connections. Charges stay charged."""
@@ -155,6 +168,28 @@ class LedgerReader:
         leases = rows.leases(runs)
         shown = [(self._book.run(rows, run).registered, run.charged, leases.get(run.fencing)) for run in runs]
         return account_view(account, shown, self._book.spent(rows, runs))
+
+
+def _check_tables(rows: Rows, audited: AuditedChain) -> None:
+    """Check that every table agrees with the chain; BudgetError ``chain_broken`` otherwise."""
+    accounts = [AccountRow(name, each.opened_at, each.changed.sequence) for name, each in audited.accounts.items()]
+    if rows.accounts() != accounts:
+        raise broken(audited.head.sequence, "the table of accounts does not follow from the chain")
+    found = {row.run_id: row for row in rows.runs()}
+    for run_id, run in audited.runs.items():
+        row = found.pop(run_id, None)
+        counts = {query: len(charges) for query, charges in run.charges.items()}
+        expected = (run.registered.account, run.sequence, counts, run.data)
+        # An instance that owns a run, and has not charged it yet, has a higher number than the last charge.
+        in_table = row and (row.account, row.sequence, dict(row.charged), row.data)
+        if row is None or in_table != expected or row.fencing < run.fencing:
+            raise broken(run.sequence, f"the row of run {run_id} does not follow from the chain")
+    about = {sequence: (run_id, *key) for run_id, run in audited.runs.items() for sequence, key in run.filed()}
+    for sequence, *filed in rows.filed_keys():
+        if about.get(sequence, (None, None, None)) != tuple(filed):
+            raise broken(sequence, "it is filed under another run, query or step")
+    if found:
+        raise broken(audited.head.sequence, "the table of runs holds a run that the chain does not")
 
 
 def _belongs(event: Event, account: str, runs: set[str]) -> bool:

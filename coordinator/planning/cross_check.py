@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,10 +24,13 @@ from raycloak.coordinator.accounting import pld, renyi
 from raycloak.coordinator.accounting.accountants import accountant_of
 from raycloak.coordinator.accounting.opacus_modules import opacus_module
 from raycloak.coordinator.accounting.releases import Release, Releases, merged, uncut
-from raycloak.coordinator.config.run import RunConfig
-from raycloak.coordinator.planning.plan import Plan
 from raycloak.coordinator.quick_imports import quickly
 from raycloak.metrics.errors import ConfigError, RefusedError
+
+# Only for types: an auditor's machine has no torch, which a plan imports.
+if TYPE_CHECKING:
+    from raycloak.coordinator.config.run import RunConfig
+    from raycloak.coordinator.planning.plan import Plan
 
 RDP_TOLERANCE = 1e-3
 """Relative difference allowed between the two RDPs at integer orders. At fractional ones dp-accounting's series does
@@ -95,14 +98,14 @@ class CrossCheck:
             )
 
 
-def load_accountants(config: RunConfig) -> None:
+def load_accountants(config: "RunConfig") -> None:
     """Import the libraries that plan a run of ``config`` and check the plan, which takes seconds; optional."""
     if config.dp_config.enabled:
         accountant_of("pld").load()
         _prv_library()
 
 
-def checked(plan: Plan) -> Plan:
+def checked(plan: "Plan") -> "Plan":
     """Return ``plan`` with the epsilon of each accountant; unchanged where nothing is private.
 
     Raises:
@@ -119,20 +122,8 @@ def checked(plan: Plan) -> Plan:
 def cross_check(releases: Releases, delta: float) -> CrossCheck:
     """Return the epsilon of ``releases`` by all four, at ``delta``, the accountant's share. Takes up to 5 s at
     first."""
-    missing, tight_uncut = {}, 0.0
-    found = {
-        "opacus_rdp": _opacus_rdp(releases, delta, renyi.ORDERS),
-        "dp_accounting_rdp": _dp_accounting_rdp(releases, delta, renyi.ORDERS),
-    }
-    integers = (
-        _opacus_rdp(releases, delta, _INTEGER_ORDERS),
-        _dp_accounting_rdp(releases, delta, _INTEGER_ORDERS),
-    )
-    try:
-        found["dp_accounting_pld"] = pld.epsilon(releases, delta)
-        tight_uncut = pld.epsilon(uncut(releases), delta)
-    except ConfigError as refusal:
-        missing["dp_accounting_pld"] = refusal.message
+    three = without_prv(releases, delta)
+    found, missing = dict(three.epsilon), dict(three.not_computed)
     without = merged(uncut(releases))
     prv, bounds = _opacus_prv(without, delta, _opacus_rdp(without, delta, renyi.ORDERS)), None
     if isinstance(prv, str):
@@ -144,7 +135,27 @@ def cross_check(releases: Releases, delta: float) -> CrossCheck:
             missing["opacus_prv"] = f"it knows no cut batches; {estimate:.4g} without"
         else:
             found["opacus_prv"] = estimate
-    return CrossCheck(dict(sorted(found.items())), integers, bounds, tight_uncut, missing)
+    return replace(three, epsilon=dict(sorted(found.items())), prv_bounds=bounds, not_computed=missing)
+
+
+@lru_cache(maxsize=64)
+def without_prv(releases: Releases, delta: float) -> CrossCheck:
+    """Return the answers of :func:`cross_check` but PRV's, whose library imports torch."""
+    missing, tight_uncut = {}, 0.0
+    found = {
+        "opacus_rdp": _opacus_rdp(releases, delta, renyi.ORDERS),
+        "dp_accounting_rdp": dp_accounting_rdp(releases, delta, renyi.ORDERS),
+    }
+    integers = (
+        _opacus_rdp(releases, delta, _INTEGER_ORDERS),
+        dp_accounting_rdp(releases, delta, _INTEGER_ORDERS),
+    )
+    try:
+        found["dp_accounting_pld"] = pld.epsilon(releases, delta)
+        tight_uncut = pld.epsilon(uncut(releases), delta)
+    except ConfigError as refusal:
+        missing["dp_accounting_pld"] = refusal.message
+    return CrossCheck(dict(sorted(found.items())), integers, None, tight_uncut, missing)
 
 
 def _opacus_rdp(releases: Releases, delta: float, orders: tuple[float, ...]) -> float:
@@ -155,7 +166,8 @@ def _opacus_rdp(releases: Releases, delta: float, orders: tuple[float, ...]) -> 
     return max(0.0, float(found))
 
 
-def _dp_accounting_rdp(releases: Releases, delta: float, orders: tuple[float, ...]) -> float:
+def dp_accounting_rdp(releases: Releases, delta: float, orders: tuple[float, ...]) -> float:
+    """Return epsilon by dp-accounting's Renyi accountant, at the best of ``orders``."""
     import dp_accounting
     from dp_accounting.rdp import RdpAccountant
 
