@@ -33,7 +33,7 @@ class Archive:
         published: Callable[[int, bytes], None] = lambda steps, digest: None,
     ) -> None:
         self._config = config
-        self._location = _location(config.storage, run_id, base)
+        self._location = storage_of(config.storage, run_id, base)
         self._base = base
         self._notice = notice
         self._published = published
@@ -59,8 +59,8 @@ class Archive:
         return newest(PackageStorage.open(self._location), control, manifest, at_most)
 
 
-def _location(storage: str | None, run_id: str, base: Path) -> str:
-    """Return the run's storage. A storage that runs share has a folder per run."""
+def storage_of(storage: str | None, run_id: str, base: Path) -> str:
+    """Return the place of a run's packages. A storage that runs share has a folder per run."""
     if storage is None:
         return str(home.packages_folder(run_id))
     shared = storage if "://" in storage else str(base / storage)

@@ -17,12 +17,11 @@ import numpy as np
 from safetensors import safe_open
 
 from raycloak.attestation.core.hpke import HpkeKey
-from raycloak.attestation.core.hybrid_signature import HybridSignature
 from raycloak.attestation.core.keys import Secret
 from raycloak.attestation.core.messages import parse
 from raycloak.attestation.orchestrator.package_desk import PublishedPackage
 from raycloak.attestation.sealed.chunk_stream import CHUNK_BYTES, read_payload
-from raycloak.attestation.sealed.package_keys import TrustStore, recipient_key_id
+from raycloak.attestation.sealed.package_keys import TrustStore, open_manifest, recipient_key_id
 from raycloak.attestation.sealed.package_manifest import PackageManifest, PackageRefusal, Payload, refuse
 from raycloak.coordinator.checkpoints.arrays import load_arrays
 from raycloak.coordinator.checkpoints.storage import (
@@ -174,11 +173,7 @@ def _signed_manifest(
     storage: PackageStorage, name: str, files: Mapping[str, int], trust: TrustStore
 ) -> tuple[str, PackageManifest]:
     body = _read_clear(storage, name, MANIFEST, files)
-    try:
-        signature = parse(HybridSignature, _read_clear(storage, name, SIGNATURE, files))
-        return trust.verify(body, signature), parse(PackageManifest, body)
-    except ProtocolError as error:
-        refuse(PackageRefusal.MALFORMED, f"{error.message}.")
+    return open_manifest(body, _read_clear(storage, name, SIGNATURE, files), trust)
 
 
 def _check_expected(manifest: PackageManifest, expected: Expected) -> None:

@@ -25,6 +25,7 @@ from raycloak.coordinator.cli.options import AsJson, ConfigFile, Debug, Override
 from raycloak.coordinator.cli.options import execute as _execute
 from raycloak.coordinator.cli.package import package
 from raycloak.coordinator.cli.progress import EVERY_S, ProgressDisplay
+from raycloak.coordinator.cli.verify import bundle_command, trust_command, verify_command
 from raycloak.coordinator.config.run import RunConfig, load_config, parse_config
 from raycloak.coordinator.console.output import Output, command_output, leave_stdout
 from raycloak.coordinator.console.streams import open_missing_streams
@@ -290,6 +291,9 @@ def _doctor(output: Output) -> int:
 
 
 app.command("audit")(audit_command)
+app.command("verify")(verify_command)
+app.command("bundle")(bundle_command)
+app.command("trust")(trust_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

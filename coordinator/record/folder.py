@@ -25,7 +25,7 @@ from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.ledger.location import recorded
 from raycloak.metrics.errors import ConfigError, ProtocolError, RefusedError
 from raycloak.workers.terms.manifest import Manifest
-from raycloak.workers.terms.measurement import Released
+from raycloak.workers.terms.measurement import Released, ReleasedValues
 from raycloak.workers.terms.parameter_digest import split_flat
 
 Status = Literal["running", "stopped", "failed", "void", "done"]
@@ -51,14 +51,6 @@ class RunRecord(Message):
     started_at: float
     status: Status
     driver_base: str = ""
-
-
-class ReleasedValues(Message):
-    """The values that the measurements of a run have released, in the order of release."""
-
-    DOMAIN: ClassVar[str] = "raycloak/released-values/v1"
-
-    releases: tuple[Released, ...] = ()
 
 
 class RunFolder:

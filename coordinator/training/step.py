@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.messages import Envelope, parse
 from raycloak.attestation.core.roster import Query, Roster
 from raycloak.attestation.orchestrator.commits import StepCommit
@@ -37,7 +36,7 @@ from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.errors import BudgetError, EvidenceError, RunFailedError
 from raycloak.workers.terms.binding import Binding
 from raycloak.workers.terms.manifest import Manifest
-from raycloak.workers.terms.measurement import Measurement, Released, released
+from raycloak.workers.terms.measurement import Measurement, Released, released, values_digest
 from raycloak.workers.terms.parameter_digest import parameter_digest
 from raycloak.workers.terms.receipt import Receipt, data_root
 from raycloak.workers.vectors.payload import VectorRange
@@ -136,7 +135,7 @@ class StepRunner:
         whole = VectorRange(0, 0, measurement.mechanism.dimension)
         done = self._execute(Task(measurement.query, number, (whole,)), model)
         average = done.reduced.measured.average
-        values = digest(length_prefixed("raycloak/measured/v1", measurement.query, number, average.tobytes()))
+        values = values_digest(measurement.query, number, average)
         planned = self.manifest.computation.mechanism.steps
         return released(measurement, number, planned, average), self._outcome(done, values)
 

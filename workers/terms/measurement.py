@@ -17,8 +17,10 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.messages import Message
 from raycloak.attestation.core.roster import Query
+from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.terms.mechanism import Mechanism
 
 LARGEST_NORM = 1.0 - 2.0**-15
@@ -136,6 +138,14 @@ class Released(Message):
         return macro_f1(np.diag(pairs), pairs.sum(0) + pairs.sum(1))
 
 
+class ReleasedValues(Message):
+    """The values that the measurements of a run have released, in the order of release."""
+
+    DOMAIN: ClassVar[str] = "raycloak/released-values/v1"
+
+    releases: tuple[Released, ...] = ()
+
+
 def released(measurement: Measurement, number: int, planned_steps: int, average: NDArray[np.float64]) -> Released:
     """Name and scale the sum that an aggregator decoded.
 
@@ -152,6 +162,27 @@ def released(measurement: Measurement, number: int, planned_steps: int, average:
         values={name: float(value) * scale for (name, scale), value in zip(scales.items(), average, strict=True)},
         deviation={name: noise * scale for name, scale in scales.items()},
     )
+
+
+def average_of(measurement: Measurement, values: Mapping[str, float]) -> NDArray[np.float64]:
+    """Return the sum that :func:`released` named and scaled, from its values; exact, because it has whole ring units.
+
+    Raises:
+        ProtocolError: ``malformed`` if the values are not those of a sum of this measurement.
+    """
+    mechanism, scales = measurement.mechanism, measurement._layout.scales
+    # Their order is the layout's here, whatever it was on paper.
+    if values.keys() != scales.keys():
+        raise ProtocolError("malformed", f"a release of {measurement.query} has other values than its layout")
+    scaled = np.array([values[name] / (scale / measurement.unit) for name, scale in scales.items()])
+    units = np.rint(scaled * mechanism.expected_batch_size / mechanism.gamma)
+    average: NDArray[np.float64] = units * mechanism.gamma / mechanism.expected_batch_size
+    return average
+
+
+def values_digest(query: Query, number: int, average: NDArray[np.float64]) -> bytes:
+    """Return the digest by which a release is committed."""
+    return digest(length_prefixed("raycloak/measured/v1", query, number, average.tobytes()))
 
 
 def macro_f1(right: NDArray[Any], either: NDArray[Any]) -> float | None:

@@ -1,0 +1,101 @@
+"""Claims about the budget: the ledger's record of the account, and what was spent by two libraries."""
+
+import math
+
+from raycloak.coordinator.accounting.accountants import accountant_of
+from raycloak.coordinator.accounting.calibration import epsilon_against
+from raycloak.coordinator.accounting.pld import STATED_ERROR
+from raycloak.coordinator.accounting.releases import merged
+from raycloak.coordinator.ledger.extract import check_extract
+from raycloak.coordinator.ledger.rules import account_limits, epsilon_at
+from raycloak.coordinator.planning.cross_check import dp_accounting_rdp, without_prv
+from raycloak.coordinator.proof.case import Case
+from raycloak.coordinator.proof.claims import Broken, NotThere
+from raycloak.coordinator.proof.parts import LEDGER
+
+TOLERANCE = 1e-6
+"""Relative; between versions of the libraries that compute the same number."""
+
+_LIBRARIES = 1e-3
+"""Relative; between Opacus and dp-accounting at integer orders, as for every plan (docs/privacy.md)."""
+
+
+def ledger(case: Case) -> str:
+    """The ledger signed each entry of the account and that these are all; each follows its rules and caps."""
+    case.extract = check_extract(case.parts.lines(LEDGER), case.trust.ledger)
+    stated, known = case.extract.stated, case.extract.audited
+    if stated.account != case.manifest.account:
+        raise Broken(LEDGER, f"it is of account '{stated.account}', the run's is '{case.manifest.account}'")
+    beside = len(stated.accounts) - 1
+    moved = f", with {beside} that it exchanged epsilon with" if beside else ""
+    cap = known.accounts[stated.account].terms.epsilon_cap
+    extent = f"complete up to entry {stated.sequence}; cap {cap:g}"
+    return f"{stated.count} entries of account '{stated.account}'{moved}, {extent}"
+
+
+def epsilon(case: Case) -> str:
+    """The account's epsilon follows from its charges, by raycloak's accountant and by dp-accounting."""
+    account = case.manifest.account
+    known = case.extract.audited
+    standing = known.standing(account)
+    terms, releases = standing.account.terms, merged([one for each in standing.spent for one in each.releases])
+    if not releases:
+        raise NotThere("the account paid for nothing private")
+    spent = epsilon_at(terms, standing.spent, account in known.unstated)
+    stated = _last_stated(case, account)
+    if not math.isclose(spent, stated, rel_tol=TOLERANCE):
+        raise Broken("ledger", f"its last charge states epsilon {stated:.6g}; the charges add up to {spent:.6g}")
+    if spent > terms.epsilon_cap * (1 + TOLERANCE):
+        raise Broken("ledger", f"epsilon {spent:.6g} is over the cap {terms.epsilon_cap:g}")
+    limits = account_limits(terms)
+    others = without_prv(releases, limits.delta)
+    if (problem := others.disagreement()) is not None:
+        raise Broken("ledger", f"the accountants contradict each other: {problem}")
+    tight = others.epsilon.get("dp_accounting_pld", 0.0)
+    if spent < tight * (1 - STATED_ERROR):
+        raise Broken("ledger", f"it states epsilon {spent:.6g}; dp-accounting's PLD gives {tight:.6g}")
+    second = _second(case, spent)
+    return f"{spent:.6g} at delta {terms.delta:g} by raycloak; dp-accounting gives {second}"
+
+
+def _second(case: Case, spent: float) -> str:
+    """Return dp-accounting's own numbers for the account."""
+    account = case.manifest.account
+    standing = case.extract.audited.standing(account)
+    terms, releases = standing.account.terms, merged([one for each in standing.spent for one in each.releases])
+    limits = account_limits(terms)
+    found = without_prv(releases, limits.delta).epsilon
+    shown = [f"{found['dp_accounting_pld']:.6g} by PLD"] if "dp_accounting_pld" in found else []
+    # The same rule on the other library's numbers: one order, fixed before the first release.
+    if accountant_of(terms.accountant).name == "rdp" and len(limits.orders) == 1:
+        same = dp_accounting_rdp(releases, limits.delta, limits.orders)
+        # Between two integer orders dp-accounting takes a bound from above, and Opacus the value.
+        whole = limits.orders[0].is_integer()
+        if spent > same * (1 + _LIBRARIES) or (whole and spent < same * (1 - _LIBRARIES)):
+            raise Broken("ledger", f"it states epsilon {spent:.6g}; dp-accounting gives {same:.6g} at the same order")
+        # For larger sampling rates its series does not converge at such an order, and says so by infinity.
+        if math.isfinite(same):
+            shown.insert(0, f"{'' if whole else 'at most '}{same:.6g} at the same order")
+    return " and ".join(shown) or f"{found['dp_accounting_rdp']:.6g} by RDP"
+
+
+def _last_stated(case: Case, account: str) -> float:
+    runs = [run for run in case.extract.audited.runs.values() if run.registered.account == account]
+    newest = max(sequence for run in runs for charges in run.charges.values() for sequence in charges.values())
+    return case.charge(newest).charged_epsilon
+
+
+def own_claim(case: Case) -> tuple[float, float]:
+    """Return the least and the most epsilon that the run may claim: of its charges, and of its whole plan."""
+    computation = case.manifest.computation
+    delta = case.extract.audited.accounts[case.manifest.account].terms.delta
+    mechanism, *measured = computation.mechanisms
+    made = {each.query: len(case.run.charges[each.query]) for each in computation.mechanisms}
+    least, most = (
+        epsilon_against(mechanism, 0, delta, steps, beside)
+        for steps, beside in (
+            (made["gradient"], [(each, made[each.query]) for each in measured]),
+            (mechanism.steps, [(each, each.steps) for each in measured]),
+        )
+    )
+    return min(least, most), most

@@ -1,0 +1,84 @@
+"""One run under examination: its parts, what the auditor trusts, and what the claims have established so far."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from raycloak.attestation.core.messages import parse
+from raycloak.attestation.log.evidence_log import ExportedLog
+from raycloak.attestation.orchestrator.documents import Document
+from raycloak.attestation.sealed.package_manifest import PackageManifest
+from raycloak.coordinator.ledger.audit import AuditedRun
+from raycloak.coordinator.ledger.entries import LedgerEntry, StepCharged
+from raycloak.coordinator.ledger.extract import CheckedExtract
+from raycloak.coordinator.proof.claims import Broken
+from raycloak.coordinator.proof.history import History
+from raycloak.coordinator.proof.parts import MANIFEST, Parts
+from raycloak.coordinator.proof.trust import Trust
+from raycloak.metrics.errors import ProtocolError
+from raycloak.workers.terms.manifest import Manifest
+from raycloak.workers.terms.measurement import Released
+
+
+@dataclass
+class Case:
+    """The state that claims share. Each field but the first three is set by the claim that establishes it.
+
+    Attributes:
+        bundle: name of the bundle; None for a run directory, which has no index.
+    """
+
+    parts: Parts
+    trust: Trust
+    bundle: str | None
+    log: ExportedLog = field(init=False)
+    documents: Mapping[bytes, Document] = field(init=False)
+    history: History = field(init=False)
+    extract: CheckedExtract = field(init=False)
+    packages: dict[str, PackageManifest] = field(default_factory=dict)
+    released: tuple[Released, ...] = ()
+    _claim: tuple[float, float] | None = None
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """The run's manifest, parsed; whether it is the one that others signed for is a claim of its own."""
+        try:
+            return parse(Manifest, self.parts.line(MANIFEST))
+        except ProtocolError as refusal:
+            raise Broken(MANIFEST, refusal.message) from None
+
+    @cached_property
+    def run(self) -> AuditedRun:
+        """The run, as the ledger has it."""
+        run = self.extract.audited.runs.get(self.manifest.run_id)
+        if run is None:
+            raise Broken("ledger", f"it has no run {self.manifest.run_id}")
+        return run
+
+    def own_claim(self, compute: "Callable[[Case], tuple[float, float]]") -> tuple[float, float]:
+        """Return the least and the most epsilon that the run may claim, computed once: it takes seconds."""
+        if self._claim is None:
+            self._claim = compute(self)
+        return self._claim
+
+    def charge(self, sequence: int) -> StepCharged:
+        """Return the charge that is the ledger's entry ``sequence``."""
+        event = self.extract.entries[sequence].event
+        assert isinstance(event, StepCharged), "the audit filed it as a charge"
+        return event
+
+    def entry(self, sequence: int) -> LedgerEntry | None:
+        """Return the ledger's entry ``sequence``; None if the extract does not have it."""
+        return self.extract.entries.get(sequence)
+
+    def parameters_after(self, steps: int) -> bytes | None:
+        """Return the digest of the parameters after so many committed steps; None if they were not committed."""
+        if steps == 0:
+            return self.manifest.computation.initial_parameters
+        commit = self.history.commits.get(("gradient", steps - 1))
+        return commit.parameter_digest if commit else None
+
+    @property
+    def steps(self) -> int:
+        """The number of committed training steps."""
+        return sum(query == "gradient" for query, _ in self.history.commits)

@@ -1,0 +1,277 @@
+"""Claims about what the run left behind: sealed packages, the released model, measurements, metrics and verdict."""
+
+import json
+import math
+from typing import Any
+
+from safetensors.numpy import load, save
+
+from raycloak.attestation.core.canonical import read_json
+from raycloak.attestation.core.messages import parse
+from raycloak.attestation.sealed.package_keys import open_manifest
+from raycloak.attestation.sealed.package_manifest import PackageManifest
+from raycloak.coordinator.proof.budget_claims import TOLERANCE, own_claim
+from raycloak.coordinator.proof.case import Case
+from raycloak.coordinator.proof.claims import Broken, NotThere
+from raycloak.coordinator.proof.parts import MEASUREMENTS, METRICS, PACKAGE, PARAMETERS, VERDICT
+from raycloak.workers.terms.measurement import ReleasedValues, average_of, released, values_digest
+from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
+
+_LARGEST_HEADER = 2**24
+_LARGEST_PACKAGE_TEXT = 2**26
+
+
+def packages(case: Case) -> str:
+    """Each sealed package is signed, and states what log and ledger have; the newest published one is there."""
+    names = case.parts.packages()
+    for name in names:
+        case.packages[name] = _package(case, name)
+    published = [each.package_digest for each in case.history.published]
+    if published and published[-1] not in {each.digest() for each in case.packages.values()}:
+        step = case.history.published[-1].step
+        raise Broken(PACKAGE, f"the package of step {step}, which was published last, is not there")
+    if not names:
+        raise NotThere("the run published no package")
+    recipients = sorted({each.name for found in case.packages.values() for each in found.recipients})
+    gone = len(set(published) - {each.digest() for each in case.packages.values()})
+    retired = f"; {gone} that were published earlier are not kept" if gone else ""
+    return f"{len(names)} packages, for {', '.join(recipients)}; their encrypted files are not part of this{retired}"
+
+
+def _package(case: Case, name: str) -> PackageManifest:
+    body = case.parts.read(f"{PACKAGE}{name}/manifest.json", _LARGEST_PACKAGE_TEXT)
+    signature = case.parts.read(f"{PACKAGE}{name}/manifest.sig", _LARGEST_PACKAGE_TEXT)
+    _, found = open_manifest(body, signature, case.trust.signers)
+    where, manifest, history = f"package {name}", case.manifest, case.history
+    commit = history.commits.get(("gradient", found.step - 1))
+    sealed = [each.package_digest for each in history.sealed if each.step == found.step]
+    agrees = {
+        "run": (found.run_id, found.manifest_digest) == (manifest.run_id, manifest.digest()),
+        "step": commit is not None and found.digest() in sealed,
+        "parameters": commit is not None and found.parameter_digest == commit.parameter_digest,
+        "ledger": commit is not None
+        and (found.ledger_sequence, found.ledger_hash) == (commit.ledger_sequence, commit.ledger_hash),
+        "evidence log": case.log.root_at(found.log_length) == found.log_hash,
+        "roster": found.roster_digest in history.rosters.get(("gradient", found.step - 1), []),
+        "predecessor": found.previous == b"" or found.previous in {each.package_digest for each in history.published},
+        "evidence class": set(found.evidence_class.split("+")) <= history.classes,
+        "name": name.startswith(f"step-{found.step:06d}"),
+        "delta": found.delta == case.extract.audited.accounts[manifest.account].terms.delta,
+        "epsilon": _may_claim(case, found.epsilon),
+    }
+    for what, is_so in agrees.items():
+        if not is_so:
+            raise Broken(where, f"its {what} is not what log, ledger and manifest have")
+    return found
+
+
+def _may_claim(case: Case, stated: Any) -> bool:
+    """Return whether a run may state an epsilon: at least of its charges, at most of its plan or the cap."""
+    if not case.manifest.computation.mechanism.private:
+        return stated is None
+    least, most = case.own_claim(own_claim)
+    terms = case.extract.audited.accounts[case.manifest.account].terms
+    cap = max(terms.epsilon_cap, case.run.registered.epsilon_cap)
+    # A plan within the cap is claimed as a whole, however few of its steps were made.
+    lowest = most if most <= cap else least
+    is_number = isinstance(stated, float | int) and not isinstance(stated, bool)
+    return is_number and lowest * (1 - TOLERANCE) <= stated <= most * (1 + TOLERANCE)
+
+
+def model(case: Case) -> str:
+    """The released parameters are, byte for byte, the ones that the last step committed."""
+    if PARAMETERS not in case.parts:
+        if case.history.finished and case.steps:
+            raise Broken(PARAMETERS, "the run ended with a model, and it is missing")
+        raise NotThere("the run has not ended, and has released no model")
+    manifest = case.manifest
+    tensors = manifest.computation.tensors
+    size = sum(4 * tensor.size for tensor in tensors)
+    content = case.parts.read(PARAMETERS, size + _LARGEST_HEADER)
+    try:
+        found = load(content)
+    except Exception as error:  # noqa: BLE001 - the library has no common error, and raises its own from Rust
+        raise Broken(PARAMETERS, f"it cannot be read: {type(error).__name__}") from None
+    if {name: (str(each.dtype), each.shape) for name, each in found.items()} != {
+        tensor.name: ("float32", tensor.shape) for tensor in tensors
+    }:
+        raise Broken(PARAMETERS, "it has other tensors than the manifest")
+    digests = [tensor_digests(found[tensor.name].reshape(-1), (tensor,))[0] for tensor in tensors]
+    digest = parameter_digest(tensors, digests)
+    if digest != case.parameters_after(case.steps):
+        raise Broken(PARAMETERS, f"its digest is {digest.hex()}, which step {case.steps} did not commit")
+    # A header may hold anything, so the whole file must be the one that the run writes.
+    metadata = {"run_id": manifest.run_id, "parameter_digest": digest.hex()}
+    if not _is_header(content, save({tensor.name: found[tensor.name] for tensor in tensors}, metadata)):
+        raise Broken(PARAMETERS, "its header is not the one that the run writes")
+    return f"{len(tensors)} tensors of {manifest.computation.mechanism.dimension} parameters after step {case.steps}"
+
+
+def _is_header(content: bytes, written: bytes) -> bool:
+    """Return whether two files are the same but for the order of names in their headers, which the library leaves open.
+
+    White space and repeated names are differences.
+    """
+    if len(content) != len(written):
+        return False
+    end = 8 + int.from_bytes(content[:8], "little")
+    headers = [each[8:end].rstrip(b" ") for each in (content, written)]
+    compact = [json.dumps(read_json(header), separators=(",", ":"), ensure_ascii=False).encode() for header in headers]
+    same = read_json(headers[0]) == read_json(headers[1])
+    return same and content[:8] == written[:8] and content[end:] == written[end:] and headers[0] == compact[0]
+
+
+def measurements(case: Case) -> str:
+    """Each measured value is what was committed, and each committed measurement is there."""
+    made = {place: each for place, each in case.history.commits.items() if place[0] != "gradient"}
+    if not made:
+        if MEASUREMENTS in case.parts:
+            raise Broken(MEASUREMENTS, "the run committed no measurement")
+        raise NotThere("the run made no measurements")
+    case.released = parse(ReleasedValues, case.parts.line(MEASUREMENTS)).releases
+    seen: set[tuple[str, int]] = set()
+    for each in case.released:
+        where = f"{MEASUREMENTS}, {each.query} {each.number}"
+        if (each.query, each.number) in seen or (each.query, each.number) not in made:
+            raise Broken(where, "it was not committed, or is there twice")
+        seen.add((each.query, each.number))
+        measurement = case.manifest.computation.measurement(each.query)
+        average = average_of(measurement, each.values)
+        planned = case.manifest.computation.mechanism.steps
+        if released(measurement, each.number, planned, average) != each:
+            raise Broken(where, "its values, their noise or its step are not those of such a measurement")
+        if values_digest(each.query, each.number, average) != made[each.query, each.number].parameter_digest:
+            raise Broken(where, "its values are not the ones that were committed")
+    if lacking := made.keys() - seen:
+        query, number = min(lacking)
+        raise Broken(f"{MEASUREMENTS}, {query} {number}", "it was committed, and its values are missing")
+    return f"{len(case.released)} releases, each with the values that were committed and the noise of its mechanism"
+
+
+def metrics(case: Case) -> str:
+    """What `metrics.jsonl` repeats of signed records agrees with them."""
+    if METRICS not in case.parts:
+        raise NotThere("there is no metrics.jsonl")
+    seen: set[int] = set()
+    for number, line in enumerate(case.parts.lines(METRICS) if case.parts.by_name[METRICS].size else [], 1):
+        where = f"{METRICS}, line {number}"
+        event = _object(line, where)
+        for name, expected in _expected(case, event).items():
+            if name in event and not _same(event[name], expected):
+                raise Broken(where, f"it states {name} {event[name]}, the signed record {expected}")
+        if event.get("event") == "step":
+            seen.add(event.get("step", -1))
+    unsigned = "times, bytes, members and results on the evaluation split are not signed"
+    return f"lines about {len(seen)} of {case.steps} steps agree; {unsigned}"
+
+
+def _expected(case: Case, event: dict[str, Any]) -> dict[str, Any]:
+    """Return what the signed records say of an event's fields."""
+    computation, kind = case.manifest.computation, event.get("event")
+    if kind == "step" and isinstance(step := event.get("step"), int):
+        commit = case.history.commits.get(("gradient", step))
+        # A run that was killed may have told of a step that it did not live to commit.
+        if commit is None:
+            return {}
+        charge = case.charge(case.run.charges["gradient"][step])
+        return {"parameter_digest": commit.parameter_digest.hex(), "epsilon": charge.charged_epsilon}
+    if kind == "measurement":
+        place = event.get("query"), event.get("release")
+        made = next((each for each in case.released if (each.query, each.number) == place), None)
+        name = event.get("value_name")
+        if made is None or name not in made.values:
+            return {"query": "of no measurement that was committed"}
+        charge = case.charge(case.run.charges[made.query][made.number])
+        return {
+            "value": made.values[name],
+            "noise_deviation": made.deviation[name],
+            "steps": made.after,
+            "epsilon": charge.charged_epsilon,
+        }
+    if kind == "admitted":
+        mechanism = computation.mechanism
+        return {
+            "run": case.manifest.run_id,
+            "account": case.manifest.account,
+            "manifest_digest": case.manifest.digest().hex(),
+            "evidence_class": "+".join(sorted(case.history.classes)),
+            "steps_planned": mechanism.steps,
+            "virtual_workers": mechanism.virtual_workers,
+            "parameters": mechanism.dimension,
+            "noise_multiplier": mechanism.noise_multiplier if mechanism.private else None,
+        }
+    return {}
+
+
+def verdict(case: Case) -> str:
+    """What `verdict.json` repeats of signed records agrees with them, and claims no less epsilon than was charged."""
+    if VERDICT not in case.parts:
+        raise NotThere("there is no verdict.json")
+    found = _object(case.parts.line(VERDICT), VERDICT)
+    account = case.extract.audited.accounts[case.manifest.account].terms
+    mechanism = case.manifest.computation.mechanism
+    last = case.parameters_after(case.steps)
+    expected = {
+        "steps": case.steps,
+        "planned_steps": mechanism.steps,
+        "private": mechanism.private,
+        "account": case.manifest.account,
+        "privacy_delta": account.delta if mechanism.private else None,
+        "accountant": mechanism.accountant if mechanism.private else None,
+        "exact": case.manifest.computation.exact,
+        "evidence_class": "+".join(sorted(case.history.classes)),
+        "parameter_digest": last.hex() if last else None,
+        "virtual_workers": mechanism.virtual_workers,
+        "measurements": [each.model_dump(mode="json") for each in case.released],
+    }
+    for name, value in expected.items():
+        if name not in found or not _same(found[name], value):
+            raise Broken(VERDICT, f"it states {name} {found.get(name)}, the signed records {value}")
+    held = max((len(each) for each in case.history.machines.values()), default=0)
+    if not isinstance(found.get("keys_on_one_machine"), int) or found["keys_on_one_machine"] < held:
+        raise Broken(VERDICT, f"it states fewer keys on one machine than the {held} that the log has")
+    if not _may_claim(case, found.get("privacy_epsilon")):
+        raise Broken(VERDICT, f"it claims epsilon {found.get('privacy_epsilon')}, which charges and plan do not give")
+    _check_charged(case, found)
+    return (
+        "what it repeats of signed records agrees; results on the evaluation split, times and warnings are not signed"
+    )
+
+
+def _check_charged(case: Case, found: dict[str, Any]) -> None:
+    """Require the account's epsilon in a verdict to be one that it had after the run's last charge."""
+    stated = found.get("privacy_epsilon_charged")
+    if not case.manifest.computation.mechanism.private:
+        if stated is not None:
+            raise Broken(VERDICT, "it states a charge of a run that is not private")
+        return
+    own = max(sequence for charges in case.run.charges.values() for sequence in charges.values())
+    runs = case.extract.audited.runs.values()
+    later = [
+        case.charge(sequence).charged_epsilon
+        for run in runs
+        if run.registered.account == case.manifest.account
+        for charges in run.charges.values()
+        for sequence in charges.values()
+        if sequence >= own
+    ]
+    if not any(_same(stated, each) for each in later):
+        raise Broken(VERDICT, f"it states that the account was charged {stated}, which it never was after the run")
+
+
+def _object(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        found = read_json(line)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise Broken(where, "it is no JSON object")
+    return found
+
+
+def _same(stated: Any, expected: Any) -> bool:
+    if isinstance(expected, float) and isinstance(stated, float | int) and not isinstance(stated, bool):
+        return math.isclose(stated, expected, rel_tol=1e-12)
+    if isinstance(expected, list) and isinstance(stated, list) and expected and isinstance(expected[0], dict):
+        return json.dumps(stated, sort_keys=True) == json.dumps(expected, sort_keys=True)
+    return bool(stated == expected) and isinstance(stated, bool) == isinstance(expected, bool)

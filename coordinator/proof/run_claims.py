@@ -1,0 +1,159 @@
+"""Claims about the run itself: its contract, its members, its keys, its rosters, and the chain of its steps."""
+
+from raycloak.attestation.core.roster import Query
+from raycloak.attestation.log.evidence_log import check_exported_log
+from raycloak.attestation.orchestrator.documents import read_documents
+from raycloak.coordinator.ledger.entries import DataBound
+from raycloak.coordinator.proof import history as of
+from raycloak.coordinator.proof.bundle import check_index
+from raycloak.coordinator.proof.case import Case
+from raycloak.coordinator.proof.claims import Broken, NotThere
+from raycloak.coordinator.proof.history import Commit, replay
+from raycloak.coordinator.proof.parts import DOCUMENTS, LOG, MANIFEST
+from raycloak.workers.terms.receipt import data_root
+
+
+def bundle(case: Case) -> str:
+    """Every byte of the bundle is one that a trusted site signed."""
+    if case.bundle is None:
+        raise NotThere("this is a run directory; only a bundle is signed as a whole")
+    index, signer = check_index(case.parts, case.trust.signers)
+    if index.run_id != case.manifest.run_id:
+        raise Broken("index.json", f"it is of run {index.run_id}, the manifest of {case.manifest.run_id}")
+    return f"{len(index.parts)} parts, signed as a whole by '{signer}'"
+
+
+def manifest(case: Case) -> str:
+    """The manifest names the orchestrator, the ledger and the policy that the auditor trusts."""
+    found = case.manifest
+    if found.log_owner not in case.trust.orchestrators:
+        raise Broken(MANIFEST, f"the trust file does not have its orchestrator {found.log_owner.key_id.hex()}")
+    if found.ledger_key != case.trust.ledger:
+        raise Broken(MANIFEST, f"its ledger is {found.ledger_key.hex()}, which is not the trusted one")
+    if found.policy_digest != case.trust.policy.digest():
+        raise Broken(MANIFEST, f"its policy is {found.policy_digest.hex()}, which is not the trusted one")
+    return f"run {found.run_id}, manifest {found.digest().hex()}"
+
+
+def log(case: Case) -> str:
+    """Every entry of the evidence log is in its place, under both signatures of its owner."""
+    case.log = check_exported_log(case.parts.lines(LOG), case.manifest.log_owner)
+    if case.log.head.run_id != case.manifest.run_id:
+        raise Broken(LOG, f"it is the log of run {case.log.head.run_id}")
+    case.documents = read_documents(case.parts.lines(DOCUMENTS))
+    case.history = replay(case.log, case.manifest, case.trust.policy, case.documents)
+    ended = "ended for good" if case.history.finished else "not ended: the run may be resumed"
+    return f"{case.log.head.length} entries, {ended}"
+
+
+def contract(case: Case) -> str:
+    """Every session, and the ledger's registration, are of this manifest."""
+    case.history.claim(of.CONTRACT)
+    registered, stated = case.run.registered, case.manifest
+    if case.history.sessions == 0:
+        raise Broken(LOG, "no session of the run has begun")
+    differing = {
+        "manifest": registered.manifest_digest != stated.digest(),
+        "account": not registered.account == stated.account == case.extract.stated.account,
+        "mechanisms": registered.mechanisms != stated.computation.mechanisms,
+        "data": registered.dataset_fingerprint != stated.dataset_fingerprint,
+    }
+    for what, differs in differing.items():
+        if differs:
+            raise Broken(f"ledger, entry {case.run.sequence}", f"it registers the run with another {what}")
+    return f"{case.history.sessions} sessions and the ledger's registration name this manifest"
+
+
+def evidence(case: Case) -> str:
+    """Each member's evidence passes the trusted policy at the time that its entry states."""
+    case.history.claim(of.EVIDENCE)
+    found = case.history
+    if not found.admissions:
+        raise Broken(LOG, "no member was admitted")
+    simulated = "; SIMULATED evidence proves nothing about a machine" if "simulated" in found.classes else ""
+    left = f"; {found.observers} observers, who got no keys, are left out" if found.observers else ""
+    return f"{found.admissions} admissions appraised again, of {', '.join(sorted(found.classes))}{left}{simulated}"
+
+
+def keys(case: Case) -> str:
+    """Each key went to a worker that was admitted before, and no machine got more than the manifest allows."""
+    case.history.claim(of.KEYS)
+    most = max((len(held) for held in case.history.machines.values()), default=0)
+    return f"{case.history.releases} releases, each after its admission; at most {most} keys of an epoch on a machine"
+
+
+def rosters(case: Case) -> str:
+    """Each roster covers every virtual worker once, by members that were admitted and have the keys."""
+    case.history.claim(of.ROSTERS)
+    count = sum(map(len, case.history.rosters.values()))
+    return f"{count} rosters, each covering all {case.manifest.key_owners} virtual workers once"
+
+
+def documents(case: Case) -> str:
+    """Every document is one that the log names."""
+    extra = [each for name, each in case.documents.items() if name not in case.history.used]
+    if extra:
+        raise Broken(DOCUMENTS, f"no entry of the log names the {extra[0].kind} {extra[0].name.hex()}")
+    return f"{len(case.documents)} documents, all of them named by the log"
+
+
+def data(case: Case) -> str:
+    """The run was bound to its data once, and log and ledger mean the same data."""
+    case.history.claim(of.DATA)
+    if case.run.data is None:
+        raise NotThere("nothing was charged, so the run was not bound to data")
+    event = case.extract.entries[case.run.data].event
+    assert isinstance(event, DataBound), "the audit filed it as the binding of data"
+    commitments = [case.history.data.get(v, b"") for v in range(case.manifest.key_owners)]
+    if event.data_root != data_root(commitments):
+        raise Broken(f"ledger, entry {case.run.data}", "it binds the run to other data than the members committed to")
+    return f"{len(commitments)} slices, bound by the ledger's entry {case.run.data}"
+
+
+def steps(case: Case) -> str:
+    """Each release has one charge, one binding and one commit, and the parameters of each step are the next one's."""
+    case.history.claim(of.COMMITS)
+    ahead = 0
+    for query in (each.query for each in case.manifest.computation.mechanisms):
+        ahead += _releases(case, query)
+    made = len(case.history.commits)
+    if made == 0:
+        raise NotThere("no step was committed")
+    later = f"; {ahead} later charges released nothing that the log has" if ahead else ""
+    measured = f" and {made - case.steps} measurements" if made > case.steps else ""
+    return f"{case.steps} steps{measured}, each charged, bound and committed once and in order{later}"
+
+
+def _releases(case: Case, query: Query) -> int:
+    """Follow the releases of one mechanism; return how many charges are beyond the last commit."""
+    charges, bound = case.run.charges[query], case.run.bound.get(query, {})
+    commits = sorted((step, each) for (name, step), each in case.history.commits.items() if name == query)
+    if sorted(charges) != list(range(len(charges))):
+        missing = next(step for step in range(len(charges) + 1) if step not in charges)
+        raise Broken(f"{query} step {missing}", "it was not charged, and a later one was")
+    before = 0
+    for step, commit in commits:
+        before = _release(case, commit, charges.get(step), bound.get(step), before)
+    ahead = len(charges) - len(commits)
+    # A step that fails after its charge stays charged; nothing is charged after it in a run that has ended.
+    if case.history.finished and ahead > 1:
+        raise Broken(f"{query} step {len(commits) + 1}", "it was charged, and the log of the ended run has no commit")
+    return ahead
+
+
+def _release(case: Case, commit: Commit, charge: int | None, binding: int | None, before: int) -> int:
+    where = f"{commit.query} step {commit.step}"
+    if charge is None or binding is None:
+        raise Broken(where, f"it was committed, but not {'charged' if charge is None else 'bound to its vectors'}")
+    if not before < charge < binding:
+        raise Broken(where, f"its charge, entry {charge}, and its binding, entry {binding}, are out of order")
+    entry = case.entry(commit.ledger_sequence)
+    if commit.ledger_sequence != binding or entry is None or entry.hash != commit.ledger_hash:
+        raise Broken(where, f"its commit names the ledger's entry {commit.ledger_sequence}, which is not its binding")
+    computation = case.manifest.computation
+    finished = commit.step
+    if commit.query != "gradient":
+        finished = computation.measurement(commit.query).after(commit.step, computation.mechanism.steps)
+    if case.charge(charge).parameter_digest != case.parameters_after(finished):
+        raise Broken(where, f"it was charged for other parameters than those after {finished} steps")
+    return binding

@@ -1,0 +1,74 @@
+"""Verifies a run offline: from a bundle or the parts of a run directory, and a trust file, to a table of claims.
+
+Nothing is believed but the trust file. Neither torch nor Ray is imported, and nothing is asked over a network.
+
+Guarantee: a claim that is `proved` was derived again from bytes that a trusted key signed, by the functions that the
+run itself used. A claim whose record was changed, dropped, added, moved or taken from another run is FAILED.
+"""
+
+from pathlib import Path
+from typing import Final
+
+from raycloak.coordinator.proof import budget_claims, output_claims, run_claims
+from raycloak.coordinator.proof.bundle import read_bundle
+from raycloak.coordinator.proof.case import Case
+from raycloak.coordinator.proof.claims import Broken, Check, Claim, Outcome, Report, examine
+from raycloak.coordinator.proof.parts import Parts
+from raycloak.coordinator.proof.trust import Trust
+
+CHECKS: Final = (
+    Check("manifest", (), run_claims.manifest),
+    Check("bundle", ("manifest",), run_claims.bundle),
+    Check("evidence log", ("manifest",), run_claims.log),
+    Check("ledger", ("manifest",), budget_claims.ledger),
+    Check("contract", ("evidence log", "ledger"), run_claims.contract),
+    Check("members' evidence", ("evidence log", "contract"), run_claims.evidence),
+    Check("key releases", ("evidence log", "members' evidence"), run_claims.keys),
+    Check("data", ("evidence log", "ledger", "contract"), run_claims.data),
+    Check("rosters", ("evidence log", "key releases", "data"), run_claims.rosters),
+    Check("documents", ("evidence log", "members' evidence", "rosters"), run_claims.documents),
+    Check("steps", ("contract", "rosters"), run_claims.steps),
+    Check("epsilon", ("ledger", "contract"), budget_claims.epsilon),
+    Check("packages", ("steps", "epsilon"), output_claims.packages),
+    Check("released model", ("steps",), output_claims.model),
+    Check("measurements", ("steps",), output_claims.measurements),
+    Check("metrics.jsonl", ("steps", "measurements"), output_claims.metrics),
+    Check("verdict.json", ("steps", "epsilon", "measurements"), output_claims.verdict),
+)
+"""Every claim, after those that it rests on."""
+
+LIMITS: Final = (
+    "That the parameters are the result of the vectors: sums are masked, so only the members see them. "
+    "`raycloak replay` computes steps again.",
+    "That the noise was drawn as planned: this rests on the measured code, which the evidence names.",
+    "Times: each signer states them by its own clock, and nobody else confirms them.",
+    "That the owner of the ledger's key keeps no second history: compare its head with a witness or another copy.",
+    "Other accounts for the same data: the bundle has one account, and those that it exchanged epsilon with.",
+    "That a nonce was fresh and unexpired when evidence answered it: the orchestrator's word. Each is used once here.",
+    "Evaluation results, times and byte counts in metrics.jsonl and verdict.json, and all of run.log: at most the site "
+    "that made the bundle signs them.",
+    "The encrypted content of packages: `raycloak package verify` checks a package whole.",
+)
+
+
+def verify_bundle(path: Path, trust: Trust) -> Report:
+    """Verify a bundle.
+
+    Raises:
+        ConfigError: ``bundle_file`` if it cannot be read.
+    """
+    try:
+        parts = read_bundle(path)
+    except Broken as broken:
+        first = Claim("bundle", Outcome.FAILED, broken.why, broken.record)
+        rest = [Claim(each.name, Outcome.FAILED, "it rests on 'bundle', which failed") for each in CHECKS]
+        return Report("", (first, *(each for each in rest if each.name != first.name)), LIMITS)
+    return verify_parts(parts, trust, path.name)
+
+
+def verify_parts(parts: Parts, trust: Trust, bundle: str | None = None) -> Report:
+    """Verify the parts of a run's record; ``bundle`` is the name of the file they come from, if they come from one."""
+    case = Case(parts, trust, bundle)
+    claims = examine(CHECKS, case)
+    run_id = "" if claims[0].outcome is Outcome.FAILED else case.manifest.run_id
+    return Report(run_id, claims, LIMITS)

@@ -1,0 +1,143 @@
+"""A small run whose proof the tests examine: trained once in one process, sealed packages and measurements included."""
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from raycloak.attestation.core.canonical import canonical_json
+from raycloak.attestation.core.hybrid_signature import HybridSigner
+from raycloak.attestation.core.keys import IdentityKey, Purpose, Secret, derive
+from raycloak.attestation.keys.run_secret import run_id_of
+from raycloak.attestation.log.entries import Entry, LogHead, entry_hash
+from raycloak.attestation.log.entries import ExportedEntry as LogLine
+from raycloak.attestation.log.evidence_log import check_exported_log
+from raycloak.attestation.log.merkle import MerkleTree
+from raycloak.attestation.sealed.package_keys import PackageSigner
+from raycloak.coordinator.checkpoints.archive import Archive
+from raycloak.coordinator.config.sections import CheckpointConfig
+from raycloak.coordinator.console.output import json_text
+from raycloak.coordinator.ledger.entries import Event, Head, make_entry
+from raycloak.coordinator.ledger.extract import check_extract, extract_lines
+from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.location import recorded
+from raycloak.coordinator.proof.gather import gather, site_signer, trust_of
+from raycloak.coordinator.proof.parts import Part, Parts
+from raycloak.coordinator.proof.trust import Trust
+from raycloak.coordinator.record.folder import RunFolder
+from raycloak.coordinator.runs.verdict import verdict_of
+from raycloak.coordinator.training.assignment import NewRun
+from raycloak.workers.terms.manifest import Manifest
+from tests.protocol import RENYI, SECRET, WholeRun, trained
+
+STEPS = 4
+MEASURED = {
+    "class_counts": {"classes": 3, "noise_multiplier": 20},
+    "evaluation": {"every": 2, "noise_multiplier": 20},
+}
+
+
+@dataclass(frozen=True)
+class Site:
+    """The keys of the run's site, which an attacker of a test may have."""
+
+    ledger: IdentityKey
+    orchestrator: HybridSigner
+    signer: PackageSigner
+
+
+@dataclass(frozen=True)
+class Proved:
+    """A run's record as plain bytes by name, the trust file, and the keys that signed the record."""
+
+    contents: dict[str, bytes]
+    trust: Trust
+    site: Site
+    folder: Path
+
+    @property
+    def manifest(self) -> Manifest:
+        return Manifest.model_validate_json(self.contents["manifest.json"])
+
+    def lines(self, name: str) -> list[bytes]:
+        return self.contents[name].splitlines()
+
+    @property
+    def parts(self) -> Parts:
+        return parts_of(self.contents)
+
+
+def parts_of(contents: dict[str, bytes]) -> Parts:
+    return Parts({name: Part.of(content) for name, content in contents.items()})
+
+
+def train(home: Path, **fields) -> WholeRun:
+    """Train the run; with another ``secret`` it is another run, on an account of its own."""
+    config = CheckpointConfig(checkpoint_frequency=2, storage="packages")
+    run_id = run_id_of(Secret(bytes.fromhex(fields.get("secret", SECRET))))
+    archive = Archive(config, run_id, home, lambda line: None)
+    options = {"steps": STEPS, "dp_config": RENYI, "measurements": MEASURED, "assignment": NewRun(archive)}
+    options["checkpoint"] = config.model_dump(mode="json")
+    return trained(home, **(options | fields))
+
+
+def proved(home: Path, run: WholeRun, secret: str = SECRET) -> Proved:
+    """Gather the record of a run, whose directory gets what a run on Ray writes into its own."""
+    result = verdict_of(run.finished, run.folder, 1.0, run.finished.ending.value, ())
+    RunFolder(run.folder, run.coordinator.order.folder.record).mark("done")
+    (run.folder / "config.yaml").write_text(yaml.safe_dump(recorded(run.config).model_dump(mode="json")))
+    text = json_text({"run_dir": str(run.folder), **result.metrics()})
+    (run.folder / "verdict.json").write_bytes(text.encode() + b"\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAYCLOAK_HOME", str(home))
+        manifest, parts = gather(run.folder)
+        trust, signer = trust_of(run.folder), site_signer()
+    root = Secret(bytes.fromhex(secret))
+    orchestrator = HybridSigner(
+        *(derive(root, each) for each in (Purpose.ORCHESTRATOR_IDENTITY, Purpose.ORCHESTRATOR_ML_DSA))
+    )
+    with closing(PrivacyLedger(f"sqlite:///{home / 'ledger.sqlite'}", create=False)) as ledger:
+        site = Site(ledger._store.key, orchestrator, signer)
+    assert (site.orchestrator.public, site.ledger.public) == (manifest.log_owner, manifest.ledger_key)
+    return Proved({name: parts.read(name) for name in parts.by_name}, trust, site, run.folder)
+
+
+Entries = list[tuple[str, dict[str, Any]]]
+
+
+def relogged(record: Proved, edit: Callable[[Entries], None]) -> dict[str, bytes]:
+    """Return the record with an edited evidence log that its owner signed, as one who has the run's secret may."""
+    log = check_exported_log(record.contents["evidence.jsonl"].splitlines(), record.site.orchestrator.public)
+    entries = [(entry.kind, entry.content) for entry in log.entries]
+    edit(entries)
+    tree, lines = MerkleTree(), []
+    for sequence, (kind, content) in enumerate(entries):
+        body = canonical_json(content)
+        entry = Entry(sequence, kind, body, entry_hash(log.head.run_id, sequence, kind, body))
+        tree.append(entry.hash)
+        lines.append(LogLine.of(entry).encode())
+    head = LogHead(run_id=log.head.run_id, length=len(lines), root=tree.root()).sign(record.site.orchestrator)
+    return record.contents | {"evidence.jsonl": joined([*lines, head.encode()])}
+
+
+def reledgered(record: Proved, edit: Callable[[list[Event]], None]) -> dict[str, bytes]:
+    """Return the record with an edited account that its ledger signed, as one who has the ledger's key may."""
+    events = [
+        entry.event for entry in check_extract(record.lines("ledger.jsonl"), record.trust.ledger).entries.values()
+    ]
+    edit(events)
+    first = next(iter(check_extract(record.lines("ledger.jsonl"), record.trust.ledger).entries.values()))
+    head, entries = Head(first.sequence - 1, first.previous), []
+    for event in events:
+        entries.append(make_entry(head, event, record.site.ledger))
+        head = Head(entries[-1].sequence, entries[-1].hash)
+    lines = extract_lines(entries, record.manifest.account, record.site.ledger, 1)
+    return record.contents | {"ledger.jsonl": joined(lines)}
+
+
+def joined(lines: Sequence[bytes]) -> bytes:
+    return b"".join(line + b"\n" for line in lines)
