@@ -32,7 +32,7 @@ from raycloak.coordinator.record.folder import RunFolder
 from raycloak.coordinator.runs.verdict import verdict_of
 from raycloak.coordinator.training.assignment import NewRun
 from raycloak.workers.terms.manifest import Manifest
-from tests.protocol import RENYI, SECRET, WholeRun, trained
+from tests.protocol import RENYI, SECRET, WholeRun, whole_run
 
 STEPS = 4
 MEASURED = {
@@ -75,14 +75,25 @@ def parts_of(contents: dict[str, bytes]) -> Parts:
     return Parts({name: Part.of(content) for name, content in contents.items()})
 
 
+CHECKPOINT = CheckpointConfig(checkpoint_frequency=2, storage="packages")
+
+
+def packed(home: Path, secret: str = SECRET) -> Archive:
+    """Return the archive of the run with that secret."""
+    return Archive(CHECKPOINT, run_id_of(Secret(bytes.fromhex(secret))), home, lambda line: None)
+
+
+def whole(home: Path, **fields) -> WholeRun:
+    """Return the run, ready to be trained; with another ``secret`` it is another one, on an account of its own."""
+    options = {"steps": STEPS, "dp_config": RENYI, "measurements": MEASURED, "checkpoint": CHECKPOINT.model_dump()}
+    options["assignment"] = NewRun(packed(home, fields.get("secret", SECRET)))
+    return whole_run(home, **(options | fields))
+
+
 def train(home: Path, **fields) -> WholeRun:
-    """Train the run; with another ``secret`` it is another run, on an account of its own."""
-    config = CheckpointConfig(checkpoint_frequency=2, storage="packages")
-    run_id = run_id_of(Secret(bytes.fromhex(fields.get("secret", SECRET))))
-    archive = Archive(config, run_id, home, lambda line: None)
-    options = {"steps": STEPS, "dp_config": RENYI, "measurements": MEASURED, "assignment": NewRun(archive)}
-    options["checkpoint"] = config.model_dump(mode="json")
-    return trained(home, **(options | fields))
+    run = whole(home, **fields)
+    run.train()
+    return run
 
 
 def proved(home: Path, run: WholeRun, secret: str = SECRET) -> Proved:

@@ -1,0 +1,70 @@
+"""Runs that did not go straight: killed and resumed, stopped, without a worker, without privacy."""
+
+import pytest
+
+from raycloak.coordinator.proof.claims import Outcome
+from raycloak.coordinator.proof.verify import verify_parts
+from raycloak.coordinator.training.assignment import NewRun, ResumedRun
+from raycloak.coordinator.training.stop_signals import StopRequest
+from raycloak.workers.terms.manifest import Manifest
+from tests.coordinator.proof.proof_cases import STEPS, Proved, packed, proved, train, whole
+from tests.protocol import on
+
+
+class Killed(BaseException):
+    """An error that stands for a driver that ends without any of its handlers."""
+
+
+def said(record: Proved) -> dict[str, str]:
+    """Return the sentences of all claims, none of which failed; those not covered in brackets."""
+    report = verify_parts(record.parts, record.trust)
+    assert not report.failed, [(claim.name, claim.record, claim.says) for claim in report.failed]
+    return {each.name: each.says if each.outcome is Outcome.PROVED else f"({each.says})" for each in report.claims}
+
+
+def test_a_run_that_was_killed_and_resumed_is_proved_from_its_first_step(tmp_path):
+    def kill(call):
+        if (call.method, call.index) == ("step", 3):
+            raise Killed
+
+    first = whole(tmp_path, disturb=kill, measurements={})
+    with pytest.raises(Killed):
+        first.train()
+    manifest = Manifest.model_validate_json((first.folder / "manifest.json").read_bytes())
+    second = whole(tmp_path, measurements={}, assignment=ResumedRun(manifest, packed(tmp_path)))
+    second.train()
+    # A run on Ray is resumed in the same directory.
+    (second.folder / "manifest.json").write_bytes((first.folder / "manifest.json").read_bytes())
+    assert second.finished.steps == STEPS
+    found = said(proved(tmp_path, second))
+    assert found["contract"].startswith("2 sessions")
+    assert found["steps"].startswith(f"{STEPS} steps, each charged")
+    assert found["released model"].endswith(f"after step {STEPS}")
+
+
+def test_a_run_that_lost_a_worker_is_proved_with_every_attempt(tmp_path):
+    record = proved(tmp_path, train(tmp_path, disturb=on("step", "worker-1", "dies", 1), measurements={}))
+    found = said(record)
+    assert int(found["rosters"].split()[0]) > STEPS
+    assert found["steps"].startswith(f"{STEPS} steps")
+
+
+def test_a_run_that_was_stopped_is_proved_as_far_as_it_came(tmp_path):
+    stop = StopRequest()
+
+    def ask(call):
+        if (call.method, call.index) == ("reduce", 1):
+            stop.make()
+
+    run = train(tmp_path, disturb=ask, measurements={}, assignment=NewRun(packed(tmp_path), stop))
+    found = said(proved(tmp_path, run))
+    assert found["evidence log"].endswith("not ended: the run may be resumed")
+    assert found["steps"].startswith("2 steps")
+
+
+def test_a_run_on_public_data_is_proved_without_an_epsilon(tmp_path):
+    dataset = {"kind": "npz", "path": "examples.npz", "features": "features", "public": True}
+    public = {"dp_config": {"enabled": False}, "dataset": dataset, "measurements": {}, "steps": 2}
+    found = said(proved(tmp_path, train(tmp_path, **public)))
+    assert found["epsilon"] == "(the account paid for nothing private)"
+    assert found["steps"].startswith("2 steps")
