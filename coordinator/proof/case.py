@@ -81,4 +81,4 @@ class Case:
     @property
     def steps(self) -> int:
         """The number of committed training steps."""
-        return sum(query == "gradient" for query, _ in self.history.commits)
+        return self.history.made["gradient"]

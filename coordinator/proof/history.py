@@ -6,7 +6,7 @@ orchestrator decided. Evidence is appraised again, and rosters are built again f
 Guarantee: of each kind of record, the first that breaks a rule is noted, and no later one hides it.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -145,7 +145,7 @@ class History:
         admissions, observers, releases: how many were appraised again, left out, and checked.
         classes: of the evidence of members that took part.
         rosters: digests of the rosters of each release, in the order of their attempts.
-        commits: committed releases.
+        commits: committed releases; ``made`` is how many of each mechanism.
         data: commitment to the slice of each virtual worker.
         machines: by machine and epoch, the virtual workers whose keys went there.
         used: names of the documents that entries name.
@@ -164,6 +164,7 @@ class History:
     classes: set[str] = field(default_factory=set)
     rosters: dict[tuple[Query, int], list[bytes]] = field(default_factory=lambda: defaultdict(list))
     commits: dict[tuple[Query, int], Commit] = field(default_factory=dict)
+    made: Counter[Query] = field(default_factory=Counter)
     data: dict[int, bytes] = field(default_factory=dict)
     machines: dict[tuple[str, int], set[int]] = field(default_factory=lambda: defaultdict(set))
     sealed: list[LoggedPackage] = field(default_factory=list)
@@ -358,7 +359,7 @@ class History:
         if known is not None:
             raise _broken(entry, f"{body.query} step {body.step} is committed a second time")
         # Made before it is judged, so that one wrong commit does not make all later ones wrong.
-        made = sum(query == body.query for query, _ in self.commits)
+        made, self.made[body.query] = self.made[body.query], self.made[body.query] + 1
         self.commits[place] = body
         if made != body.step:
             raise _broken(entry, f"{body.query} step {body.step} is committed where step {made} is the next")

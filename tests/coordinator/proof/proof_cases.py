@@ -12,19 +12,31 @@ import yaml
 from raycloak.attestation.core.canonical import canonical_json
 from raycloak.attestation.core.hybrid_signature import HybridSigner
 from raycloak.attestation.core.keys import IdentityKey, Purpose, Secret, derive
+from raycloak.attestation.core.roster import Roster, RosterMembers
 from raycloak.attestation.keys.run_secret import run_id_of
 from raycloak.attestation.log.entries import Entry, LogHead, entry_hash
 from raycloak.attestation.log.entries import ExportedEntry as LogLine
 from raycloak.attestation.log.evidence_log import check_exported_log
 from raycloak.attestation.log.merkle import MerkleTree
+from raycloak.attestation.orchestrator.documents import read_documents
 from raycloak.attestation.sealed.package_keys import PackageSigner
 from raycloak.coordinator.checkpoints.archive import Archive
 from raycloak.coordinator.config.sections import CheckpointConfig
 from raycloak.coordinator.console.output import json_text
-from raycloak.coordinator.ledger.entries import Event, Head, make_entry
+from raycloak.coordinator.ledger.accounts import Account
+from raycloak.coordinator.ledger.entries import (
+    AccountOpened,
+    Event,
+    Head,
+    RunRegistered,
+    StepCharged,
+    VectorsBound,
+    make_entry,
+)
 from raycloak.coordinator.ledger.extract import check_extract, extract_lines
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.location import recorded
+from raycloak.coordinator.ledger.rules import PricedRun, epsilon_at
 from raycloak.coordinator.proof.gather import gather, site_signer, trust_of
 from raycloak.coordinator.proof.parts import Part, Parts
 from raycloak.coordinator.proof.trust import Trust
@@ -32,7 +44,7 @@ from raycloak.coordinator.record.folder import RunFolder
 from raycloak.coordinator.runs.verdict import verdict_of
 from raycloak.coordinator.training.assignment import NewRun
 from raycloak.workers.terms.manifest import Manifest
-from tests.protocol import RENYI, SECRET, WholeRun, whole_run
+from tests.protocol import NOW, RENYI, SECRET, WholeRun, whole_run
 
 STEPS = 4
 MEASURED = {
@@ -152,3 +164,54 @@ def reledgered(record: Proved, edit: Callable[[list[Event]], None]) -> dict[str,
 
 def joined(lines: Sequence[bytes]) -> bytes:
     return b"".join(line + b"\n" for line in lines)
+
+
+def lengthened(record: Proved, steps: int) -> dict[str, bytes]:
+    """Return the record of a run that was stopped after its first step, with as many steps as its plan has.
+
+    Nobody computed them: log and ledger have what they would have of them, signed by their keys.
+    """
+    manifest = record.manifest
+    mechanism, digests = manifest.computation.mechanism, [bytes([1]) + step.to_bytes(31) for step in range(steps)]
+    entries = list(check_extract(record.lines("ledger.jsonl"), record.trust.ledger).entries.values())
+    registered = next(entry.event for entry in entries if isinstance(entry.event, RunRegistered))
+    opened = next(entry.event for entry in entries if isinstance(entry.event, AccountOpened))
+    terms = Account.of(opened, Head()).with_run(registered).terms
+    log = check_exported_log(record.lines("evidence.jsonl"), record.site.orchestrator.public)
+    body = next(entry.content for entry in log.entries if entry.kind == "roster")
+    members = read_documents(record.lines("documents.jsonl"))[bytes.fromhex(body["members"])].open(RosterMembers)
+    digests[0] = next(bytes.fromhex(e.content["parameter_digest"]) for e in log.entries if e.kind == "committed")
+    head, more = Head(entries[-1].sequence, entries[-1].hash), []
+    for step in range(1, steps):
+        common = {"recorded_at": NOW, "run_id": manifest.run_id, "query": "gradient", "step": step}
+        common["fencing"] = entries[-1].event.fencing
+        common["manifest_digest"] = manifest.digest()
+        spent = epsilon_at(terms, [PricedRun.of(registered).spend({"gradient": step + 1})])
+        charge = StepCharged(
+            **common,
+            parameter_digest=digests[step - 1],
+            mechanism_digest=mechanism.digest(),
+            charged_epsilon=spent,
+        )
+        for event in (charge, VectorsBound(**common, vectors_digest=bytes(32))):
+            entries.append(make_entry(head, event, record.site.ledger))
+            head = Head(entries[-1].sequence, entries[-1].hash)
+        roster = Roster(
+            run_id=manifest.run_id,
+            manifest_digest=manifest.digest(),
+            step=step,
+            attempt=1,  # one was asked for ahead, before the run was stopped
+            ratchet=step,
+            nonce=step.to_bytes(32),
+            members=members.members,
+        )
+        asked = {"step": step, "attempt": 1, "ratchet": step, "nonce": roster.nonce.hex()}
+        more.append(("roster", body | asked | {"digest": roster.digest().hex()}))
+        commit = {"query": "gradient", "step": step, "parameter_digest": digests[step].hex(), "attempts": 1}
+        paid = {"ledger_sequence": head.sequence, "ledger_hash": head.hash.hex()}
+        more.append(("committed", commit | paid))
+    contents = relogged(record, lambda known: known.extend(more))
+    for name in ("parameters.safetensors", "metrics.jsonl", "verdict.json"):
+        contents.pop(name, None)
+    lines = extract_lines(entries, manifest.account, record.site.ledger, NOW)
+    return contents | {"ledger.jsonl": joined(lines)}

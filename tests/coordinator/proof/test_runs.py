@@ -1,5 +1,7 @@
 """Runs that did not go straight: killed and resumed, stopped, without a worker, without privacy."""
 
+import time
+
 import pytest
 
 from raycloak.coordinator.proof.claims import Outcome
@@ -7,7 +9,7 @@ from raycloak.coordinator.proof.verify import verify_parts
 from raycloak.coordinator.training.assignment import NewRun, ResumedRun
 from raycloak.coordinator.training.stop_signals import StopRequest
 from raycloak.workers.terms.manifest import Manifest
-from tests.coordinator.proof.proof_cases import STEPS, Proved, packed, proved, train, whole
+from tests.coordinator.proof.proof_cases import STEPS, Proved, lengthened, packed, parts_of, proved, train, whole
 from tests.protocol import on
 
 
@@ -68,3 +70,31 @@ def test_a_run_on_public_data_is_proved_without_an_epsilon(tmp_path):
     found = said(proved(tmp_path, train(tmp_path, **public)))
     assert found["epsilon"] == "(the account paid for nothing private)"
     assert found["steps"].startswith("2 steps")
+
+
+def long_run(home, steps: int) -> Proved:
+    """Return a run of so many planned steps that was stopped after the first."""
+    stop = StopRequest()
+
+    def ask(call):
+        if call.method == "reduce":
+            stop.make()
+
+    private = {"accountant": "rdp", "noise_multiplier": 100.0, "epsilon_cap": 20.0}
+    options = {"steps": steps, "epoch_steps": steps, "measurements": {}, "dp_config": private, "disturb": ask}
+    return proved(home, train(home, assignment=NewRun(packed(home), stop), **options))
+
+
+def test_the_time_of_a_verification_is_linear_and_10_000_steps_take_below_a_minute(tmp_path):
+    """Measured at 500 and 1,000 steps, in processor time; the benchmark `benchmarks/verify.py` makes the whole."""
+    record, taken = long_run(tmp_path, 1000), {}
+    for steps in (500, 1000):
+        parts = parts_of(lengthened(record, steps))
+        begun = time.process_time()
+        report = verify_parts(parts, record.trust)
+        taken[steps] = time.process_time() - begun
+        (says,) = (claim.says for claim in report.claims if claim.name == "steps")
+        assert {claim.name for claim in report.failed} <= {"packages"}, report.facts()
+        assert says.startswith(f"{steps} steps, each charged, bound and committed once and in order")
+    assert taken[1000] < 6
+    assert taken[1000] < 3 * taken[500]
