@@ -153,6 +153,8 @@ def _archive(path: Path, *members: tuple[str, bytes, dict]) -> Path:
 )
 def test_a_part_with_a_path_a_type_or_a_size_of_its_own_is_refused(member, record, tmp_path):
     path = _archive(tmp_path / "bundle", (INDEX, b"{}", {}), (SIGNATURE, b"{}", {}), member)
+    with pytest.raises(Broken, match=r"is no part of a bundle|not in the form of a bundle|longer than the file"):
+        read_bundle(path)
     report = verify_bundle(path, record.trust)
     assert {claim.outcome for claim in report.claims} == {Outcome.FAILED}
 

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from raycloak.attestation.orchestrator.documents import Document, read_documents
 from raycloak.attestation.sealed.package_keys import TrustStore
 from raycloak.attestation.sealed.package_manifest import PackageManifest
 from raycloak.coordinator.ledger.entries import RunRegistered, StepCharged, VectorsBound
+from raycloak.coordinator.ledger.extract import check_extract
 from raycloak.coordinator.proof.verify import verify_parts
 from tests.coordinator.proof.proof_cases import Proved, joined, parts_of, reledgered, relogged
 
@@ -439,6 +441,37 @@ def a_roster_with_the_attackers_key(record, other):
     return _with_roster(record, change)
 
 
+@forgery("rosters", "has another digest")
+def a_roster_under_another_digest(record, other):
+    return relogged(record, lambda entries: entries[_last(entries, "roster")][1].update(digest="00" * 32))
+
+
+@forgery("rosters", "is not a later one")
+def an_attempt_that_was_opened_twice(record, other):
+    def edit(entries):
+        entries.insert(_last(entries, "roster"), entries[_last(entries, "roster")])
+
+    return relogged(record, edit)
+
+
+@forgery("rosters", "had been committed to")
+def a_roster_before_the_data_was_known(record, other):
+    def edit(entries):
+        entries.insert(_first(entries, "data"), entries.pop(_first(entries, "roster")))
+
+    return relogged(record, edit)
+
+
+@forgery("key releases", "served another epoch|no keys of epoch")
+def keys_of_an_epoch_that_the_manifest_does_not_have(record, other):
+    return relogged(record, lambda entries: entries[_first(entries, "released")][1].update(epoch=1))
+
+
+@forgery("key releases", "does not have, or one twice")
+def keys_of_a_virtual_worker_that_does_not_exist(record, other):
+    return relogged(record, lambda entries: entries[_first(entries, "released")][1].update(virtual_workers=[99]))
+
+
 @forgery("key releases", "was not admitted as a worker")
 def keys_before_admission(record, other):
     def edit(entries):
@@ -535,6 +568,34 @@ def an_earlier_end_of_the_run(record, other):
             del entries[at]
 
     return relogged(record, edit)
+
+
+# --- with both
+
+
+@forgery("steps", "out of order")
+def a_step_charged_before_the_one_before_it_was_bound(record, other):
+    """Two gradients of one model's parameters could then be asked for; log and ledger are made to agree."""
+
+    def edit(events):
+        first, second, *_ = _charges(events)
+        events.insert(first + 1, events.pop(second))
+
+    contents = reledgered(record, edit)
+    forged = replace(record, contents=contents)
+    bound = {
+        (entry.event.query, entry.event.step): entry
+        for entry in check_extract(forged.lines("ledger.jsonl"), record.trust.ledger).entries.values()
+        if isinstance(entry.event, VectorsBound)
+    }
+
+    def relog(entries):
+        for kind, body in entries:
+            if kind == "committed":
+                entry = bound[body["query"], body["step"]]
+                body |= {"ledger_sequence": entry.sequence, "ledger_hash": entry.hash.hex()}
+
+    return relogged(forged, relog)
 
 
 @pytest.mark.parametrize("name", FORGERIES)
