@@ -48,6 +48,13 @@ def gather(run_dir: Path) -> tuple[Manifest, Parts]:
         BudgetError: ``chain_broken`` if the ledger cannot be trusted.
     """
     folder, manifest = _opened(run_dir)
+    # Its log was exported when it stopped last, if ever; ledger and packages have gone on since.
+    if folder.record.status == "running":
+        raise ConfigError(
+            "run_incomplete",
+            f"the run in {run_dir} is under way, or was killed.",
+            "Let it end, or resume it: raycloak run CONFIG --resume.",
+        )
     try:
         found = {name: Part.at(folder.path / name) for name in REQUIRED if name != LEDGER}
         found |= {name: Part.at(folder.path / name) for name in OPTIONAL if (folder.path / name).exists()}

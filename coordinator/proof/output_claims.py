@@ -194,7 +194,7 @@ def _expected(case: Case, event: dict[str, Any]) -> dict[str, Any]:
             "run": case.manifest.run_id,
             "account": case.manifest.account,
             "manifest_digest": case.manifest.digest().hex(),
-            "evidence_class": "+".join(sorted(case.history.classes)),
+            "evidence_class": _class_of(case, event.get("evidence_class")),
             "steps_planned": mechanism.steps,
             "virtual_workers": mechanism.virtual_workers,
             "parameters": mechanism.dimension,
@@ -219,7 +219,7 @@ def verdict(case: Case) -> str:
         "privacy_delta": account.delta if mechanism.private else None,
         "accountant": mechanism.accountant if mechanism.private else None,
         "exact": case.manifest.computation.exact,
-        "evidence_class": "+".join(sorted(case.history.classes)),
+        "evidence_class": _class_of(case, found.get("evidence_class")),
         "parameter_digest": last.hex() if last else None,
         "virtual_workers": mechanism.virtual_workers,
         "measurements": [each.model_dump(mode="json") for each in case.released],
@@ -236,6 +236,17 @@ def verdict(case: Case) -> str:
     return (
         "what it repeats of signed records agrees; results on the evaluation split, times and warnings are not signed"
     )
+
+
+def _class_of(case: Case, stated: Any) -> str:
+    """Return the evidence class that a file may state: ``stated`` itself, if it is of a session of the run.
+
+    Sessions may differ, as when GPUs came later. SIMULATED evidence in any of them must be said.
+    """
+    classes = case.history.classes
+    found = set(stated.split("+")) if isinstance(stated, str) else set()
+    is_so = found <= classes and found and ("simulated" in found) == ("simulated" in classes)
+    return str(stated) if is_so else "+".join(sorted(classes))
 
 
 def _check_charged(case: Case, found: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -121,6 +122,20 @@ def test_an_unfinished_run_says_what_it_lacks(site, tmp_path, capfd):
         (unfinished / name).write_bytes((site / name).read_bytes())
     for command in ("trust", "bundle"):
         code, error = run(capfd, command, unfinished, "--output", tmp_path / "out")
+        assert (code, error["error"]["code"]) == (2, "run_incomplete")
+
+
+def test_a_run_that_is_under_way_or_was_killed_has_no_bundle_yet(site, record, tmp_path, capfd):
+    """Its log may be older than what ledger and packages have by now."""
+    copy = tmp_path / "run"
+    shutil.copytree(site, copy)
+    (copy / "run.json").write_bytes((copy / "run.json").read_bytes().replace(b'"done"', b'"running"'))
+    record.trust.save(tmp_path / "trust.json")
+    for arguments in (
+        ("bundle", copy, "--output", tmp_path / "out"),
+        ("verify", copy, "--trust", tmp_path / "trust.json"),
+    ):
+        code, error = run(capfd, *arguments)
         assert (code, error["error"]["code"]) == (2, "run_incomplete")
 
 
