@@ -33,6 +33,8 @@ from raycloak.coordinator.ledger.entries import (
 from raycloak.coordinator.ledger.export import ExportedEntry, exported_entry
 from raycloak.metrics.errors import ProtocolError
 
+_LARGEST = 2**63 - 1  # of a sequence, in every database
+
 
 class AccountStatement(Message):
     """The ledger's statement that so many entries are all that it has of an account, up to its head.
@@ -123,6 +125,8 @@ def check_extract(lines: Sequence[bytes], ledger_key: bytes) -> CheckedExtract:
     for entry in entries:
         if entry.sequence <= before.sequence:
             raise broken(entry.sequence, "it stands after a later one")
+        if entry.sequence > _LARGEST:
+            raise broken(entry.sequence, "no chain is as long")
         follows = before if entry.sequence == before.sequence + 1 else Head(entry.sequence - 1, entry.previous)
         before = check_chain([entry], ledger_key, follows)
         audited.add(entry)

@@ -207,6 +207,8 @@ def verdict(case: Case) -> str:
     """What `verdict.json` repeats of signed records agrees with them, and claims no less epsilon than was charged."""
     if VERDICT not in case.parts:
         raise NotThere("there is no verdict.json")
+    if case.steps == 0:
+        raise Broken(VERDICT, "the run committed no step, and has no verdict")
     found = _object(case.parts.line(VERDICT), VERDICT)
     account = case.extract.audited.accounts[case.manifest.account].terms
     mechanism = case.manifest.computation.mechanism

@@ -86,6 +86,8 @@ def edited(**fields: object) -> Callable[[list[bytes]], list[bytes]]:
         (edited(previous="00" * 32), "does not follow"),
         (edited(kind="step_charged"), "content does not match"),
         (edited(sequence=1), "later one"),
+        (edited(sequence=-1), "later one"),
+        (edited(sequence=2**64), "no chain is as long"),
     ],
 )
 def test_an_extract_that_was_changed_names_what_is_wrong(ledger, change, says):

@@ -4,12 +4,23 @@ import time
 
 import pytest
 
+from raycloak.attestation.log.evidence_log import check_exported_log
 from raycloak.coordinator.proof.claims import Outcome
 from raycloak.coordinator.proof.verify import verify_parts
 from raycloak.coordinator.training.assignment import NewRun, ResumedRun
 from raycloak.coordinator.training.stop_signals import StopRequest
 from raycloak.workers.terms.manifest import Manifest
-from tests.coordinator.proof.proof_cases import STEPS, Proved, lengthened, packed, parts_of, proved, train, whole
+from tests.coordinator.proof.proof_cases import (
+    STEPS,
+    Proved,
+    lengthened,
+    packed,
+    parts_of,
+    proved,
+    relogged,
+    train,
+    whole,
+)
 from tests.protocol import on
 
 
@@ -98,3 +109,21 @@ def test_the_time_of_a_verification_is_linear_and_10_000_steps_take_below_a_minu
         assert says.startswith(f"{steps} steps, each charged, bound and committed once and in order")
     assert taken[1000] < 6
     assert taken[1000] < 3 * taken[500]
+
+
+def test_a_run_that_was_charged_and_released_nothing_claims_nothing(tmp_path):
+    """What its log and ledger have is proved; a model or a verdict would be somebody else's."""
+    record = proved(tmp_path, train(tmp_path, steps=1, measurements={}))
+    first = next(
+        i
+        for i, entry in enumerate(check_exported_log(record.lines("evidence.jsonl"), record.manifest.log_owner).entries)
+        if entry.kind == "roster"
+    )
+
+    def edit(entries):
+        del entries[first:]
+
+    without = {name: content for name, content in relogged(record, edit).items() if "packages/" not in name}
+    failed = {claim.name: claim.says for claim in verify_parts(parts_of(without), record.trust).failed}
+    assert failed.keys() == {"documents", "released model", "verdict.json"}
+    assert "committed no step" in failed["verdict.json"]
