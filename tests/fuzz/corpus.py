@@ -1,5 +1,6 @@
 """Makes the seeds of the fuzz targets, from simulated evidence and from an index of recorded evidence."""
 
+import io
 import json
 from collections.abc import Iterator
 from contextlib import suppress
@@ -7,11 +8,14 @@ from pathlib import Path
 
 from raycloak.attestation.core.evidence import CollateralBundle, Presentation
 from raycloak.attestation.core.hpke import HpkeKey
+from raycloak.attestation.core.hybrid_signature import HybridSigner
 from raycloak.attestation.core.keys import AgreementKey, IdentityKey
 from raycloak.attestation.policy.policy import simulated_policy
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
 from raycloak.attestation.vectors.check import answers_of, references_of
 from raycloak.attestation.vectors.index import Case, read_index
+from raycloak.coordinator.proof.bundle import put_bundle
+from raycloak.coordinator.proof.parts import Part, Parts
 from raycloak.metrics.errors import RaycloakError
 from tests.simulators.gpu import SimulatedGpuVendor
 
@@ -60,6 +64,13 @@ def simulated() -> Iterator[Seed]:
     yield "snp_cert_table", bytes(range(16)) + b"\x30\0\0\0\4\0\0\0" + bytes(24) + b"leaf"
     yield "certificates", vendor.platform().chain_pem.encode()
     yield "certificates", vendor.root_der
+    yield "bundle", _bundle()
+
+
+def _bundle() -> bytes:
+    parts = Parts({"manifest.json": Part.of(b"{}\n"), "ledger.jsonl": Part.of(bytes(1000))})
+    put_bundle(sink := io.BytesIO(), "run", parts, HybridSigner.generate(), NOW)
+    return sink.getvalue()
 
 
 def _presentation(quote: bytes, gpu: bytes) -> bytes:

@@ -20,6 +20,8 @@ from raycloak.attestation.snp.cert_table import certificates_in, read_table
 from raycloak.attestation.snp.report import parse_report
 from raycloak.attestation.tdx.quote import parse_quote
 from raycloak.attestation.vectors.index import read_index
+from raycloak.coordinator.proof.bundle import read_bundle
+from raycloak.coordinator.proof.claims import Broken
 from raycloak.metrics.errors import ConfigError, EvidenceError, ProtocolError
 
 SLOW_S = 0.1
@@ -105,5 +107,6 @@ TARGETS = {
         Target("json_bytes", _json_bytes, (ValueError,), own=False),
         Target("policy", _in_a_file(load_policy), (ConfigError,), own=False),
         Target("index", _in_a_file(read_index), (ConfigError,), own=False),
+        Target("bundle", _in_a_file(read_bundle), (Broken, ConfigError), own=True),
     )
 }
