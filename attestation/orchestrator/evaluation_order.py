@@ -9,13 +9,12 @@ Not guaranteed: that a step really gave those parameters. A lying driver gets on
 and no other. Its claim stands in the log, where repeating the step exposes it.
 """
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 from pydantic import JsonValue
 
 from raycloak.attestation.core.messages import Envelope, Message, open_envelope
-from raycloak.attestation.core.roster import Member
+from raycloak.attestation.core.roster import Member, RosterMembers
 from raycloak.attestation.log.evidence_log import EvidenceLog
 from raycloak.attestation.orchestrator.commits import CommitBook
 from raycloak.metrics.errors import ProtocolError
@@ -58,11 +57,12 @@ def place_order(order: EvaluationOrder, virtual_workers: int, commits: CommitBoo
         raise ProtocolError(
             "not_committed", f"{order.finished_steps} steps of the run did not give the parameters to be measured"
         )
-    _require_cover(order.members, virtual_workers)
+    check_cover(order, virtual_workers)
     body: dict[str, JsonValue] = {
         "finished_steps": order.finished_steps,
         "parameter_digest": order.parameter_digest.hex(),
         "digest": order.digest().hex(),
+        "members": RosterMembers(members=order.members).digest().hex(),
     }
     # Logged before it is handed out: the log has an order before anybody gets it.
     log.append("evaluation_ordered", body)
@@ -82,13 +82,15 @@ def open_order(
     order = open_envelope(EvaluationOrder, envelope, orchestrator_key)
     if (order.run_id, order.manifest_digest) != (run_id, manifest_digest):
         raise ProtocolError("order_mismatch", "the order of an evaluation is for another run or manifest")
-    _require_cover(order.members, virtual_workers)
+    check_cover(order, virtual_workers)
     return order
 
 
-def _require_cover(members: Sequence[Member], virtual_workers: int) -> None:
-    covered = sorted(v for member in members for v in member.virtual_workers)
-    if covered != list(range(virtual_workers)) or any(member.role != "worker" for member in members):
+def check_cover(order: EvaluationOrder, virtual_workers: int) -> None:
+    """Require each of ``virtual_workers`` to be measured by one worker of ``order``; ProtocolError
+    ``order_mismatch``."""
+    covered = sorted(v for member in order.members for v in member.virtual_workers)
+    if covered != list(range(virtual_workers)) or any(member.role != "worker" for member in order.members):
         raise ProtocolError(
             "order_mismatch", f"an evaluation measures each of {virtual_workers} slices once; this one {covered}"
         )

@@ -358,6 +358,7 @@ class RunSession:
             members=tuple(self.admission.entry(i, hosting[i]) for i in sorted(hosting)),
         )
         with self._books.transaction_of(self._id):
+            self._books.state.keep_document(Document.of(RosterMembers(members=order.members)))
             place_order(order, self._terms.contract.key_owners, self._books.commits, self._books.log)
         # After the block: nobody gets an order that is not on disk.
         return seal(order, self.run.identity)

@@ -7,7 +7,7 @@ Guarantee: of each kind of record, the first that breaks a rule is noted, and no
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -17,11 +17,12 @@ from raycloak.attestation.appraisal.appraisal import Appraisal, appraise, open_p
 from raycloak.attestation.appraisal.enrolment import Enrolment, check_enrolment
 from raycloak.attestation.core.canonical import canonical_json
 from raycloak.attestation.core.evidence import CollateralBundle, Role
-from raycloak.attestation.core.roster import Query, Roster, RosterMembers, check_roster
+from raycloak.attestation.core.roster import Member, Query, Roster, RosterMembers, check_roster
 from raycloak.attestation.log.entries import Entry
 from raycloak.attestation.log.evidence_log import ExportedLog
 from raycloak.attestation.orchestrator.admissions import admitted_body
 from raycloak.attestation.orchestrator.documents import Document, DocumentKind
+from raycloak.attestation.orchestrator.evaluation_order import EvaluationOrder, check_cover
 from raycloak.attestation.orchestrator.machine_book import machines_of
 from raycloak.attestation.orchestrator.run_terms import OBSERVER
 from raycloak.attestation.policy.key_policy import KeyKind
@@ -119,6 +120,7 @@ class _Ordered(_Body):
     finished_steps: int
     parameter_digest: bytes
     order_digest: bytes = Field(alias="digest")
+    members: bytes
 
 
 class LoggedPackage(_Body):
@@ -332,7 +334,7 @@ class History:
             )
             if len(self.data) != self.manifest.key_owners:
                 raise _broken(entry, "not every slice of the data had been committed to")
-            self._check_members(entry, roster, epoch)
+            self._check_members(entry, roster.members, epoch)
             self._checked.add((body.members, epoch))
 
     def _listed(self, entry: Entry, name: bytes) -> RosterMembers:
@@ -341,18 +343,19 @@ class History:
             self._parsed[name] = document.open(RosterMembers)
         return self._parsed[name]
 
-    def _check_members(self, entry: Entry, roster: Roster, epoch: int) -> None:
-        for member in roster.members:
+    def _check_members(self, entry: Entry, members: Sequence[Member], epoch: int | None) -> None:
+        """Require members that take part to be admitted; in an ``epoch``, with its keys of what they host."""
+        for member in members:
             known = self._members.get(member.member_id)
             if known is None or known.evidence_digest != member.evidence_digest or known.role != member.role:
                 raise _broken(entry, f"{member.member_id} was not admitted by that evidence before")
             if (known.mask_key, known.identity_key) != (member.mask_key, member.identity_key):
                 raise _broken(entry, f"the keys of {member.member_id} are not those of its evidence")
             self._require_not_revoked(entry, known)
-            lacking = set(member.virtual_workers) - self._grants[member.member_id, epoch]
-            if lacking:
+            held = set(member.virtual_workers) if epoch is None else self._grants[member.member_id, epoch]
+            if lacking := set(member.virtual_workers) - held:
                 raise _broken(entry, f"{member.member_id} had got no keys of virtual workers {sorted(lacking)}")
-        check_enrolment([self._members[member.member_id] for member in roster.members], self.policy)
+        check_enrolment([self._members[member.member_id] for member in members], self.policy)
 
     def _committed(self, entry: Entry, body: Commit) -> None:
         place, known = (body.query, body.step), self.commits.get((body.query, body.step))
@@ -378,6 +381,17 @@ class History:
         known = self.commits.get(("gradient", body.finished_steps - 1))
         if known is None or known.parameter_digest != body.parameter_digest:
             raise _broken(entry, "it orders an evaluation of parameters that were not committed")
+        order = EvaluationOrder(
+            run_id=self.manifest.run_id,
+            manifest_digest=self.manifest_digest,
+            finished_steps=body.finished_steps,
+            parameter_digest=body.parameter_digest,
+            members=self._listed(entry, body.members).members,
+        )
+        if order.digest() != body.order_digest:
+            raise _broken(entry, "the order that its parts give has another digest")
+        check_cover(order, self.manifest.key_owners)
+        self._check_members(entry, order.members, None)
 
     def _sealed(self, entry: Entry, body: LoggedPackage) -> None:
         self.sealed.append(body)
@@ -413,7 +427,7 @@ _HANDLERS: Final[Mapping[str, tuple[str, type[Any], Callable[[History, Entry, An
     "roster": (ROSTERS, _Roster, History._roster),
     "committed": (COMMITS, Commit, History._committed),
     "reproduced": (COMMITS, Commit, History._reproduced),
-    "evaluation_ordered": (COMMITS, _Ordered, History._ordered),
+    "evaluation_ordered": (ROSTERS, _Ordered, History._ordered),
     "sealed": (COMMITS, LoggedPackage, History._sealed),
     "published": (COMMITS, LoggedPackage, History._published),
     "finished": (COMMITS, _Finished, History._finished),

@@ -12,6 +12,7 @@ import torch
 from raycloak.attestation.core.evidence import CollateralBundle
 from raycloak.attestation.core.keys import IdentityKey, Secret
 from raycloak.attestation.core.messages import Envelope, open_envelope, parse, seal
+from raycloak.attestation.core.roster import RosterMembers
 from raycloak.attestation.orchestrator.evaluation_order import EvaluationOrder
 from raycloak.attestation.policy.policy import KeyQuotas, Policy
 from raycloak.metrics.errors import DatasetError, RefusedError
@@ -103,6 +104,7 @@ def test_an_order_is_for_committed_parameters_alone_and_in_the_log_before_it_lea
     order = open_envelope(EvaluationOrder, run.order(), run.orchestrator_key.ed25519)
     kind, body = run.log()[-1]
     stated = {"finished_steps": 1, "parameter_digest": run.digest.hex(), "digest": order.digest().hex()}
+    stated["members"] = RosterMembers(members=order.members).digest().hex()
     assert (kind, body) == ("evaluation_ordered", stated)
     before = run.log()
     for steps, digest in ((1, bytes(32)), (0, run.manifest.computation.initial_parameters), (2, run.digest)):

@@ -21,6 +21,7 @@ from tests.coordinator.proof.proof_cases import (
     train,
     whole,
 )
+from tests.coordinator.training.test_sealed_evaluation import sealed
 from tests.protocol import on
 
 
@@ -73,6 +74,22 @@ def test_a_run_that_was_stopped_is_proved_as_far_as_it_came(tmp_path):
     found = said(proved(tmp_path, run))
     assert found["evidence log"].endswith("not ended: the run may be resumed")
     assert found["steps"].startswith("2 steps")
+
+
+def test_a_run_that_was_evaluated_on_a_sealed_split_is_proved_with_its_orders(tmp_path):
+    record = proved(tmp_path, train(tmp_path, evaluation=sealed(tmp_path), measurements={}))
+    said(record)
+
+    def forged(**fields):
+        def edit(entries):
+            next(body for kind, body in entries if kind == "evaluation_ordered").update(fields)
+
+        parts = parts_of(relogged(record, edit))
+        return {claim.name: claim.says for claim in verify_parts(parts, record.trust).failed}
+
+    assert "another digest" in forged(digest="00" * 32)["rosters"]
+    assert "not among the documents" in forged(members="00" * 32)["rosters"]
+    assert "not committed" in forged(finished_steps=1)["rosters"]
 
 
 def test_a_run_on_public_data_is_proved_without_an_epsilon(tmp_path):
