@@ -76,7 +76,10 @@ def _second(case: Case, spent: float) -> str:
         # For larger sampling rates its series does not converge at such an order, and says so by infinity.
         if math.isfinite(same):
             shown.insert(0, f"{'' if whole else 'at most '}{same:.6g} at the same order")
-    return " and ".join(shown) or f"{found['dp_accounting_rdp']:.6g} by RDP"
+    # PLD is dp-accounting's in both places, so an account that it holds is shown beside RDP, which is not.
+    if accountant_of(terms.accountant).name == "pld" or not shown:
+        shown.append(f"{found['dp_accounting_rdp']:.6g} by RDP")
+    return " and ".join(shown)
 
 
 def _last_stated(case: Case, account: str) -> float:
