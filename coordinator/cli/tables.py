@@ -143,7 +143,7 @@ def sealed_text(sealed: bool) -> str:
 
 def check_text(digest: str | None) -> str:
     """Return whether the data's owner has checked the examples."""
-    return "NEVER CHECKED for NaN, wrong labels or duplicates" if digest is None else f"passed, {digest}"
+    return "NO CHECK ON RECORD for NaN, wrong labels or duplicates" if digest is None else f"passed, {digest}"
 
 
 def check_rows(checked: "Checked") -> list[tuple[str, str]]:

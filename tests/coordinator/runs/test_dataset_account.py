@@ -193,4 +193,4 @@ def test_plan_and_verdict_say_whether_this_very_data_passed_its_owners_check(hom
     told = verdict_of(run.finished, run.folder, 1.0, "complete", ())
     assert run.finished.plan.data_check == told.data_check == (None if changed else digest)
     (line,) = (text for label, text in verdict_rows(told) if label == "data check")
-    assert ("NEVER CHECKED" in line) == changed
+    assert ("NO CHECK ON RECORD" in line) == changed
