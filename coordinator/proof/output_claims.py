@@ -149,7 +149,7 @@ def measurements(case: Case) -> str:
 
 
 def metrics(case: Case) -> str:
-    """What `metrics.jsonl` repeats of signed records agrees with them."""
+    """`metrics.jsonl` agrees with the signed records that it repeats."""
     if METRICS not in case.parts:
         raise NotThere("there is no metrics.jsonl")
     seen: set[int] = set()
@@ -204,7 +204,7 @@ def _expected(case: Case, event: dict[str, Any]) -> dict[str, Any]:
 
 
 def verdict(case: Case) -> str:
-    """What `verdict.json` repeats of signed records agrees with them, and claims no less epsilon than was charged."""
+    """`verdict.json` agrees with the signed records that it repeats, and claims no less epsilon than was charged."""
     if VERDICT not in case.parts:
         raise NotThere("there is no verdict.json")
     if case.steps == 0:
