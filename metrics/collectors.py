@@ -1,4 +1,4 @@
-"""The sources of the metrics page: the run as the coordinator reports it, the ledger and the GPUs at scrape time.
+"""The sources of the metrics page: the run as the coordinator reports it; ledger, GPUs and service at scrape time.
 
 Nothing here imports the rest of raycloak. The ledger and the samplers are reached through callables that the wiring
 passes in. Such a callable must return within a few seconds or raise, since a scrape waits for it.
@@ -7,8 +7,9 @@ passes in. Such a callable must return within a few seconds or raise, since a sc
 import math
 import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from prometheus_client.core import Metric
 
@@ -16,10 +17,16 @@ from raycloak.metrics.exporter import Values
 from raycloak.metrics.gpu_readings import GpuReading
 from raycloak.metrics.registry import (
     ACCOUNT,
+    ANSWERED,
+    CALLS,
+    FAILED,
     GPU_SERIES,
     GPU_STATES,
     LEDGER_SERIES,
     RUN_SERIES,
+    RUN_STATES,
+    SERVICE_SERIES,
+    TRAINING,
     Series,
     exactness_mark,
     privacy_mark,
@@ -47,12 +54,49 @@ class AccountFigures:
 
 
 @dataclass(frozen=True)
+class WitnessFigures:
+    """The state of a ledger's witness, as the ledger last found it.
+
+    Args:
+        answers: whether it kept or showed a head when it was last asked.
+        entries: entries of the ledger that its newest head covers.
+    """
+
+    answers: bool
+    entries: int
+
+
+@dataclass(frozen=True)
 class LedgerFigures:
-    """The figures that a ledger instance answers to a scrape."""
+    """The figures that a ledger instance answers to a scrape; ``witness`` is None where there is none."""
 
     accounts: tuple[AccountFigures, ...]
     entries: int
     fencing: int
+    witness: WitnessFigures | None = None
+
+
+@dataclass(frozen=True)
+class ServiceFigures:
+    """The figures of an evidence service since it was started.
+
+    Args:
+        works: False once it could not write its record.
+        calls: answers by method and code; ``ok`` for one that was no refusal.
+        waits: how many answered calls had waited how long, by the buckets of `DURATION_BUCKETS`; more in the last.
+        waited_seconds: the sum of those times.
+        waiting: calls that wait now.
+        oldest_unix_s: arrival of the one that has waited longest; now, if none waits.
+        collateral_expiry_unix_s: end of its collateral; 0 if it does not say.
+    """
+
+    works: bool
+    calls: Mapping[tuple[str, str], int]
+    waits: tuple[int, ...]
+    waited_seconds: float
+    waiting: int
+    oldest_unix_s: float
+    collateral_expiry_unix_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -66,6 +110,8 @@ class RunFacts:
         steps_planned: planned steps.
         virtual_workers: V.
         workers_required: fewest workers that the run continues with.
+        workers_planned: workers that it is configured for.
+        prepaid: whether the ledger charged the whole plan before the first step.
         parameters: trained parameters.
         noise_multiplier: z; None if the run is declared not private, and so marked NOT_PRIVATE.
         exact: whether every operation has a deterministic kernel; otherwise the run is marked NOT_EXACT.
@@ -84,6 +130,8 @@ class RunFacts:
     version: str
     ray_version: str
     torch_version: str
+    workers_planned: int = 0
+    prepaid: bool = False
 
 
 def spent_ratio(spent: Sequence[float], caps: Sequence[float]) -> float:
@@ -119,15 +167,10 @@ class RunMetrics:
         self._values = Values(RUN_SERIES)
         self._set_facts(facts)
         # Present from the first scrape on: without a zero, rate() misses the first increment.
-        for name in (
-            "steps_committed",
-            "step_attempts",
-            "aggregates_released",
-            "virtual_workers_moved",
-            "workers_joined",
-            "masked_bytes",
-        ):
-            self._values.increment(f"raycloak_{name}_total", self._run, by=0)
+        for series in RUN_SERIES:
+            if series.kind != "gauge":
+                for labels in product(*(label.values or label.usual for label in series.labels[1:])):
+                    self._values.start_at_zero(series.name, self._run, *labels)
 
     def _set_facts(self, facts: RunFacts) -> None:
         put, run = self._values.set, facts.run
@@ -136,17 +179,38 @@ class RunMetrics:
         marks = privacy_mark(facts.noise_multiplier is not None), exactness_mark(facts.exact)
         put("raycloak_run_claims_info", 1, run, *marks)
         put("raycloak_run_start_timestamp_seconds", self._clock(), run)
+        self._put_state(TRAINING)
+        put("raycloak_run_prepaid", facts.prepaid, run)
         put("raycloak_steps_planned", facts.steps_planned, run)
+        put("raycloak_steps_finished", 0, run)
         put("raycloak_virtual_workers", facts.virtual_workers, run)
         put("raycloak_workers_required", facts.workers_required, run)
+        put("raycloak_workers_planned", facts.workers_planned, run)
         put("raycloak_workers_admitted", 0, run)
         put("raycloak_parameters", facts.parameters, run)
         if facts.noise_multiplier is not None:
             put("raycloak_noise_multiplier_ratio", facts.noise_multiplier, run)
 
+    def _put_state(self, present: str) -> None:
+        # Every state, so that one that has ended is exported as 0 and not as its last value.
+        for state in RUN_STATES:
+            self._values.set("raycloak_run_state", state == present, self._run, state)
+
+    def ended(self, ending: str) -> None:
+        """Set how the execution ended: one of ``registry.RUN_STATES``, or the code of the error that ended it."""
+        self._put_state(ending if ending in RUN_STATES else FAILED)
+
     def attempt_started(self) -> None:
         """Count an attempt at a step."""
         self._values.increment("raycloak_step_attempts_total", self._run)
+
+    def attempt_failed(self) -> None:
+        """Count an attempt that another one has to follow."""
+        self._values.increment("raycloak_step_attempts_failed_total", self._run)
+
+    def steps_finished(self, count: int) -> None:
+        """Set the finished steps, those of earlier executions included."""
+        self._values.set("raycloak_steps_finished", count, self._run)
 
     def phase_finished(self, phase: str, seconds: float) -> None:
         """Observe that a phase of a step took ``seconds``; a name outside ``registry.PHASES`` counts as ``other``."""
@@ -207,6 +271,11 @@ class RunMetrics:
         self._values.set("raycloak_evidence_class_info", 1, self._run, role, evidence_class)
         self._values.set("raycloak_evidence_expiry_timestamp_seconds", expiry_unix_s, self._run, role)
 
+    def collateral_taken(self, expiry_unix_s: float) -> None:
+        """Set when the collateral in use ends; 0 if it does not say, which leaves the series as it is."""
+        if expiry_unix_s:
+            self._values.set("raycloak_collateral_expiry_timestamp_seconds", expiry_unix_s, self._run)
+
     def checkpoint_written(self) -> None:
         """Set the time of the last checkpoint to now."""
         self._values.set("raycloak_last_checkpoint_timestamp_seconds", self._clock(), self._run)
@@ -242,6 +311,9 @@ class LedgerCollector:
         values.set("raycloak_ledger_entries", view.entries)
         values.set("raycloak_ledger_fencing", view.fencing)
         values.set("raycloak_ledger_accounts", len(view.accounts))
+        if view.witness is not None:
+            values.set("raycloak_ledger_witness_up", view.witness.answers)
+            values.set("raycloak_ledger_witness_entries", view.witness.entries)
         # The label's bound would fold all further accounts into one, with the figures of the last.
         most_spent = sorted(view.accounts, key=lambda account: account.budget_spent_ratio, reverse=True)
         for account in most_spent[: ACCOUNT.at_most]:
@@ -285,6 +357,7 @@ def _put_reading(values: Values, reading: GpuReading) -> None:
         "raycloak_gpu_memory_total_bytes": reading.memory_total_bytes,
         "raycloak_gpu_power_watts": reading.power_watts,
         "raycloak_gpu_temperature_celsius": reading.temperature_celsius,
+        "raycloak_gpu_thermal_slowdown": reading.thermal_slowdown,
     }
     for name, value in gauges.items():
         if value is not None:
@@ -298,3 +371,33 @@ def _put_reading(values: Values, reading: GpuReading) -> None:
             values.set(
                 "raycloak_gpu_confidential_compute_state", state == reading.confidential_state, reading.node, state
             )
+
+
+class ServiceCollector:
+    """The series of an evidence service, read at every scrape; none where nothing is served or nobody answers."""
+
+    series: tuple[Series, ...] = SERVICE_SERIES
+
+    def __init__(self, read: Callable[[], ServiceFigures | None]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        """Ask the service, and return its families; nothing at all if it cannot be asked."""
+        try:
+            figures = self._read()
+        except Exception:  # noqa: BLE001 - whatever kept it from answering; an old number is never repeated
+            return []
+        if figures is None:
+            return []
+        values = Values(SERVICE_SERIES)
+        values.set("raycloak_service_up", figures.works)
+        for method in CALLS:
+            values.start_at_zero("raycloak_service_calls_total", method, ANSWERED)
+        for (method, code), count in figures.calls.items():
+            values.set("raycloak_service_calls_total", count, method, code)
+        values.set_histogram("raycloak_service_wait_seconds", figures.waits, figures.waited_seconds)
+        values.set("raycloak_service_waiting_calls", figures.waiting)
+        values.set("raycloak_service_oldest_call_timestamp_seconds", figures.oldest_unix_s)
+        if figures.collateral_expiry_unix_s:
+            values.set("raycloak_service_collateral_expiry_timestamp_seconds", figures.collateral_expiry_unix_s)
+        return values.collect()

@@ -9,7 +9,7 @@ Everything goes through one :class:`Exporter`, so a series that is secret or und
 
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry
@@ -123,6 +123,21 @@ class Values:
         with self._lock:
             key = self._key(name, labels)
             self._numbers[name][key] = self._numbers[name].get(key, 0.0) + by
+
+    def start_at_zero(self, name: str, *labels: str) -> None:
+        """Give a counter or a histogram a line of zeros: to Prometheus, a first value is no increase."""
+        with self._lock:
+            key = self._key(name, labels)
+            self._numbers[name].setdefault(key, 0.0)
+            if self._series[name].buckets:
+                self._buckets[name].setdefault(key, [0] * (len(self._series[name].buckets) + 1))
+
+    def set_histogram(self, name: str, counts: Sequence[int], total: float, *labels: str) -> None:
+        """Set a histogram that is kept elsewhere, by the counts of its buckets, +Inf last, and its sum."""
+        assert len(counts) == len(self._series[name].buckets) + 1, "one count per bucket"
+        with self._lock:
+            key = self._key(name, labels)
+            self._buckets[name][key], self._numbers[name][key] = list(counts), float(total)
 
     def observe(self, name: str, value: float, *labels: str) -> None:
         """Put one observation into a histogram."""

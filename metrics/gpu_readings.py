@@ -21,6 +21,7 @@ class GpuReading:
         memory_used_bytes, memory_total_bytes: used includes what the driver reserves.
         power_watts: board power.
         temperature_celsius: GPU die.
+        thermal_slowdown: whether clocks are held down for heat.
         ecc_corrected_total, ecc_uncorrected_total: memory errors over the life of the board.
         confidential_state: of the whole node. ``ppcie`` is protected PCIe; ``devtools`` and ``simulated`` protect
             nothing.
@@ -36,6 +37,7 @@ class GpuReading:
     ecc_corrected_total: int | None = None
     ecc_uncorrected_total: int | None = None
     confidential_state: ConfidentialState | None = None
+    thermal_slowdown: bool | None = None
 
 
 class GpuSampler:
@@ -93,6 +95,7 @@ class GpuSampler:
             ecc_corrected_total=_ecc_errors(handle, pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
             ecc_uncorrected_total=_ecc_errors(handle, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
             confidential_state=state,
+            thermal_slowdown=_thermal_slowdown(handle),
         )
 
 
@@ -111,6 +114,15 @@ def _temperature(handle: Any) -> float | None:
     if celsius is None:
         celsius = _supported(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
     return None if celsius is None else float(celsius)
+
+
+def _thermal_slowdown(handle: Any) -> bool | None:
+    # The name is that of NVML before 535, whose symbol newer drivers keep.
+    reasons = _supported(pynvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
+    if reasons is None:
+        reasons = _supported(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
+    thermal = pynvml.nvmlClocksEventReasonSwThermalSlowdown | pynvml.nvmlClocksEventReasonHwThermalSlowdown
+    return None if reasons is None else bool(reasons & thermal)
 
 
 def _ecc_errors(handle: Any, kind: int) -> int | None:

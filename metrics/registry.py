@@ -19,6 +19,59 @@ OTHER = "other"
 PHASES = ("admission", "charge", "roster", "compute", "reduce", "commit", "evaluate", "checkpoint", "recover")
 PRIVACY_MARKS = ("private", "NOT_PRIVATE")
 EXACTNESS_MARKS = ("exact", "NOT_EXACT")
+TRAINING = "training"
+FAILED = "failed"
+# "training", or how the execution ended; the others are those of the verdict's ``ending``.
+RUN_STATES = (TRAINING, "complete", "cap_exceeded", "stopped", FAILED)
+# The codes that are usual, so that each has a zero line from the first scrape on. Tests hold them to the code's own.
+BUDGET_CODES = (
+    "account_closed",
+    "cap_exceeded",
+    "fenced",
+    "ledger_rolled_back",
+    "ledger_unavailable",
+    "witness_unavailable",
+)
+LOSS_CAUSES = (
+    "deadline",
+    "died",
+    "header_mismatch",
+    "object_lost",
+    "out_of_memory",
+    "unplaceable",
+    "unreachable",
+    "worker_error",
+)
+LEAVE_CAUSES = ("key_share", "left", "preempted", "revoked")
+EVIDENCE_CODES = (
+    "attestation_key_uncertified",
+    "attributes",
+    "chain_broken",
+    "collateral_rollback",
+    "collateral_stale",
+    "debug",
+    "evidence_malformed",
+    "evidence_tampered",
+    "firmware_floor",
+    "gpu_not_bound",
+    "gpu_state",
+    "key_not_bound",
+    "measurement_unknown",
+    "nonce_foreign",
+    "nonce_replayed",
+    "peer_not_bound",
+    "platform_mismatch",
+    "privilege_level",
+    "release_denied",
+    "revoked",
+    "root_unknown",
+    "signer_role",
+    "simulator_not_allowed",
+    "tcb_status",
+    "tcb_unacceptable",
+)
+CALLS = ("Challenge", "Attest", "ReleaseKeys", "Roster", "Log")
+ANSWERED = "ok"
 GPU_STATES = ("off", "on", "ppcie", "devtools", "simulated")
 # From the phases of the smallest run, about a millisecond, to the steps of a large one.
 DURATION_BUCKETS = (
@@ -57,11 +110,14 @@ class Label:
         name: label name.
         values: the closed set of values; empty if any identifier is allowed.
         at_most: distinct values of an open label that one process exports; the rest are counted as ``other``.
+        usual: values of an open label that counters and histograms have a zero line of before they happen. Without
+            one, the first increment is no increase to Prometheus.
     """
 
     name: str
     values: tuple[str, ...] = ()
     at_most: int = 64
+    usual: tuple[str, ...] = ()
 
     def fold(self, value: str) -> str:
         """Return ``value``, or ``other`` if it is outside the closed set or is not an identifier.
@@ -115,7 +171,6 @@ ACCOUNT = Label("account")
 # A process has one run.
 _RUN = Label("run", at_most=1)
 _ROLE = Label("role", at_most=8)
-_CODE = Label("code")
 _NODE = Label("node", at_most=1024)
 _GPU = Label("gpu", at_most=64)
 _PHYSICAL = PrivacyClass.PHYSICAL
@@ -148,12 +203,40 @@ RUN_SERIES = (
         labels=(_RUN,),
         unit="seconds",
     ),
+    Series(
+        "raycloak_run_state",
+        "1 for the state of the run, 0 for the others.",
+        "gauge",
+        _RELEASED,
+        (_RUN, Label("state", RUN_STATES)),
+    ),
+    Series(
+        "raycloak_run_prepaid",
+        "1 if the ledger charged the whole plan before the first step, else 0.",
+        "gauge",
+        labels=(_RUN,),
+    ),
     Series("raycloak_steps_planned", "Steps the run is planned for.", "gauge", labels=(_RUN,)),
+    Series("raycloak_steps_finished", "Steps finished, those of earlier executions included.", "gauge", labels=(_RUN,)),
     Series("raycloak_steps_committed_total", "Steps whose parameters are committed.", "counter", labels=(_RUN,)),
     Series(
-        "raycloak_steps_refused_total", "Steps refused before anything was computed.", "counter", labels=(_RUN, _CODE)
+        "raycloak_steps_refused_total",
+        "Steps refused before anything was computed.",
+        "counter",
+        labels=(_RUN, Label("code", usual=BUDGET_CODES)),
     ),
-    Series("raycloak_step_attempts_total", "Attempts at a step, retries included.", "counter", labels=(_RUN,)),
+    Series(
+        "raycloak_step_attempts_total",
+        "Attempts at a step or a measurement, retries included.",
+        "counter",
+        labels=(_RUN,),
+    ),
+    Series(
+        "raycloak_step_attempts_failed_total",
+        "Attempts that another one had to follow.",
+        "counter",
+        labels=(_RUN,),
+    ),
     Series(
         "raycloak_aggregates_released_total", "Noised aggregates decoded over a full cover.", "counter", labels=(_RUN,)
     ),
@@ -170,20 +253,26 @@ RUN_SERIES = (
         "raycloak_virtual_workers_moved_total", "Virtual workers moved to another worker.", "counter", labels=(_RUN,)
     ),
     Series("raycloak_workers_required", "Fewest workers that the run continues with.", "gauge", labels=(_RUN,)),
+    Series("raycloak_workers_planned", "Workers that the run is configured for.", "gauge", labels=(_RUN,)),
     Series("raycloak_workers_admitted", "Workers admitted and alive.", "gauge", labels=(_RUN,)),
-    Series("raycloak_workers_refused_total", "Workers refused at admission.", "counter", labels=(_RUN, _CODE)),
+    Series(
+        "raycloak_workers_refused_total",
+        "Workers refused at admission.",
+        "counter",
+        labels=(_RUN, Label("code", usual=EVIDENCE_CODES)),
+    ),
     Series(
         "raycloak_worker_failures_total",
         "Workers lost after admission, by cause.",
         "counter",
-        labels=(_RUN, Label("cause", at_most=32)),
+        labels=(_RUN, Label("cause", at_most=32, usual=LOSS_CAUSES)),
     ),
     Series("raycloak_workers_joined_total", "Workers that joined after the run began.", "counter", labels=(_RUN,)),
     Series(
         "raycloak_workers_left_total",
         "Workers that left between two steps on request, by reason.",
         "counter",
-        labels=(_RUN, Label("cause", at_most=32)),
+        labels=(_RUN, Label("cause", at_most=32, usual=LEAVE_CAUSES)),
     ),
     Series(
         "raycloak_evidence_expiry_timestamp_seconds",
@@ -191,6 +280,13 @@ RUN_SERIES = (
         "gauge",
         privacy=_PHYSICAL,
         labels=(_RUN, _ROLE),
+        unit="seconds",
+    ),
+    Series(
+        "raycloak_collateral_expiry_timestamp_seconds",
+        "Unix time at which the first document of the collateral in use ends.",
+        "gauge",
+        labels=(_RUN,),
         unit="seconds",
     ),
     Series(
@@ -257,6 +353,17 @@ LEDGER_SERIES = (
     Series("raycloak_ledger_fencing", "Fencing number of the ledger instance that answered.", "gauge"),
     Series("raycloak_ledger_accounts", "Accounts in the ledger's answer.", "gauge"),
     Series(
+        "raycloak_ledger_witness_up",
+        "1 if the witness kept or showed a head when the ledger last asked it, else 0; absent without a witness.",
+        "gauge",
+    ),
+    Series(
+        "raycloak_ledger_witness_entries",
+        "Entries of the ledger that the witness's newest head covers; absent without a witness.",
+        "gauge",
+        _RELEASED,
+    ),
+    Series(
         "raycloak_privacy_epsilon_spent",
         "Epsilon charged so far at the account's delta; a running charge, and no claim about a run that is stopped.",
         "gauge",
@@ -305,6 +412,13 @@ GPU_SERIES = (
         unit="celsius",
     ),
     Series(
+        "raycloak_gpu_thermal_slowdown",
+        "1 if the GPU holds its clocks down for heat, else 0.",
+        "gauge",
+        privacy=_PHYSICAL,
+        labels=(_NODE, _GPU),
+    ),
+    Series(
         "raycloak_gpu_ecc_errors_total",
         "Memory errors over the life of the board.",
         "counter",
@@ -315,6 +429,42 @@ GPU_SERIES = (
         "1 for the confidential-compute state the driver reports, 0 for the others.",
         "gauge",
         labels=(_NODE, Label("state", GPU_STATES)),
+    ),
+)
+
+SERVICE_SERIES = (
+    Series(
+        "raycloak_service_up",
+        "1 while the evidence service can write its record, 0 once it refuses everything.",
+        "gauge",
+    ),
+    Series(
+        "raycloak_service_calls_total",
+        "Calls that the evidence service answered: ok, or the code of the refusal.",
+        "counter",
+        labels=(Label("method", CALLS), Label("code", usual=(ANSWERED,))),
+    ),
+    Series(
+        "raycloak_service_wait_seconds",
+        "Time from a call's arrival at the orchestrator's queue to its answer.",
+        "histogram",
+        privacy=_PHYSICAL,
+        unit="seconds",
+        buckets=DURATION_BUCKETS,
+    ),
+    Series("raycloak_service_waiting_calls", "Calls that wait for the orchestrator.", "gauge"),
+    Series(
+        "raycloak_service_oldest_call_timestamp_seconds",
+        "Unix time at which the longest-waiting call arrived; the time of the scrape if none waits.",
+        "gauge",
+        _PHYSICAL,
+        unit="seconds",
+    ),
+    Series(
+        "raycloak_service_collateral_expiry_timestamp_seconds",
+        "Unix time at which the first document of the service's collateral ends.",
+        "gauge",
+        unit="seconds",
     ),
 )
 
@@ -337,7 +487,7 @@ SECRET_SERIES = (
     ),
 )
 
-SERIES = RUN_SERIES + LEDGER_SERIES + GPU_SERIES + SECRET_SERIES
+SERIES = RUN_SERIES + LEDGER_SERIES + GPU_SERIES + SERVICE_SERIES + SECRET_SERIES
 BY_NAME = {series.name: series for series in SERIES}
 
 

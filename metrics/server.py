@@ -1,13 +1,69 @@
 """The HTTP server of the `/metrics` page."""
 
 import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Self
+from typing import Any, Final, Self
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
 
 from raycloak.metrics.errors import ConfigError
+
+READER_WAIT_S: Final = 60.0
+"""The longest that a page stays for its reader: the default interval of Prometheus."""
+# Its interval is known from the second read on; until then, that of docs/operations.md is taken.
+_USUAL_INTERVAL_S: Final = 15.0
+# Prometheus sends it with every scrape, and a person's browser does not.
+_SCRAPE: Final = "HTTP_X_PROMETHEUS_SCRAPE_TIMEOUT_SECONDS"
+
+
+class _Reads:
+    """The scrapes of a page: when Prometheus last read it, and how far apart it reads."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._count = 0
+        self._newest = 0.0
+        self._interval = _USUAL_INTERVAL_S
+
+    def around(self, app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
+        """Return ``app``, whose answers to Prometheus are noted once they are sent."""
+
+        def answer(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+            began = time.monotonic()
+            body = app(environ, start_response)
+            return _Sent(body, lambda: self._note(began)) if _SCRAPE in environ else body
+
+        return answer
+
+    def _note(self, began: float) -> None:
+        with self._changed:
+            if self._count:
+                self._interval = began - self._newest
+            self._count, self._newest = self._count + 1, began
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        with self._changed:
+            asked = time.monotonic()
+            if self._count == 0:
+                return
+            # Half an interval more, for a reader that is late. One that is gone for longer is not waited for.
+            until = min(self._newest + 1.5 * self._interval, asked + READER_WAIT_S)
+            self._changed.wait_for(lambda: self._newest > asked, timeout=max(0.0, until - asked))
+
+
+class _Sent:
+    """An answer that calls ``sent`` once it has left, as WSGI closes it."""
+
+    def __init__(self, body: Iterable[bytes], sent: Callable[[], None]) -> None:
+        self._body = body
+        self.close = sent
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._body)
 
 
 def parse_bind(bind: str) -> tuple[str, int]:
@@ -50,6 +106,10 @@ class MetricsServer:
             raise ConfigError(
                 "metrics_bind", f"cannot serve metrics on {bind}: {error.strerror or error}", remedy
             ) from None
+        self._reads = _Reads()
+        app = server.get_app()
+        assert app is not None, "the library has set it"
+        server.set_app(self._reads.around(app))
         self._server: WSGIServer = server
         self._thread: threading.Thread = thread
         shown = f"[{host}]" if ":" in host else host
@@ -59,6 +119,14 @@ class MetricsServer:
     def url(self) -> str:
         """The address at which a browser or Prometheus finds the page."""
         return f"http://{self.address}/metrics"
+
+    def await_reader(self) -> None:
+        """Wait until a Prometheus that reads the page regularly has read it once more, so that it sees the end.
+
+        Guarantee: returns at once if no Prometheus has read the page, or if its next read is overdue; else after the
+        next read, after one and a half of its intervals, or after `READER_WAIT_S`.
+        """
+        self._reads.wait()
 
     def close(self) -> None:
         """Stop answering, release the port and end the thread; a second call does nothing."""

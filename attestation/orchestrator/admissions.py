@@ -14,6 +14,7 @@ from pydantic import JsonValue
 from raycloak.attestation.appraisal.appraisal import Appraisal, appraise, open_presentation
 from raycloak.attestation.appraisal.eat import claims_set
 from raycloak.attestation.appraisal.enrolment import Enrolment
+from raycloak.attestation.collateral.keeper import ends_at
 from raycloak.attestation.core.evidence import Challenge, CollateralBundle, Presentation, Role
 from raycloak.attestation.core.messages import Envelope
 from raycloak.attestation.core.roster import Member
@@ -34,11 +35,16 @@ RENEWED_AFTER: Final = 2 / 3
 
 @dataclass(frozen=True, slots=True)
 class OrchestratorView:
-    """The members of a session, as metrics show them."""
+    """The members of a session, as metrics show them.
+
+    Attributes:
+        collateral_ends: unix second at which the collateral in use ends; 0 if it does not say.
+    """
 
     admitted: Mapping[str, str]
     evidence_class: str
     earliest_expiry: Mapping[str, int]
+    collateral_ends: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +134,7 @@ class Admissions:
         self._terms = terms
         # Made once: real collateral is megabytes, and every admission names it.
         self._collateral = Document.of(terms.collateral)
+        self.collateral_ends = ends_at(terms.collateral)
         self._hosting = hosting
         self._clock = clock
         self._members: dict[str, AdmittedMember] = {}
@@ -140,6 +147,7 @@ class Admissions:
         """Judge evidence by newer ``collateral`` from now on; members stay admitted until their evidence expires."""
         self._terms = replace(self._terms, collateral=collateral)
         self._collateral = Document.of(collateral)
+        self.collateral_ends = ends_at(collateral)
 
     def challenge(self, member_id: str, role: Role, identity_key: bytes = b"") -> Challenge:
         """Issue a fresh nonce for one presentation by ``member_id`` in ``role``.
@@ -258,6 +266,7 @@ class Admissions:
             admitted={a.member_id: a.role for a in members},
             evidence_class="+".join(classes),
             earliest_expiry=expiry,
+            collateral_ends=self.collateral_ends,
         )
 
     def _restore(self) -> None:

@@ -9,6 +9,8 @@ import asyncio
 import queue
 import threading
 import time
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from raycloak.attestation.service.fair_lock import Turn
 from raycloak.metrics.errors import EvidenceError, RaycloakError
+from raycloak.metrics.registry import DURATION_BUCKETS
 
 T = TypeVar("T")
 # The run waits for its turn while a batch executes, so a batch has a bound.
@@ -27,6 +30,23 @@ class Afterwards(Generic[T]):
     """An answer that is made by ``call()``, once the records of the whole batch are on disk."""
 
     call: Callable[[], T]
+
+
+@dataclass(frozen=True, slots=True)
+class QueueFigures:
+    """The waits of a queue's calls.
+
+    Attributes:
+        waits: answered calls by how long they had waited, by the buckets of `DURATION_BUCKETS`; more in the last.
+        waited_s: sum of their waits.
+        waiting: calls that wait now, those in execution included.
+        oldest_s: age of the one that has waited longest; 0 if none waits.
+    """
+
+    waits: tuple[int, ...]
+    waited_s: float
+    waiting: int
+    oldest_s: float
 
 
 @dataclass(slots=True)
@@ -90,12 +110,23 @@ class ServiceQueue:
         self._max_pending = max_pending
         self._on_failure: Callable[[], Any] = lambda: None
         self.failure: BaseException | None = None
+        # Arrivals of the calls that have no answer yet, in their order.
+        self._arrivals: deque[float] = deque()
+        self._waits = [0] * (len(DURATION_BUCKETS) + 1)
+        self._waited_s = 0.0
         self._thread = threading.Thread(target=self._work, name="evidence-queue", daemon=True)
         self._thread.start()
 
     def when_failed(self, told: Callable[[], Any]) -> None:
         """Call ``told`` once, from the queue's thread, when nothing can be recorded any more."""
         self._on_failure = told
+
+    def figures(self) -> QueueFigures:
+        """Return how long calls wait; from any thread, and without waiting for the orchestrator."""
+        # A copy, because the queue's thread may empty it meanwhile.
+        arrivals = tuple(self._arrivals)
+        oldest = time.monotonic() - arrivals[0] if arrivals else 0.0
+        return QueueFigures(tuple(self._waits), self._waited_s, len(arrivals), oldest)
 
     async def run(self, call: Callable[[], T | Afterwards[T]], deadline_s: float) -> T:
         """Queue ``call`` and return its answer; an event loop must be running.
@@ -106,9 +137,12 @@ class ServiceQueue:
             BaseException: as ``call`` raises.
         """
         loop = asyncio.get_running_loop()
-        item = _Call(call, time.monotonic() + deadline_s, loop, loop.create_future())
+        now = time.monotonic()
+        item = _Call(call, now + deadline_s, loop, loop.create_future())
         if self._waiting.qsize() >= self._max_pending:
             raise EvidenceError("busy", "too many calls wait for the orchestrator.", "Ask again later.")
+        # Before the thread can see the call, which it takes out again.
+        self._arrivals.append(now)
         self._waiting.put(item)
         # Less than `asyncio.timeout` takes, which has to tell its own end from a cancellation.
         timer = loop.call_later(max(deadline_s, 0.0), item.expire)
@@ -136,11 +170,20 @@ class ServiceQueue:
                 else:
                     batch.append(item)
             self._execute(batch)
+            self._count(batch)
             # Only now, because the records of the batch are on disk.
             for loop in {item.loop for item in batch}:
                 loop.call_soon_threadsafe(_settle, [item for item in batch if item.loop is loop])
             if ends:
                 return
+
+    def _count(self, batch: list[_Call]) -> None:
+        """Count the waits of calls that have their answer; a queue takes them in the order of their arrivals."""
+        now = time.monotonic()
+        for _ in batch:
+            waited = now - self._arrivals.popleft()
+            self._waits[bisect_left(DURATION_BUCKETS, waited)] += 1
+            self._waited_s += waited
 
     def _execute(self, batch: list[_Call]) -> None:
         if self.failure is None:

@@ -12,7 +12,8 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -37,7 +38,9 @@ from raycloak.attestation.service.limits import ServiceLimits, UnreadAnswers
 from raycloak.attestation.service.queue import Afterwards, ServiceQueue
 from raycloak.attestation.service.wire_messages import from_wire, release_to_wire, to_wire
 from raycloak.attestation.trust.channel import server_credentials
+from raycloak.metrics.collectors import ServiceFigures
 from raycloak.metrics.errors import ConfigError, EvidenceError, RaycloakError
+from raycloak.metrics.registry import ANSWERED
 
 R = TypeVar("R", bound=ProtoMessage)
 Context: TypeAlias = Any
@@ -55,20 +58,21 @@ class _Servicer(EvidenceServicer):
         self._by_identity = RateLimit(limits.identity_rate, limits.identity_burst, time.monotonic)
         self._by_address = RateLimit(limits.address_rate, limits.address_burst, time.monotonic)
         self._unread = UnreadAnswers(limits)
+        self.calls: Counter[tuple[str, str]] = Counter()
 
     async def Challenge(self, request: wire.ChallengeRequest, context: Context) -> wire.ChallengeReply:  # noqa: N802
         def answer(peer: Peer) -> wire.ChallengeReply:
             challenge = self._desk.challenge(peer, request.member_id, request.role, request.identity_key)
             return wire.ChallengeReply(challenge=challenge.encode(), server_certificate=self._desk.end.certificate)
 
-        return await self._answer(context, answer)
+        return await self._answer("Challenge", context, answer)
 
     async def Attest(self, request: wire.AttestRequest, context: Context) -> wire.AttestReply:  # noqa: N802
         def answer(peer: Peer) -> wire.AttestReply:
             result = self._desk.attest(peer, from_wire(request.presentation), request.channel_signature)
             return wire.AttestReply(result=result.encode())
 
-        return await self._answer(context, answer)
+        return await self._answer("Attest", context, answer)
 
     async def ReleaseKeys(  # noqa: N802
         self, request: wire.ReleaseKeysRequest, context: Context
@@ -78,7 +82,7 @@ class _Servicer(EvidenceServicer):
             grant = self._desk.grant_keys(peer, request.member_id, request.epoch, wanted, request.seen)
             return Afterwards(lambda: release_to_wire(self._desk.proved(grant)))
 
-        return await self._answer(context, answer)
+        return await self._answer("ReleaseKeys", context, answer)
 
     async def Roster(self, request: wire.RosterRequest, context: Context) -> wire.RosterReply:  # noqa: N802
         def answer(peer: Peer) -> wire.RosterReply:
@@ -86,7 +90,7 @@ class _Servicer(EvidenceServicer):
             roster, presentations = self._desk.roster(peer, request.member_id, data)
             return wire.RosterReply(roster=to_wire(roster), presentations=[to_wire(each) for each in presentations])
 
-        return await self._answer(context, answer)
+        return await self._answer("Roster", context, answer)
 
     async def Log(self, request: wire.LogRequest, context: Context) -> wire.LogReply:  # noqa: N802
         def answer(peer: Peer) -> wire.LogReply:
@@ -99,9 +103,9 @@ class _Servicer(EvidenceServicer):
             proofs = {name: wire.TreePath(size=path.size, hashes=path.hashes) for name, path in paths.items()}
             return wire.LogReply(entries=entries, head=head, **proofs)
 
-        return await self._answer(context, answer)
+        return await self._answer("Log", context, answer)
 
-    async def _answer(self, context: Context, call: Callable[[Peer], R | Afterwards[R]]) -> R:
+    async def _answer(self, method: str, context: Context, call: Callable[[Peer], R | Afterwards[R]]) -> R:
         """Return the answer to ``call``; a refusal becomes a status, with its code in the trailing metadata."""
         refusal: RaycloakError
         try:
@@ -110,6 +114,7 @@ class _Servicer(EvidenceServicer):
             deadline_s = self._limits.deadline_s if left is None else min(left, self._limits.deadline_s)
             answer = await self._queue.run(lambda: call(peer), deadline_s)
             self._count(context, network_of(peer.address), answer.ByteSize())
+            self.calls[method, ANSWERED] += 1
             return answer
         except RaycloakError as error:
             refusal = error
@@ -117,6 +122,7 @@ class _Servicer(EvidenceServicer):
             # gRPC would tell the peer the text of the exception.
             logging.getLogger(__name__).exception("a call of the evidence service failed")
             refusal = EvidenceError("release_denied", "the service failed at this call.", "See the log of the service.")
+        self.calls[method, refusal.code] += 1
         await context.abort(status_of(refusal), refusal.code, trailing(refusal))
         raise AssertionError("unreachable: abort raises")
 
@@ -171,6 +177,7 @@ class EvidenceServer:
     _thread: threading.Thread
     _stop: Callable[[float], Coroutine[Any, Any, None]]
     _queue: ServiceQueue
+    _calls: Mapping[tuple[str, str], int]
     _at_stop: list[Callable[[], None]] = field(default_factory=list)
 
     @classmethod
@@ -195,19 +202,34 @@ class EvidenceServer:
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=loop.run_forever, name="evidence-service", daemon=True)
         thread.start()
-        starting = asyncio.run_coroutine_threadsafe(_serve(desk, manifest_digest, bind, limits, queue), loop)
+        servicer = _Servicer(desk, queue, limits)
+        starting = asyncio.run_coroutine_threadsafe(_serve(servicer, desk, manifest_digest, bind, limits, queue), loop)
         try:
             port, stop = starting.result(START_DEADLINE_S)
         except BaseException:
             loop.call_soon_threadsafe(loop.stop)
             queue.close()
             raise
-        return cls(port, loop, thread, stop, queue)
+        return cls(port, loop, thread, stop, queue, servicer.calls)
 
     @property
     def failure(self) -> BaseException | None:
         """Return the error that ended the record, after which every call is refused; None while the service works."""
         return self._queue.failure
+
+    def figures(self, collateral_ends: float = 0.0) -> ServiceFigures:
+        """Return what a scrape shows, without waiting for the orchestrator."""
+        queue = self._queue.figures()
+        return ServiceFigures(
+            works=self.failure is None,
+            # A copy, because the loop's thread counts on.
+            calls=dict(self._calls),
+            waits=queue.waits,
+            waited_seconds=queue.waited_s,
+            waiting=queue.waiting,
+            oldest_unix_s=time.time() - queue.oldest_s,
+            collateral_expiry_unix_s=collateral_ends,
+        )
 
     def at_stop(self, call: Callable[[], None]) -> None:
         """Register a call that :meth:`stop` makes before it stops the service."""
@@ -228,10 +250,15 @@ class EvidenceServer:
 
 
 async def _serve(
-    desk: PeerDesk, manifest_digest: bytes, bind: str, limits: ServiceLimits, queue: ServiceQueue
+    servicer: _Servicer,
+    desk: PeerDesk,
+    manifest_digest: bytes,
+    bind: str,
+    limits: ServiceLimits,
+    queue: ServiceQueue,
 ) -> tuple[int, Callable[[float], Coroutine[Any, Any, None]]]:
     server = grpc.aio.server(options=limits.channel_options())
-    add_EvidenceServicer_to_server(_Servicer(desk, queue, limits), server)  # type: ignore[no-untyped-call]
+    add_EvidenceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     health = aio_health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     names = (SERVICE_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)

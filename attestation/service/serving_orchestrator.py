@@ -37,6 +37,7 @@ from raycloak.attestation.orchestrator.package_desk import PackageDesk
 from raycloak.attestation.orchestrator.run_terms import OBSERVER, RunTerms
 from raycloak.attestation.service.fair_lock import Turn
 from raycloak.attestation.service.limits import ServiceLimits
+from raycloak.metrics.collectors import ServiceFigures
 from raycloak.metrics.errors import ConfigError, RunFailedError
 
 if TYPE_CHECKING:
@@ -182,6 +183,14 @@ class EvidenceOrchestrator:
         # Read once, because another thread may replace it meanwhile.
         session = self._session
         return OrchestratorView({}, "", {}) if session is None else session.admission.view()
+
+    def service_figures(self) -> ServiceFigures | None:
+        """Return what a scrape shows of the service, without a turn; None while nothing is served."""
+        # Read once, because another thread may end either meanwhile.
+        session, server = self._session, self._server
+        if session is None or server is None:
+            return None
+        return server.figures(session.admission.collateral_ends)
 
     def present(self, source: EvidenceSource) -> Envelope:
         """Present this orchestrator, without a turn: evidence is slow to collect, and nothing here changes it."""

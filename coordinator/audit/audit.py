@@ -273,7 +273,7 @@ def _setup(config: RunConfig, folder: Path, task: CanaryTask) -> WorkerSetup:
 
 def _reporting(config: RunConfig, events: EventWriter, progress: Callable[[StepReport], None]) -> Reporting:
     return Reporting(
-        metrics=lambda manifest, evidence: RunMetrics(run_facts(manifest, evidence, config.fewest_workers)),
+        metrics=lambda manifest, evidence: RunMetrics(run_facts(manifest, evidence, config)),
         events=events,
         progress=progress,
         departure=lambda departure: None,

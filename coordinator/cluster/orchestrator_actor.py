@@ -13,10 +13,11 @@ from raycloak.coordinator.quick_imports import quickly
 with quickly():
     from raycloak.attestation.orchestrator.admissions import OrchestratorView
     from raycloak.attestation.service.serving_orchestrator import EvidenceOrchestrator
+    from raycloak.metrics.collectors import ServiceFigures
 
 
 class OrchestratorActor(EvidenceOrchestrator):
-    """An EvidenceOrchestrator whose view answers while another method runs."""
+    """An EvidenceOrchestrator whose view and figures answer while another method runs."""
 
     def __init__(self, state_directory: str, clock: Callable[[], float], bind: str | None = None) -> None:
         forbid_core_dump()
@@ -25,3 +26,7 @@ class OrchestratorActor(EvidenceOrchestrator):
     @ray.method(concurrency_group="control")
     def view(self) -> OrchestratorView:  # type: ignore[override]  # Ray changes the type
         return super().view()
+
+    @ray.method(concurrency_group="control")
+    def service_figures(self) -> ServiceFigures | None:  # type: ignore[override]  # Ray changes the type
+        return super().service_figures()

@@ -28,11 +28,14 @@ from raycloak.attestation.service.server import EvidenceServer
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import validated
-from raycloak.coordinator.config.sections import Section
+from raycloak.coordinator.config.sections import MetricsConfig, Section
 from raycloak.coordinator.planning.manifest import run_terms
 from raycloak.coordinator.planning.references import load_terms
+from raycloak.metrics.collectors import ServiceCollector
 from raycloak.metrics.errors import ConfigError, ProtocolError
+from raycloak.metrics.exporter import Exporter
 from raycloak.metrics.file_errors import file_error
+from raycloak.metrics.server import MetricsServer
 from raycloak.workers.terms.manifest import Manifest
 
 SESSION = "evidence service"
@@ -79,6 +82,7 @@ class ServiceConfig(Section):
         sealed, evaluation: examples to train on and to evaluate on, if they are sealed. ``sealed`` goes with a
             manifest, which must meet the demand of their owner.
         limits: limits of the service, by name.
+        metrics: where its metrics page is served; see docs/metrics.md.
     """
 
     bind: str = "127.0.0.1:7443"
@@ -92,6 +96,7 @@ class ServiceConfig(Section):
     sealed: SealedConfig | None = None
     evaluation: SealedConfig | None = None
     limits: ServiceLimits = ServiceLimits()
+    metrics: MetricsConfig = MetricsConfig()
 
     @field_validator("hosting", mode="before")
     @classmethod
@@ -125,6 +130,7 @@ class ServiceFacts:
         evidence: ``SIMULATED`` if the policy accepts simulated evidence.
         manifest_digest: digest of the manifest or the contract.
         contract: file with the contract, if any.
+        metrics: URL of its metrics page.
     """
 
     evidence: str
@@ -133,6 +139,7 @@ class ServiceFacts:
     manifest_digest: bytes
     orchestrator_key: bytes
     contract: Path | None
+    metrics: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +186,7 @@ def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, Ru
         # Otherwise its files stay open in a process that serves nothing.
         run.close()
         raise
+    page = _page(server, session, config)
     if keeper is not None:
         refresh = CollateralRefresh(keeper, session.admission.take_collateral, turn)
         # Before the service stops, because the refresh uses its orchestrator.
@@ -191,8 +199,23 @@ def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, Ru
         manifest_digest=served.run.manifest_digest,
         orchestrator_key=run.public.ed25519,
         contract=_write(served.contract, folder / f"{run_id}.contract.json"),
+        metrics=page.url,
     )
     return server, session, facts
+
+
+def _page(server: EvidenceServer, session: RunSession, config: ServiceConfig) -> MetricsServer:
+    """Serve the metrics of ``server`` until it stops; an address that cannot be had stops it."""
+    exporter = Exporter()
+    exporter.add(ServiceCollector(lambda: server.figures(session.admission.collateral_ends)))
+    try:
+        page = MetricsServer(exporter.registry, config.metrics.bind)
+    except ConfigError:
+        server.stop()
+        session.run.close()
+        raise
+    server.at_stop(page.close)
+    return page
 
 
 def _hosting(config: ServiceConfig, virtual_workers: int) -> StaticHosting | None:

@@ -83,7 +83,8 @@ class LedgerReader:
         """Return all accounts as they are now, over a connection of its own. Never waits for a charge."""
         with self._store.read() as rows:
             accounts = tuple(self._account_view(rows, row) for row in rows.accounts())
-            return LedgerView(self.public_key, self.fencing, rows.head(), accounts, self._rollback_witness)
+            witness = self._witnessed.state if self._witnessed else None
+            return LedgerView(self.public_key, self.fencing, rows.head(), accounts, self._rollback_witness, witness)
 
     def outlook(
         self, account: str, mechanisms: tuple[Mechanism, ...], dataset_fingerprint: bytes = b"", prepaid: bool = False

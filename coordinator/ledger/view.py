@@ -10,6 +10,7 @@ from raycloak.coordinator.ledger.accounts import Account
 from raycloak.coordinator.ledger.entries import AccountOpened, Head, RunPrepaid, RunRegistered
 from raycloak.coordinator.ledger.leases import Lease
 from raycloak.coordinator.ledger.rules import PricedRun, account_limits, epsilon_at, slack_at
+from raycloak.coordinator.ledger.witness import WitnessState
 from raycloak.workers.terms.mechanism import AccountantName
 
 
@@ -130,6 +131,7 @@ class LedgerView:
     Attributes:
         fencing: number of the instance that answered.
         rollback_witness: whether that instance has a witness on other storage than the ledger's.
+        witness: what that instance knows of its witness; None without one.
     """
 
     public_key: bytes
@@ -137,6 +139,7 @@ class LedgerView:
     head: Head
     accounts: tuple[AccountView, ...]
     rollback_witness: bool = False
+    witness: WitnessState | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import SplitResult, urlsplit
@@ -38,6 +38,19 @@ class Held:
 
     head: LedgerHead | None
     token: str
+
+
+@dataclass(frozen=True, slots=True)
+class WitnessState:
+    """The state of a witness, as a ledger instance last found it.
+
+    Attributes:
+        answers: False if it was unavailable when it was last asked.
+        entries: entries of the ledger that the newest head covers which it is known to hold.
+    """
+
+    answers: bool
+    entries: int
 
 
 class Witness(Protocol):
@@ -272,6 +285,12 @@ class Witnessed:
         self._clock = clock
         self._lock = threading.Lock()
         self._held: Held | None = None
+        self._state = WitnessState(answers=True, entries=0)
+
+    @property
+    def state(self) -> WitnessState:
+        """Return what is known, without asking the witness and without waiting for a thread that asks it."""
+        return self._state
 
     def check(self) -> None:
         """Refuse a ledger that lacks the witness's newest head.
@@ -279,7 +298,7 @@ class Witnessed:
         Raises:
             BudgetError: ``ledger_rolled_back`` with both values, or ``witness_unavailable``.
         """
-        with self._lock:
+        with self._noted():
             self._known()
 
     def keep(self, head: Head) -> None:
@@ -290,7 +309,7 @@ class Witnessed:
         Raises:
             BudgetError: as :meth:`check`.
         """
-        with self._lock:
+        with self._noted():
             for _ in range(_TRIES):
                 held = self._known()
                 if head.sequence <= (held.head.sequence if held.head else 0):
@@ -301,13 +320,25 @@ class Witnessed:
                 token = self._witness.put(line, held.token)
                 if token is not None:
                     self._held = Held(read_head_line(line, self._key.public), token) if token else None
+                    self._state = WitnessState(answers=True, entries=head.sequence)
                     return
-        raise _unavailable("the witness", f"its newest head changed {_TRIES} times while keeping a head")
+            raise _unavailable("the witness", f"its newest head changed {_TRIES} times while keeping a head")
 
     def close(self) -> None:
         """Release the witness."""
         with self._lock:
             self._witness.close()
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Hold the lock while the witness is asked, and note if it does not answer."""
+        with self._lock:
+            try:
+                yield
+            except BudgetError as error:
+                if error.code == "witness_unavailable":
+                    self._state = replace(self._state, answers=False)
+                raise
 
     def _known(self) -> Held:
         """Return the witness's state, after checking that its head is of this chain.
@@ -321,6 +352,7 @@ class Witnessed:
             if found != held.head.hash:
                 raise rolled_back("the witness", held.head.position, found)
         self._held = held
+        self._state = WitnessState(answers=True, entries=held.head.sequence if held.head else 0)
         return held
 
 

@@ -11,10 +11,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from raycloak.attestation.core.hybrid_signature import SignerPublic
 from raycloak.attestation.keys.run_secret import exposure
+from raycloak.attestation.service.serving_orchestrator import EvidenceOrchestrator
 from raycloak.coordinator.checkpoints.archive import Archive
 from raycloak.coordinator.cluster.actors import GpuSamplers, alive_nodes, ask, cluster_gpus, connect, disconnect, fetch
 from raycloak.coordinator.cluster.backend import ActorLost
@@ -44,7 +46,13 @@ from raycloak.coordinator.training.coordinator import Coordinator
 from raycloak.coordinator.training.public_evaluation import Evaluator, public_evaluator
 from raycloak.coordinator.training.reporting import Reporting, StepReport
 from raycloak.coordinator.training.stop_signals import StopRequest, stop_on_signals
-from raycloak.metrics.collectors import GpuReadingCollector, LedgerCollector, RunMetrics
+from raycloak.metrics.collectors import (
+    GpuReadingCollector,
+    LedgerCollector,
+    RunMetrics,
+    ServiceCollector,
+    ServiceFigures,
+)
 from raycloak.metrics.errors import DatasetError, RaycloakError
 from raycloak.metrics.events import EventWriter
 from raycloak.metrics.exporter import Exporter
@@ -327,8 +335,10 @@ class Execution:
         exporter = Exporter()
         exporter.add(LedgerCollector(lambda: metrics_view(_view(control.actors["ledger"]))))
         exporter.add(GpuReadingCollector(samplers.sample))
+        if self._config.attestation.bind is not None and assignment.charges:
+            exporter.add(ServiceCollector(lambda: _service(control.actors["orchestrator"])))
         server = MetricsServer(exporter.registry, self._config.metrics.bind)
-        stack.callback(server.close)
+        stack.push(partial(_close_page, server, assignment.charges))
         self._notice(f"metrics: {server.url}")
         for reason in samplers.unavailable_reasons():
             self._notice(reason)
@@ -353,7 +363,7 @@ class Execution:
         if (service := announce(control, manifest, evidence_class, folder.path)) is not None:
             self._served = service.address
             self._notice(f"evidence service: {service.address} ({service.evidence} evidence)")
-        metrics = RunMetrics(run_facts(manifest, evidence_class, self._config.fewest_workers))
+        metrics = RunMetrics(run_facts(manifest, evidence_class, self._config))
         exporter.add(metrics)
         self._callbacks.started(folder.path, manifest, evidence_class)
         return metrics
@@ -399,6 +409,24 @@ class Outcome:
     def result(self) -> dict[str, Any]:
         """Return ``run_dir`` and ``metrics``, the fields of the verdict."""
         return {"run_dir": str(self.folder.path), "metrics": self._metrics}
+
+
+def _close_page(
+    server: MetricsServer,
+    charges: bool,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: TracebackType | None,
+) -> None:
+    """Close the page; unless it was a replay or an interrupt, a Prometheus that watches may first read the end."""
+    if charges and (kind is None or issubclass(kind, Exception)):
+        server.await_reader()
+    server.close()
+
+
+def _service(orchestrator: Actor) -> ServiceFigures | None:
+    """Ask the orchestrator for the figures of its service, as :func:`_view` asks the ledger."""
+    return fetch(ask(orchestrator.handle, EvidenceOrchestrator.service_figures), deadline_s=5.0)
 
 
 def _view(ledger: Actor) -> LedgerView:

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from raycloak.coordinator.accounting.releases import releases_of
 from raycloak.coordinator.accounting.renyi import accountant_delta
+from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.config.sections import Kept
 from raycloak.coordinator.ledger.view import DataStanding, LedgerView
 from raycloak.coordinator.planning.claim import claimed_epsilon, covered, epsilon_if_stop_was_blind
@@ -210,7 +211,8 @@ def metrics_view(view: LedgerView) -> collectors.LedgerFigures:
         )
         for account in view.accounts
     )
-    return collectors.LedgerFigures(accounts, view.head.sequence, view.fencing)
+    witness = collectors.WitnessFigures(view.witness.answers, view.witness.entries) if view.witness else None
+    return collectors.LedgerFigures(accounts, view.head.sequence, view.fencing, witness)
 
 
 def _perplexity(finished: Finished) -> float | None:
@@ -221,7 +223,7 @@ def _perplexity(finished: Finished) -> float | None:
     return math.exp(loss)
 
 
-def run_facts(manifest: Manifest, evidence_class: str, workers_required: int) -> collectors.RunFacts:
+def run_facts(manifest: Manifest, evidence_class: str, config: RunConfig) -> collectors.RunFacts:
     """Return the public facts of a run once its members are admitted."""
     mechanism = manifest.computation.mechanism
     return collectors.RunFacts(
@@ -230,7 +232,9 @@ def run_facts(manifest: Manifest, evidence_class: str, workers_required: int) ->
         evidence_class=evidence_class,
         steps_planned=mechanism.steps,
         virtual_workers=mechanism.virtual_workers,
-        workers_required=workers_required,
+        workers_required=config.fewest_workers,
+        workers_planned=config.num_workers,
+        prepaid=config.ledger.prepaid,
         parameters=mechanism.dimension,
         noise_multiplier=mechanism.noise_multiplier if mechanism.private else None,
         exact=manifest.computation.exact,

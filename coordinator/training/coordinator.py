@@ -26,6 +26,7 @@ from raycloak.coordinator.training.conclusion import Conclusion, end_log
 from raycloak.coordinator.training.outset import set_out
 from raycloak.coordinator.training.public_evaluation import Evaluator
 from raycloak.coordinator.training.reporting import Reporter
+from raycloak.metrics.registry import FAILED
 
 
 class Phase(Enum):
@@ -100,10 +101,16 @@ class Coordinator:
             self._enter(Phase.FINISHING)
             finished = self._conclusion.conclude(ending)
             self.phase = Phase.DONE
+            self.ended(ending.value)
             return finished
         except BaseException:
             self.phase = Phase.FAILED
+            self.ended(FAILED)
             raise
+
+    def ended(self, ending: str) -> None:
+        """Show how the execution ended, where its series are shown."""
+        self._reporter.ended(ending)
 
     def admitted(self) -> AdmittedRun:
         """Start the workers, plan the run and admit its members; nothing is charged yet.

@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 from raycloak.attestation.orchestrator.commits import StepCommit
 from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.planning.plan import Plan
+from raycloak.coordinator.record.outcome import Ending
 from raycloak.coordinator.training.assignment import Order
 from raycloak.coordinator.training.conclusion import finish_log
 from raycloak.coordinator.training.coordinator import Coordinator
 from raycloak.coordinator.training.model import Model
 from raycloak.coordinator.training.step import Gathered, StepRunner
 from raycloak.metrics.errors import RaycloakError, RunFailedError
+from raycloak.metrics.registry import FAILED
 from raycloak.workers.terms.binding import Binding
 from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
 
@@ -41,8 +43,9 @@ class HandLoop:
     def __init__(self, order: Order) -> None:
         self._order = order
         self._is_over = False
+        self._coordinator = Coordinator(order)
         try:
-            self._admitted = Coordinator(order).admitted()
+            self._admitted = self._coordinator.admitted()
         except Exception:
             self.close()
             raise
@@ -103,6 +106,7 @@ class HandLoop:
         # Committed with the parameters that its caller makes of it, which are known later.
         self._released = vectors, binding
         self._finished += 1
+        self._admitted.metrics.steps_finished(self._finished)
         return average
 
     def finish(self, parameters: NDArray[np.floating[Any]]) -> str:
@@ -118,12 +122,14 @@ class HandLoop:
         self._order.folder.write_parameters(self._admitted.manifest, flat, digest)
         finish_log(self._order, destroy=True)
         self._is_over = True
+        self._coordinator.ended(Ending.COMPLETE.value)
         return digest.hex()
 
     def close(self) -> None:
         """End the evidence log of a loop that was not finished; its secret is destroyed, for nobody can resume it."""
         if not self._is_over:
             self._is_over = True
+            self._coordinator.ended(FAILED)
             # The error that ended the loop is the one to report.
             with suppress(ActorLost, RaycloakError):
                 finish_log(self._order, destroy=True)

@@ -123,8 +123,14 @@ class Reporter:
         """Report that members have presented evidence, at first or anew."""
         assert self.metrics is not None, "series exist once members are admitted"
         self.metrics.workers_admitted(len(self.workers))
+        self.metrics.collateral_taken(view.collateral_ends)
         for role, expires_at in view.earliest_expiry.items():
             self.metrics.evidence_accepted(role, view.evidence_class, expires_at)
+
+    def ended(self, ending: str) -> None:
+        """Report how the execution ended."""
+        if self.metrics is not None:
+            self.metrics.ended(ending)
 
     def departed(self, departure: Departure) -> None:
         """Report that a member was refused, was lost, or left."""

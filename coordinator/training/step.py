@@ -147,8 +147,11 @@ class StepRunner:
         """
         task = Task("gradient", step, self._vector_ranges(), updates=False)
         receipt, paid, asked, attempts = *self._charge(task, model), 1
+        self.metrics.attempt_started()
         while (answers := self._attempting.collect(task, model, asked)) is None:
+            self.metrics.attempt_failed()
             attempts, asked = attempts + 1, self._attempting.ask(task, model, receipt, self._roster_again(task))
+            self.metrics.attempt_started()
         return Gathered(task, model, answers, paid, attempts)
 
     def release(self, gathered: Gathered) -> tuple[NDArray[np.float64], Binding]:
@@ -274,11 +277,14 @@ class StepRunner:
         answers = self._attempting.collect(task, model, asked)
         computed = time.perf_counter()
         self.metrics.phase_finished("compute", computed - begun)
-        if answers is None:
+        reduced = None
+        if answers is not None:
+            reduced = self._attempting.reduce(task, model, answers)
+            self.metrics.phase_finished("reduce", time.perf_counter() - computed)
+        if answers is None or reduced is None:
+            self.metrics.attempt_failed()
             return None
-        reduced = self._attempting.reduce(task, model, answers)
-        self.metrics.phase_finished("reduce", time.perf_counter() - computed)
-        return (answers, reduced, computed) if reduced else None
+        return answers, reduced, computed
 
     def place(self, epoch: int) -> None:
         """Move the virtual workers of members that left to members that stay, and some to newcomers."""

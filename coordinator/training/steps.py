@@ -99,6 +99,7 @@ class Training:
             RaycloakError: what ended the run; ``model`` is that of the last finished step.
         """
         first = self.finished_steps
+        self.metrics.steps_finished(first)
         while self.finished_steps < self.course.last_step:
             # Between two steps only: a step that is charged is finished.
             if self.stop.made:
@@ -276,6 +277,7 @@ class Training:
         due = self.evaluator is not None and (done % self.evaluator.every == 0 or done == self.plan.mechanism.steps)
         evaluation = self.evaluate() if due else None
         accuracy, loss = (evaluation.accuracy, evaluation.loss) if evaluation else (None, None)
+        metrics.steps_finished(done)
         metrics.step_committed(outcome.seconds)
         metrics.masked_bytes_received(outcome.masked_bytes)
         self.reporting.events.write(

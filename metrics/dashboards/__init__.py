@@ -1,4 +1,4 @@
-"""The Grafana dashboard: its panels, and the program that writes its JSON.
+"""The Grafana dashboards, and the program that writes their JSON and the rules for the Prometheus operator.
 
 Doors: none.
 

@@ -1,29 +1,55 @@
-"""Write ``raycloak.json``, the Grafana dashboard: ``python -m raycloak.metrics.dashboards.render``."""
+"""Write the Grafana dashboards, and the rules for the operator: ``python -m raycloak.metrics.dashboards.render``."""
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
-from raycloak.metrics.dashboards.panels import ROWS, Panel, PromQuery
+from raycloak.metrics.dashboards.fleet import FLEET_DASHBOARD
+from raycloak.metrics.dashboards.gpu_and_evidence import GPU_DASHBOARD
+from raycloak.metrics.dashboards.panels import Annotation, Dashboard, Panel, PromQuery, Row, Variable
+from raycloak.metrics.dashboards.run import RUN_DASHBOARD
+from raycloak.metrics.dashboards.service import SERVICE_DASHBOARD
 
-PATH = Path(__file__).parent / "raycloak.json"
+DASHBOARDS = (FLEET_DASHBOARD, RUN_DASHBOARD, GPU_DASHBOARD, SERVICE_DASHBOARD)
+FOLDER = Path(__file__).parent
+RULES = Path(__file__).parents[1] / "rules" / "raycloak.rules.yml"
+# By the folder's own place: raycloak/metrics is a link to it.
+RULES_RESOURCE = Path(__file__).resolve().parents[2] / "deploy" / "prometheus-rules.yaml"
 # Grafana's own grid.
 GRID_WIDTH = 24
 # Each Grafana has data sources of its own, so the reader picks one by a variable.
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
-def render() -> str:
-    """Return the dashboard as JSON text, the same bytes at every call."""
-    return json.dumps(dashboard(), indent=2) + "\n"
+def rules_resource() -> str:
+    """Return the rules as a resource of the Prometheus operator."""
+    head = """# The alerts, for the Prometheus operator; metrics/rules/raycloak.rules.yml has them without it.
+# Written by python -m raycloak.metrics.dashboards.render
+apiVersion: monitoring.coreos.com/v1
+kind: PrometheusRule
+metadata:
+  name: raycloak
+  labels:
+    app.kubernetes.io/name: raycloak
+spec:
+"""
+    rules = RULES.read_text()
+    # The comment above the groups says where this file comes from.
+    return head + textwrap.indent(rules[rules.index("groups:") :], "  ")
 
 
-def dashboard() -> dict[str, Any]:
-    """Return the dashboard in Grafana's classic JSON model."""
+def render(board: Dashboard) -> str:
+    """Return a dashboard as JSON text, the same bytes at every call."""
+    return json.dumps(as_json(board), indent=2) + "\n"
+
+
+def as_json(board: Dashboard) -> dict[str, Any]:
+    """Return a dashboard in Grafana's classic JSON model."""
     return {
-        "uid": "raycloak",
-        "title": "raycloak",
-        "description": "A private training run: budget, steps, workers, evidence, GPUs.",
+        "uid": board.uid,
+        "title": board.title,
+        "description": board.description,
         "tags": ["raycloak", "privacy"],
         "schemaVersion": 39,
         "version": 1,
@@ -35,40 +61,57 @@ def dashboard() -> dict[str, Any]:
         "refresh": "10s",
         "time": {"from": "now-1h", "to": "now"},
         "timezone": "browser",
-        "annotations": {"list": []},
-        "links": [],
-        "templating": {"list": _variables()},
-        "panels": _laid_out(),
+        "annotations": {"list": [_annotation(each) for each in board.annotations]},
+        "links": [_LINKS],
+        "templating": {"list": [_SOURCE_CHOICE, *map(_variable, board.variables)]},
+        "panels": _laid_out(board.rows),
     }
 
 
-def _variables() -> list[dict[str, Any]]:
-    datasource = {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
-    return [
-        datasource,
-        _variable("run", "label_values(raycloak_run_info, run)"),
-        _variable("account", 'label_values(raycloak_run_info{run="$run"}, account)'),
-        _variable("node", "label_values(raycloak_gpu_memory_total_bytes, node)") | {"includeAll": True, "multi": True},
-    ]
+_SOURCE_CHOICE = {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
+# To every dashboard of raycloak, with the same run and the same time.
+_LINKS = {
+    "title": "raycloak",
+    "type": "dashboards",
+    "tags": ["raycloak"],
+    "asDropdown": False,
+    "includeVars": True,
+    "keepTime": True,
+    "targetBlank": False,
+}
 
 
-def _variable(name: str, query: str) -> dict[str, Any]:
+def _variable(variable: Variable) -> dict[str, Any]:
+    several = {"includeAll": True, "multi": True, "allValue": ".*"} if variable.many else {}
     return {
-        "name": name,
-        "label": name.capitalize(),
+        "name": variable.name,
+        "label": variable.name.capitalize(),
         "type": "query",
         "datasource": _DATASOURCE,
-        "definition": query,
-        "query": {"query": query, "refId": name},
+        "definition": variable.query,
+        "query": {"query": variable.query, "refId": variable.name},
         "refresh": 2,
         "sort": 1,
+    } | several
+
+
+def _annotation(annotation: Annotation) -> dict[str, Any]:
+    return {
+        "name": annotation.name,
+        "datasource": _DATASOURCE,
+        "enable": True,
+        "iconColor": annotation.color,
+        "expr": annotation.expr,
+        "step": "60s",
+        "titleFormat": annotation.name,
+        "useValueForTime": annotation.at_value,
     }
 
 
-def _laid_out() -> list[dict[str, Any]]:
+def _laid_out(rows: tuple[Row, ...]) -> list[dict[str, Any]]:
     panels: list[dict[str, Any]] = []
     y = 0
-    for row in ROWS:
+    for row in rows:
         grid = {"h": 1, "w": GRID_WIDTH, "x": 0, "y": y}
         panels.append(
             {
@@ -120,6 +163,9 @@ def _field_defaults(panel: Panel) -> dict[str, Any]:
             }
             for i, (low, high, text, color) in enumerate(panel.mappings)
         ]
+    if panel.link is not None:
+        title, url = panel.link
+        defaults["links"] = [{"title": title, "url": url}]
     if panel.kind == "timeseries":
         defaults["custom"] = {"lineWidth": 2, "fillOpacity": 0, "showPoints": "never", "spanNulls": False}
         defaults["color"] = {"mode": "palette-classic"}
@@ -132,10 +178,14 @@ def _options(panel: Panel) -> dict[str, Any]:
     if panel.kind == "state-timeline":
         return {"showValue": "auto", "mergeValues": True, "legend": {"displayMode": "list", "placement": "bottom"}}
     options: dict[str, Any] = {"reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False}}
+    if panel.kind == "bargauge":
+        options |= {"displayMode": "gradient", "orientation": "horizontal"}
     if panel.kind == "stat":
         options |= {"textMode": panel.text, "colorMode": "background", "graphMode": "none"}
     return options
 
 
 if __name__ == "__main__":
-    PATH.write_text(render())
+    for board in DASHBOARDS:
+        (FOLDER / board.file).write_text(render(board))
+    RULES_RESOURCE.write_text(rules_resource())

@@ -13,11 +13,14 @@ from raycloak.metrics.collectors import (
     LedgerFigures,
     RunFacts,
     RunMetrics,
+    ServiceCollector,
+    ServiceFigures,
+    WitnessFigures,
     spent_ratio,
 )
 from raycloak.metrics.exporter import Exporter
 from raycloak.metrics.gpu_readings import GpuReading
-from raycloak.metrics.registry import ACCOUNT, BY_NAME, RUN_SERIES
+from raycloak.metrics.registry import ACCOUNT, BUDGET_CODES, BY_NAME, EVIDENCE_CODES, RUN_SERIES, SERVICE_SERIES
 from tests.metrics.samples import sample_names
 
 FACTS = RunFacts(
@@ -99,6 +102,9 @@ def test_every_run_series_is_reachable_through_a_method():
     metrics.loss_measured(0.25)
     metrics.evidence_accepted("worker", "simulated", 5000.0)
     metrics.checkpoint_written()
+    metrics.collateral_taken(9000.0)
+    metrics.attempt_failed()
+    metrics.steps_finished(101)
     read = scrape(metrics)
     run = ("run", FACTS.run)
     assert names(read) == {name for series in RUN_SERIES for name in sample_names(series)}
@@ -118,6 +124,40 @@ def test_every_run_series_is_reachable_through_a_method():
     assert read["raycloak_last_checkpoint_timestamp_seconds", run] == 7
     assert read["raycloak_step_phase_duration_seconds_count", ("phase", "compute"), run] == 1
     assert read["raycloak_step_duration_seconds_sum", run] == 0.4
+    assert read["raycloak_collateral_expiry_timestamp_seconds", run] == 9000
+    assert read["raycloak_step_attempts_failed_total", run] == 1
+    assert read["raycloak_steps_finished", run] == 101
+
+
+def test_every_counter_and_histogram_of_a_run_has_a_zero_line_before_anything_happens():
+    read = scrape(RunMetrics(FACTS))
+    counted = {name for series in RUN_SERIES if series.kind != "gauge" for name in sample_names(series)}
+    assert counted <= names(read)
+    assert not any(value for (name, *_), value in read.items() if name in counted)
+    for code in (*BUDGET_CODES, *EVIDENCE_CODES):
+        series = "raycloak_steps_refused_total" if code in BUDGET_CODES else "raycloak_workers_refused_total"
+        assert (series, ("code", code), ("run", FACTS.run)) in read
+
+
+def states(read):
+    return {dict(key[1:])["state"] for key, value in read.items() if key[0] == "raycloak_run_state" and value}
+
+
+@pytest.mark.parametrize(
+    ("ending", "state"),
+    [("complete", "complete"), ("cap_exceeded", "cap_exceeded"), ("stopped", "stopped"), ("state_lost", "failed")],
+)
+def test_a_run_that_has_ended_says_how(ending, state):
+    metrics = RunMetrics(FACTS)
+    assert states(scrape(metrics)) == {"training"}
+    metrics.ended(ending)
+    assert states(scrape(metrics)) == {state}
+
+
+def test_collateral_that_does_not_say_when_it_ends_has_no_end():
+    metrics = RunMetrics(FACTS)
+    metrics.collateral_taken(0)
+    assert "raycloak_collateral_expiry_timestamp_seconds" not in names(scrape(metrics))
 
 
 def test_privacy_series_are_read_at_every_scrape():
@@ -144,6 +184,12 @@ def test_an_answering_ledger_shows_all_its_series():
         ("raycloak_privacy_budget_spent_ratio", label): 0.25,
         ("raycloak_privacy_steps_charged_total", label): 50,
     }
+
+
+def test_a_witness_shows_whether_it_answers_and_how_far_it_has_come():
+    read = scrape(LedgerCollector(lambda: LedgerFigures((), 51, 3, WitnessFigures(answers=False, entries=49))))
+    assert read["raycloak_ledger_witness_up",] == 0
+    assert read["raycloak_ledger_witness_entries",] == 49
 
 
 def test_an_absent_ledger_shows_no_privacy_series():
@@ -183,7 +229,7 @@ def test_the_spent_ratio_of_an_account_that_admits_nothing():
 
 def test_gpu_readings_become_series_and_what_is_unsupported_is_left_out():
     readings = (
-        GpuReading("n0", 0, 0.5, 10, 80, 300.5, 41.0, 2, 0, "on"),
+        GpuReading("n0", 0, 0.5, 10, 80, 300.5, 41.0, 2, 0, "on", thermal_slowdown=True),
         GpuReading("n1", 0, memory_total_bytes=80),
     )
     read = scrape(GpuReadingCollector(lambda: readings))
@@ -192,6 +238,7 @@ def test_gpu_readings_become_series_and_what_is_unsupported_is_left_out():
     assert read["raycloak_gpu_memory_used_bytes", *n0] == 10
     assert read["raycloak_gpu_power_watts", *n0] == 300.5
     assert read["raycloak_gpu_temperature_celsius", *n0] == 41
+    assert read["raycloak_gpu_thermal_slowdown", *n0] == 1
     assert read["raycloak_gpu_ecc_errors_total", ("gpu", "0"), ("kind", "corrected"), ("node", "n0")] == 2
     states = {dict(k[1:])["state"]: v for k, v in read.items() if k[0] == "raycloak_gpu_confidential_compute_state"}
     assert states == {"off": 0, "on": 1, "ppcie": 0, "devtools": 0, "simulated": 0}
@@ -203,6 +250,29 @@ def test_gpu_readings_become_series_and_what_is_unsupported_is_left_out():
 @pytest.mark.parametrize("read", [tuple, pytest.param(lambda: 1 / 0, id="lost")])
 def test_no_gpu_or_no_sampler_exports_no_gpu_series(read):
     assert scrape(GpuReadingCollector(read)) == {}
+
+
+def test_a_service_shows_its_calls_and_their_waits():
+    waits = (0,) * 5 + (3,) + (0,) * 11 + (1,)
+    figures = ServiceFigures(True, {("Attest", "ok"): 3, ("Log", "rate_limited"): 1}, waits, 301.5, 2, 1000.0, 9000.0)
+    read = scrape(ServiceCollector(lambda: figures))
+    assert names(read) == {name for series in SERVICE_SERIES for name in sample_names(series)}
+    assert read["raycloak_service_up",] == 1
+    assert read["raycloak_service_calls_total", ("code", "ok"), ("method", "Attest")] == 3
+    assert read["raycloak_service_calls_total", ("code", "rate_limited"), ("method", "Log")] == 1
+    assert read["raycloak_service_calls_total", ("code", "ok"), ("method", "Roster")] == 0
+    assert read["raycloak_service_wait_seconds_bucket", ("le", "0.05")] == 3
+    assert read["raycloak_service_wait_seconds_bucket", ("le", "300.0")] == 3
+    assert read["raycloak_service_wait_seconds_count",] == 4
+    assert read["raycloak_service_wait_seconds_sum",] == 301.5
+    assert read["raycloak_service_waiting_calls",] == 2
+    assert read["raycloak_service_oldest_call_timestamp_seconds",] == 1000
+    assert read["raycloak_service_collateral_expiry_timestamp_seconds",] == 9000
+
+
+@pytest.mark.parametrize("read", [lambda: None, pytest.param(lambda: 1 / 0, id="lost")])
+def test_no_service_exports_no_service_series(read):
+    assert scrape(ServiceCollector(read)) == {}
 
 
 def test_all_sources_of_a_run_share_one_page():

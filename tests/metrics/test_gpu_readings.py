@@ -54,6 +54,10 @@ class FakeNvml:
         written(temperature).temperature = 44
         return pynvml.NVML_SUCCESS
 
+    def nvmlDeviceGetCurrentClocksEventReasons(self, device, reasons):
+        written(reasons).value = pynvml.nvmlClocksEventReasonHwThermalSlowdown | 1
+        return pynvml.NVML_SUCCESS
+
     def nvmlDeviceGetTotalEccErrors(self, device, kind, counter, errors):
         assert counter.value == pynvml.NVML_AGGREGATE_ECC
         written(errors).value = {
@@ -74,6 +78,11 @@ class OldNvml(FakeNvml):
 
     nvmlSystemGetConfComputeSettings = property()
     nvmlDeviceGetTemperatureV = property()
+    nvmlDeviceGetCurrentClocksEventReasons = property()
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, device, reasons):
+        written(reasons).value = pynvml.nvmlClocksEventReasonSwPowerCap
+        return pynvml.NVML_SUCCESS
 
     def nvmlSystemGetConfComputeState(self, state):
         s = written(state)
@@ -94,6 +103,7 @@ class BareNvml(FakeNvml):
     nvmlDeviceGetMemoryInfo = nvmlDeviceGetUtilizationRates = nvmlDeviceGetPowerUsage = _unsupported
     nvmlDeviceGetTemperatureV = nvmlDeviceGetTemperature = nvmlDeviceGetTotalEccErrors = _unsupported
     nvmlSystemGetConfComputeSettings = nvmlSystemGetConfComputeState = _unsupported
+    nvmlDeviceGetCurrentClocksEventReasons = _unsupported
 
 
 class LostNvml(FakeNvml):
@@ -116,7 +126,7 @@ def test_every_field_is_read_in_base_units(install):
     sampler = GpuSampler("node-a")
     readings = sampler.sample()
     assert readings == tuple(
-        GpuReading("node-a", index, 0.75, 3 * 2**30, 141 * 2**30, 312.5, 44.0, 5, 1, "on") for index in (0, 1)
+        GpuReading("node-a", index, 0.75, 3 * 2**30, 141 * 2**30, 312.5, 44.0, 5, 1, "on", True) for index in (0, 1)
     )
     assert sampler.unavailable_reason() is None
 
@@ -125,6 +135,7 @@ def test_an_older_driver_is_read_through_the_older_calls(install):
     install(OldNvml(gpus=1))
     (reading,) = GpuSampler("n").sample()
     assert reading.temperature_celsius == 39
+    assert reading.thermal_slowdown is False
     assert reading.confidential_state == "on"
 
 

@@ -1,5 +1,6 @@
 import socket
 import threading
+import time
 import urllib.request
 
 import pytest
@@ -11,9 +12,13 @@ from raycloak.metrics.exporter import Exporter
 from raycloak.metrics.server import MetricsServer, parse_bind
 
 
-def get(url):
-    with urllib.request.urlopen(url, timeout=60) as response:
+def get(url, **headers):
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60) as response:
         return response.read().decode()
+
+
+def scrape(server):
+    return get(server.url, **{"X-Prometheus-Scrape-Timeout-Seconds": "10"})
 
 
 @pytest.fixture
@@ -79,3 +84,39 @@ def test_a_taken_port_is_refused_with_a_way_out():
 def test_ipv6_addresses_are_written_in_brackets():
     assert parse_bind("[::1]:9464") == ("::1", 9464)
     assert parse_bind("0.0.0.0:9464") == ("0.0.0.0", 9464)
+
+
+def awaited(server):
+    """Return the thread that waits for the reader."""
+    thread = threading.Thread(target=server.await_reader)
+    thread.start()
+    return thread
+
+
+def test_guarantee_a_page_waits_for_the_next_scrape_of_a_prometheus_that_reads_it(exporter):
+    with MetricsServer(exporter.registry) as server:
+        scrape(server)
+        thread = awaited(server)
+        get(server.url)  # a person's browser is not waited for, and does not end the wait
+        thread.join(0.1)
+        assert thread.is_alive()
+        scrape(server)
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_guarantee_a_page_that_no_prometheus_reads_waits_for_nobody(exporter):
+    with MetricsServer(exporter.registry) as server:
+        get(server.url)
+        began = time.monotonic()
+        server.await_reader()
+        assert time.monotonic() - began < 5
+
+
+def test_guarantee_a_prometheus_that_is_overdue_is_not_waited_for(exporter):
+    with MetricsServer(exporter.registry) as server:
+        scrape(server)
+        scrape(server)  # a few milliseconds later, which is its interval then
+        began = time.monotonic()
+        server.await_reader()
+        assert time.monotonic() - began < 5

@@ -124,6 +124,26 @@ def test_a_call_whose_time_is_over_is_not_executed(book, calls):
     assert done == []
 
 
+def test_the_figures_say_how_many_calls_wait_and_for_how_long(book, calls):
+    async def ask():
+        book.may_go_on.clear()
+        first = asyncio.ensure_future(calls.run(lambda: None, 120))
+        await asyncio.to_thread(book.entered.wait)
+        second = asyncio.ensure_future(calls.run(lambda: None, 120))
+        await asyncio.sleep(0.02)
+        while_waiting = calls.figures()
+        book.may_go_on.set()
+        await asyncio.gather(first, second)
+        return while_waiting
+
+    waiting, after = asyncio.run(ask()), calls.figures()
+    assert waiting.waiting == 2
+    assert waiting.oldest_s >= 0.02
+    assert sum(waiting.waits) == 0
+    assert (after.waiting, after.oldest_s, sum(after.waits)) == (0, 0.0, 2)
+    assert after.waited_s >= waiting.oldest_s
+
+
 def test_more_calls_than_may_wait_are_refused(book, calls):
     async def ask():
         book.may_go_on.clear()

@@ -68,6 +68,15 @@ def test_a_worker_outside_the_cluster_gets_from_challenge_to_roster_and_log(site
         assert {digest(each.body) for each in presentations} == {m.evidence_digest for m in roster.members}
         assert client.roster()[0] == envelope
         entries, head_line = client.log()
+    shown = site.server.figures()
+    assert shown.works
+    assert {call: shown.calls[call] for call in (("Attest", "ok"), ("ReleaseKeys", "ok"), ("Log", "ok"))} == {
+        ("Attest", "ok"): 2,
+        ("ReleaseKeys", "ok"): 2,
+        ("Log", "ok"): 1,
+    }
+    assert shown.calls["Roster", "no_roster"] == 1
+    assert sum(shown.waits) == sum(shown.calls.values())
     head = parse(SignedHead, head_line).open(site.log_owner)
     lines = [parse(ExportedEntry, line) for line in entries]
     assert (head.length, [line.sequence for line in lines]) == (len(lines), list(range(len(lines))))
@@ -371,6 +380,7 @@ def test_a_service_that_cannot_write_its_record_answers_nothing_any_more(site):
         assert refusal(client.log) == "release_denied"
         eventually(lambda: not client.is_serving())
         assert site.server.failure is not None
+        assert not site.server.figures().works
 
 
 def test_the_text_of_an_unexpected_error_stays_inside(site, monkeypatch):

@@ -266,13 +266,15 @@ def test_calls_of_the_run_and_of_its_observers_never_meet_inside(run):
 def test_every_public_method_takes_its_turn_but_those_that_are_asked_beside_others(run):
     public = {name: each for name, each in vars(EvidenceOrchestrator).items() if not name.startswith("_")}
     written_here = {name for name, each in public.items() if each.__module__ == EvidenceOrchestrator.__module__}
-    assert written_here == {"open_run", "begin", "expel", "finish", "close", "service_address", "view", "present"}
+    aside = {"service_address", "service_figures", "view", "present"}
+    assert written_here == {"open_run", "begin", "expel", "finish", "close"} | aside
     assert all(each.__name__ == name for name, each in public.items()), "each is sent under the name of its function"
     with ThreadPoolExecutor(1) as pool:
         with run.orchestrator._turn:
             asked = pool.submit(run.orchestrator.log_position)
             eventually(lambda: len(run.orchestrator._turn._waiting) == 1)
             run.orchestrator.view()
+            run.orchestrator.service_figures()
         assert asked.result(30).length == 1
     assert run.orchestrator._server._queue._turn is run.orchestrator._turn
 
@@ -319,4 +321,5 @@ def test_a_record_that_cannot_be_written_ends_the_run_instead_of_going_on_from_m
 def test_an_orchestrator_without_an_address_serves_nothing(session, tmp_path):
     silent = Run(session, tmp_path, bind=None)
     assert silent.address is None
+    assert silent.orchestrator.service_figures() is None
     silent.orchestrator.close()

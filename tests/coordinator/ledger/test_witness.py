@@ -16,7 +16,7 @@ from raycloak.attestation.core.keys import IdentityKey
 from raycloak.coordinator.ledger.entries import Head
 from raycloak.coordinator.ledger.heads import head_line
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from raycloak.coordinator.ledger.witness import FolderWitness, Witnessed, is_apart, open_witness
+from raycloak.coordinator.ledger.witness import FolderWitness, Witnessed, WitnessState, is_apart, open_witness
 from raycloak.metrics.errors import BudgetError, ConfigError
 from tests.coordinator.ledger.ledger_cases import CAP, DATA, DELTA, MANIFEST, PARAMETERS, mechanism, receipt_of
 from tests.coordinator.ledger.witness_server import WitnessServer, witness_server
@@ -157,12 +157,17 @@ def test_a_charge_whose_head_cannot_be_kept_is_refused_by_name_and_the_repeat_gi
 ):
     ledger = begin(path, server.url)
     server.answers = [503]
+    assert ledger.view().witness == WitnessState(answers=True, entries=3)
     with pytest.raises(BudgetError, match=r"witness_unavailable: .*503.*stays charged"):
         ledger.charge("run-a", 0, PARAMETERS, MANIFEST)
     assert ledger.status("run-a", 0).charged
+    # What a scrape shows: the witness is silent, one entry behind.
+    assert ledger.view().witness == WitnessState(answers=False, entries=3)
+    assert ledger.view().head.sequence == 4
     receipt = receipt_of(ledger, ledger.charge("run-a", 0, PARAMETERS, MANIFEST))
     assert receipt.sequence == ledger.status("run-a", 0).sequence == 4
     assert newest(ledger, server.url).sequence == 4
+    assert ledger.view().witness == WitnessState(answers=True, entries=4)
     ledger.verify()
     ledger.close()
 

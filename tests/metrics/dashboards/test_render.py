@@ -6,8 +6,8 @@ import subprocess
 import pytest
 import yaml
 
-from raycloak.metrics.dashboards.panels import ROWS, VERDICT
-from raycloak.metrics.dashboards.render import PATH, render
+from raycloak.metrics.dashboards.render import DASHBOARDS, FOLDER, render
+from raycloak.metrics.dashboards.run import VERDICT
 from raycloak.metrics.registry import SERIES
 from tests.metrics.samples import sample_names
 
@@ -15,11 +15,19 @@ PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool (Debian package prometheus) is not installed")
 
 EXPORTED = {name: series for series in SERIES if series.privacy.exportable for name in sample_names(series)}
-RAY_METRICS = {"ray_object_store_memory"}
+# Ray's own, Prometheus' own, and what the rules record.
+OTHERS = {"ray_object_store_memory", "ALERTS", "run:raycloak_budget_burn:ratio1h"}
 TARGET_LABELS = {"instance", "job", "namespace", "pod", "le"}
 WORDS = {"and", "or", "unless", "by", "on", "without", "ignoring", "group_left", "group_right", "bool", "offset"}
-PANELS = [panel for row in ROWS for panel in row.panels]
-EXPRESSIONS = [query.expr for panel in PANELS for query in panel.queries]
+EXPRESSIONS = [
+    expr
+    for board in DASHBOARDS
+    for expr in (
+        *(query.expr for row in board.rows for panel in row.panels for query in panel.queries),
+        *(annotation.expr for annotation in board.annotations),
+    )
+]
+BOARDS = pytest.mark.parametrize("board", DASHBOARDS, ids=lambda board: board.file)
 
 
 def metrics_of(expr):
@@ -44,14 +52,15 @@ def balanced(expr):
 def test_every_metric_a_panel_queries_exists(expr):
     found = metrics_of(expr)
     assert found
-    assert found <= set(EXPORTED) | RAY_METRICS
+    assert found <= set(EXPORTED) | OTHERS
 
 
 @pytest.mark.parametrize("expr", EXPRESSIONS)
 def test_every_label_a_panel_selects_is_a_label_of_that_metric(expr):
     for metric, selector in re.findall(r"(raycloak_\w+)\{([^}]*)\}", expr):
         named = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", selector))
-        assert named <= set(EXPORTED[metric].label_names)
+        # Prometheus adds the address of the page.
+        assert named <= {"instance", *EXPORTED[metric].label_names}
 
 
 @pytest.mark.parametrize("expr", EXPRESSIONS)
@@ -74,49 +83,92 @@ def test_the_checks_see_what_they_look_for():
     assert not balanced("sum(x]")
 
 
-def test_the_file_is_what_the_generator_writes():
-    assert PATH.read_text() == render(), "run: python -m raycloak.metrics.dashboards.render"
+@BOARDS
+def test_the_file_is_what_the_generator_writes(board):
+    assert (FOLDER / board.file).read_text() == render(board), "run: python -m raycloak.metrics.dashboards.render"
 
 
-def test_grafana_can_provision_it():
-    board = json.loads(PATH.read_text())
-    assert board["schemaVersion"] >= 39
-    assert board["id"] is None
-    assert "__inputs" not in board
-    ids = [panel["id"] for panel in board["panels"]]
+def test_every_dashboard_has_a_file_and_every_file_a_dashboard():
+    assert sorted(path.name for path in FOLDER.glob("*.json")) == sorted(board.file for board in DASHBOARDS)
+    assert len({board.uid for board in DASHBOARDS}) == len(DASHBOARDS)
+
+
+@BOARDS
+def test_grafana_can_provision_it(board):
+    shown = json.loads((FOLDER / board.file).read_text())
+    assert shown["schemaVersion"] >= 39
+    assert shown["id"] is None
+    assert "__inputs" not in shown
+    ids = [panel["id"] for panel in shown["panels"]]
     assert len(set(ids)) == len(ids)
-    for panel in board["panels"]:
+    for panel in shown["panels"]:
         assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
         for target in panel.get("targets", []):
             assert target["datasource"]["uid"] == "${datasource}"
-    used = set(re.findall(r"\$(\w+)", " ".join(EXPRESSIONS))) - {"__rate_interval"}
-    assert used == {v["name"] for v in board["templating"]["list"]} - {"datasource"}
+    named = re.findall(r"\$(\w+)", " ".join(target["expr"] for p in shown["panels"] for target in p.get("targets", [])))
+    chosen = {variable["name"] for variable in shown["templating"]["list"]} - {"datasource"}
+    # The account's variable follows from the run's, which its own query names.
+    assert set(named) - {"__rate_interval", "__range"} <= chosen
+    assert chosen - {"run", "account"} <= set(named)
 
 
-def test_no_two_panels_overlap():
+def test_every_link_of_a_panel_leads_to_a_dashboard_and_its_variable():
+    variables = {board.uid: {variable.name for variable in board.variables} for board in DASHBOARDS}
+    links = {panel.link[1] for board in DASHBOARDS for row in board.rows for panel in row.panels if panel.link}
+    assert links
+    for link in links:
+        uid, variable = re.match(r"/d/([\w-]+)\?var-(\w+)=", link).groups()
+        assert variable in variables[uid]
+
+
+@BOARDS
+def test_no_two_panels_overlap(board):
     cells = [
         (x, y)
-        for panel in json.loads(PATH.read_text())["panels"]
+        for panel in json.loads((FOLDER / board.file).read_text())["panels"]
         for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
         for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
     ]
     assert len(set(cells)) == len(cells)
 
 
+@BOARDS
+def test_a_row_of_panels_has_no_gap(board):
+    lines = {}
+    for panel in json.loads((FOLDER / board.file).read_text())["panels"]:
+        lines.setdefault(panel["gridPos"]["y"], []).append(panel["gridPos"]["w"])
+    assert {y: sum(widths) for y, widths in lines.items() if sum(widths) != 24} == {}
+
+
 def test_the_rows_cover_what_an_operator_watches():
-    assert [row.title for row in ROWS] == [
-        "Verdict",
-        "Budget",
-        "Spend against plan",
-        "Steps and phases",
-        "Workers and evidence",
-        "Object store",
-        "GPU",
-    ]
+    assert {board.file: [row.title for row in board.rows] for board in DASHBOARDS} == {
+        "fleet.json": ["Now", "Runs", "Accounts"],
+        "run.json": [
+            "Verdict",
+            "Result",
+            "Budget",
+            "Spend against plan",
+            "Steps and phases",
+            "Workers",
+            "Object store",
+        ],
+        "gpu-and-evidence.json": ["Evidence", "GPU"],
+        "service.json": ["Service"],
+    }
+
+
+CHOSEN = {
+    "$run": "r",
+    "$account": "a",
+    "$node": ".*",
+    "$instance": ".*",
+    "$__rate_interval": "5m",
+    "$__range": "1h",
+}
 
 
 def concrete(expr):
-    for variable, value in {"$run": "r", "$account": "a", "$node": ".*", "$__rate_interval": "5m"}.items():
+    for variable, value in CHOSEN.items():
         expr = expr.replace(variable, value)
     return expr
 
@@ -133,37 +185,69 @@ def test_prometheus_parses_every_expression(tmp_path):
     assert result.returncode == 0, result.stderr
 
 
-@needs_promtool
-@pytest.mark.parametrize(
-    ("up", "spent", "charged", "committed", "verdict"),
-    [
-        pytest.param(1, 0.50, 100, 100, 0, id="ok"),
-        pytest.param(1, 0.00, 0, 0, 0, id="not-started"),
-        pytest.param(1, 0.60, 100, 100, 1, id="ahead-of-plan"),
-        pytest.param(1, 0.03, 3, 3, 0, id="too-early-to-tell"),
-        pytest.param(1, 0.996, 200, 200, 2, id="exhausted"),
-        pytest.param(1, 0.99, 100, 100, 1, id="one-more-step-is-just-affordable"),
-        pytest.param(0, None, None, 100, 4, id="ledger-absent"),
-        pytest.param(None, None, None, None, 4, id="nothing-scraped"),
-    ],
-)
-def test_the_verdict_of_known_states(tmp_path, up, spent, charged, committed, verdict):
-    series = {
-        'raycloak_ledger_up{instance="i"}': up,
-        'raycloak_ledger_up{instance="of another run"}': 1,
-        'raycloak_run_info{instance="i",run="r",account="a"}': None if committed is None else 1,
-        'raycloak_privacy_budget_spent_ratio{instance="i",account="a"}': spent,
-        'raycloak_privacy_steps_charged_total{instance="i",account="a"}': charged,
-        'raycloak_steps_committed_total{instance="i",run="r"}': committed,
-        'raycloak_steps_planned{instance="i",run="r"}': 200,
-    }
+def states(**last):
+    """Return the series of a run that trains, or whose page is gone after the minute in which it said how it ended."""
+    known = ("training", "complete", "cap_exceeded", "stopped", "failed")
+    key = 'raycloak_run_state{{instance="i",run="r",state="{}"}}'
+    if not last:
+        return {key.format(state): f"{int(state == 'training')}x130" for state in known}
+    return {key.format(state): f"{int(state == 'training')}x2 {last.get(state, 0)} stale" for state in known}
+
+
+def verdict_at(tmp_path, minute, series, verdict):
+    """Require the verdict's value at a minute of the series; None for no value at all."""
+    samples = [] if verdict is None else [{"labels": "{}", "value": verdict}]
     case = {
         "interval": "1m",
-        "input_series": [{"series": k, "values": f"{v}x5"} for k, v in series.items() if v is not None],
-        "promql_expr_test": [
-            {"expr": concrete(VERDICT), "eval_time": "2m", "exp_samples": [{"labels": "{}", "value": verdict}]}
-        ],
+        "input_series": [{"series": key, "values": values} for key, values in series.items()],
+        "promql_expr_test": [{"expr": concrete(VERDICT), "eval_time": f"{minute}m", "exp_samples": samples}],
     }
     (tmp_path / "test.yml").write_text(yaml.safe_dump({"rule_files": [], "tests": [case]}))
     result = promtool("test", "rules", str(tmp_path / "test.yml"))
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+@needs_promtool
+@pytest.mark.parametrize(
+    ("up", "spent", "planned", "prepaid", "verdict"),
+    [
+        # Spent share: at first, and more each minute; a step takes a minute.
+        pytest.param(1, "0+0.005x130", 200, 0, 0, id="ok"),
+        pytest.param(1, "0x130", 200, 0, 0, id="nothing-spent"),
+        pytest.param(1, "0+0.007x130", 200, 0, 1, id="ahead-of-plan"),
+        pytest.param(1, "0.3+0.005x130", 200, 0, 1, id="the-account-was-spent-by-others-before"),
+        pytest.param(1, "0.3+0.0035x130", 200, 0, 0, id="the-plan-knew-of-the-others"),
+        pytest.param(1, "0.4+0.005x118 0.995x20", 200, 0, 3, id="exhausted-and-ahead-of-plan"),
+        pytest.param(1, "0.4+0.005x118 0.995x20", 121, 0, 0, id="the-last-step-is-paid"),
+        pytest.param(1, "1x130", 200, 1, 0, id="prepaid"),
+        pytest.param(0, None, 200, 0, 4, id="ledger-absent"),
+    ],
+)
+def test_the_verdict_of_a_run_that_trains(tmp_path, up, spent, planned, prepaid, verdict):
+    series = {
+        **states(),
+        'raycloak_ledger_up{instance="i"}': f"{up}x130",
+        'raycloak_ledger_up{instance="of another run"}': "1x130",
+        'raycloak_run_info{instance="i",run="r",account="a"}': "1x130",
+        'raycloak_run_prepaid{instance="i",run="r"}': f"{prepaid}x130",
+        'raycloak_steps_finished{instance="i",run="r"}': "0+1x130",
+        'raycloak_steps_planned{instance="i",run="r"}': f"{planned}x130",
+    }
+    if spent is not None:
+        series['raycloak_privacy_budget_spent_ratio{instance="i",account="a"}'] = spent
+        series['raycloak_privacy_steps_charged_total{instance="i",account="a"}'] = "1+1x130"
+    verdict_at(tmp_path, 120, series, verdict)
+
+
+@needs_promtool
+@pytest.mark.parametrize(
+    ("last", "verdict"),
+    [("complete", 8), ("cap_exceeded", 9), ("stopped", 10), ("failed", 11), ("training", 12)],
+)
+def test_a_run_whose_page_is_gone_is_shown_as_it_ended(tmp_path, last, verdict):
+    verdict_at(tmp_path, 30, states(**{last: 1}), verdict)
+
+
+@needs_promtool
+def test_a_run_that_nobody_has_seen_has_no_verdict(tmp_path):
+    verdict_at(tmp_path, 30, {'raycloak_ledger_up{instance="of another run"}': "1x130"}, None)

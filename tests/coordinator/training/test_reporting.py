@@ -1,0 +1,37 @@
+"""The run's series and what they are told of: the states of a run, and the codes that have zero lines."""
+
+import pytest
+
+from raycloak.attestation.core.evidence import Refusal
+from raycloak.coordinator.membership.departures import ASKED
+from raycloak.coordinator.record.outcome import Ending
+from raycloak.metrics.errors import RunFailedError
+from raycloak.metrics.registry import EVIDENCE_CODES, FAILED, LEAVE_CAUSES, RUN_STATES, TRAINING
+from tests.protocol import on, trained, whole_run
+
+
+def test_the_states_of_a_run_are_the_endings_of_its_verdict():
+    assert set(RUN_STATES) - {TRAINING, FAILED} == {ending.value for ending in Ending}
+
+
+def test_every_refusal_of_evidence_and_every_reason_to_leave_has_a_zero_line():
+    assert set(EVIDENCE_CODES) == set(Refusal)
+    assert set(LEAVE_CAUSES) == set(ASKED)
+
+
+def test_a_finished_run_says_so_and_how_far_it_came(tmp_path):
+    run = trained(tmp_path, disturb=on("step", "worker-1", "dies", 1))
+    assert run.metric("raycloak_run_state", state="complete") == 1
+    assert run.metric("raycloak_run_state", state="training") == 0
+    assert run.metric("raycloak_steps_finished") == run.finished.steps == 3
+    assert run.metric("raycloak_step_attempts_failed_total") == 1
+    assert run.metric("raycloak_step_attempts_total") == 4
+    assert run.metric("raycloak_worker_failures_total", cause="died") == 1
+    assert run.metric("raycloak_collateral_expiry_timestamp_seconds") > 0
+
+
+def test_a_failed_run_says_so(tmp_path):
+    run = whole_run(tmp_path, disturb=lambda call: "dies" if call.method == "step" else None)
+    with pytest.raises(RunFailedError):
+        run.train()
+    assert run.metric("raycloak_run_state", state="failed") == 1

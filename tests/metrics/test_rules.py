@@ -1,0 +1,359 @@
+"""The alerts, each in states in which it fires and in states in which it must not, judged by promtool."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from raycloak.metrics.dashboards.render import RULES, RULES_RESOURCE, rules_resource
+from raycloak.metrics.registry import SERIES
+from tests.metrics.samples import sample_names
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMTOOL = shutil.which("promtool")
+needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool (Debian package prometheus) is not installed")
+GROUPS = yaml.safe_load(RULES.read_text())["groups"]
+ALERTS = {rule["alert"]: rule for group in GROUPS for rule in group["rules"] if "alert" in rule}
+RECORDED = {rule["record"]: rule for group in GROUPS for rule in group["rules"] if "record" in rule}
+EXPORTED = {name: series for series in SERIES if series.privacy.exportable for name in sample_names(series)}
+
+R = 'run="r",instance="i"'
+HOUR = 60  # minutes, one sample each
+
+
+def steps(minutes, every=1, planned=200, spent=1.0, before=0.0, state="training"):
+    """Return the series of a run that finishes a step ``every`` so many minutes, and would spend ``spent`` of its
+    account by its planned end, which other runs had spent ``before`` of."""
+    done = [min(minute // every, planned) for minute in range(minutes + 1)]
+    return {
+        f'raycloak_run_info{{{R},account="a",evidence_class="amd_sev_snp+nvidia_gpu"}}': [1] * len(done),
+        f'raycloak_run_state{{{R},state="training"}}': [int(state == "training")] * len(done),
+        f'raycloak_run_state{{{R},state="complete"}}': [int(state == "complete")] * len(done),
+        f"raycloak_run_start_timestamp_seconds{{{R}}}": [0] * len(done),
+        f"raycloak_last_commit_timestamp_seconds{{{R}}}": [minute // every * every * 60 for minute in range(len(done))],
+        f"raycloak_step_duration_seconds_sum{{{R}}}": [each * every * 60 for each in done],
+        f"raycloak_step_duration_seconds_count{{{R}}}": done,
+        f"raycloak_steps_planned{{{R}}}": [planned] * len(done),
+        f"raycloak_steps_finished{{{R}}}": done,
+        'raycloak_ledger_up{instance="i"}': [1] * len(done),
+        # One step is charged before it is finished.
+        'raycloak_privacy_budget_spent_ratio{instance="i",account="a"}': [
+            min(before + spent * min(each + 1, planned) / planned, 1) for each in done
+        ],
+    }
+
+
+def burst(minutes, until):
+    """Return a run whose account somebody else spent from, too, ``until`` a minute."""
+    series = steps(minutes, planned=600, spent=0.4)
+    key = 'raycloak_privacy_budget_spent_ratio{instance="i",account="a"}'
+    series[key] = [each + 0.01 * min(minute, until) for minute, each in enumerate(series[key])]
+    return series
+
+
+def constant(minutes, **values):
+    """Return series that have one value; a name may carry its labels after two underscores, as ``kind__labels``."""
+    return {name: [value] * (minutes + 1) for name, value in values.items()}
+
+
+def workers(admitted, required, planned):
+    return constant(
+        10,
+        **{
+            f"raycloak_workers_admitted{{{R}}}": admitted,
+            f"raycloak_workers_required{{{R}}}": required,
+            f"raycloak_workers_planned{{{R}}}": planned,
+        },
+    )
+
+
+def gpu(minutes, state, evidence):
+    return constant(
+        minutes,
+        **{
+            f'raycloak_run_info{{{R},account="a",evidence_class="{evidence}"}}': 1,
+            **{
+                f'raycloak_gpu_confidential_compute_state{{instance="i",node="n",state="{each}"}}': int(each == state)
+                for each in ("off", "on", "ppcie", "devtools", "simulated")
+            },
+        },
+    )
+
+
+def waits(minutes, slow):
+    """Return a minute's 100 calls of a service, of which ``slow`` wait for more than 5 s."""
+    return {
+        f'raycloak_service_wait_seconds_bucket{{instance="i",le="{le}"}}': [n * minute for minute in range(minutes + 1)]
+        for le, n in (("0.1", 100 - slow), ("5.0", 100 - slow), ("10.0", 100), ("+Inf", 100))
+    }
+
+
+CASES = {
+    # (series, minute of the look, alerts that fire there)
+    "a plan that uses its whole cap": (steps(190), 190, ()),
+    "a plan at its very end": (steps(199), 198, ()),
+    "another run spends as much": (
+        steps(60, spent=2.0),
+        60,
+        ("BudgetBurnsFast", "BudgetBurnsSlowly", "BudgetExhaustedSoon"),
+    ),
+    "the account was half spent before": (steps(60, spent=0.5, before=0.5), 60, ()),
+    "the account was half spent, the plan is for all of it": (
+        steps(60, before=0.5),
+        60,
+        ("BudgetBurnsFast", "BudgetBurnsSlowly", "BudgetExhaustedSoon"),
+    ),
+    "a burst that goes on": (burst(40, 40), 40, ("BudgetBurnsFast", "BudgetBurnsSlowly", "BudgetExhaustedSoon")),
+    # The day still remembers it; nobody is called.
+    "a burst that stopped": (burst(60, 30), 60, ("BudgetBurnsSlowly",)),
+    "a prepaid run": (steps(60, spent=0, before=1.0), 60, ()),
+    "slow steps on their plan": (steps(8 * HOUR, every=20, planned=200), 8 * HOUR, ()),
+    "slow steps that cost half as much again": (steps(8 * HOUR, every=20, spent=1.5), 8 * HOUR, ("BudgetBurnsSlowly",)),
+    "a tenth too fast is within the rounding": (steps(8 * HOUR, every=20, spent=1.05), 8 * HOUR, ()),
+    "an account that is spent with the plan": (steps(3 * HOUR), 3 * HOUR, ()),
+    "the ledger answers": (constant(5, raycloak_ledger_up=1), 5, ()),
+    "the ledger is away": (constant(5, raycloak_ledger_up=0), 5, ("LedgerDown",)),
+    "the ledger was away for a scrape": ({"raycloak_ledger_up": [1, 1, 0, 1, 1]}, 4, ()),
+    "the witness keeps heads": (constant(5, raycloak_ledger_witness_up=1), 5, ()),
+    "the witness was silent, and the page is gone": (
+        {"raycloak_ledger_witness_up": [1, 1, 0, "stale", "_", "_"]},
+        5,
+        ("WitnessSilent",),
+    ),
+    "a run fails and is gone": (
+        {f'raycloak_run_state{{{R},state="failed"}}': [0, 0, 1, "stale", "_"]},
+        4,
+        ("RunFailed",),
+    ),
+    "a run was stopped": ({f'raycloak_run_state{{{R},state="failed"}}': [0, 0, 0, "stale", "_"]}, 4, ()),
+    "a run is killed": (
+        {
+            f'raycloak_run_state{{{R},state="training"}}': [1, 1, "stale", *"_" * 20],
+            f'raycloak_run_state{{{R},state="complete"}}': [0, 0, "stale", *"_" * 20],
+            f"raycloak_run_info{{{R}}}": [1, 1, "stale", *"_" * 20],
+        },
+        15,
+        ("RunVanished",),
+    ),
+    "a run is complete, and its page gone": (
+        {
+            f'raycloak_run_state{{{R},state="training"}}': [1, 0, "stale", *"_" * 20],
+            f'raycloak_run_state{{{R},state="complete"}}': [0, 1, "stale", *"_" * 20],
+            f"raycloak_run_info{{{R}}}": [1, 1, "stale", *"_" * 20],
+        },
+        15,
+        (),
+    ),
+    "a killed run is resumed elsewhere": (
+        {
+            'raycloak_run_state{run="r",instance="i",state="training"}': [1, 1, "stale", *"_" * 20],
+            'raycloak_run_state{run="r",instance="j",state="training"}': ["_", "_", "_", *[1] * 20],
+            'raycloak_run_info{run="r",instance="j"}': ["_", "_", "_", *[1] * 20],
+        },
+        15,
+        (),
+    ),
+    "no first step within ten minutes": (
+        constant(20, **{f"raycloak_run_start_timestamp_seconds{{{R}}}": 0}),
+        15,
+        ("StepsStalled",),
+    ),
+    "a step of five minutes takes half an hour": (steps(HOUR, every=30, planned=8, spent=0), 29, ("StepsStalled",)),
+    "a step of twenty minutes takes half an hour": (
+        {
+            f"raycloak_last_commit_timestamp_seconds{{{R}}}": [0] * 40,
+            f"raycloak_step_duration_seconds_sum{{{R}}}": [12_000] * 40,
+            f"raycloak_step_duration_seconds_count{{{R}}}": [10] * 40,
+        },
+        30,
+        (),
+    ),
+    "a step of a second takes half an hour": (
+        {
+            f"raycloak_last_commit_timestamp_seconds{{{R}}}": [0] * 40,
+            f"raycloak_step_duration_seconds_sum{{{R}}}": [10] * 40,
+            f"raycloak_step_duration_seconds_count{{{R}}}": [10] * 40,
+        },
+        30,
+        ("StepsStalled",),
+    ),
+    "every third attempt fails": (
+        {
+            f"raycloak_step_attempts_failed_total{{{R}}}": range(30),
+            f"raycloak_step_attempts_total{{{R}}}": range(0, 90, 3),
+        },
+        20,
+        ("AttemptsFailing",),
+    ),
+    "two attempts fail": (
+        {
+            f"raycloak_step_attempts_failed_total{{{R}}}": [0] * 10 + [2] * 20,
+            f"raycloak_step_attempts_total{{{R}}}": range(30),
+        },
+        12,
+        (),
+    ),
+    "one in ten attempts fails": (
+        {
+            f"raycloak_step_attempts_failed_total{{{R}}}": range(30),
+            f"raycloak_step_attempts_total{{{R}}}": range(0, 300, 10),
+        },
+        20,
+        (),
+    ),
+    "members were lost down to the minimum": (workers(2, 2, 4), 5, ("MembersNearMinimum",)),
+    "one member may still be lost": (workers(3, 2, 4), 5, ()),
+    "a run that needs all its members": (workers(4, 4, 4), 5, ()),
+    "evidence is not renewed": (
+        constant(20, **{f'raycloak_evidence_expiry_timestamp_seconds{{{R},role="worker"}}': 1500}),
+        18,
+        ("EvidenceExpiring",),
+    ),
+    "evidence is renewed in time": (
+        {f'raycloak_evidence_expiry_timestamp_seconds{{{R},role="worker"}}': [60 * m + 1200 for m in range(21)]},
+        18,
+        (),
+    ),
+    "a run's collateral ends tomorrow": (
+        constant(20, **{f"raycloak_collateral_expiry_timestamp_seconds{{{R}}}": 80_000}),
+        15,
+        ("CollateralAgeing",),
+    ),
+    "a service's collateral ends tomorrow": (
+        constant(20, **{'raycloak_service_collateral_expiry_timestamp_seconds{instance="i"}': 80_000}),
+        15,
+        ("CollateralAgeing",),
+    ),
+    "collateral ends next month": (
+        constant(20, **{f"raycloak_collateral_expiry_timestamp_seconds{{{R}}}": 30 * 86_400}),
+        15,
+        (),
+    ),
+    "the orchestrator hangs": (
+        constant(10, **{'raycloak_service_oldest_call_timestamp_seconds{instance="i"}': 60}),
+        5,
+        ("ServiceQueueSlow",),
+    ),
+    "no call waits": (
+        {'raycloak_service_oldest_call_timestamp_seconds{instance="i"}': [60 * minute for minute in range(11)]},
+        5,
+        (),
+    ),
+    "one call in twenty waits for long": (waits(10, 5), 8, ("ServiceQueueSlow",)),
+    "calls are answered at once": (waits(10, 0), 8, ()),
+    "the service cannot write": (constant(3, raycloak_service_up=0), 2, ("ServiceDown",)),
+    "the service works": (constant(3, raycloak_service_up=1), 2, ()),
+    "a GPU loses memory": (
+        {'raycloak_gpu_ecc_errors_total{node="n",gpu="0",kind="uncorrected"}': [7] * 10 + [8] * 20},
+        20,
+        ("GpuMemoryErrors",),
+    ),
+    "a GPU lost memory long ago, and corrects some": (
+        {
+            'raycloak_gpu_ecc_errors_total{node="n",gpu="0",kind="uncorrected"}': [7] * 30,
+            'raycloak_gpu_ecc_errors_total{node="n",gpu="0",kind="corrected"}': range(30),
+        },
+        20,
+        (),
+    ),
+    "confidential compute is off": (gpu(3, "off", "amd_sev_snp+nvidia_gpu"), 2, ("GpuUnprotected",)),
+    "devtools protect nothing": (gpu(3, "devtools", "intel_tdx"), 2, ("GpuUnprotected",)),
+    "confidential compute is on": (gpu(3, "on", "intel_tdx"), 2, ()),
+    "protected PCIe is on": (gpu(3, "ppcie", "intel_tdx"), 2, ()),
+    "nobody claims hardware": (gpu(3, "off", "simulated"), 2, ()),
+    "a GPU is too hot": (
+        constant(10, **{'raycloak_gpu_thermal_slowdown{node="n",gpu="0"}': 1}),
+        8,
+        ("GpuThermalSlowdown",),
+    ),
+    "a GPU was too hot for a minute": ({'raycloak_gpu_thermal_slowdown{node="n",gpu="0"}': [0, 0, 1, 0, 0, 0]}, 5, ()),
+    "objects are spilled": (
+        constant(3, **{'ray_object_store_memory{instance="i",Location="SPILLED"}': 4096}),
+        2,
+        ("ObjectsSpilled",),
+    ),
+    "objects are in memory": (
+        constant(
+            3,
+            **{
+                'ray_object_store_memory{instance="i",Location="MMAP_SHM"}': 4096,
+                'ray_object_store_memory{instance="i",Location="SPILLED"}': 0,
+            },
+        ),
+        2,
+        (),
+    ),
+}
+
+
+def promtool(*arguments):
+    return subprocess.run([PROMTOOL, *arguments], capture_output=True, text=True, check=False)
+
+
+def test_the_operator_gets_the_same_rules():
+    assert RULES_RESOURCE.read_text() == rules_resource(), "run: python -m raycloak.metrics.dashboards.render"
+    resource = yaml.safe_load(RULES_RESOURCE.read_text())
+    assert (resource["apiVersion"], resource["kind"]) == ("monitoring.coreos.com/v1", "PrometheusRule")
+    assert resource["spec"] == yaml.safe_load(RULES.read_text())
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_every_alert_has_a_severity_and_a_runbook_of_five_lines(name):
+    alert = ALERTS[name]
+    assert alert["labels"]["severity"] in ("critical", "warning")
+    page, anchor = alert["annotations"]["runbook"].split("#")
+    assert anchor == name.lower()
+    (runbook,) = re.findall(rf"^### {name}\n\n(.*?)(?=^#|\Z)", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    assert [line.partition("**")[2].partition("**")[0] for line in runbook.split("\n* ")] == [
+        "Means",
+        "Look at",
+        "Do",
+    ]
+    assert len(runbook.strip().splitlines()) <= 8
+
+
+@pytest.mark.parametrize("name", [*ALERTS, *RECORDED])
+def test_every_series_of_a_rule_is_exported_or_recorded_by_another(name):
+    expr = (ALERTS | RECORDED)[name]["expr"]
+    named = set(re.findall(r"[a-z]+:raycloak_\w+:\w+|(?<![\w:])raycloak_\w+|ray_\w+", expr))
+    assert named
+    assert named <= set(EXPORTED) | set(RECORDED) | {"ray_object_store_memory"}
+    for metric, selector in re.findall(r"(raycloak_\w+)\{([^}]*)\}", expr):
+        assert set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", selector)) <= set(EXPORTED[metric].label_names)
+
+
+def test_every_alert_has_a_case_in_which_it_fires():
+    assert {f"Raycloak{alert}" for *_, fires in CASES.values() for alert in fires} == set(ALERTS)
+
+
+@needs_promtool
+def test_prometheus_accepts_the_rules():
+    result = promtool("check", "rules", str(RULES))
+    assert result.returncode == 0, result.stderr
+
+
+@needs_promtool
+def test_each_alert_fires_in_its_case_and_no_other_does(tmp_path):
+    tests = [
+        {
+            "interval": "1m",
+            "name": name,
+            "input_series": [
+                {"series": key, "values": " ".join(str(value) for value in values)} for key, values in series.items()
+            ],
+            "promql_expr_test": [
+                {
+                    "expr": 'count by (alertname) (ALERTS{alertstate="firing"}) > bool 0',
+                    "eval_time": f"{minute}m",
+                    "exp_samples": [{"labels": f'{{alertname="Raycloak{each}"}}', "value": 1} for each in fires],
+                }
+            ],
+        }
+        for name, (series, minute, fires) in CASES.items()
+    ]
+    (tmp_path / "cases.yml").write_text(yaml.safe_dump({"rule_files": [str(RULES)], "tests": tests}))
+    result = promtool("test", "rules", str(tmp_path / "cases.yml"))
+    assert result.returncode == 0, result.stdout + result.stderr
