@@ -214,7 +214,14 @@ def _page(server: EvidenceServer, session: RunSession, config: ServiceConfig) ->
         server.stop()
         session.run.close()
         raise
-    server.at_stop(page.close)
+
+    def close() -> None:
+        # Of a failure, Prometheus sees nothing but the last page.
+        if server.failure is not None:
+            page.await_reader()
+        page.close()
+
+    server.at_stop(close)
     return page
 
 

@@ -145,6 +145,12 @@ def test_metrics_are_served_during_the_run(observed):
     assert 'raycloak_workers_admitted{run="' in pages[-1]
     assert re.search(rf"^raycloak_steps_committed_total\{{.*\}} {STEPS}\.0$", pages[-1], re.MULTILINE)
     assert not any(line.startswith("raycloak_gpu") for line in pages[-1].splitlines())
+    assert re.search(r'^raycloak_run_state\{.*state="training"\} 1\.0$', pages[-1], re.MULTILINE)
+    assert re.search(rf"^raycloak_steps_finished\{{.*\}} {STEPS}\.0$", pages[-1], re.MULTILINE)
+    assert "raycloak_collateral_expiry_timestamp_seconds{" in pages[-1]
+    # The orchestrator's process counts the calls of the run's service.
+    assert "raycloak_service_up 1.0" in pages[-1]
+    assert re.search(r'^raycloak_service_calls_total\{code="ok",method="Attest"\} [1-9]', pages[-1], re.MULTILINE)
 
 
 def test_a_sampler_where_there_is_no_nvml_says_so_and_ends(ray_cluster):

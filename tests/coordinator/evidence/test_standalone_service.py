@@ -3,9 +3,11 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +106,41 @@ def test_a_member_gets_the_keys_of_the_evaluation_slices_it_hosts(folder):
         opened.batch(np.array([1]))
     with pytest.raises(EvidenceError, match="key_package_mismatch"):
         open_slice_keys(release.evaluation, KeyKind.DATASET, terms, hpke)
+
+
+def page_of(facts):
+    with urllib.request.urlopen(facts.metrics, timeout=60) as answer:
+        return answer.read().decode()
+
+
+def test_a_service_has_a_metrics_page_until_it_stops(folder):
+    server, session, facts = started(folder)
+    contract = parse(ServiceContract, facts.contract.read_bytes().strip())
+    client, _ = member(contract, facts.address)
+    with client:
+        client.challenge()
+    page = page_of(facts)
+    server._queue.failure = OSError("disk full")
+    broken = page_of(facts)
+    server.stop()
+    session.run.close()
+    assert "raycloak_service_up 1.0" in page
+    assert 'raycloak_service_calls_total{code="ok",method="Challenge"} 1.0' in page
+    assert "raycloak_service_collateral_expiry_timestamp_seconds" in page
+    assert "raycloak_service_up 0.0" in broken
+    with pytest.raises(OSError, match="refused"):
+        page_of(facts)
+
+
+def test_a_service_whose_metrics_address_is_taken_serves_nothing(folder):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match="metrics_bind"):
+            started(folder, metrics={"bind": f"127.0.0.1:{taken.getsockname()[1]}"})
+    server, session, _ = started(folder)  # its files were closed
+    server.stop()
+    session.run.close()
 
 
 @pytest.mark.parametrize("account", ["by-hand", "others"])

@@ -14,6 +14,7 @@ from raycloak.coordinator.record.folder import RunFolder
 from raycloak.coordinator.runs import execution
 from raycloak.coordinator.runs.execution import Execution
 from raycloak.coordinator.training.assignment import NewRun, Order
+from raycloak.metrics.errors import RunFailedError
 from raycloak.workers.inputs.fingerprint import dataset_fingerprint
 from raycloak.workers.inputs.models import ModelSource
 from tests.coordinator.config.test_run import GOOD
@@ -50,6 +51,24 @@ def test_guarantee_an_execution_names_the_account_of_its_data(
         run._conduct(stack, launched, None, folder, NewRun())  # type: ignore[arg-type]
     assert handed.value.order.data == data_place(config.dataset, tmp_path)
     assert (handed.value.order.data == "") == public
+
+
+@pytest.mark.parametrize(
+    ("charges", "kind", "calls"),
+    [
+        pytest.param(True, None, ["await_reader", "close"], id="ended"),
+        pytest.param(True, RunFailedError, ["await_reader", "close"], id="failed"),
+        pytest.param(True, KeyboardInterrupt, ["close"], id="interrupted"),
+        pytest.param(False, None, ["close"], id="replayed"),
+    ],
+)
+def test_a_page_waits_for_its_reader_when_a_run_ends_and_not_at_an_interrupt(
+    charges: bool, kind: type[BaseException] | None, calls: list[str]
+):
+    made: list[str] = []
+    server: Any = SimpleNamespace(await_reader=lambda: made.append("await_reader"), close=lambda: made.append("close"))
+    execution._close_page(server, charges, kind, None, None)
+    assert made == calls
 
 
 def test_data_in_memory_is_known_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
