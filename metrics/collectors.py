@@ -124,14 +124,14 @@ class RunFacts:
     steps_planned: int
     virtual_workers: int
     workers_required: int
+    workers_planned: int
+    prepaid: bool
     parameters: int
     noise_multiplier: float | None
     exact: bool
     version: str
     ray_version: str
     torch_version: str
-    workers_planned: int = 0
-    prepaid: bool = False
 
 
 def spent_ratio(spent: Sequence[float], caps: Sequence[float]) -> float:

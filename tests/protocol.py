@@ -749,6 +749,8 @@ def _metrics(run: WholeRun, manifest: Manifest, evidence_class: str) -> RunMetri
         steps_planned=mechanism.steps,
         virtual_workers=run.config.virtual_workers,
         workers_required=run.config.fewest_workers,
+        workers_planned=run.config.num_workers,
+        prepaid=run.config.ledger.prepaid,
         parameters=mechanism.dimension,
         noise_multiplier=mechanism.noise_multiplier if mechanism.private else None,
         exact=manifest.computation.exact,

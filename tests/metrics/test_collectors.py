@@ -30,6 +30,8 @@ FACTS = RunFacts(
     steps_planned=200,
     virtual_workers=8,
     workers_required=2,
+    workers_planned=3,
+    prepaid=False,
     parameters=1210,
     noise_multiplier=1.25,
     exact=True,
@@ -62,6 +64,8 @@ def test_a_run_exports_its_facts_before_the_first_step():
     assert read["raycloak_run_info", ("account", "digits"), ("evidence_class", "simulated"), run] == 1
     assert claims(read) == {"privacy": "private", "exactness": "exact", "run": FACTS.run}
     assert read["raycloak_steps_planned", run] == 200
+    assert read["raycloak_workers_planned", run] == 3
+    assert read["raycloak_run_prepaid", run] == 0
     assert read["raycloak_run_start_timestamp_seconds", run] == 1000
     assert read["raycloak_noise_multiplier_ratio", run] == 1.25
     assert read["raycloak_steps_committed_total", run] == 0

@@ -110,9 +110,9 @@ CASES = {
     # The day still remembers it; nobody is called.
     "a burst that stopped": (burst(60, 30), 60, ("BudgetBurnsSlowly",)),
     "a prepaid run": (steps(60, spent=0, before=1.0), 60, ()),
-    "slow steps on their plan": (steps(8 * HOUR, every=20, planned=200), 8 * HOUR, ()),
-    "slow steps that cost half as much again": (steps(8 * HOUR, every=20, spent=1.5), 8 * HOUR, ("BudgetBurnsSlowly",)),
-    "a tenth too fast is within the rounding": (steps(8 * HOUR, every=20, spent=1.05), 8 * HOUR, ()),
+    "slow steps on their plan": (steps(4 * HOUR, every=20, planned=200), 4 * HOUR, ()),
+    "slow steps that cost half as much again": (steps(4 * HOUR, every=20, spent=1.5), 4 * HOUR, ("BudgetBurnsSlowly",)),
+    "a tenth too fast is within the rounding": (steps(4 * HOUR, every=20, spent=1.05), 4 * HOUR, ()),
     "an account that is spent with the plan": (steps(3 * HOUR), 3 * HOUR, ()),
     "the ledger answers": (constant(5, raycloak_ledger_up=1), 5, ()),
     "the ledger is away": (constant(5, raycloak_ledger_up=0), 5, ("LedgerDown",)),
