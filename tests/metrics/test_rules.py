@@ -100,6 +100,7 @@ CASES = {
         60,
         ("BudgetBurnsFast", "BudgetBurnsSlowly", "BudgetExhaustedSoon"),
     ),
+    "another run has spent for a few minutes": (steps(20, spent=2.0), 8, ("BudgetBurnsFast",)),
     "the account was half spent before": (steps(60, spent=0.5, before=0.5), 60, ()),
     "the account was half spent, the plan is for all of it": (
         steps(60, before=0.5),
@@ -116,7 +117,7 @@ CASES = {
     "an account that is spent with the plan": (steps(3 * HOUR), 3 * HOUR, ()),
     "the ledger answers": (constant(5, raycloak_ledger_up=1), 5, ()),
     "the ledger is away": (constant(5, raycloak_ledger_up=0), 5, ("LedgerDown",)),
-    "the ledger was away for a scrape": ({"raycloak_ledger_up": [1, 1, 0, 1, 1]}, 4, ()),
+    "the ledger is away for a scrape": ({"raycloak_ledger_up": [1, 1, 0, 1, 1]}, 2, ()),
     "the witness keeps heads": (constant(5, raycloak_ledger_witness_up=1), 5, ()),
     "the witness was silent, and the page is gone": (
         {"raycloak_ledger_witness_up": [1, 1, 0, "stale", "_", "_"]},
@@ -137,6 +138,14 @@ CASES = {
         },
         15,
         ("RunVanished",),
+    ),
+    "a run cannot be read for three minutes": (
+        {
+            f'raycloak_run_state{{{R},state="training"}}': [1, 1, "stale", *"_" * 20],
+            f"raycloak_run_info{{{R}}}": [1, 1, "stale", *"_" * 20],
+        },
+        5,
+        (),
     ),
     "a run is complete, and its page gone": (
         {
@@ -161,6 +170,7 @@ CASES = {
         15,
         ("StepsStalled",),
     ),
+    "the first step begins late": (constant(20, **{f"raycloak_run_start_timestamp_seconds{{{R}}}": 0}), 11, ()),
     "a step of five minutes takes half an hour": (steps(HOUR, every=30, planned=8, spent=0), 29, ("StepsStalled",)),
     "a step of twenty minutes takes half an hour": (
         {
@@ -182,10 +192,10 @@ CASES = {
     ),
     "every third attempt fails": (
         {
-            f"raycloak_step_attempts_failed_total{{{R}}}": range(30),
-            f"raycloak_step_attempts_total{{{R}}}": range(0, 90, 3),
+            f"raycloak_step_attempts_failed_total{{{R}}}": [0] * 10 + [1, 2, 3, 4] + [4] * 20,
+            f"raycloak_step_attempts_total{{{R}}}": range(34),
         },
-        20,
+        14,
         ("AttemptsFailing",),
     ),
     "two attempts fail": (
@@ -205,12 +215,22 @@ CASES = {
         (),
     ),
     "members were lost down to the minimum": (workers(2, 2, 4), 5, ("MembersNearMinimum",)),
+    "a member was lost just now": (
+        workers(4, 2, 4) | {f"raycloak_workers_admitted{{{R}}}": [4, 4, 2]},
+        2,
+        (),
+    ),
     "one member may still be lost": (workers(3, 2, 4), 5, ()),
     "a run that needs all its members": (workers(4, 4, 4), 5, ()),
     "evidence is not renewed": (
         constant(20, **{f'raycloak_evidence_expiry_timestamp_seconds{{{R},role="worker"}}': 1500}),
         18,
         ("EvidenceExpiring",),
+    ),
+    "evidence is about to be renewed": (
+        constant(20, **{f'raycloak_evidence_expiry_timestamp_seconds{{{R},role="worker"}}': 1500}),
+        16,
+        (),
     ),
     "evidence is renewed in time": (
         {f'raycloak_evidence_expiry_timestamp_seconds{{{R},role="worker"}}': [60 * m + 1200 for m in range(21)]},
@@ -227,6 +247,16 @@ CASES = {
         15,
         ("CollateralAgeing",),
     ),
+    "collateral is about to be fetched": (
+        constant(20, **{f"raycloak_collateral_expiry_timestamp_seconds{{{R}}}": 80_000}),
+        5,
+        (),
+    ),
+    "collateral ends in two days": (
+        constant(20, **{f"raycloak_collateral_expiry_timestamp_seconds{{{R}}}": 2 * 86_400}),
+        15,
+        (),
+    ),
     "collateral ends next month": (
         constant(20, **{f"raycloak_collateral_expiry_timestamp_seconds{{{R}}}": 30 * 86_400}),
         15,
@@ -236,6 +266,11 @@ CASES = {
         constant(10, **{'raycloak_service_oldest_call_timestamp_seconds{instance="i"}': 60}),
         5,
         ("ServiceQueueSlow",),
+    ),
+    "a call waits for the disk": (
+        {'raycloak_service_oldest_call_timestamp_seconds{instance="i"}': [0, 60, 60, 180]},
+        2,
+        (),
     ),
     "no call waits": (
         {'raycloak_service_oldest_call_timestamp_seconds{instance="i"}': [60 * minute for minute in range(11)]},
@@ -250,6 +285,11 @@ CASES = {
         ("ServiceDown",),
     ),
     "the service is gone": ({'raycloak_service_up{instance="i"}': [1, 1, "stale", "_", "_", "_"]}, 5, ("ServiceDown",)),
+    "the service is missed by a scrape": (
+        {'raycloak_service_up{instance="i"}': [1, 1, "stale", 1, 1]},
+        2,
+        (),
+    ),
     "the service of a run ends with it": (
         {
             'raycloak_service_up{instance="i"}': [1, 1, "stale", "_", "_", "_"],
@@ -282,7 +322,7 @@ CASES = {
         8,
         ("GpuThermalSlowdown",),
     ),
-    "a GPU was too hot for a minute": ({'raycloak_gpu_thermal_slowdown{node="n",gpu="0"}': [0, 0, 1, 0, 0, 0]}, 5, ()),
+    "a GPU is too hot for a minute": ({'raycloak_gpu_thermal_slowdown{node="n",gpu="0"}': [0, 0, 1, 0, 0, 0]}, 2, ()),
     "objects are spilled": (
         constant(3, **{'ray_object_store_memory{instance="i",Location="SPILLED"}': 4096}),
         2,
