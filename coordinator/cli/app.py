@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from typer.exceptions import Abort, TyperException
@@ -32,6 +32,9 @@ from raycloak.coordinator.console.streams import open_missing_streams
 from raycloak.coordinator.quick_imports import quickly
 from raycloak.metrics.errors import ConfigError, RaycloakError
 from raycloak.version import VERSION
+
+if TYPE_CHECKING:
+    from raycloak.coordinator.record.folder import RunFolder
 
 app = typer.Typer(
     name="raycloak",
@@ -70,6 +73,9 @@ ProgressEvery = Annotated[
     float, typer.Option(metavar="SECONDS", help="Time between two lines of progress in a log.", min=0.1)
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume the newest unfinished run of CONFIG's name.")]
+Once = Annotated[
+    bool, typer.Option("--once", help="Have one run of CONFIG's name: start it, resume it, or say that it is done.")
+]
 
 
 @app.command()
@@ -78,16 +84,21 @@ def run(
     overrides: Overrides = None,
     run_secret: RunSecret = None,
     resume: Resume = False,
+    once: Once = False,
     progress: ProgressEvery = EVERY_S,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Train as CONFIG says; leaves a verdict and a run directory. Exit code 4 if it was stopped before its end."""
-    _execute(
-        as_json,
-        debug,
-        lambda output: _train(output, load_config(config, overrides), config.parent, run_secret, resume, progress),
-    )
+
+    def body(output: Output) -> int:
+        if not once:
+            return _train(output, load_config(config, overrides), config.parent, run_secret, resume, progress)
+        if resume:
+            raise ConfigError("usage", "give --resume or --once, not both.", "Leave one out.")
+        return _train_once(output, load_config(config, overrides), config.parent, run_secret, progress)
+
+    _execute(as_json, debug, body)
 
 
 app.command("init")(init_command)
@@ -150,6 +161,46 @@ def _train(
     print(verdict_text(verdict))  # noqa: T201 - standard output is the run's log here
     output.result({**result["metrics"], "run_dir": verdict.run_dir}, verdict_table(verdict))
     return RaycloakError.exit_code if verdict.ending == "stopped" else 0
+
+
+def _train_once(output: Output, config: RunConfig, config_dir: Path, run_secret: Path | None, every_s: float) -> int:
+    """Train as the newest run of the configuration's name asks for, which a scheduler may repeat at will.
+
+    Guarantee: however often it is called, one run of that name is charged, unless the user discards it.
+    """
+    from raycloak.coordinator.record.folder import newest_run
+
+    newest = newest_run(config.name)
+    if newest is not None and newest.record.status == "done":
+        return _show_done(output, newest, config)
+    try:
+        return _train(output, config, config_dir, run_secret, newest is not None, every_s)
+    except ConfigError as error:
+        # Its process had ended after the last step, and before it could mark the run as done.
+        if error.code != "nothing_to_resume" or newest is None:
+            raise
+        return _show_done(output, newest, config)
+
+
+def _show_done(output: Output, folder: "RunFolder", config: RunConfig) -> int:
+    """Show the verdict of a run that is done; refuse if it was a run of another configuration."""
+    from raycloak.coordinator.cli.verdict_table import verdict_table
+    from raycloak.coordinator.record.outcome import Ending
+    from raycloak.coordinator.record.run_reader import read_run
+    from raycloak.coordinator.record.same_run import require_same_config
+    from raycloak.coordinator.runs.verdict import Verdict
+
+    require_same_config(folder.config(), config)
+    output.note(f"the run in {folder.path} is done; nothing was started")
+    stored = read_run(folder.path).verdict
+    if stored is None or stored["ending"] not in (Ending.COMPLETE.value, Ending.CAP.value):
+        # Its process ended before it wrote a verdict; an older one is of an execution that failed.
+        output.result({"run_dir": str(folder.path)}, f"Run directory: {folder.path}")
+        return 0
+    metrics = {key: value for key, value in stored.items() if key != "run_dir"}
+    verdict = Verdict.of({"run_dir": stored["run_dir"], "metrics": metrics})
+    output.result(stored, verdict_table(verdict))
+    return 0
 
 
 @app.command("replay")

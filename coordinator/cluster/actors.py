@@ -79,6 +79,20 @@ def on_this_node() -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
+def off_this_node() -> dict[str, Any]:
+    """Return the options that place an actor on any node but the driver's, or on that one if there is no other.
+
+    Orchestrator and ledger are on the driver's node. An aggregator beside the orchestrator would let whoever reads that
+    machine's memory see through the noise.
+    """
+    own = ray.get_runtime_context().get_node_id()
+    return {
+        "scheduling_strategy": "SPREAD",
+        "label_selector": {"ray.io/node-id": f"!{own}"},
+        "fallback_strategy": [{"label_selector": {}}],
+    }
+
+
 def ask(handle: Any, method: Callable[Concatenate[Any, P], T], *args: P.args, **keywords: P.kwargs) -> Reference[T]:
     """Call a method of the actor behind ``handle``, given as a function of its class so that mypy checks the call."""
     answer: Reference[T] = getattr(handle, method.__name__).remote(*args, **keywords)

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar, cast
 import ray
 
 from raycloak.attestation.attester.attester import EvidenceSource, GpuSource
-from raycloak.coordinator.cluster.actors import actor, ask, ask_node, fetch, kill_all, wait
+from raycloak.coordinator.cluster.actors import actor, ask, ask_node, fetch, kill_all, off_this_node, wait
 from raycloak.coordinator.cluster.aggregator_actor import MaskedAggregatorActor
 from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.cluster.placement import Placement
@@ -87,7 +87,7 @@ class RayBackend:
         self._members: dict[str, _Started] = {}
         self._spare: _Started | None = None
         self._first_reduce: float | None = None
-        self._aggregator = actor(_AGGREGATOR, scheduling_strategy="SPREAD", environment=self._environment)
+        self._aggregator = actor(_AGGREGATOR, **off_this_node(), environment=self._environment)
 
     def start_worker(self, member_id: str) -> WorkerActor:
         bundle = self._placement.bundle

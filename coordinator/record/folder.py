@@ -166,16 +166,28 @@ def unfinished_run(name: str) -> RunFolder:
     Raises:
         ConfigError: ``nothing_to_resume``.
     """
-    folders = [RunFolder.open(path) for path in home.runs_folder().glob(f"{name}-*") if (path / "run.json").exists()]
-    open_runs = [each for each in folders if each.record.name == name and each.record.status not in ("done", "void")]
+    open_runs = [each for each in _runs(name) if each.record.status != "done"]
     if not open_runs:
         raise ConfigError(
             "nothing_to_resume",
-            f"no run named '{name}' in {home.runs_folder()} was left unfinished.",
+            f"no run named '{name}' in {home.home_path() / 'runs'} was left unfinished.",
             "Start it without --resume.",
         )
+    return open_runs[-1]
+
+
+def newest_run(name: str) -> RunFolder | None:
+    """Return the newest run of that name, done or not; None if there is none. Creates nothing."""
+    return next(reversed(_runs(name)), None)
+
+
+def _runs(name: str) -> list[RunFolder]:
+    """Return the runs of that name that are not void, the oldest first."""
+    paths = (home.home_path() / "runs").glob(f"{name}-*")
+    folders = [RunFolder.open(path) for path in paths if (path / "run.json").exists()]
+    found = [each for each in folders if each.record.name == name and each.record.status != "void"]
     # By its own record: a copied folder has new times on disk.
-    return max(open_runs, key=lambda each: each.record.started_at)
+    return sorted(found, key=lambda each: each.record.started_at)
 
 
 @contextmanager

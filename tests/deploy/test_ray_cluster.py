@@ -2,18 +2,16 @@
 
 import copy
 import re
-from functools import cache
 from pathlib import Path
 
-import jsonschema
 import pytest
 import yaml
 
 from raycloak.coordinator.bench.chaos.raylets import HEALTH_CHECKS
+from tests.deploy.definitions import ROOT, accepted, complaints, repeated_keys, validator
 
-ROOT = Path(__file__).resolve().parents[2]
-DEFINITIONS = ROOT.parent / "shared" / "crds"
 RAYCLOAK_PORT = 9464
+EVIDENCE_PORT = 7443
 DEAD_NODE_S = 5
 """docs/operations.md promises that a dead node is noticed within this time."""
 
@@ -48,56 +46,8 @@ def mounted(spec, path):
     return volume
 
 
-def closed(schema):
-    """Return ``schema`` with every unknown field an error, as the API server's strict validation has it."""
-    if isinstance(schema, list):
-        return [closed(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    result = {key: closed(part) for key, part in schema.items()}
-    if "properties" in schema and not schema.get("x-kubernetes-preserve-unknown-fields"):
-        result.setdefault("additionalProperties", False)
-    return result
-
-
-@cache
-def validator(resource):
-    path = DEFINITIONS / f"ray.io_{resource}.yaml"
-    if not path.exists():
-        pytest.skip(f"the resource definitions of KubeRay are not at {path}")
-    definition = yaml.load(path.read_text(), Loader=yaml.CSafeLoader)
-    (served,) = [version for version in definition["spec"]["versions"] if version["name"] == "v1"]
-    return jsonschema.Draft202012Validator(closed(served["schema"]["openAPIV3Schema"]))
-
-
-def accepted(resource, document):
-    return not list(validator(resource).iter_errors(document))
-
-
-def repeated_keys(schema, value):
-    """Return lists whose items must differ in the keys that the definition names, and do not."""
-    if isinstance(value, dict):
-        properties = schema.get("properties", {})
-        return [found for key in value if key in properties for found in repeated_keys(properties[key], value[key])]
-    if not isinstance(value, list):
-        return []
-    keys = schema.get("x-kubernetes-list-map-keys", [])
-    named = [tuple(item.get(key) for key in keys) for item in value] if keys else []
-    inner = [found for item in value for found in repeated_keys(schema.get("items", {}), item)]
-    return inner + [name for name in set(named) if named.count(name) > 1]
-
-
 def test_the_cluster_is_valid(cluster):
-    errors = [
-        f"{'/'.join(map(str, e.absolute_path))}: {e.message}" for e in validator("rayclusters").iter_errors(cluster)
-    ]
-    assert errors == []
-    assert repeated_keys(validator("rayclusters").schema, cluster) == []
-
-
-def test_the_job_is_valid():
-    (job,) = load("deploy/ray-job.yaml")
-    assert [e.message for e in validator("rayjobs").iter_errors(job)] == []
+    assert complaints("rayclusters", cluster) == []
 
 
 @pytest.mark.parametrize(
@@ -164,9 +114,40 @@ def test_state_outlives_the_cluster(cluster):
     head = pod_specs(cluster)[0]
     home = environment(head["containers"][0])["RAYCLOAK_HOME"]
     assert Path(home).is_absolute()
-    claim, budget = load("deploy/prerequisites.yaml")
+    claim, *_ = load("deploy/base/prerequisites.yaml")
     assert mounted(head, home)["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
-    assert budget["spec"]["maxUnavailable"] == 0
+
+
+def selects(selector, cluster, role):
+    """Return whether a selector names the pods of a group; KubeRay adds the label of the role."""
+    spec = cluster["spec"]
+    group = spec["headGroupSpec"] if role == "head" else spec["workerGroupSpecs"][0]
+    labels = {**group["template"]["metadata"]["labels"], "ray.io/node-type": role}
+    return selector["matchLabels"].items() <= labels.items()
+
+
+def test_evictions_leave_the_head_and_as_many_workers_as_the_run_needs(cluster):
+    """A whole minAvailable: RayCluster has no scale subresource, without which Kubernetes takes nothing else."""
+    _, head, workers = load("deploy/base/prerequisites.yaml")
+    assert head["spec"]["minAvailable"] == 1
+    assert workers["spec"]["minAvailable"] == cluster["spec"]["workerGroupSpecs"][0]["minReplicas"]
+    assert [selects(each["spec"]["selector"], cluster, "head") for each in (head, workers)] == [True, False]
+    assert [selects(each["spec"]["selector"], cluster, "worker") for each in (head, workers)] == [False, True]
+
+
+def test_the_head_and_a_worker_never_share_a_machine(cluster):
+    """The orchestrator is in the head, and aggregators are in the workers' pods: see actors.off_this_node."""
+    for spec, role, other in zip(pod_specs(cluster), ("head", "worker"), ("worker", "head"), strict=True):
+        (term,) = spec["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        assert term["topologyKey"] == "kubernetes.io/hostname"
+        assert selects(term["labelSelector"], cluster, other)
+        assert not selects(term["labelSelector"], cluster, role)
+
+
+def test_workers_go_to_the_pool_of_gpus(cluster):
+    worker = pod_specs(cluster)[1]
+    assert worker["nodeSelector"] == {"nvidia.com/gpu.present": "true"}
+    assert worker["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
 
 
 def test_what_ray_writes_to_disk_is_memory(cluster):
@@ -237,31 +218,30 @@ def test_prometheus_finds_and_reaches_every_metrics_port(cluster):
     (monitor,) = load("deploy/pod-monitor.yaml")
     scraped = {ports[endpoint["port"]] for endpoint in monitor["spec"]["podMetricsEndpoints"]}
     assert scraped == {8080, 44217, 44227, RAYCLOAK_PORT}
-    (policy,) = load("deploy/network-policy.yaml")
+    (policy,) = load("deploy/base/network-policy.yaml")
     opened = [{p["port"] for p in rule["ports"]} for rule in policy["spec"]["ingress"] if "ports" in rule]
-    assert opened == [scraped, {ports["dashboard"]}]
+    assert ports["evidence"] == EVIDENCE_PORT
+    assert opened == [scraped, {ports["dashboard"]}, {ports["evidence"]}]
     for rule in policy["spec"]["ingress"] + policy["spec"]["egress"]:
         assert rule.get("from") or rule.get("to"), "a rule without a peer opens the pods to everyone"
 
 
 def test_manifests_speak_of_one_cluster_one_image_and_the_pinned_ray(cluster):
-    name = {"ray.io/cluster": cluster["metadata"]["name"]}
-    (job,) = load("deploy/ray-job.yaml")
-    (policy,) = load("deploy/network-policy.yaml")
+    (policy,) = load("deploy/base/network-policy.yaml")
     (monitor,) = load("deploy/pod-monitor.yaml")
-    assert job["spec"]["clusterSelector"] == name
-    assert policy["spec"]["podSelector"]["matchLabels"] == name
-    assert monitor["spec"]["selector"]["matchLabels"] == name
-    assert len({c["image"] for spec in pod_specs(cluster) for c in spec["containers"]}) == 1
+    for role in ("head", "worker"):
+        assert selects(policy["spec"]["podSelector"], cluster, role)
+        assert selects(policy["spec"]["ingress"][0]["from"][0]["podSelector"], cluster, role)
+        assert selects(monitor["spec"]["selector"], cluster, role)
+    # A name alone: every site puts a digest of its own registry in its place.
+    assert {c["image"] for spec in pod_specs(cluster) for c in spec["containers"]} == {"raycloak"}
     pinned = re.search(r"^ray(?:\[\w+\])?==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert pinned is not None
     assert cluster["spec"]["rayVersion"] == pinned[1]
 
 
-def test_the_job_serves_its_metrics_on_the_port_that_is_scraped():
-    (job,) = load("deploy/ray-job.yaml")
-    assert f"--set metrics.bind=0.0.0.0:{RAYCLOAK_PORT}" in job["spec"]["entrypoint"]
-    assert job["spec"]["entrypoint"].startswith("python -m raycloak run /opt/raycloak/examples/digits.yaml")
+def test_the_cluster_stands_at_the_top_of_the_repository():
+    assert (ROOT / "ray-cluster.yaml").resolve() == ROOT / "deploy" / "base" / "ray-cluster.yaml"
 
 
 def test_the_image_copies_only_what_the_repository_has():

@@ -10,7 +10,7 @@ import time
 import ray
 from ray.util.placement_group import placement_group_table
 
-from raycloak.coordinator.cluster.actors import connect
+from raycloak.coordinator.cluster.actors import actor, ask_node, connect, fetch, kill_all, off_this_node
 from raycloak.coordinator.cluster.placement import Placement, cluster_nodes
 from raycloak.coordinator.config.sections import PlacementConfig
 from raycloak.metrics.errors import ConfigError
@@ -81,6 +81,19 @@ def closed():
     return {"rooms": rooms, "own": own not in shared, "kept": kept}
 
 
+class Somewhere:
+    """A stand-in for an aggregator."""
+
+
+def off_the_drivers():
+    """Return whether each of as many actors as there are nodes is on another node than this driver."""
+    own = ray.get_runtime_context().get_node_id()
+    handles = [actor(Somewhere, **off_this_node()).remote() for _ in cluster_nodes()]
+    apart = [fetch(ask_node(handle), 120.0) != own for handle in handles]
+    kill_all(handles)
+    return apart
+
+
 def reserved():
     """Return the states of all groups that hold or want resources."""
     return sorted(info["state"] for info in placement_group_table().values() if info["state"] != "REMOVED")
@@ -102,6 +115,7 @@ def main():
         "wrong_selector": refused(1, labels={"zone": "in()"}),
         "joiners": joiners(),
         "closed": closed(),
+        "off_the_drivers": off_the_drivers(),
     }
     answers["left"] = settled(reserved, [])
     print(json.dumps(answers))

@@ -86,6 +86,11 @@ def test_nobody_gets_a_place_that_was_closed(answers):
     assert answers["closed"] == {"rooms": [1, 0], "own": True, "kept": ["CREATED", "CREATED"]}
 
 
+def test_aggregators_avoid_the_node_of_the_orchestrator(answers):
+    """The head is the fourth node, with the driver on one of them; Ray alone would spread over all."""
+    assert answers["off_the_drivers"] == [True] * 4
+
+
 def test_workers_asked_to_leave_drained_and_dead_nodes_change_no_byte(answers, nodes, raylets, run_python):
     """A SIGTERM and a drain cost no attempt, since the step under way finishes; a dead node costs one or two.
 

@@ -11,8 +11,10 @@ import pytest
 import yaml
 
 from raycloak.coordinator.cli import app
+from raycloak.coordinator.config.run import load_config
 from raycloak.coordinator.console.output import attach_log
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.record.folder import RunFolder
 from raycloak.coordinator.runs.demo import demo_config, digits_model
 from raycloak.coordinator.training.reporting import StepReport
 from raycloak.metrics.errors import BudgetError, ConfigError, RefusedError, RunFailedError
@@ -72,6 +74,7 @@ class FakeTrainer:
 @pytest.fixture
 def trainer(monkeypatch):
     monkeypatch.setattr(FakeTrainer, "outcome", None)
+    monkeypatch.setattr(FakeTrainer, "made", None)
     monkeypatch.setitem(sys.modules, "raycloak.coordinator.runs.trainer", types.SimpleNamespace(Trainer=FakeTrainer))
     return FakeTrainer
 
@@ -122,6 +125,60 @@ def test_run_with_json_prints_one_object(raycloak, trainer, config_file):
     code, out, _ = raycloak("run", str(config_file), "--json")
     assert code == 0
     assert json.loads(out) == {**RESULT, "run_dir": "/runs/digits"}
+
+
+def run_named(config_file, run_id, status, **verdict):
+    folder = RunFolder.create(load_config(config_file), run_id, str(config_file.parent), None)
+    if verdict:
+        folder.write_verdict(json.dumps({"run_dir": str(folder.path), **RESULT, **verdict}))
+    folder.mark(status)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("status", "resumed"), [(None, False), ("void", False), ("running", True), ("stopped", True), ("failed", True)]
+)
+def test_once_starts_a_run_or_resumes_it(raycloak, trainer, config_file, status, resumed):
+    if status is not None:
+        run_named(config_file, "a" * 16, status)
+    assert raycloak("run", str(config_file), "--once")[0] == 0
+    assert trainer.made.resume is resumed
+
+
+def test_guarantee_once_starts_nothing_after_a_run_that_is_done(raycloak, trainer, config_file):
+    run_named(config_file, "a" * 16, "failed")
+    folder = run_named(config_file, "b" * 16, "done", ending="complete", steps=7)
+    code, out, err = raycloak("run", str(config_file), "--once", "--json")
+    assert (code, trainer.made) == (0, None)
+    assert json.loads(out) == {**RESULT, "run_dir": str(folder.path), "ending": "complete", "steps": 7}
+    assert f"the run in {folder.path} is done; nothing was started" in err
+    assert "Verdict (SIMULATED evidence)" in raycloak("run", str(config_file), "--once")[1]
+
+
+@pytest.mark.parametrize("verdict", [{}, {"ending": "too_few_workers"}])
+def test_once_shows_no_verdict_of_an_execution_that_failed(raycloak, trainer, config_file, verdict):
+    folder = run_named(config_file, "a" * 16, "done", **verdict)
+    code, out, _ = raycloak("run", str(config_file), "--once", "--json")
+    assert (code, json.loads(out), trainer.made) == (0, {"run_dir": str(folder.path)}, None)
+
+
+def test_once_takes_a_run_for_done_that_could_not_say_so(raycloak, trainer, config_file, monkeypatch):
+    folder = run_named(config_file, "a" * 16, "running")
+    complete = ConfigError("nothing_to_resume", "the run is complete.", "Run without --resume.")
+    monkeypatch.setattr(trainer, "outcome", complete)
+    code, out, _ = raycloak("run", str(config_file), "--once", "--json")
+    assert (code, json.loads(out)) == (0, {"run_dir": str(folder.path)})
+    assert trainer.made.resume
+
+
+def test_once_refuses_a_done_run_of_another_configuration_and_resume_beside_it(raycloak, trainer, config_file):
+    run_named(config_file, "a" * 16, "done")
+    code, _, err = raycloak("run", str(config_file), "--once", "--set", "seed=99")
+    assert (code, trainer.made) == (3, None)
+    assert err.startswith("error: resume_differs: ")
+    code, _, err = raycloak("run", str(config_file), "--once", "--resume")
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith("error: usage: give --resume or --once, not both.")
 
 
 def test_demo_takes_overrides_and_a_secret(raycloak, trainer, tmp_path):
