@@ -1,4 +1,4 @@
-"""The events of a run in metrics.jsonl, one JSON object a line.
+"""The events of a run in metrics.jsonl, one JSON object a line, and the fields of events and spans.
 
 Fields are declared with their privacy class, like series. Text values are identifiers and digests only, so a line
 never carries a message that was composed from private data.
@@ -68,12 +68,15 @@ FIELDS = (
     EventField("charge_seconds", float, _PHYSICAL),
     EventField("roster_seconds", float, _PHYSICAL),
     EventField("compute_seconds", float, _PHYSICAL),
+    EventField("mask_seconds", float, _PHYSICAL),
     EventField("reduce_seconds", float, _PHYSICAL),
     EventField("commit_seconds", float, _PHYSICAL),
     EventField("evaluate_seconds", float, _PHYSICAL),
     EventField("code", str),
     EventField("cause", str),
     EventField("role", str),
+    EventField("member", str),
+    EventField("execution", str),
     EventField("manifest_digest", str),
     EventField("query", str),
     EventField("release", int),
@@ -148,6 +151,16 @@ class EventWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def check_field(name: str, value: Value) -> None:
+    """Require that a value may leave the run under this name, in a line or a span.
+
+    Raises:
+        RefusedError: as :meth:`EventWriter.write`.
+    """
+    _check_name(name)
+    _check_value(FIELD_BY_NAME[name], value)
 
 
 def _check_name(name: str) -> None:

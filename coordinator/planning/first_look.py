@@ -16,6 +16,7 @@ from raycloak.coordinator.planning.references import preflight
 from raycloak.metrics.errors import BudgetError, ConfigError
 from raycloak.metrics.file_errors import file_error
 from raycloak.metrics.server import parse_bind
+from raycloak.metrics.traces import tracing_is_on
 
 SECRET_DIGITS = 64
 
@@ -31,11 +32,12 @@ def first_look(config: RunConfig, base: Path, run_secret: Path | None = None, re
         resumes: whether an earlier execution of the run may be in the ledger.
 
     Raises:
-        ConfigError, BudgetError: as `preflight`; ``home_unusable``, ``relative_home``, ``run_secret``,
+        ConfigError, BudgetError: as `preflight`; ``tracing``, ``home_unusable``, ``relative_home``, ``run_secret``,
             ``metrics_bind``, ``bind``, ``ledger_missing``, ``witness_unavailable``, or why the account would refuse a
             new run.
     """
     preflight(config, base)
+    tracing_is_on()
     _check_home(home.home_path())
     if run_secret is not None:
         _check_secret(run_secret)

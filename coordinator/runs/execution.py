@@ -57,6 +57,7 @@ from raycloak.metrics.errors import DatasetError, RaycloakError
 from raycloak.metrics.events import EventWriter
 from raycloak.metrics.exporter import Exporter
 from raycloak.metrics.server import MetricsServer
+from raycloak.metrics.traces import OFF, UNRECORDED, Span, Traces, tracing
 from raycloak.workers.inputs.descriptor import DatasetDescriptor, export_in_memory
 from raycloak.workers.inputs.models import ModelSource
 from raycloak.workers.messages import WorkerSetup
@@ -114,11 +115,14 @@ class Execution:
         self.folder: RunFolder | None = None
         # The address of the evidence service; None until members are admitted, and where nothing is served.
         self._served: str | None = None
+        self._traces: Traces = OFF
+        self._span: Span = UNRECORDED
 
     def begin(self, secret_file: str | None) -> "Outcome":
         """Execute a new run, in a directory of its own."""
         self._warn_of(secret_file)
         with ExitStack() as stack:
+            self._trace(stack, "new")
             launched = self._launch(stack, self._config.attestation.bind)
             run_id, key = launched.control.open_run(secret_file)
             stack.enter_context(run_lock(run_id))
@@ -144,6 +148,7 @@ class Execution:
     def _again(self, folder: RunFolder, assignment: Assignment) -> "Outcome":
         self._warn_of(folder.record.secret_file)
         with ExitStack() as stack:
+            self._trace(stack, "resumed" if assignment.charges else "replayed")
             # Locked before anything is opened: two drivers of one run would write the same files.
             stack.enter_context(run_lock(folder.record.run_id))
             launched = self._launch(stack, self._config.attestation.bind if assignment.charges else None)
@@ -152,10 +157,12 @@ class Execution:
 
     def by_hand(self, stack: ExitStack) -> Order:
         """Start every process of a new run whose step loop its caller writes; ``stack`` ends it."""
+        self._trace(stack, "new")
         launched = self._launch(stack, self._config.attestation.bind)
         run_id, key = launched.control.open_run(None)
         stack.enter_context(run_lock(run_id))
         folder = self.folder = RunFolder.create(self._config, run_id, self._base, None)
+        self._span.set(run=run_id)
         attach_log(folder.path / "run.log")
         failure, assignment = self._config.failure, NewRun(None, self._stop)
         control = launched.control.control(failure.control_deadline_s, failure.max_failures)
@@ -170,6 +177,11 @@ class Execution:
             data=data_place(self._config.dataset, self._base),
         )
 
+    def _trace(self, stack: ExitStack, execution: str) -> None:
+        """Begin the span of an execution, which ends with ``stack``."""
+        self._traces = stack.enter_context(tracing())
+        self._span = stack.enter_context(self._traces.span("run", execution=execution))
+
     def _archive(self, folder: RunFolder) -> Archive:
         return Archive(
             self._config.checkpoint, folder.record.run_id, Path(self._base), self._notice, self._callbacks.published
@@ -182,13 +194,15 @@ class Execution:
     def _launch(self, stack: ExitStack, bind: str | None) -> Launched:
         """Join or start Ray, take the signals over from it, and start every process of a session."""
         self._phase("connecting to Ray")
-        if connect(num_cpus=self._config.num_workers + 1):
-            stack.callback(disconnect)
+        with self._traces.span("connect"):
+            if connect(num_cpus=self._config.num_workers + 1):
+                stack.callback(disconnect)
         # After Ray, which replaces the handler of SIGTERM when it starts.
         if self._handle_signals:
             stack.enter_context(stop_on_signals(self._stop, self._notice))
         self._phase("starting workers")
-        return launch(stack, self._config, Path(self._base), self._placement(), bind)
+        with self._traces.span("launch"):
+            return launch(stack, self._config, Path(self._base), self._placement(), bind)
 
     def _conduct(
         self,
@@ -200,6 +214,7 @@ class Execution:
     ) -> "Outcome":
         """Run the coordinator; an error that ends it early carries the result so far."""
         self.folder, started = folder, launched.began
+        self._span.set(run=folder.record.run_id)
         attach_log(folder.path / ("run.log" if assignment.charges else "replay.log"))
         failure = self._config.failure
         control = launched.control.control(failure.control_deadline_s, failure.max_failures)
@@ -355,6 +370,7 @@ class Execution:
             joined=lambda member_id: self._notice(f"{member_id} joined"),
             restart=self._restarted,
             warned=lambda warning: self._notice(f"warning: {warning}"),
+            traces=self._traces,
         )
 
     def _admitted(

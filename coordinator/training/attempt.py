@@ -3,7 +3,8 @@
 A training step and a measurement take the same path. They differ in what an aggregator does with the decoded sum.
 """
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +21,7 @@ from raycloak.coordinator.training.member_failures import MemberFailures
 from raycloak.coordinator.training.model import Model
 from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.errors import BudgetError, ProtocolError, RunFailedError, SenderError
+from raycloak.metrics.traces import Traces
 from raycloak.workers.messages import StepReply, StepRequest
 from raycloak.workers.terms.binding import Binding, vectors_digest
 from raycloak.workers.terms.manifest import Manifest
@@ -117,6 +119,7 @@ class AttemptRunner:
     manifest: Manifest
     metrics: RunMetrics
     deadline_s: float
+    traces: Traces
     _manifest_digest: bytes = field(init=False)
     _tags: dict[int, bytes] = field(default_factory=dict)
     _seen: dict[str, tuple[Envelope, ...]] = field(default_factory=dict)
@@ -160,8 +163,12 @@ class AttemptRunner:
         for aggregator, _ in zip(self.membership.members.aggregators, task.ranges, strict=False):
             aggregator.expect(request, *replies)
 
-    def collect(self, task: Task, model: Model, asked: Asked) -> Answers | None:
-        """Wait for every worker's answer; if any fails, take the failed workers off the run and return None."""
+    def collect(self, task: Task, model: Model, asked: Asked, began_ns: int = 0) -> Answers | None:
+        """Wait for every worker's answer; if any fails, take the failed workers off the run and return None.
+
+        Args:
+            began_ns: when the workers were asked, for their spans; see `raycloak.metrics.traces.Span`.
+        """
         answers = asked.answers
         ready = set(self.backend.wait([part for answer in answers.values() for part in answer.parts], self.deadline_s))
         replies: dict[str, StepReply] = {}
@@ -180,6 +187,7 @@ class AttemptRunner:
         for member_id, reply in replies.items():
             if member_id not in failures and not self._tags_agree(task, member_id, reply):
                 failures[member_id] = "header_mismatch"
+        self._trace(answers, replies, failures, began_ns)
         headers = tuple(reply.header for reply in replies.values() if reply.header is not None)
         if failures:
             self._failures.require_model(model, failures.values(), task.name, task.step)
@@ -192,6 +200,23 @@ class AttemptRunner:
         self._seen = dict.fromkeys(answers, asked.shown)
         vectors = tuple(tuple(answer.vectors[part.index] for answer in answers.values()) for part in task.ranges)
         return Answers(asked.roster, headers, vectors, tuple(replies.values()))
+
+    def _trace(
+        self, asked: Iterable[str], replies: Mapping[str, StepReply], failures: Mapping[str, str], began_ns: int
+    ) -> None:
+        """Record what each worker did, by the times that it states itself; a lost one until it was given up."""
+        waited = (time.time_ns() - began_ns) / 1e9
+        for member_id in asked:
+            reply, failed = replies.get(member_id), failures.get(member_id, "")
+            if reply is None:
+                self.traces.record("worker", began_ns, waited, failed, member=member_id)
+                continue
+            stated = (reply.seconds, reply.compute_seconds, reply.mask_seconds)
+            # A worker may state anything, so no time is beyond what was waited; NaN is not within it either.
+            whole, computed, masked = (each if 0 <= each <= waited else waited for each in stated)
+            self.traces.record(
+                "worker", began_ns, whole, failed, member=member_id, compute_seconds=computed, mask_seconds=masked
+            )
 
     def reduce(self, task: Task, model: Model, answers: Answers) -> Reduced | None:
         """Have the vectors bound for good, and then every range reduced.

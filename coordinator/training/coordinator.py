@@ -91,15 +91,17 @@ class Coordinator:
         Raises:
             RaycloakError: what ended the run; nothing is half-written and what was charged stays charged.
         """
-        order = self.order
+        order, traces = self.order, self.order.reporting.traces
         try:
             admitted = self.admitted()
             self._enter(Phase.TRAINING)
-            training = set_out(order, admitted, self._reporter, self._evaluator)
-            self._conclusion = Conclusion(order, admitted, training)
-            ending = training.run()
+            with traces.span("train"):
+                training = set_out(order, admitted, self._reporter, self._evaluator)
+                self._conclusion = Conclusion(order, admitted, training)
+                ending = training.run()
             self._enter(Phase.FINISHING)
-            finished = self._conclusion.conclude(ending)
+            with traces.span("finish"):
+                finished = self._conclusion.conclude(ending)
             self.phase = Phase.DONE
             self.ended(ending.value)
             return finished
@@ -118,11 +120,14 @@ class Coordinator:
         Raises:
             RaycloakError: what refuses the run.
         """
+        traces = self.order.reporting.traces
         self._enter(Phase.PREPARING)
-        founders = Founders.prepare(self._members, self.order.setup, self.order.session.crew, self._build)
+        with traces.span("prepare"):
+            founders = Founders.prepare(self._members, self.order.setup, self.order.session.crew, self._build)
         self._enter(Phase.ADMITTING)
         metrics = tuple(metric.code for metric in self._evaluator.own) if self._evaluator else ()
-        return admit(self.order, founders, self._reporter, self._evaluation, metrics)
+        with traces.span("admit"):
+            return admit(self.order, founders, self._reporter, self._evaluation, metrics)
 
     def _build(self) -> None:
         """Load and build what this process needs, while each worker does the same for itself."""

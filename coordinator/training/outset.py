@@ -37,6 +37,7 @@ def set_out(order: Order, admitted: AdmittedRun, reporter: Reporter, evaluator: 
         metrics=metrics,
         deadline_s=config.failure.step_deadline_s,
         secure_aggregation=config.secure_aggregation,
+        traces=order.reporting.traces,
     )
     restored = assignment.restore(session.control)
     reader = ModelReader(session.backend, config.failure.step_deadline_s)

@@ -1,5 +1,6 @@
 """The reports of a run under way: events, metric series, and callbacks of its caller."""
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ from raycloak.coordinator.record.outcome import Evaluation
 from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.events import EventWriter
 from raycloak.metrics.registry import exactness_mark, privacy_mark
+from raycloak.metrics.traces import OFF, Traces
 from raycloak.workers.terms.manifest import Manifest
 
 
@@ -61,6 +63,7 @@ class Reporting:
         warned: called with each warning of the plan, before anything is charged.
         phase: called with a few words when another phase begins.
         evaluated: called with the finished steps and the result of every evaluation.
+        traces: the spans of the execution.
     """
 
     metrics: Callable[[Manifest, str], RunMetrics]
@@ -72,6 +75,7 @@ class Reporting:
     warned: Callable[[str], None] = lambda warning: None
     phase: Callable[[str], None] = lambda what: None
     evaluated: Callable[[int, Evaluation], None] = lambda steps, evaluation: None
+    traces: Traces = OFF
 
 
 @dataclass(slots=True)
@@ -158,6 +162,8 @@ class Reporter:
     def restarted(self, restart: Restart) -> None:
         """Report that the ledger or the orchestrator was started again."""
         self.to.restart(restart)
+        began_ns = time.time_ns() - int(restart.seconds * 1e9)
+        self.to.traces.record("recover", began_ns, restart.seconds, role=restart.role, cause=restart.cause)
         self.to.events.write("restart", role=restart.role, cause=restart.cause, seconds=round(restart.seconds, 6))
         if self.metrics is not None:
             self.metrics.phase_finished("recover", restart.seconds)

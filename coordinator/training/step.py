@@ -34,6 +34,7 @@ from raycloak.coordinator.training.attempt import Answers, Asked, AttemptRunner,
 from raycloak.coordinator.training.model import Model
 from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.errors import BudgetError, EvidenceError, RunFailedError
+from raycloak.metrics.traces import OFF, Traces
 from raycloak.workers.terms.binding import Binding
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import Measurement, Released, released, values_digest
@@ -99,6 +100,7 @@ class StepRunner:
     metrics: RunMetrics
     deadline_s: float
     secure_aggregation: bool
+    traces: Traces = OFF
     charged_epsilon: float | None = None
     charging: bool = False
     uncommitted: tuple[StepCommit, ...] = ()
@@ -111,7 +113,7 @@ class StepRunner:
     def __post_init__(self) -> None:
         self._manifest_digest = self.manifest.digest()
         self._attempting = AttemptRunner(
-            self.backend, self.control, self.membership, self.manifest, self.metrics, self.deadline_s
+            self.backend, self.control, self.membership, self.manifest, self.metrics, self.deadline_s, self.traces
         )
 
     def run(self, step: int, model: Model) -> tuple[Model, StepOutcome]:
@@ -146,12 +148,15 @@ class StepRunner:
             BudgetError, RunFailedError: as :meth:`run`.
         """
         task = Task("gradient", step, self._vector_ranges(), updates=False)
-        receipt, paid, asked, attempts = *self._charge(task, model), 1
-        self.metrics.attempt_started()
-        while (answers := self._attempting.collect(task, model, asked)) is None:
-            self.metrics.attempt_failed()
-            attempts, asked = attempts + 1, self._attempting.ask(task, model, receipt, self._roster_again(task))
+        with self.traces.span("step", run=self.manifest.run_id, step=step):
+            with self.traces.span("charge"):
+                receipt, paid, asked = self._charge(task, model)
+            attempts = 1
             self.metrics.attempt_started()
+            while (answers := self._collect(task, model, asked)) is None:
+                self.metrics.attempt_failed()
+                attempts, asked = attempts + 1, self._attempting.ask(task, model, receipt, self._roster_again(task))
+                self.metrics.attempt_started()
         return Gathered(task, model, answers, paid, attempts)
 
     def release(self, gathered: Gathered) -> tuple[NDArray[np.float64], Binding]:
@@ -161,7 +166,8 @@ class StepRunner:
             RunFailedError: ``unreachable`` if an aggregator was lost, or a vector failed its checks.
         """
         task = gathered.task
-        reduced = self._attempting.reduce(task, gathered.model, gathered.answers)
+        with self.traces.span("reduce", step=task.step):
+            reduced = self._attempting.reduce(task, gathered.model, gathered.answers)
         if reduced is None:
             raise RunFailedError(
                 "unreachable", f"{task.name} lost an aggregator or a vector.", "Run it again.", task.step
@@ -190,13 +196,14 @@ class StepRunner:
     def _execute(self, task: Task, model: Model) -> _Done:
         """Charge a step once, and attempt it until every aggregator has reduced it."""
         started = time.perf_counter()
-        receipt, paid, asked = self._charge(task, model)
+        with self.traces.span("charge"):
+            receipt, paid, asked = self._charge(task, model)
         charged = time.perf_counter()
         self.metrics.phase_finished("charge", charged - started)
         # Only now: the workers have been asked, so this call overlaps with their computation.
         self._prepare_next(task)
         attempts, begun = 1, charged
-        while (finished := self._attempt(task, model, asked, begun)) is None:
+        while (finished := self._attempt(task, model, asked, begun, attempts)) is None:
             roster = self._roster_again(task)
             # Another attempt keeps the receipt: a step is charged once.
             attempts, begun = attempts + 1, time.perf_counter()
@@ -268,23 +275,33 @@ class StepRunner:
         """Commit the finished steps that no roster has committed yet, and wait for that."""
         commits, self.uncommitted = self.uncommitted, ()
         if commits:
-            self.control.orchestrator.commit(commits)
+            with self.traces.span("commit", steps=len(commits)):
+                self.control.orchestrator.commit(commits)
 
-    def _attempt(self, task: Task, model: Model, asked: Asked, begun: float) -> tuple[Answers, Reduced, float] | None:
+    def _attempt(
+        self, task: Task, model: Model, asked: Asked, begun: float, number: int
+    ) -> tuple[Answers, Reduced, float] | None:
         """Make one attempt; returns also when its answers were complete, or None if another attempt is needed."""
         self.metrics.attempt_started()
-        self._attempting.announce(task, model, asked)
-        answers = self._attempting.collect(task, model, asked)
-        computed = time.perf_counter()
-        self.metrics.phase_finished("compute", computed - begun)
-        reduced = None
-        if answers is not None:
-            reduced = self._attempting.reduce(task, model, answers)
-            self.metrics.phase_finished("reduce", time.perf_counter() - computed)
-        if answers is None or reduced is None:
-            self.metrics.attempt_failed()
-            return None
+        with self.traces.span("attempt", attempt=number, workers=len(asked.answers)) as attempt:
+            self._attempting.announce(task, model, asked)
+            answers = self._collect(task, model, asked)
+            computed = time.perf_counter()
+            self.metrics.phase_finished("compute", computed - begun)
+            reduced = None
+            if answers is not None:
+                with self.traces.span("reduce"):
+                    reduced = self._attempting.reduce(task, model, answers)
+                self.metrics.phase_finished("reduce", time.perf_counter() - computed)
+            if answers is None or reduced is None:
+                attempt.fail("repeated")
+                self.metrics.attempt_failed()
+                return None
         return answers, reduced, computed
+
+    def _collect(self, task: Task, model: Model, asked: Asked) -> Answers | None:
+        with self.traces.span("compute") as compute:
+            return self._attempting.collect(task, model, asked, compute.began_ns)
 
     def place(self, epoch: int) -> None:
         """Move the virtual workers of members that left to members that stay, and some to newcomers."""
@@ -329,6 +346,10 @@ class StepRunner:
 
     def _receive(self, task: Task, asked: _AskedRoster) -> Envelope:
         """Return the roster, or another one if a member's evidence has expired or was revoked since the last review."""
+        with self.traces.span("roster"):
+            return self._received(task, asked)
+
+    def _received(self, task: Task, asked: _AskedRoster) -> Envelope:
         try:
             roster = asked.pending.result()
         except EvidenceError as refusal:

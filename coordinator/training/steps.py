@@ -145,7 +145,8 @@ class Training:
             return None
         if self._evaluated is None or self._evaluated[0] != self.model.digest:
             started = time.perf_counter()
-            evaluation = self.evaluator.measure(self.model, self.finished_steps)
+            with self.reporting.traces.span("evaluate", steps=self.finished_steps):
+                evaluation = self.evaluator.measure(self.model, self.finished_steps)
             # Kept by digest, because the end of a run asks for the result of its last step again.
             self._evaluated = self.model.digest, evaluation
             if evaluation.accuracy is not None:
@@ -174,9 +175,10 @@ class Training:
         if self.checkpoints is None or not self.outcomes or self._sealed_steps == self.finished_steps:
             return
         started = time.perf_counter()
-        self.runner.commit()
-        # After the commit, without which the orchestrator signs no package.
-        self.checkpoints.offer(self._snapshot())
+        with self.reporting.traces.span("checkpoint", steps=self.finished_steps):
+            self.runner.commit()
+            # After the commit, without which the orchestrator signs no package.
+            self.checkpoints.offer(self._snapshot())
         self._sealed_steps = self.finished_steps
         self.metrics.phase_finished("checkpoint", time.perf_counter() - started)
 
@@ -187,13 +189,20 @@ class Training:
             number = measurement.due(self.finished_steps, planned)
             if number is None or not (self.course.charges or self._was_charged(measurement.query, number)):
                 continue
-            released, outcome = self.runner.measure(measurement, number, self.model)
+            run = self.runner.manifest.run_id
+            with self.reporting.traces.span("measurement", run=run, query=measurement.query, release=number):
+                released, outcome = self.runner.measure(measurement, number, self.model)
             self._require_same(outcome.commit)
             self.measurement_outcomes.append(outcome)
             self.measured(released)
             self._report_measured(released, outcome)
 
     def _step(self) -> None:
+        with self.reporting.traces.span("step", run=self.runner.manifest.run_id, step=self.finished_steps) as span:
+            self._take_step()
+            span.set(attempts=self.outcomes[-1].commit.attempts)
+
+    def _take_step(self) -> None:
         step = self.finished_steps
         # A replay may repeat what was released, and nothing else.
         if not self.course.charges:
