@@ -75,11 +75,11 @@ UNRECORDED = Span()
 class Traces:
     """The spans of one execution, which go nowhere; :func:`tracing` gives those that go somewhere."""
 
-    def span(self, name: str, **fields: Value) -> Span:
+    def span(self, name: str, /, **fields: Value) -> Span:
         """Return a span of `SPANS` to enter: it is a part of the one that is open. An error that leaves it fails it."""
         return UNRECORDED
 
-    def record(self, name: str, began_ns: int, seconds: float, failed: str = "", **fields: Value) -> None:
+    def record(self, name: str, began_ns: int, seconds: float, failed: str = "", /, **fields: Value) -> None:
         """Add a part of the open span that is over, such as a worker's, by the time that the worker states.
 
         Args:
@@ -160,10 +160,10 @@ class RecordedTraces(Traces):
         self._outer = TraceContextTextMapPropagator().extract(carrier, Context())
         self._open: list[Recorded] = []
 
-    def span(self, name: str, **fields: Value) -> Span:
+    def span(self, name: str, /, **fields: Value) -> Span:
         return _RecordedSpan(partial(self._start, name, fields), self._open)
 
-    def record(self, name: str, began_ns: int, seconds: float, failed: str = "", **fields: Value) -> None:
+    def record(self, name: str, began_ns: int, seconds: float, failed: str = "", /, **fields: Value) -> None:
         span = self._start(name, fields, began_ns)
         if failed:
             _mark_failed(span, failed)

@@ -53,6 +53,7 @@ from raycloak.coordinator.training.reporting import Reporting, StepReport
 from raycloak.metrics.collectors import RunFacts, RunMetrics
 from raycloak.metrics.errors import ProtocolError
 from raycloak.metrics.events import EventWriter
+from raycloak.metrics.traces import OFF, Traces
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.inputs.datasets import ArrayDataset
 from raycloak.workers.inputs.models import ModelSource, build_model, cross_entropy
@@ -676,6 +677,7 @@ def whole_run(
     overrides: Sequence[str] = (),
     clock: Callable[[], float] | None = None,
     assignment: Assignment | None = None,
+    traces: Traces = OFF,
     **fields: Any,
 ) -> WholeRun:
     """Return a run that is ready to be trained; with one ``home`` and ``secret``, a repeat of the same run.
@@ -686,6 +688,7 @@ def whole_run(
         secret: None lets the orchestrator generate one.
         clock: of orchestrator and workers; a `Clock` is the time of the stage, too.
         assignment: what the execution is to do; the whole of a new run by default.
+        traces: where its spans go.
     """
     settings = config(overrides, **fields)
     path = secret_file(home, secret) if secret else None
@@ -717,6 +720,7 @@ def whole_run(
         departure=lambda departure: run.departures.append(departure),
         joined=lambda member_id: run.joined.append(member_id),
         restart=lambda restart: run.restarts.append((restart.role, restart.cause)),
+        traces=traces,
     )
     setup = worker_setup(settings, home, data)
     order = Order(

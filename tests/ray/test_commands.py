@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from raycloak.coordinator.config.run import load_config
 from raycloak.coordinator.runs.trainer import Trainer
 from tests.layout import PACKAGES, ROOT
 from tests.protocol import settle
+from tests.spans import collector
 
 DEADLINE_S = 900
 PROMISED = {
@@ -30,8 +32,17 @@ PROMISED = {
 }  # fmt: skip
 
 
-def test_demo_prints_one_json_object_and_ends_with_a_private_accurate_model(run_python, ray_cluster):
-    done = run_python("-m", "raycloak", "demo", "--json", environment=ray_cluster.environment, deadline_s=DEADLINE_S)
+@pytest.fixture(scope="module")
+def received():
+    """A collector of spans on loopback, and the variables that a traced command has."""
+    with collector() as (spans, address):
+        yield spans, {"OTEL_EXPORTER_OTLP_ENDPOINT": address, "TRACEPARENT": f"00-{'ab' * 16}-{'cd' * 8}-01"}
+
+
+def test_demo_prints_one_json_object_and_ends_with_a_private_accurate_model(run_python, ray_cluster, received):
+    traced, variables = received
+    environment = {**ray_cluster.environment, **variables}
+    done = run_python("-m", "raycloak", "demo", "--json", environment=environment, deadline_s=DEADLINE_S)
     assert done.code == 0, done.stderr
     result = json.loads(done.stdout)
     assert result.keys() >= PROMISED
@@ -48,7 +59,18 @@ def test_demo_prints_one_json_object_and_ends_with_a_private_accurate_model(run_
     told = [done.stderr.find(f" {phase}") for phase in phases]
     assert told == sorted(told), done.stderr
     assert -1 not in told
-    assert "SIMULATED" in (Path(result["run_dir"]) / "run.log").read_text()
+    log = (Path(result["run_dir"]) / "run.log").read_text()
+    assert "SIMULATED" in log
+    assert "opentelemetry" not in log
+    names = Counter(span.name for span in traced.spans)
+    assert names["step"] == names["charge"] == result["steps"]
+    assert names["worker"] >= 3 * result["steps"]
+    once = ("run", "connect", "launch", "prepare", "admit", "train", "finish")
+    assert [names[name] for name in once] == [1] * len(once)
+    (run,) = (span for span in traced.spans if span.name == "run")
+    assert (run.trace_id.hex(), run.parent_span_id.hex()) == ("ab" * 16, "cd" * 8)
+    linked = {link.span_id for span in traced.spans if span.name == "step" for link in span.links}
+    assert linked == {run.span_id}
 
 
 def test_a_new_project_is_trained_and_its_model_loaded_and_exported(run_python, ray_environment):

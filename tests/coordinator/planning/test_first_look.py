@@ -113,3 +113,9 @@ def test_a_second_run_on_the_same_data_is_refused_unless_it_may_be_the_first(tmp
     first_look(settings, tmp_path, resumes=True)
     first_look(config(dataset={"kind": "digits", "public": True}), tmp_path)
     first_look(config(ledger={"url": f"sqlite:///{tmp_path / 'other.sqlite'}"}), tmp_path)
+
+
+def test_spans_that_could_not_be_exported_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4318")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
+    assert refusal(config(), tmp_path) == "tracing"
