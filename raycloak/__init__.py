@@ -57,11 +57,12 @@ if TYPE_CHECKING:
         Callback,
         CheckpointReport,
         EvaluationReport,
+        MeasurementReport,
         RunEnded,
         RunStarted,
     )
     from raycloak.coordinator.training.hand_loop import HandLoop
-    from raycloak.coordinator.training.reporting import StepReport
+    from raycloak.coordinator.training.reporting import MembershipReport, StepReport
     from raycloak.workers.gradients.numerics import worker_environment
     from raycloak.workers.inputs.datasets import ArrayDataset, Dataset
     from raycloak.workers.inputs.descriptor import DatasetDescriptor
@@ -96,7 +97,9 @@ _HOMES = {
     "Header": "raycloak.workers.vectors.payload",
     "LedgerConfig": "raycloak.coordinator.config.sections",
     "MaskedAggregator": "raycloak.coordinator.aggregation.aggregator",
+    "MeasurementReport": "raycloak.coordinator.training.callbacks",
     "MeasurementsConfig": "raycloak.coordinator.config.sections",
+    "MembershipReport": "raycloak.coordinator.training.reporting",
     "MetricsConfig": "raycloak.coordinator.config.sections",
     "ModelSource": "raycloak.workers.inputs.models",
     "NodeEvidenceSource": "raycloak.coordinator.cluster.node_evidence",
@@ -164,7 +167,9 @@ __all__ = [
     "Header",
     "LedgerConfig",
     "MaskedAggregator",
+    "MeasurementReport",
     "MeasurementsConfig",
+    "MembershipReport",
     "MetricsConfig",
     "ModelError",
     "ModelSource",

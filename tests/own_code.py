@@ -127,7 +127,13 @@ class Told(raycloak.Callback):
     def on_evaluation(self, report) -> None:
         self.told.append(report)
 
+    def on_measurement(self, report) -> None:
+        self.told.append(report)
+
     def on_checkpoint(self, report) -> None:
+        self.told.append(report)
+
+    def on_membership(self, report) -> None:
         self.told.append(report)
 
     def on_run_end(self, ended) -> None:

@@ -47,8 +47,18 @@ PAGES = {
     ),
     "callbacks": (
         "Callbacks",
-        "What a callback of your own is told. [Extending raycloak](../extending.md) has all code of your own.",
-        ["Callback", "RunStarted", "EvaluationReport", "CheckpointReport", "RunEnded"],
+        "What a callback of your own is told. [Extending raycloak](../extending.md) has all code of your own. The type "
+        "of a field says what its value depends on: a `Fact` on no example; a `Physical` value is measured on a "
+        "machine; a `Release` is computed from what was released, or on public data.",
+        [
+            "Callback",
+            "RunStarted",
+            "EvaluationReport",
+            "MeasurementReport",
+            "CheckpointReport",
+            "MembershipReport",
+            "RunEnded",
+        ],
     ),
     "by-hand": (
         "A step loop of your own",

@@ -41,7 +41,8 @@ from raycloak.coordinator.runs.evidence_address import announce
 from raycloak.coordinator.runs.ray_session import Launched, launch
 from raycloak.coordinator.runs.verdict import metrics_view, run_facts, verdict_of
 from raycloak.coordinator.training.assignment import Assignment, NewRun, Order, ReplayedRun, ResumedRun
-from raycloak.coordinator.training.callbacks import Callback, CallbackCaller
+from raycloak.coordinator.training.callback_caller import CallbackCaller
+from raycloak.coordinator.training.callbacks import Callback
 from raycloak.coordinator.training.coordinator import Coordinator
 from raycloak.coordinator.training.public_evaluation import Evaluator, public_evaluator
 from raycloak.coordinator.training.reporting import Reporting, StepReport
@@ -122,6 +123,8 @@ class Execution:
         """Execute a new run, in a directory of its own."""
         self._warn_of(secret_file)
         with ExitStack() as stack:
+            # First, so that it comes last: no process is kept up for callbacks that are still at work.
+            stack.callback(self._callbacks.finish)
             self._trace(stack, "new")
             launched = self._launch(stack, self._config.attestation.bind)
             run_id, key = launched.control.open_run(secret_file)
@@ -148,6 +151,8 @@ class Execution:
     def _again(self, folder: RunFolder, assignment: Assignment) -> "Outcome":
         self._warn_of(folder.record.secret_file)
         with ExitStack() as stack:
+            # First, so that it comes last: no process is kept up for callbacks that are still at work.
+            stack.callback(self._callbacks.finish)
             self._trace(stack, "resumed" if assignment.charges else "replayed")
             # Locked before anything is opened: two drivers of one run would write the same files.
             stack.enter_context(run_lock(folder.record.run_id))
@@ -243,7 +248,9 @@ class Execution:
         assert finished.ending is not None, "a finished run has an ending"
         if assignment.charges:
             folder.mark("stopped" if finished.ending is Ending.STOPPED else "done")
-        outcome = self._outcome(finished, folder, finished.ending.value, started)
+        seconds = time.monotonic() - started
+        self._callbacks.settle()
+        outcome = self._outcome(finished, folder, finished.ending.value, seconds)
         if assignment.charges:
             self._keep(outcome)
             self._callbacks.ended(folder.path, outcome.ending, outcome.result()["metrics"])
@@ -273,7 +280,7 @@ class Execution:
         A run that was never charged has nothing to resume, so a generated secret goes at once. A resumed run stays
         resumable, whatever kept it from training.
         """
-        begun = coordinator.begun
+        begun, seconds = coordinator.begun, time.monotonic() - started
         try:
             folder.mark("failed" if begun else "void")
         except OSError as trouble:  # a full disk may be what ended the run; a resume takes "running" as well
@@ -288,7 +295,8 @@ class Execution:
             error.spent_epsilon = finished.charged_epsilon if finished else coordinator.charged_epsilon
             error.step = coordinator.step
             if finished is not None:
-                outcome = self._outcome(finished, folder, error.code, started)
+                self._callbacks.settle()
+                outcome = self._outcome(finished, folder, error.code, seconds)
                 error.result = outcome.result()
                 self._keep(outcome)
         so_far = error.result["metrics"] if isinstance(error, RaycloakError) and error.result else None
@@ -303,8 +311,7 @@ class Execution:
         except OSError as trouble:  # a full disk: the caller gets the verdict all the same
             self._notice(f"verdict.json was not written: {trouble.strerror}")
 
-    def _outcome(self, finished: Finished, folder: RunFolder, ending: str, started: float) -> "Outcome":
-        seconds = time.monotonic() - started
+    def _outcome(self, finished: Finished, folder: RunFolder, ending: str, seconds: float) -> "Outcome":
         return Outcome(finished, folder, ending, seconds, tuple(self.warnings), self._served)
 
     def _placement(self) -> Placement:
@@ -365,7 +372,10 @@ class Execution:
             events=events,
             progress=self._stepped,
             phase=self._phase,
+            begun=lambda outset: self._callbacks.started(folder.path, self._config, outset),
             evaluated=self._callbacks.evaluated,
+            measured=self._callbacks.measured,
+            changed=self._callbacks.changed,
             departure=self._departed,
             joined=lambda member_id: self._notice(f"{member_id} joined"),
             restart=self._restarted,
@@ -381,7 +391,6 @@ class Execution:
             self._notice(f"evidence service: {service.address} ({service.evidence} evidence)")
         metrics = RunMetrics(run_facts(manifest, evidence_class, self._config))
         exporter.add(metrics)
-        self._callbacks.started(folder.path, manifest, evidence_class)
         return metrics
 
     def _stepped(self, report: StepReport) -> None:

@@ -1,48 +1,65 @@
-"""Callbacks of the user's own: what they are told, and what becomes of one that fails.
+"""Callbacks of the user's own: what they may define, what they are told, and how they are found and checked.
 
-Hides how a callback is found, checked and called. A callback runs in the driver, on its main thread, between two acts
-of the run. It gets public values alone. It is in no manifest, for nothing that it does changes a byte of the model.
-
-Guarantee: a callback that fails ends no run, since the steps it watches are charged. It is named with its error, the
-verdict has a warning, and it is not called again.
+Every field of what they are told is declared with its privacy class, and none is secret. A callback is in no manifest,
+for nothing that it does changes a byte of the model. `coordinator/training/callback_caller.py` calls it.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from raycloak.coordinator.record.outcome import Evaluation
-from raycloak.coordinator.training.reporting import StepReport
+from raycloak.coordinator.training.reporting import MembershipReport, StepReport
 from raycloak.metrics.errors import ConfigError
-from raycloak.workers.inputs.user_code import own_words, resolve, told
-from raycloak.workers.terms.manifest import Manifest
+from raycloak.metrics.reports import Fact, Release, report
+from raycloak.workers.inputs.user_code import resolve, told
 
 
-@dataclass(frozen=True, slots=True)
+@report
 class RunStarted:
-    """The public facts of a run whose members are admitted; nothing is charged by this execution yet.
+    """The public facts of a run whose members are admitted; this execution has charged nothing yet.
 
     Attributes:
         run_dir: the run directory.
+        name: the configuration's name.
         account: the one that pays.
         steps, virtual_workers, parameters: planned steps, V, and the number of trained coordinates.
-        private: False if differential privacy is off.
+        finished_steps: steps that earlier executions of the run finished; 0 in the first.
+        private: False if differential privacy is off; then every epsilon is None.
+        exact: whether every operation has a deterministic kernel.
         evidence_class: ``simulated`` or the hardware class whose root verified.
+        epsilon_planned, epsilon_cap, delta: what the plan costs a fresh account, what the account may spend, and the
+            delta of both.
+        noise_multiplier, sample_rate: z and q of the gradients.
+        config: the configuration, as ``config.yaml`` in the run directory has it, without the ledger's password.
     """
 
-    run_dir: Path
-    run_id: str
-    account: str
-    steps: int
-    virtual_workers: int
-    parameters: int
-    private: bool
-    evidence_class: str
+    run_dir: Fact[Path]
+    run_id: Fact[str]
+    name: Fact[str]
+    account: Fact[str]
+    steps: Fact[int]
+    virtual_workers: Fact[int]
+    parameters: Fact[int]
+    finished_steps: Fact[int]
+    private: Fact[bool]
+    exact: Fact[bool]
+    evidence_class: Fact[str]
+    epsilon_planned: Fact[float | None]
+    epsilon_cap: Fact[float | None]
+    delta: Fact[float | None]
+    noise_multiplier: Fact[float | None]
+    sample_rate: Fact[float]
+    config: Fact[Mapping[str, Any]]
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The marks that every output about this run carries: NOT PRIVATE, NOT EXACT, SIMULATED."""
+        marks = {"NOT PRIVATE": not self.private, "NOT EXACT": not self.exact}
+        return tuple(mark for mark, due in {**marks, "SIMULATED": self.evidence_class == "simulated"}.items() if due)
 
 
-@dataclass(frozen=True, slots=True)
+@report
 class EvaluationReport:
     """A released model's result on the evaluation split, which is public.
 
@@ -52,22 +69,41 @@ class EvaluationReport:
         metrics: values of the user's own metrics, by name.
     """
 
-    steps: int
-    accuracy: float | None
-    loss: float | None
-    f1: float | None
-    metrics: Mapping[str, float]
+    steps: Fact[int]
+    accuracy: Release[float | None]
+    loss: Release[float | None]
+    f1: Release[float | None]
+    metrics: Release[Mapping[str, float]]
 
 
-@dataclass(frozen=True, slots=True)
+@report
+class MeasurementReport:
+    """A release of a measurement on private examples, noised and charged for.
+
+    Attributes:
+        query: ``class_counts`` or ``evaluation``.
+        number: which release of it, from 0.
+        steps: finished steps that gave the model.
+        values: by name, such as ``loss``, ``accuracy`` or ``count_0``.
+        noise_deviation: standard deviation of the noise in each value.
+    """
+
+    query: Fact[str]
+    number: Fact[int]
+    steps: Fact[int]
+    values: Release[Mapping[str, float]]
+    noise_deviation: Fact[Mapping[str, float]]
+
+
+@report
 class CheckpointReport:
     """A sealed package that was published; ``steps`` finished steps gave its model."""
 
-    steps: int
-    digest: str
+    steps: Fact[int]
+    digest: Release[str]
 
 
-@dataclass(frozen=True, slots=True)
+@report
 class RunEnded:
     """The end of an execution.
 
@@ -76,17 +112,27 @@ class RunEnded:
         metrics: the verdict, as `Trainer.train` returns it; None if no step was finished.
     """
 
-    run_dir: Path
-    ending: str
-    metrics: Mapping[str, Any] | None
+    run_dir: Fact[Path]
+    ending: Fact[str]
+    metrics: Release[Mapping[str, Any] | None]
+
+
+Report = RunStarted | StepReport | EvaluationReport | MeasurementReport | CheckpointReport | MembershipReport | RunEnded
 
 
 class Callback:
     """The base of callbacks: override what you need. Every argument is public.
 
-    Each execution of a run tells of its own start and end; a resumed run has several. A replay tells nothing. What a
-    method returns is ignored; to end a run after its step, call `Trainer.stop`. A method that raises is named, with its
-    error, and its callback is not called again: the run goes on, since its steps are charged.
+    A callback has a thread of its own, in the driver: it is told everything in order, while the run goes on. It gets
+    copies, so nothing that it does changes the run. What a method returns is ignored; `Trainer.stop` ends a run after
+    the step that it is in by then.
+
+    Each execution of a run tells of its own start and end; a resumed run has several. A replay tells nothing.
+
+    A method that raises is named, with its error, and its callback is not called again. One that lasts longer than a
+    minute is named, and the run does not wait for it. At most 1,000 reports wait for a callback: then the oldest step
+    is left out for each new report, and the callback is named. At the end, the run waits up to two minutes until all
+    callbacks have been told.
     """
 
     def on_run_begin(self, started: RunStarted) -> None:
@@ -96,16 +142,31 @@ class Callback:
         """Take note of a committed step; ``report`` has what was measured after it."""
 
     def on_evaluation(self, report: EvaluationReport) -> None:
-        """Take note of a measurement on the evaluation split; it comes before its step's `on_step_end`."""
+        """Take note of a result on the evaluation split; it comes before its step's `on_step_end`."""
+
+    def on_measurement(self, report: MeasurementReport) -> None:
+        """Take note of a noised release about private examples; it comes before the next step."""
 
     def on_checkpoint(self, report: CheckpointReport) -> None:
         """Take note that a sealed package was published."""
+
+    def on_membership(self, report: MembershipReport) -> None:
+        """Take note that a member joined the running training or was lost."""
 
     def on_run_end(self, ended: RunEnded) -> None:
         """Take note that this execution is over; the model and the verdict are on disk."""
 
 
-EVENTS = ("on_run_begin", "on_step_end", "on_evaluation", "on_checkpoint", "on_run_end")
+EVENTS: Mapping[str, type[Report]] = {
+    "on_run_begin": RunStarted,
+    "on_step_end": StepReport,
+    "on_evaluation": EvaluationReport,
+    "on_measurement": MeasurementReport,
+    "on_checkpoint": CheckpointReport,
+    "on_membership": MembershipReport,
+    "on_run_end": RunEnded,
+}
+"""Every method of a callback, and what it is told."""
 
 
 def own_callbacks(named: Sequence[str], given: Sequence[Callback], base: Path | str) -> tuple[Callback, ...]:
@@ -147,63 +208,3 @@ def _check(callback: object) -> None:
             raise ConfigError(
                 "callback", f"{name}.{event} does not take one argument.", f"Define {event}(self, report)."
             ) from None
-
-
-@dataclass(slots=True)
-class CallbackCaller:
-    """Tells the callbacks of one run, one after another.
-
-    Attributes:
-        warned: called with a sentence about each callback that fails.
-    """
-
-    callbacks: Sequence[Callback]
-    warned: Callable[[str], None]
-    _failed: set[int] = field(default_factory=set)
-    _started: bool = False
-
-    def started(self, run_dir: Path, manifest: Manifest, evidence_class: str) -> None:
-        """Tell that the members of a run are admitted."""
-        self._started = True
-        mechanism = manifest.computation.mechanism
-        event = RunStarted(
-            run_dir=run_dir,
-            run_id=manifest.run_id,
-            account=manifest.account,
-            steps=mechanism.steps,
-            virtual_workers=mechanism.virtual_workers,
-            parameters=mechanism.dimension,
-            private=mechanism.private,
-            evidence_class=evidence_class,
-        )
-        self._tell("on_run_begin", event)
-
-    def stepped(self, report: StepReport) -> None:
-        """Tell of a committed step."""
-        self._tell("on_step_end", report)
-
-    def evaluated(self, steps: int, found: Evaluation) -> None:
-        """Tell of a measurement of the model that ``steps`` steps gave."""
-        report = EvaluationReport(steps, found.accuracy, found.loss, found.f1, dict(found.own))
-        self._tell("on_evaluation", report)
-
-    def published(self, steps: int, digest: bytes) -> None:
-        """Tell of a published package."""
-        self._tell("on_checkpoint", CheckpointReport(steps, digest.hex()))
-
-    def ended(self, run_dir: Path, ending: str, metrics: Mapping[str, Any] | None) -> None:
-        """Tell of the end of an execution, if its start was told."""
-        if self._started:
-            self._started = False
-            self._tell("on_run_end", RunEnded(run_dir, ending, metrics))
-
-    def _tell(self, event: str, value: object) -> None:
-        for index, callback in enumerate(self.callbacks):
-            if index in self._failed:
-                continue
-            try:
-                getattr(callback, event)(value)
-            except Exception as error:  # noqa: BLE001 - a watcher must not cost the run that it watches
-                self._failed.add(index)
-                name = type(callback).__name__
-                self.warned(f"The callback {name} is not called again: {event} failed with {own_words(error)}")

@@ -25,7 +25,7 @@ from raycloak.coordinator.training.assignment import Order
 from raycloak.coordinator.training.conclusion import Conclusion, end_log
 from raycloak.coordinator.training.outset import set_out
 from raycloak.coordinator.training.public_evaluation import Evaluator
-from raycloak.coordinator.training.reporting import Reporter
+from raycloak.coordinator.training.reporting import Outset, Reporter
 from raycloak.metrics.registry import FAILED
 
 
@@ -98,6 +98,9 @@ class Coordinator:
             with traces.span("train"):
                 training = set_out(order, admitted, self._reporter, self._evaluator)
                 self._conclusion = Conclusion(order, admitted, training)
+                order.reporting.begun(
+                    Outset(admitted.manifest, admitted.plan, admitted.evidence_class, training.finished_steps)
+                )
                 ending = training.run()
             self._enter(Phase.FINISHING)
             with traces.span("finish"):

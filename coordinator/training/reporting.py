@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, field
+from typing import Literal
 
 from raycloak.attestation.orchestrator.admissions import OrchestratorView
 from raycloak.coordinator.cluster.control import Restart
@@ -12,11 +13,13 @@ from raycloak.coordinator.record.outcome import Evaluation
 from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.events import EventWriter
 from raycloak.metrics.registry import exactness_mark, privacy_mark
+from raycloak.metrics.reports import Fact, Physical, Release, report
 from raycloak.metrics.traces import OFF, Traces
 from raycloak.workers.terms.manifest import Manifest
+from raycloak.workers.terms.measurement import Released
 
 
-@dataclass(frozen=True, slots=True)
+@report
 class StepReport:
     """The public facts of a committed step.
 
@@ -36,18 +39,49 @@ class StepReport:
         exact: whether every operation has a deterministic kernel.
     """
 
-    step: int
-    steps: int
-    epsilon: float | None
-    epsilon_cap: float | None
-    evaluation_accuracy: float | None
-    workers: int
-    parameter_digest: str
-    seconds: float
-    evaluation_loss: float | None = None
-    exact: bool = True
-    epsilon_planned: float | None = None
-    evaluation_metrics: Mapping[str, float] = field(default_factory=dict)
+    step: Fact[int]
+    steps: Fact[int]
+    epsilon: Release[float | None]
+    epsilon_cap: Fact[float | None]
+    evaluation_accuracy: Release[float | None]
+    workers: Fact[int]
+    parameter_digest: Release[str]
+    seconds: Physical[float]
+    evaluation_loss: Release[float | None] = None
+    exact: Fact[bool] = True
+    epsilon_planned: Fact[float | None] = None
+    evaluation_metrics: Release[Mapping[str, float]] = field(default_factory=dict)
+
+
+@report
+class MembershipReport:
+    """A worker or aggregator that joined the running training, or that the run has lost.
+
+    Attributes:
+        change: ``joined``; ``left`` between two steps, as it was asked to; ``lost``; or ``refused`` before it joined.
+        member: its id.
+        code: stable code of the reason; None of a join.
+        workers: admitted workers after the change.
+    """
+
+    change: Fact[Literal["joined", "left", "lost", "refused"]]
+    member: Fact[str]
+    code: Fact[str | None]
+    workers: Fact[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Outset:
+    """The terms of an execution whose members are admitted and whose model is there.
+
+    Attributes:
+        finished_steps: steps that earlier executions finished.
+    """
+
+    manifest: Manifest
+    plan: Plan
+    evidence_class: str
+    finished_steps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +96,11 @@ class Reporting:
         restart: called when the ledger or the orchestrator was started again.
         warned: called with each warning of the plan, before anything is charged.
         phase: called with a few words when another phase begins.
+        begun: called once before the first step of an execution.
         evaluated: called with the finished steps and the result of every evaluation.
         traces: the spans of the execution.
+        measured: called with every release of a measurement.
+        changed: called with every change of the members.
     """
 
     metrics: Callable[[Manifest, str], RunMetrics]
@@ -74,8 +111,11 @@ class Reporting:
     restart: Callable[[Restart], None]
     warned: Callable[[str], None] = lambda warning: None
     phase: Callable[[str], None] = lambda what: None
+    begun: Callable[[Outset], None] = lambda outset: None
     evaluated: Callable[[int, Evaluation], None] = lambda steps, evaluation: None
     traces: Traces = OFF
+    measured: Callable[[Released], None] = lambda released: None
+    changed: Callable[[MembershipReport], None] = lambda change: None
 
 
 @dataclass(slots=True)
@@ -140,6 +180,9 @@ class Reporter:
         """Report that a member was refused, was lost, or left."""
         self.to.departure(departure)
         self.to.events.write("departure", code=departure.code)
+        change: Literal["left", "lost", "refused"] = "left" if departure.asked_for else "lost"
+        change = change if departure.joined else "refused"
+        self.to.changed(MembershipReport(change, departure.member_id, departure.code, len(self.workers)))
         metrics = self.metrics
         if metrics is None:
             return
@@ -155,6 +198,7 @@ class Reporter:
         """Report that a worker joined between two steps."""
         self.to.joined(member_id)
         self.to.events.write("join", workers=len(self.workers))
+        self.to.changed(MembershipReport("joined", member_id, None, len(self.workers)))
         assert self.metrics is not None, "series exist once members are admitted"
         self.metrics.worker_joined()
         self.metrics.workers_admitted(len(self.workers))

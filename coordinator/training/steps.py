@@ -278,6 +278,7 @@ class Training:
                 attempts=outcome.commit.attempts,
                 seconds=round(outcome.seconds, 6),
             )
+        self.reporting.measured(released)
 
     def _report(self, outcome: StepOutcome) -> None:
         """Tell metrics, events and progress of a finished step."""

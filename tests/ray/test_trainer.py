@@ -129,11 +129,12 @@ def test_run_directory_holds_what_a_third_party_needs(observed):
 
 
 def test_callbacks_are_told_of_a_whole_run(observed):
-    (callback,) = observed.trainer._execution._callbacks.callbacks
-    kinds = [type(each).__name__ for each in callback.told]
-    steps = ["StepReport"] * (STEPS - 1)
-    assert kinds == ["RunStarted", *steps, "EvaluationReport", "StepReport", "CheckpointReport", "RunEnded"]
-    assert callback.told[-1].metrics == observed.result["metrics"]
+    (thread,) = observed.trainer._execution._callbacks._threads
+    told = thread._callback.told
+    kinds = [type(each).__name__.removesuffix("Report") for each in told]
+    steps = ["Step", "Step", "Measurement", "Step", "Evaluation", "Step", "Measurement"]
+    assert kinds == ["RunStarted", "Measurement", *steps, "Checkpoint", "RunEnded"]
+    assert told[-1].metrics == observed.result["metrics"]
 
 
 def test_metrics_are_served_during_the_run(observed):

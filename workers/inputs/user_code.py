@@ -51,7 +51,7 @@ def told(error: Exception) -> Exception | None:
     return error if _TELLING.get() else None
 
 
-def own_words(error: Exception) -> str:
+def own_words(error: BaseException) -> str:
     """Return type and text of an exception on one line: of user code that sees public or released values alone."""
     text = " ".join(str(error).split())[:300].rstrip(".")
     return f"{type(error).__name__}: {text}." if text else f"{type(error).__name__}."
