@@ -35,6 +35,10 @@ PAGES = {
             "CheckpointConfig",
             "FailureConfig",
             "LedgerConfig",
+            "LoggersConfig",
+            "MLflowConfig",
+            "WandbConfig",
+            "TensorBoardConfig",
             "MetricsConfig",
             "PlacementConfig",
             "RingConfig",
@@ -59,6 +63,11 @@ PAGES = {
             "MembershipReport",
             "RunEnded",
         ],
+    ),
+    "loggers": (
+        "Loggers",
+        "Callbacks that log a run to a tracking tool. [Loggers](../loggers.md) has examples.",
+        ["MLflowLogger", "WandbLogger", "TensorBoardLogger"],
     ),
     "by-hand": (
         "A step loop of your own",

@@ -25,6 +25,7 @@ from raycloak.coordinator.config.sections import (
     FailureConfig,
     KeyServiceConfig,
     LedgerConfig,
+    LoggersConfig,
     MeasurementsConfig,
     MetricsConfig,
     ModelConfig,
@@ -90,6 +91,7 @@ class RunConfig(Section):
         precision: of the forward and backward pass, ``float32`` or ``bf16``; parameters and sums stay as they are.
         gradient_checkpointing: computes the blocks of a Hugging Face model again in the backward pass, for less memory.
         callbacks: ``module:Class`` of the user's own, which are told of the run; see `docs/extending.md`.
+        loggers: tracking tools that are told of the run; see `docs/loggers.md`.
         allow_nondeterministic: lets operations without a deterministic kernel run; the run is then marked NOT EXACT.
     """
 
@@ -132,6 +134,7 @@ class RunConfig(Section):
     gradient_checkpointing: bool = False
     allow_nondeterministic: bool = False
     callbacks: list[str] = Field(default_factory=list)
+    loggers: LoggersConfig = LoggersConfig()
 
     @field_validator("loss")
     @classmethod

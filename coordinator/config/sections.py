@@ -512,3 +512,57 @@ class MetricsConfig(Section):
         if isinstance(raw, list | str):
             raise ValueError("this is the address of the endpoint; name metrics of your own in evaluation.metrics")
         return raw
+
+
+class MLflowConfig(Section):
+    """The fields of `raycloak.MLflowLogger`."""
+
+    tracking_uri: str | None = Field(default=None, min_length=1)
+    experiment: str | None = Field(default=None, min_length=1)
+    log_model: bool = False
+    registered_model: str | None = Field(default=None, min_length=1)
+
+    @field_validator("tracking_uri")
+    @classmethod
+    def _no_password(cls, uri: str | None) -> str | None:
+        # The run directory keeps the configuration, and loggers upload it.
+        if uri is not None and "@" in uri.partition("://")[2].partition("/")[0]:
+            raise ValueError("no credentials here: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD")
+        return uri
+
+    @model_validator(mode="after")
+    def _registers_what_it_uploads(self) -> Self:
+        if self.registered_model is not None and not self.log_model:
+            raise ValueError("registered_model needs log_model: true")
+        return self
+
+
+class WandbConfig(Section):
+    """The fields of `raycloak.WandbLogger`."""
+
+    project: str | None = Field(default=None, min_length=1)
+    entity: str | None = Field(default=None, min_length=1)
+    mode: Literal["online", "offline"] | None = None
+    log_model: bool = False
+
+
+class TensorBoardConfig(Section):
+    """The field of `raycloak.TensorBoardLogger`; a relative folder starts at the configuration file's folder."""
+
+    log_dir: str | None = Field(default=None, min_length=1)
+
+
+class LoggersConfig(Section):
+    """The tools that a run is logged to, besides ``metrics.jsonl`` in the run directory; see `docs/loggers.md`.
+
+    An empty section asks for a logger with its defaults.
+    """
+
+    mlflow: MLflowConfig | None = None
+    wandb: WandbConfig | None = None
+    tensorboard: TensorBoardConfig | None = None
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        """The tools that are asked for, by name."""
+        return tuple(name for name in type(self).model_fields if getattr(self, name) is not None)

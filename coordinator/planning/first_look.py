@@ -6,6 +6,7 @@ Ports, secret file, account, witness and state folder would else be found wrong 
 import os
 import socket
 from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
 
 from raycloak.coordinator.config import home
@@ -33,11 +34,13 @@ def first_look(config: RunConfig, base: Path, run_secret: Path | None = None, re
 
     Raises:
         ConfigError, BudgetError: as `preflight`; ``tracing``, ``home_unusable``, ``relative_home``, ``run_secret``,
-            ``metrics_bind``, ``bind``, ``ledger_missing``, ``witness_unavailable``, or why the account would refuse a
-            new run.
+            ``metrics_bind``, ``bind``, ``logger_library``, ``ledger_missing``, ``witness_unavailable``, or why the
+            account would refuse a new run.
     """
     preflight(config, base)
     tracing_is_on()
+    for tool in config.loggers.tools:
+        require_library(tool)
     _check_home(home.home_path())
     if run_secret is not None:
         _check_secret(run_secret)
@@ -48,6 +51,16 @@ def first_look(config: RunConfig, base: Path, run_secret: Path | None = None, re
         _check_witness(config.ledger.witness)
     # With a secret of the user's own, the run may be registered as well.
     _check_account(config, base, resumes or run_secret is not None)
+
+
+def require_library(tool: str) -> None:
+    """Require the library of a logger without importing it; ConfigError ``logger_library`` names its extra."""
+    if find_spec(tool) is None:
+        raise ConfigError(
+            "logger_library",
+            f"the logger {tool} needs a library that is not installed.",
+            f"Install it: pip install 'raycloak[{tool}]'.",
+        )
 
 
 def _check_home(path: Path) -> None:

@@ -21,6 +21,7 @@ OPERATIONAL = frozenset(
         "metrics",
         "key_service",
         "callbacks",
+        "loggers",
     }
 )
 """Fields of a configuration that may differ when a run is resumed: where and how it computes, never the result. So may

@@ -30,7 +30,7 @@ def by_hand(
     `HandLoop.finish` at the end; without it the run is void. Such a run cannot be resumed or replayed.
 
     Args:
-        config: it names model and dataset, and neither measurements nor evaluation nor callbacks.
+        config: it names model and dataset, and neither measurements nor evaluation, callbacks or loggers.
         config_dir: folder that relative paths and ``module:function`` names start from; the working directory if
             absent.
         notice: told, in one line each, what a watcher needs to know; standard error if absent.
@@ -40,11 +40,12 @@ def by_hand(
     """
     if config.dataset is None:
         raise ConfigError("config", "no dataset is named.", "Name one in the configuration.")
-    if config.measurements != MeasurementsConfig() or config.evaluation is not None or config.callbacks:
+    called = config.callbacks or config.loggers.tools
+    if config.measurements != MeasurementsConfig() or config.evaluation is not None or called:
         raise ConfigError(
             "config",
             "a loop by hand makes no measurements, evaluates nothing and calls nobody.",
-            "Leave out measurements, evaluation and callbacks.",
+            "Leave out measurements, evaluation, callbacks and loggers.",
         )
     check_public(config)
     base = config_dir or Path.cwd()

@@ -8,6 +8,7 @@ from typing import Any
 
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.evidence.sources import configured_policy
+from raycloak.coordinator.loggers.configured import configured_loggers
 from raycloak.coordinator.planning.first_look import first_look
 from raycloak.coordinator.planning.model_source import model_source
 from raycloak.coordinator.planning.plan import check_public
@@ -41,7 +42,8 @@ class Trainer:
             again; for the main thread.
         notice: told, in one line each, what a watcher needs to know: the metrics' address, members that left or joined.
         metrics: functions of your own of outputs and labels of the public split, beside ``evaluation.metrics``.
-        callbacks: objects of your own that are told of the run, beside those that ``config.callbacks`` names.
+        callbacks: objects of your own that are told of the run, beside those that ``config.callbacks`` and
+            ``config.loggers`` name.
         placement_group: of Ray, with the caller's own bundle first and then one for each of the ``num_workers``; the
             run reserves a group of its own if absent.
     """
@@ -97,7 +99,7 @@ class Trainer:
             stop=self._stop,
             handle_signals=handle_signals,
             metrics=metrics,
-            callbacks=own_callbacks(config.callbacks, callbacks, base),
+            callbacks=(*own_callbacks(config.callbacks, callbacks, base), *configured_loggers(config.loggers, base)),
             reserved=placement_group,
         )
         self.finished: Finished | None = None

@@ -54,7 +54,7 @@ MEASURED = {
         "evaluation": {"every": 2, "noise_multiplier": 20},
     }
 }
-OBSERVED = {"aggregators": 2, **MEASURED}
+OBSERVED = {"aggregators": 2, "loggers": {"tensorboard": {}}, **MEASURED}
 
 
 @pytest.fixture(scope="module")
@@ -129,12 +129,14 @@ def test_run_directory_holds_what_a_third_party_needs(observed):
 
 
 def test_callbacks_are_told_of_a_whole_run(observed):
-    (thread,) = observed.trainer._execution._callbacks._threads
-    told = thread._callback.told
+    own, _ = observed.trainer._execution._callbacks._threads
+    told = own._callback.told
     kinds = [type(each).__name__.removesuffix("Report") for each in told]
     steps = ["Step", "Step", "Measurement", "Step", "Evaluation", "Step", "Measurement"]
     assert kinds == ["RunStarted", "Measurement", *steps, "Checkpoint", "RunEnded"]
     assert told[-1].metrics == observed.result["metrics"]
+    events = Path(observed.result["run_dir"], "tensorboard").glob("events.out.tfevents.*")
+    assert [b"privacy_epsilon" in path.read_bytes() for path in events] == [True]
 
 
 def test_metrics_are_served_during_the_run(observed):

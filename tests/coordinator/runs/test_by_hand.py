@@ -19,6 +19,7 @@ SPLIT = {"kind": "digits", "split": "public", "public": True}
         ({}, "no model is named"),
         ({"evaluation": {"dataset": SPLIT}}, "evaluates nothing"),
         ({"callbacks": ["tests.own_code:Told"]}, "calls nobody"),
+        ({"loggers": {"tensorboard": {}}}, "calls nobody"),
         ({"measurements": {"class_counts": {"classes": 3, "noise_multiplier": 20}}}, "makes no measurements"),
     ],
 )
