@@ -28,6 +28,7 @@ PAGES = {
             "DPConfig",
             "DatasetConfig",
             "EvaluationConfig",
+            "EarlyStoppingConfig",
             "OptimizerConfig",
             "MeasurementsConfig",
             "ClassCountsConfig",

@@ -66,6 +66,8 @@ def _steps(verdict: Verdict) -> str:
             return text
         case "cap_exceeded":
             return f"{text}: the cap is reached"
+        case "early_stopped":
+            return f"{text}: ended early, since results no longer got better"
         case "stopped":
             return f"{text}: stopped, resume with --resume"
         case code:

@@ -21,6 +21,7 @@ from raycloak.coordinator.config.sections import (
     CheckpointConfig,
     DatasetConfig,
     DPConfig,
+    EarlyStoppingConfig,
     EvaluationConfig,
     FailureConfig,
     KeyServiceConfig,
@@ -77,6 +78,7 @@ class RunConfig(Section):
             Trainer may be given a callable instead.
         loss: ``cross_entropy``, ``token_cross_entropy``, ``next_token_cross_entropy``, ``mse`` or ``module:function``
             of (output, label) giving one loss per example; the task's own for a Hugging Face model.
+        early_stopping: ends the run once a public or released result no longer gets better.
         seed: public seed of the model's initial parameters.
         aggregators: S, number of parameter ranges.
         epoch_steps: E; virtual-worker keys change every E steps, on fresh evidence.
@@ -112,6 +114,7 @@ class RunConfig(Section):
     dataset: DatasetConfig | None = None
     evaluation: EvaluationConfig | None = None
     measurements: MeasurementsConfig = MeasurementsConfig()
+    early_stopping: EarlyStoppingConfig | None = None
     optimizer: OptimizerConfig = OptimizerConfig()
     dp_config: DPConfig
     secure_aggregation: bool = True
@@ -210,6 +213,22 @@ class RunConfig(Section):
         measured = self.measurements.evaluation
         if measured is not None and measured.classes is not None and self.loss != "cross_entropy":
             raise ValueError("measurements.evaluation.classes belongs to cross_entropy: no other loss predicts a class")
+        return self
+
+    @model_validator(mode="after")
+    def _stops_by_what_is_measured(self) -> Self:
+        if self.early_stopping is None:
+            return self
+        metric = self.early_stopping.metric
+        on_split = metric.startswith("evaluation_")
+        section = "evaluation" if on_split else "measurements.evaluation"
+        if (self.evaluation if on_split else self.measurements.evaluation) is None:
+            raise ValueError(f"early_stopping.metric {metric} needs {section}")
+        has_accuracy = self.loss == "cross_entropy"
+        if metric.endswith("accuracy") and not has_accuracy:
+            raise ValueError(f"early_stopping.metric: {section} has an accuracy under cross_entropy alone")
+        if metric == "evaluation_loss" and has_accuracy:
+            raise ValueError("early_stopping.metric: under cross_entropy evaluation measures the accuracy")
         return self
 
     @model_validator(mode="after")

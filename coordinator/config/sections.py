@@ -339,6 +339,22 @@ class MeasurementsConfig(Section):
     evaluation: PrivateEvaluationConfig | None = None
 
 
+class EarlyStoppingConfig(Section):
+    """The rule by which a run ends before its last planned step, because a result no longer gets better.
+
+    Attributes:
+        metric: the result that is watched: on the evaluation split, or a noised release on the private examples.
+        patience: results in a row that may fail to be better than the best one; the run ends with the last of them.
+        min_delta: by how much a result must be better to count as better.
+    """
+
+    metric: Literal[
+        "evaluation_accuracy", "evaluation_loss", "measured_evaluation_accuracy", "measured_evaluation_loss"
+    ]
+    patience: int = Field(default=5, gt=0)
+    min_delta: float = Field(default=0.0, ge=0)
+
+
 class OptimizerConfig(Section):
     """The aggregator's update rule, applied to the released average.
 

@@ -9,7 +9,7 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -51,6 +51,23 @@ class RunRecord(Message):
     started_at: float
     status: Status
     driver_base: str = ""
+
+
+class WatchedResult(Message):
+    """A result that a run's early stopping has seen after so many finished steps; None if it was no finite number."""
+
+    DOMAIN: ClassVar[str] = "raycloak/watched-result/v1"
+
+    steps: int
+    value: float | None
+
+
+class WatchedResults(Message):
+    """All results that a run's early stopping has seen, in their order."""
+
+    DOMAIN: ClassVar[str] = "raycloak/watched-results/v1"
+
+    results: tuple[WatchedResult, ...] = ()
 
 
 class RunFolder:
@@ -139,6 +156,20 @@ class RunFolder:
         known[released.query, released.number] = released
         values = ReleasedValues(releases=tuple(known.values()))
         write_whole(self.path / "measurements.json", values.encode() + b"\n")
+
+    def watched(self) -> dict[int, float | None]:
+        """Read the results that early stopping has seen, by finished steps, in earlier executions too."""
+        path = self.path / "early_stopping.json"
+        try:
+            found = parse(WatchedResults, path.read_bytes().strip()).results if path.exists() else ()
+        except (OSError, ProtocolError):
+            raise ConfigError("not_a_run", f"{path} cannot be read.", "Restore it as the run wrote it.") from None
+        return {each.steps: each.value for each in found}
+
+    def keep_watched(self, results: Mapping[int, float | None]) -> None:
+        """Keep the results that early stopping has seen; they are on disk when this returns."""
+        values = WatchedResults(results=tuple(WatchedResult(steps=key, value=results[key]) for key in sorted(results)))
+        write_whole(self.path / "early_stopping.json", values.encode() + b"\n")
 
     def write_verdict(self, verdict: str) -> None:
         """Keep the verdict of the newest execution, one JSON object, as ``verdict.json``."""

@@ -20,6 +20,7 @@ class Ending(Enum):
 
     COMPLETE = "complete"
     CAP = "cap_exceeded"
+    EARLY = "early_stopped"
     STOPPED = "stopped"
 
 

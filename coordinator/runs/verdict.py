@@ -17,7 +17,7 @@ from raycloak.coordinator.config.sections import Kept
 from raycloak.coordinator.ledger.view import DataStanding, LedgerView
 from raycloak.coordinator.planning.claim import claimed_epsilon, covered, epsilon_if_stop_was_blind
 from raycloak.coordinator.planning.cross_check import CrossCheck, cross_check
-from raycloak.coordinator.record.outcome import Finished
+from raycloak.coordinator.record.outcome import Ending, Finished
 from raycloak.metrics import collectors
 from raycloak.version import VERSION
 from raycloak.workers.terms.manifest import Manifest
@@ -37,12 +37,13 @@ class Verdict:
         run_dir: the run directory.
         steps: finished steps, earlier executions included.
         planned_steps: steps that the run was planned for.
-        ending: ``complete``, ``cap_exceeded``, ``stopped``, or the code of the error that ended the execution.
+        ending: ``complete``, ``cap_exceeded``, ``early_stopped``, ``stopped``, or the code of the error that ended the
+            execution.
         private: False if differential privacy was off; then every epsilon is None.
         privacy_epsilon: claimed for the run, however it ended, against outsiders and the aggregator alone: what its
             plan costs, as far as the cap reaches. See `raycloak.coordinator.planning.claim`.
         privacy_epsilon_if_stop_was_blind: of what was charged; holds only if nothing that was released had a part in
-            when the run ended.
+            when the run ended, so it is ``privacy_epsilon`` itself of a run that its results have ended.
         privacy_epsilon_one_worker: the same for the aggregator together with any one worker's machine; None if that
             leaves no guarantee.
         keys_on_one_machine: most virtual workers whose keys of one epoch one machine has got, in any execution of the
@@ -147,6 +148,9 @@ def verdict_of(
     plan, charged = finished.plan, finished.charged
     mechanism, delta, private = plan.mechanism, plan.delta, plan.mechanism.private
     one_worker = claimed_epsilon(plan, charged, finished.most_hosted) if private else None
+    claimed = claimed_epsilon(plan, charged) if private else None
+    # A rule that reads what was released is not blind.
+    is_blind = private and ending != Ending.EARLY.value
     check = _cross_check(covered(plan, charged), delta)
     problem = check.disagreement() if check else None
     if problem:
@@ -157,8 +161,8 @@ def verdict_of(
         planned_steps=mechanism.steps,
         ending=ending,
         private=private,
-        privacy_epsilon=claimed_epsilon(plan, charged) if private else None,
-        privacy_epsilon_if_stop_was_blind=epsilon_if_stop_was_blind(plan, charged) if private else None,
+        privacy_epsilon=claimed,
+        privacy_epsilon_if_stop_was_blind=epsilon_if_stop_was_blind(plan, charged) if is_blind else claimed,
         privacy_epsilon_one_worker=one_worker if one_worker is not None and math.isfinite(one_worker) else None,
         privacy_epsilon_charged=finished.charged_epsilon if private else None,
         privacy_delta=delta if private else None,

@@ -108,7 +108,7 @@ class RunEnded:
     """The end of an execution.
 
     Attributes:
-        ending: ``complete``, ``cap_exceeded``, ``stopped``, or the code of the error that ended it.
+        ending: ``complete``, ``cap_exceeded``, ``early_stopped``, ``stopped``, or the code of the error that ended it.
         metrics: the verdict, as `Trainer.train` returns it; None if no step was finished.
     """
 

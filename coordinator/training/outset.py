@@ -7,8 +7,10 @@ import numpy as np
 from raycloak.coordinator.aggregation.ranges import ParameterRange
 from raycloak.coordinator.checkpoints.saver import Checkpoints, Restored
 from raycloak.coordinator.checkpoints.writer import PackageOrigin
+from raycloak.coordinator.planning.plan import Plan
 from raycloak.coordinator.training.admitted import AdmittedRun
 from raycloak.coordinator.training.assignment import Order
+from raycloak.coordinator.training.early_stopping import EarlyStopping
 from raycloak.coordinator.training.model import Model, ModelReader
 from raycloak.coordinator.training.public_evaluation import DriverEvaluator, Evaluator
 from raycloak.coordinator.training.reporting import Reporter
@@ -70,7 +72,30 @@ def set_out(order: Order, admitted: AdmittedRun, reporter: Reporter, evaluator: 
         finished_steps=restored.finished_steps if restored else 0,
         renew=renew,
         measured=order.folder.keep_released if assignment.charges else lambda released: None,
+        stopping=_stopping(order, plan, restored.finished_steps if restored else 0),
     )
+
+
+def _stopping(order: Order, plan: Plan, finished_steps: int) -> EarlyStopping | None:
+    """Return the rule that may end the run early, with what it has seen up to ``finished_steps``.
+
+    Raises:
+        ConfigError: ``early_stopping``.
+    """
+    config, folder = order.config, order.folder
+    # A replay ends where it was asked to.
+    if config.early_stopping is None or not order.assignment.charges:
+        return None
+    stopping = EarlyStopping(config.early_stopping, folder.watched(), folder.keep_watched)
+    if config.early_stopping.metric.startswith("evaluation_"):
+        assert config.evaluation is not None, "the configuration was checked"
+        due = range(config.evaluation.every, finished_steps + 1, config.evaluation.every)
+    else:
+        (every,) = (each.every for each in plan.measurements if each.query == "evaluation")
+        # A model is sealed before what is released about it, and the release is then made again.
+        due = range(every, finished_steps, every)
+    stopping.restore(finished_steps, due)
+    return stopping
 
 
 def _open_checkpoints(order: Order, admitted: AdmittedRun) -> Checkpoints | None:

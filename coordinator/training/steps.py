@@ -21,6 +21,7 @@ from raycloak.coordinator.membership.membership import Membership
 from raycloak.coordinator.planning.claim import claimed_epsilon
 from raycloak.coordinator.planning.plan import Plan
 from raycloak.coordinator.record.outcome import Ending, Evaluation, StepOutcome
+from raycloak.coordinator.training.early_stopping import EarlyStopping
 from raycloak.coordinator.training.model import Model, ModelReader
 from raycloak.coordinator.training.reporting import Reporting, StepReport
 from raycloak.coordinator.training.step import StepRunner
@@ -70,6 +71,7 @@ class Training:
     Attributes:
         renew: gets fresh evidence of every member, as each epoch needs it, and evidence that ages.
         measured: takes what a measurement released.
+        stopping: ends the run early; None without such a rule.
     """
 
     config: RunConfig
@@ -87,13 +89,14 @@ class Training:
     finished_steps: int
     renew: Callable[[], None]
     measured: Callable[[Released], None]
+    stopping: EarlyStopping | None = None
     outcomes: list[StepOutcome] = field(default_factory=list)
     measurement_outcomes: list[StepOutcome] = field(default_factory=list)
     _evaluated: tuple[bytes, Evaluation] | None = None
     _sealed_steps: int = -1
 
     def run(self) -> Ending:
-        """Train until the course ends, the cap is reached or a stop is requested.
+        """Train until the course ends, the cap is reached, results no longer get better or a stop is requested.
 
         Raises:
             RaycloakError: what ended the run; ``model`` is that of the last finished step.
@@ -101,6 +104,9 @@ class Training:
         first = self.finished_steps
         self.metrics.steps_finished(first)
         while self.finished_steps < self.course.last_step:
+            # First, since it has an end of its own whoever asks for a stop meanwhile.
+            if self._over:
+                return Ending.EARLY
             # Between two steps only: a step that is charged is finished.
             if self.stop.made:
                 return Ending.STOPPED
@@ -133,7 +139,13 @@ class Training:
         self.membership.growth.settle()
         # Before the step: a measurement is of the model that the step starts from.
         self._measure()
-        self._step()
+        # What was measured may end the run, and then the step must not be charged.
+        if not self._over:
+            self._step()
+
+    @property
+    def _over(self) -> bool:
+        return self.stopping is not None and self.stopping.decided
 
     def parameters(self) -> np.ndarray:
         """Return the parameters, float32[d]; RunFailedError ``state_lost`` if the node that had them is gone."""
@@ -195,6 +207,8 @@ class Training:
             self._require_same(outcome.commit)
             self.measurement_outcomes.append(outcome)
             self.measured(released)
+            if self.stopping is not None:
+                self.stopping.measured(released)
             self._report_measured(released, outcome)
 
     def _step(self) -> None:
@@ -286,6 +300,9 @@ class Training:
         done = self.finished_steps
         due = self.evaluator is not None and (done % self.evaluator.every == 0 or done == self.plan.mechanism.steps)
         evaluation = self.evaluate() if due else None
+        # Before the model is sealed: a resume from its package does not measure it again.
+        if evaluation is not None and self.stopping is not None:
+            self.stopping.evaluated(done, evaluation)
         accuracy, loss = (evaluation.accuracy, evaluation.loss) if evaluation else (None, None)
         metrics.steps_finished(done)
         metrics.step_committed(outcome.seconds)

@@ -149,11 +149,9 @@ def test_wandb_has_one_run_with_numbers_and_nothing_of_the_machine(run_dir, monk
 
     play(make, run_dir, (1, 2), "worker_lost")
     play(make, run_dir, (2, 3, 4), "complete")
-    from tests.coordinator.loggers.wandb_file import items, records
+    from tests.coordinator.loggers.wandb_file import finished, items
 
-    first, second = (
-        list(records(path)) for path in sorted((run_dir / "wandb").glob("offline-run-*/*.wandb"), key=_made)
-    )
+    first, second = (finished(path) for path in sorted((run_dir / "wandb").glob("offline-run-*/*.wandb"), key=_made))
     (run,), (resumed,) = ([each.run for each in found if each.HasField("run")] for found in (first, second))
     assert (run.run_id, run.project, run.display_name, list(run.tags)) == (
         "ab12cd34",

@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,21 @@ def records(path: Path) -> Iterator[Any]:
             continue
         _, length, kind = HEADER.unpack_from(data, place)
         place += HEADER.size + length
+        if place > len(data):
+            return  # still being written
         part += data[place - length : place]
         if kind in (WHOLE, LAST):
             yield messages.Record.FromString(part)
             part = b""
+
+
+def finished(path: Path, deadline_s: float = 60.0) -> list[Any]:
+    """Return every record of a file, once its writer, which is another process, has come to the end."""
+    deadline = time.monotonic() + deadline_s
+    while not (found := list(records(path)))[-1].HasField("exit"):
+        assert time.monotonic() < deadline, f"{path} has no end"
+        time.sleep(0.02)
+    return found
 
 
 def items(updates: Any) -> dict[str, Any]:
