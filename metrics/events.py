@@ -59,6 +59,7 @@ FIELDS = (
     EventField("parameters", int),
     EventField("noise_multiplier", float),
     EventField("sample_rate", float),
+    EventField("epsilon_planned", float),
     EventField("epsilon_cap", float),
     EventField("delta", float),
     EventField("learning_rate", float),

@@ -25,6 +25,8 @@ from raycloak.coordinator.cli.options import AsJson, ConfigFile, Debug, Override
 from raycloak.coordinator.cli.options import execute as _execute
 from raycloak.coordinator.cli.package import package
 from raycloak.coordinator.cli.progress import EVERY_S, ProgressDisplay
+from raycloak.coordinator.cli.runs import runs
+from raycloak.coordinator.cli.top import top_command
 from raycloak.coordinator.cli.verify import bundle_command, trust_command, verify_command
 from raycloak.coordinator.config.run import RunConfig, load_config, parse_config
 from raycloak.coordinator.console.output import Output, command_output, leave_stdout
@@ -48,6 +50,7 @@ app.add_typer(package, name="package")
 app.add_typer(attest, name="attest")
 app.add_typer(data, name="data")
 app.add_typer(model, name="model")
+app.add_typer(runs, name="runs")
 
 
 def _say_version(asked: bool) -> None:
@@ -342,6 +345,7 @@ def _doctor(output: Output) -> int:
 
 
 app.command("audit")(audit_command)
+app.command("top")(top_command)
 app.command("verify")(verify_command)
 app.command("bundle")(bundle_command)
 app.command("trust")(trust_command)

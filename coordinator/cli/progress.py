@@ -45,9 +45,13 @@ def status_line(report: "StepReport") -> str:
 
 def rate_text(steps_per_s: float, steps_left: int) -> str:
     """Return the rate of steps, and how long those that are left take at it."""
-    rate = f"{steps_per_s:.1f} steps/s" if steps_per_s >= 1 else f"{1 / steps_per_s:.1f} s/step"
-    left = round(steps_left / steps_per_s)
+    rate, left = pace_text(steps_per_s), round(steps_left / steps_per_s)
     return rate if not left else f"{rate} · {duration_text(left)} left"
+
+
+def pace_text(steps_per_s: float) -> str:
+    """Return the rate of steps, or its inverse where a step takes longer than a second."""
+    return f"{steps_per_s:.1f} steps/s" if steps_per_s >= 1 else f"{1 / steps_per_s:.1f} s/step"
 
 
 def duration_text(seconds: int) -> str:

@@ -75,6 +75,11 @@ def run_lock_file(run_id: str) -> Path:
     return _folder(home() / "orchestrator") / f"{run_id}.lock"
 
 
+def lock_file_beside(run_dir: Path, run_id: str) -> Path:
+    """Return the lock file of a run in the state folder that ``run_dir`` lies in, whichever it is; makes nothing."""
+    return run_dir.resolve().parent.parent / "orchestrator" / f"{run_id}.lock"
+
+
 def orchestrator_file(run_id: str) -> Path:
     """Return the file of a run's orchestrator."""
     return state_file(_folder(home() / "orchestrator"), run_id)

@@ -127,6 +127,12 @@ class Output:
         self.progress = _console(self._stderr if as_json or not stdout.isatty() else self._stdout)
         """Progress goes to standard output if it is a terminal and free of JSON, else to standard error."""
 
+    @property
+    def terminal(self) -> Console | None:
+        """The console of the person who watches; None where standard output is a file, a pipe or for JSON."""
+        is_watched = self._stdout.isatty() and not self._as_json and not self.progress.is_dumb_terminal
+        return self.progress if is_watched else None
+
     def announce(self, text: str) -> None:
         """Show one line while a run is going, and write it to the log as well."""
         # Through the console of the progress bar, which makes room for the line.

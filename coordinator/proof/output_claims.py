@@ -189,7 +189,8 @@ def _expected(case: Case, event: dict[str, Any]) -> dict[str, Any]:
             "epsilon": charge.charged_epsilon,
         }
     if kind == "admitted":
-        mechanism = computation.mechanism
+        mechanism, planned = computation.mechanism, event.get("epsilon_planned")
+        account = case.extract.audited.accounts[case.manifest.account].terms
         return {
             "run": case.manifest.run_id,
             "account": case.manifest.account,
@@ -199,6 +200,8 @@ def _expected(case: Case, event: dict[str, Any]) -> dict[str, Any]:
             "virtual_workers": mechanism.virtual_workers,
             "parameters": mechanism.dimension,
             "noise_multiplier": mechanism.noise_multiplier if mechanism.private else None,
+            "delta": account.delta if mechanism.private else None,
+            "epsilon_planned": planned if _may_claim(case, planned) else "that no claim of the run could have",
         }
     return {}
 

@@ -8,6 +8,7 @@ A process that is killed leaves the status ``running`` behind; only the lock tel
 import fcntl
 import os
 import secrets
+import struct
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 import yaml
+from pydantic import ValidationError
 from safetensors.numpy import save_file
 
 from raycloak.attestation.core.messages import Message, parse
@@ -100,8 +102,9 @@ class RunFolder:
     def open(cls, path: Path) -> "RunFolder":
         """Open an existing directory; ConfigError ``not_a_run`` if it is none."""
         try:
-            return cls(path, parse(RunRecord, (path / "run.json").read_bytes().strip()))
-        except (OSError, ProtocolError):
+            # Nobody signs it, so its bytes need not be the canonical ones: records of earlier versions have less in it.
+            return cls(path, RunRecord.model_validate_json((path / "run.json").read_bytes()))
+        except (OSError, ValidationError):
             raise ConfigError(
                 "not_a_run",
                 f"{path} is not a run directory with a readable run.json.",
@@ -229,11 +232,12 @@ def run_lock(run_id: str) -> Iterator[None]:
         RefusedError: ``run_in_progress`` if another process has it.
     """
     path = home.run_lock_file(run_id)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        # Not blocking: a second execution is refused at once instead of starting after the first one.
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        # Not blocking: a second execution is refused at once instead of starting after the first one. A lock of the
+        # open file, which `is_executing` can ask about without taking it, and which conflicts within a process too.
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _lock(fcntl.F_WRLCK))
+    except (BlockingIOError, PermissionError):
         os.close(descriptor)
         raise RefusedError(
             "run_in_progress", f"another process is executing run {run_id}.", "Wait for it, or stop it first."
@@ -242,3 +246,30 @@ def run_lock(run_id: str) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def is_executing(path: Path, run_id: str) -> bool | None:
+    """Return whether a process of this machine executes the run in directory ``path``; None if that cannot be told.
+
+    It cannot where the state folder's lock file is not beside the directory, as in a copy of it.
+
+    Guarantee: asking takes no lock, so it keeps no execution from starting.
+    """
+    try:
+        descriptor = os.open(home.lock_file_beside(path, run_id), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _lock(fcntl.F_RDLCK))
+    finally:
+        os.close(descriptor)
+    return bool(struct.unpack(_FLOCK, found)[0] != fcntl.F_UNLCK)
+
+
+_FLOCK = "hhqqi4x"
+"""``struct flock`` of 64-bit Linux: type, whence, start, length, and a process id that is zero in these calls."""
+
+
+def _lock(kind: int) -> bytes:
+    """Return a lock of the whole file."""
+    return struct.pack(_FLOCK, kind, os.SEEK_SET, 0, 0, 0)

@@ -128,7 +128,7 @@ def admit(
         evaluation=evaluation,
         ranges=tuple(ranges),
         membership=membership,
-        metrics=reporter.admitted(manifest, view, membership.members.departures.all),
+        metrics=reporter.admitted(manifest, plan, view, membership.members.departures.all),
         evidence_class=view.evidence_class,
         colocated=colocated,
         rollback_witness=rollback_witness,

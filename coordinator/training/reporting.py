@@ -136,7 +136,9 @@ class Reporter:
         for warning in plan.warnings:
             self.to.warned(warning)
 
-    def admitted(self, manifest: Manifest, view: OrchestratorView, refused: Iterable[Departure]) -> RunMetrics:
+    def admitted(
+        self, manifest: Manifest, plan: Plan, view: OrchestratorView, refused: Iterable[Departure]
+    ) -> RunMetrics:
         """Make the series once the first members are admitted, and log the terms of the steps.
 
         Args:
@@ -156,6 +158,9 @@ class Reporter:
             virtual_workers=mechanism.virtual_workers,
             parameters=mechanism.dimension,
             noise_multiplier=mechanism.noise_multiplier if mechanism.private else None,
+            epsilon_planned=plan.epsilon_outsiders if mechanism.private else None,
+            epsilon_cap=plan.epsilon_cap if mechanism.private else None,
+            delta=plan.delta if mechanism.private else None,
             workers=len(self.workers),
         )
         self.presented(view)

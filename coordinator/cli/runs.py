@@ -1,0 +1,157 @@
+"""The commands ``raycloak runs``: the runs of a state folder, one run in full, and what sets runs apart."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from raycloak.coordinator.cli.options import AsJson, Debug, execute
+from raycloak.coordinator.console.output import Output
+from raycloak.metrics.errors import ConfigError
+
+if TYPE_CHECKING:
+    from raycloak.coordinator.record.run_course import Course
+
+T = TypeVar("T")
+
+runs = typer.Typer(help="The runs in RAYCLOAK_HOME: all of them, one in full, several beside each other.")
+
+RunName = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="Run directory, run name, beginning of an id, or 'last'.", show_default=False),
+]
+
+
+@runs.command("list")
+def list_command(
+    name: Annotated[
+        str | None, typer.Option(metavar="PATTERN", help="Only runs of this name; * stands for any text.")
+    ] = None,
+    status: Annotated[
+        str | None, typer.Option(metavar="STATUS", help="Only runs in this state, such as running or killed.")
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """List the runs, the newest last: status, steps, ε, result, evidence and account."""
+    execute(as_json, debug, lambda output: _list(output, name, status))
+
+
+def _list(output: Output, name: str | None, status: str | None) -> int:
+    from raycloak.coordinator.cli.runs_tables import STATE_NOTES, RunsTable
+    from raycloak.coordinator.config.home import home_path
+    from raycloak.coordinator.record.run_list import RunSummary, list_runs
+
+    if status is not None and status not in STATE_NOTES:
+        raise ConfigError("usage", f"'{status}' is no status of a run.", f"Take one of {', '.join(STATE_NOTES)}.")
+    found = list_runs()
+    if name is not None:
+        found = [each for each in found if isinstance(each, RunSummary) and fnmatchcase(each.name, name)]
+    if status is not None:
+        found = [each for each in found if isinstance(each, RunSummary) and each.state == status]
+    output.result({"runs": [asdict(each) for each in found]}, RunsTable(found, home_path() / "runs", time.time()))
+    return 0
+
+
+@runs.command("show")
+def show_command(run: RunName, as_json: AsJson = False, debug: Debug = False) -> None:
+    """Show one run in full: digests, terms, verdict, measurements and incidents."""
+    execute(as_json, debug, lambda output: _show(output, run))
+
+
+def _show(output: Output, named: str) -> int:
+    from raycloak.coordinator.cli.runs_tables import run_view
+    from raycloak.coordinator.record.run_list import find_run
+
+    facts, course = _facts(find_run(named))
+    output.result(facts, run_view(facts, course))
+    return 0
+
+
+def _facts(path: Path) -> tuple[dict[str, Any], "Course"]:
+    """Return all that a run directory says; a part that cannot be read is a problem beside the others."""
+    from raycloak.coordinator.record.folder import RunFolder
+    from raycloak.coordinator.record.run_course import Course
+    from raycloak.coordinator.record.run_list import summary_of
+    from raycloak.coordinator.record.run_reader import (
+        EventTail,
+        read_verdict,
+        read_written_config,
+        read_written_manifest,
+    )
+
+    problems: list[str] = []
+
+    def part(read: Callable[[], T]) -> T | None:
+        try:
+            return read()
+        except ConfigError as error:
+            problems.append(f"{error.code}: {error.message}")
+            return None
+
+    # First: what has no readable record is no run.
+    folder = RunFolder.open(path)
+    course = part(lambda: Course.of(EventTail(path).read())) or Course()
+    config, manifest = part(lambda: read_written_config(path)), part(lambda: read_written_manifest(path))
+    verdict, released = part(lambda: read_verdict(path)), part(folder.released)
+    times = course.times()
+    facts = {
+        **asdict(summary_of(path, course, verdict)),
+        "executions": course.executions,
+        "repeated_steps": course.repeated,
+        "retried_attempts": course.retried,
+        "seconds_per_step": times.whole if times else None,
+        "departures": dict(course.departures),
+        "joins": course.joins,
+        "restarts": dict(course.restarts),
+        "incidents": [asdict(each) for each in course.incidents],
+        "config_digest": config.digest if config else None,
+        "config": config.values if config else None,
+        "manifest_digest": course.manifest_digest,
+        "manifest": manifest,
+        "verdict": verdict,
+        "measurements": [each.model_dump(mode="json") for each in released or ()],
+        "problems": list(dict.fromkeys(problems)),
+    }
+    return facts, course
+
+
+@runs.command("compare")
+def compare_command(
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN RUN...", help="Run directories, names, beginnings of ids, or 'last'.", show_default=False
+        ),
+    ],
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Set runs beside each other: what differs in their configurations and results, and whether bytes are the same."""
+    execute(as_json, debug, lambda output: _compare(output, names))
+
+
+def _compare(output: Output, names: list[str]) -> int:
+    from raycloak.coordinator.cli.runs_tables import comparison_view
+    from raycloak.coordinator.record.run_comparison import compare
+    from raycloak.coordinator.record.run_list import find_run
+
+    paths = [find_run(each) for each in names]
+    if len({path.resolve() for path in paths}) < 2:
+        raise ConfigError("usage", "a comparison needs two different runs.", "Name another: raycloak runs list")
+    found = compare(paths)
+    facts = {
+        "runs": [
+            {**asdict(run.summary), "delta": run.delta, "seconds_per_step": run.seconds_per_step} for run in found.runs
+        ],
+        "configuration": found.differing,
+        "same_bytes": found.same_bytes,
+        "same_steps": found.same_steps,
+        "cautions": found.cautions,
+    }
+    output.result(facts, comparison_view(found))
+    return 0

@@ -1,0 +1,322 @@
+"""The runs of a state folder as tables for a person, which fit the width of the terminal."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from raycloak.coordinator.console.tables import epsilon_text, fields_table, size_text, value_text
+from raycloak.coordinator.record.run_course import Course
+from raycloak.coordinator.record.run_list import RunSummary, UnreadableRun
+
+if TYPE_CHECKING:
+    from raycloak.coordinator.record.run_comparison import Comparison
+
+WIDE = 110
+"""Columns from which the list has the account and the evidence of each run."""
+
+NONE = "–"
+
+STATE_STYLES = {"running": "cyan", "done": "green", "killed": "red", "failed": "red", "stopped": "magenta"}
+"""Of the sixteen colours that a terminal's own theme keeps readable, on dark and on light."""
+
+STATE_NOTES = {
+    "running": "running",
+    "killed": "killed: no process executes it; raycloak run CONFIG --resume finishes it",
+    "unknown": "unknown: it is not in its state folder, so nobody can tell whether a process executes it",
+    "stopped": "stopped: raycloak run CONFIG --resume finishes it",
+    "failed": "failed: raycloak run CONFIG --resume tries again",
+    "void": "void: it ended before anything was charged, or was discarded",
+    "done": "done",
+}
+
+
+class RunsTable:
+    """The list of runs; a narrow terminal gets the columns without which no run can be told from another."""
+
+    def __init__(self, runs: Sequence[RunSummary | UnreadableRun], folder: Path, now: float) -> None:
+        self._runs = [each for each in runs if isinstance(each, RunSummary)]
+        self._unreadable = [each for each in runs if isinstance(each, UnreadableRun)]
+        self._folder = folder
+        self._now = now
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the table, and below it what is the same for all runs."""
+        if not self._runs and not self._unreadable:
+            yield Text(f"No such run in {self._folder}.")
+            return
+        if self._runs:
+            wide = options.max_width >= WIDE
+            yield self._table(wide)
+            yield Text(f"Directories: {self._folder}/NAME-ID", style="dim")
+            if not wide:
+                found = Counter(evidence_class_text(each.evidence_class) for each in self._runs)
+                yield Text(f"Evidence: {', '.join(f'{times} {name}' for name, times in found.items())}", style="dim")
+        for each in self._unreadable:
+            yield Text(f"cannot be read: {each.run_dir}: {each.problem}", style="red")
+
+    def _table(self, wide: bool) -> Table:
+        table = Table(box=None, padding=(0, 2 if wide else 1, 0, 0), header_style="bold", pad_edge=False)
+        table.add_column("name", overflow="fold", no_wrap=wide)
+        for header in ("id", "started" if wide else "age", "status"):
+            table.add_column(header, no_wrap=True)
+        table.add_column("steps", justify="right", no_wrap=True)
+        table.add_column("ε charged\n/claimed", justify="right", no_wrap=True)
+        table.add_column("result", justify="right", no_wrap=True)
+        if wide:
+            table.add_column("evidence", no_wrap=True)
+            table.add_column("account", overflow="fold")
+        for run in self._runs:
+            table.add_row(*self._cells(run, wide))
+        return table
+
+    def _cells(self, run: RunSummary, wide: bool) -> list[Text]:
+        started = time_text(run.started_at) if wide else age_text(self._now - run.started_at)
+        own = run.account == f"run-{run.run_id}"
+        cells = [
+            Text(run.name),
+            Text(run.run_id[:8]),
+            Text(started),
+            state_text(run.state),
+            Text(steps_text(run)),
+            Text(budget_text(run)),
+            Text(result_text(run.accuracy, run.loss)),
+        ]
+        if wide:
+            cells += [Text(evidence_class_text(run.evidence_class)), Text("its own" if own else run.account or NONE)]
+        return cells
+
+
+def state_text(state: str) -> Text:
+    """Return a state in its colour."""
+    return Text(state, style=STATE_STYLES.get(state, ""))
+
+
+def steps_text(run: RunSummary) -> str:
+    """Return the steps done of those planned."""
+    return f"{run.steps}/{run.planned_steps or '?'}"
+
+
+def budget_text(run: RunSummary) -> str:
+    """Return what the account was charged, and what the run claims."""
+    if run.private is False:
+        return "NOT PRIVATE"
+    charged, claimed = (
+        NONE if each is None else epsilon_text(each) for each in (run.epsilon_charged, run.epsilon_claimed)
+    )
+    return f"{charged}/{claimed}"
+
+
+def result_text(accuracy: float | None, loss: float | None) -> str:
+    """Return the accuracy, or the loss in its place."""
+    if accuracy is not None:
+        return f"{accuracy:.1%}"
+    return NONE if loss is None else f"loss {loss:.4g}"
+
+
+def evidence_class_text(evidence_class: str | None) -> str:
+    """Return the class of evidence; the simulated one stands out."""
+    if evidence_class is None:
+        return NONE
+    return evidence_class.replace("simulated", "SIMULATED")
+
+
+def time_text(time: float) -> str:
+    """Return a time of this machine's zone."""
+    return datetime.fromtimestamp(time).astimezone().strftime("%Y-%m-%d %H:%M")
+
+
+def age_text(seconds: float) -> str:
+    """Return how long ago something was, in one unit."""
+    for unit, scale in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= scale:
+            return f"{int(seconds // scale)} {unit}"
+    return f"{max(0, int(seconds))} s"
+
+
+def incident_lines(course: Course) -> list[str]:
+    """Return the newest incidents, each with its time."""
+    return [f"{datetime.fromtimestamp(each.time).astimezone():%H:%M:%S} {each.says}" for each in course.incidents]
+
+
+def run_view(facts: Mapping[str, Any], course: Course) -> Group:
+    """Return one run in full, from the facts that `raycloak runs show` prints as JSON."""
+    tables = [fields_table("Run", _run_rows(facts, course))]
+    if facts["manifest"]:
+        tables.append(fields_table("Manifest", _manifest_rows(facts["manifest"])))
+    if facts["verdict"]:
+        tables.append(fields_table("Verdict of the newest execution that ended", _verdict_rows(facts["verdict"])))
+    if facts["measurements"]:
+        tables.append(_measurements_table(facts["measurements"]))
+    if course.incidents:
+        tables.append(fields_table("Incidents", [(line[:8], line[9:]) for line in incident_lines(course)]))
+    return Group(*tables)
+
+
+def _run_rows(facts: Mapping[str, Any], course: Course) -> list[tuple[str, str]]:
+    steps = f"{facts['steps']} of {facts['planned_steps'] or '?'}"
+    steps += f", {facts['repeated_steps']} computed again" if facts["repeated_steps"] else ""
+    pace = facts["seconds_per_step"]
+    counts = [
+        *(f"{times} left ({code})" for code, times in course.departures.items()),
+        *([f"{course.joins} joined"] if course.joins else []),
+        *(f"{role} started again {times} times" for role, times in course.restarts.items()),
+        *([f"{course.retried} attempts repeated"] if course.retried else []),
+    ]
+    rows = [
+        ("name", facts["name"]),
+        ("id", facts["run_id"]),
+        ("status", STATE_NOTES[facts["state"]]),
+        ("started", time_text(facts["started_at"])),
+        ("executions", str(facts["executions"] or NONE)),
+        ("steps", steps),
+        ("pace", NONE if pace is None else f"{value_text(pace)} s per step, newest steps"),
+        ("result", result_text(facts["accuracy"], facts["loss"])),
+        ("evidence", evidence_class_text(facts["evidence_class"])),
+        ("account", facts["account"] or NONE),
+        ("disturbed by", ", ".join(counts) or "nothing"),
+        ("directory", str(facts["run_dir"])),
+        ("config.yaml", f"SHA-256 {facts['config_digest']}" if facts["config_digest"] else NONE),
+        ("manifest", facts["manifest_digest"] or NONE),
+        ("parameters", facts["parameter_digest"] or NONE),
+    ]
+    return [*rows, *(("cannot be read", problem) for problem in facts["problems"])]
+
+
+_MANIFEST_ROWS = ("model", "loss", "dataset", "initial_parameters")
+_MECHANISM_ROWS = (
+    "accountant",
+    "noise_multiplier",
+    "max_grad_norm",
+    "sample_rate",
+    "num_examples",
+    "steps",
+    "virtual_workers",
+    "dimension",
+    "ring_bits",
+)
+
+
+def _manifest_rows(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the terms that a reader looks for, as far as this version of a manifest has them."""
+    computation = _part(manifest, "computation")
+    parts = [
+        *((computation, name) for name in _MANIFEST_ROWS),
+        *((_part(computation, "mechanism"), name) for name in _MECHANISM_ROWS),
+        *((_part(computation, "optimizer"), name) for name in ("name", "learning_rate")),
+        *((_part(computation, "numerics"), name) for name in ("device", "precision", "torch")),
+    ]
+    label = {"name": "optimizer"}
+    return [(label.get(name, name).replace("_", " "), value_text(part[name])) for part, name in parts if name in part]
+
+
+def _part(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    part = tree.get(name)
+    return part if isinstance(part, Mapping) else {}
+
+
+def _verdict_rows(verdict: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return every field of a verdict, of whichever version, that says something."""
+    rows: list[tuple[str, str]] = []
+    for name, value in verdict.items():
+        # An epsilon that a private run does not have is no guarantee, and says so.
+        unbounded = value is None and name.startswith("privacy_epsilon") and verdict.get("private") is not False
+        if name in ("measurements", "run_dir") or (value in (None, [], {}) and not unbounded):
+            continue
+        if name == "warnings" and isinstance(value, list):
+            rows += [("warning", str(each)) for each in value]
+        else:
+            rows.append((name.removeprefix("privacy_").replace("epsilon", "ε").replace("_", " "), _shown(name, value)))
+    return rows
+
+
+def _shown(name: str, value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key.replace('_', ' ')} {_shown(f'{name} {key}', each)}" for key, each in value.items())
+    if isinstance(value, list):
+        return ", ".join(_shown(name, each) for each in value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if "epsilon" in name and (value is None or isinstance(value, float)):
+        return epsilon_text(value)
+    if name == "evidence_class":
+        return evidence_class_text(value)
+    return size_text(value) if name == "masked_bytes" and isinstance(value, int) else value_text(value)
+
+
+def _measurements_table(measurements: Iterable[Mapping[str, Any]]) -> Table:
+    table = Table(title="Measurements", title_justify="left", title_style="bold")
+    for header in ("measurement", "after step", "value", "± noise (standard deviation)"):
+        table.add_column(header, overflow="fold")
+    for each in measurements:
+        deviations = _part(each, "deviation")
+        for name, value in _part(each, "values").items():
+            what = f"{str(each.get('query')).replace('_', ' ')}: {name.replace('_', ' ')}"
+            table.add_row(what, str(each.get("after")), value_text(value), value_text(deviations.get(name)))
+    return table
+
+
+def comparison_view(comparison: "Comparison") -> Group:
+    """Return the fields that differ, the results, and what may not be compared."""
+    heads = [f"{run.summary.name}\n{run.summary.run_id[:8]}" for run in comparison.runs]
+    parts: list[Table | Text] = []
+    if comparison.differing:
+        rows = [(name, [_leaf_text(value) for value in each]) for name, each in comparison.differing.items()]
+        parts.append(_beside("Configuration: the fields that differ", heads, rows))
+    else:
+        parts.append(Text("Configuration: no field differs."))
+    parts += [_beside("Results", heads, _result_rows(comparison)), Text(bytes_text(comparison), style="bold")]
+    parts += [Text(f"- {caution}") for caution in comparison.cautions]
+    return Group(*parts)
+
+
+def bytes_text(comparison: "Comparison") -> str:
+    """Return whether the runs are the same bytes, and up to which step."""
+    steps = comparison.same_steps
+    upto = "" if not steps else f" Their first {steps} steps gave the same bytes."
+    match comparison.same_bytes:
+        case True:
+            return "The parameters are the same bytes."
+        case False:
+            return f"The parameters are not the same bytes.{upto}"
+    return f"Not every run has parameters yet.{upto}"
+
+
+def _beside(title: str, heads: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("", style="bold", overflow="fold")
+    for head in heads:
+        table.add_column(head, overflow="fold")
+    for label, cells in rows:
+        table.add_row(label, *(Text(cell) for cell in cells))
+    return table
+
+
+def _result_rows(comparison: "Comparison") -> list[tuple[str, list[str]]]:
+    runs = comparison.runs
+    incidents = [
+        f"{sum(run.course.departures.values())} / {run.course.joins} / {sum(run.course.restarts.values())}"
+        for run in runs
+    ]
+    return [
+        ("status", [run.summary.state for run in runs]),
+        ("started", [time_text(run.summary.started_at) for run in runs]),
+        ("steps", [steps_text(run.summary) for run in runs]),
+        ("result", [result_text(run.summary.accuracy, run.summary.loss) for run in runs]),
+        ("ε charged/claimed", [budget_text(run.summary) for run in runs]),
+        ("δ", [NONE if run.delta is None else f"{run.delta:g}" for run in runs]),
+        ("account", [run.summary.account or NONE for run in runs]),
+        ("s per step", [value_text(run.seconds_per_step) or NONE for run in runs]),
+        ("evidence", [evidence_class_text(run.summary.evidence_class) for run in runs]),
+        ("left / joined / restarts", incidents),
+        ("parameters", [(run.summary.parameter_digest or NONE)[:16] for run in runs]),
+    ]
+
+
+def _leaf_text(value: Any) -> str:
+    return NONE if value is None else str(value)
