@@ -62,7 +62,9 @@ class RunsTable:
 
     def _table(self, wide: bool) -> Table:
         table = Table(box=None, padding=(0, 2 if wide else 1, 0, 0), header_style="bold", pad_edge=False)
-        table.add_column("name", overflow="fold", no_wrap=wide)
+        # Rich folds the widest columns alike, and a name is read more often than an account.
+        longest = max(len(run.name) for run in self._runs)
+        table.add_column("name", overflow="fold", min_width=min(longest, 24 if wide else 12))
         for header in ("id", "started" if wide else "age", "status"):
             table.add_column(header, no_wrap=True)
         table.add_column("steps", justify="right", no_wrap=True)
@@ -70,7 +72,7 @@ class RunsTable:
         table.add_column("result", justify="right", no_wrap=True)
         if wide:
             table.add_column("evidence", no_wrap=True)
-            table.add_column("account", overflow="fold")
+            table.add_column("account", overflow="fold", min_width=8)
         for run in self._runs:
             table.add_row(*self._cells(run, wide))
         return table
@@ -163,6 +165,7 @@ def _run_rows(facts: Mapping[str, Any], course: Course) -> list[tuple[str, str]]
     steps += f", {facts['repeated_steps']} computed again" if facts["repeated_steps"] else ""
     pace = facts["seconds_per_step"]
     counts = [
+        *([f"{course.executions - 1} resumes"] if course.executions > 1 else []),
         *(f"{times} left ({code})" for code, times in course.departures.items()),
         *([f"{course.joins} joined"] if course.joins else []),
         *(f"{role} started again {times} times" for role, times in course.restarts.items()),

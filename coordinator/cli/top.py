@@ -6,7 +6,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,19 +122,27 @@ def facts(snapshot: "Snapshot") -> dict[str, Any]:
     }
 
 
+def _sleep(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
 @contextmanager
-def _keys() -> Iterator[Any]:
+def _keys() -> Iterator[Callable[[float], bool]]:
     """Yield a function that waits so many seconds at most, and returns whether q was pressed."""
     if not sys.stdin.isatty():
-        yield lambda seconds: time.sleep(seconds)
+        yield _sleep
         return
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
 
     def pressed(seconds: float) -> bool:
         ready, _, _ = select.select([descriptor], [], [], seconds)
-        # The descriptor and not its buffered file, which `select` cannot see into.
-        return bool(ready) and os.read(descriptor, 64).lower() in (b"q", b"")
+        if not ready:
+            return False
+        # The descriptor and not its buffered file, which `select` cannot see into. Nothing is read of a closed one.
+        typed = os.read(descriptor, 64)
+        return not typed or b"q" in typed.lower()
 
     try:
         # One key at a time and unseen; Ctrl-C stays a signal.

@@ -1,4 +1,4 @@
-"""The record that a run leaves: its directory, its outcome, and the check that a later execution is the same run.
+"""The record that a run leaves: its directory and readers, its outcome, and the check that executions are one run.
 
 Doors: folder, outcome, run_comparison, run_course, run_list, run_reader, same_run.
 

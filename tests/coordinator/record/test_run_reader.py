@@ -1,9 +1,20 @@
 """A run is read from its directory at any moment of its life, and a damaged file is named."""
 
+import hashlib
+import threading
+from pathlib import Path
+
 import pytest
 
-from raycloak.coordinator.record.folder import RunFolder
-from raycloak.coordinator.record.run_reader import read_run, run_directories
+from raycloak.coordinator.config import home
+from raycloak.coordinator.record.folder import RunFolder, run_lock
+from raycloak.coordinator.record.run_reader import (
+    EventTail,
+    read_run,
+    read_written_config,
+    run_directories,
+    state_of,
+)
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.events import EventWriter
 from tests.protocol import config
@@ -50,3 +61,121 @@ def test_runs_are_listed_from_the_oldest(monkeypatch):
     monkeypatch.setattr("raycloak.coordinator.record.folder.time.time", lambda: next(times))
     late, early = made("late", "cd" * 8), made("early")
     assert run_directories() == [early.path, late.path]
+
+
+def test_runs_of_an_unreadable_record_are_listed_and_listing_makes_nothing(raycloak_home):
+    assert run_directories() == []
+    assert not raycloak_home.exists()
+    folder = made()
+    damaged = home.runs_folder() / "damaged-00"
+    damaged.mkdir()
+    (damaged / "run.json").write_text("{")
+    assert run_directories() == [damaged, folder.path]
+
+
+def test_a_record_of_a_version_that_wrote_less_is_read():
+    folder = made()
+    record = (folder.path / "run.json").read_text().replace('"driver_base":"/base",', "")
+    assert "driver_base" not in record
+    (folder.path / "run.json").write_text(record)
+    assert RunFolder.open(folder.path).record.run_id == "ab" * 8
+
+
+def test_a_tail_reads_each_event_once_and_a_line_only_when_it_is_whole():
+    folder = made()
+    tail, log = EventTail(folder.path), folder.path / "metrics.jsonl"
+    assert list(tail.read()) == []
+    log.write_bytes(b'{"event":"a"}\n{"event":"b"}\n{"eve')
+    assert [event["event"] for event in tail.read()] == ["a", "b"]
+    assert list(tail.read()) == []
+    with log.open("ab") as file:
+        file.write(b'nt":"c"}')
+    assert list(tail.read()) == []
+    with log.open("ab") as file:
+        file.write(b"\n")
+    assert [event["event"] for event in tail.read()] == ["c"]
+
+
+def test_a_tail_outlives_a_resume_that_cuts_the_unfinished_line():
+    folder = made()
+    tail, log = EventTail(folder.path), folder.path / "metrics.jsonl"
+    log.write_bytes(b'{"event":"a"}\n{"event":"a long line that was never finis')
+    assert [event["event"] for event in tail.read()] == ["a"]
+    with EventWriter(log) as events:
+        events.write("step", step=0)
+    assert [event["event"] for event in tail.read()] == ["step"]
+
+
+def test_a_tail_names_a_damaged_line_and_a_log_that_was_replaced():
+    folder = made()
+    tail, log = EventTail(folder.path), folder.path / "metrics.jsonl"
+    log.write_bytes(b'{"event":"a"}\n{"event":"b"}\n')
+    assert len(list(tail.read())) == 2
+    with log.open("ab") as file:
+        file.write(b"[]\n")
+    with pytest.raises(ConfigError, match="line 3 is no event"):
+        list(tail.read())
+    log.write_bytes(b'{"event":"a"}\n')
+    with pytest.raises(ConfigError, match="became shorter"):
+        list(tail.read())
+
+
+def test_only_the_lock_tells_a_run_from_a_killed_one(tmp_path):
+    folder = made()
+    with run_lock(folder.record.run_id):
+        assert state_of(folder.path) == "running"
+    assert state_of(folder.path) == "killed"
+    folder.mark("failed")
+    assert state_of(folder.path) == "failed"
+    copy = tmp_path / "copies" / "runs" / folder.path.name
+    copy.mkdir(parents=True)
+    folder.mark("running")
+    (copy / "run.json").write_bytes((folder.path / "run.json").read_bytes())
+    assert state_of(copy) == "unknown"
+
+
+def test_a_run_that_ends_between_two_looks_is_not_called_killed(monkeypatch):
+    folder = made()
+
+    def ends(path: Path, run_id: str) -> bool:
+        folder.mark("done")
+        return False
+
+    monkeypatch.setattr("raycloak.coordinator.record.run_reader.is_executing", ends)
+    assert state_of(folder.path) == "done"
+
+
+def test_asking_keeps_no_execution_from_starting():
+    """The guarantee of `is_executing`: while a reader asks without a pause, every start succeeds."""
+    folder, over = made(), threading.Event()
+    with run_lock(folder.record.run_id):
+        pass
+
+    def ask() -> None:
+        while not over.is_set():
+            state_of(folder.path)
+
+    reader = threading.Thread(target=ask)
+    reader.start()
+    try:
+        for _ in range(300):
+            with run_lock(folder.record.run_id):
+                pass
+    finally:
+        over.set()
+        reader.join()
+
+
+def test_a_configuration_of_another_version_is_read_as_it_is_written():
+    folder = made()
+    file = folder.path / "config.yaml"
+    file.write_text("name: run\nof_another_version: 1\n")
+    written = read_written_config(folder.path)
+    assert written.values == {"name": "run", "of_another_version": 1}
+    assert written.digest == hashlib.sha256(file.read_bytes()).hexdigest()
+    file.write_text("[")
+    with pytest.raises(ConfigError, match=r"config\.yaml is no object"):
+        read_written_config(folder.path)
+    file.unlink()
+    with pytest.raises(ConfigError, match="run_file"):
+        read_written_config(folder.path)
