@@ -17,6 +17,7 @@ from raycloak.coordinator.planning.model_source import model_source
 from raycloak.coordinator.record.folder import RunFolder
 from raycloak.coordinator.runs.execution import Execution
 from raycloak.metrics.errors import ConfigError
+from raycloak.workers.inputs.user_code import portable_base
 
 _STEPS = re.compile(r"(\d+):(\d+)")
 
@@ -78,7 +79,7 @@ def replay(run_dir: Path, steps: tuple[int, int], workers: int, notice: Callable
         raise ConfigError("config", "the run was given its model or data in Python.", "Name both in the configuration.")
     _require_secret(folder)
     before = _charged_steps(config, folder)
-    execution = Execution(config, model_source(config.model), folder.record.base, notice=notice)
+    execution = Execution(config, model_source(config.model), _base(folder), notice=notice)
     finished = execution.replay(folder, manifest, *steps)
     after = _charged_steps(config, folder)
     assert after == before, "a replay charges nothing"
@@ -94,6 +95,14 @@ def replay(run_dir: Path, steps: tuple[int, int], workers: int, notice: Callable
         charged_steps=after,
         evidence_class=finished.evidence_class,
     )
+
+
+def _base(folder: RunFolder) -> str:
+    """Return the folder that the configuration's relative paths and names start from, wherever this process started.
+
+    A Ray job's working directory may be gone. Then it is the same place in the working directory of this process.
+    """
+    return portable_base(folder.base) if folder.base.is_dir() else folder.record.base
 
 
 def _require_secret(folder: RunFolder) -> None:

@@ -10,6 +10,7 @@ from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.record.folder import RunFolder
 from raycloak.coordinator.runs import replay
 from raycloak.metrics.errors import ConfigError
+from raycloak.workers.inputs.user_code import portable_base
 from tests.coordinator.config.test_run import GOOD
 
 
@@ -46,3 +47,33 @@ def test_a_secret_of_the_users_own_has_to_be_there(tmp_path: Path):
     gone.touch()
     with pytest.raises(ConfigError, match="ledger_missing"):
         replay.replay(folder.path, (0, 2), 2, print)
+
+
+class _Asked(Exception):
+    """Raised in place of an execution, with the base that it was given."""
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_replay_finds_the_runs_own_code_from_any_directory(
+    is_gone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(config: object, model: object, base: str, notice: object) -> None:
+        raise _Asked(base)
+
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    project.mkdir()
+    elsewhere.mkdir()
+    monkeypatch.setattr(replay, "Execution", asked)
+    monkeypatch.setattr(replay, "_charged_steps", lambda config, folder: 0)
+    monkeypatch.setattr(RunFolder, "manifest", lambda folder: _TEN_STEPS)
+    (tmp_path / "secret.hex").touch()
+    monkeypatch.chdir(project)
+    settings = parse_config({**GOOD, "model": "own_code:model"})
+    folder = RunFolder.create(settings, "ab12", portable_base(project), str(tmp_path / "secret.hex"))
+    assert folder.record.base == "."
+    monkeypatch.chdir(elsewhere)
+    if is_gone:
+        project.rmdir()
+    with pytest.raises(_Asked) as given:
+        replay.replay(folder.path, (0, 2), 2, print)
+    assert str(given.value) == ("." if is_gone else str(project))
