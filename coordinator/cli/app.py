@@ -27,6 +27,7 @@ from raycloak.coordinator.cli.package import package
 from raycloak.coordinator.cli.progress import EVERY_S, ProgressDisplay
 from raycloak.coordinator.cli.runs import runs
 from raycloak.coordinator.cli.top import top_command
+from raycloak.coordinator.cli.report import report_command
 from raycloak.coordinator.cli.verify import bundle_command, trust_command, verify_command
 from raycloak.coordinator.config.run import RunConfig, load_config, parse_config
 from raycloak.coordinator.console.output import Output, command_output, leave_stdout
@@ -141,8 +142,8 @@ def _train(
         display.phase("loading libraries")
         with quickly():
             from raycloak.coordinator.cli.verdict_table import verdict_table, verdict_text
+            from raycloak.coordinator.record.verdict import Verdict
             from raycloak.coordinator.runs.trainer import Trainer
-            from raycloak.coordinator.runs.verdict import Verdict
 
         trainer = Trainer(
             config,
@@ -346,6 +347,7 @@ def _doctor(output: Output) -> int:
 
 app.command("audit")(audit_command)
 app.command("top")(top_command)
+app.command("report")(report_command)
 app.command("verify")(verify_command)
 app.command("bundle")(bundle_command)
 app.command("trust")(trust_command)

@@ -12,16 +12,23 @@ from rich.table import Table
 from rich.text import Text
 
 from raycloak.coordinator.console.tables import epsilon_text, fields_table, size_text
+from raycloak.coordinator.report.words import (
+    accountant_rows,
+    check_text,
+    data_rows,
+    evaluation_text,
+    keys_rows,
+    sealed_text,
+)
 
 if TYPE_CHECKING:
     from raycloak.coordinator.ledger.entries import LedgerEntry
     from raycloak.coordinator.ledger.leases import Lease
-    from raycloak.coordinator.ledger.view import AccountView, DataStanding
+    from raycloak.coordinator.ledger.view import AccountView
     from raycloak.coordinator.planning.data_check import Checked, DataReport
     from raycloak.coordinator.planning.plan import Plan
     from raycloak.coordinator.planning.search_cost import SearchCost
     from raycloak.coordinator.runs.replay import Replay
-    from raycloak.workers.terms.measurement import Released
 
 
 def plan_table(plan: "Plan", more: Iterable[tuple[str, str]] = ()) -> Table:
@@ -81,15 +88,6 @@ def _account_rows(plan: "Plan") -> list[tuple[str, str]]:
     return [("account", f"{account.name}: ε {spent} spent, {left} left, {after}"), *data_rows(account.data)]
 
 
-def data_rows(data: "DataStanding") -> list[tuple[str, str]]:
-    """Return what all runs on one dataset have spent and claim; nothing where it is what its one run has."""
-    if data.runs < 2 and len(data.accounts) < 2:
-        return []
-    runs = f"{data.runs} run{'' if data.runs == 1 else 's'} on {', '.join(data.accounts)}"
-    charged, cap = epsilon_text(data.epsilon_charged), epsilon_text(data.epsilon_cap)
-    return [("ε of the data", f"{charged} charged by {runs}; all together claim {cap} at δ = {data.delta:g}")]
-
-
 def _batch_text(plan: "Plan") -> str:
     mechanism = plan.mechanism
     shape = (
@@ -124,26 +122,9 @@ def _some(curve: tuple[tuple[int, float], ...], points: int = 8) -> list[tuple[i
     return [curve[(index + 1) * len(curve) // count - 1] for index in range(count)]
 
 
-def accountant_rows(epsilon: Mapping[str, float], missing: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return one line with what each accountant says, or why it says nothing; none where they were not asked."""
-    said = [f"{name.replace('_', ' ')} {epsilon_text(value)}" for name, value in epsilon.items()]
-    said += [f"{name.replace('_', ' ')} not computed: {reason}" for name, reason in missing.items()]
-    return [("ε by accountant", ", ".join(said))] if said else []
-
-
 def evidence_text(classes: Sequence[str]) -> str:
     """Return which classes of evidence a run admits."""
     return ", ".join("SIMULATED (proves nothing about a machine)" if each == "simulated" else each for each in classes)
-
-
-def sealed_text(sealed: bool) -> str:
-    """Return who can open the examples."""
-    return "sealed: each worker opens only its slices" if sealed else "not sealed"
-
-
-def check_text(digest: str | None) -> str:
-    """Return whether the data's owner has checked the examples."""
-    return "NO CHECK ON RECORD for NaN, wrong labels or duplicates" if digest is None else f"passed, {digest}"
 
 
 def check_rows(checked: "Checked") -> list[tuple[str, str]]:
@@ -179,27 +160,6 @@ def _constant_text(report: "DataReport") -> str:
     more = report.constant_features - len(report.constant_shown)
     shown = ", ".join(map(str, report.constant_shown)) + (f" and {more:,} more" if more else "")
     return f"{report.constant_features:,} positions{': ' if shown else ''}{shown}"
-
-
-def evaluation_text(kept: str) -> str:
-    """Return how public an evaluation split is that is kept ``sealed`` or ``clear``."""
-    return "sealed: its results are public" if kept == "sealed" else "public, in the clear"
-
-
-def keys_rows(key_service: str | None) -> list[tuple[str, str]]:
-    """Return where the second half of each key comes from, if keys have halves."""
-    return [("keys", f"half of each from {key_service}")] if key_service else []
-
-
-def released_text(released: "Released", most: int = 12) -> str:
-    """Return at most ``most`` values of a measurement, each with one standard deviation of its noise."""
-    shown = list(released.values.items())[:most]
-    texts = [f"{name.removeprefix('count_')}: {value:.4g} ± {released.deviation[name]:.2g}" for name, value in shown]
-    more = len(released.values) - len(shown)
-    rest = f" and {more} more" if more else ""
-    if released.f1 is not None:
-        rest = f"{rest}; macro F1 {released.f1:.3f}"
-    return f"{', '.join(texts)}{rest}; noised, after {released.after} steps"
 
 
 def search_rows(cost: "SearchCost") -> list[tuple[str, str]]:

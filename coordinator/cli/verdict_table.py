@@ -1,30 +1,18 @@
-"""The verdict of a run as a table.
-
-Every limit of a claim stands in the same table as the claim: which adversary an epsilon holds against, whose word the
-evidence is, and whether a rollback of the ledger would be noticed.
-"""
+"""The verdict of a run as a table for a terminal."""
 
 import io
 
 from rich.console import Console
 from rich.table import Table
 
-from raycloak.coordinator.cli.tables import (
-    accountant_rows,
-    check_text,
-    data_rows,
-    evaluation_text,
-    keys_rows,
-    released_text,
-    sealed_text,
-)
-from raycloak.coordinator.console.tables import epsilon_text, fields_table, size_text
-from raycloak.coordinator.runs.verdict import Verdict
+from raycloak.coordinator.console.tables import fields_table
+from raycloak.coordinator.record.verdict import Verdict
+from raycloak.coordinator.report.words import verdict_rows, verdict_title
 
 
 def verdict_table(verdict: Verdict) -> Table:
     """Return the verdict for a person."""
-    return fields_table(_title(verdict), verdict_rows(verdict))
+    return fields_table(verdict_title(verdict), verdict_rows(verdict))
 
 
 def verdict_text(verdict: Verdict, width: int = 120) -> str:
@@ -32,116 +20,3 @@ def verdict_text(verdict: Verdict, width: int = 120) -> str:
     text = io.StringIO()
     Console(file=text, width=width, color_system=None, highlight=False).print(verdict_table(verdict))
     return text.getvalue()
-
-
-def verdict_rows(verdict: Verdict) -> list[tuple[str, str]]:
-    """Return label and text of each line, in order."""
-    return [
-        *(_budget_rows(verdict) if verdict.private else [("privacy", "NOT PRIVATE: differential privacy was off")]),
-        ("steps", _steps(verdict)),
-        _evaluation_row(verdict),
-        *((name, f"{value:.6g} on the public split") for name, value in verdict.evaluation_metrics.items()),
-        *_measurement_rows(verdict),
-        ("evidence", _evidence(verdict)),
-        ("workers", f"{verdict.num_workers}, hosting {verdict.virtual_workers} virtual workers"),
-        ("masked", _masked(verdict)),
-        ("data", sealed_text(verdict.data_sealed)),
-        ("data check", check_text(verdict.data_check)),
-        *([("evaluation data", evaluation_text(verdict.evaluation_data))] if verdict.evaluation_data else []),
-        *keys_rows(verdict.key_service),
-        ("ledger rollback", _rollback(verdict)),
-        *([("colocated", "orchestrator and aggregator on one node")] if verdict.colocated else []),
-        *([] if verdict.exact else [("exact", "NOT EXACT: a repeat may differ in last bits, which no noise covers")]),
-        ("parameters", verdict.parameter_digest),
-        ("run directory", str(verdict.run_dir)),
-        ("its model", "raycloak.load(RUN_DIR) in Python, raycloak export for other libraries"),
-        *(("warning", warning) for warning in verdict.warnings),
-    ]
-
-
-def _steps(verdict: Verdict) -> str:
-    text = f"{verdict.steps} of {verdict.planned_steps} in {verdict.wall_seconds:.1f} s"
-    match verdict.ending:
-        case "complete":
-            return text
-        case "cap_exceeded":
-            return f"{text}: the cap is reached"
-        case "early_stopped":
-            return f"{text}: ended early, since results no longer got better"
-        case "stopped":
-            return f"{text}: stopped, resume with --resume"
-        case code:
-            return f"{text}: ended by {code}"
-
-
-def _title(verdict: Verdict) -> str:
-    marks = [] if verdict.private else ["NOT PRIVATE"]
-    marks += [] if verdict.exact else ["NOT EXACT"]
-    marks += ["SIMULATED evidence"] if verdict.simulated else []
-    return f"Verdict ({', '.join(marks)})" if marks else "Verdict"
-
-
-def _budget_rows(verdict: Verdict) -> list[tuple[str, str]]:
-    helper = f"its machine, with {verdict.keys_on_one_machine} of {verdict.virtual_workers} keys,"
-    return [
-        ("ε", f"{epsilon_text(verdict.privacy_epsilon)}, against outsiders and the aggregator, however the run ended"),
-        *_blind_rows(verdict),
-        ("ε with one worker", f"{epsilon_text(verdict.privacy_epsilon_one_worker)}, if {helper} helps the aggregator"),
-        ("ε of the account", _account(verdict)),
-        *([] if verdict.data is None else data_rows(verdict.data)),
-        *accountant_rows(verdict.epsilon_by_accountant, verdict.accountants_not_computed),
-        ("δ", "unknown" if verdict.privacy_delta is None else f"{verdict.privacy_delta:g}"),
-    ]
-
-
-def _blind_rows(verdict: Verdict) -> list[tuple[str, str]]:
-    """Return the smaller figure of a run that charged less than it planned, with its condition; else nothing."""
-    blind = verdict.privacy_epsilon_if_stop_was_blind
-    if blind == verdict.privacy_epsilon:
-        return []
-    return [("ε if the stop was blind", f"{epsilon_text(blind)}, only if nothing that was released led to the end")]
-
-
-def _account(verdict: Verdict) -> str:
-    charged, cap = epsilon_text(verdict.privacy_epsilon_charged), epsilon_text(verdict.epsilon_cap)
-    accountant = f" ({verdict.accountant} accountant)" if verdict.accountant else ""
-    name = f"{verdict.account}: " if verdict.account else ""
-    return f"{name}{cap} for all its runs together, of which {charged} is charged so far{accountant}"
-
-
-def _evaluation_row(verdict: Verdict) -> tuple[str, str]:
-    split = "sealed evaluation split" if verdict.evaluation_data == "sealed" else "public split"
-    if verdict.evaluation_loss is not None:
-        perplexity = verdict.evaluation_perplexity
-        exponential = "" if perplexity is None else f" (perplexity {perplexity:.6g})"
-        return "loss", f"{verdict.evaluation_loss:.6g}{exponential}, mean over the {split}"
-    if verdict.evaluation_accuracy is None:
-        return "accuracy", f"not measured: {_unmeasured(verdict)}"
-    f1 = "" if verdict.evaluation_f1 is None else f", macro F1 {verdict.evaluation_f1:.3f},"
-    return "accuracy", f"{verdict.evaluation_accuracy:.1%}{f1} on the {split}"
-
-
-def _unmeasured(verdict: Verdict) -> str:
-    return "the run failed first" if verdict.evaluation_data else "no evaluation data"
-
-
-def _measurement_rows(verdict: Verdict) -> list[tuple[str, str]]:
-    """Return the newest release of each measurement; all of them are in the JSON."""
-    newest = {released.query: released for released in verdict.measurements}
-    return [(f"private {query.replace('_', ' ')}", released_text(released)) for query, released in newest.items()]
-
-
-def _evidence(verdict: Verdict) -> str:
-    if verdict.simulated:
-        return "SIMULATED: no hardware vouches for the workers"
-    return verdict.evidence_class
-
-
-def _masked(verdict: Verdict) -> str:
-    if verdict.masked_bytes == 0:
-        return "nothing: secure aggregation was off"
-    return f"{size_text(verdict.masked_bytes)} reached the aggregator, all masked"
-
-
-def _rollback(verdict: Verdict) -> str:
-    return "a witness would notice it" if verdict.rollback_witness else "not covered: no witness on other storage"

@@ -13,9 +13,13 @@ from typing import Any, Literal
 
 import yaml
 
+from pydantic import ValidationError
+
+from raycloak.attestation.log.evidence_log import ExportedLog, read_exported_log
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.record.folder import RunFolder, RunRecord, Status, is_executing
+from raycloak.coordinator.record.verdict import Verdict
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.file_errors import file_error
 from raycloak.workers.terms.manifest import Manifest
@@ -57,6 +61,36 @@ class RunData:
     def steps(self) -> tuple[Event, ...]:
         """The committed steps in order; one that an execution repeated after a resume counts once, as it was last."""
         return tuple(dict(sorted({event["step"]: event for event in self.of("step")}.items())).values())
+
+    def opened_verdict(self) -> Verdict | None:
+        """Return the verdict with its types; None if no execution has ended.
+
+        Raises:
+            ConfigError: ``run_file`` if it is not one that this version writes.
+        """
+        if self.verdict is None:
+            return None
+        stated = {**self.verdict}
+        try:
+            return Verdict.of({"run_dir": stated.pop("run_dir"), "metrics": stated})
+        except (KeyError, TypeError, ValidationError):
+            raise ConfigError(
+                "run_file",
+                f"{self.path / 'verdict.json'} is no verdict of this version.",
+                "Restore it as the run wrote it, or use the version of raycloak that did.",
+            ) from None
+
+    def log(self) -> ExportedLog | None:
+        """Return the evidence log, which is exported when an execution ends; None if there is none.
+
+        Raises:
+            EvidenceError: ``log_broken`` unless the orchestrator that the manifest names signed it as a whole;
+                ``log_format``.
+        """
+        path = self.path / "evidence.jsonl"
+        if self.manifest is None or not path.exists():
+            return None
+        return read_exported_log(path, self.manifest.log_owner)
 
 
 class EventTail:

@@ -310,6 +310,20 @@ class Execution:
             outcome.folder.write_verdict(json_text({"run_dir": result["run_dir"], **result["metrics"]}))
         except OSError as trouble:  # a full disk: the caller gets the verdict all the same
             self._notice(f"verdict.json was not written: {trouble.strerror}")
+        self._show(outcome.folder)
+
+    def _show(self, folder: RunFolder) -> None:
+        """Write the page of the run.
+
+        Guarantee: a page that cannot be written fails no run; a warning names it.
+        """
+        # Here, because it draws: a second of imports that only the end of a run needs.
+        from raycloak.coordinator.report.document import FILE, write_report
+
+        try:
+            write_report(folder.path)
+        except Exception as trouble:  # noqa: BLE001 - the run is over and charged, whatever a page of it needs
+            self._warn(f"{FILE} was not written ({trouble}); try raycloak report {folder.path}")
 
     def _outcome(self, finished: Finished, folder: RunFolder, ending: str, seconds: float) -> "Outcome":
         return Outcome(finished, folder, ending, seconds, tuple(self.warnings), self._served)
@@ -414,7 +428,7 @@ class Outcome:
     """The result of an execution, where it lies, and how it ended.
 
     Attributes:
-        ending, evidence_service: see `raycloak.coordinator.runs.verdict.Verdict`.
+        ending, evidence_service: see `raycloak.coordinator.record.verdict.Verdict`.
     """
 
     finished: Finished

@@ -17,8 +17,8 @@ from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.ledger.location import recorded
 from raycloak.coordinator.planning.first_look import first_look
 from raycloak.coordinator.record.folder import RunFolder, unfinished_run
+from raycloak.coordinator.record.verdict import Verdict
 from raycloak.coordinator.runs.trainer import Trainer
-from raycloak.coordinator.runs.verdict import Verdict
 from raycloak.coordinator.training.reporting import StepReport
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.terms.measurement import Released

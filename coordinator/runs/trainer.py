@@ -108,7 +108,7 @@ class Trainer:
         """Run to the planned steps, to the cap, or until it is asked to stop.
 
         Returns:
-            ``run_dir`` and ``metrics``, the fields of `raycloak.coordinator.runs.verdict.Verdict`.
+            ``run_dir`` and ``metrics``, the fields of `raycloak.coordinator.record.verdict.Verdict`.
 
         Raises:
             RaycloakError: ConfigError for bad input, RefusedError if a promise would be broken, RunFailedError if

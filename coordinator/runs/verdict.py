@@ -1,144 +1,25 @@
-"""The public account of a run: metric series while it is in progress, and a verdict at its end.
-
-The verdict says what a finished run may claim, and what it may not. The facts that limit a claim are among its fields.
-"""
+"""The public account of a run: metric series while it is in progress, and a verdict at its end."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Self
 
 from raycloak.coordinator.accounting.releases import releases_of
 from raycloak.coordinator.accounting.renyi import accountant_delta
 from raycloak.coordinator.config.run import RunConfig
-from raycloak.coordinator.config.sections import Kept
-from raycloak.coordinator.ledger.view import DataStanding, LedgerView
+from raycloak.coordinator.ledger.view import LedgerView
 from raycloak.coordinator.planning.claim import claimed_epsilon, covered, epsilon_if_stop_was_blind
 from raycloak.coordinator.planning.cross_check import CrossCheck, cross_check
 from raycloak.coordinator.record.outcome import Ending, Finished
+from raycloak.coordinator.record.verdict import Verdict
 from raycloak.metrics import collectors
 from raycloak.version import VERSION
 from raycloak.workers.terms.manifest import Manifest
-from raycloak.workers.terms.measurement import Released
-from raycloak.workers.terms.mechanism import AccountantName, Mechanism
+from raycloak.workers.terms.mechanism import Mechanism
 
-SIMULATED = "simulated"
 _LARGEST_LOSS = 700.0
 """Beyond it exp overflows a float64."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """The outcome of a finished run; its fields are the keys of the run's JSON.
-
-    Attributes:
-        run_dir: the run directory.
-        steps: finished steps, earlier executions included.
-        planned_steps: steps that the run was planned for.
-        ending: ``complete``, ``cap_exceeded``, ``early_stopped``, ``stopped``, or the code of the error that ended the
-            execution.
-        private: False if differential privacy was off; then every epsilon is None.
-        privacy_epsilon: claimed for the run, however it ended, against outsiders and the aggregator alone: what its
-            plan costs, as far as the cap reaches. See `raycloak.coordinator.planning.claim`.
-        privacy_epsilon_if_stop_was_blind: of what was charged; holds only if nothing that was released had a part in
-            when the run ended, so it is ``privacy_epsilon`` itself of a run that its results have ended.
-        privacy_epsilon_one_worker: the same for the aggregator together with any one worker's machine; None if that
-            leaves no guarantee.
-        keys_on_one_machine: most virtual workers whose keys of one epoch one machine has got, in any execution of the
-            run; ``privacy_epsilon_one_worker`` rests on it.
-        privacy_epsilon_charged: what the account has been charged by all its runs so far. More may follow, so all its
-            runs together claim ``epsilon_cap``.
-        privacy_delta: delta of each epsilon, the design's slack terms included.
-        epsilon_cap: what the account may spend, and what all its runs together claim, however they were chosen.
-        account: the one that pays.
-        data: of all accounts that are bound to the same data, the sums of their charges, caps and deltas. What all runs
-            on this data claim together is the sum of the caps; None if nothing is private.
-        accountant: the one that holds the account.
-        epsilon_by_accountant: of the releases that the claim covers, by four accountants; the noise of
-            ``colluding_workers`` is not counted on. ``accountants_not_computed`` says why one is not there.
-        exact: False if operations without a deterministic kernel were allowed: a repeat may give other bytes.
-        evaluation_accuracy: share in [0, 1] on the evaluation split; None without one, or where the loss is measured.
-        evaluation_loss: mean over the examples of the evaluation split, for a loss that has no accuracy; else None.
-        evaluation_f1: macro F1 beside the accuracy on a public split; None where the split is sealed.
-        evaluation_metrics: values of the user's own metrics on a public split, by name.
-        evaluation_perplexity: exp of ``evaluation_loss`` under ``next_token_cross_entropy``; else None.
-        measurements: what was released about the private examples, each with the deviation of its noise.
-        evidence_class: ``simulated`` or the hardware class whose root verified.
-        parameter_digest: hexadecimal digest of the final parameters.
-        num_workers, virtual_workers: hosts and V.
-        masked_bytes: bytes of masked vectors that reached the aggregators.
-        wall_seconds: from the start of the run to its verdict.
-        rollback_witness: whether a witness on other storage would notice an older ledger file put back.
-        data_sealed: whether the examples were encrypted for the run's policy.
-        data_check: digest of the owner's check that the data passed before; None if none is recorded.
-        evaluation_data: ``sealed`` or ``clear``, how the evaluation split was kept; None without one.
-        key_service: address of the data owner's key service that gave the second half of every virtual-worker key.
-        colocated: whether orchestrator and aggregator shared a node.
-        evidence_service: ``host:port`` where the evidence was served during the run; None if it was not.
-        warnings: sentences about limits of this run.
-    """
-
-    run_dir: Path
-    steps: int
-    planned_steps: int
-    ending: str
-    private: bool
-    privacy_epsilon: float | None
-    privacy_epsilon_if_stop_was_blind: float | None
-    privacy_epsilon_one_worker: float | None
-    privacy_epsilon_charged: float | None
-    privacy_delta: float | None
-    epsilon_cap: float | None
-    evaluation_accuracy: float | None
-    evidence_class: str
-    parameter_digest: str
-    num_workers: int
-    virtual_workers: int
-    masked_bytes: int
-    wall_seconds: float
-    keys_on_one_machine: int = 0
-    exact: bool = True
-    evaluation_loss: float | None = None
-    evaluation_f1: float | None = None
-    evaluation_perplexity: float | None = None
-    evaluation_metrics: dict[str, float] = field(default_factory=dict)
-    measurements: tuple[Released, ...] = ()
-    account: str | None = None
-    data: DataStanding | None = None
-    accountant: AccountantName | None = None
-    epsilon_by_accountant: dict[str, float] = field(default_factory=dict)
-    accountants_not_computed: dict[str, str] = field(default_factory=dict)
-    rollback_witness: bool = False
-    data_sealed: bool = False
-    data_check: str | None = None
-    evaluation_data: Kept | None = None
-    key_service: str | None = None
-    colocated: bool = False
-    evidence_service: str | None = None
-    warnings: tuple[str, ...] = ()
-
-    @property
-    def simulated(self) -> bool:
-        """True if no hardware vouches for the workers."""
-        return self.evidence_class.lower() == SIMULATED
-
-    def metrics(self) -> dict[str, Any]:
-        """Return the JSON of the run without ``run_dir``, which `Trainer.train` returns beside it."""
-        own = {key: value for key, value in asdict(self).items() if key != "run_dir"}
-        return own | {"measurements": [released.model_dump(mode="json") for released in self.measurements]}
-
-    @classmethod
-    def of(cls, result: Mapping[str, Any]) -> Self:
-        """Return the verdict in a result of `Trainer.train`; metrics that are not its own are left out."""
-        known = {field.name for field in fields(cls)}
-        metrics = {key: value for key, value in result["metrics"].items() if key in known}
-        released = tuple(Released.model_validate(each) for each in metrics.pop("measurements", ()))
-        if metrics.get("data") is not None:
-            # The JSON of a run has lists.
-            metrics["data"] = DataStanding(**{**metrics["data"], "accounts": tuple(metrics["data"]["accounts"])})
-        return cls(run_dir=Path(result["run_dir"]), measurements=released, **metrics)
 
 
 def verdict_of(

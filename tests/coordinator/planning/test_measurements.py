@@ -15,7 +15,7 @@ from raycloak.attestation.core.roster import Roster
 from raycloak.coordinator.accounting.calibration import composed_epsilon
 from raycloak.coordinator.accounting.releases import Release
 from raycloak.coordinator.aggregation.aggregator import ReduceRequest
-from raycloak.coordinator.cli.tables import plan_rows, released_text
+from raycloak.coordinator.cli.tables import plan_rows
 from raycloak.coordinator.cli.verdict_table import verdict_text
 from raycloak.coordinator.config.run import load_config
 from raycloak.coordinator.ledger.entries import RunRegistered, StepCharged
@@ -23,7 +23,9 @@ from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.planning.dry_run import plan_of
 from raycloak.coordinator.planning.measurements import Schedule
 from raycloak.coordinator.planning.plan import make_plan
-from raycloak.coordinator.runs.verdict import Verdict, verdict_of
+from raycloak.coordinator.record.verdict import Verdict
+from raycloak.coordinator.report.words import released_text
+from raycloak.coordinator.runs.verdict import verdict_of
 from raycloak.coordinator.training.assignment import NewRun, ReplayedRun, ResumedRun
 from raycloak.metrics.errors import ConfigError, ProtocolError, RunFailedError
 from raycloak.workers.inputs.models import cross_entropy

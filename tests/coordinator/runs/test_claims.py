@@ -10,7 +10,8 @@ from raycloak.coordinator.accounting.calibration import epsilon_against
 from raycloak.coordinator.checkpoints.archive import Archive
 from raycloak.coordinator.config.sections import CheckpointConfig
 from raycloak.coordinator.record.outcome import Ending, Finished
-from raycloak.coordinator.runs.verdict import Verdict, verdict_of
+from raycloak.coordinator.record.verdict import Verdict
+from raycloak.coordinator.runs.verdict import verdict_of
 from raycloak.coordinator.training.assignment import NewRun, ResumedRun
 from raycloak.coordinator.training.stop_signals import StopRequest
 from raycloak.metrics.errors import RunFailedError

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raycloak.coordinator.cli.verdict_table import verdict_rows
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.planning.data_check import check_data
+from raycloak.coordinator.record.verdict import Verdict
+from raycloak.coordinator.report.words import verdict_rows
 from raycloak.coordinator.runs.rollback import check_pins, log_pins
-from raycloak.coordinator.runs.verdict import Verdict, verdict_of
+from raycloak.coordinator.runs.verdict import verdict_of
 from raycloak.metrics.errors import BudgetError, ConfigError, ProtocolError
 from raycloak.workers.inputs.fingerprint import dataset_fingerprint
 from raycloak.workers.terms.receipt import Receipt

@@ -19,11 +19,11 @@ from raycloak.attestation.policy.policy import Policy, simulated_policy
 from raycloak.attestation.service.client import EvidenceClient
 from raycloak.attestation.service.key_service import fetch_halves
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
-from raycloak.coordinator.cli.tables import keys_rows, plan_rows
-from raycloak.coordinator.cli.verdict_table import verdict_rows
+from raycloak.coordinator.cli.tables import plan_rows
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import validated
 from raycloak.coordinator.evidence.standalone_service import ServiceConfig, start_service
+from raycloak.coordinator.report.words import keys_rows, verdict_rows
 from raycloak.coordinator.runs.local_session import LocalPlatform
 from raycloak.coordinator.runs.verdict import verdict_of
 from raycloak.metrics.errors import ConfigError, EvidenceError, RefusedError

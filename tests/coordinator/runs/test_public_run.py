@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from raycloak.coordinator.cli.progress import status_line
-from raycloak.coordinator.cli.verdict_table import verdict_rows, verdict_text
+from raycloak.coordinator.cli.verdict_table import verdict_text
 from raycloak.coordinator.planning.dry_run import plan_of
+from raycloak.coordinator.report.words import verdict_rows
 from raycloak.coordinator.runs.trainer import Trainer
 from raycloak.coordinator.runs.verdict import verdict_of
 from raycloak.metrics.errors import RefusedError

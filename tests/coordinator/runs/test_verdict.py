@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from raycloak.coordinator.cli.verdict_table import verdict_rows, verdict_text
+from raycloak.coordinator.cli.verdict_table import verdict_text
 from raycloak.coordinator.console.tables import epsilon_text, size_text
-from raycloak.coordinator.runs.verdict import Verdict
+from raycloak.coordinator.record.verdict import Verdict
+from raycloak.coordinator.report.words import verdict_rows
 
 VERDICT = Verdict(
     run_dir=Path("/home/someone/.local/share/raycloak/runs/digits-0123456789abcdef"),

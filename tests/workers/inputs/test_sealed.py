@@ -18,8 +18,9 @@ from raycloak.attestation.policy.policy import simulated_policy
 from raycloak.attestation.sealed.demand import SealedDemand
 from raycloak.attestation.sealed.sealed_data import SealedHeader, SealedSource, SliceKeys, Use, slice_file, slice_key
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
-from raycloak.coordinator.cli.tables import evaluation_text, plan_rows, sealed_text
+from raycloak.coordinator.cli.tables import plan_rows
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.report.words import evaluation_text, sealed_text
 from raycloak.coordinator.training import admitted
 from raycloak.metrics.errors import BudgetError, ConfigError, DatasetError, EvidenceError, RaycloakError, RefusedError
 from raycloak.workers.inputs.datasets import ArrayDataset, dataset_form, slice_ids

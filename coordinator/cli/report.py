@@ -1,0 +1,48 @@
+"""The command ``raycloak report``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raycloak.coordinator.cli.options import AsJson, Debug, execute
+from raycloak.coordinator.console.output import Output
+
+
+def report_command(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of the run.", show_default=False)],
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The page; default: report.html in the run directory.", show_default=False),
+    ] = None,
+    pdf: Annotated[bool, typer.Option("--pdf", help="Also print it as PDF beside it; needs Chromium.")] = False,
+    eu_ai_act: Annotated[
+        bool, typer.Option("--eu-ai-act", help="Add technical documentation along Regulation (EU) 2024/1689.")
+    ] = False,
+    model_card: Annotated[
+        bool, typer.Option("--model-card", help="Also write a model card for the Hugging Face hub beside it.")
+    ] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Write the record of a run as one page: verdict, curves, evidence, incidents, limits. Reads the run alone."""
+    execute(as_json, debug, lambda to: _report(to, run_dir, output, pdf, eu_ai_act, model_card))
+
+
+def _report(to: Output, run_dir: Path, output: Path | None, pdf: bool, eu_ai_act: bool, model_card: bool) -> int:
+    from raycloak.coordinator.console.tables import fields_table
+    from raycloak.coordinator.report.document import write_report
+    from raycloak.coordinator.report.model_card import write_card
+    from raycloak.coordinator.report.pdf import browser, print_pdf
+
+    if pdf:
+        # Before the page, which would otherwise be all that a refused command leaves.
+        browser()
+    page = write_report(run_dir, output, eu_ai_act=eu_ai_act)
+    written = {"report": page}
+    if pdf:
+        written["pdf"] = print_pdf(page, page.with_suffix(".pdf"))
+    if model_card:
+        written["model_card"] = write_card(run_dir, page.with_name(f"{page.stem}-model-card.md"))
+    to.result(written, fields_table("Report", [(name.replace("_", " "), str(path)) for name, path in written.items()]))
+    return 0

@@ -1,0 +1,320 @@
+"""The figures of a run as SVG, drawn by matplotlib.
+
+Hides the drawing library. A figure is a function of the record alone: the same record gives the same bytes, since ids
+are derived from a fixed salt and nothing states a time. Text stays text, so it prints sharply and can be searched.
+"""
+
+import io
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, Final
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from raycloak.coordinator.console.tables import epsilon_text
+from raycloak.coordinator.record.run_reader import Event, RunData
+from raycloak.coordinator.report.planned import budget_of, planned_epsilon
+
+ACCENT: Final = "#0b5f83"
+INK: Final = "#20262b"
+MUTED: Final = "#6b747b"
+RULE: Final = "#d9dee2"
+PHASES: Final = {
+    "charge": ("charge_seconds", "#0b5f83"),
+    "compute": ("compute_seconds", "#6fa3bb"),
+    "reduce": ("reduce_seconds", "#c3d9e2"),
+    "other": ("", "#e6e6e6"),
+}
+MOST_BARS: Final = 60
+"""Bars of the phases' figure: one a step up to here, then one for several steps, which a page can show."""
+
+_STYLE: Final = {
+    "axes.edgecolor": RULE,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.labelcolor": MUTED,
+    "axes.labelsize": 8,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.family": ["sans-serif"],
+    "font.size": 8,
+    "grid.color": RULE,
+    "grid.linewidth": 0.5,
+    "legend.fontsize": 7.5,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "svg.fonttype": "none",
+    "text.color": INK,
+    "xtick.color": MUTED,
+    "xtick.labelsize": 7.5,
+    "ytick.color": MUTED,
+    "ytick.labelsize": 7.5,
+}
+_WIDTH, _HEIGHT = 3.5, 2.45  # inches: two side by side on A4
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """One figure.
+
+    Attributes:
+        name: its anchor in the page.
+        caption: what it shows and what it does not, a sentence or two.
+        svg: without a prologue, to stand within a page.
+    """
+
+    name: str
+    title: str
+    caption: str
+    svg: str
+
+
+def drawings_of(run: RunData) -> tuple[Drawing, ...]:
+    """Return the figures for which the run has a record, in the order of a page."""
+    drawn = (each(run) for each in (_epsilon, _quality("accuracy"), _quality("loss"), _counts, _phases, _members))
+    return tuple(drawing for drawing in drawn if drawing is not None)
+
+
+def _epsilon(run: RunData) -> Drawing | None:
+    charged = [(event["step"] + 1, event["epsilon"]) for event in run.steps if "epsilon" in event]
+    if run.manifest is None or not charged:
+        return None
+    plan = planned_epsilon(run)
+    cap, delta = budget_of(run)
+    accountant = run.manifest.computation.mechanism.accountant
+    with _axes("epsilon", "steps finished", f"ε at δ = {delta:g}") as (axes, finish):
+        if cap is not None:
+            axes.axhline(cap, color=INK, linewidth=0.9, linestyle=(0, (1, 2)), label=f"cap of the account, {cap:g}")
+        if plan:
+            axes.plot(*_columns([(0, 0.0), *plan]), color=MUTED, linewidth=1.2, linestyle="--", label="this run's plan")
+        axes.step(*_columns(charged), where="post", color=ACCENT, label="charged to the account")
+        if len(charged) == 1:
+            axes.plot(*charged[0], "o", color=ACCENT, markersize=3.5)
+        axes.set_xlim(0, run.manifest.computation.mechanism.steps)
+        axes.set_ylim(bottom=0)
+        _whole_numbers(axes)
+        axes.legend(loc="lower right")
+        svg = finish()
+    last = charged[-1]
+    steps = " An account of this accountant is quoted in sixteenths of the plan." if accountant == "pld" else ""
+    caption = (
+        f"After step {last[0]} the account had been charged ε {epsilon_text(last[1])}, for all its runs together. "
+        f"The plan's line is computed again from the manifest, for a fresh account.{steps}"
+    )
+    return Drawing("epsilon", "Budget against plan", caption, svg)
+
+
+def _quality(metric: str) -> Callable[[RunData], Drawing | None]:
+    """Return the drawing of accuracy or loss: exact on an evaluation split, noised on the private examples."""
+
+    def draw(run: RunData) -> Drawing | None:
+        field, scale = f"evaluation_{metric}", 100 if metric == "accuracy" else 1
+        exact = [(event["step"] + 1, scale * event[field]) for event in run.steps if field in event]
+        noised = [
+            (each.after, scale * each.values[metric], scale * each.deviation[metric])
+            for each in run.released
+            if metric in each.values
+        ]
+        if not exact and not noised:
+            return None
+        split = "sealed split" if run.config.evaluation and run.config.evaluation.kept == "sealed" else "public split"
+        with _axes(metric, "steps finished", "accuracy, %" if metric == "accuracy" else "mean loss") as (axes, finish):
+            if noised:
+                steps, values, deviations = zip(*noised, strict=True)
+                low = [value - 2 * each for value, each in zip(values, deviations, strict=True)]
+                high = [value + 2 * each for value, each in zip(values, deviations, strict=True)]
+                axes.fill_between(steps, low, high, color=ACCENT, alpha=0.16, linewidth=0)
+                axes.errorbar(
+                    steps,
+                    values,
+                    yerr=[2 * each for each in deviations],
+                    color=MUTED,
+                    ecolor="#8fb4c6",
+                    linewidth=1.1,
+                    marker="s",
+                    markersize=3,
+                    capsize=2,
+                    label="private examples, noised (±2 σ)",
+                )
+            if exact:
+                axes.plot(*_columns(exact), color=ACCENT, marker="o", markersize=3, label=split)
+            if run.manifest is not None:
+                axes.set_xlim(0, run.manifest.computation.mechanism.steps * 1.02)
+            _whole_numbers(axes)
+            _legend_above(axes, 2)
+            svg = finish()
+        return Drawing(metric, metric.capitalize(), _quality_caption(metric, exact, noised, split), svg)
+
+    return draw
+
+
+def _quality_caption(metric: str, exact: list[Any], noised: list[Any], split: str) -> str:
+    unit = " %" if metric == "accuracy" else ""
+    said = []
+    if exact:
+        said.append(f"Last on the {split}: {exact[-1][1]:.4g}{unit} after step {exact[-1][0]}.")
+    if noised:
+        after, value, deviation = noised[-1]
+        said.append(
+            f"Last on the private examples: {value:.4g}{unit} ± {2 * deviation:.2g}{unit} after step {after}. The band "
+            "is two standard deviations of the noise that privacy needs; it is no confidence interval of the model."
+        )
+    return " ".join(said)
+
+
+def _counts(run: RunData) -> Drawing | None:
+    """Draw the noised class counts; there is one release of them."""
+    counts = next((each for each in run.released if each.query == "class_counts"), None)
+    if counts is None:
+        return None
+    labels = [name.removeprefix("count_") for name in counts.values]
+    with _axes("class-counts", "class", "private examples") as (axes, finish):
+        axes.bar(range(len(labels)), list(counts.values.values()), color="#6fa3bb", width=0.7)
+        axes.errorbar(
+            range(len(labels)),
+            list(counts.values.values()),
+            yerr=[2 * each for each in counts.deviation.values()],
+            color=INK,
+            fmt="none",
+            elinewidth=0.8,
+            capsize=2,
+        )
+        axes.grid(visible=False, axis="x")
+        axes.set_ylim(bottom=min(0.0, *counts.values.values()))
+        _whole_numbers(axes)
+        svg = finish()
+    caption = "Noised counts of the private examples of each class, with two standard deviations of the noise."
+    return Drawing("class-counts", "Examples by class", caption, svg)
+
+
+def _phases(run: RunData) -> Drawing | None:
+    steps = run.steps
+    if not steps:
+        return None
+    width = -(-len(steps) // MOST_BARS)
+    groups = [steps[first : first + width] for first in range(0, len(steps), width)]
+    middles = [fmean(event["step"] + 1 for event in group) for group in groups]
+    with _axes("phases", "step", "seconds a step") as (axes, finish):
+        below = [0.0] * len(groups)
+        for name, (field, colour) in PHASES.items():
+            heights = [fmean(_phase(event, field) for event in group) for group in groups]
+            axes.bar(middles, heights, width=0.92 * width, bottom=below, color=colour, linewidth=0, label=name)
+            below = [low + height for low, height in zip(below, heights, strict=True)]
+        axes.grid(visible=False, axis="x")
+        _whole_numbers(axes)
+        _legend_above(axes, 4)
+        svg = finish()
+    total = sum(event["seconds"] for event in steps)
+    shares = ", ".join(
+        f"{name} {100 * sum(_phase(event, field) for event in steps) / (total or 1):.0f} %"
+        for name, (field, _) in PHASES.items()
+    )
+    bars = f" Each bar is the mean of up to {width} steps." if width > 1 else ""
+    caption = f"{len(steps)} steps took {_duration(total)}: {shares}. Other is repeated attempts and waiting.{bars}"
+    return Drawing("phases", "Where the time went", caption, svg)
+
+
+def _phase(event: Event, field: str) -> float:
+    if field:
+        return float(event[field])
+    known = sum(event[each] for each, _ in PHASES.values() if each)
+    return max(0.0, float(event["seconds"]) - known)
+
+
+def _members(run: RunData) -> Drawing | None:
+    """Draw the workers of each step over time, and the moments at which members left, joined or were restarted."""
+    counted = [event for event in run.events if event["event"] in ("admitted", "step", "join") and "workers" in event]
+    if not counted or not run.steps:
+        return None
+    start = run.events[0]["time"]
+    unit, name = _time_unit(run.events[-1]["time"] - start)
+
+    def at(event: Event) -> float:
+        return float(event["time"] - start) / unit
+
+    sizes = [event["workers"] for event in counted]
+    marks = (("departure", "v", INK, "left"), ("join", "^", ACCENT, "joined"), ("restart", "D", MUTED, "restarted"))
+    with _axes("members", f"{name} since the first record", "workers") as (axes, finish):
+        axes.step([at(event) for event in counted], sizes, where="post", color=ACCENT)
+        axes.set_ylim(0, max(sizes) * 1.35)
+        for kind, marker, colour, label in marks:
+            moments = [at(event) for event in run.of(kind)]
+            if moments:
+                heights = [max(sizes) * 1.14] * len(moments)
+                axes.plot(moments, heights, marker, color=colour, markersize=5, label=f"{label} ({len(moments)})")
+        for event in run.of("admitted")[1:]:
+            axes.axvline(at(event), color=MUTED, linewidth=0.8, linestyle=":")
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
+        if any(run.of(kind) for kind, *_ in marks):
+            _legend_above(axes, 3)
+        svg = finish()
+    resumed = len(run.of("admitted")) - 1
+    later = f" Dotted lines: the run was resumed {resumed} times." if resumed > 0 else ""
+    departures = len(run.of("departure"))
+    caption = (
+        f"{min(sizes)} to {max(sizes)} workers; {departures} departures, {len(run.of('join'))} joined later.{later}"
+    )
+    return Drawing("members", "Workers over time", caption, svg)
+
+
+@contextmanager
+def _axes(name: str, x_label: str, y_label: str) -> Iterator[tuple[Axes, Callable[[], str]]]:
+    """Give axes in the house style, and the function that turns them into SVG."""
+    style: Mapping[Any, Any] = {**_STYLE, "svg.hashsalt": f"raycloak-{name}"}
+    with mpl.rc_context(style):
+        figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
+        FigureCanvasSVG(figure)
+        axes = figure.add_subplot()
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+        axes.tick_params(length=0)
+
+        def finish() -> str:
+            out = io.StringIO()
+            figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+            return _inline(out.getvalue())
+
+        yield axes, finish
+
+
+def _inline(document: str) -> str:
+    """Return an SVG document as an element of a page: without prologue, metadata, own size, and ids nobody uses."""
+    svg = document[document.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+    # The page sets the size; the view box keeps the proportions.
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', svg))
+    # Two figures of one page would both have a figure_1.
+    return re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", svg).strip()
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _whole_numbers(axes: Axes) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+
+
+def _legend_above(axes: Axes, columns: int) -> None:
+    """Put the legend above the axes, where it covers nothing: a band may fill all of them."""
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.2, columnspacing=1.2)
+
+
+def _time_unit(seconds: float) -> tuple[float, str]:
+    units = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
+    return next((each for each in units if seconds > 2 * each[0]), (1.0, "seconds"))
+
+
+def _duration(seconds: float) -> str:
+    unit, name = _time_unit(seconds)
+    return f"{seconds / unit:.1f} {name}"

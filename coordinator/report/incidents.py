@@ -1,0 +1,70 @@
+"""What went wrong in a run, or was refused, in the order in which the record has it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Final
+
+from raycloak.coordinator.record.run_reader import Event, RunData
+from raycloak.coordinator.report.members import Evidence
+
+MOST: Final = 200
+"""Incidents that a page shows; all of them are in the files that it names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """One row.
+
+    Attributes:
+        when: UTC; empty where the record has no time.
+        step: finished steps by then; None where the record does not tell.
+        file: of the run directory, that has the record.
+    """
+
+    when: str
+    step: int | None
+    what: str
+    detail: str
+    file: str
+
+
+def incidents_of(run: RunData, evidence: Evidence) -> tuple[Incident, ...]:
+    """Return departures, newcomers, restarts, resumes and repeated attempts, then what the orchestrator refused."""
+    return (*_from_events(run), *_from_log(evidence))
+
+
+def _from_events(run: RunData) -> Iterator[Incident]:
+    finished, executions = 0, 0
+    for event in run.events:
+        match event["event"]:
+            case "admitted":
+                executions += 1
+                if executions > 1:
+                    yield _incident(event, finished, "resumed", f"execution {executions}")
+            case "departure":
+                yield _incident(event, finished, "member left", f"code {event['code']}")
+            case "join":
+                yield _incident(event, finished, "worker joined", f"{event['workers']} workers by then")
+            case "restart":
+                detail = f"{event['role']}, {event['cause']}, back after {event['seconds']:.1f} s"
+                yield _incident(event, finished, "restarted", detail)
+            case "step":
+                finished = event["step"] + 1
+                if event["attempts"] > 1:
+                    yield _incident(event, finished, "step repeated", f"{event['attempts']} attempts, charged once")
+
+
+def _incident(event: Event, finished: int, what: str, detail: str) -> Incident:
+    return Incident(utc(event["time"]), finished, what, detail, "metrics.jsonl")
+
+
+def _from_log(evidence: Evidence) -> Iterator[Incident]:
+    for each in evidence.refusals:
+        times = f", {each.count} times" if each.count > 1 else ""
+        yield Incident("", None, each.what, f"{each.name}: {each.reason}{times}", f"evidence.jsonl, entry {each.entry}")
+
+
+def utc(seconds: float) -> str:
+    """Return a Unix time to the second, for a reader."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")

@@ -1,0 +1,172 @@
+"""The words in which a run's facts are told, the same in every table and document.
+
+Every limit of a claim stands beside the claim: which adversary an epsilon holds against, whose word the evidence is,
+and whether a rollback of the ledger would be noticed.
+"""
+
+from collections.abc import Mapping
+
+from raycloak.coordinator.console.tables import epsilon_text, size_text
+from raycloak.coordinator.ledger.view import DataStanding
+from raycloak.coordinator.record.verdict import Verdict
+from raycloak.workers.terms.measurement import Released
+
+
+def verdict_rows(verdict: Verdict) -> list[tuple[str, str]]:
+    """Return label and text of each line, in order."""
+    return [
+        *(_budget_rows(verdict) if verdict.private else [("privacy", "NOT PRIVATE: differential privacy was off")]),
+        ("steps", _steps(verdict)),
+        _evaluation_row(verdict),
+        *((name, f"{value:.6g} on the public split") for name, value in verdict.evaluation_metrics.items()),
+        *_measurement_rows(verdict),
+        ("evidence", _evidence(verdict)),
+        ("workers", f"{verdict.num_workers}, hosting {verdict.virtual_workers} virtual workers"),
+        ("masked", _masked(verdict)),
+        ("data", sealed_text(verdict.data_sealed)),
+        ("data check", check_text(verdict.data_check)),
+        *([("evaluation data", evaluation_text(verdict.evaluation_data))] if verdict.evaluation_data else []),
+        *keys_rows(verdict.key_service),
+        ("ledger rollback", _rollback(verdict)),
+        *([("colocated", "orchestrator and aggregator on one node")] if verdict.colocated else []),
+        *([] if verdict.exact else [("exact", "NOT EXACT: a repeat may differ in last bits, which no noise covers")]),
+        ("parameters", verdict.parameter_digest),
+        ("run directory", str(verdict.run_dir)),
+        ("its model", "raycloak.load(RUN_DIR) in Python, raycloak export for other libraries"),
+        *(("warning", warning) for warning in verdict.warnings),
+    ]
+
+
+def _steps(verdict: Verdict) -> str:
+    text = f"{verdict.steps} of {verdict.planned_steps} in {verdict.wall_seconds:.1f} s"
+    match verdict.ending:
+        case "complete":
+            return text
+        case "cap_exceeded":
+            return f"{text}: the cap is reached"
+        case "early_stopped":
+            return f"{text}: ended early, since results no longer got better"
+        case "stopped":
+            return f"{text}: stopped, resume with --resume"
+        case code:
+            return f"{text}: ended by {code}"
+
+
+def verdict_title(verdict: Verdict) -> str:
+    marks = [] if verdict.private else ["NOT PRIVATE"]
+    marks += [] if verdict.exact else ["NOT EXACT"]
+    marks += ["SIMULATED evidence"] if verdict.simulated else []
+    return f"Verdict ({', '.join(marks)})" if marks else "Verdict"
+
+
+def _budget_rows(verdict: Verdict) -> list[tuple[str, str]]:
+    helper = f"its machine, with {verdict.keys_on_one_machine} of {verdict.virtual_workers} keys,"
+    return [
+        ("ε", f"{epsilon_text(verdict.privacy_epsilon)}, against outsiders and the aggregator, however the run ended"),
+        *_blind_rows(verdict),
+        ("ε with one worker", f"{epsilon_text(verdict.privacy_epsilon_one_worker)}, if {helper} helps the aggregator"),
+        ("ε of the account", _account(verdict)),
+        *([] if verdict.data is None else data_rows(verdict.data)),
+        *accountant_rows(verdict.epsilon_by_accountant, verdict.accountants_not_computed),
+        ("δ", "unknown" if verdict.privacy_delta is None else f"{verdict.privacy_delta:g}"),
+    ]
+
+
+def _blind_rows(verdict: Verdict) -> list[tuple[str, str]]:
+    """Return the smaller figure of a run that charged less than it planned, with its condition; else nothing."""
+    blind = verdict.privacy_epsilon_if_stop_was_blind
+    if blind == verdict.privacy_epsilon:
+        return []
+    return [("ε if the stop was blind", f"{epsilon_text(blind)}, only if nothing that was released led to the end")]
+
+
+def _account(verdict: Verdict) -> str:
+    charged, cap = epsilon_text(verdict.privacy_epsilon_charged), epsilon_text(verdict.epsilon_cap)
+    accountant = f" ({verdict.accountant} accountant)" if verdict.accountant else ""
+    name = f"{verdict.account}: " if verdict.account else ""
+    return f"{name}{cap} for all its runs together, of which {charged} is charged so far{accountant}"
+
+
+def _evaluation_row(verdict: Verdict) -> tuple[str, str]:
+    split = "sealed evaluation split" if verdict.evaluation_data == "sealed" else "public split"
+    if verdict.evaluation_loss is not None:
+        perplexity = verdict.evaluation_perplexity
+        exponential = "" if perplexity is None else f" (perplexity {perplexity:.6g})"
+        return "loss", f"{verdict.evaluation_loss:.6g}{exponential}, mean over the {split}"
+    if verdict.evaluation_accuracy is None:
+        return "accuracy", f"not measured: {_unmeasured(verdict)}"
+    f1 = "" if verdict.evaluation_f1 is None else f", macro F1 {verdict.evaluation_f1:.3f},"
+    return "accuracy", f"{verdict.evaluation_accuracy:.1%}{f1} on the {split}"
+
+
+def _unmeasured(verdict: Verdict) -> str:
+    return "the run failed first" if verdict.evaluation_data else "no evaluation data"
+
+
+def _measurement_rows(verdict: Verdict) -> list[tuple[str, str]]:
+    """Return the newest release of each measurement; all of them are in the JSON."""
+    newest = {released.query: released for released in verdict.measurements}
+    return [(f"private {query.replace('_', ' ')}", released_text(released)) for query, released in newest.items()]
+
+
+def _evidence(verdict: Verdict) -> str:
+    if verdict.simulated:
+        return "SIMULATED: no hardware vouches for the workers"
+    return verdict.evidence_class
+
+
+def _masked(verdict: Verdict) -> str:
+    if verdict.masked_bytes == 0:
+        return "nothing: secure aggregation was off"
+    return f"{size_text(verdict.masked_bytes)} reached the aggregator, all masked"
+
+
+def _rollback(verdict: Verdict) -> str:
+    return "a witness would notice it" if verdict.rollback_witness else "not covered: no witness on other storage"
+
+
+def data_rows(data: DataStanding) -> list[tuple[str, str]]:
+    """Return what all runs on one dataset have spent and claim; nothing where it is what its one run has."""
+    if data.runs < 2 and len(data.accounts) < 2:
+        return []
+    runs = f"{data.runs} run{'' if data.runs == 1 else 's'} on {', '.join(data.accounts)}"
+    charged, cap = epsilon_text(data.epsilon_charged), epsilon_text(data.epsilon_cap)
+    return [("ε of the data", f"{charged} charged by {runs}; all together claim {cap} at δ = {data.delta:g}")]
+
+
+def accountant_rows(epsilon: Mapping[str, float], missing: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return one line with what each accountant says, or why it says nothing; none where they were not asked."""
+    said = [f"{name.replace('_', ' ')} {epsilon_text(value)}" for name, value in epsilon.items()]
+    said += [f"{name.replace('_', ' ')} not computed: {reason}" for name, reason in missing.items()]
+    return [("ε by accountant", ", ".join(said))] if said else []
+
+
+def sealed_text(sealed: bool) -> str:
+    """Return who can open the examples."""
+    return "sealed: each worker opens only its slices" if sealed else "not sealed"
+
+
+def check_text(digest: str | None) -> str:
+    """Return whether the data's owner has checked the examples."""
+    return "NO CHECK ON RECORD for NaN, wrong labels or duplicates" if digest is None else f"passed, {digest}"
+
+
+def evaluation_text(kept: str) -> str:
+    """Return how public an evaluation split is that is kept ``sealed`` or ``clear``."""
+    return "sealed: its results are public" if kept == "sealed" else "public, in the clear"
+
+
+def keys_rows(key_service: str | None) -> list[tuple[str, str]]:
+    """Return where the second half of each key comes from, if keys have halves."""
+    return [("keys", f"half of each from {key_service}")] if key_service else []
+
+
+def released_text(released: Released, most: int = 12) -> str:
+    """Return at most ``most`` values of a measurement, each with one standard deviation of its noise."""
+    shown = list(released.values.items())[:most]
+    texts = [f"{name.removeprefix('count_')}: {value:.4g} ± {released.deviation[name]:.2g}" for name, value in shown]
+    more = len(released.values) - len(shown)
+    rest = f" and {more} more" if more else ""
+    if released.f1 is not None:
+        rest = f"{rest}; macro F1 {released.f1:.3f}"
+    return f"{', '.join(texts)}{rest}; noised, after {released.after} steps"
