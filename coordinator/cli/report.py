@@ -7,6 +7,7 @@ import typer
 
 from raycloak.coordinator.cli.options import AsJson, Debug, execute
 from raycloak.coordinator.console.output import Output
+from raycloak.metrics.errors import ConfigError
 
 
 def report_command(
@@ -35,6 +36,8 @@ def _report(to: Output, run_dir: Path, output: Path | None, pdf: bool, eu_ai_act
     from raycloak.coordinator.report.model_card import write_card
     from raycloak.coordinator.report.pdf import browser, print_pdf
 
+    if pdf and output is not None and output.suffix == ".pdf":
+        raise ConfigError("usage", f"{output} would be both page and PDF.", "Name the page, as in --output page.html.")
     if pdf:
         # Before the page, which would otherwise be all that a refused command leaves.
         browser()

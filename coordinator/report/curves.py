@@ -6,7 +6,7 @@ are derived from a fixed salt and nothing states a time. Text stays text, so it 
 
 import io
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import fmean
@@ -32,8 +32,8 @@ PHASES: Final = {
     "reduce": ("reduce_seconds", "#c3d9e2"),
     "other": ("", "#e6e6e6"),
 }
-MOST_BARS: Final = 60
-"""Bars of the phases' figure: one a step up to here, then one for several steps, which a page can show."""
+MOST_COLUMNS: Final = 60
+"""Columns of the phases' figure: one a step up to here, then one for several steps, which a page can show."""
 
 _STYLE: Final = {
     "axes.edgecolor": RULE,
@@ -52,12 +52,14 @@ _STYLE: Final = {
     "lines.linewidth": 1.6,
     "svg.fonttype": "none",
     "text.color": INK,
+    "text.parse_math": False,
     "xtick.color": MUTED,
     "xtick.labelsize": 7.5,
     "ytick.color": MUTED,
     "ytick.labelsize": 7.5,
 }
 _WIDTH, _HEIGHT = 3.5, 2.45  # inches: two side by side on A4
+_PLACE = (0.135, 0.165, 0.85, 0.735)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,15 +200,19 @@ def _phases(run: RunData) -> Drawing | None:
     steps = run.steps
     if not steps:
         return None
-    width = -(-len(steps) // MOST_BARS)
+    width = -(-len(steps) // MOST_COLUMNS)
     groups = [steps[first : first + width] for first in range(0, len(steps), width)]
-    middles = [fmean(event["step"] + 1 for event in group) for group in groups]
+    edges = [*(group[0]["step"] + 0.5 for group in groups), groups[-1][-1]["step"] + 1.5]
     with _axes("phases", "step", "seconds a step") as (axes, finish):
-        below = [0.0] * len(groups)
+        below = [0.0] * len(edges)
         for name, (field, colour) in PHASES.items():
             heights = [fmean(_phase(event, field) for event in group) for group in groups]
-            axes.bar(middles, heights, width=0.92 * width, bottom=below, color=colour, linewidth=0, label=name)
-            below = [low + height for low, height in zip(below, heights, strict=True)]
+            above = [low + height for low, height in zip(below, [*heights, heights[-1]], strict=True)]
+            # One area a phase: a bar a step would be a thousand shapes.
+            axes.fill_between(edges, below, above, step="post", color=colour, linewidth=0, label=name)
+            below = above
+        axes.set_xlim(edges[0], edges[-1])
+        axes.set_ylim(bottom=0)
         axes.grid(visible=False, axis="x")
         _whole_numbers(axes)
         _legend_above(axes, 4)
@@ -216,7 +222,7 @@ def _phases(run: RunData) -> Drawing | None:
         f"{name} {100 * sum(_phase(event, field) for event in steps) / (total or 1):.0f} %"
         for name, (field, _) in PHASES.items()
     )
-    bars = f" Each bar is the mean of up to {width} steps." if width > 1 else ""
+    bars = f" Each column is the mean of up to {width} steps." if width > 1 else ""
     caption = f"{len(steps)} steps took {_duration(total)}: {shares}. Other is repeated attempts and waiting.{bars}"
     return Drawing("phases", "Where the time went", caption, svg)
 
@@ -224,7 +230,7 @@ def _phases(run: RunData) -> Drawing | None:
 def _phase(event: Event, field: str) -> float:
     if field:
         return float(event[field])
-    known = sum(event[each] for each, _ in PHASES.values() if each)
+    known = sum(float(event[each]) for each, _ in PHASES.values() if each)
     return max(0.0, float(event["seconds"]) - known)
 
 
@@ -257,21 +263,23 @@ def _members(run: RunData) -> Drawing | None:
         svg = finish()
     resumed = len(run.of("admitted")) - 1
     later = f" Dotted lines: the run was resumed {resumed} times." if resumed > 0 else ""
-    departures = len(run.of("departure"))
-    caption = (
-        f"{min(sizes)} to {max(sizes)} workers; {departures} departures, {len(run.of('join'))} joined later.{later}"
-    )
+    size = f"{min(sizes)} to {max(sizes)}" if min(sizes) < max(sizes) else f"{max(sizes)}"
+    caption = f"{size} workers; {len(run.of('departure'))} left, {len(run.of('join'))} joined later.{later}"
     return Drawing("members", "Workers over time", caption, svg)
 
 
 @contextmanager
 def _axes(name: str, x_label: str, y_label: str) -> Iterator[tuple[Axes, Callable[[], str]]]:
     """Give axes in the house style, and the function that turns them into SVG."""
-    style: Mapping[Any, Any] = {**_STYLE, "svg.hashsalt": f"raycloak-{name}"}
-    with mpl.rc_context(style):
-        figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
+    style: Any = {**_STYLE, "svg.hashsalt": f"raycloak-{name}"}
+    with mpl.rc_context():
+        # A user's own settings of the library would be part of the bytes.
+        mpl.rcdefaults()
+        mpl.rcParams.update(style)
+        figure = Figure(figsize=(_WIDTH, _HEIGHT))
         FigureCanvasSVG(figure)
-        axes = figure.add_subplot()
+        # The same place in every figure, so that axes stand in line on the page.
+        axes = figure.add_axes(_PLACE)
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
         axes.tick_params(length=0)
@@ -307,7 +315,9 @@ def _whole_numbers(axes: Axes) -> None:
 
 def _legend_above(axes: Axes, columns: int) -> None:
     """Put the legend above the axes, where it covers nothing: a band may fill all of them."""
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.2, columnspacing=1.2)
+    axes.legend(
+        loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.2, columnspacing=1, handlelength=1.4
+    )
 
 
 def _time_unit(seconds: float) -> tuple[float, str]:

@@ -76,7 +76,7 @@ def evidence_of(run: RunData) -> Evidence:
     try:
         log = run.log()
     except EvidenceError as error:
-        return Evidence(problem=f"The evidence log cannot be relied on: {error.message.rstrip('.')} ({error.code}).")
+        return Evidence(problem=f"Nothing of it can be relied on. {error.message} ({error.code})")
     if log is None:
         return Evidence(problem="There is no evidence log here: it is written when an execution of the run ends.")
     return _read(log)

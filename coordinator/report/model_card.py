@@ -25,6 +25,12 @@ MISSING: Final = "[More Information Needed]"
 OF_THE_SITE: Final = frozenset({"run directory", "its model", "warning"})
 """Rows of a verdict that name paths or machines."""
 TASKS: Final = {"digits": "image-classification", "imagefolder": "image-classification", "text": "text-classification"}
+HUB_TASKS: Final = {
+    "causal_lm": "text-generation",
+    "sequence_classification": "text-classification",
+    "token_classification": "token-classification",
+}
+HUB_NAME: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
 TABLES: Final = frozenset({"csv", "parquet"})
 
 
@@ -54,8 +60,10 @@ def _front_matter(run: RunData, verdict: Verdict | None) -> dict[str, Any]:
     if verdict is not None and verdict.private:
         tags.append("differential-privacy")
     front: dict[str, Any] = {"library_name": "raycloak", "tags": tags}
-    if isinstance(run.config.model, ModelConfig) and not Path(run.config.model.path).is_absolute():
-        front["base_model"] = run.config.model.path
+    model = run.config.model
+    # A folder of the site is no name on the hub, though it may look like one.
+    if isinstance(model, ModelConfig) and HUB_NAME.fullmatch(model.hf) and not (_base(run) / model.hf).exists():
+        front["base_model"] = model.hf
     task = _task(run)
     if task is not None:
         front["pipeline_tag"] = task
@@ -72,10 +80,14 @@ def _front_matter(run: RunData, verdict: Verdict | None) -> dict[str, Any]:
     return front
 
 
+def _base(run: RunData) -> Path:
+    return Path(run.record.driver_base or run.record.base)
+
+
 def _task(run: RunData) -> str | None:
     dataset, model = run.config.dataset, run.config.model
     if isinstance(model, ModelConfig):
-        return "text-generation" if model.task == "causal_lm" else "text-classification"
+        return HUB_TASKS[model.task]
     if dataset is None:
         return None
     if dataset.kind in TABLES:
