@@ -12,6 +12,7 @@ from raycloak.metrics.file_errors import file_error
 
 if TYPE_CHECKING:
     from raycloak.attestation.core.hybrid_signature import SignerPublic
+    from raycloak.attestation.log.entries import SignedHead
     from raycloak.attestation.log.evidence_log import ExportedLog
 
 attest_log = typer.Typer(help="The evidence log: check it, or prove one entry of it.")
@@ -21,12 +22,21 @@ LOG_FILE = "evidence.jsonl"
 LogPath = Annotated[
     Path, typer.Argument(metavar="RUN_DIR|FILE", help="Run directory, or an exported log.", show_default=False)
 ]
-OwnerKey = Annotated[
+TrustedKey = Annotated[
+    Path,
+    typer.Option(
+        "--key",
+        metavar="FILE",
+        help="Trust file, the owner's two public keys, or a manifest; from another channel than the log.",
+        show_default=False,
+    ),
+]
+OwnKey = Annotated[
     Path | None,
     typer.Option(
         "--key",
         metavar="FILE",
-        help="Both public keys of the log's owner, or a manifest that names them; default: the run's own manifest.",
+        help="As of `verify`; default: the run's own manifest, on its site.",
         show_default=False,
     ),
 ]
@@ -35,7 +45,7 @@ OwnerKey = Annotated[
 @attest_log.command("verify")
 def verify_command(
     log: LogPath,
-    key: OwnerKey = None,
+    key: TrustedKey,
     head: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="An older head or log, which this one must extend.", show_default=False),
@@ -43,11 +53,11 @@ def verify_command(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Check every entry and the signed head; name the first entry that is wrong. Exit code 3 if one is."""
+    """Check every entry, and the head by trusted keys; name the first entry that is wrong. Exit code 3 if one is."""
     execute(as_json, debug, lambda output: _verify(output, log, key, head))
 
 
-def _verify(output: Output, path: Path, key: Path | None, older: Path | None) -> int:
+def _verify(output: Output, path: Path, key: Path, older: Path | None) -> int:
     from raycloak.attestation.log.entries import broken, check_extends
     from raycloak.attestation.log.evidence_log import read_exported_head
 
@@ -58,7 +68,7 @@ def _verify(output: Output, path: Path, key: Path | None, older: Path | None) ->
         "entries": log.head.length,
         "root": log.head.root.hex(),
         "owner": owner.key_id.hex(),
-        "keys_from": str(key or _manifest_of(path)),
+        "keys_from": str(key),
     }
     if older is not None:
         old = read_exported_head(older).open(owner)
@@ -82,7 +92,7 @@ def _classes(admitted: dict[str, Any]) -> list[str]:
 def prove_command(
     log: LogPath,
     sequence: Annotated[int, typer.Argument(metavar="SEQUENCE", help="Position of the entry, from 0.", min=0)],
-    key: OwnerKey = None,
+    key: OwnKey = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="New file for the proof.", show_default=False)
     ] = None,
@@ -116,10 +126,7 @@ def _prove(output: Output, path: Path, sequence: int, key: Path | None, out: Pat
 @attest_log.command("check")
 def check_command(
     proof: Annotated[Path, typer.Argument(metavar="PROOF", help="File that `prove` wrote.", show_default=False)],
-    key: Annotated[
-        Path,
-        typer.Option(metavar="FILE", help="Both public keys of the log's owner, or a manifest.", show_default=False),
-    ],
+    key: TrustedKey,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -132,13 +139,13 @@ def _check(output: Output, path: Path, key: Path) -> int:
 
     proof = parse_line(EntryProof, _read(path).strip(), "the proof")
     claimed = parse_line(LogHead, proof.head.head, "the signed head")
-    entry, head = proof.check(_owner(key), claimed.run_id)
+    entry, head = proof.check(_owner(key, proof.head), claimed.run_id)
     facts = {"verified": True, "run_id": head.run_id, "sequence": entry.sequence, "kind": entry.kind}
     return _show(output, "Proof of an entry", facts | {"entries": head.length, "body": entry.content})
 
 
 def _opened(path: Path, key: Path | None) -> tuple["SignerPublic", "ExportedLog"]:
-    from raycloak.attestation.log.evidence_log import read_exported_log
+    from raycloak.attestation.log.evidence_log import read_exported_head, read_exported_log
 
     if not path.exists():
         raise ConfigError(
@@ -146,29 +153,33 @@ def _opened(path: Path, key: Path | None) -> tuple["SignerPublic", "ExportedLog"
             f"there is no run directory and no log at {path}.",
             "Name a run directory: runs/ in RAYCLOAK_HOME has them.",
         )
-    owner = _owner(key or _manifest_of(path))
-    return owner, read_exported_log(path / LOG_FILE if path.is_dir() else path, owner)
+    folder, file = (path, path / LOG_FILE) if path.is_dir() else (path.parent, path)
+    owner = _owner(key or folder / "manifest.json", read_exported_head(file))
+    return owner, read_exported_log(file, owner)
 
 
-def _manifest_of(path: Path) -> Path:
-    return (path if path.is_dir() else path.parent) / "manifest.json"
+def _owner(path: Path, head: "SignedHead") -> "SignerPublic":
+    """Return the owner that the file names: by its two public keys, as a manifest, or as a trust file.
 
-
-def _owner(path: Path) -> "SignerPublic":
-    """Return the log's owner from a file of its two public keys, or from the manifest that names them."""
+    A trust file may name the owners of several runs. The one whose key the head claims is taken, and checked later.
+    """
     from raycloak.attestation.core.hybrid_signature import SignerPublic
     from raycloak.attestation.core.messages import parse
+    from raycloak.coordinator.proof.trust import Trust
     from raycloak.metrics.errors import ProtocolError
     from raycloak.workers.terms.manifest import Manifest
 
     data = _read(path).strip()
+    if b'"orchestrators"' in data:
+        owners = Trust.load(path).orchestrators
+        return next((each for each in owners if each.key_id == head.signature.key_id), owners[0])
     try:
         return parse(SignerPublic, data) if b'"run_id"' not in data else parse(Manifest, data).log_owner
     except ProtocolError as error:
         raise ConfigError(
             "log_key",
             f"{path} does not name the owner of a log: {error.message}.",
-            "Give the run's manifest.json, or a file of both public keys.",
+            "Give the trust file of the run, a manifest that you trust, or a file of both public keys.",
         ) from None
 
 

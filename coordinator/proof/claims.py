@@ -28,7 +28,7 @@ class Broken(Exception):
 
 
 class NotThere(Exception):
-    """The reason why a claim is not covered: the run has nothing of that kind."""
+    """The reason why a claim is not covered: the run has nothing of that kind, or nobody signed it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 from safetensors.numpy import load, save
 
@@ -148,8 +148,8 @@ def measurements(case: Case) -> str:
     return f"{len(case.released)} releases, each with the values that were committed and the noise of its mechanism"
 
 
-def metrics(case: Case) -> str:
-    """`metrics.jsonl` agrees with the signed records that it repeats."""
+def metrics(case: Case) -> NoReturn:
+    """Hold `metrics.jsonl` to the signed records that it repeats. Nobody signs the file, so it is never proved."""
     if METRICS not in case.parts:
         raise NotThere("there is no metrics.jsonl")
     seen: set[int] = set()
@@ -161,8 +161,10 @@ def metrics(case: Case) -> str:
                 raise Broken(where, f"it states {name} {event[name]}, the signed record {expected}")
         if event.get("event") == "step":
             seen.add(event.get("step", -1))
-    unsigned = "times, bytes, members and results on the evaluation split are not signed"
-    return f"lines about {len(seen)} of {case.steps} steps agree; {unsigned}"
+    raise NotThere(
+        f"nobody signs it: lines about {len(seen)} of {case.steps} steps agree with the signed records, "
+        "but results on the evaluation split, times, bytes and members may have been edited"
+    )
 
 
 def _expected(case: Case, event: dict[str, Any]) -> dict[str, Any]:
@@ -206,8 +208,8 @@ def _expected(case: Case, event: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def verdict(case: Case) -> str:
-    """`verdict.json` agrees with the signed records that it repeats, and claims no less epsilon than was charged."""
+def verdict(case: Case) -> NoReturn:
+    """Hold `verdict.json` to the signed records that it repeats, and its epsilon to the charges; as :func:`metrics`."""
     if VERDICT not in case.parts:
         raise NotThere("there is no verdict.json")
     if case.steps == 0:
@@ -238,8 +240,9 @@ def verdict(case: Case) -> str:
     if not _may_claim(case, found.get("privacy_epsilon")):
         raise Broken(VERDICT, f"it claims epsilon {found.get('privacy_epsilon')}, which charges and plan do not give")
     _check_charged(case, found)
-    return (
-        "what it repeats of signed records agrees; results on the evaluation split, times and warnings are not signed"
+    raise NotThere(
+        "nobody signs it: what it repeats of signed records agrees, but results on the evaluation split, times and "
+        "warnings may have been edited"
     )
 
 

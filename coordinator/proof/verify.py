@@ -3,7 +3,8 @@
 Nothing is believed but the trust file. Neither torch nor Ray is imported, and nothing is asked over a network.
 
 Guarantee: a claim that is `proved` was derived again from bytes that a trusted key signed, by the functions that the
-run itself used. A claim whose record was changed, dropped, added, moved or taken from another run is FAILED.
+run itself used. A claim whose record was changed, dropped, added, moved or taken from another run is FAILED. A file
+that nobody signs is never `proved`, only held to the signed records that it repeats.
 """
 
 from pathlib import Path
@@ -45,8 +46,9 @@ LIMITS: Final = (
     "That the owner of the ledger's key keeps no second history: compare its head with a witness or another copy.",
     "Other accounts for the same data: the bundle has one account, and those that it exchanged epsilon with.",
     "That a nonce was fresh and unexpired when evidence answered it: the orchestrator's word. Each is used once here.",
-    "Evaluation results, times and byte counts in metrics.jsonl and verdict.json, and all of run.log: at most the site "
-    "that made the bundle signs them.",
+    "Evaluation results, times, byte counts and warnings in metrics.jsonl and verdict.json: nobody signs them, so they "
+    "may have been edited. Of a bundle, the site signs that it gave them so.",
+    "Every other file of a run directory, such as run.log: it is not read.",
     "The encrypted content of packages: `raycloak package verify` checks a package whole.",
 )
 

@@ -29,5 +29,6 @@ def test_a_run_under_chaos_has_the_bytes_and_the_charges_of_the_undisturbed_one(
     assert {hit["role"] for hit in report["hits"]} == set(KILLED_ROLES)
     assert report["driver_restarts"] >= 1
     assert report["digest_differences"] == report["lost_charges"] == report["double_charges"] == []
+    assert report["failed_claims"] == []
     assert report["ledger_chain_valid"]
     assert report["evidence_log_valid"]

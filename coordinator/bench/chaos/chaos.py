@@ -3,7 +3,7 @@
     cluster     a head and two nodes on this machine, for the bench alone
     disturbed   kills one after the other, each once the run is complete again; then the run is asked to stop
     reference   the same configuration and run secret with the fewest workers, undisturbed, up to the same step
-    checks      the bytes of every step, the charges, the ledger's chain, the evidence log
+    checks      the bytes of every step, the charges, the ledger's chain, the evidence log, and `raycloak verify`
 
 A driver that is killed is followed by ``raycloak run CONFIG --resume``. A stopped driver is killed after a pause. Every
 other stopped process is left to the deadlines of the run.

@@ -1,4 +1,4 @@
-"""A training as a child process of the chaos bench: start, follow, ask to stop, kill and resume it.
+"""A training as a child process of the chaos bench: start, follow, ask to stop, kill, resume and verify it.
 
 It hides that the driver is another process each time. The run directory is the only thing they share. Steps are read
 from its ``metrics.jsonl`` while the run still writes it.
@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from raycloak.coordinator.config.home import HOME_VARIABLE
 from raycloak.coordinator.record.folder import RunFolder
@@ -80,6 +81,8 @@ class EventTail:
 
 LOOK_EVERY_S = 0.01  # every 2 ms would take a tenth of a core from the run
 STOP_S = 120.0
+VERIFY_S = 600.0
+"""For one command. 10,000 steps verify in seconds on an idle core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +141,9 @@ class ChildRun:
         settings = [word for override in self.task.overrides for word in ("--set", override)]
         with self._log.open("ab") as log:
             self._driver = subprocess.Popen(
-                [sys.executable, "-m", "raycloak", "run", str(self.task.config), *settings, *how],
+                _command("run", self.task.config, *settings, *how),
                 cwd=self.home,
-                env={**os.environ, **self.environment, HOME_VARIABLE: str(self.home)},
+                env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -195,6 +198,42 @@ class ChildRun:
         if status not in ("stopped", "done"):
             raise RunFailedError("chaos_ended", f"the run was asked to stop and is {status}: {self.last_words()}")
 
+    def failed_claims(self) -> tuple[str, ...]:
+        """Verify the finished run as its auditor would; return each claim that failed, with the record that breaks it.
+
+        If the site can make no trust file or the verification no table, the answer is the reason.
+        """
+        run, trust = self.folder.path, self.home / "trust.json"
+        made = self._ask("trust", run, "--output", trust)
+        found = made if "error" in made else self._ask("verify", run, "--trust", trust)
+        if "error" in found:
+            return (f"{found['error']['code']}: {found['error']['message']}",)
+        failed = [each for each in found["claims"] if each["outcome"] == "FAILED"]
+        return tuple(f"{each['claim']}: {each['record']}: {each['says']}" for each in failed)
+
+    def _ask(self, *arguments: str | Path) -> dict[str, Any]:
+        """Run a command in the state folder of this run; return the object that it prints."""
+        done = subprocess.run(
+            _command(*arguments, "--json"),
+            cwd=self.home,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=VERIFY_S,
+            check=False,
+        )
+        try:
+            answer: dict[str, Any] = json.loads(done.stdout)
+        except ValueError:
+            words = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            return {"error": {"code": "chaos_verify", "message": f"raycloak {arguments[0]}: {words}"}}
+        return answer
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, **self.environment, HOME_VARIABLE: str(self.home)}
+
     def last_words(self) -> str:
         """Return the last line that the drivers wrote."""
         lines = self._log.read_text(errors="replace").strip().splitlines()
@@ -211,3 +250,7 @@ class ChildRun:
                 return False
             self.tail = EventTail(found[0])
         return self.tail.look()
+
+
+def _command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "raycloak", *map(str, arguments)]

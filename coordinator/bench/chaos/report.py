@@ -93,6 +93,7 @@ class ChaosReport:
         ended: last words of drivers that ended by themselves. A run is expected to survive.
         digest_differences: steps that some execution finished with other bytes than the undisturbed run.
         lost_charges, double_charges, uncommitted_charges: steps of the ledger. A stopped run has no uncommitted ones.
+        failed_claims: those that `raycloak verify` found FAILED, each with the record that breaks it.
         breaches: broken promises, in sentences; empty is expected.
     """
 
@@ -114,6 +115,7 @@ class ChaosReport:
     uncommitted_charges: tuple[int, ...]
     ledger_chain_valid: bool
     evidence_log_valid: bool
+    failed_claims: tuple[str, ...]
     wall_seconds: float
     expectations: tuple[Expectation, ...]
     breaches: tuple[str, ...]
@@ -137,6 +139,7 @@ def report(config: RunConfig, runs: Runs, wall_seconds: float) -> ChaosReport:
         differing |= set(digest_differences(expected, _logged(disturbed)))
     except EvidenceError as error:
         log_trouble = str(error)
+    failed = disturbed.failed_claims()
     differences, commits = tuple(sorted(differing)), spread(each.commit_s for each in near)
     longest = longest_step(tail.steps, apart)
     return ChaosReport(
@@ -158,13 +161,14 @@ def report(config: RunConfig, runs: Runs, wall_seconds: float) -> ChaosReport:
         uncommitted_charges=charges.uncommitted,
         ledger_chain_valid=charges.broken is None,
         evidence_log_valid=log_trouble is None,
+        failed_claims=failed,
         wall_seconds=wall_seconds,
         expectations=(
             _expect("median seconds to the commit of the step that was hit", _median(commits), RECOVERY_S),
             _expect("median seconds to all workers", _median(members), MEMBERS_S),
             _expect("seconds of the longest step", longest, STEP_S),
         ),
-        breaches=_breaches(differences, missing_steps(seen), charges, log_trouble, disturbed),
+        breaches=_breaches(differences, missing_steps(seen), charges, log_trouble, failed, disturbed.ended),
     )
 
 
@@ -203,7 +207,8 @@ def _breaches(
     missing: Sequence[int],
     charges: Charges,
     log_trouble: str | None,
-    run: ChildRun,
+    failed: Sequence[str],
+    ended: Sequence[tuple[float, str]],
 ) -> tuple[str, ...]:
     steps = (
         ("other bytes than undisturbed", differences),
@@ -215,7 +220,8 @@ def _breaches(
     found = [f"{what}: {_steps_text(which)}" for what, which in steps if which]
     found += [f"the ledger: {charges.broken}"] if charges.broken else []
     found += [f"the evidence log: {log_trouble}"] if log_trouble else []
-    found += [f"the run ended by itself: {reason}" for _, reason in run.ended]
+    found += [f"raycloak verify: {claim}" for claim in failed]
+    found += [f"the run ended by itself: {reason}" for _, reason in ended]
     return tuple(found)
 
 
@@ -254,6 +260,7 @@ def _rows(result: ChaosReport) -> list[tuple[str, str]]:
         "double charges": len(result.double_charges),
         "ledger chain": "valid" if result.ledger_chain_valid else "BROKEN",
         "evidence log": "valid" if result.evidence_log_valid else "BROKEN",
+        "raycloak verify": f"{len(result.failed_claims)} claims FAILED" if result.failed_claims else "no claim failed",
         "steps": f"{result.steps}, {result.repeated_steps} of them again after a driver was lost",
         "driver restarts": result.driver_restarts,
         "lost nodes": result.nodes_lost,

@@ -12,7 +12,11 @@ import pytest
 from raycloak.attestation.core.hybrid_signature import HybridSigner
 from raycloak.attestation.core.keys import Secret
 from raycloak.attestation.log.evidence_log import EvidenceLog
+from raycloak.attestation.policy.policy import simulated_policy
+from raycloak.attestation.sealed.package_keys import TrustStore
+from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
 from raycloak.coordinator.cli import app
+from raycloak.coordinator.proof.trust import Trust
 from tests.coordinator.checkpoints.tssp_cases import run_manifest
 
 OWNER = HybridSigner(Secret(b"e" * 32), Secret(b"m" * 32))
@@ -63,27 +67,47 @@ def test_it_says_simulated_also_where_only_a_gpu_is(raycloak, tmp_path):
     assert facts["evidence_classes"] == ["intel_tdx", "simulated"]
 
 
-def test_a_log_verifies_from_its_directory_its_file_or_a_key_of_the_reader(raycloak, run_dir, tmp_path):
+def trust_file(path: Path, *owners: HybridSigner) -> Path:
+    Trust(
+        orchestrators=tuple(owner.public for owner in owners),
+        ledger=bytes(32),
+        signers=TrustStore.of("site", OWNER.public),
+        policy=simulated_policy(SimulatedVendor.create(), bytes(48)),
+    ).save(path)
+    return path
+
+
+def test_a_log_verifies_by_a_trust_file_the_owners_keys_or_a_manifest(raycloak, run_dir, tmp_path):
     (tmp_path / "owner.json").write_bytes(OWNER.public.encode())
+    (tmp_path / "manifest").write_bytes(MANIFEST.encode())
+    trust = trust_file(tmp_path / "trust.json", HybridSigner.generate(), OWNER)
     moved = tmp_path / "moved.jsonl"
     moved.write_bytes((run_dir / "evidence.jsonl").read_bytes())
-    for arguments in ((run_dir,), (run_dir / "evidence.jsonl",), (moved, "--key", tmp_path / "owner.json")):
-        code, facts = raycloak("verify", *arguments)
+    for log, key in ((run_dir, trust), (run_dir / "evidence.jsonl", tmp_path / "manifest"), (moved, "owner.json")):
+        code, facts = raycloak("verify", log, "--key", tmp_path / key)
         assert (code, facts["verified"], facts["entries"]) == (0, True, 6)
         assert facts["evidence_classes"] == ["simulated"]
         assert facts["owner"] == OWNER.public.key_id.hex()
-    code, refused = raycloak("verify", moved)
-    assert (code, refused["error"]["code"]) == (2, "log_key")
-    for command in (("verify", tmp_path / "nowhere"), ("prove", tmp_path / "nowhere", "0")):
+    for command in (("verify", tmp_path / "nowhere", "--key", trust), ("prove", tmp_path / "nowhere", "0")):
         code, refused = raycloak(*command)
         assert (code, refused["error"]["code"]) == (2, "log_missing")
+
+
+def test_no_log_is_verified_by_keys_that_lie_beside_it(run_dir, tmp_path, capfd, raycloak):
+    with pytest.raises(SystemExit) as stopped:
+        app.main(["attest", "log", "verify", str(run_dir)])
+    assert stopped.value.code == 2
+    assert "--key" in capfd.readouterr().err
+    stranger = trust_file(tmp_path / "trust.json", HybridSigner.generate(), HybridSigner.generate())
+    code, refused = raycloak("verify", run_dir, "--key", stranger)
+    assert (code, refused["error"]["code"]) == (3, "log_broken")
 
 
 def test_the_first_bad_entry_is_named(raycloak, run_dir):
     log = run_dir / "evidence.jsonl"
     lines = log.read_bytes().splitlines(keepends=True)
     log.write_bytes(b"".join([*lines[:3], lines[3].replace(b'"number":2', b'"number":7'), *lines[4:]]))
-    code, refused = raycloak("verify", run_dir)
+    code, refused = raycloak("verify", run_dir, "--key", run_dir / "manifest.json")
     assert (code, refused["error"]["code"]) == (3, "log_broken")
     assert "entry 3 is not the one" in refused["error"]["message"]
 
@@ -94,10 +118,11 @@ def test_an_older_head_shows_what_was_cut_off_or_rewritten(raycloak, run_dir, tm
     write_log(longer, *range(9))
     write_log(forked, 0, 9)
     head.write_bytes(older.read_bytes().splitlines()[-1])
+    key = run_dir / "manifest.json"
     for trusted in (older, head):
-        assert raycloak("verify", run_dir, "--head", trusted)[1]["extends"] == 3
+        assert raycloak("verify", run_dir, "--key", key, "--head", trusted)[1]["extends"] == 3
     for trusted, said in ((longer, "it was cut off"), (forked, "do not begin with the 3 of the older head")):
-        code, refused = raycloak("verify", run_dir, "--head", trusted)
+        code, refused = raycloak("verify", run_dir, "--key", key, "--head", trusted)
         assert (code, refused["error"]["code"]) == (3, "log_broken")
         assert said in refused["error"]["message"]
 
@@ -106,8 +131,9 @@ def test_a_proof_of_one_entry_stands_without_the_log(raycloak, run_dir, tmp_path
     proof = tmp_path / "proof.json"
     code, facts = raycloak("prove", run_dir, 4, "--out", proof)
     assert (code, facts["kind"], facts["proof"]["entry"]["body"]) == (0, "decision", {"number": 3})
-    code, facts = raycloak("check", proof, "--key", run_dir / "manifest.json")
-    assert (code, facts["verified"], facts["sequence"], facts["body"]) == (0, True, 4, {"number": 3})
+    for key in (run_dir / "manifest.json", trust_file(tmp_path / "trust.json", OWNER)):
+        code, facts = raycloak("check", proof, "--key", key)
+        assert (code, facts["verified"], facts["sequence"], facts["body"]) == (0, True, 4, {"number": 3})
     assert raycloak("prove", run_dir, 4, "--out", proof)[1]["error"]["code"] == "out_exists"
     assert raycloak("prove", run_dir, 6)[1]["error"]["code"] == "log_entry"
     proof.write_bytes(proof.read_bytes().replace(b'"number":3', b'"number":4'))

@@ -9,19 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from raycloak.attestation.core.canonical import canonical_json
 from raycloak.coordinator.proof.bundle import INDEX, SIGNATURE, check_index, put_bundle, read_bundle, write_bundle
 from raycloak.coordinator.proof.case import Case
-from raycloak.coordinator.proof.claims import Broken, Outcome
+from raycloak.coordinator.proof.claims import Broken, Outcome, Report
 from raycloak.coordinator.proof.history import History
 from raycloak.coordinator.proof.parts import Part, Parts
 from raycloak.coordinator.proof.verify import CHECKS, verify_bundle, verify_parts
 from raycloak.metrics.errors import ConfigError, RaycloakError
 from raycloak.workers.terms.manifest import Manifest
-from tests.coordinator.proof.proof_cases import Proved, parts_of
+from tests.coordinator.proof.proof_cases import Proved, joined, parts_of
 
 MADE_AT = 1_800_000_000
-COVERED = {"metrics.jsonl", "verdict.json"}
-"""Parts of which only some fields repeat signed records."""
+UNSIGNED = {"metrics.jsonl", "verdict.json"}
+"""Parts of which only some fields repeat signed records; their claims have the same names."""
 BLOCK = 512
 
 
@@ -39,9 +40,13 @@ def bundle(content, tmp_path) -> Path:
     return path
 
 
-def test_every_claim_about_a_bundle_is_proved(bundle, record):
+def _open_claims(report: Report) -> dict[str, Outcome]:
+    return {claim.name: claim.outcome for claim in report.claims if claim.outcome is not Outcome.PROVED}
+
+
+def test_every_claim_about_a_bundle_is_proved_but_of_files_that_nobody_signs(bundle, record):
     report = verify_bundle(bundle, record.trust)
-    assert {claim.outcome for claim in report.claims} == {Outcome.PROVED}, report.facts()
+    assert _open_claims(report) == dict.fromkeys(UNSIGNED, Outcome.NOT_COVERED), report.facts()
     assert [claim.name for claim in report.claims] == [check.name for check in CHECKS]
     assert report.run_id == record.manifest.run_id
     assert report.facts()["verified"]
@@ -50,8 +55,29 @@ def test_every_claim_about_a_bundle_is_proved(bundle, record):
 
 def test_a_run_directory_is_verified_as_its_bundle_is_but_for_the_sites_signature(record):
     report = verify_parts(record.parts, record.trust)
-    open_claims = {claim.name: claim.outcome for claim in report.claims if claim.outcome is not Outcome.PROVED}
-    assert open_claims == {"bundle": Outcome.NOT_COVERED}
+    assert _open_claims(report) == dict.fromkeys({"bundle", *UNSIGNED}, Outcome.NOT_COVERED)
+
+
+def test_a_file_that_nobody_signs_is_never_proved_and_no_other_claim_follows_from_it(record):
+    """Its unsigned fields can be edited, and the report says so."""
+    metrics = [json.loads(line) for line in record.lines("metrics.jsonl")]
+    edited = {
+        "metrics.jsonl": joined([json.dumps(each | {"seconds": 1e9}).encode() for each in metrics]),
+        "verdict.json": canonical_json(json.loads(record.contents["verdict.json"]) | {"evaluation_accuracy": 1.0}),
+    }
+    edited["verdict.json"] += b"\n"
+    without = {name: content for name, content in record.contents.items() if name not in UNSIGNED}
+    reports = [verify_parts(parts_of(each), record.trust) for each in (record.contents, without | edited, without)]
+    as_it_is, of_edited, of_none = ({claim.name: claim for claim in report.claims} for report in reports)
+    for name in UNSIGNED:
+        assert {each[name].outcome for each in (as_it_is, of_edited, of_none)} == {Outcome.NOT_COVERED}
+        assert "nobody signs it" in of_edited[name].says
+        assert "may have been edited" in of_edited[name].says
+        assert any(name in limit and "may have been edited" in limit for limit in reports[1].limits)
+    rest = [
+        {name: each for name, each in found.items() if name not in UNSIGNED} for found in (as_it_is, of_edited, of_none)
+    ]
+    assert rest[0] == rest[1] == rest[2]
 
 
 def test_two_bundles_of_one_record_have_the_same_bytes_and_any_tar_program_opens_them(
@@ -175,7 +201,8 @@ def established(record) -> Case:
     """Return a case all of whose claims hold, to change one part of."""
     case = Case(record.parts, record.trust, None)
     for check in CHECKS[2:]:
-        check.derive(case)
+        if check.name not in UNSIGNED:
+            check.derive(case)
     return case
 
 
@@ -236,7 +263,7 @@ def _flips(name: str, content: bytes) -> set[int]:
 def test_not_even_the_site_can_change_a_byte_of_what_others_signed(established, record):
     """The index is signed again with each change; the claims that read the part must find it."""
     for name, content in record.contents.items():
-        if name in COVERED:
+        if name in UNSIGNED:
             continue
         assert not refused(established, record, name, content)
         for place in sorted(_flips(name, content)):

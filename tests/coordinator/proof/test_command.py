@@ -19,6 +19,7 @@ from tests.coordinator.proof.proof_cases import Proved
 
 ROOT = Path(__file__).resolve().parents[3]
 EXTRA = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["verify"]
+COMMAND = "pip install --no-deps . --requirement deploy/verify-requirements.txt"
 
 GUARDED = """
 import sys
@@ -139,18 +140,29 @@ def test_a_run_that_is_under_way_or_was_killed_has_no_bundle_yet(site, record, t
         assert (code, error["error"]["code"]) == (2, "run_incomplete")
 
 
-def test_the_extra_is_the_list_that_the_page_installs():
-    lines = (ROOT / "deploy" / "verify-requirements.txt").read_text().splitlines()
-    assert [line for line in lines if not line.startswith("#")] == EXTRA
+def _lines(path: Path) -> set[str]:
+    return {line for line in path.read_text().splitlines() if not line.startswith("#")}
 
 
-def test_a_bundle_is_verified_without_torch_and_ray_and_with_the_packages_of_the_extra_alone(
+def test_one_command_installs_the_extra_and_all_that_it_requires_without_torch():
+    pinned = _lines(ROOT / "deploy" / "verify-requirements.txt")
+    assert pinned <= _lines(ROOT / "constraints.txt")
+    names = {_named(each) for each in pinned}
+    # Of what another system alone needs, constraints.txt has no version.
+    known = {_named(each) for each in _lines(ROOT / "constraints.txt")}
+    assert names == _closure([*EXTRA]) & known | {"opacus"}
+    assert not {"torch", "ray"} & names
+    assert f"$ {COMMAND}\n" in (ROOT / "docs" / "verify.md").read_text()
+    assert f"#   {COMMAND}\n" in (ROOT / "deploy" / "verify-requirements.txt").read_text()
+
+
+def test_a_bundle_is_verified_without_torch_and_ray_and_with_the_packages_of_the_list_alone(
     site, record, tmp_path, capfd
 ):
     """In a new interpreter in which no other package can be imported: neither torch nor Ray."""
     record.trust.save(tmp_path / "trust.json")
     run(capfd, "bundle", site, "--output", tmp_path / "run.bundle")
-    allowed = _closure([*EXTRA]) | {"opacus", "raycloak"}
+    allowed = {_named(each) for each in _lines(ROOT / "deploy" / "verify-requirements.txt")} | {"raycloak"}
     absent = {
         name
         for name, owners in packages_distributions().items()

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from raycloak.coordinator.bench.chaos.chaos import Chaos, Damage, bench_chaos
-from raycloak.coordinator.bench.chaos.child_run import EventTail, Left, StepSeen
+from raycloak.coordinator.bench.chaos.child_run import ChildRun, ChildTask, EventTail, Left, StepSeen
 from raycloak.coordinator.bench.chaos.cluster import Process
 from raycloak.coordinator.bench.chaos.schedule import Strike
 from raycloak.coordinator.config.run import load_config
+from raycloak.coordinator.record.folder import RunFolder, RunRecord
 from raycloak.metrics.errors import ConfigError, RunFailedError
 
 CONFIG = Path(__file__).resolve().parents[4] / "benchmarks" / "chaos.yaml"
@@ -146,3 +147,31 @@ def test_a_process_that_is_gone_is_left_to_the_run_and_another_one_is_hit():
 def test_a_run_that_cannot_lose_a_worker_is_refused(wrong):
     with pytest.raises(ConfigError, match="chaos_workers"):
         bench_chaos(load_config(CONFIG, wrong), CONFIG, Damage(10, 0))
+
+
+TABLE = '{"claims": [{"claim": "steps", "outcome": "%s", "record": "step 3", "says": "it was not charged"}]}'
+
+
+@pytest.mark.parametrize(
+    ("printed", "found"),
+    [
+        (("{}", TABLE % "proved"), ()),
+        (("{}", TABLE % "FAILED"), ("steps: step 3: it was not charged",)),
+        (('{"error": {"code": "log_broken", "message": "entry 3"}}',), ("log_broken: entry 3",)),
+        (("{}", ""), ("chaos_verify: raycloak verify: it broke",)),
+    ],
+)
+def test_the_claims_that_an_auditor_would_refuse_are_named(printed, found, tmp_path, monkeypatch):
+    path, answers = tmp_path / "runs" / "chaos-a", iter(printed)
+    path.mkdir(parents=True)
+    record = RunRecord(run_id="a", name="chaos", base="", secret_file=None, started_at=0.0, status="running")
+    RunFolder(path, record).mark("stopped")
+    run = ChildRun(ChildTask(CONFIG, (), tmp_path / "secret"), tmp_path, {}, 1.0)
+
+    def done(command, **rest):
+        assert rest["env"]["RAYCLOAK_HOME"] == str(tmp_path)
+        return subprocess.CompletedProcess(command, 3, next(answers), "it broke\n")
+
+    monkeypatch.setattr(subprocess, "run", done)
+    assert run.failed_claims() == found
+    assert next(answers, None) is None

@@ -28,7 +28,7 @@ def _step(step, time, digest=None):
     return StepSeen(time, step, digest or f"{step:02x}", 4, 1, 0.9, 0.2, 0.5, 0.2)
 
 
-def _run(home, steps, *, charged=(), logged=None, ended=()):
+def _run(home, steps, *, charged=(), logged=None, ended=(), failed=()):
     """Return a run with these steps as it is left in ``home``."""
     home.mkdir()
     ledger = opened(home / "ledger.sqlite")
@@ -45,7 +45,9 @@ def _run(home, steps, *, charged=(), logged=None, ended=()):
     tail = EventTail(home / "metrics.jsonl", steps=steps, departures=[Left(1.6, "died"), Left(5.6, "unreachable")])
     record, manifest = SimpleNamespace(run_id="run-a"), SimpleNamespace(log_owner=KEY.public)
     folder = SimpleNamespace(record=record, path=home, manifest=lambda: manifest)
-    return SimpleNamespace(home=home, tail=tail, steps=steps, ended=list(ended), folder=folder)
+    return SimpleNamespace(
+        home=home, tail=tail, steps=steps, ended=list(ended), folder=folder, failed_claims=lambda: failed
+    )
 
 
 # The driver dies after step 2, and its successor repeats steps 1 and 2.
@@ -82,6 +84,10 @@ def test_a_run_that_kept_every_promise_has_no_breach(result_of):
         ({"steps": [STEPS[0], STEPS[1], *STEPS[5:]], "charged": (0, 1, 3, 4)}, "never finished: steps 2"),
         ({"charged": range(4)}, "finished without a charge: steps 4"),
         ({"charged": range(7)}, "charged and never finished: steps 5, 6"),
+        (
+            {"failed": ("steps: gradient step 3: it was committed",)},
+            "raycloak verify: steps: gradient step 3: it was committed",
+        ),
         ({"ended": [(30.0, "error: unreachable")]}, "the run ended by itself: error: unreachable"),
     ],
 )
