@@ -37,6 +37,7 @@ CHEAP = [
     "raycloak.coordinator.cli.app",
     "raycloak.coordinator.cli.doctor",
     "raycloak.coordinator.config.run",
+    "raycloak.coordinator.proof.gather",
     "raycloak.coordinator.record.folder",
 ]
 

@@ -1,13 +1,14 @@
 """Every snippet in README.md, docs/ and the READMEs of examples/ runs.
 
-The ``python`` blocks of one document run in order in one process, so a later block may use the names of an earlier
-one; tracebacks carry the document's line numbers. A document that uses Ray joins the session's cluster by a plain
-``ray.init()``. A ``yaml`` block is a file of another program (only parsed), an evidence policy, an evidence service, a
-whole configuration, or a part of one, which is checked laid over the demo's. Every ``raycloak`` command line in a
-``console`` or ``sh`` block names commands and options that exist.
+The ``python`` blocks of one document run in order as one program, so a later block may use the names of an earlier one;
+tracebacks carry the document's line numbers. A document that uses Ray has a process of its own, which joins the
+session's cluster by a plain ``ray.init()``. A ``yaml`` block is a file of another program (only parsed), an evidence
+policy, an evidence service, a whole configuration, or a part of one, which is checked laid over the demo's. Every
+``raycloak`` command line in a ``console`` or ``sh`` block names commands and options that exist.
 """
 
 import re
+import runpy
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,13 +78,16 @@ RUN_ELSEWHERE = {"docs/data.md", "docs/tune.md"}
 
 
 @pytest.mark.parametrize("document", sorted({block.document for block in _in("python")} - RUN_ELSEWHERE))
-def test_python_blocks_run(document, run_python, request):
+def test_python_blocks_run(document, run_python, request, monkeypatch):
     program = as_program([block for block in _in("python") if block.document == document])
-    environment = {}
-    if re.search(r"\bray\b", program):
-        environment = request.getfixturevalue("ray_cluster").environment
     script = run_python.folder / Path(document).with_suffix(".py").name
     script.write_text(program)
+    if not re.search(r"\bray\b", program):
+        # In this process, which has imported the libraries that would cost a new one seconds.
+        monkeypatch.chdir(script.parent)
+        runpy.run_path(script.name, run_name="__main__")
+        return
+    environment = request.getfixturevalue("ray_cluster").environment
     done = run_python(script.name, environment=environment, deadline_s=DEADLINE_S)
     own = [row for row in done.stderr.splitlines() if not ACTORS_OUTPUT.match(row)]
     assert done.code == 0, "\n".join([document, *own[-40:]])

@@ -5,10 +5,9 @@ from pathlib import Path
 
 from raycloak.attestation.sealed.package_keys import load_recipients
 from raycloak.coordinator.checkpoints.saver import Checkpoints, Restored, newest
-from raycloak.coordinator.checkpoints.storage import PackageStorage
+from raycloak.coordinator.checkpoints.storage import PackageStorage, storage_of
 from raycloak.coordinator.checkpoints.writer import PackageOrigin
 from raycloak.coordinator.cluster.control import Control
-from raycloak.coordinator.config import home
 from raycloak.coordinator.config.sections import CheckpointConfig
 from raycloak.metrics.collectors import RunMetrics
 from raycloak.workers.terms.manifest import Manifest
@@ -57,11 +56,3 @@ class Archive:
             ConfigError, EvidenceError: as in `raycloak.coordinator.checkpoints.saver.newest`.
         """
         return newest(PackageStorage.open(self._location), control, manifest, at_most)
-
-
-def storage_of(storage: str | None, run_id: str, base: Path) -> str:
-    """Return the place of a run's packages. A storage that runs share has a folder per run."""
-    if storage is None:
-        return str(home.packages_folder(run_id))
-    shared = storage if "://" in storage else str(base / storage)
-    return f"{shared.rstrip('/')}/{run_id}"

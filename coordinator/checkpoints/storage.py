@@ -19,6 +19,7 @@ from typing import Any, Self
 from pyarrow import fs
 from pyarrow.lib import ArrowException
 
+from raycloak.coordinator.config import home
 from raycloak.metrics.errors import ConfigError
 
 MANIFEST = "manifest.json"
@@ -30,6 +31,14 @@ STORAGE_ERRORS = (OSError, ArrowException)
 
 _NAME = re.compile(r"step-(\d{6,})(?:-(\d+))?\.tssp")
 _DRAFT = ".draft-"
+
+
+def storage_of(storage: str | None, run_id: str, base: Path) -> str:
+    """Return the place of a run's packages. A storage that runs share has a folder per run."""
+    if storage is None:
+        return str(home.packages_folder(run_id))
+    shared = storage if "://" in storage else str(base / storage)
+    return f"{shared.rstrip('/')}/{run_id}"
 
 
 class PackageStorage:

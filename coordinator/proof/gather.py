@@ -11,8 +11,7 @@ from typing import TypeVar
 from raycloak.attestation.orchestrator.documents import read_documents
 from raycloak.attestation.policy.policy import Policy
 from raycloak.attestation.sealed.package_keys import PackageSigner, TrustStore
-from raycloak.coordinator.checkpoints.archive import storage_of
-from raycloak.coordinator.checkpoints.storage import STORAGE_ERRORS, PackageStorage, one_line
+from raycloak.coordinator.checkpoints.storage import STORAGE_ERRORS, PackageStorage, one_line, storage_of
 from raycloak.coordinator.config import home
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.proof.parts import (

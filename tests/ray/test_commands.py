@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import runpy
 import shutil
 import signal
 import socket
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 import raycloak
+from raycloak.coordinator.cli import app
 from raycloak.coordinator.config.run import load_config
 from raycloak.coordinator.runs.trainer import Trainer
 from tests.layout import PACKAGES, ROOT
@@ -73,17 +75,32 @@ def test_demo_prints_one_json_object_and_ends_with_a_private_accurate_model(run_
     assert linked == {run.span_id}
 
 
-def test_a_new_project_is_trained_and_its_model_loaded_and_exported(run_python, ray_environment):
+@pytest.fixture
+def here(run_python, monkeypatch, capfd):
+    """Run a command in this process and in the folder of `run_python`; returns the object that it prints."""
+    monkeypatch.setattr(app, "leave_stdout", lambda: None)
+    monkeypatch.chdir(run_python.folder)
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            app.main([*arguments, "--json"])
+        out, err = capfd.readouterr()
+        assert ended.value.code == 0, err
+        # Ray prints what workers say to the same stream.
+        (line,) = (line for line in out.splitlines() if line.startswith('{"'))
+        return json.loads(line)
+
+    return run
+
+
+def test_a_new_project_is_trained_and_its_model_loaded_and_exported(here, run_python, ray_environment):
     """The first ten minutes: init, run, load, predict, export; on a Ray of its own, as on a newcomer's machine."""
-
-    def raycloak_command(*arguments):
-        environment = {**ray_environment, "PYTHONPATH": str(ROOT)}
-        done = run_python("-m", "raycloak", *arguments, environment=environment, deadline_s=DEADLINE_S)
-        assert done.code == 0, done.stderr
-        return json.loads(done.stdout)
-
-    raycloak_command("init", "own", "--template", "tabular", "--json")
-    result = raycloak_command("run", "own/config.yaml", "--json")
+    here("init", "own", "--template", "tabular")
+    environment = {**ray_environment, "PYTHONPATH": str(ROOT)}
+    command = ("-m", "raycloak", "run", "own/config.yaml", "--json")
+    done = run_python(*command, environment=environment, deadline_s=DEADLINE_S)
+    assert done.code == 0, done.stderr
+    result = json.loads(done.stdout)
     assert result["steps"] == result["planned_steps"] == 69, "30 epochs"
     assert result["evaluation_accuracy"] >= 0.85
     with (run_python.folder / "own" / "public.csv").open() as file:
@@ -95,7 +112,7 @@ def test_a_new_project_is_trained_and_its_model_loaded_and_exported(run_python, 
     with torch.no_grad():
         predicted = model(features).argmax(1)
     assert float((predicted == labels).float().mean()) == pytest.approx(result["evaluation_accuracy"])
-    written = raycloak_command("export", result["run_dir"], "--format", "torch", "--out", "model.pt", "--json")
+    written = here("export", result["run_dir"], "--format", "torch", "--out", "model.pt")
     state = torch.load(run_python.folder / written["out"], weights_only=True)
     assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
 
@@ -181,23 +198,15 @@ def test_a_ray_job_ends_with_the_same_verdict_as_a_local_run(head, ray_cluster, 
     assert {key: job[key] for key in same} == {key: local[key] for key in same}
 
 
-def test_the_loop_by_hand_runs_as_written(run_python, ray_cluster):
-    done = run_python(
-        str(ROOT / "examples" / "actors_by_hand.py"), environment=ray_cluster.environment, deadline_s=DEADLINE_S
-    )
-    assert done.code == 0, done.stderr
-    steps = [line for line in done.stdout.splitlines() if line.startswith("SIMULATED step")]
+def test_the_loop_by_hand_runs_as_written(ray_cluster, capfd):
+    runpy.run_path(str(ROOT / "examples" / "actors_by_hand.py"), run_name="__main__")
+    steps = [line for line in capfd.readouterr().out.splitlines() if line.startswith("SIMULATED step")]
     assert len(steps) == len(set(steps)) == 5
 
 
-def test_bench_step_measures_on_a_ledger_of_its_own(run_python, ray_cluster, raycloak_home):
+def test_bench_step_measures_on_a_ledger_of_its_own(here, ray_cluster, raycloak_home):
     config = str(ROOT / "benchmarks" / "step.yaml")
-    done = run_python(
-        "-m", "raycloak", "bench", "step", config, "--json", "--set", "steps=8", "--set", "num_workers=2",
-        environment=ray_cluster.environment, deadline_s=DEADLINE_S,
-    )  # fmt: skip
-    assert done.code == 0, done.stderr
-    figures = json.loads(done.stdout)
+    figures = here("bench", "step", config, "--set", "steps=8", "--set", "num_workers=2")
     assert figures["parameters"] == 1000
     assert figures["bytes_per_parameter"] == 4.0
     assert figures["framing_bytes"] < 1024

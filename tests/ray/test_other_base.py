@@ -1,12 +1,15 @@
 """Two nodes whose caches hold other weights under one name: the base is never sent, so each worker reads its own."""
 
 import json
+from contextlib import closing
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
 from raycloak.coordinator.bench.chaos.raylets import Node
+from raycloak.coordinator.config.home import ledger_url
+from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from tests.tiny_text import write_gpt2
 
 COMMIT = "0" * 40
@@ -69,6 +72,6 @@ def test_a_base_that_differs_between_nodes_is_refused_by_the_name_of_the_tensor(
     assert done.code != 0
     assert "model_mismatch" in done.stderr + done.stdout
     assert CHANGED.removeprefix("transformer.") in done.stderr + done.stdout
-    shown = run_python("-m", "raycloak", "budget", "show", "--json", environment=environment)
-    runs = [run for account in json.loads(shown.stdout)["accounts"] for run in account["runs"]]
-    assert not any(query["charged"] for run in runs for query in run["queries"])
+    with closing(PrivacyLedger(ledger_url(), create=False)) as ledger:
+        runs = [run for account in ledger.view().accounts for run in account.runs]
+    assert not any(query.charged for run in runs for query in run.queries)
