@@ -178,17 +178,18 @@ class Admissions:
         presentation that proves possession of its key consumes the nonce, whatever the outcome. Nonce, decision and log
         entry are one transaction.
 
-        The presentation that admitted a member gives the same appraisal again, until the member is challenged anew.
+        The presentation that admitted a member gives the same appraisal again, until the member is challenged anew, is
+        revoked, or its evidence expires.
 
         Raises:
-            EvidenceError: with the code of the first failing check.
+            EvidenceError: with the code of the first failing check; ``evidence_expired`` for a member whose stored
+                appraisal is over.
             ProtocolError: ``session_over`` once another session has begun.
         """
-        # An answer may have been lost. Its nonce is used up, so deciding again would refuse the member.
-        admitted: AdmittedMember | EvidenceError | None = self._admitted_by(envelope)
-        if admitted is None:
-            with self._transaction():
-                admitted = self._decide(envelope)
+        with self._transaction():
+            # An answer may have been lost. Its nonce is used up, so deciding again would refuse the member.
+            known = self._admitted_by(envelope)
+            admitted = self._decide(envelope) if known is None else self._still(known)
         # Raised outside the transaction, which commits the used nonce and the entry of a refusal.
         if isinstance(admitted, EvidenceError):
             raise admitted
@@ -358,6 +359,17 @@ class Admissions:
         if member is None or member.row.presentation != envelope or member.row.superseded:
             return None
         return member
+
+    def _still(self, member: AdmittedMember) -> AdmittedMember | EvidenceError:
+        """Return the member if its stored appraisal holds at this moment; otherwise log and return the refusal."""
+        name = member.appraisal.member_id
+        refusal = self._revoked(member)
+        if refusal is None and member.appraisal.expires_at <= self._clock():
+            refusal = EvidenceError("evidence_expired", f"the evidence of {name} expired", "Present fresh evidence.")
+        if refusal is None:
+            return member
+        self._refusals.append("refused", name, refusal.code)
+        return refusal
 
     def _decide(self, envelope: Envelope) -> AdmittedMember | EvidenceError:
         """Use up the nonce, appraise, and log the decision; see `raycloak.attestation.orchestrator.refusal_log` for

@@ -272,10 +272,10 @@ class RunSession:
         """
         # Read before it is verified, only to learn whose key must have signed it.
         body = parse(DataCommitments, envelope.body)
-        admitted = self.admission.find(body.member_id)
-        if admitted is None or admitted.appraisal.role != "worker" or body.run_id != self.run.run_id:
-            raise EvidenceError("release_denied", f"{body.member_id} is not an admitted worker of this run")
         with self._books.transaction_of(self._id):
+            admitted = self.admission.find(body.member_id)
+            if admitted is None or admitted.appraisal.role != "worker" or body.run_id != self.run.run_id:
+                raise EvidenceError("release_denied", f"{body.member_id} is not an admitted worker of this run")
             body = open_envelope(DataCommitments, envelope, admitted.presentation.identity_key)
             self._books.slices.record(body, self._terms.contract.key_owners)
 
@@ -298,9 +298,10 @@ class RunSession:
             ProtocolError: ``attempts_exhausted``, ``session_over`` once another session has begun, or as
                 :meth:`commit`.
         """
-        members = tuple(self.admission.entry(i, hosting[i]) for i in sorted(hosting))
-        members += tuple(self.admission.entry(i, ()) for i in aggregators)
         with self._books.transaction_of(self._id):
+            # Under the write lock: nobody can be revoked between this look and the entry of the roster.
+            members = tuple(self.admission.entry(i, hosting[i]) for i in sorted(hosting))
+            members += tuple(self.admission.entry(i, ()) for i in aggregators)
             self._books.slices.require_opened(hosting)
             self._books.commits.record(commits, self._id)
             attempt = self._books.state.next_attempt(query, step)
@@ -350,14 +351,15 @@ class RunSession:
             ProtocolError: ``not_committed`` or ``order_mismatch``, as
             `raycloak.attestation.orchestrator.evaluation_order.place_order`.
         """
-        order = EvaluationOrder(
-            run_id=self.run.run_id,
-            manifest_digest=self._terms.manifest_digest,
-            finished_steps=finished_steps,
-            parameter_digest=parameter_digest,
-            members=tuple(self.admission.entry(i, hosting[i]) for i in sorted(hosting)),
-        )
         with self._books.transaction_of(self._id):
+            order = EvaluationOrder(
+                run_id=self.run.run_id,
+                manifest_digest=self._terms.manifest_digest,
+                finished_steps=finished_steps,
+                parameter_digest=parameter_digest,
+                # Under the write lock, as in open_step.
+                members=tuple(self.admission.entry(i, hosting[i]) for i in sorted(hosting)),
+            )
             self._books.state.keep_document(Document.of(RosterMembers(members=order.members)))
             place_order(order, self._terms.contract.key_owners, self._books.commits, self._books.log)
         # After the block: nobody gets an order that is not on disk.

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from raycloak.attestation.files.sqlite import Transactions
 from raycloak.attestation.orchestrator.revocations import count_revocations, revoke
 from raycloak.attestation.orchestrator.state import state_file
 from raycloak.metrics.errors import ConfigError
 from tests.attestation.conftest import NOW
-from tests.attestation.orchestrator.test_orchestrator import Desk, refusal
+from tests.attestation.orchestrator.test_orchestrator import Desk, commit, refusal
 
 HOSTING = {"worker-0": (0, 2), "worker-1": (1, 3)}
 
@@ -60,6 +61,45 @@ def test_another_session_may_use_the_name_of_a_revoked_member(desk):
     desk.restart()
     desk.admit("worker-0", "worker-1")
     assert desk.orchestrator.review().revoked == ()
+
+
+@pytest.mark.parametrize("kind", ["release", "roster", "order", "data"])
+def test_nothing_leaves_for_a_member_revoked_just_before_the_transaction(desk, monkeypatch, kind):
+    """The look at the members and the record of what leaves are one transaction."""
+    desk.orchestrator.commit((commit(0, b"p" * 32, 1),))
+    calls = {
+        "release": (desk.orchestrator.release, "worker-1", 0, (1,)),
+        "roster": (desk.orchestrator.open_step, 1, HOSTING, (), ()),
+        "order": (desk.orchestrator.order_evaluation, 1, b"p" * 32, HOSTING),
+        "data": (desk.orchestrator.record_data, desk.commitments("worker-1", 1, b"c" * 32)),
+    }
+    before = Transactions.transaction
+    revoked = []
+
+    def transaction(self):
+        if not revoked:
+            revoked.append(kind)
+            take_back(desk, "member", "worker-1")
+        return before(self)
+
+    monkeypatch.setattr(Transactions, "transaction", transaction)
+    assert refusal(*calls[kind]) in ("release_denied", "evidence_expired")
+    assert revoked
+    assert not {"released", "evaluation_ordered"} & {kind for kind, _ in desk.log()[-2:]}
+    assert [kind for kind, _ in desk.log()].count("roster") == 1
+
+
+def test_the_evidence_of_a_member_that_is_revoked_or_expired_is_refused_when_it_comes_again(desk):
+    """The stored appraisal answers a lost answer, and no more than that."""
+    again = {name: desk.present(name) for name in ("worker-0", "worker-1")}
+    for envelope in (*again.values(), *again.values()):
+        desk.orchestrator.admit(envelope)
+    take_back(desk, "member", "worker-1")
+    assert refusal(desk.orchestrator.admit, again["worker-1"]) == "member_revoked"
+    assert desk.log()[-1] == ("refused", {"member_id": "worker-1", "code": "member_revoked"})
+    desk.now += 601
+    assert refusal(desk.orchestrator.admit, again["worker-0"]) == "evidence_expired"
+    assert desk.log()[-1] == ("refused", {"member_id": "worker-0", "code": "evidence_expired"})
 
 
 def test_a_review_names_the_revoked_and_logs_each_once(desk):
