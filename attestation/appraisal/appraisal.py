@@ -32,6 +32,7 @@ from raycloak.attestation.core.messages import Envelope, parse
 from raycloak.attestation.core.report_data import expected_report_data
 from raycloak.attestation.gpu.verify import GpuClaims
 from raycloak.attestation.policy.policy import Policy
+from raycloak.attestation.snp.verify import check_host_data
 from raycloak.attestation.tdx.quote import MAX_QUOTE_BYTES
 from raycloak.attestation.tdx.verify import TdxClaims, check_registers
 from raycloak.attestation.trust.floors import NO_FLOORS, Fact, Floors
@@ -163,10 +164,17 @@ def appraise(
     if claims.report_data != expected_report_data(presentation):
         refuse(Refusal.KEY_NOT_BOUND, f"the quote of '{member_id}' does not vouch for this session and these keys")
     gpus = verify_own_gpus(presentation, policy, collateral, now)
+    names_machine = isinstance(claims, TdxClaims) or claims.names_chip
+    # Another guest of the same machine would have another name, so neither limit nor revocation would reach it.
+    if not names_machine and policy.workers_per_platform is not None:
+        refuse(
+            Refusal.PEER_NOT_BOUND,
+            f"the provider masks the chip's id of '{member_id}', and workers_per_platform counts members by machine",
+        )
     # A masked chip id names only the guest, so a list of machines refuses such a report.
     if policy.platforms is not None and claims.platform_id not in policy.platforms:
         refuse(Refusal.PEER_NOT_BOUND, f"the platform {claims.platform_id.hex()} is not on the policy's list")
-    return _result(envelope, presentation, claims, gpus, policy, now)
+    return _result(envelope, presentation, claims, names_machine, gpus, policy, now)
 
 
 @lru_cache(maxsize=16)
@@ -179,6 +187,8 @@ def _check_measurement(claims: GuestClaims, presentation: Presentation, policy: 
         refuse(Refusal.MEASUREMENT_UNKNOWN, f"{claims.measurement.hex()} is not a measurement that the policy accepts")
     if isinstance(claims, TdxClaims):
         check_registers(claims, policy.tdx)
+    else:
+        check_host_data(claims, policy.sev_snp)
 
 
 def _check_session(found: Presentation, run_id: str, member_id: str, role: Role, manifest_digest: bytes) -> None:
@@ -229,6 +239,7 @@ def _result(
     envelope: Envelope,
     presentation: Presentation,
     claims: GuestClaims,
+    names_machine: bool,
     gpus: tuple[GpuClaims, ...],
     policy: Policy,
     now: int,
@@ -247,7 +258,7 @@ def _result(
         measurement=claims.measurement,
         tcb_status=claims.tcb_status if isinstance(claims, TdxClaims) else claims.firmware,
         platform_id=claims.platform_id,
-        names_machine=isinstance(claims, TdxClaims) or claims.names_chip,
+        names_machine=names_machine,
         gpus=gpus,
         facts=claims.facts,
         hwmodel=claims.hwmodel,

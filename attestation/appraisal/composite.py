@@ -85,7 +85,7 @@ def _sev_snp(
         anchors=policy.anchors,
         accepted=policy.accepted_classes,
         rules=policy.sev_snp,
-        crls=collateral.snp_crls,
+        crls={"VCEK": collateral.snp_vcek_crls, "VLEK": collateral.snp_vlek_crls},
         now=now,
         floors=floors,
     )

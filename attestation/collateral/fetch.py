@@ -36,16 +36,20 @@ def fetch_collateral(service: CollateralService, anchors: Sequence[Anchor], get:
     roots = {anchor.root_key_id for anchor in anchors if anchor.family == "tdx"}
     client = _Client(get)
     tdx = tuple(_tdx(client, service, fmspc.hex(), roots) for fmspc in service.tdx_families)
-    lists = tuple(
-        client.crl(f"{service.amd}/{kind}/v1/{name}/crl", f"list of {name}")[0] for kind, name in _lists(service)
+    return CollateralBundle(
+        tdx=tdx,
+        snp_vcek_crls=tuple(_amd_lists(client, service, "vcek")),
+        snp_vlek_crls=tuple(_amd_lists(client, service, "vlek")),
     )
-    return CollateralBundle(tdx=tdx, snp_crls=lists)
 
 
-def _lists(service: CollateralService) -> Iterator[tuple[str, str]]:
+def _amd_lists(client: "_Client", service: CollateralService, wanted: str) -> Iterator[bytes]:
+    """Fetch the lists for one kind of endorsement key; only their address says which kind they are for."""
     for each in service.snp_lists:
-        kind, _, name = each.partition("/")
-        yield kind, name
+        kind, _, generation = each.partition("/")
+        if kind == wanted:
+            url = f"{service.amd}/{kind}/v1/{generation}/crl"
+            yield client.crl(url, f"{kind.upper()} list of {generation}")[0]
 
 
 @dataclass(frozen=True, slots=True)

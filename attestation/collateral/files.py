@@ -24,7 +24,8 @@ class _Files(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     tdx: list[str] = []
-    snp_crls: list[str] = []
+    snp_vcek_crls: list[str] = []
+    snp_vlek_crls: list[str] = []
     gpu_rims: list[str] = []
     gpu_ocsp: list[str] = []
 
@@ -47,7 +48,8 @@ def load_collateral(path: Path) -> CollateralBundle:
     folder = path.parent
     return CollateralBundle(
         tdx=tuple(_tdx(folder / name) for name in files.tdx),
-        snp_crls=tuple(crl_der(_content(folder / name)) for name in files.snp_crls),
+        snp_vcek_crls=tuple(crl_der(_content(folder / name)) for name in files.snp_vcek_crls),
+        snp_vlek_crls=tuple(crl_der(_content(folder / name)) for name in files.snp_vlek_crls),
         gpu_rims=tuple(_content(folder / name) for name in files.gpu_rims),
         gpu_ocsp=tuple(_bare(_content(folder / name)) for name in files.gpu_ocsp),
     )

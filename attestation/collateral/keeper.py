@@ -101,8 +101,11 @@ class CollateralKeeper:
             ended = f"; what was fetched before ended at {_text(ends_at(kept.bundle))}" if kept else ""
             refuse(Refusal.COLLATERAL_STALE, f"{self.problem or 'there is no collateral'}{ended}")
         fetched = kept.bundle
-        lists = (*fetched.snp_crls, *self._given.snp_crls)
-        return self._given.model_copy(update={"tdx": fetched.tdx or self._given.tdx, "snp_crls": lists})
+        lists = {
+            "snp_vcek_crls": (*fetched.snp_vcek_crls, *self._given.snp_vcek_crls),
+            "snp_vlek_crls": (*fetched.snp_vlek_crls, *self._given.snp_vlek_crls),
+        }
+        return self._given.model_copy(update={"tdx": fetched.tdx or self._given.tdx, **lists})
 
     def _fetch(self) -> None:
         now = int(self._clock())
@@ -159,7 +162,7 @@ def _ends(bundle: CollateralBundle) -> Iterator[datetime]:
         for document in (each.tcb_info, each.qe_identity):
             yield datetime.fromisoformat(json.loads(document)["nextUpdate"])
     lists = [der for each in bundle.tdx for der in (each.pck_crl, each.root_ca_crl)]
-    for der in (*lists, *bundle.snp_crls):
+    for der in (*lists, *bundle.snp_vcek_crls, *bundle.snp_vlek_crls):
         due = x509.load_der_x509_crl(der).next_update_utc
         if due is None:
             raise ValueError("a list that does not say when the next one is due")

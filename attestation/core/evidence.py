@@ -248,14 +248,16 @@ class CollateralBundle(Message):
 
     Attributes:
         tdx: one entry per platform family.
-        snp_crls: AMD's revocation lists, DER.
+        snp_vcek_crls, snp_vlek_crls: AMD's revocation lists for each kind of endorsement key, DER. AMD publishes the
+            two at addresses of their own; the lists themselves do not say which one they are.
         gpu_rims: NVIDIA's signed reference values, XML. A report names the versions to compare it with.
         gpu_ocsp: NVIDIA's OCSP answers about device certificates, DER.
     """
 
-    DOMAIN: ClassVar[str] = "raycloak/collateral-bundle/v1"
+    DOMAIN: ClassVar[str] = "raycloak/collateral-bundle/v2"
 
     tdx: tuple[Collateral, ...] = ()
-    snp_crls: tuple[bytes, ...] = ()
+    snp_vcek_crls: tuple[bytes, ...] = ()
+    snp_vlek_crls: tuple[bytes, ...] = ()
     gpu_rims: tuple[bytes, ...] = ()
     gpu_ocsp: tuple[bytes, ...] = ()

@@ -10,7 +10,8 @@ from uuid import UUID
 
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from raycloak.attestation.snp.report import KeyKind, SnpReport
+from raycloak.attestation.snp.report import SnpReport
+from raycloak.attestation.snp.rules import KeyKind
 from raycloak.attestation.trust.certificates import read_presented
 from raycloak.metrics.errors import EvidenceError
 

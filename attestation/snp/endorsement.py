@@ -9,8 +9,8 @@ from typing import Final, get_args
 
 from cryptography import x509
 
-from raycloak.attestation.snp.report import KEY_KINDS, KeyKind
-from raycloak.attestation.snp.rules import Generation
+from raycloak.attestation.snp.report import KEY_KINDS
+from raycloak.attestation.snp.rules import Component, Generation, KeyKind
 from raycloak.attestation.trust.certificates import common_name
 
 AMD_OID: Final = "1.3.6.1.4.1.3704.1"
@@ -18,6 +18,12 @@ HARDWARE_ID_OID: Final = f"{AMD_OID}.4"
 _INTEGER, _OCTETS = 0x02, 0x04
 _BOOT_LOADER, _TEE, _SNP, _MICROCODE, _FMC = 1, 2, 3, 8, 9
 _RESERVED = (4, 5, 6, 7)
+_NUMBERS: Final[dict[Component, int]] = {
+    "boot loader": _BOOT_LOADER,
+    "TEE": _TEE,
+    "SNP firmware": _SNP,
+    "microcode": _MICROCODE,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +38,9 @@ class Layout:
     components: tuple[int, ...]
     hardware_id_bytes: int
 
-    def snp_svn(self, tcb: bytes) -> int:
-        """Return the version of the SNP firmware in a TCB version."""
-        return tcb[self.components.index(_SNP)]
+    def svn(self, tcb: bytes, component: Component) -> int:
+        """Return the version of a component in a TCB version."""
+        return tcb[self.components.index(_NUMBERS[component])]
 
     def describe(self, tcb: bytes) -> str:
         """Describe the TCB version's components for a person."""

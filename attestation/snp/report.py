@@ -7,9 +7,10 @@ different byte strings that it accepts differ in their signed part or in the sig
 """
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 from raycloak.attestation.core.evidence import Refusal, refuse
+from raycloak.attestation.snp.rules import KeyKind
 
 # Sizes and codes are the ABI's: a change of one would misread every report.
 REPORT_BYTES: Final = 1184
@@ -19,7 +20,6 @@ SIGNATURE_VALUE_BYTES: Final = 48
 VERSIONS: Final = (2, 3, 4, 5)
 ECDSA_P384_SHA384: Final = 1
 
-KeyKind = Literal["VCEK", "VLEK"]
 KEY_KINDS: Final[dict[int, KeyKind]] = {0: "VCEK", 1: "VLEK"}
 
 _S_AT = SIGNED_BYTES + SIGNATURE_FIELD_BYTES

@@ -6,7 +6,7 @@ the code. Not checked here: measurement, freshness and report data, which `raycl
 compares.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
@@ -16,8 +16,8 @@ from cryptography.hazmat.primitives.asymmetric.ec import SECP384R1, EllipticCurv
 
 from raycloak.attestation.core.evidence import EvidenceClass, Refusal, refuse, require_class
 from raycloak.attestation.snp.endorsement import LAYOUTS, Layout, certified_hardware_id, certified_tcb, issuer_role
-from raycloak.attestation.snp.report import KeyKind, SnpReport, parse_report
-from raycloak.attestation.snp.rules import Generation, SnpRules
+from raycloak.attestation.snp.report import SnpReport, parse_report
+from raycloak.attestation.snp.rules import Generation, KeyKind, SnpRules
 from raycloak.attestation.trust.certificates import (
     check_certificate_windows,
     check_crl_window,
@@ -26,7 +26,6 @@ from raycloak.attestation.trust.certificates import (
     common_name,
     crl_issuer,
     crl_number,
-    crl_scope,
     key_id,
     load_crl,
     order_chain,
@@ -95,6 +94,14 @@ class _Endorsement:
     layout: Layout
 
 
+@dataclass(frozen=True, slots=True)
+class _List:
+    """A revocation list of a chain's issuer, and the kind of key that it is for."""
+
+    kind: KeyKind
+    crl: x509.CertificateRevocationList
+
+
 def verify_snp(
     report: bytes,
     certificates: Sequence[bytes],
@@ -102,7 +109,7 @@ def verify_snp(
     anchors: Sequence[Anchor],
     accepted: Collection[EvidenceClass],
     rules: SnpRules,
-    crls: Sequence[bytes],
+    crls: Mapping[KeyKind, Sequence[bytes]],
     now: int,
     floors: Floors = NO_FLOORS,
 ) -> SnpClaims:
@@ -115,7 +122,8 @@ def verify_snp(
     Args:
         certificates: the endorsement key's first, PEM or DER, then any others presented. Its CA must be among them
             only if it is not pinned.
-        crls: revocation lists in DER, obtained by the verifier. Lists of other issuers are ignored.
+        crls: revocation lists in DER, obtained by the verifier, by the kind of key that they are for. Lists of other
+            issuers are ignored.
         floors: highest numbers of revocation lists seen so far. Lists below them are refused.
 
     Raises:
@@ -127,13 +135,13 @@ def verify_snp(
     if not signed_by(endorsement.chain[0], parsed.signature, parsed.signed):
         refuse(Refusal.EVIDENCE_TAMPERED, "the signature over the report does not hold")
     lists, unreadable = _own_crls(crls, endorsement.chain)
-    # Every edition counts for revocation. Only the newest edition of each list must be current.
-    for crl in lists:
-        check_not_revoked(crl, endorsement.chain)
+    # Every edition of every kind counts for revocation. Only the newest edition of each list must be current.
+    for each in lists:
+        check_not_revoked(each.crl, endorsement.chain)
     if unreadable:
         refuse(Refusal.COLLATERAL_STALE, "a revocation list cannot be read")
     lists = _newest_editions(lists)
-    expires_at = _check_windows(endorsement, lists, rules, now)
+    expires_at = _check_windows(parsed.key_kind, endorsement, lists, rules, now)
     facts = _crl_facts(endorsement, lists)
     check_not_older(facts, floors)
     # A rollback of lists is judged before the firmware, as the order of stages demands.
@@ -212,68 +220,58 @@ def _check_machine(report: SnpReport, endorsement: _Endorsement) -> None:
         refuse(Refusal.PLATFORM_MISMATCH, f"the endorsement key is of TCB version {versions}")
 
 
-def _own_crls(
-    crls: Sequence[bytes], chain: Sequence[x509.Certificate]
-) -> tuple[list[x509.CertificateRevocationList], bool]:
+def _own_crls(crls: Mapping[KeyKind, Sequence[bytes]], chain: Sequence[x509.Certificate]) -> tuple[list[_List], bool]:
     """Return the lists of the chain's issuers, and whether one of ``crls`` could not be read.
 
     Raises:
         EvidenceError: ``evidence_tampered`` for a list in an issuer's name that it did not sign.
     """
-    names = [crl_issuer(der) for der in crls]
+    named = [(kind, der, crl_issuer(der)) for kind, ders in crls.items() for der in ders]
     issuers = {issuer.subject: issuer for issuer in chain[1:]}
-    own = [load_crl(der, issuers[name], "AMD") for der, name in zip(crls, names, strict=True) if name in issuers]
-    return own, None in names
+    own = [_List(kind, load_crl(der, issuers[name], "AMD")) for kind, der, name in named if name in issuers]
+    return own, any(name is None for _, _, name in named)
 
 
-def _newest_editions(lists: Sequence[x509.CertificateRevocationList]) -> list[x509.CertificateRevocationList]:
-    """Keep the newest of one issuer's lists from one address, and every list without an address.
-
-    Lists without an address may be of different kinds of key, so none of them replaces another.
-    """
-    newest: dict[tuple[x509.Name, str], x509.CertificateRevocationList] = {}
-    others = []
+def _newest_editions(lists: Sequence[_List]) -> list[_List]:
+    """Keep the newest of one issuer's lists for one kind of key."""
     # Ascending, so that the newest edition is stored last.
-    for crl in sorted(lists, key=lambda each: crl_number(each) or 0):
-        if scope := crl_scope(crl):
-            newest[crl.issuer, scope] = crl
-        else:
-            others.append(crl)
-    return [*newest.values(), *others]
+    ascending = sorted(lists, key=lambda each: crl_number(each.crl) or 0)
+    return list({(each.crl.issuer, each.kind): each for each in ascending}.values())
 
 
-def _check_windows(
-    endorsement: _Endorsement, lists: Sequence[x509.CertificateRevocationList], rules: SnpRules, now: int
-) -> int:
+def _check_windows(kind: KeyKind, endorsement: _Endorsement, lists: Sequence[_List], rules: SnpRules, now: int) -> int:
     instant = datetime.fromtimestamp(now, UTC)
     root = endorsement.chain[-1]
-    if rules.require_crl and not any(crl.issuer == root.subject for crl in lists):
-        refuse(Refusal.COLLATERAL_STALE, f"there is no revocation list of '{common_name(root)}'")
+    # AMD's root publishes one list for each kind of key, and neither has what is on the other.
+    if rules.require_crl and not any((each.kind, each.crl.issuer) == (kind, root.subject) for each in lists):
+        refuse(Refusal.COLLATERAL_STALE, f"there is no {kind} revocation list of '{common_name(root)}'")
     ends = [check_certificate_windows(endorsement.chain, instant, "endorsement")]
-    ends += [check_crl_window(crl, instant, "AMD") for crl in lists]
+    ends += [check_crl_window(each.crl, instant, "AMD") for each in lists]
     return int(min(ends).timestamp())
 
 
-def _crl_facts(endorsement: _Endorsement, lists: Sequence[x509.CertificateRevocationList]) -> tuple[Fact, ...]:
+def _crl_facts(endorsement: _Endorsement, lists: Sequence[_List]) -> tuple[Fact, ...]:
     """Return the number of each list of the root, which publishes one for each kind of key."""
     root = endorsement.chain[-1]
-    own = [(crl_scope(crl), crl_number(crl)) for crl in lists if crl.issuer == root.subject]
-    return highest([crl_fact(key_id(root), scope, number) for scope, number in own if number is not None])
+    own = [(each.kind, crl_number(each.crl)) for each in lists if each.crl.issuer == root.subject]
+    return highest([crl_fact(key_id(root), kind, number) for kind, number in own if number is not None])
 
 
 def _check_firmware(report: SnpReport, endorsement: _Endorsement, rules: SnpRules) -> None:
     generation = endorsement.generation
     if generation not in rules.allowed_generations:
         refuse(Refusal.FIRMWARE_FLOOR, f"the policy does not admit {generation} processors")
-    floor = rules.min_snp_svn.get(generation)
-    if floor is None:
+    if generation not in rules.min_snp_svn:
         refuse(Refusal.FIRMWARE_FLOOR, f"the policy sets no firmware floor for {generation} processors")
+    if report.key_kind not in rules.key_kinds:
+        refuse(Refusal.FIRMWARE_FLOOR, f"the policy does not admit reports that a {report.key_kind} signed")
     # A machine can be rolled back to its committed version, so the reported one alone says too little.
     versions = {"reported": report.reported_tcb, "committed": report.committed_tcb, "launch": report.launch_tcb}
-    for name, tcb in versions.items():
-        svn = endorsement.layout.snp_svn(tcb)
-        if svn < floor:
-            refuse(Refusal.FIRMWARE_FLOOR, f"SNP firmware {svn} in the {name} TCB is below the floor {floor}")
+    for part, floor in rules.floors(generation).items():
+        for name, tcb in versions.items():
+            svn = endorsement.layout.svn(tcb, part)
+            if svn < floor:
+                refuse(Refusal.FIRMWARE_FLOOR, f"{part} {svn} in the {name} TCB is below the floor {floor}")
     if rules.require_alias_check and not report.platform_info & _ALIAS_CHECK_COMPLETE:
         refuse(Refusal.FIRMWARE_FLOOR, "the firmware has not checked the memory for aliases (CVE-2024-21944)")
 
@@ -291,6 +289,12 @@ def _check_guest(report: SnpReport, rules: SnpRules) -> None:
             Refusal.PRIVILEGE_LEVEL,
             f"the report is of privilege level {report.vmpl}, accepted: {levels or 'none'}",
         )
+
+
+def check_host_data(claims: SnpClaims, rules: SnpRules) -> None:
+    """Require that what the host set at launch is accepted; EvidenceError ``measurement_unknown`` otherwise."""
+    if rules.host_data is not None and claims.host_data not in rules.host_data:
+        refuse(Refusal.MEASUREMENT_UNKNOWN, f"the host data {claims.host_data.hex()} is not an accepted value")
 
 
 def _claims(report: SnpReport, endorsement: _Endorsement, facts: tuple[Fact, ...], expires_at: int) -> SnpClaims:

@@ -13,7 +13,7 @@ from raycloak.attestation.core.evidence import STAGES, Collateral, EvidenceClass
 from raycloak.attestation.gpu.rules import GpuRules
 from raycloak.attestation.gpu.verify import GpuClaims, GpuReferences, verify_gpu
 from raycloak.attestation.snp.rules import SnpRules
-from raycloak.attestation.snp.verify import SnpClaims, verify_snp
+from raycloak.attestation.snp.verify import SnpClaims, check_host_data, verify_snp
 from raycloak.attestation.tdx.rules import TdxRules
 from raycloak.attestation.tdx.verify import TdxClaims, check_registers, verify_tdx
 from raycloak.attestation.trust.certificates import crl_der
@@ -71,17 +71,21 @@ def _collateral(case: Case) -> tuple[Collateral, ...]:
 
 def appraise_snp(case: Case) -> SnpClaims:
     """Verify the case's report and return its claims; EvidenceError if it is refused."""
-    rules = case.rules(SnpRules)
+    # An index that says nothing of key kinds was recorded for both.
+    rules = case.given("key_kinds", ["VCEK", "VLEK"]).rules(SnpRules)
+    # Nor does it say what kind of key a list is for, so each counts for both.
+    crls = tuple(crl_der(case.base64_file(name)) for name in case.fields.crl or ())
     claims = verify_snp(
         case.evidence(),
         case.chain(),
         anchors=case.anchors("sev_snp"),
         accepted=case.accepted,
         rules=rules,
-        crls=tuple(crl_der(case.base64_file(name)) for name in case.fields.crl or ()),
+        crls={"VCEK": crls, "VLEK": crls},
         now=case.now,
     )
     compare(case, claims, rules.measurements)
+    check_host_data(claims, rules)
     return claims
 
 

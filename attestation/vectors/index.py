@@ -103,6 +103,10 @@ class Case:
             return self
         return replace(self, policy={**self.policy, rule: [each for each in listed if each != value]})
 
+    def given(self, rule: str, value: Any) -> "Case":
+        """Return the case with ``value`` as its policy's ``rule``, unless the policy has that rule."""
+        return replace(self, policy={rule: value, **self.policy})
+
     def evidence(self) -> bytes:
         """Read the presented evidence."""
         content = self.file(self.fields.evidence)

@@ -72,7 +72,7 @@ def composite_site(session: Session, amd_keys: AuthorityKeys) -> Site:
     )
     collateral = CollateralBundle(
         tdx=session.collateral.tdx,
-        snp_crls=(amd.crl(NOW),),
+        snp_vcek_crls=(amd.crl(NOW),),
         gpu_rims=tuple(each for each in (references.driver, references.vbios) if each),
         gpu_ocsp=tuple(answer for gpu in gpus for answer in nvidia.ocsp(gpu, NOW)),
     )

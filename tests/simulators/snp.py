@@ -32,9 +32,8 @@ from raycloak.attestation.snp.report import (
     SIGNATURE_FIELD_BYTES,
     SIGNATURE_VALUE_BYTES,
     SIGNED_BYTES,
-    KeyKind,
 )
-from raycloak.attestation.snp.rules import Generation
+from raycloak.attestation.snp.rules import Generation, KeyKind
 from raycloak.attestation.trust.certificates import serial_number
 from tests.simulators.snp_pki import (
     GENUINE_ENDORSEMENT,
@@ -50,7 +49,7 @@ from tests.simulators.snp_pki import (
 SNP_SVN: Final = 24
 CRL_NUMBER: Final = 7
 _CHIP_ID_BYTES = 64
-_SVNS = {1: 4, 2: 1, 3: SNP_SVN, 8: 0xDB, 9: 2}
+SVNS: Final = {1: 4, 2: 1, 3: SNP_SVN, 8: 0xDB, 9: 2}
 _POLICY = 0x3_0000
 _PLATFORM_INFO = 0x25
 
@@ -117,7 +116,7 @@ class SimulatedAmd:
             ca_kind: the CA of this kind certifies it, instead of the one for ``kind``.
         """
         layout = LAYOUTS[self.generation]
-        tcb = bytes(_SVNS.get(number, 0) for number in layout.components)
+        tcb = bytes(SVNS.get(number, 0) for number in layout.components)
         hardware_id = secrets.token_bytes(layout.hardware_id_bytes)
         key = generate_private_key(endorsement.curve)
         ca = self._cas[ca_kind or kind]
@@ -140,19 +139,17 @@ class SimulatedAmd:
         revoked: Sequence[x509.Certificate] = (),
         number: int = CRL_NUMBER,
         signer: "SimulatedAmd | None" = None,
-        scope: str = "",
     ) -> bytes:
         """Return the root's revocation list at unix second ``now``, valid from one hour before to 30 days after.
 
         Args:
             signer: another vendor, whose root signs the list in this one's name.
-            scope: the address at which it is published; empty for a list that states none.
         """
         instant = datetime.fromtimestamp(now, UTC)
         start, end = instant - timedelta(seconds=COLLATERAL_AGE_S), instant + timedelta(seconds=COLLATERAL_LIFETIME_S)
         key = (signer or self)._root.key
         serials = [serial_number(certificate) for certificate in revoked]
-        return new_amd_crl(Authority(key, self._root.certificate), serials, (start, end), number, scope)
+        return new_amd_crl(Authority(key, self._root.certificate), serials, (start, end), number)
 
 
 class SimulatedMachine:
@@ -160,6 +157,7 @@ class SimulatedMachine:
 
     Attributes:
         chain: the certificates of the endorsement key and of its CA.
+        kind: of its endorsement key.
         tcb: its TCB version, 8 bytes. chip_id: 64 bytes; zero with a VLEK, because providers mask it.
     """
 
@@ -173,7 +171,7 @@ class SimulatedMachine:
         layout: Layout,
     ) -> None:
         self._key = key
-        self._kind = kind
+        self.kind = kind
         self._layout = layout
         self.chain = chain
         self.tcb = tcb
@@ -210,7 +208,7 @@ class SimulatedMachine:
         return (signed + _field(r) + _field(s)).ljust(REPORT_BYTES, b"\0")
 
     def _body(self, report_data: bytes, measurement: bytes, variant: ReportVariant) -> bytes:
-        kind = variant.key_kind or self._kind
+        kind = variant.key_kind or self.kind
         flags = next(number for number, name in KEY_KINDS.items() if name == kind) << 2
         parts = {
             0x00: variant.version.to_bytes(4, "little"),

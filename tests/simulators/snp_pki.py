@@ -19,8 +19,7 @@ from cryptography.x509.oid import ObjectIdentifier
 from raycloak.attestation.simulators.der import integer, octets, text
 from raycloak.attestation.simulators.tdx_pki import VALID_FROM, VALID_UNTIL, key_usage, subject
 from raycloak.attestation.snp.endorsement import AMD_OID, HARDWARE_ID_OID, Layout, issuer_name
-from raycloak.attestation.snp.report import KeyKind
-from raycloak.attestation.snp.rules import Generation
+from raycloak.attestation.snp.rules import Generation, KeyKind
 from raycloak.attestation.trust.certificates import read_root
 
 RSA_BITS: Final = 3072
@@ -117,17 +116,11 @@ def new_endorsement(
     return certificate if variant.serial else _with_serial_zero(certificate, issuer.key)
 
 
-def new_amd_crl(
-    issuer: Authority, revoked: Sequence[int], window: tuple[datetime, datetime], number: int, scope: str = ""
-) -> bytes:
-    """Return the DER of a revocation list with the serial numbers ``revoked``, published at ``scope``."""
+def new_amd_crl(issuer: Authority, revoked: Sequence[int], window: tuple[datetime, datetime], number: int) -> bytes:
+    """Return the DER of a revocation list with the serial numbers ``revoked``."""
     start, end = window
     builder = x509.CertificateRevocationListBuilder().issuer_name(issuer.certificate.subject)
     builder = builder.last_update(start).next_update(end).add_extension(x509.CRLNumber(number), critical=False)
-    if scope:
-        names = [x509.UniformResourceIdentifier(scope)]
-        point = x509.IssuingDistributionPoint(names, None, False, False, None, False, False)
-        builder = builder.add_extension(point, critical=True)
     for serial in revoked:
         entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(start).build()
         builder = builder.add_revoked_certificate(entry)

@@ -96,13 +96,17 @@ def test_a_masked_chip_id_names_no_machine(site: Site, monkeypatch: pytest.Monke
         return replace(claims, names_chip=False)
 
     monkeypatch.setattr("raycloak.attestation.appraisal.appraisal.verify_guest", masked)
-    assert not site.appraise(site.presentation()).names_machine
+    unlimited = site.policy.model_copy(update={"workers_per_platform": None})
+    assert not site.appraise(site.presentation(), policy=unlimited).names_machine
+    # Under a limit each guest of one machine would count as a machine of its own.
+    assert site.policy.workers_per_platform is not None
+    assert site.refusal(site.presentation()) == "peer_not_bound"
 
 
 def test_missing_reference_values_and_answers_refuse(site: Site) -> None:
     without_rims = site.collateral.model_copy(update={"gpu_rims": ()})
     without_ocsp = site.collateral.model_copy(update={"gpu_ocsp": ()})
-    without_crls = site.collateral.model_copy(update={"snp_crls": ()})
+    without_crls = site.collateral.model_copy(update={"snp_vcek_crls": ()})
     assert site.refusal(site.presentation(), collateral=without_rims) == "gpu_state"
     assert site.refusal(site.presentation(), collateral=without_ocsp) == "collateral_stale"
     assert site.refusal(site.presentation(), collateral=without_crls) == "collateral_stale"

@@ -163,7 +163,7 @@ def test_an_snp_guest_collects_a_report_that_verifies_with_the_hosts_certificate
         anchors=(Anchor(evidence_class=EvidenceClass.SIMULATED, family="sev_snp", root_der=amd.root_der),),
         accepted=(EvidenceClass.SIMULATED,),
         rules=SnpRules(measurements=(MEASUREMENT,)),
-        crls=(amd.crl(NOW),),
+        crls={"VCEK": (amd.crl(NOW),)},
         now=NOW,
     )
     assert claims.report_data == REPORT_DATA

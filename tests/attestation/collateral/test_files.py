@@ -36,10 +36,15 @@ def test_every_file_is_read_in_each_of_its_forms(session: Session, folder: Path)
     crl, answer = (folder / "list.crl").read_bytes(), (folder / "answer.der").read_bytes()
     found = load(
         folder,
-        "tdx: [tdx.json]\nsnp_crls: [list.crl, list.pem]\ngpu_rims: [driver.xml]\ngpu_ocsp: [answer.der, answer.b64]\n",
+        "tdx: [tdx.json]\nsnp_vcek_crls: [list.crl]\nsnp_vlek_crls: [list.pem]\n"
+        "gpu_rims: [driver.xml]\ngpu_ocsp: [answer.der, answer.b64]\n",
     )
     assert found == CollateralBundle(
-        tdx=session.collateral.tdx, snp_crls=(crl, crl), gpu_rims=(b"<rim/>",), gpu_ocsp=(answer, answer)
+        tdx=session.collateral.tdx,
+        snp_vcek_crls=(crl,),
+        snp_vlek_crls=(crl,),
+        gpu_rims=(b"<rim/>",),
+        gpu_ocsp=(answer, answer),
     )
     assert load(folder, "{}") == CollateralBundle()
 
@@ -56,7 +61,7 @@ def test_every_file_is_read_in_each_of_its_forms(session: Session, folder: Path)
         "tdx: [absent.json]",
         "tdx: [list.crl]",
         "tdx: [driver.xml]",
-        "snp_crls: [absent.crl]",
+        "snp_vlek_crls: [absent.crl]",
         'gpu_rims: ["a\\0b"]',
         "{",
     ],

@@ -86,9 +86,15 @@ def test_amds_lists_are_fetched_and_files_add_what_no_service_publishes(desk):
     crl = desk.site.collateral.root_ca_crl
     desk.site.lists["/vcek/v1/Genoa/crl"] = crl
     desk.policy = desk.naming(amd=desk.site.url, snp_lists=("vcek/Genoa",))
-    given = CollateralBundle(tdx=(desk.site.collateral,), snp_crls=(b"own",), gpu_rims=(b"rim",), gpu_ocsp=(b"ocsp",))
+    given = CollateralBundle(
+        tdx=(desk.site.collateral,),
+        snp_vcek_crls=(b"own",),
+        snp_vlek_crls=(b"other",),
+        gpu_rims=(b"rim",),
+        gpu_ocsp=(b"ocsp",),
+    )
     found = desk.keeper(given).current()
-    assert found == given.model_copy(update={"snp_crls": (crl, b"own")})
+    assert found == given.model_copy(update={"snp_vcek_crls": (crl, b"own")})
 
 
 # --- when

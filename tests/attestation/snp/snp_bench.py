@@ -15,7 +15,10 @@ from tests.simulators.snp_pki import AuthorityKeys
 REPORT_DATA = bytes(range(64))
 GENERATIONS: tuple[Generation, ...] = ("Milan", "Genoa", "Turin")
 ADMIT_ALL = SnpRules(
-    allowed_generations=GENERATIONS, min_snp_svn=dict.fromkeys(GENERATIONS, SNP_SVN), measurements=(MEASUREMENT,)
+    allowed_generations=GENERATIONS,
+    min_snp_svn=dict.fromkeys(GENERATIONS, SNP_SVN),
+    key_kinds=("VCEK", "VLEK"),
+    measurements=(MEASUREMENT,),
 )
 
 
@@ -40,7 +43,11 @@ class SnpBench:
             "crls": (self.crl,),
             "now": NOW,
         }
-        return verify_snp(report, **(arguments | changes))
+        arguments |= changes
+        if not isinstance(arguments["crls"], dict):
+            # Lists for the kind of key that signs here.
+            arguments["crls"] = {self.machine.kind: arguments["crls"]}
+        return verify_snp(report, **arguments)
 
     def refusal(self, report: bytes, **changes: Any) -> str | None:
         try:

@@ -74,29 +74,36 @@ def test_a_list_below_the_highest_number_seen_is_a_rollback(bench: SnpBench) -> 
 
 
 def test_an_old_edition_of_a_list_is_passed_over_beside_the_newer_one(bench: SnpBench) -> None:
-    """Only where both say that they are the same list, and whom the old one revokes stays revoked."""
+    """Only where both are for the same kind of key, and whom the old one revokes stays revoked."""
     past = NOW - 2 * COLLATERAL_LIFETIME_S
-    for scope, code in (("https://x/1", None), ("https://x/2", "collateral_stale"), ("", "collateral_stale")):
-        old, new = (
-            bench.amd.crl(past, number=5, scope=scope),
-            bench.amd.crl(NOW, number=6, scope=scope and "https://x/1"),
-        )
-        for crls in ((old, new), (new, old)):
-            assert bench.refusal(bench.report(), crls=crls) == code
-        assert bench.refusal(bench.report(), crls=(old,)) == "collateral_stale"
-    revoking = bench.amd.crl(past, revoked=bench.machine.chain[1:], number=5, scope="https://x/1")
+    old, new = bench.amd.crl(past, number=5), bench.amd.crl(NOW, number=6)
+    for crls in ((old, new), (new, old)):
+        assert bench.refusal(bench.report(), crls=crls) is None
+    assert bench.refusal(bench.report(), crls=(old,)) == "collateral_stale"
+    assert bench.refusal(bench.report(), crls={"VCEK": (new,), "VLEK": (old,)}) == "collateral_stale"
+    revoking = bench.amd.crl(past, revoked=bench.machine.chain[1:], number=5)
     assert bench.refusal(bench.report(), crls=(revoking, new)) == "revoked"
+    assert bench.refusal(bench.report(), crls={"VCEK": (new,), "VLEK": (revoking,)}) == "revoked"
+
+
+def test_the_list_for_the_other_kind_of_key_is_no_list(bench: SnpBench) -> None:
+    """One root signs both, and neither says which it is: only the place it was published at tells."""
+    other = {"VCEK": "VLEK", "VLEK": "VCEK"}
+    for kind in ("VCEK", "VLEK"):
+        of_kind = bench.with_machine(kind)
+        assert of_kind.refusal(of_kind.report(), crls={kind: (bench.crl,)}) is None
+        assert of_kind.refusal(of_kind.report(), crls={other[kind]: (bench.crl,)}) == "collateral_stale"
 
 
 def test_lists_of_two_kinds_of_key_have_a_floor_each(bench: SnpBench) -> None:
     """One root publishes both, and numbers each for itself."""
-    first, second = (bench.amd.crl(NOW, number=number, scope=f"https://x/{number}") for number in (5, 9))
-    facts = bench.verify(bench.report(), crls=(first, second)).facts
+    first, second = (bench.amd.crl(NOW, number=number) for number in (5, 9))
+    facts = bench.verify(bench.report(), crls={"VCEK": (first,), "VLEK": (second,)}).facts
     assert sorted(number for _, number in facts) == [5, 9]
-    assert dict(facts) == dict(bench.verify(bench.report(), crls=(second, first)).facts)
     assert bench.refusal(bench.report(), crls=(first,), floors=dict(facts)) is None
-    older = bench.amd.crl(NOW, number=4, scope="https://x/5")
-    assert bench.refusal(bench.report(), crls=(older, second), floors=dict(facts)) == "collateral_rollback"
+    older = bench.amd.crl(NOW, number=4)
+    lists = {"VCEK": (older,), "VLEK": (second,)}
+    assert bench.refusal(bench.report(), crls=lists, floors=dict(facts)) == "collateral_rollback"
 
 
 @settings(max_examples=25)

@@ -27,7 +27,7 @@ def verify(case: Case, report: bytes, **changes: Any) -> SnpClaims:
         "anchors": pinned_anchors(EvidenceClass.AMD_SEV_SNP),
         "accepted": case.accepted,
         "rules": case.rules(SnpRules),
-        "crls": (),
+        "crls": {},
         "now": case.now,
     }
     return verify_snp(report, **(arguments | changes))

@@ -15,13 +15,14 @@ from raycloak.attestation.core.evidence import EvidenceClass
 from raycloak.attestation.simulators.tdx_pki import new_root
 from raycloak.attestation.simulators.tdx_vendor import COLLATERAL_LIFETIME_S
 from raycloak.attestation.snp.report import SIGNED_BYTES
-from raycloak.attestation.snp.verify import MAX_CERTIFICATES
+from raycloak.attestation.snp.rules import SnpRules
+from raycloak.attestation.snp.verify import MAX_CERTIFICATES, check_host_data
 from raycloak.attestation.trust.certificates import serial_number
 from raycloak.attestation.trust.roots import Anchor, pinned_anchors
 from raycloak.metrics.errors import EvidenceError
 from tests.attestation.conftest import MEASUREMENT, NOW
 from tests.attestation.snp.snp_bench import ADMIT_ALL, GENERATIONS, REPORT_DATA, SnpBench, anchor, bench_of
-from tests.simulators.snp import CRL_NUMBER, SNP_SVN, ReportVariant, SimulatedAmd
+from tests.simulators.snp import CRL_NUMBER, SNP_SVN, SVNS, ReportVariant, SimulatedAmd
 from tests.simulators.snp_pki import AuthorityKeys, EndorsementVariant
 
 
@@ -178,6 +179,8 @@ def test_turin_has_a_layout_of_its_own(turin: SnpBench, bench: SnpBench) -> None
         ({"allowed_generations": ()}, "firmware_floor"),
         ({"min_snp_svn": {"Genoa": SNP_SVN + 1}}, "firmware_floor"),
         ({"min_snp_svn": {"Milan": 0}}, "firmware_floor"),
+        ({"key_kinds": ("VLEK",)}, "firmware_floor"),
+        ({"key_kinds": ()}, "firmware_floor"),
         ({"allow_smt": False}, "attributes"),
         ({"allowed_vmpl": (1, 2, 3)}, "privilege_level"),
         ({"allowed_vmpl": ()}, "privilege_level"),
@@ -200,6 +203,42 @@ def test_what_the_rules_do_not_allow_is_refused(bench: SnpBench, change: dict[st
 )
 def test_what_the_rules_allow_passes(bench: SnpBench, change: dict[str, Any], variant: dict[str, Any]) -> None:
     assert bench.refusal(bench.report(**variant), rules=ADMIT_ALL.model_copy(update=change)) is None
+
+
+@pytest.mark.parametrize("rule", ["min_boot_loader_svn", "min_tee_svn", "min_snp_svn", "min_microcode_svn"])
+def test_each_part_of_the_firmware_has_its_floor_in_every_tcb_of_a_report(bench: SnpBench, rule: str) -> None:
+    """A floor of another generation is none."""
+    number = {"min_boot_loader_svn": 1, "min_tee_svn": 2, "min_snp_svn": 3, "min_microcode_svn": 8}[rule]
+    svn = SVNS[number]
+    rules = ADMIT_ALL.model_copy(update={rule: {"Genoa": svn}})
+    assert bench.refusal(bench.report(), rules=rules) is None
+    for tcb in ("committed_tcb", "launch_tcb"):
+        below = bench.machine.tcb_with(number, svn - 1)
+        assert bench.refusal(bench.report(**{tcb: below}), rules=rules) == "firmware_floor"
+    higher = ADMIT_ALL.model_copy(update={rule: {"Genoa": svn + 1}})
+    assert bench.refusal(bench.report(), rules=higher) == "firmware_floor"
+    if rule != "min_snp_svn":
+        assert bench.refusal(bench.report(), rules=ADMIT_ALL.model_copy(update={rule: {"Milan": 255}})) is None
+
+
+def test_a_vlek_is_refused_unless_the_rules_name_it(bench: SnpBench) -> None:
+    shared = bench.with_machine("VLEK")
+    default = SnpRules(measurements=(MEASUREMENT,), min_snp_svn={"Genoa": SNP_SVN})
+    assert shared.refusal(shared.report(), rules=default) == "firmware_floor"
+    assert shared.refusal(shared.report(), rules=default.model_copy(update={"key_kinds": ("VLEK",)})) is None
+    assert bench.refusal(bench.report(), rules=default) is None
+
+
+def test_host_data_is_compared_where_the_rules_list_values(bench: SnpBench) -> None:
+    claims = bench.verify(bench.report())
+    for listed, accepted in ((None, True), ((claims.host_data,), True), ((b"x" * 32,), False), ((), False)):
+        rules = ADMIT_ALL.model_copy(update={"host_data": listed})
+        if accepted:
+            check_host_data(claims, rules)
+        else:
+            with pytest.raises(EvidenceError) as refusal:
+                check_host_data(claims, rules)
+            assert refusal.value.code == "measurement_unknown"
 
 
 def test_an_accepted_debug_guest_says_so(bench: SnpBench) -> None:

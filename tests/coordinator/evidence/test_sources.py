@@ -27,7 +27,7 @@ def simulated() -> Policy:
 
 
 def test_a_hardware_policy_needs_collateral_and_a_simulated_one_takes_none(tmp_path: Path, simulated: Policy) -> None:
-    (tmp_path / "collateral.yaml").write_text("snp_crls: []")
+    (tmp_path / "collateral.yaml").write_text("snp_vcek_crls: []")
     assert given_collateral(hardware(), "collateral.yaml", tmp_path) == CollateralBundle()
     for policy in (None, simulated):
         assert given_collateral(policy, None, tmp_path) is None
