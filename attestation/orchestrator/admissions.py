@@ -95,6 +95,7 @@ def admitted_body(appraisal: Appraisal, appraised_at: int, collateral: bytes) ->
         "evidence_class": appraisal.evidence_class,
         "evidence_digest": appraisal.evidence_digest.hex(),
         "platform_id": appraisal.platform_id.hex(),
+        "gpus": [gpu.platform_id.hex() for gpu in appraisal.gpus],
         "identity_key": appraisal.identity_key.hex(),
         "mask_key": appraisal.mask_key.hex(),
         "expires_at": appraisal.expires_at,
@@ -348,7 +349,7 @@ class Admissions:
         self._enrolment.drop(member_id)
 
     def _revoked(self, admitted: AdmittedMember) -> EvidenceError | None:
-        return self._revocations.find(admitted.appraisal.member_id, admitted.appraisal.platform_id)
+        return self._revocations.find(admitted.appraisal)
 
     def _admitted_by(self, envelope: Envelope) -> AdmittedMember | None:
         """Return the member that this very presentation admitted; None once a newer challenge asks for another."""
@@ -388,7 +389,7 @@ class Admissions:
             self._facts.keep(appraisal.facts)
             self._make_room(appraisal)
             self._forget_passing()
-            if (revoked := self._revocations.find(claimed, appraisal.platform_id)) is not None:
+            if (revoked := self._revocations.find(appraisal)) is not None:
                 raise revoked
             # Before the check, which would refuse the newcomer because of the members that it displaces.
             self._displace(appraisal)

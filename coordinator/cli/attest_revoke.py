@@ -1,6 +1,7 @@
-"""``raycloak attest revoke``: excludes a member or a machine from a run that is under way."""
+"""``raycloak attest revoke``: excludes a member, a machine or a GPU from a run that is under way."""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,26 +21,30 @@ def revoke_command(
     platform: Annotated[
         str | None, typer.Option(metavar="HEX", help="Platform id of a machine, from the evidence log.")
     ] = None,
+    gpu: Annotated[str | None, typer.Option(metavar="HEX", help="Id of a GPU, from the evidence log.")] = None,
     reason: Annotated[
         str, typer.Option(metavar="TEXT", help="Reason, for the evidence log.")
     ] = "revoked by the operator",
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Exclude a member, or everybody on a machine, from a run, before its next step. This cannot be undone."""
-    execute(as_json, debug, lambda output: _revoke(output, run_dir, member, platform, reason))
+    """Exclude a member, or everybody with a machine or GPU, from a run, before its next step. It cannot be undone."""
+    named: dict[RevokedKind, str | None] = {"member": member, "platform": platform, "gpu": gpu}
+    execute(as_json, debug, lambda output: _revoke(output, run_dir, named, reason))
 
 
-def _revoke(output: Output, run_dir: Path, member: str | None, platform: str | None, reason: str) -> int:
+def _revoke(output: Output, run_dir: Path, named: "Mapping[RevokedKind, str | None]", reason: str) -> int:
     from raycloak.attestation.orchestrator.revocations import revoke
     from raycloak.coordinator.config import home
     from raycloak.coordinator.console.tables import fields_table
     from raycloak.coordinator.record.folder import RunFolder
 
-    if (member is None) == (platform is None):
-        raise ConfigError("revoke_one", "give either --member or --platform.", "The evidence log has both names.")
-    kind: RevokedKind = "platform" if platform is not None else "member"
-    name = platform or member or ""
+    given = [(kind, name) for kind, name in named.items() if name is not None]
+    if len(given) != 1:
+        raise ConfigError(
+            "revoke_one", "give one of --member, --platform and --gpu.", "The evidence log has all three names."
+        )
+    ((kind, name),) = given
     record = RunFolder.open(run_dir).record
     if record.status in ("done", "void"):
         raise ConfigError(
@@ -47,9 +52,14 @@ def _revoke(output: Output, run_dir: Path, member: str | None, platform: str | N
             f"the run in {run_dir} is over; nobody takes part in it.",
             "Exclude the machine from later runs in the policy.",
         )
-    revoke(home.orchestrator_file(record.run_id), kind, name, reason=reason, now=int(time.time()))
-    rows = [("run", record.run_id), (kind, name), ("reason", reason), ("in effect", "from the next step on")]
-    output.result(
-        {"run_id": record.run_id, "kind": kind, "name": name, "reason": reason}, fields_table("Revoked", rows)
-    )
+    hit = revoke(home.orchestrator_file(record.run_id), kind, name, reason=reason, now=int(time.time()))
+    rows = [
+        ("run", record.run_id),
+        (kind, name),
+        ("members", f"{len(hit)}: {', '.join(hit)}"),
+        ("reason", reason),
+        ("in effect", "from the next step on"),
+    ]
+    said = {"run_id": record.run_id, "kind": kind, "name": name, "members": hit, "reason": reason}
+    output.result(said, fields_table("Revoked", rows))
     return 0

@@ -24,6 +24,7 @@ from raycloak.attestation.orchestrator.admissions import admitted_body
 from raycloak.attestation.orchestrator.documents import Document, DocumentKind
 from raycloak.attestation.orchestrator.evaluation_order import EvaluationOrder, check_cover
 from raycloak.attestation.orchestrator.machine_book import machines_of
+from raycloak.attestation.orchestrator.revocations import revocable_names
 from raycloak.attestation.orchestrator.run_terms import OBSERVER
 from raycloak.attestation.policy.key_policy import KeyKind
 from raycloak.attestation.policy.policy import Policy
@@ -63,6 +64,7 @@ class _Admitted(_Body):
     evidence_class: str
     evidence_digest: bytes
     platform_id: bytes
+    gpus: tuple[bytes, ...]
     identity_key: bytes
     mask_key: bytes
     expires_at: int
@@ -412,8 +414,7 @@ class History:
         return document
 
     def _require_not_revoked(self, entry: Entry, member: Appraisal) -> None:
-        names = {("member", member.member_id), ("platform", member.platform_id.hex())}
-        if names & self._revoked:
+        if self._revoked.intersection(revocable_names(member)):
             raise _broken(entry, f"{member.member_id} or its machine was revoked before")
 
 

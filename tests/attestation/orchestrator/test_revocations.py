@@ -1,10 +1,13 @@
 """A member that is revoked during a run gets nothing more, whatever else happens, and the log says so."""
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from raycloak.attestation.files.sqlite import Transactions
+from raycloak.attestation.orchestrator.admissions import admitted_body
 from raycloak.attestation.orchestrator.revocations import count_revocations, revoke
 from raycloak.attestation.orchestrator.state import state_file
 from raycloak.metrics.errors import ConfigError
@@ -22,8 +25,13 @@ def desk(session, tmp_path) -> Desk:
     return desk
 
 
-def take_back(desk: Desk, kind: str, name: str) -> None:
-    revoke(state_file(desk.home, desk.run_id), kind, name, reason="stolen", now=NOW + 5)
+def platform_of(desk: Desk) -> str:
+    (platform,) = {body["platform_id"] for kind, body in desk.log() if kind == "admitted"}
+    return platform
+
+
+def take_back(desk: Desk, kind: str, name: str) -> tuple[str, ...]:
+    return revoke(state_file(desk.home, desk.run_id), kind, name, reason="stolen", now=NOW + 5)
 
 
 def open_step(desk: Desk) -> str:
@@ -45,13 +53,28 @@ def test_a_revoked_member_gets_no_key_no_roster_entry_and_no_second_admission(de
 
 
 def test_a_revoked_platform_takes_everybody_on_it_and_admits_nobody_again(desk):
-    (platform,) = {body["platform_id"] for kind, body in desk.log() if kind == "admitted"}
-    take_back(desk, "platform", platform.upper())
+    assert take_back(desk, "platform", platform_of(desk).upper()) == ("worker-0", "worker-1")
     assert open_step(desk) == "evidence_expired"
     assert refusal(desk.orchestrator.admit, desk.present("worker-2")) == "platform_revoked"
     desk.executions += 1
     desk.restart()
     assert refusal(desk.orchestrator.admit, desk.present("worker-0")) == "platform_revoked"
+
+
+def test_a_revoked_gpu_takes_its_member_off_and_admits_it_nowhere(desk):
+    """A GPU can move to another machine."""
+    gpu = b"g" * 48
+    admission = desk.orchestrator._session.admission
+    appraisal = admission.find("worker-1").appraisal
+    admission.find("worker-1").appraisal = with_gpu = replace(appraisal, gpus=(SimpleNamespace(platform_id=gpu),))
+    body = admitted_body(appraisal, NOW, b"") | {"gpus": [gpu.hex()]}
+    with desk.orchestrator._run.books.state.transaction():
+        desk.orchestrator._run.books.log.append("admitted", body)
+    assert take_back(desk, "gpu", gpu.hex()) == ("worker-1",)
+    assert open_step(desk) == "evidence_expired"
+    elsewhere = replace(with_gpu, member_id="worker-9", platform_id=b"p" * 16)
+    assert desk.orchestrator._run.books.revocations.find(elsewhere).code == "gpu_revoked"
+    assert desk.orchestrator._run.books.revocations.find(replace(elsewhere, gpus=())) is None
 
 
 def test_another_session_may_use_the_name_of_a_revoked_member(desk):
@@ -129,7 +152,7 @@ def test_revocations_are_counted_beside_the_orchestrator(desk, tmp_path):
     state = state_file(desk.home, desk.run_id)
     assert count_revocations(state) == 0
     take_back(desk, "member", "worker-1")
-    take_back(desk, "platform", "ab")
+    take_back(desk, "platform", platform_of(desk))
     assert count_revocations(state) == 2
     assert count_revocations(tmp_path / "absent") == 0
 
@@ -143,6 +166,10 @@ def test_what_cannot_be_revoked_is_named(desk, tmp_path):
         return error.value.code
 
     assert code("member", "worker-7") == "member_unknown"
-    assert code("platform", "no digits") == code("platform", "") == "platform_id"
+    for digits in ("no digits", "", platform_of(desk)[:-2], platform_of(desk) + "00", "ab" * 48):
+        assert code("platform", digits) == "platform_id", digits
+    assert code("gpu", platform_of(desk)) == "gpu_id"
+    # Well formed, and of nobody: the last is a platform's id where a GPU's is meant.
+    assert code("platform", "ab" * 16) == code("gpu", "ab" * 48) == "revokes_nobody"
     assert code("member", "worker-0", tmp_path / "absent") == "run_unknown"
     assert count_revocations(state) == 0

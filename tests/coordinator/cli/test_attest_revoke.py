@@ -37,10 +37,13 @@ def revoke(run, capfd, monkeypatch) -> Callable[..., tuple[int, dict[str, Any]]]
 
 
 def test_a_member_and_a_platform_are_revoked(run, revoke):
-    said = {"run_id": run.session.run_id, "kind": "member", "name": "worker-1", "reason": "stolen"}
-    assert revoke("--member", "worker-1", "--reason", "stolen") == (0, said)
-    code, said = revoke("--platform", "ab" * 16)
-    assert (code, said["kind"], said["name"]) == (0, "platform", "ab" * 16)
+    said = {"run_id": run.session.run_id, "kind": "member", "name": "worker-1", "members": ["worker-1"]}
+    assert revoke("--member", "worker-1", "--reason", "stolen") == (0, said | {"reason": "stolen"})
+    admitted = [json.loads(line) for line in (run.folder / "evidence.jsonl").read_text().splitlines()]
+    platform = next(e["body"]["platform_id"] for e in admitted if e.get("kind") == "admitted")
+    code, said = revoke("--platform", platform)
+    assert (code, said["kind"], said["name"]) == (0, "platform", platform)
+    assert {"worker-0", "worker-1"} <= set(said["members"])
     assert run.session.revocations() == count_revocations(home.orchestrator_file(run.session.run_id)) == 2
 
 
@@ -50,8 +53,11 @@ def test_what_cannot_be_revoked_is_refused_and_changes_nothing(run, revoke):
         return code, said["error"]["code"] if isinstance(said["error"], dict) else said["error"]
 
     assert refused() == refused("--member", "worker-1", "--platform", "ab") == (2, "revoke_one")
+    assert refused("--gpu", "ab" * 48, "--platform", "ab" * 16) == (2, "revoke_one")
+    assert refused("--platform", "ab" * 16) == refused("--gpu", "ab" * 48) == (2, "revokes_nobody")
     assert refused("--member", "worker-7") == (2, "member_unknown")
-    assert refused("--platform", "machine") == (2, "platform_id")
+    assert refused("--platform", "machine") == refused("--platform", "ab" * 15) == (2, "platform_id")
+    assert refused("--gpu", "ab" * 16) == (2, "gpu_id")
     run.coordinator.order.folder.mark("done")
     assert refused("--member", "worker-1") == (2, "run_done")
     assert run.session.revocations() == 0
