@@ -39,6 +39,8 @@ def _gpu_claims(gpu: GpuClaims) -> dict[str, Any]:
         "ueid": _text(ueid(gpu.platform_id)),
         "hwmodel": gpu.hwmodel,
         **debug,
+        "mode": gpu.mode,
+        "uncovered_measurements": list(gpu.uncovered),
         "exp": gpu.expires_at,
         "evidence_class": str(gpu.evidence_class),
     }

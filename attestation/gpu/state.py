@@ -33,18 +33,23 @@ def chip_family(name: str) -> str:
     return found[1] if found else ""
 
 
-def check_device(leaf: x509.Certificate) -> str:
-    """Return the chip's family; refuse the certificate of another kind of device, such as a switch."""
-    family = chip_family(common_name(leaf))
+def check_device(leaf: x509.Certificate, rules: GpuRules) -> str:
+    """Return the chip's family; refuse another kind of device, such as a switch, and models that are not accepted."""
+    name = common_name(leaf)
+    family = chip_family(name)
     if not family:
-        refuse(Refusal.GPU_STATE, f"'{common_name(leaf)}' is not the firmware certificate of a GPU")
+        refuse(Refusal.GPU_STATE, f"'{name}' is not the firmware certificate of a GPU")
+    if rules.models is not None and name.split()[0] not in rules.models:
+        refuse(Refusal.GPU_STATE, f"the policy does not accept a {name.split()[0]}")
     return family
 
 
 def check_firmware_identity(leaf: x509.Certificate, report: GpuReport) -> None:
-    """Require that the reporting firmware is the one that the leaf certifies, where both name one."""
+    """Require that the reporting firmware is the one that the leaf certifies, if the leaf names one."""
     certified, reported = _certified_fwid(leaf), report.opaque.get(Opaque.FWID)
-    if certified is not None and reported is not None and certified != reported:
+    if certified is not None and reported is None:
+        refuse(Refusal.GPU_STATE, "the GPU's certificate names its firmware, and the report does not")
+    if certified is not None and certified != reported:
         refuse(Refusal.GPU_STATE, "the GPU's certificate is for other firmware than the report")
 
 
@@ -58,7 +63,7 @@ def _certified_fwid(leaf: x509.Certificate) -> bytes | None:
 
 
 def check_mode(report: GpuReport, rules: GpuRules) -> str:
-    """Return the mode in words. Refuse an unknown mode, and protected PCIe unless the rules allow it."""
+    """Return the mode in words. Refuse an unknown mode, and protected PCIe or no mode unless the rules allow it."""
     flag = report.opaque.get(Opaque.FEATURE_FLAG)
     mode = int.from_bytes(flag, "little") if flag is not None else None
     protected = mode == _PPCIE_MODE or report.opaque.get(Opaque.PROTECTED_PCIE_STATUS) == bytes((_PPCIE_ON,))
@@ -68,11 +73,15 @@ def check_mode(report: GpuReport, rules: GpuRules) -> str:
         refuse(Refusal.GPU_STATE, "the GPU runs in protected-PCIe mode, not in confidential-computing mode")
     if protected:
         return _MODES[_PPCIE_MODE]
-    return "confidential computing" if mode is None else _MODES[mode]
+    if mode is None and not rules.allow_unstated_mode:
+        refuse(Refusal.GPU_STATE, "the GPU does not state its mode, so nothing says that it is confidential computing")
+    return "not stated" if mode is None else _MODES[mode]
 
 
-def check_references(report: GpuReport, family: str, driver: GoldenValues | None, vbios: GoldenValues | None) -> int:
-    """Compare the report with the given reference values; return how many measurements were compared."""
+def check_references(
+    report: GpuReport, family: str, driver: GoldenValues | None, vbios: GoldenValues | None
+) -> tuple[int, ...]:
+    """Compare the report with the given reference values; return the measurements, from 1, that were compared."""
     _check_described(driver, report.driver_version, family, "driver")
     _check_described(vbios, report.vbios_version, family, "VBIOS")
     driver_values, vbios_values = (each.values if each else {} for each in (driver, vbios))
@@ -83,7 +92,7 @@ def check_references(report: GpuReport, family: str, driver: GoldenValues | None
     differing = [index for index, accepted in values.items() if report.measurements.get(index + 1) not in accepted]
     if differing:
         refuse(Refusal.GPU_STATE, f"measurements {differing} of the GPU differ from its manifests")
-    return len(values)
+    return tuple(sorted(index + 1 for index in values))
 
 
 def _check_described(golden: GoldenValues | None, version: str, family: str, what: str) -> None:

@@ -62,7 +62,8 @@ class GpuClaims:
         report_data: the nonce of the request, 32 bytes.
         hwmodel: the model that the device's certificate names.
         dbgstat: ``disabled`` if reference values of driver and VBIOS matched, empty if that is unknown.
-        mode: the mode of confidential computing.
+        mode: the mode of confidential computing; ``not stated`` if the report does not say and the rules allow that.
+        uncovered: measurements, from 1, that are in no reference manifest.
         expires_at: unix seconds at which a certificate, OCSP answer or manifest signer stops being valid.
         steps: (step, verdict) in the order in which they were taken.
     """
@@ -76,6 +77,7 @@ class GpuClaims:
     driver_version: str
     vbios_version: str
     mode: str
+    uncovered: tuple[int, ...]
     expires_at: int
     steps: tuple[tuple[str, str], ...]
 
@@ -163,7 +165,7 @@ def verify_gpu(
         if each.family == "nvidia_rim" and each.evidence_class is anchor.evidence_class
     ]
     mode, compared = _check_state(parsed, certificates[0], manifests, rim_roots, rules, instant)
-    return _claims(parsed, certificates, anchor, (mode, compared), len(answers), int(min(ends).timestamp()))
+    return _claims(parsed, certificates, anchor, mode, compared, len(answers), int(min(ends).timestamp()))
 
 
 def _named(rims: GpuReferences) -> tuple[tuple[bytes | None, str], ...]:
@@ -214,9 +216,9 @@ def _check_state(
     rim_roots: Collection[bytes],
     rules: GpuRules,
     now: datetime,
-) -> tuple[str, str]:
-    """Judge the GPU's state; return its mode, and the reference values compared, in words."""
-    family = check_device(leaf)
+) -> tuple[str, tuple[int, ...]]:
+    """Judge the GPU's state; return its mode in words, and the measurements that were compared."""
+    family = check_device(leaf, rules)
     check_firmware_identity(leaf, report)
     mode = check_mode(report, rules)
     for rim, what in ((rims.driver, "driver"), (rims.vbios, "VBIOS")):
@@ -226,19 +228,19 @@ def _check_state(
         verify_rim(rim, rim_roots, now, what) if rim is not None else None
         for rim, what in ((rims.driver, "driver"), (rims.vbios, "VBIOS"))
     )
-    count = check_references(report, family, driver, vbios)
-    return mode, f"{count} equal their reference values" if count else ""
+    return mode, check_references(report, family, driver, vbios)
 
 
 def _claims(
     report: GpuReport,
     chain: Sequence[x509.Certificate],
     anchor: Anchor,
-    state: tuple[str, str],
+    mode: str,
+    compared: tuple[int, ...],
     answers: int,
     expires_at: int,
 ) -> GpuClaims:
-    mode, compared = state
+    uncovered = tuple(sorted(report.measurements.keys() - set(compared)))
     values = b"".join(report.measurements[index] for index in sorted(report.measurements))
     steps = (
         ("parse", f"{len(report.measurements)} measurements"),
@@ -248,7 +250,7 @@ def _claims(
         ("collateral", f"until {expires_at}"),
         ("nonce", report.nonce.hex()),
         ("mode", mode),
-        ("measurements", compared or "not compared"),
+        ("measurements", _covered(compared, uncovered)),
     )
     return GpuClaims(
         evidence_class=anchor.evidence_class,
@@ -257,9 +259,17 @@ def _claims(
         report_data=report.nonce,
         hwmodel=common_name(chain[1]),
         dbgstat="disabled" if compared else "",
+        uncovered=uncovered,
         driver_version=report.driver_version,
         vbios_version=report.vbios_version,
         mode=mode,
         expires_at=expires_at,
         steps=steps,
     )
+
+
+def _covered(compared: tuple[int, ...], uncovered: tuple[int, ...]) -> str:
+    if not compared:
+        return "not compared"
+    rest = f"; in no reference manifest: {', '.join(map(str, uncovered))}" if uncovered else ""
+    return f"{len(compared)} equal their reference values{rest}"

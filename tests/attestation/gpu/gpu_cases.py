@@ -54,7 +54,7 @@ def load_gpu_cases(folder: Path) -> dict[str, GpuCase]:
             nonce=case.nonce,
             rims=references_of(case),
             ocsp=answers_of(case),
-            rules=case.rules(GpuRules),
+            rules=case.given("allow_unstated_mode", True).rules(GpuRules),
             now=case.now,
             expected=case.fields.refusal,
         )

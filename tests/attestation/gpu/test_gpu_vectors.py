@@ -26,7 +26,15 @@ def test_claims_of_a_genuine_gpu(cases: dict[str, GpuCase]) -> None:
     assert claims.evidence_class is EvidenceClass.NVIDIA_GPU
     assert (claims.driver_version, claims.vbios_version) == ("550.90.07", "96.00.9F.00.01")
     assert (claims.hwmodel, claims.dbgstat) == ("GH100 A01 GSP BROM", "disabled")
-    assert dict(claims.steps)["measurements"] == "33 equal their reference values"
+    # A genuine Hopper reports 64, of which its manifests list 33.
+    assert len(claims.uncovered) == 31
+    uncovered = ", ".join(map(str, claims.uncovered))
+    expected = f"33 equal their reference values; in no reference manifest: {uncovered}"
+    assert dict(claims.steps)["measurements"] == expected
+    assert claims.mode == "not stated"
+    # The defaults do not take silence for confidential computing.
+    strict = cases["gpu-hopper-550-rim-ocsp"].rules.model_copy(update={"allow_unstated_mode": False})
+    assert cases["gpu-hopper-550-rim-ocsp"].refusal(rules=strict) == "gpu_state"
     assert claims.eat_nonce == cases["gpu-hopper-550-rim-ocsp"].nonce
     assert claims.expires_at == 1755845227  # the first OCSP answer's next update
     assert cases["gpu-hopper-550"].verify().dbgstat == ""

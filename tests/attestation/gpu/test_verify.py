@@ -118,16 +118,17 @@ def test_the_nonce_is_the_one_that_was_issued(bench: GpuBench) -> None:
 
 def test_modes(bench: GpuBench) -> None:
     for variant, code in (
-        (GpuVariant(feature_flag=None), None),
+        (GpuVariant(feature_flag=None), "gpu_state"),
         (GpuVariant(feature_flag=0), None),
         (GpuVariant(feature_flag=2), "gpu_state"),
         (GpuVariant(feature_flag=None, protected_pcie=True), "gpu_state"),
         (GpuVariant(feature_flag=3), "gpu_state"),
     ):
         assert bench.code(variant) == code
-    names = {None: "confidential computing", 0: "single GPU", 1: "multi GPU", 2: "protected PCIe"}
+    names = {None: "not stated", 0: "single GPU", 1: "multi GPU", 2: "protected PCIe"}
+    rules = GpuRules(allow_ppcie=True, allow_unstated_mode=True)
     for flag, name in names.items():
-        assert bench.verify(GpuVariant(feature_flag=flag), rules=GpuRules(allow_ppcie=True)).mode == name
+        assert bench.verify(GpuVariant(feature_flag=flag), rules=rules).mode == name
 
 
 def test_a_switch_is_not_a_gpu(bench: GpuBench) -> None:
@@ -135,9 +136,22 @@ def test_a_switch_is_not_a_gpu(bench: GpuBench) -> None:
     assert bench.code(gpu=switch, ocsp=bench.vendor.ocsp(switch, NOW)) == "gpu_state"
 
 
-def test_the_firmware_identity_is_compared_where_both_state_it(bench: GpuBench) -> None:
+def test_a_leaf_that_certifies_a_firmware_identity_needs_the_same_one_in_the_report(bench: GpuBench) -> None:
     assert bench.code(GpuVariant(fwid=bytes(48))) == "gpu_state"
-    assert bench.code(GpuVariant(fwid=b"")) is None
+    assert bench.code(GpuVariant(fwid=b"")) == "gpu_state"
+
+
+def test_the_rules_may_name_the_accepted_models(bench: GpuBench) -> None:
+    model = bench.gpu.chip.split()[0]
+    for models, code in (((model,), None), (("GB202", model), None), (("GB202",), "gpu_state"), ((), "gpu_state")):
+        assert bench.code(rules=GpuRules(models=models)) == code
+
+
+def test_measurements_in_no_manifest_are_listed(bench: GpuBench) -> None:
+    claims = bench.verify()
+    listed = dict(claims.steps)["measurements"].rpartition("in no reference manifest: ")[2]
+    assert claims.uncovered
+    assert listed == ", ".join(map(str, claims.uncovered))
 
 
 def test_reference_values_must_be_there_for_both(bench: GpuBench) -> None:
