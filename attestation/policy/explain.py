@@ -1,13 +1,16 @@
-"""Says in words what a policy accepts, and where it is laxer than a hardware run's defaults or admits nothing."""
+"""Says in words what a policy accepts, and where it is laxer than a hardware run's defaults or admits nothing.
 
-from collections.abc import Iterator
+Guarantee: every field that is laxer than its default is named. ``LAXER`` has a test for each field of every rule.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from raycloak.attestation.core.evidence import EvidenceClass
 from raycloak.attestation.gpu.rules import GpuRules
-from raycloak.attestation.policy.policy import Policy
-from raycloak.attestation.snp.rules import SnpRules
+from raycloak.attestation.policy.policy import DEFAULT_LIFETIME_S, KeyQuotas, Policy
+from raycloak.attestation.snp.rules import Generation, SnpRules
 from raycloak.attestation.tdx.rules import RTMRS, TdxRules
 from raycloak.attestation.trust.roots import Anchor
 
@@ -18,7 +21,69 @@ _CLASS_WORDS: Final = {
     EvidenceClass.NVIDIA_GPU: "NVIDIA GPU",
 }
 # A rule that is laxer than these defaults gets a warning.
-_STRICT_TDX, _STRICT_SNP, _STRICT_GPU = TdxRules(), SnpRules(), GpuRules()
+_TDX, _SNP, _GPU, _QUOTAS = TdxRules(), SnpRules(), GpuRules(), KeyQuotas()
+
+
+def _never(policy: Policy) -> bool:
+    """Return False: nothing is laxer than this field's default, or it has none."""
+    return False
+
+
+def _low_floors(policy: Policy) -> bool:
+    given = policy.sev_snp.min_snp_svn
+    return any(given[name] < floor for name, floor in _SNP.min_snp_svn.items() if name in given)
+
+
+LAXER: Final[Mapping[str, Callable[[Policy], bool]]] = {
+    "accepted_classes": lambda p: p.accepts_simulated,
+    "anchors": _never,
+    "evidence_lifetime_s": lambda p: p.evidence_lifetime_s > DEFAULT_LIFETIME_S,
+    "platforms": _never,
+    "workers_per_platform": lambda p: p.workers_per_platform is None or p.workers_per_platform > 1,
+    "gpus_per_worker": _never,
+    "key_quotas.per_member": lambda p: p.key_quotas.per_member > _QUOTAS.per_member,
+    "key_quotas.per_run": lambda p: p.key_quotas.per_run > _QUOTAS.per_run,
+    "collateral_service": _never,
+    "tdx.measurements": _never,
+    "tdx.rtmr0": _never,
+    "tdx.rtmr1": _never,
+    "tdx.rtmr2": _never,
+    "tdx.rtmr3": _never,
+    "tdx.mr_config_id": _never,
+    "tdx.tcb_statuses": lambda p: not set(p.tdx.tcb_statuses) <= set(_TDX.tcb_statuses),
+    "tdx.rejected_advisories": _never,
+    "tdx.min_tcb_evaluation_data_number": _never,
+    "tdx.allow_dynamic_platform": _never,
+    "tdx.allow_cached_keys": _never,
+    "tdx.allow_smt": _never,
+    "tdx.allow_debug": lambda p: p.tdx.allow_debug,
+    "tdx.require_sept_ve_disable": lambda p: not p.tdx.require_sept_ve_disable,
+    "sev_snp.allowed_generations": lambda p: not set(p.sev_snp.allowed_generations) <= set(_SNP.allowed_generations),
+    "sev_snp.min_snp_svn": _low_floors,
+    "sev_snp.min_boot_loader_svn": _never,
+    "sev_snp.min_tee_svn": _never,
+    "sev_snp.min_microcode_svn": _never,
+    "sev_snp.require_alias_check": lambda p: not p.sev_snp.require_alias_check,
+    "sev_snp.allow_debug": lambda p: p.sev_snp.allow_debug,
+    "sev_snp.allow_migrate_ma": lambda p: p.sev_snp.allow_migrate_ma,
+    "sev_snp.allow_smt": _never,
+    "sev_snp.allowed_vmpl": lambda p: not set(p.sev_snp.allowed_vmpl) <= set(_SNP.allowed_vmpl),
+    "sev_snp.key_kinds": lambda p: not set(p.sev_snp.key_kinds) <= set(_SNP.key_kinds),
+    "sev_snp.require_crl": lambda p: not p.sev_snp.require_crl,
+    "sev_snp.measurements": _never,
+    "sev_snp.host_data": _never,
+    "nvidia_gpu.models": _never,
+    "nvidia_gpu.allow_ppcie": lambda p: p.nvidia_gpu.allow_ppcie,
+    "nvidia_gpu.allow_unstated_mode": lambda p: p.nvidia_gpu.allow_unstated_mode,
+    "nvidia_gpu.require_rim": lambda p: not p.nvidia_gpu.require_rim,
+    "nvidia_gpu.require_ocsp": lambda p: not p.nvidia_gpu.require_ocsp,
+}
+"""Tells of each field of a policy whether it is laxer than its default."""
+
+
+def laxer_than_default(policy: Policy) -> tuple[str, ...]:
+    """Return the names of the fields that are laxer than their defaults, whatever evidence the policy accepts."""
+    return tuple(name for name, is_laxer in LAXER.items() if is_laxer(policy))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +106,22 @@ def explain(policy: Policy) -> tuple[Sentence, ...]:
     if "tdx" in families:
         sentences += _tdx(policy.tdx)
     if "sev_snp" in families:
-        sentences += _sev_snp(policy.sev_snp)
+        sentences += _sev_snp(policy)
     sentences += _gpus(policy, "nvidia_gpu" in families)
     sentences += _machines(policy)
     sentences += _collateral(policy)
     hours = policy.evidence_lifetime_s / 3600
     quotas = policy.key_quotas
     drawn = f"A key is released at most {quotas.per_member} times to a member in a session, {quotas.per_run} in a run."
-    return (
-        *sentences,
-        Sentence("lifetime", f"Evidence must be renewed after {hours:g} hours, or when it expires."),
-        Sentence("keys", drawn),
-    )
+    longer = policy.evidence_lifetime_s > DEFAULT_LIFETIME_S
+    more = quotas.per_member > _QUOTAS.per_member or quotas.per_run > _QUOTAS.per_run
+    sentences += [
+        Sentence("lifetime", f"Evidence must be renewed after {hours:g} hours, or when it expires.", longer),
+        Sentence("keys", drawn, more),
+    ]
+    if names := laxer_than_default(policy):
+        sentences.append(Sentence("defaults", f"Laxer than the defaults: {', '.join(names)}.", warning=True))
+    return tuple(sentences)
 
 
 def _classes(policy: Policy) -> Iterator[Sentence]:
@@ -77,7 +146,7 @@ def _tdx(rules: TdxRules) -> Iterator[Sentence]:
     yield _measurements("TDX", rules.measurements)
     yield from _registers(rules)
     statuses = ", ".join(rules.tcb_statuses) or "none"
-    lax = not set(rules.tcb_statuses) <= set(_STRICT_TDX.tcb_statuses)
+    lax = not set(rules.tcb_statuses) <= set(_TDX.tcb_statuses)
     text = f"Platform, TDX module and quoting enclave must each have one of these statuses: {statuses}."
     yield Sentence("TDX", text, warning=lax)
     if rules.rejected_advisories:
@@ -122,16 +191,57 @@ def _registers(rules: TdxRules) -> Iterator[Sentence]:
         yield Sentence("TDX", text, warning=True)
 
 
-def _sev_snp(rules: SnpRules) -> Iterator[Sentence]:
+def _key_kinds(policy: Policy) -> Iterator[Sentence]:
+    kinds = policy.sev_snp.key_kinds
+    yield Sentence("SEV-SNP", f"Reports are signed by: {', '.join(kinds) or 'nothing'}.", warning=not kinds)
+    if "VLEK" not in kinds:
+        return
+    text = "A VLEK is shared by a provider's machines: it proves the provider, and no particular machine."
+    yield Sentence("SEV-SNP", text, warning=True)
+    if policy.workers_per_platform is None:
+        text = (
+            "Where the provider masks the chip's id, any number of workers may be on one machine, and revoking a "
+            "platform reaches one guest alone."
+        )
+        yield Sentence("SEV-SNP", text, warning=True)
+    else:
+        text = "A report with a masked chip id is refused, because workers_per_platform counts by machine."
+        yield Sentence("SEV-SNP", text)
+
+
+def _other_floors(rules: SnpRules, admitted: list[Generation]) -> Iterator[Sentence]:
+    """Name the floors of what is beside the SNP firmware, and say where there is none."""
+    for name in admitted:
+        floors = {part: floor for part, floor in rules.floors(name).items() if part != "SNP firmware"}
+        if floors:
+            words = ", ".join(f"{part} from {floor}" for part, floor in floors.items())
+            yield Sentence("SEV-SNP", f"{name}: {words}.")
+        missing = [part for part in ("boot loader", "TEE", "microcode") if part not in floors]
+        if missing:
+            yield Sentence("SEV-SNP", f"{name}: any version of {', '.join(missing)} that AMD certified.")
+
+
+def _sev_snp(policy: Policy) -> Iterator[Sentence]:
+    rules = policy.sev_snp
     yield _measurements("SEV-SNP", rules.measurements)
     admitted = [name for name in rules.allowed_generations if name in rules.min_snp_svn]
     floors = ", ".join(f"{name} from SNP firmware {rules.min_snp_svn[name]}" for name in admitted)
-    yield Sentence("SEV-SNP", f"Processors: {floors or 'none'}.", warning=not admitted)
+    low = any(rules.min_snp_svn[name] < _SNP.min_snp_svn.get(name, 1) for name in admitted)
+    yield Sentence("SEV-SNP", f"Processors: {floors or 'none'}.", warning=low or not admitted)
+    yield from _other_floors(rules, admitted)
     if "Milan" in admitted:
         text = "Milan is admitted, although software can read the seed of its endorsement keys (arXiv 2605.12990)."
         yield Sentence("SEV-SNP", text, warning=True)
     yield _debug("SEV-SNP", rules.allow_debug)
-    yield Sentence("SEV-SNP", f"Privilege levels (VMPL): {', '.join(map(str, rules.allowed_vmpl)) or 'none'}.")
+    levels = ", ".join(map(str, rules.allowed_vmpl)) or "none"
+    lax = not set(rules.allowed_vmpl) <= set(_SNP.allowed_vmpl)
+    yield Sentence("SEV-SNP", f"Privilege levels (VMPL): {levels}.", warning=lax or not rules.allowed_vmpl)
+    yield from _key_kinds(policy)
+    if rules.host_data is None:
+        yield Sentence("SEV-SNP", "What the host sets at launch (HOST_DATA) is not compared.")
+    else:
+        text = f"What the host sets at launch (HOST_DATA) must be one of {len(rules.host_data)} known value(s)."
+        yield Sentence("SEV-SNP", text, warning=not rules.host_data)
     if rules.allow_migrate_ma:
         yield Sentence("SEV-SNP", "Guests are accepted whose memory a migration agent can move.", warning=True)
     yield Sentence("SEV-SNP", f"Guests on shared cores are {'accepted' if rules.allow_smt else 'refused'}.")
@@ -149,6 +259,11 @@ def _gpus(policy: Policy, known: bool) -> Iterator[Sentence]:
     if known:
         yield _required("GPU", "Signed reference values of driver and VBIOS", rules.require_rim)
         yield _required("GPU", "An OCSP answer for every device certificate", rules.require_ocsp)
+        models = "any model" if rules.models is None else ", ".join(rules.models) or "no model"
+        yield Sentence("GPU", f"Accepted GPUs: {models}.", warning=rules.models == ())
+        if rules.allow_unstated_mode:
+            text = "A GPU is accepted whose report does not state that it is in confidential-computing mode."
+            yield Sentence("GPU", text, warning=True)
         if rules.allow_ppcie:
             text = "Protected-PCIe mode is accepted, in which traffic between GPUs is not encrypted."
             yield Sentence("GPU", text, warning=True)
@@ -162,7 +277,7 @@ def _machines(policy: Policy) -> Iterator[Sentence]:
         yield Sentence("machines", f"{len(policy.platforms)} listed machine(s) are accepted.", not policy.platforms)
     most = policy.workers_per_platform
     limit = "any number of workers" if most is None else f"at most {most} worker(s)"
-    yield Sentence("machines", f"One machine may run {limit}.", warning=most is None)
+    yield Sentence("machines", f"One machine may run {limit}.", warning=most is None or most > 1)
 
 
 def _collateral(policy: Policy) -> Iterator[Sentence]:

@@ -15,7 +15,7 @@ from raycloak.attestation.files.yaml_reader import read_yaml
 from raycloak.attestation.gpu.rules import GpuRules
 from raycloak.attestation.policy.collateral_service import CollateralService
 from raycloak.attestation.snp.rules import SnpRules
-from raycloak.attestation.tdx.rules import TdxRules
+from raycloak.attestation.tdx.rules import RTMRS, TdxRules
 from raycloak.attestation.trust.roots import Anchor, pinned_anchors
 from raycloak.metrics.errors import ConfigError
 
@@ -55,7 +55,7 @@ class Policy(Message):
         tdx, sev_snp, nvidia_gpu: rules for TDX quotes, SEV-SNP reports and GPU reports.
     """
 
-    DOMAIN: ClassVar[str] = "raycloak/policy/v2"
+    DOMAIN: ClassVar[str] = "raycloak/policy/v3"
 
     accepted_classes: Annotated[tuple[EvidenceClass, ...], Field(min_length=1)]
     anchors: Annotated[tuple[Anchor, ...], Field(min_length=1)]
@@ -83,6 +83,17 @@ class Policy(Message):
             # None compares nothing. That is for verifying single pieces of evidence, never for a run.
             if rules.measurements is None:
                 raise ValueError(f"{name}.measurements must be a list; an empty one admits nothing")
+        return self
+
+    @model_validator(mode="after")
+    def _hardware_is_judged_by_what_was_said(self) -> Self:
+        """Refuse rules that would ask for less of a hardware class than naming it suggests."""
+        if EvidenceClass.NVIDIA_GPU in self.accepted_classes and not self.gpus_per_worker:
+            raise ValueError("nvidia_gpu is accepted, but gpus_per_worker asks for no GPU; say how many")
+        open_registers = [name for name in RTMRS if getattr(self.tdx, name) is None]
+        if EvidenceClass.INTEL_TDX in self.accepted_classes and open_registers:
+            names = ", ".join(f"tdx.{name}" for name in open_registers)
+            raise ValueError(f"{names}: list accepted values or say 'any', as the measurement is of firmware alone")
         return self
 
     @property

@@ -9,13 +9,13 @@ from raycloak.attestation.gpu.rules import GpuRules
 from raycloak.attestation.policy.collateral_service import CollateralService
 from raycloak.attestation.policy.policy import KeyQuotas, Policy, load_policy, simulated_policy
 from raycloak.attestation.snp.rules import SnpRules
-from raycloak.attestation.tdx.rules import REGISTERS, TdxRules
+from raycloak.attestation.tdx.rules import REGISTERS, RTMRS, TdxRules
 from raycloak.attestation.trust.roots import INTEL_SGX_ROOT_DER, Anchor
 from raycloak.metrics.errors import ConfigError
 from tests.anchors import INTEL_TDX_ANCHOR
 from tests.attestation.conftest import MEASUREMENT, Session, with_tdx
 
-TDX = {"measurements": [MEASUREMENT.hex()]}
+TDX = {"measurements": [MEASUREMENT.hex()], **dict.fromkeys(RTMRS, "any")}
 HARDWARE = {"accepted_classes": ["intel_tdx"], "anchors": ["intel_tdx"], "tdx": TDX}
 
 
@@ -70,6 +70,16 @@ def test_a_simulated_policy_survives_yaml(tmp_path: Path, session: Session) -> N
         {"tdx": TDX | {"tcb_statuses": ["anything"]}},
         {"tdx": TDX | {"min_tcb_evaluation_data_number": -1}},
         {"tdx": TDX | {"allow_smt": "yes"}},
+        {"tdx": TDX | {"rejected_advisories": ["SA-00960"]}},
+        {"tdx": TDX | {"rejected_advisories": ["INTEL-SA-00960 "]}},
+        {"tdx": TDX | {"rejected_advisories": ["intel-sa-00960"]}},
+        {"tdx": {"measurements": [MEASUREMENT.hex()]}},
+        {"tdx": TDX | {"rtmr2": None}},
+        {"tdx": TDX | {"rtmr2": "all"}},
+        {"accepted_classes": ["intel_tdx", "nvidia_gpu"], "anchors": ["intel_tdx", "nvidia_gpu"]},
+        {"sev_snp": {"host_data": ["00"]}},
+        {"sev_snp": {"key_kinds": ["ARK"]}},
+        {"nvidia_gpu": {"models": ["H100"]}},
         {"evidence_lifetime_s": 0},
         {"workers_per_platform": 0},
         {"gpus_per_worker": -1},
@@ -129,7 +139,7 @@ def test_every_field_is_in_the_digest(session: Session) -> None:
         "measurements": (bytes(48),),
         **{name: (bytes(48),) for name in REGISTERS},
         "tcb_statuses": ("UpToDate", "OutOfDate"),
-        "rejected_advisories": ("INTEL-SA-1",),
+        "rejected_advisories": ("INTEL-SA-00001",),
         "min_tcb_evaluation_data_number": 1,
         "allow_dynamic_platform": False,
         "allow_cached_keys": False,

@@ -19,7 +19,7 @@ from raycloak.attestation.simulators.tdx_vendor import (
     CollateralVariant,
     SimulatedVendor,
 )
-from raycloak.attestation.tdx.rules import TdxRules
+from raycloak.attestation.tdx.rules import RTMRS, TdxRules
 from raycloak.attestation.tdx.verify import TdxClaims, verify_tdx
 from raycloak.metrics.errors import EvidenceError
 from tests.anchors import INTEL_TDX_ANCHOR
@@ -233,7 +233,7 @@ def test_each_class_is_refused_under_the_other_anchor(session: Session, quote: b
     hardware = Policy(
         accepted_classes=(EvidenceClass.INTEL_TDX,),
         anchors=(INTEL_TDX_ANCHOR,),
-        tdx=TdxRules(measurements=(MEASUREMENT,)),
+        tdx=TdxRules(measurements=(MEASUREMENT,), **dict.fromkeys(RTMRS, "any")),
     )
     for policy in (other, hardware):
         assert refusal(session, quote, policy=policy) == "root_unknown"

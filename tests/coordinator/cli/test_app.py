@@ -337,7 +337,8 @@ def test_plan_shows_what_will_be_spent_and_touches_no_budget(raycloak, config_fi
 
 def test_plan_refuses_evidence_that_could_not_be_judged_and_says_whose_is_admitted(raycloak, config_file, tmp_path):
     policy = tmp_path / "policy.yaml"
-    policy.write_text("accepted_classes: [intel_tdx]\nanchors: [intel_tdx]\ntdx: {measurements: []}\n")
+    tdx = "{measurements: [], rtmr0: any, rtmr1: any, rtmr2: any, rtmr3: any}\n"
+    policy.write_text(f"accepted_classes: [intel_tdx]\nanchors: [intel_tdx]\ntdx: {tdx}")
     (tmp_path / "collateral.yaml").write_text("tdx: []\n")
     for given, code in (
         (["policy=none.yaml"], "policy"),

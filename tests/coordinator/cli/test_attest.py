@@ -80,7 +80,7 @@ POLICY = """\
 accepted_classes: [intel_tdx, nvidia_gpu]
 anchors: [intel_tdx, nvidia_gpu]
 gpus_per_worker: 8
-tdx: {tcb_statuses: [UpToDate, OutOfDate]}
+tdx: {tcb_statuses: [UpToDate, OutOfDate], rtmr0: any, rtmr1: any, rtmr2: any, rtmr3: any}
 """
 
 
@@ -94,6 +94,7 @@ def test_policy_check_explains_and_warns(tmp_path, capfd):
     warnings = [each["text"] for each in said["says"] if each["warning"]]
     assert any("no guest is accepted" in text for text in warnings)
     assert any("OutOfDate" in text for text in warnings)
+    assert "Laxer than the defaults: tdx.tcb_statuses." in warnings
 
 
 def test_policy_check_shows_sentences_to_a_person(tmp_path, capfd):

@@ -28,6 +28,7 @@ from raycloak.attestation.policy.policy import Policy, simulated_policy
 from raycloak.attestation.sealed.demand import SealedDemand
 from raycloak.attestation.service.client import EvidenceClient
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
+from raycloak.attestation.tdx.rules import RTMRS
 from raycloak.coordinator.cli import app
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import validated
@@ -315,6 +316,7 @@ def test_a_hardware_policy_refuses_simulated_workers(folder):
     hardware = {"accepted_classes": ["intel_tdx"], "anchors": ["intel_tdx"]}
     known = json.loads(policy.encode())
     hardware["anchors"] += known["anchors"]
+    known["tdx"] |= dict.fromkeys(RTMRS, "any")
     (folder / "policy.yaml").write_text(yaml.safe_dump({**known, **hardware}))
     (folder / "tdx.json").write_bytes(vendor.tdx_collateral(1_800_000_000).encode())
     (folder / "collateral.yaml").write_text("tdx: [tdx.json]\n")
