@@ -38,6 +38,8 @@ class PackageRefusal(StrEnum):
     """A file has another size or other bytes than the manifest says, or a chunk is not the one of its place."""
     OTHER_RUN = "package_other_run"
     """The package is of another run than the reader asked for."""
+    OTHER_STEP = "package_other_step"
+    """The package is of another step than its name says, or than the reader asked for."""
     ROLLED_BACK = "package_rolled_back"
     """A newer package was published than the one presented as the newest."""
     LEDGER_ROLLED_BACK = "ledger_rolled_back"

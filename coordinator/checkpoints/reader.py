@@ -30,7 +30,9 @@ from raycloak.coordinator.checkpoints.storage import (
     SIGNATURE,
     STORAGE_ERRORS,
     PackageStorage,
+    is_package,
     one_line,
+    package_order,
     split_location,
 )
 from raycloak.coordinator.checkpoints.writer import PARAMETERS
@@ -47,12 +49,15 @@ class Expected:
 
     Attributes:
         run: digest of the run's manifest.
+        run_id: of the run. step: number of finished steps.
         newest: the package that was published last, as far as the reader knows.
         ledger_hash: returns the hash of the ledger's entry at a sequence, None if it has none there.
         log_root: returns the evidence log's root over its first so many entries, None if it has fewer.
     """
 
     run: bytes | None = None
+    run_id: str | None = None
+    step: int | None = None
     newest: PublishedPackage | None = None
     ledger_hash: Callable[[int], bytes | None] | None = None
     log_root: Callable[[int], bytes | None] | None = None
@@ -120,7 +125,8 @@ def verify_package(
     """Check a package as a whole, without any key that opens it.
 
     Guarantee: returns only if both signatures verify under one entry of ``trust`` and the package agrees with
-    ``expected``. Its files are then exactly the manifest's, byte for byte. Nothing is decrypted.
+    ``expected``, and with its name if that names a step. Its files are then exactly the manifest's, byte for byte.
+    Nothing is decrypted.
 
     Raises:
         EvidenceError: with a code of `raycloak.attestation.sealed.package_manifest.PackageRefusal`.
@@ -129,6 +135,7 @@ def verify_package(
     files = storage.files(name)
     # Nothing else in a package is believed before its signatures hold.
     signer, manifest = _signed_manifest(storage, name, files, trust)
+    _check_name(manifest, name)
     _check_expected(manifest, expected)
     known = {MANIFEST, SIGNATURE, RUN_MANIFEST, *(payload.name for payload in manifest.payloads)}
     for stray in sorted(files.keys() - known):
@@ -140,7 +147,7 @@ def verify_package(
 
 
 @contextmanager
-def package_at(path: str, trust: Path) -> Iterator[VerifiedPackage]:
+def package_at(path: str, trust: Path, expected: Expected = NOTHING_EXPECTED) -> Iterator[VerifiedPackage]:
     """Verify the package at ``path``, a folder or s3:// URL, for as long as the block reads it.
 
     Args:
@@ -153,7 +160,7 @@ def package_at(path: str, trust: Path) -> Iterator[VerifiedPackage]:
     store = TrustStore.load(trust)
     location, name = split_location(path)
     try:
-        yield verify_package(PackageStorage.open(location), name, store)
+        yield verify_package(PackageStorage.open(location), name, store, expected)
     except STORAGE_ERRORS as error:
         raise ConfigError(
             "storage", f"cannot read or write: {one_line(error)}.", "Check the paths and the storage."
@@ -176,7 +183,17 @@ def _signed_manifest(
     return open_manifest(body, _read_clear(storage, name, SIGNATURE, files), trust)
 
 
+def _check_name(manifest: PackageManifest, name: str) -> None:
+    """Refuse a folder that names another step: its reader would take an old model for a new one."""
+    if is_package(name) and package_order(name)[0] != manifest.step:
+        refuse(PackageRefusal.OTHER_STEP, f"the folder {name} holds the package of step {manifest.step}.")
+
+
 def _check_expected(manifest: PackageManifest, expected: Expected) -> None:
+    if expected.run_id is not None and manifest.run_id != expected.run_id:
+        refuse(PackageRefusal.OTHER_RUN, f"it belongs to run {manifest.run_id}.")
+    if expected.step is not None and manifest.step != expected.step:
+        refuse(PackageRefusal.OTHER_STEP, f"it is of step {manifest.step}.")
     if expected.run is not None and manifest.manifest_digest != expected.run:
         refuse(PackageRefusal.OTHER_RUN, f"it belongs to run {manifest.run_id}, or to another manifest of it.")
     newest = expected.newest

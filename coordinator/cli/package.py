@@ -17,6 +17,8 @@ package = typer.Typer(help="Sealed packages: recipients, trusted signers, verifi
 PackagePath = Annotated[
     str, typer.Argument(metavar="PATH", help="Folder or s3:// URL of one package.", show_default=False)
 ]
+OfRun = Annotated[str | None, typer.Option("--run", metavar="ID", help="Refuse a package of another run.")]
+OfStep = Annotated[int | None, typer.Option("--step", metavar="N", help="Refuse a package of another step.")]
 Trust = Annotated[Path, typer.Option("--trust", metavar="STORE", help="Trust store of the reader.", show_default=False)]
 
 
@@ -63,15 +65,22 @@ def _trust(output: Output, path: Path, signer: Path, name: str) -> int:
 
 
 @package.command("verify")
-def verify_command(path: PackagePath, trust: Trust, as_json: AsJson = False, debug: Debug = False) -> None:
+def verify_command(
+    path: PackagePath,
+    trust: Trust,
+    run: OfRun = None,
+    step: OfStep = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
     """Check signatures and every byte of a package; needs no key. Exit code 3 if it is refused."""
-    execute(as_json, debug, lambda output: _verify(output, path, trust))
+    execute(as_json, debug, lambda output: _verify(output, path, trust, run, step))
 
 
-def _verify(output: Output, path: str, trust: Path) -> int:
-    from raycloak.coordinator.checkpoints.reader import package_at
+def _verify(output: Output, path: str, trust: Path, run: str | None, step: int | None) -> int:
+    from raycloak.coordinator.checkpoints.reader import Expected, package_at
 
-    with package_at(path, trust) as found:
+    with package_at(path, trust, Expected(run_id=run, step=step)) as found:
         return _show(output, _title(found), _facts(found))
 
 
@@ -81,21 +90,23 @@ def open_command(
     trust: Trust,
     key: Annotated[Path, typer.Option(metavar="FILE", help="Private key of a recipient.", show_default=False)],
     out: Annotated[Path, typer.Option(metavar="FILE", help="New safetensors file.", show_default=False)],
+    run: OfRun = None,
+    step: OfStep = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Verify a package, and decrypt its parameters to a safetensors file."""
-    execute(as_json, debug, lambda output: _open(output, path, trust, key, out))
+    execute(as_json, debug, lambda output: _open(output, path, trust, key, out, run, step))
 
 
-def _open(output: Output, path: str, trust: Path, key: Path, out: Path) -> int:
+def _open(output: Output, path: str, trust: Path, key: Path, out: Path, run: str | None, step: int | None) -> int:
     from raycloak.attestation.sealed.package_keys import load_recipient_key
-    from raycloak.coordinator.checkpoints.reader import open_to_file, package_at
+    from raycloak.coordinator.checkpoints.reader import Expected, open_to_file, package_at
 
     own = load_recipient_key(key)
     if out.exists():
         raise ConfigError("out_exists", f"{out} already exists.", "Choose another name, or remove it.")
-    with package_at(path, trust) as found:
+    with package_at(path, trust, Expected(run_id=run, step=step)) as found:
         open_to_file(found, found.unwrap(own), out)
         return _show(output, _title(found), _facts(found) | {"out": str(out)})
 

@@ -1,6 +1,7 @@
 """``raycloak package``: from key generation to an opened model, with exit codes and one JSON object."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,24 @@ def test_what_is_refused_has_exit_code_3_and_leaves_no_file(raycloak, reader):
     code, result, _ = raycloak("verify", home / "nothing.tssp", *trust)
     assert (code, result["error"]["code"]) == (3, "package_file_missing")
     assert not (home / "m").exists()
+
+
+def test_a_folder_that_names_another_step_or_an_unexpected_run_is_refused(raycloak, reader):
+    """An old model under a new name is genuine in every byte."""
+    path, home = reader
+    trust = ("--trust", home / "trust.json")
+    run_id = raycloak("verify", path, *trust)[1]["run_id"]
+    assert raycloak("verify", path, *trust, "--run", run_id, "--step", 3)[0] == 0
+    for options, code in ((("--run", "0" * 16), "package_other_run"), (("--step", 4), "package_other_step")):
+        status, refused, _ = raycloak("verify", path, *trust, *options)
+        assert (status, refused["error"]["code"]) == (3, code)
+        opening = ("--key", home / "auditor.key", "--out", home / "m.safetensors")
+        assert raycloak("open", path, *trust, *opening, *options)[1]["error"]["code"] == code
+    shutil.copytree(path, home / "step-000050.tssp")
+    assert raycloak("verify", home / "step-000050.tssp", *trust)[1]["error"]["code"] == "package_other_step"
+    # A name without a step contradicts nothing.
+    shutil.copytree(path, home / "final-model")
+    assert raycloak("verify", home / "final-model", *trust)[0] == 0
 
 
 def test_bad_input_has_exit_code_2(raycloak, reader):
