@@ -13,7 +13,8 @@ class GpuRules(Message):
     """The acceptance rules for GPU reports. The defaults suit a hardware run.
 
     Attributes:
-        models: accepted chips, by the names in NVIDIA's certificates, such as ``GH100``; None accepts any GPU.
+        models: accepted chips, by the name in the boot ROM's certificate, which NVIDIA issues, such as ``GH100``;
+            None accepts any GPU.
         allow_ppcie: whether protected-PCIe mode is accepted. In it, traffic between GPUs is not encrypted.
         allow_unstated_mode: whether a report is accepted that does not state the mode (FEATURE_FLAG), as those of
             drivers 550 and 570 on one Hopper GPU. Only reference values then show how the GPU was started.

@@ -33,14 +33,16 @@ def chip_family(name: str) -> str:
     return found[1] if found else ""
 
 
-def check_device(leaf: x509.Certificate, rules: GpuRules) -> str:
+def check_device(leaf: x509.Certificate, boot_rom: x509.Certificate, rules: GpuRules) -> str:
     """Return the chip's family; refuse another kind of device, such as a switch, and models that are not accepted."""
     name = common_name(leaf)
     family = chip_family(name)
     if not family:
         refuse(Refusal.GPU_STATE, f"'{name}' is not the firmware certificate of a GPU")
-    if rules.models is not None and name.split()[0] not in rules.models:
-        refuse(Refusal.GPU_STATE, f"the policy does not accept a {name.split()[0]}")
+    # The device itself issues the leaf. NVIDIA issues the certificate of its boot ROM, and so vouches for that name.
+    model = common_name(boot_rom).partition(" ")[0]
+    if rules.models is not None and model not in rules.models:
+        refuse(Refusal.GPU_STATE, f"the policy does not accept a GPU whose boot ROM is of '{model}'")
     return family
 
 
@@ -65,7 +67,8 @@ def _certified_fwid(leaf: x509.Certificate) -> bytes | None:
 def check_mode(report: GpuReport, rules: GpuRules) -> str:
     """Return the mode in words. Refuse an unknown mode, and protected PCIe or no mode unless the rules allow it."""
     flag = report.opaque.get(Opaque.FEATURE_FLAG)
-    mode = int.from_bytes(flag, "little") if flag is not None else None
+    # A field without bytes states nothing, although it would read as zero, the mode of a single GPU.
+    mode = int.from_bytes(flag, "little") if flag else None
     protected = mode == _PPCIE_MODE or report.opaque.get(Opaque.PROTECTED_PCIE_STATUS) == bytes((_PPCIE_ON,))
     if mode is not None and mode not in _MODES:
         refuse(Refusal.GPU_STATE, f"the GPU runs in a mode that is not known ({mode})")

@@ -164,7 +164,7 @@ def verify_gpu(
         for each in anchors
         if each.family == "nvidia_rim" and each.evidence_class is anchor.evidence_class
     ]
-    mode, compared = _check_state(parsed, certificates[0], manifests, rim_roots, rules, instant)
+    mode, compared = _check_state(parsed, certificates, manifests, rim_roots, rules, instant)
     return _claims(parsed, certificates, anchor, mode, compared, len(answers), int(min(ends).timestamp()))
 
 
@@ -211,14 +211,15 @@ def _check_signatures(report: GpuReport, leaf: x509.Certificate, answers: Sequen
 
 def _check_state(
     report: GpuReport,
-    leaf: x509.Certificate,
+    chain: Sequence[x509.Certificate],
     rims: _Rims,
     rim_roots: Collection[bytes],
     rules: GpuRules,
     now: datetime,
 ) -> tuple[str, tuple[int, ...]]:
     """Judge the GPU's state; return its mode in words, and the measurements that were compared."""
-    family = check_device(leaf, rules)
+    leaf, boot_rom, *_ = chain
+    family = check_device(leaf, boot_rom, rules)
     check_firmware_identity(leaf, report)
     mode = check_mode(report, rules)
     for rim, what in ((rims.driver, "driver"), (rims.vbios, "VBIOS")):

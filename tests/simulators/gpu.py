@@ -45,7 +45,7 @@ class GpuVariant:
     Attributes:
         measurements: values by index, counted from 0, that replace the genuine ones.
         fwid: replaces the firmware's own; empty leaves it out.
-        feature_flag: mode of the GPU; None leaves it out. protected_pcie: the older way to say the same.
+        feature_flag: mode of the GPU, or the field's bytes; None leaves it out. protected_pcie: the older way to say the same.
         signed_by_boot_rom: sign with the key that certifies the firmware's.
         request: the first four bytes.
     """
@@ -54,7 +54,7 @@ class GpuVariant:
     vbios_version: str = VBIOS_VERSION
     measurements: Mapping[int, bytes] = field(default_factory=dict)
     fwid: bytes | None = None
-    feature_flag: int | None = 0
+    feature_flag: int | bytes | None = 0
     protected_pcie: bool = False
     signed_by_boot_rom: bool = False
     request: bytes = bytes.fromhex("11e001ff")
@@ -104,8 +104,9 @@ class SimulatedGpu:
         }
         if fwid:
             fields[Opaque.FWID] = fwid
-        if variant.feature_flag is not None:
-            fields[Opaque.FEATURE_FLAG] = variant.feature_flag.to_bytes(2, "little")
+        flag = variant.feature_flag
+        if flag is not None:
+            fields[Opaque.FEATURE_FLAG] = flag if isinstance(flag, bytes) else flag.to_bytes(2, "little")
         return b"".join(
             kind.to_bytes(2, "little") + len(value).to_bytes(2, "little") + value for kind, value in fields.items()
         )

@@ -119,6 +119,7 @@ def test_the_nonce_is_the_one_that_was_issued(bench: GpuBench) -> None:
 def test_modes(bench: GpuBench) -> None:
     for variant, code in (
         (GpuVariant(feature_flag=None), "gpu_state"),
+        (GpuVariant(feature_flag=b""), "gpu_state"),
         (GpuVariant(feature_flag=0), None),
         (GpuVariant(feature_flag=2), "gpu_state"),
         (GpuVariant(feature_flag=None, protected_pcie=True), "gpu_state"),
@@ -145,6 +146,17 @@ def test_the_rules_may_name_the_accepted_models(bench: GpuBench) -> None:
     model = bench.gpu.chip.split()[0]
     for models, code in (((model,), None), (("GB202", model), None), (("GB202",), "gpu_state"), ((), "gpu_state")):
         assert bench.code(rules=GpuRules(models=models)) == code
+
+
+def test_a_models_name_is_that_of_the_certificate_that_nvidia_issued(bench: GpuBench) -> None:
+    """The device issues the leaf itself, and could write any name into it."""
+    other = bench.vendor.gpu("GH200")
+    leaf = issue("GH100 A01 GSP FMC LF", other.credentials[1])
+    gpu = SimulatedGpu((leaf, *other.credentials[1:]), "GH100", bytes(48))
+    ocsp = bench.vendor.ocsp(gpu, NOW)
+    assert bench.code(gpu=gpu, ocsp=ocsp) is None
+    assert bench.code(gpu=gpu, ocsp=ocsp, rules=GpuRules(models=("GH100",))) == "gpu_state"
+    assert bench.code(gpu=gpu, ocsp=ocsp, rules=GpuRules(models=("GH200",))) is None
 
 
 def test_measurements_in_no_manifest_are_listed(bench: GpuBench) -> None:
