@@ -249,7 +249,7 @@ class CollateralBundle(Message):
     Attributes:
         tdx: one entry per platform family.
         snp_vcek_crls, snp_vlek_crls: AMD's revocation lists for each kind of endorsement key, DER. AMD publishes the
-            two at addresses of their own; the lists themselves do not say which one they are.
+            two at addresses of their own; a list need not say which one it is.
         gpu_rims: NVIDIA's signed reference values, XML. A report names the versions to compare it with.
         gpu_ocsp: NVIDIA's OCSP answers about device certificates, DER.
     """

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ec import SECP384R1, EllipticCurv
 
 from raycloak.attestation.core.evidence import EvidenceClass, Refusal, refuse, require_class
 from raycloak.attestation.snp.endorsement import LAYOUTS, Layout, certified_hardware_id, certified_tcb, issuer_role
-from raycloak.attestation.snp.report import SnpReport, parse_report
+from raycloak.attestation.snp.report import KEY_KINDS, SnpReport, parse_report
 from raycloak.attestation.snp.rules import Generation, KeyKind, SnpRules
 from raycloak.attestation.trust.certificates import (
     check_certificate_windows,
@@ -26,6 +26,7 @@ from raycloak.attestation.trust.certificates import (
     common_name,
     crl_issuer,
     crl_number,
+    crl_scope,
     key_id,
     load_crl,
     order_chain,
@@ -122,8 +123,8 @@ def verify_snp(
     Args:
         certificates: the endorsement key's first, PEM or DER, then any others presented. Its CA must be among them
             only if it is not pinned.
-        crls: revocation lists in DER, obtained by the verifier, by the kind of key that they are for. Lists of other
-            issuers are ignored.
+        crls: revocation lists in DER, obtained by the verifier, by the kind of key that they are for. A list that
+            states another kind in its own address counts as that one. Lists of other issuers are ignored.
         floors: highest numbers of revocation lists seen so far. Lists below them are refused.
 
     Raises:
@@ -228,8 +229,17 @@ def _own_crls(crls: Mapping[KeyKind, Sequence[bytes]], chain: Sequence[x509.Cert
     """
     named = [(kind, der, crl_issuer(der)) for kind, ders in crls.items() for der in ders]
     issuers = {issuer.subject: issuer for issuer in chain[1:]}
-    own = [_List(kind, load_crl(der, issuers[name], "AMD")) for kind, der, name in named if name in issuers]
-    return own, any(name is None for _, _, name in named)
+    own = [(kind, load_crl(der, issuers[name], "AMD")) for kind, der, name in named if name in issuers]
+    return [_List(_stated_kind(crl) or kind, crl) for kind, crl in own], any(name is None for _, _, name in named)
+
+
+def _stated_kind(crl: x509.CertificateRevocationList) -> KeyKind | None:
+    """Return the kind of key in the address that a list states for itself; None if it states none.
+
+    The issuer signed that address. Where a list came from is only the word of a mirror, or of who wrote a file.
+    """
+    parts = crl_scope(crl).split("/")
+    return next((kind for kind in KEY_KINDS.values() if kind.lower() in parts), None)
 
 
 def _newest_editions(lists: Sequence[_List]) -> list[_List]:

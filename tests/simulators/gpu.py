@@ -45,7 +45,8 @@ class GpuVariant:
     Attributes:
         measurements: values by index, counted from 0, that replace the genuine ones.
         fwid: replaces the firmware's own; empty leaves it out.
-        feature_flag: mode of the GPU, or the field's bytes; None leaves it out. protected_pcie: the older way to say the same.
+        feature_flag: mode of the GPU, or the field's bytes; None leaves it out.
+        protected_pcie: the older way to say the same.
         signed_by_boot_rom: sign with the key that certifies the firmware's.
         request: the first four bytes.
     """

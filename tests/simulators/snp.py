@@ -139,17 +139,19 @@ class SimulatedAmd:
         revoked: Sequence[x509.Certificate] = (),
         number: int = CRL_NUMBER,
         signer: "SimulatedAmd | None" = None,
+        address: str = "",
     ) -> bytes:
         """Return the root's revocation list at unix second ``now``, valid from one hour before to 30 days after.
 
         Args:
             signer: another vendor, whose root signs the list in this one's name.
+            address: where the list says that it is published; empty for a list that states none.
         """
         instant = datetime.fromtimestamp(now, UTC)
         start, end = instant - timedelta(seconds=COLLATERAL_AGE_S), instant + timedelta(seconds=COLLATERAL_LIFETIME_S)
         key = (signer or self)._root.key
         serials = [serial_number(certificate) for certificate in revoked]
-        return new_amd_crl(Authority(key, self._root.certificate), serials, (start, end), number)
+        return new_amd_crl(Authority(key, self._root.certificate), serials, (start, end), number, address)
 
 
 class SimulatedMachine:

@@ -116,11 +116,17 @@ def new_endorsement(
     return certificate if variant.serial else _with_serial_zero(certificate, issuer.key)
 
 
-def new_amd_crl(issuer: Authority, revoked: Sequence[int], window: tuple[datetime, datetime], number: int) -> bytes:
-    """Return the DER of a revocation list with the serial numbers ``revoked``."""
+def new_amd_crl(
+    issuer: Authority, revoked: Sequence[int], window: tuple[datetime, datetime], number: int, address: str = ""
+) -> bytes:
+    """Return the DER of a revocation list with the serial numbers ``revoked``, which states ``address`` as its own."""
     start, end = window
     builder = x509.CertificateRevocationListBuilder().issuer_name(issuer.certificate.subject)
     builder = builder.last_update(start).next_update(end).add_extension(x509.CRLNumber(number), critical=False)
+    if address:
+        names = [x509.UniformResourceIdentifier(address)]
+        point = x509.IssuingDistributionPoint(names, None, False, False, None, False, False)
+        builder = builder.add_extension(point, critical=True)
     for serial in revoked:
         entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(start).build()
         builder = builder.add_revoked_certificate(entry)

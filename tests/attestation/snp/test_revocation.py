@@ -87,12 +87,22 @@ def test_an_old_edition_of_a_list_is_passed_over_beside_the_newer_one(bench: Snp
 
 
 def test_the_list_for_the_other_kind_of_key_is_no_list(bench: SnpBench) -> None:
-    """One root signs both, and neither says which it is: only the place it was published at tells."""
+    """One root signs both. Where they do not say which they are, only the place they were published at tells."""
     other = {"VCEK": "VLEK", "VLEK": "VCEK"}
     for kind in ("VCEK", "VLEK"):
         of_kind = bench.with_machine(kind)
         assert of_kind.refusal(of_kind.report(), crls={kind: (bench.crl,)}) is None
         assert of_kind.refusal(of_kind.report(), crls={other[kind]: (bench.crl,)}) == "collateral_stale"
+
+
+def test_a_list_that_states_its_address_is_of_the_kind_in_it(bench: SnpBench) -> None:
+    """So a mirror cannot serve the list of one kind of key at the address of the other."""
+    address = "https://kdsintf.amd.com/{}/v1/Genoa/crl"
+    vcek, vlek = (bench.amd.crl(NOW, address=address.format(kind)) for kind in ("vcek", "vlek"))
+    assert bench.refusal(bench.report(), crls={"VCEK": (vlek,)}) == "collateral_stale"
+    assert bench.refusal(bench.report(), crls={"VCEK": (vlek,), "VLEK": (vcek,)}) is None
+    revoking = bench.amd.crl(NOW, revoked=bench.machine.chain[1:], address=address.format("vlek"))
+    assert bench.refusal(bench.report(), crls={"VCEK": (vcek, revoking)}) == "revoked"
 
 
 def test_lists_of_two_kinds_of_key_have_a_floor_each(bench: SnpBench) -> None:
