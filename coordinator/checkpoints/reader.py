@@ -7,6 +7,7 @@ of every file follow. Only then is a data key unwrapped. Every chunk is authenti
 
 import hashlib
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,9 +31,7 @@ from raycloak.coordinator.checkpoints.storage import (
     SIGNATURE,
     STORAGE_ERRORS,
     PackageStorage,
-    is_package,
     one_line,
-    package_order,
     split_location,
 )
 from raycloak.coordinator.checkpoints.writer import PARAMETERS
@@ -40,6 +39,8 @@ from raycloak.metrics.errors import ConfigError, ProtocolError
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
 
+# Wider than the names that runs give, since readers name copies as they like.
+_STEP = re.compile(r"step-?([0-9]{1,18})", re.IGNORECASE)
 _MOST_CLEAR_BYTES = 2**26  # of a file that is read before any signature over it is verified
 
 
@@ -158,7 +159,7 @@ def package_at(path: str, trust: Path, expected: Expected = NOTHING_EXPECTED) ->
         EvidenceError: as :func:`verify_package`.
     """
     store = TrustStore.load(trust)
-    location, name = split_location(path)
+    location, name = split_location(_named(path))
     try:
         yield verify_package(PackageStorage.open(location), name, store, expected)
     except STORAGE_ERRORS as error:
@@ -183,9 +184,18 @@ def _signed_manifest(
     return open_manifest(body, _read_clear(storage, name, SIGNATURE, files), trust)
 
 
+def _named(path: str) -> str:
+    """Return a path whose last part is the folder's name, which ``.`` and ``..`` are not. A URL stays as it is."""
+    if "://" in path:
+        return path
+    found = Path(path).expanduser().absolute()
+    return str(found.resolve() if found.name == ".." else found)
+
+
 def _check_name(manifest: PackageManifest, name: str) -> None:
     """Refuse a folder that names another step: its reader would take an old model for a new one."""
-    if is_package(name) and package_order(name)[0] != manifest.step:
+    stated = _STEP.match(name)
+    if stated and int(stated[1]) != manifest.step:
         refuse(PackageRefusal.OTHER_STEP, f"the folder {name} holds the package of step {manifest.step}.")
 
 

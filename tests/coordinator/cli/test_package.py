@@ -80,7 +80,7 @@ def test_what_is_refused_has_exit_code_3_and_leaves_no_file(raycloak, reader):
     assert not (home / "m").exists()
 
 
-def test_a_folder_that_names_another_step_or_an_unexpected_run_is_refused(raycloak, reader):
+def test_a_folder_that_names_another_step_or_an_unexpected_run_is_refused(raycloak, reader, monkeypatch):
     """An old model under a new name is genuine in every byte."""
     path, home = reader
     trust = ("--trust", home / "trust.json")
@@ -93,6 +93,17 @@ def test_a_folder_that_names_another_step_or_an_unexpected_run_is_refused(rayclo
         assert raycloak("open", path, *trust, *opening, *options)[1]["error"]["code"] == code
     shutil.copytree(path, home / "step-000050.tssp")
     assert raycloak("verify", home / "step-000050.tssp", *trust)[1]["error"]["code"] == "package_other_step"
+    # Also in other spellings of a step, and where the name is not the last part of what was typed.
+    for name in ("step-50", "step-000050.tssp.bak", "Step-50.tssp"):
+        shutil.copytree(path, home / name)
+        assert raycloak("verify", home / name, *trust)[1]["error"]["code"] == "package_other_step"
+    for end in ("/.", "/../step-000050.tssp", "//"):
+        typed = f"{home / 'step-000050.tssp'}{end}"
+        assert raycloak("verify", typed, *trust)[1]["error"]["code"] == "package_other_step"
+    monkeypatch.chdir(home / "step-000050.tssp")
+    assert raycloak("verify", ".", *trust)[1]["error"]["code"] == "package_other_step"
+    monkeypatch.chdir(path)
+    assert raycloak("verify", ".", *trust)[0] == 0
     # A name without a step contradicts nothing.
     shutil.copytree(path, home / "final-model")
     assert raycloak("verify", home / "final-model", *trust)[0] == 0
