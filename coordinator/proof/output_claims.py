@@ -55,7 +55,8 @@ def _package(case: Case, name: str) -> PackageManifest:
         "roster": found.roster_digest in history.rosters.get(("gradient", found.step - 1), []),
         "predecessor": found.previous == b"" or found.previous in {each.package_digest for each in history.published},
         "evidence class": set(found.evidence_class.split("+")) <= history.classes,
-        "name": name.startswith(f"step-{found.step:06d}"),
+        # With what follows the number: step 5 must not pass for step 51.
+        "name": name.startswith((f"step-{found.step:06d}.", f"step-{found.step:06d}-")),
         "delta": found.delta == case.extract.audited.accounts[manifest.account].terms.delta,
         "epsilon": _may_claim(case, found.epsilon),
     }

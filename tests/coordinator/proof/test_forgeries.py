@@ -287,6 +287,12 @@ def a_package_that_was_signed_and_never_sealed(record, other):
     return record.contents | {f"{name}manifest.json": forged.encode(), f"{name}manifest.sig": signature}
 
 
+@forgery("packages", "its name is not")
+def a_package_under_the_name_of_a_later_step(record, other):
+    """The later step's number begins with the same digits."""
+    return {name.replace("step-000004.tssp", "step-0000042.tssp"): content for name, content in record.contents.items()}
+
+
 # --- with the ledger's key
 
 
