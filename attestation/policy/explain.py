@@ -293,6 +293,12 @@ def _collateral(policy: Policy) -> Iterator[Sentence]:
         yield Sentence("collateral", f"PCK revocation lists come from the {service.pck_ca} CA. {where}")
     if service.amd is not None:
         yield Sentence("collateral", f"They fetch AMD's lists {', '.join(service.snp_lists)} from {service.amd}.")
+        rules = policy.sev_snp
+        wanted = [f"{kind.lower()}/{name}" for kind in rules.key_kinds for name in rules.allowed_generations]
+        missing = [each for each in wanted if each not in service.snp_lists]
+        if rules.require_crl and missing:
+            text = f"Of {', '.join(missing)} no list is fetched: without a file of it, such reports are refused."
+            yield Sentence("collateral", text, warning=True)
     if "http://" in f"{service.intel} {service.amd} {service.intel_root_crl}":
         yield Sentence("collateral", "A service is asked without TLS, on a loopback address.", warning=True)
 

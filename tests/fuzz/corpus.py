@@ -50,6 +50,8 @@ def simulated() -> Iterator[Seed]:
     yield "collateral_bundle", bundle.encode()
     yield "policy", policy.encode()
     yield "policy", b"accepted_classes: [intel_tdx]\nanchors: [intel_tdx]\ntdx:\n  measurements: []\n"
+    registers = b", ".join(b"rtmr%d: any" % number for number in range(4))
+    yield "policy", b"accepted_classes: [intel_tdx]\nanchors: [intel_tdx]\ntdx: {measurements: [], %s}\n" % registers
     yield "presentation", _presentation(quote, gpu.evidence(bytes(32)))
     yield (
         "index",

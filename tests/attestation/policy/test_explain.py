@@ -4,6 +4,7 @@ import pytest
 
 from raycloak.attestation.core.evidence import EvidenceClass
 from raycloak.attestation.gpu.rules import GpuRules
+from raycloak.attestation.policy.collateral_service import CollateralService
 from raycloak.attestation.policy.explain import LAXER, explain, laxer_than_default
 from raycloak.attestation.policy.policy import KeyQuotas, Policy, simulated_policy
 from raycloak.attestation.snp.rules import SnpRules
@@ -66,6 +67,13 @@ LAX = {
     "no host data": ({"sev_snp": SnpRules(**SNP, host_data=())}, "must be one of 0 known"),
     "a year": ({"evidence_lifetime_s": 365 * 24 * 3600}, "after 8760 hours"),
     "many draws": ({"key_quotas": KeyQuotas(per_run=2**20)}, "1048576 in a run"),
+    "a list that nobody fetches": (
+        {
+            "sev_snp": SnpRules(**SNP, key_kinds=("VCEK", "VLEK")),
+            "collateral_service": CollateralService(amd="https://a.example", snp_lists=("vcek/Genoa",)),
+        },
+        "Of vlek/Genoa no list is fetched",
+    ),
     "silent GPU": ({"nvidia_gpu": GpuRules(allow_unstated_mode=True)}, "does not state that it is in confidential"),
     "no model": ({"nvidia_gpu": GpuRules(models=())}, "no model"),
     "two a machine": ({"workers_per_platform": 2}, "at most 2 worker(s)"),
