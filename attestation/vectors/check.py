@@ -142,6 +142,7 @@ class CaseVerdict:
         refusal: code of the first stage that failed; None if none did.
         step: name of that stage, or of the last.
         detail: one sentence for a person; empty for accepted evidence.
+        uncovered: measurements of an accepted GPU, from 1, that are in no reference manifest; nobody compared them.
         milliseconds: time from reading the case's files to its verdict.
     """
 
@@ -151,6 +152,7 @@ class CaseVerdict:
     refusal: str | None
     step: str
     detail: str
+    uncovered: tuple[int, ...] = ()
     milliseconds: float = 0.0
 
     @property
@@ -180,4 +182,5 @@ def _judge(case: Case) -> CaseVerdict:
         return CaseVerdict(case, False, None, error.code, STAGES[Refusal(error.code)], error.message)
     except ConfigError as error:
         return CaseVerdict(case, None, None, None, "", error.message)
-    return CaseVerdict(case, True, claims.evidence_class, None, LAST_STEP, "")
+    uncovered = claims.uncovered if isinstance(claims, GpuClaims) else ()
+    return CaseVerdict(case, True, claims.evidence_class, None, LAST_STEP, "", uncovered)

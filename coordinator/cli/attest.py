@@ -55,6 +55,10 @@ def _verify(output: Output, index: Path, wanted: list[str]) -> int:
     simulated = [verdict.case.fields.id for verdict in verdicts if verdict.evidence_class == "simulated"]
     if simulated:
         output.note(f"SIMULATED: the accepted evidence of {', '.join(simulated)} proves nothing about a machine.")
+    for verdict in verdicts:
+        if verdict.uncovered:
+            listed = ", ".join(map(str, verdict.uncovered))
+            output.note(f"not compared: {verdict.case.fields.id}: in no reference manifest are measurements {listed}.")
     for verdict in failed:
         output.note(f"not appraised: {verdict.case.fields.id}: {verdict.detail}")
     return 4 if failed else 0
@@ -68,6 +72,8 @@ def _as_json(verdict: "CaseVerdict") -> dict[str, Any]:
         "step": verdict.step or None,
         "milliseconds": round(verdict.milliseconds, 3),
     }
+    if verdict.uncovered:
+        fields["uncovered_measurements"] = list(verdict.uncovered)
     return fields | ({"error": verdict.detail} if verdict.accepted is None else {})
 
 

@@ -5,6 +5,7 @@ import pytest
 
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
 from raycloak.coordinator.cli.app import main
+from tests.simulators.gpu import SimulatedGpuVendor
 
 NOW = 1_800_000_000
 
@@ -51,6 +52,24 @@ def test_verify_shows_a_table_to_a_person(index, capfd):
     assert "accept (SIMULATED)" in out
     assert "SIMULATED: the accepted evidence of good" in err
     assert "1 of 2 cases accepted, 1 not as the index expects" in out
+
+
+def test_verify_lists_what_nobody_compared_of_an_accepted_gpu(tmp_path, capfd):
+    vendor, nonce = SimulatedGpuVendor.create(), bytes(range(32))
+    gpu = vendor.gpu()
+    (tmp_path / "report").write_bytes(gpu.report(nonce))
+    for position, certificate in enumerate(gpu.chain):
+        (tmp_path / f"{position}.der").write_bytes(certificate)
+    rules = {"simulator_root": "4.der", "allow_simulator": True, "require_rim": False, "require_ocsp": False}
+    case = {"id": "gpu", "family": "nvidia_gpu", "evidence": "report", "encoding": "raw", "policy": rules}
+    case |= {"chain": [f"{position}.der" for position in range(5)], "nonce": nonce.hex()}
+    case |= {"at": datetime.fromtimestamp(NOW, UTC).isoformat()}
+    (tmp_path / "INDEX.json").write_text(json.dumps({"cases": [case]}))
+    code, out, err = run(capfd, "verify", "--index", tmp_path / "INDEX.json", "--json")
+    (verdict,) = json.loads(out)["cases"]
+    assert (code, verdict["verdict"]) == (0, "accept"), out
+    assert verdict["uncovered_measurements"][:3] == [1, 2, 3]
+    assert "not compared: gpu: in no reference manifest are measurements 1, 2, 3" in err
 
 
 def test_a_case_that_cannot_be_appraised_fails_the_command(index, capfd):
