@@ -6,7 +6,7 @@ The rules of each family of evidence are in a file of its own. The roots are in 
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Protocol, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
 from raycloak.attestation.core.canonical import canonical_json
 from raycloak.attestation.core.evidence import EvidenceClass
@@ -19,7 +19,17 @@ from raycloak.attestation.tdx.rules import RTMRS, TdxRules
 from raycloak.attestation.trust.roots import Anchor, pinned_anchors
 from raycloak.metrics.errors import ConfigError
 
-PlatformId = Annotated[bytes, Field(min_length=16, max_length=64)]
+# Of a TDX platform, and of a SEV-SNP chip. An id of any other length is no machine's.
+_PLATFORM_ID_BYTES = (16, 64)
+
+
+def _of_a_machine(platform_id: bytes) -> bytes:
+    if len(platform_id) not in _PLATFORM_ID_BYTES:
+        raise ValueError(f"a platform id has 16 bytes (TDX) or 64 (SEV-SNP), not {len(platform_id)}")
+    return platform_id
+
+
+PlatformId = Annotated[bytes, AfterValidator(_of_a_machine)]
 
 DEFAULT_LIFETIME_S = 24 * 3600
 
@@ -47,7 +57,7 @@ class Policy(Message):
         accepted_classes: classes that are admitted.
         anchors: known roots. One whose class is not accepted is recognised and refused by its name.
         evidence_lifetime_s: seconds after which appraised evidence must be renewed.
-        platforms: admitted platform ids, 16 bytes for TDX and 64 for SEV-SNP; None admits any platform.
+        platforms: admitted machines by platform id, 16 bytes for TDX and 64 for SEV-SNP; None admits any platform.
         workers_per_platform: most workers that may present the same platform id; None sets no limit.
         gpus_per_worker: confidential GPUs that each worker must present, no more and no less.
         key_quotas: limits on how often a key is released, over all recoveries.

@@ -84,6 +84,7 @@ def test_a_simulated_policy_survives_yaml(tmp_path: Path, session: Session) -> N
         {"workers_per_platform": 0},
         {"gpus_per_worker": -1},
         {"platforms": ["00"]},
+        {"platforms": ["0a" * 32]},
         {1: 2},
     ],
 )
