@@ -5,7 +5,7 @@ coordinate. The bounds used here are proved in `docs/proofs/002-ring-and-sensiti
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -85,6 +85,7 @@ def fit_ring(
     noise_multiplier: float,
     honest_share: float,
     bits: Literal["auto", 32, 64] = "auto",
+    least_clamp: float | None = None,
 ) -> RingFit:
     """Return the finest grid on which ``virtual_workers`` clamped, noised vectors can be summed.
 
@@ -99,6 +100,8 @@ def fit_ring(
         noise_multiplier: z; 0 for a run without noise, which has no bounds on sigma or inflation.
         honest_share: h in (0, 1].
         bits: ring width; ``auto`` takes 32 when the inflation is below 1 %, else 64.
+        least_clamp: ``auto`` may halve the clamp down to this one where that keeps 32 bits; None keeps it whole. Any
+            clamp is private; one that binds changes what is learned.
 
     Raises:
         ConfigError: ``ring_capacity`` or ``ring_sigma``, with the numbers.
@@ -109,11 +112,16 @@ def fit_ring(
     demand = _Demand(max_grad_norm, clamp, dimension, virtual_workers, noise_multiplier, honest_share)
     if bits != "auto":
         return _fit(demand, bits)
-    try:
-        narrow = _fit(demand, 32)
-    except ConfigError:
-        return _fit(demand, 64)
-    return narrow if narrow.inflation < AUTO_INFLATION else _fit(demand, 64)
+    tried = demand
+    while tried.clamp >= (clamp if least_clamp is None else least_clamp):
+        try:
+            narrow = _fit(tried, 32)
+        except ConfigError:
+            narrow = None
+        if narrow is not None and narrow.inflation < AUTO_INFLATION:
+            return narrow
+        tried = replace(tried, clamp=tried.clamp / 2)
+    return _fit(demand, 64)
 
 
 @dataclass(frozen=True, slots=True)

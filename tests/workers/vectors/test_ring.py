@@ -356,3 +356,24 @@ def test_parity_tells_no_neighbours_apart_under_the_least_noise_a_ring_admits():
     assert parity_bias(16.0) < 1e-15
     with pytest.raises(ConfigError, match="ring_sigma"):
         fit(clamp=1e9, bits=32, dimension=3)
+
+
+@pytest.mark.parametrize("dimension", [10**6, 10**7, 10**8, 10**9])
+def test_auto_halves_the_clamp_no_further_than_it_may_to_stay_at_32_bits(dimension):
+    wanted = {"dimension": dimension, "virtual_workers": 8, "clamp": 168.0}
+    whole = fit(**wanted)
+    fitted = fit(**wanted, least_clamp=42.0)
+    assert fitted.bits == 32
+    assert fitted.inflation < 0.01
+    # Halved only where the whole one needs 64 bits, and no more often than needed.
+    halvings = round(math.log2(168 / fitted.clamp))
+    assert 0 <= halvings <= 2
+    assert (halvings == 0) == (whole.bits == 32)
+    if halvings:
+        assert fit(**wanted | {"clamp": 168.0 / 2 ** (halvings - 1)}).bits == 64
+
+
+def test_a_clamp_that_may_not_be_halved_enough_widens_the_ring():
+    wanted = {"dimension": 10**9, "virtual_workers": 64, "clamp": 168.0}
+    assert fit(**wanted, least_clamp=42.0) == fit(**wanted)
+    assert fit(**wanted).bits == 64
