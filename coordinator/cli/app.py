@@ -25,9 +25,9 @@ from raycloak.coordinator.cli.options import AsJson, ConfigFile, Debug, Override
 from raycloak.coordinator.cli.options import execute as _execute
 from raycloak.coordinator.cli.package import package
 from raycloak.coordinator.cli.progress import EVERY_S, ProgressDisplay
+from raycloak.coordinator.cli.report import report_command
 from raycloak.coordinator.cli.runs import runs
 from raycloak.coordinator.cli.top import top_command
-from raycloak.coordinator.cli.report import report_command
 from raycloak.coordinator.cli.verify import bundle_command, trust_command, verify_command
 from raycloak.coordinator.config.run import RunConfig, load_config, parse_config
 from raycloak.coordinator.console.output import Output, command_output, leave_stdout
@@ -192,7 +192,7 @@ def _show_done(output: Output, folder: "RunFolder", config: RunConfig) -> int:
     from raycloak.coordinator.record.outcome import Ending
     from raycloak.coordinator.record.run_reader import read_run
     from raycloak.coordinator.record.same_run import require_same_config
-    from raycloak.coordinator.runs.verdict import Verdict
+    from raycloak.coordinator.record.verdict import Verdict
 
     require_same_config(folder.config(), config)
     output.note(f"the run in {folder.path} is done; nothing was started")

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-
 from pydantic import ValidationError
 
 from raycloak.attestation.log.evidence_log import ExportedLog, read_exported_log
