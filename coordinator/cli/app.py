@@ -197,7 +197,7 @@ def _show_done(output: Output, folder: "RunFolder", config: RunConfig) -> int:
     require_same_config(folder.config(), config)
     output.note(f"the run in {folder.path} is done; nothing was started")
     stored = read_run(folder.path).verdict
-    if stored is None or stored["ending"] not in (Ending.COMPLETE.value, Ending.CAP.value):
+    if stored is None or stored["ending"] not in (Ending.COMPLETE.value, Ending.CAP.value, Ending.EARLY.value):
         # Its process ended before it wrote a verdict; an older one is of an execution that failed.
         output.result({"run_dir": str(folder.path)}, f"Run directory: {folder.path}")
         return 0
