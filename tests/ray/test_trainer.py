@@ -20,6 +20,7 @@ from safetensors.numpy import load_file
 from raycloak.attestation.attester.tsm import tee_nodes
 from raycloak.attestation.log.evidence_log import read_exported_log
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
+from raycloak.attestation.tdx.rules import RTMRS
 from raycloak.coordinator.bench.chaos.cluster import role
 from raycloak.coordinator.cluster.actors import GpuSamplers, fetch, kill_all, start_platforms
 from raycloak.coordinator.cluster.backend import ActorLost
@@ -280,8 +281,9 @@ def test_what_is_wrong_with_the_input_is_said_before_anything_is_charged(ray_clu
 def test_a_policy_for_hardware_is_met_by_no_machine_without_a_tee(ray_cluster, tmp_path):
     if tee_nodes():
         pytest.skip("this machine has a device of a trusted execution environment")
+    rules = "".join(f", {name}: any" for name in RTMRS)
     (tmp_path / "policy.yaml").write_text(
-        "accepted_classes: [intel_tdx]\nanchors: [intel_tdx]\ntdx: {measurements: ['" + "11" * 48 + "']}\n"
+        f"accepted_classes: [intel_tdx]\nanchors: [intel_tdx]\ntdx: {{measurements: ['{'11' * 48}']{rules}}}\n"
     )
     (tmp_path / "collateral.yaml").write_text("tdx: []\n")
     config = digits(policy="policy.yaml", collateral="collateral.yaml", dp_config=RENYI, **ALONE)

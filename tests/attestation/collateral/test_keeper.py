@@ -21,9 +21,12 @@ from raycloak.attestation.policy.collateral_service import CollateralService
 from raycloak.attestation.policy.explain import explain
 from raycloak.attestation.policy.policy import load_policy
 from raycloak.attestation.simulators.tdx_vendor import COLLATERAL_LIFETIME_S, CollateralVariant, SimulatedVendor
+from raycloak.attestation.tdx.rules import RTMRS
 from raycloak.metrics.errors import ConfigError, EvidenceError
 from tests.attestation.collateral_site import published
 from tests.attestation.conftest import NOW
+
+OPEN_REGISTERS = dict.fromkeys(RTMRS, "any")
 
 
 class Desk:
@@ -73,7 +76,7 @@ def test_recorded_collateral_of_intels_is_fetched_as_it_was_recorded(vectors, tm
     recorded = Collateral.from_json((vectors / "tdx" / "collateral" / "00806f_2025-05.json").read_text())
     with published(recorded) as site:
         (tmp_path / "policy.yaml").write_text(
-            "accepted_classes: [intel_tdx]\nanchors: [intel_tdx]\n"
+            f"accepted_classes: [intel_tdx]\nanchors: [intel_tdx]\ntdx: {json.dumps(OPEN_REGISTERS)}\n"
             f"collateral_service: {{intel: '{site.url}', tdx_families: ['00806f050000']}}\n"
         )
         policy = load_policy(tmp_path / "policy.yaml")
@@ -331,9 +334,9 @@ def _self_signed(folder):
     ids=str,
 )
 def test_a_service_that_is_not_named_fully_or_safely_is_refused(fields, tmp_path):
-    policy = {"accepted_classes": ["intel_tdx"], "anchors": ["intel_tdx"], "collateral_service": fields}
-    (tmp_path / "policy.yaml").write_text(json.dumps(policy))
-    with pytest.raises(ConfigError, match="policy"):
+    policy = {"accepted_classes": ["intel_tdx"], "anchors": ["intel_tdx"], "tdx": OPEN_REGISTERS}
+    (tmp_path / "policy.yaml").write_text(json.dumps(policy | {"collateral_service": fields}))
+    with pytest.raises(ConfigError, match="collateral_service"):
         load_policy(tmp_path / "policy.yaml")
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from raycloak.attestation.log.evidence_log import read_exported_log
+from raycloak.attestation.tdx.rules import RTMRS
 from raycloak.coordinator.cli import app
 from raycloak.coordinator.config import home
 from raycloak.coordinator.runs.evidence_address import FILE, RunService, announce, served_at
@@ -69,7 +70,8 @@ def test_what_is_needed_to_look_is_named(observe, tmp_path):
     run = trained(home.home(), steps=1)
     assert observe(run.folder)[1]["error"]["code"] == "not_served"
     policy = tmp_path / "policy.yaml"
-    policy.write_text("accepted_classes: [intel_tdx]\nanchors: [intel_tdx]\n")
+    registers = ", ".join(f"{name}: any" for name in RTMRS)
+    policy.write_text(f"accepted_classes: [intel_tdx]\nanchors: [intel_tdx]\ntdx: {{{registers}}}\n")
     (tmp_path / "collateral.yaml").write_text("tdx: []\n")
     given = ("--policy", policy, "--collateral", tmp_path / "collateral.yaml")
     assert observe(run.folder, "--address", "127.0.0.1:1", *given)[1]["error"]["code"] == "policy"
