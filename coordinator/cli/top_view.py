@@ -163,6 +163,8 @@ class TopView:
         if not self._it.is_live:
             return ""
         left = self._course.seconds_left(self._it.now)
+        if self._course.steps and self._course.steps == self._it.planned_steps:
+            return "writing the result"
         if left is None:
             return "time left: not known yet"
         end = datetime.fromtimestamp(self._it.now + left).astimezone()
@@ -193,8 +195,9 @@ class TopView:
             return []
         best = curve.most if course.metric == "accuracy" else curve.least
         is_share = course.metric == "accuracy"
-        now, top = (f"{value:.1%}" if is_share else f"{value:.4g}" for value in (curve.last[1], best[1]))
-        lines = [f"{now} at step {curve.last[0]}", f"best {top} at step {best[0]}", "on the public split"]
+        figures = (curve.last[1], best[1], curve.least[1])
+        now, top, bottom = (f"{value:.1%}" if is_share else f"{value:.4g}" for value in figures)
+        lines = [f"{now} at step {curve.last[0]}", f"best {top} at step {best[0]}", f"bottom is {bottom}, public split"]
         picture = curve_text(curve, planned, course.steps, (width, rows), (curve.least[1], curve.most[1]), "green")
         return [(course.metric, picture, _lines(lines, rows))]
 

@@ -141,7 +141,7 @@ def find_run(named: str) -> Path:
         ConfigError: ``run_unknown``, or ``run_ambiguous`` with the candidates.
     """
     if "/" in named or (Path(named) / "run.json").exists():
-        return RunFolder.open(Path(named)).path
+        return RunFolder.open(Path(named)).path.absolute()
     paths = run_directories()
     if named == LAST and paths:
         return paths[-1]

@@ -249,6 +249,16 @@ def metrics_of_real_hardware(record, other):
     return _metrics(record, "admitted", evidence_class="intel_tdx")
 
 
+@forgery("metrics.jsonl", "epsilon_planned")
+def metrics_of_a_cheaper_plan(record, other):
+    return _metrics(record, "admitted", epsilon_planned=0.01)
+
+
+@forgery("metrics.jsonl", "delta")
+def metrics_of_a_smaller_delta(record, other):
+    return _metrics(record, "admitted", delta=1e-9)
+
+
 def _verdict(record: Proved, **changes: object) -> dict[str, bytes]:
     found = json.loads(record.contents["verdict.json"]) | changes
     return record.contents | {"verdict.json": json.dumps(found).encode() + b"\n"}
