@@ -22,7 +22,7 @@ EXACTNESS_MARKS = ("exact", "NOT_EXACT")
 TRAINING = "training"
 FAILED = "failed"
 # "training", or how the execution ended; the others are those of the verdict's ``ending``.
-RUN_STATES = (TRAINING, "complete", "cap_exceeded", "stopped", FAILED)
+RUN_STATES = (TRAINING, "complete", "cap_exceeded", "early_stopped", "stopped", FAILED)
 # The codes that are usual, so that each has a zero line from the first scrape on. Tests hold them to the code's own.
 BUDGET_CODES = (
     "account_closed",

@@ -46,14 +46,19 @@ def burn(window: str, steps: int = 4) -> str:
     return f"({cost} * ({_LEFT} > 0) / (1 - {_SPENT}))"
 
 
+_ENDINGS = (
+    (8, "complete"),
+    (9, "cap_exceeded"),
+    (10, "stopped"),
+    (11, "failed"),
+    (12, "training"),
+    (13, "early_stopped"),
+)
 # While it trains, by its figures; then by how it ended. A page that is gone without that leaves the last.
 VERDICT = (
     f"4 * {_ABSENT} + 2 * {_EXHAUSTED} + {_AHEAD.format(burn=burn('1h'))} "
     'and max(raycloak_run_state{run="$run",state="training"}) == 1 '
-    + " ".join(
-        f"or {number} * {_LASTED.format(state=state)}"
-        for number, state in ((8, "complete"), (9, "cap_exceeded"), (10, "stopped"), (11, "failed"), (12, "training"))
-    )
+    + " ".join(f"or {number} * {_LASTED.format(state=state)}" for number, state in _ENDINGS)
 )
 
 
@@ -84,6 +89,7 @@ VERDICT_ROW = Row(
                 (9.5, 10.5, "STOPPED", "blue"),
                 (10.5, 11.5, "FAILED", "red"),
                 (11.5, 12.5, "GONE", "dark-red"),
+                (12.5, 13.5, "ENDED EARLY", "green"),
             ),
         ),
         Panel(

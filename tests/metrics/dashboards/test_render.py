@@ -187,7 +187,7 @@ def test_prometheus_parses_every_expression(tmp_path):
 
 def states(**last):
     """Return the series of a run that trains, or whose page is gone after the minute in which it said how it ended."""
-    known = ("training", "complete", "cap_exceeded", "stopped", "failed")
+    known = ("training", "complete", "cap_exceeded", "early_stopped", "stopped", "failed")
     key = 'raycloak_run_state{{instance="i",run="r",state="{}"}}'
     if not last:
         return {key.format(state): f"{int(state == 'training')}x130" for state in known}
@@ -242,7 +242,7 @@ def test_the_verdict_of_a_run_that_trains(tmp_path, up, spent, planned, prepaid,
 @needs_promtool
 @pytest.mark.parametrize(
     ("last", "verdict"),
-    [("complete", 8), ("cap_exceeded", 9), ("stopped", 10), ("failed", 11), ("training", 12)],
+    [("complete", 8), ("cap_exceeded", 9), ("stopped", 10), ("failed", 11), ("training", 12), ("early_stopped", 13)],
 )
 def test_a_run_whose_page_is_gone_is_shown_as_it_ended(tmp_path, last, verdict):
     verdict_at(tmp_path, 30, states(**{last: 1}), verdict)
