@@ -67,6 +67,8 @@ class WandbLogger(Logger):
             name=started.run_dir.name,
             dir=started.run_dir,
             resume="allow",
+            # A run that the same process has open, a notebook's for example, is left alone.
+            reinit="create_new",
             tags=started.marks,
             config={**settings_of(started), **words_of(started)},
             allow_val_change=True,
