@@ -209,7 +209,7 @@ class RunMetrics:
         self._values.increment("raycloak_step_attempts_failed_total", self._run)
 
     def steps_finished(self, count: int) -> None:
-        """Set the finished steps, those of earlier executions included."""
+        """Set the finished steps, earlier executions included."""
         self._values.set("raycloak_steps_finished", count, self._run)
 
     def phase_finished(self, phase: str, seconds: float) -> None:

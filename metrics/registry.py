@@ -21,9 +21,9 @@ PRIVACY_MARKS = ("private", "NOT_PRIVATE")
 EXACTNESS_MARKS = ("exact", "NOT_EXACT")
 TRAINING = "training"
 FAILED = "failed"
-# "training", or how the execution ended; the others are those of the verdict's ``ending``.
+# While it trains, and then how the execution ended: an ending of the verdict, or a failure.
 RUN_STATES = (TRAINING, "complete", "cap_exceeded", "early_stopped", "stopped", FAILED)
-# The codes that are usual, so that each has a zero line from the first scrape on. Tests hold them to the code's own.
+# The usual codes, so that each has a zero line from the first scrape on. Tests compare them with those in use.
 BUDGET_CODES = (
     "account_closed",
     "cap_exceeded",
@@ -217,7 +217,7 @@ RUN_SERIES = (
         labels=(_RUN,),
     ),
     Series("raycloak_steps_planned", "Steps the run is planned for.", "gauge", labels=(_RUN,)),
-    Series("raycloak_steps_finished", "Steps finished, those of earlier executions included.", "gauge", labels=(_RUN,)),
+    Series("raycloak_steps_finished", "Steps finished, in earlier executions too.", "gauge", labels=(_RUN,)),
     Series("raycloak_steps_committed_total", "Steps whose parameters are committed.", "counter", labels=(_RUN,)),
     Series(
         "raycloak_steps_refused_total",

@@ -126,7 +126,7 @@ VERDICT_ROW = Row(
         ),
         Panel(
             "Steps done",
-            "Finished over planned, those of earlier executions included.",
+            "Finished over planned, earlier executions included.",
             "gauge",
             (PromQuery(_DONE, "done"),),
             "percentunit",
@@ -260,7 +260,7 @@ PLAN_ROW = Row(
         Panel(
             "Burn",
             "What a step cost, over what each step that is left may cost. Above 1 the account is spent before the plan "
-            "ends, whoever spends it. No line where a window holds fewer than four steps.",
+            "ends, by whichever run. No line where a window holds fewer than four steps.",
             "timeseries",
             (PromQuery(burn("5m"), "5 minutes"), PromQuery(burn("1h"), "1 hour"), PromQuery(burn("6h"), "6 hours")),
             steps=((0, "green"), (1.1, "orange"), (1.5, "red")),
@@ -305,7 +305,7 @@ STEP_ROW = Row(
         ),
         Panel(
             "Attempts and commits",
-            "An attempt that failed was followed by another. Releases are those of measurements, too.",
+            "An attempt that failed was followed by another. Releases include those of measurements.",
             "timeseries",
             (
                 PromQuery(f"sum(increase(raycloak_step_attempts_total{RUN}{RATE}))", "attempts"),

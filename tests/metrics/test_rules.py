@@ -54,6 +54,11 @@ def burst(minutes, until):
     return series
 
 
+def beside(series):
+    """Return the series of a run, and of another one of the same account and pace on a page of its own."""
+    return series | {key.replace('run="r"', 'run="s"').replace('"i"', '"j"'): values for key, values in series.items()}
+
+
 def constant(minutes, **values):
     """Return series that have one value; a name may carry its labels after two underscores, as ``kind__labels``."""
     return {name: [value] * (minutes + 1) for name, value in values.items()}
@@ -101,12 +106,18 @@ CASES = {
         ("BudgetBurnsFast", "BudgetBurnsSlowly", "BudgetExhaustedSoon"),
     ),
     "another run has spent for a few minutes": (steps(20, spent=2.0), 8, ("BudgetBurnsFast",)),
+    "another run has spent for a quarter of an hour": (
+        steps(20, spent=2.0),
+        14,
+        ("BudgetBurnsFast", "BudgetExhaustedSoon"),
+    ),
     "the account was half spent before": (steps(60, spent=0.5, before=0.5), 60, ()),
     "the account was half spent, the plan is for all of it": (
         steps(60, before=0.5),
         60,
         ("BudgetBurnsFast", "BudgetBurnsSlowly", "BudgetExhaustedSoon"),
     ),
+    "two runs share an account as planned": (beside(steps(60, spent=1.0)), 60, ()),
     "a burst that goes on": (burst(40, 40), 40, ("BudgetBurnsFast", "BudgetBurnsSlowly", "BudgetExhaustedSoon")),
     # The day still remembers it; nobody is called.
     "a burst that stopped": (burst(60, 30), 60, ("BudgetBurnsSlowly",)),

@@ -1,13 +1,25 @@
 """The run's series and what they are told of: the states of a run, and the codes that have zero lines."""
 
+from pathlib import Path
+
 import pytest
 
 from raycloak.attestation.core.evidence import Refusal
 from raycloak.coordinator.membership.departures import ASKED
 from raycloak.coordinator.record.outcome import Ending
 from raycloak.metrics.errors import RunFailedError
-from raycloak.metrics.registry import EVIDENCE_CODES, FAILED, LEAVE_CAUSES, RUN_STATES, TRAINING
+from raycloak.metrics.registry import (
+    BUDGET_CODES,
+    EVIDENCE_CODES,
+    FAILED,
+    LEAVE_CAUSES,
+    LOSS_CAUSES,
+    RUN_STATES,
+    TRAINING,
+)
 from tests.protocol import on, trained, whole_run
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_the_states_of_a_run_are_the_endings_of_its_verdict():
@@ -17,6 +29,11 @@ def test_the_states_of_a_run_are_the_endings_of_its_verdict():
 def test_every_refusal_of_evidence_and_every_reason_to_leave_has_a_zero_line():
     assert set(EVIDENCE_CODES) == set(Refusal)
     assert set(LEAVE_CAUSES) == set(ASKED)
+
+
+def test_every_zero_line_is_of_a_code_that_is_in_use():
+    own = "\n".join(path.read_text() for folder in ("coordinator", "workers") for path in (ROOT / folder).rglob("*.py"))
+    assert [code for code in (*BUDGET_CODES, *LOSS_CAUSES, *LEAVE_CAUSES) if f'"{code}"' not in own] == []
 
 
 def test_a_finished_run_says_so_and_how_far_it_came(tmp_path):
