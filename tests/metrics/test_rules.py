@@ -21,17 +21,17 @@ RECORDED = {rule["record"]: rule for group in GROUPS for rule in group["rules"] 
 EXPORTED = {name: series for series in SERIES if series.privacy.exportable for name in sample_names(series)}
 
 R = 'run="r",instance="i"'
-HOUR = 60  # minutes, one sample each
 
 
-def steps(minutes, every=1, planned=200, spent=1.0, before=0.0, state="training"):
-    """Return the series of a run that finishes a step ``every`` so many minutes, and would spend ``spent`` of its
-    account by its planned end, which other runs had spent ``before`` of."""
+def steps(minutes, every=1, planned=200, spent=1.0, before=0.0):
+    """Return the series of a run, a sample a minute, that finishes a step ``every`` so many minutes.
+
+    By its planned end it would have spent ``spent`` of its account, of which other runs had spent ``before``.
+    """
     done = [min(minute // every, planned) for minute in range(minutes + 1)]
     return {
         f'raycloak_run_info{{{R},account="a",evidence_class="amd_sev_snp+nvidia_gpu"}}': [1] * len(done),
-        f'raycloak_run_state{{{R},state="training"}}': [int(state == "training")] * len(done),
-        f'raycloak_run_state{{{R},state="complete"}}': [int(state == "complete")] * len(done),
+        f'raycloak_run_state{{{R},state="training"}}': [1] * len(done),
         f"raycloak_run_start_timestamp_seconds{{{R}}}": [0] * len(done),
         f"raycloak_last_commit_timestamp_seconds{{{R}}}": [minute // every * every * 60 for minute in range(len(done))],
         f"raycloak_step_duration_seconds_sum{{{R}}}": [each * every * 60 for each in done],
@@ -60,7 +60,7 @@ def beside(series):
 
 
 def constant(minutes, **values):
-    """Return series that have one value; a name may carry its labels after two underscores, as ``kind__labels``."""
+    """Return series that have one value, a sample a minute."""
     return {name: [value] * (minutes + 1) for name, value in values.items()}
 
 
@@ -98,8 +98,7 @@ def waits(minutes, slow):
 
 CASES = {
     # (series, minute of the look, alerts that fire there)
-    "a plan that uses its whole cap": (steps(190), 190, ()),
-    "a plan at its very end": (steps(199), 198, ()),
+    "a plan that uses its whole cap, at its very end": (steps(199), 198, ()),
     "another run spends as much": (
         steps(60, spent=2.0),
         60,
@@ -122,10 +121,9 @@ CASES = {
     # The day still remembers it; nobody is called.
     "a burst that stopped": (burst(60, 30), 60, ("BudgetBurnsSlowly",)),
     "a prepaid run": (steps(60, spent=0, before=1.0), 60, ()),
-    "slow steps on their plan": (steps(4 * HOUR, every=20, planned=200), 4 * HOUR, ()),
-    "slow steps that cost half as much again": (steps(4 * HOUR, every=20, spent=1.5), 4 * HOUR, ("BudgetBurnsSlowly",)),
-    "a tenth too fast is within the rounding": (steps(4 * HOUR, every=20, spent=1.05), 4 * HOUR, ()),
-    "an account that is spent with the plan": (steps(3 * HOUR), 3 * HOUR, ()),
+    "slow steps on their plan": (steps(200, every=15, planned=200), 200, ()),
+    "slow steps that cost half as much again": (steps(200, every=15, spent=1.5), 200, ("BudgetBurnsSlowly",)),
+    "a tenth too fast is within the rounding": (steps(200, every=15, spent=1.05), 200, ()),
     "the ledger answers": (constant(5, raycloak_ledger_up=1), 5, ()),
     "the ledger is away": (constant(5, raycloak_ledger_up=0), 5, ("LedgerDown",)),
     "the ledger is away for a scrape": ({"raycloak_ledger_up": [1, 1, 0, 1, 1]}, 2, ()),
@@ -182,7 +180,7 @@ CASES = {
         ("StepsStalled",),
     ),
     "the first step begins late": (constant(20, **{f"raycloak_run_start_timestamp_seconds{{{R}}}": 0}), 11, ()),
-    "a step of five minutes takes half an hour": (steps(HOUR, every=30, planned=8, spent=0), 29, ("StepsStalled",)),
+    "the first step takes half an hour": (steps(60, every=30, planned=8, spent=0), 29, ("StepsStalled",)),
     "a step of twenty minutes takes half an hour": (
         {
             f"raycloak_last_commit_timestamp_seconds{{{R}}}": [0] * 40,
