@@ -13,6 +13,7 @@ from raycloak.attestation.appraisal.enrolment import Enrolment, check_enrolment
 from raycloak.attestation.core.evidence import EvidenceClass
 from raycloak.attestation.gpu.gpu_set import gpu_nonce
 from raycloak.attestation.policy.policy import Policy
+from raycloak.attestation.snp.report import parse_report
 from raycloak.attestation.snp.rules import SnpRules
 from raycloak.attestation.snp.verify import SnpClaims
 from raycloak.metrics.errors import EvidenceError
@@ -101,6 +102,14 @@ def test_a_masked_chip_id_names_no_machine(site: Site, monkeypatch: pytest.Monke
     # Under a limit each guest of one machine would count as a machine of its own.
     assert site.policy.workers_per_platform is not None
     assert site.refusal(site.presentation()) == "peer_not_bound"
+
+
+def test_host_data_that_the_policy_does_not_list_refuses_a_member(site: Site) -> None:
+    presentation, rules = site.presentation(), site.policy.sev_snp
+    own = parse_report(presentation.quote).host_data
+    for listed, code in (((own,), None), ((b"x" * 32,), "measurement_unknown"), ((), "measurement_unknown")):
+        policy = site.policy.model_copy(update={"sev_snp": rules.model_copy(update={"host_data": listed})})
+        assert site.refusal(presentation, policy=policy) == code
 
 
 def test_missing_reference_values_and_answers_refuse(site: Site) -> None:

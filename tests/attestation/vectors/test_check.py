@@ -11,6 +11,7 @@ import pytest
 
 from raycloak.attestation.core.evidence import STAGES, Refusal
 from raycloak.attestation.simulators.tdx_vendor import CollateralVariant
+from raycloak.attestation.snp.report import parse_report
 from raycloak.attestation.tdx.quote import parse_quote
 from raycloak.attestation.tdx.rules import RTMRS
 from raycloak.attestation.trust.roots import INTEL_SGX_ROOT_DER
@@ -132,6 +133,19 @@ def test_registers_of_real_hardware_are_compared_where_a_case_lists_them(vectors
     for name in right:
         wrong = {**known.policy, **right, name: [bytes([1] * 48).hex()]}
         assert check(replace(known, policy=wrong)).refusal == "measurement_unknown"
+
+
+def test_host_data_and_key_kinds_of_real_hardware_are_compared_where_a_case_lists_them(vectors: Path) -> None:
+    known = {each.fields.id: each for each in recorded()}
+    chip, shared = known["snp-azure-v1"], known["snp-vlek-vmpl1-allowed"]
+    own = parse_report(chip.evidence()).host_data.hex()
+    for case, rule, code in (
+        (chip, {"host_data": [own]}, None),
+        (chip, {"host_data": ["11" * 32]}, "measurement_unknown"),
+        (chip, {"key_kinds": ["VCEK"]}, None),
+        (shared, {"key_kinds": ["VCEK"]}, "firmware_floor"),
+    ):
+        assert check(replace(case, policy={**case.policy, **rule})).refusal == code
 
 
 def test_a_status_that_nobody_may_accept_stays_refused(folder: Path, session: Session) -> None:
