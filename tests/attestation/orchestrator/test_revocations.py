@@ -169,7 +169,11 @@ def test_what_cannot_be_revoked_is_named(desk, tmp_path):
     for digits in ("no digits", "", platform_of(desk)[:-2], platform_of(desk) + "00", "ab" * 48):
         assert code("platform", digits) == "platform_id", digits
     assert code("gpu", platform_of(desk)) == "gpu_id"
-    # Well formed, and of nobody: the last is a platform's id where a GPU's is meant.
+    # Well formed, and of nobody.
     assert code("platform", "ab" * 16) == code("gpu", "ab" * 48) == "revokes_nobody"
+    # Also if the entries have the same digits elsewhere: a key of a member, and its measurement.
+    admitted = next(body for kind, body in desk.log() if kind == "admitted")
+    assert code("platform", admitted["identity_key"]) == "revokes_nobody"
+    assert code("gpu", admitted["claims"]["measres"]) == "revokes_nobody"
     assert code("member", "worker-0", tmp_path / "absent") == "run_unknown"
     assert count_revocations(state) == 0
