@@ -85,7 +85,7 @@ def drawings_of(run: RunData) -> tuple[Drawing, ...]:
 
 
 def _epsilon(run: RunData) -> Drawing | None:
-    charged = [(event["step"] + 1, event["epsilon"]) for event in run.steps if "epsilon" in event]
+    charged = _charged(run)
     if run.manifest is None or not charged:
         return None
     plan = planned_epsilon(run)
@@ -111,6 +111,14 @@ def _epsilon(run: RunData) -> Drawing | None:
         f"The plan's line is computed again from the manifest, for a fresh account.{steps}"
     )
     return Drawing("epsilon", "Budget against plan", caption, svg)
+
+
+def _charged(run: RunData) -> list[tuple[int, float]]:
+    """Return (finished steps, epsilon of the account) after each step, the measurements that follow it included."""
+    found = {event["step"] + 1: event["epsilon"] for event in run.steps if "epsilon" in event}
+    for event in run.of("measurement"):
+        found[event["steps"]] = max(event["epsilon"], found.get(event["steps"], 0.0))
+    return sorted(found.items())
 
 
 def _quality(metric: str) -> Callable[[RunData], Drawing | None]:

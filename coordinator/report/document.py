@@ -133,8 +133,8 @@ def _lead(run: RunData, verdict: Verdict | None) -> str:
     if verdict.private:
         delta = "unknown" if verdict.privacy_delta is None else f"{verdict.privacy_delta:g}"
         said.append(
-            f"Against outsiders and the aggregator it claims ε = {epsilon_text(verdict.privacy_epsilon)} at δ = "
-            f"{delta}, however it ended."
+            f"Against outsiders and the aggregator it claims ε\u00a0=\u00a0{epsilon_text(verdict.privacy_epsilon)} at "
+            f"δ\u00a0=\u00a0{delta}, however it ended."
         )
     else:
         said.append("It is NOT PRIVATE: differential privacy was off.")

@@ -36,6 +36,7 @@ def incidents_of(run: RunData, evidence: Evidence) -> tuple[Incident, ...]:
 
 def _from_events(run: RunData) -> Iterator[Incident]:
     finished, executions = 0, 0
+    repeated = set()
     for event in run.events:
         match event["event"]:
             case "admitted":
@@ -49,6 +50,13 @@ def _from_events(run: RunData) -> Iterator[Incident]:
             case "restart":
                 detail = f"{event['role']}, {event['cause']}, back after {event['seconds']:.1f} s"
                 yield _incident(event, finished, "restarted", detail)
+            case "measurement" if event["attempts"] > 1:
+                # A release has an event for each of its values.
+                release = event["query"], event["release"]
+                if release not in repeated:
+                    repeated.add(release)
+                    detail = f"{event['query'].replace('_', ' ')}, {event['attempts']} attempts, charged once"
+                    yield _incident(event, finished, "measurement repeated", detail)
             case "step":
                 finished = event["step"] + 1
                 if event["attempts"] > 1:

@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 import matplotlib as mpl
 import pytest
 
+from raycloak.coordinator.console.tables import epsilon_text
 from raycloak.coordinator.record.folder import RunFolder
 from raycloak.coordinator.record.run_reader import read_run
 from raycloak.coordinator.report.document import report_page, write_report
@@ -99,6 +100,9 @@ def test_figures_show_what_the_record_has(ended):
     text = Page(page).text
     for label in ("charged to the account", "this run's plan", "public split", "private examples, noised (±2 σ)"):
         assert label in text
+    charged = json.loads((ended / "verdict.json").read_text())["privacy_epsilon_charged"]
+    # The last measurement is charged after the last step.
+    assert f"After step 4 the account had been charged ε {epsilon_text(charged)}" in text
     assert {"ε at δ = 1e-05", "accuracy, %", "mean loss", "seconds a step", "workers"} <= set(
         re.findall(r"<text[^>]*>([^<]*)</text>", html.unescape(page))
     )
@@ -219,3 +223,12 @@ def test_a_verdict_of_another_version_is_refused_by_name(copied):
     with pytest.raises(ConfigError, match="no verdict of this version") as refusal:
         write_report(folder)
     assert refusal.value.code == "run_file"
+
+
+def test_a_release_that_was_repeated_is_one_incident_though_it_has_many_values(copied):
+    folder = copied()
+    with EventWriter(folder / "metrics.jsonl") as events:
+        for name in ("loss", "accuracy"):
+            fields = {"query": "evaluation", "release": 7, "steps": 4, "value_name": name, "value": 0.5}
+            events.write("measurement", **fields, noise_deviation=0.1, epsilon=1.0, attempts=3, seconds=1.0)
+    assert page_of(folder).text.count("measurement repeated evaluation, 3 attempts, charged once") == 1

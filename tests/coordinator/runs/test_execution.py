@@ -85,3 +85,17 @@ def test_data_in_memory_is_known_by_its_content(tmp_path: Path, monkeypatch: pyt
     first, again, other = fingerprint(values, "a"), fingerprint(values, "b"), fingerprint(values[:8], "c")
     assert len(first) == 32
     assert first == again != other
+
+
+def test_guarantee_a_page_that_cannot_be_written_fails_no_run_and_is_named(tmp_path: Path):
+    folder = RunFolder.create(parse_config({**GOOD, "model": "m:f"}), "ab" * 8, str(tmp_path), None)
+    said: list[str] = []
+    run = Execution(folder.config(), ModelSource.of("m:f"), str(tmp_path), notice=said.append)
+    run._show(folder)
+    assert (said, (folder.path / "report.html").exists()) == ([], True)
+    (folder.path / "metrics.jsonl").write_text("damaged\n")
+    run._show(folder)
+    assert len(said) == 1
+    assert said[0].startswith("warning: report.html was not written (")
+    assert f"raycloak report {folder.path}" in said[0]
+    assert run.warnings == [said[0].removeprefix("warning: ")]
