@@ -65,14 +65,15 @@ def sampling_rows(run: RunData) -> Rows:
         ("cap of the account", "none given" if cap is None else f"ε {cap:g}"),
         ("accountant", mechanism.accountant),
         *(
-            (f"measured: {each.query.replace('_', ' ')}", f"{each.mechanism.steps} times at {_noise(each.mechanism)}")
+            (f"measured: {each.query.replace('_', ' ')}", _releases(each.mechanism))
             for each in run.manifest.computation.measurements
         ),
     ]
 
 
-def _noise(mechanism: Mechanism) -> str:
-    return f"noise multiplier {mechanism.noise_multiplier:.6g}"
+def _releases(mechanism: Mechanism) -> str:
+    times = "once" if mechanism.steps == 1 else f"{mechanism.steps} times"
+    return f"{times} at noise multiplier {mechanism.noise_multiplier:.6g}"
 
 
 def model_rows(run: RunData) -> Rows:
