@@ -27,6 +27,8 @@ from tests.protocol import settle
 from tests.spans import collector
 
 DEADLINE_S = 900
+RDP = "dp_config.accountant=rdp"
+"""The accounting of a run whose epsilon nobody looks at: driver and ledger save a second each."""
 PROMISED = {
     "run_dir", "steps", "privacy_epsilon", "privacy_epsilon_one_worker", "privacy_delta", "epsilon_cap",
     "evaluation_accuracy", "evidence_class", "parameter_digest", "num_workers", "virtual_workers", "masked_bytes",
@@ -181,7 +183,7 @@ def test_a_ray_job_ends_with_the_same_verdict_as_a_local_run(head, ray_cluster, 
     submit = [
         str(Path(sys.executable).parent / "ray"), "job", "submit", "--address", address, "--working-dir", ".", "--",
         "python", "-m", "raycloak", "run", "examples/digits.yaml", "--json", "--set", "steps=5",
-        "--set", "num_workers=2", "--run-secret", "secret.hex",
+        "--set", "num_workers=2", "--set", RDP, "--run-secret", "secret.hex",
     ]  # fmt: skip
     done = subprocess.run(
         submit, cwd=checkout, env=environment | {"RAYCLOAK_HOME": str(raycloak_home)}, capture_output=True, text=True,
@@ -192,7 +194,7 @@ def test_a_ray_job_ends_with_the_same_verdict_as_a_local_run(head, ray_cluster, 
     job = json.loads(line)
     monkeypatch.setenv("RAYCLOAK_HOME", str(tmp_path / "other"))
     examples, secret = checkout / "examples", checkout / "secret.hex"
-    config = load_config(examples / "digits.yaml", ["steps=5", "num_workers=1", "secure_aggregation=false"])
+    config = load_config(examples / "digits.yaml", ["steps=5", "num_workers=1", "secure_aggregation=false", RDP])
     local = Trainer(config, config_dir=examples, run_secret=secret, notice=lambda line: None).train()["metrics"]
     same = ("steps", "privacy_epsilon", "evaluation_accuracy", "evidence_class", "parameter_digest", "epsilon_cap")
     assert {key: job[key] for key in same} == {key: local[key] for key in same}
@@ -206,7 +208,7 @@ def test_the_loop_by_hand_runs_as_written(ray_cluster, capfd):
 
 def test_bench_step_measures_on_a_ledger_of_its_own(here, ray_cluster, raycloak_home):
     config = str(ROOT / "benchmarks" / "step.yaml")
-    figures = here("bench", "step", config, "--set", "steps=8", "--set", "num_workers=2")
+    figures = here("bench", "step", config, "--set", "steps=8", "--set", "num_workers=2", "--set", RDP)
     assert figures["parameters"] == 1000
     assert figures["bytes_per_parameter"] == 4.0
     assert figures["framing_bytes"] < 1024
