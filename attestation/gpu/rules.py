@@ -16,8 +16,8 @@ class GpuRules(Message):
         models: accepted chips, by the name in the boot ROM's certificate, which NVIDIA issues, such as ``GH100``;
             None accepts any GPU.
         allow_ppcie: whether protected-PCIe mode is accepted. In it, traffic between GPUs is not encrypted.
-        allow_unstated_mode: whether a report is accepted that does not state the mode (FEATURE_FLAG), as those of
-            drivers 550 and 570 on one Hopper GPU. Only reference values then show how the GPU was started.
+        allow_unstated_mode: whether a report is accepted that does not state the mode (FEATURE_FLAG), as drivers 550
+            and 570 do not on a Hopper GPU. Only reference values then show how the GPU was started.
         require_rim: whether signed reference values of driver and VBIOS must be present. Present ones are always
             compared.
         require_ocsp: whether OCSP answers must be present. Device certificates do not expire, so without answers no

@@ -263,7 +263,7 @@ _ARTICLE_13: Final = (
         Asked(
             "13(3)(b)(iii)",
             "Circumstances that may lead to risks to health, safety or fundamental rights",
-            "Foreseeable misuse and its risks. The limits in this report name those of the training.",
+            "Foreseeable misuse and its risks. The limits in this report name the risks of the training.",
             says=(*_PRIVACY,),
         ),
         Asked(
@@ -463,7 +463,7 @@ _ANNEX_IV: Final = (
         Asked(
             "Annex IV, 2(h)",
             "Cybersecurity measures",
-            "Measures of the system in use; those of the training are under Article 15(5).",
+            "Measures of the system in use; the measures of the training are under Article 15(5).",
         ),
         Asked(
             "Annex IV, 3",
@@ -474,9 +474,7 @@ _ANNEX_IV: Final = (
             "Annex IV, 4",
             "Appropriateness of the performance metrics",
             "Why these metrics are appropriate for this system.",
-            says=(
-                Said("The metrics of the training are those of the verdict, which ended as {}.", f"{VERDICT}ending"),
-            ),
+            says=(Said("The metrics of the training are in the verdict, which ended as {}.", f"{VERDICT}ending"),),
         ),
         Asked("Annex IV, 5", "Risk management system (Article 9)", "Description of the risk management system."),
         Asked(

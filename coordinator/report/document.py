@@ -193,7 +193,7 @@ def _evidence_says(evidence: Evidence) -> str:
     machines = len({member.platform_id for member in evidence.members})
     return (
         f"{len(evidence.members)} members on {machines} {'machine' if machines == 1 else 'machines'} were admitted, in "
-        f"{evidence.entries:,} entries of the evidence log. Its signatures are those of the orchestrator that the "
+        f"{evidence.entries:,} entries of the evidence log. It is signed by the orchestrator that the "
         "manifest names. Whether each member's evidence passes your policy is for raycloak verify to say."
     )
 

@@ -169,7 +169,7 @@ def _limits(run: RunData, verdict: Verdict | None) -> Iterator[str]:
     if verdict is not None:
         yield from _site_limits(verdict)
     if run.config.dataset is None or run.config.dataset.kind != "sealed":
-        yield "The data was not sealed: whoever administers a worker's machine could read the examples."
+        yield "The data was not sealed: the administrator of a worker's machine could read the examples."
     yield (
         "Accuracy, times and byte counts are the site's own records. Nobody signs them. The evidence log and the "
         "ledger are signed."

@@ -1,7 +1,7 @@
 """The caller of callbacks: a thread for each of them, off the step path.
 
 Hides threads, queues and deadlines. The run's own thread hands a report over and goes on; it alone warns of callbacks
-that fail, so that whoever reads the warnings needs no lock.
+that fail, so that a reader of the warnings needs no lock.
 
     run's thread     tell ──> queue of at most ROOM reports ──┐          settle, end: wait, with a deadline
     its own thread                                            └─> on_step_end(report), one after another

@@ -104,7 +104,7 @@ class Training:
         first = self.finished_steps
         self.metrics.steps_finished(first)
         while self.finished_steps < self.course.last_step:
-            # First, since it has an end of its own whoever asks for a stop meanwhile.
+            # First, since it has an end of its own, also if somebody asks for a stop meanwhile.
             if self._over:
                 return Ending.EARLY
             # Between two steps only: a step that is charged is finished.
