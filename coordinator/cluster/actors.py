@@ -82,8 +82,8 @@ def on_this_node() -> NodeAffinitySchedulingStrategy:
 def off_this_node() -> dict[str, Any]:
     """Return the options that place an actor on any node but the driver's, or on that one if there is no other.
 
-    Orchestrator and ledger are on the driver's node. On one machine with an aggregator, a reader of its memory would see
-    through the noise.
+    Orchestrator and ledger are on the driver's node. If an aggregator were there too, a reader of that machine's memory
+    would see through the noise.
     """
     own = ray.get_runtime_context().get_node_id()
     return {
