@@ -212,9 +212,13 @@ class RunMetrics:
         """Set the finished steps, earlier executions included."""
         self._values.set("raycloak_steps_finished", count, self._run)
 
-    def phase_finished(self, phase: str, seconds: float) -> None:
-        """Observe that a phase of a step took ``seconds``; a name outside ``registry.PHASES`` counts as ``other``."""
-        self._values.observe("raycloak_step_phase_duration_seconds", seconds, self._run, phase)
+    def phase_finished(self, phase: str, seconds: float, trace_id: str = "") -> None:
+        """Observe that a phase of a step took ``seconds``; a name outside ``registry.PHASES`` counts as ``other``.
+
+        Args:
+            trace_id: of the step's trace; empty where traces are off.
+        """
+        self._values.observe("raycloak_step_phase_duration_seconds", seconds, self._run, phase, trace_id=trace_id)
 
     def aggregate_released(self) -> None:
         """Count a noised aggregate that was decoded."""

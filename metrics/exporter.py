@@ -7,7 +7,9 @@
 Everything goes through one :class:`Exporter`, so a series that is secret or undeclared cannot reach the page.
 """
 
+import re
 import threading
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
@@ -15,11 +17,14 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 
 from raycloak.metrics.errors import RefusedError
 from raycloak.metrics.registry import BY_NAME, OTHER, Kind, Label, Series
 
 LabelValues = tuple[str, ...]
+_Bucket = tuple[str, float] | tuple[str, float, Exemplar]
+_TRACE_ID = re.compile(r"[0-9a-f]{32}")
 _FAMILIES: Mapping[Kind, Callable[..., Metric]] = {
     "counter": CounterMetricFamily,
     "gauge": GaugeMetricFamily,
@@ -109,6 +114,7 @@ class Values:
         self._series = {s.name: s for s in series}
         self._numbers: dict[str, dict[LabelValues, float]] = {name: {} for name in self._series}
         self._buckets: dict[str, dict[LabelValues, list[int]]] = {name: {} for name in self._series}
+        self._exemplars: dict[tuple[str, LabelValues, int], Exemplar] = {}
         self._lock = threading.Lock()
 
     def set(self, name: str, value: float, *labels: str) -> None:
@@ -139,13 +145,22 @@ class Values:
             key = self._key(name, labels)
             self._buckets[name][key], self._numbers[name][key] = list(counts), float(total)
 
-    def observe(self, name: str, value: float, *labels: str) -> None:
-        """Put one observation into a histogram."""
+    def observe(self, name: str, value: float, *labels: str, trace_id: str = "") -> None:
+        """Put one observation into a histogram.
+
+        Args:
+            trace_id: of the trace it was made in, 32 hexadecimal digits: each bucket shows the newest as its exemplar
+                to readers of OpenMetrics. Empty for none.
+        """
+        assert not trace_id or _TRACE_ID.fullmatch(trace_id), "an exemplar names a trace and nothing else"
         bounds = self._series[name].buckets
         with self._lock:
             key = self._key(name, labels)
             counts = self._buckets[name].setdefault(key, [0] * (len(bounds) + 1))
-            counts[bisect_left(bounds, value)] += 1
+            bucket = bisect_left(bounds, value)
+            counts[bucket] += 1
+            if trace_id:
+                self._exemplars[name, key, bucket] = Exemplar({"trace_id": trace_id}, value, time.time())
             self._numbers[name][key] = self._numbers[name].get(key, 0.0) + value
 
     def collect(self) -> list[Metric]:
@@ -157,7 +172,9 @@ class Values:
         metric = family(series)
         for labels, number in self._numbers[series.name].items():
             if isinstance(metric, HistogramMetricFamily):
-                metric.add_metric(labels, _cumulative(series.buckets, self._buckets[series.name][labels]), number)
+                counts = self._buckets[series.name][labels]
+                traced = [self._exemplars.get((series.name, labels, place)) for place in range(len(counts))]
+                metric.add_metric(labels, _cumulative(series.buckets, counts, traced), number)
             else:
                 assert isinstance(metric, CounterMetricFamily | GaugeMetricFamily)
                 metric.add_metric(labels, number)
@@ -179,9 +196,10 @@ def _bounded(label: Label, position: int, value: str, known: Mapping[LabelValues
     return value if value in seen or len(seen) < label.at_most else OTHER
 
 
-def _cumulative(bounds: tuple[float, ...], counts: list[int]) -> list[tuple[str, float]]:
-    total, buckets = 0, []
-    for bound, count in zip((*map(str, bounds), "+Inf"), counts, strict=True):
+def _cumulative(bounds: tuple[float, ...], counts: list[int], traced: Sequence[Exemplar | None]) -> list[_Bucket]:
+    buckets: list[_Bucket] = []
+    total = 0
+    for bound, count, exemplar in zip((*map(str, bounds), "+Inf"), counts, traced, strict=True):
         total += count
-        buckets.append((bound, float(total)))
+        buckets.append((bound, float(total)) if exemplar is None else (bound, float(total), exemplar))
     return buckets

@@ -75,6 +75,11 @@ UNRECORDED = Span()
 class Traces:
     """The spans of one execution, which go nowhere; :func:`tracing` gives those that go somewhere."""
 
+    @property
+    def trace_id(self) -> str:
+        """The trace of the open span, 32 hexadecimal digits; empty if there is none."""
+        return ""
+
     def span(self, name: str, /, **fields: Value) -> Span:
         """Return a span of `SPANS` to enter: it is a part of the one that is open. An error that leaves it fails it."""
         return UNRECORDED
@@ -159,6 +164,10 @@ class RecordedTraces(Traces):
         # An empty context, so that what the process may have open is no parent.
         self._outer = TraceContextTextMapPropagator().extract(carrier, Context())
         self._open: list[Recorded] = []
+
+    @property
+    def trace_id(self) -> str:
+        return f"{self._open[-1].get_span_context().trace_id:032x}" if self._open else ""
 
     def span(self, name: str, /, **fields: Value) -> Span:
         return _RecordedSpan(partial(self._start, name, fields), self._open)

@@ -199,7 +199,7 @@ class StepRunner:
         with self.traces.span("charge"):
             receipt, paid, asked = self._charge(task, model)
         charged = time.perf_counter()
-        self.metrics.phase_finished("charge", charged - started)
+        self.metrics.phase_finished("charge", charged - started, self.traces.trace_id)
         # Only now: the workers have been asked, so this call overlaps with their computation.
         self._prepare_next(task)
         attempts, begun = 1, charged
@@ -287,12 +287,12 @@ class StepRunner:
             self._attempting.announce(task, model, asked)
             answers = self._collect(task, model, asked)
             computed = time.perf_counter()
-            self.metrics.phase_finished("compute", computed - begun)
+            self.metrics.phase_finished("compute", computed - begun, self.traces.trace_id)
             reduced = None
             if answers is not None:
                 with self.traces.span("reduce"):
                     reduced = self._attempting.reduce(task, model, answers)
-                self.metrics.phase_finished("reduce", time.perf_counter() - computed)
+                self.metrics.phase_finished("reduce", time.perf_counter() - computed, self.traces.trace_id)
             if answers is None or reduced is None:
                 attempt.fail("repeated")
                 self.metrics.attempt_failed()

@@ -15,10 +15,11 @@ has a loss and no accuracy; where there are GPUs, an evidence service, or Ray's 
 
 @dataclass(frozen=True)
 class PromQuery:
-    """One PromQL expression and the legend of its series."""
+    """One PromQL expression and the legend of its series; ``exemplar``: whether the traces behind it are drawn too."""
 
     expr: str
     legend: str
+    exemplar: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,8 @@ def by_label(metric: str, label: str) -> PromQuery:
 def quantile(q: float, metric: str, label: str, legend: str, selector: str = RUN) -> PromQuery:
     """Return a quantile of a histogram; a series without an observation in the window has no value."""
     by = f"le, {label}" if label else "le"
-    return PromQuery(f"histogram_quantile({q}, sum by ({by}) (rate({metric}_bucket{selector}{RATE}))) >= 0", legend)
+    expr = f"histogram_quantile({q}, sum by ({by}) (rate({metric}_bucket{selector}{RATE}))) >= 0"
+    return PromQuery(expr, legend, exemplar=True)
 
 
 def age(metric: str, legend: str) -> PromQuery:

@@ -148,7 +148,8 @@ def _panel(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
 
 
 def _target(query: PromQuery, letter: str) -> dict[str, Any]:
-    return {"refId": letter, "datasource": _DATASOURCE, "expr": query.expr, "legendFormat": query.legend}
+    target = {"refId": letter, "datasource": _DATASOURCE, "expr": query.expr, "legendFormat": query.legend}
+    return target | ({"exemplar": True} if query.exemplar else {})
 
 
 def _field_defaults(panel: Panel) -> dict[str, Any]:

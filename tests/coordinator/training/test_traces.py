@@ -1,9 +1,12 @@
 """The spans of whole runs in one process: which parts, inside which, with which figures."""
 
 import pytest
+from prometheus_client.openmetrics.exposition import generate_latest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from raycloak.coordinator.training.assignment import NewRun, ResumedRun
 from raycloak.metrics.events import FIELD_BY_NAME
+from raycloak.metrics.exporter import Exporter
 from tests.coordinator.planning.test_measurements import MEASURED
 from tests.coordinator.runs.test_resumed_runs import Killed, archive, killed_at, manifest_of
 from tests.protocol import RENYI, on, trained, whole_run
@@ -60,6 +63,25 @@ def test_spans_tell_steps_attempts_workers_and_failures(retried):
     assert kept.named("recover") == [{"role": "ledger", "cause": "died"}]
     for each in kept.ended:
         assert all(FIELD_BY_NAME[name].privacy.exportable for name in attributes(each))
+
+
+def test_the_phases_of_steps_name_the_traces_that_they_were_measured_in(retried, tmp_path):
+    """To readers of OpenMetrics alone; without traces nothing is named."""
+    run, kept = retried
+    steps = {f"{each.context.trace_id:032x}" for each in kept.ended if each.name == "step"}
+    named = exemplars(run)
+    assert {phase for phase, _ in named} == {"charge", "compute", "reduce"}
+    assert {trace for _, trace in named} <= steps
+    assert exemplars(trained(tmp_path, steps=1, dp_config=RENYI)) == set()
+
+
+def exemplars(run):
+    """Return phase and trace of each exemplar on the page."""
+    exporter = Exporter()
+    exporter.add(run.metrics[0])
+    page = generate_latest(exporter.registry).decode()
+    samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+    return {(each.labels["phase"], each.exemplar.labels["trace_id"]) for each in samples if each.exemplar}
 
 
 def test_a_worker_took_as_long_as_it_says_within_what_was_waited(tmp_path):
