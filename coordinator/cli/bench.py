@@ -61,16 +61,24 @@ def _bench_noise(output: Output, draws: int, sigma: float, bits: Literal[32, 64]
 
 @bench.command("step")
 def step_command(
-    config: ConfigFile, overrides: Overrides = None, as_json: AsJson = False, debug: Debug = False
+    config: ConfigFile,
+    overrides: Overrides = None,
+    against: Annotated[
+        str | None, typer.Option(metavar="PEER", help="bare-ray: a program of the same calls takes turns with it.")
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
 ) -> None:
     """Time the phases of CONFIG's steps on Ray."""
-    execute(as_json, debug, lambda output: _bench_step(output, load_config(config, overrides), config.parent))
+    execute(as_json, debug, lambda output: _bench_step(output, load_config(config, overrides), config.parent, against))
 
 
-def _bench_step(output: Output, config: RunConfig, config_dir: Path) -> int:
+def _bench_step(output: Output, config: RunConfig, config_dir: Path, against: str | None) -> int:
     from raycloak.coordinator.bench.step import bench_step
 
-    return _measured(output, "bench step", bench_step(config, config_dir=config_dir))
+    if against not in (None, "bare-ray"):
+        raise ConfigError("bench_peer", f"a step has no peer '{against}'.", "Give bare-ray.")
+    return _measured(output, "bench step", bench_step(config, config_dir=config_dir, against_bare_ray=bool(against)))
 
 
 @bench.command("gradient")

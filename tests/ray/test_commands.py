@@ -208,9 +208,12 @@ def test_the_loop_by_hand_runs_as_written(ray_cluster, capfd):
 
 def test_bench_step_measures_on_a_ledger_of_its_own(here, ray_cluster, raycloak_home):
     config = str(ROOT / "benchmarks" / "step.yaml")
-    figures = here("bench", "step", config, "--set", "steps=8", "--set", "num_workers=2", "--set", RDP)
+    options = ("--set", "steps=10", "--set", "num_workers=2", "--set", RDP, "--against", "bare-ray")
+    figures = here("bench", "step", config, *options)
     assert figures["parameters"] == 1000
     assert figures["bytes_per_parameter"] == 4.0
     assert figures["framing_bytes"] < 1024
     assert 0 < figures["control_overhead_ms"] < figures["step_ms"]
+    ratio = figures["control_overhead_ms"] / figures["bare_ray_ms"]
+    assert figures["control_vs_bare_ray"] == pytest.approx(ratio)
     assert not (raycloak_home / "ledger.sqlite").exists()
