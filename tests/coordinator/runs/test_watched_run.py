@@ -195,7 +195,8 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         run.coordinator.order = replace(order, reporting=reporting)
         run.coordinator._reporter.to = reporting
         run.train()
-        page.await_reader()
+        # Not `await_reader`, which waits for one scrape: on a busy machine that one may take longer than its timeout.
+        prometheus.sees(f'raycloak_run_state{{run="{run.session.run_id}",state="complete"}} == 1')
         page.close()
         prometheus.sees('up{job="raycloak"} == 0')
         yield Watched(prometheus, run, looks[0], time.time())
