@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raycloak.coordinator.cli import app
 from raycloak.coordinator.config.run import load_config
 from raycloak.coordinator.console.output import attach_log
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
@@ -77,20 +76,6 @@ def trainer(monkeypatch):
     monkeypatch.setattr(FakeTrainer, "made", None)
     monkeypatch.setitem(sys.modules, "raycloak.coordinator.runs.trainer", types.SimpleNamespace(Trainer=FakeTrainer))
     return FakeTrainer
-
-
-@pytest.fixture
-def raycloak(capfd, monkeypatch):
-    """Run the command in this process; returns (exit code, stdout, stderr)."""
-    monkeypatch.setattr(app, "leave_stdout", lambda: None)
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as stopped:
-            app.main(arguments)
-        captured = capfd.readouterr()
-        return stopped.value.code, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture

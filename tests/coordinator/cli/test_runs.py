@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import pytest
 from rich.console import Console
 
-from raycloak.coordinator.cli import app, top
+from raycloak.coordinator.cli import top
 from raycloak.coordinator.cli.runs_tables import WIDE, RunsTable, age_text
 from raycloak.coordinator.cli.top_view import TALL, TopView
 from raycloak.coordinator.record.folder import run_lock
@@ -27,20 +27,6 @@ from tests.protocol import trained
 
 DEADLINE_S = 60
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
-
-
-@pytest.fixture
-def raycloak(capfd, monkeypatch):
-    """Run the command in this process; returns (exit code, stdout, stderr)."""
-    monkeypatch.setattr(app, "leave_stdout", lambda: None)
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as stopped:
-            app.main(arguments)
-        captured = capfd.readouterr()
-        return stopped.value.code, captured.out, captured.err
-
-    return run
 
 
 def begun(steps=100, done=30, **fields):
