@@ -41,7 +41,10 @@ def raycloak_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _ray_environment(folder: Path) -> dict[str, str]:
-    """Return variables that keep Ray's files in ``folder``; the token is a file, so `~/.ray` stays as it is."""
+    """Return variables that keep Ray's and other libraries' files in ``folder``.
+
+    The token is a file, so `~/.ray` stays as it is.
+    """
     (folder / "ray").mkdir()
     token = folder / "auth_token"
     token.touch(mode=0o600)
@@ -59,6 +62,11 @@ def _ray_environment(folder: Path) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_prestart_worker_first_driver": "0",  # nobody uses one: every actor here has an environment of its own
         "RAY_allow_out_of_band_object_ref_serialization": "0",
+        # What libraries would keep in the user's folders.
+        "MPLCONFIGDIR": str(folder / "matplotlib"),
+        "WANDB_CACHE_DIR": str(folder / "wandb"),
+        "WANDB_CONFIG_DIR": str(folder / "wandb"),
+        "WANDB_DATA_DIR": str(folder / "wandb"),
     }
 
 

@@ -37,6 +37,12 @@ def headless(program: str, profile: Path) -> list[str]:
     return [program, *quiet, *unboxed, f"--user-data-dir={profile}"]
 
 
+def apart(profile: Path) -> dict[str, str]:
+    """Return the environment in which a browser writes to its ``profile`` alone, and nothing for its user to keep."""
+    # A profile of its own does not keep crash reports and settings of the desktop out of the user's folders.
+    return os.environ | {"XDG_CONFIG_HOME": str(profile), "XDG_CACHE_HOME": str(profile)}
+
+
 def print_pdf(page: Path, output: Path) -> Path:
     """Print the HTML file ``page`` to ``output``.
 
@@ -50,7 +56,11 @@ def print_pdf(page: Path, output: Path) -> Path:
         asked = ["--no-pdf-header-footer", f"--print-to-pdf={draft}", page.resolve().as_uri()]
         try:
             done = subprocess.run(
-                [*headless(program, Path(profile)), *asked], capture_output=True, check=False, timeout=DEADLINE_S
+                [*headless(program, Path(profile)), *asked],
+                env=apart(Path(profile)),
+                capture_output=True,
+                check=False,
+                timeout=DEADLINE_S,
             )
             said = f"it ended with {done.returncode}"
         except subprocess.TimeoutExpired:

@@ -48,7 +48,9 @@ def test_a_browser_draws_the_page_and_asks_nobody_for_anything(ended, tmp_path):
         shot = ["--dump-dom", f"--screenshot={picture}", f"--window-size={WIDTH},{HEIGHT}", "--hide-scrollbars"]
         address = f"http://127.0.0.1:{server.server_port}/report.html"
         command = [*pdf.headless(BROWSER, tmp_path / "profile"), *shot, address]
-        dom = subprocess.run(command, capture_output=True, check=True, timeout=pdf.DEADLINE_S).stdout.decode()
+        surroundings = pdf.apart(tmp_path / "profile")
+        done = subprocess.run(command, env=surroundings, capture_output=True, check=True, timeout=pdf.DEADLINE_S)
+        dom = done.stdout.decode()
         server.shutdown()
     assert set(asked) == {"/report.html"}
     assert [each for each in Page(dom).ids if each in SECTIONS] == SECTIONS
