@@ -21,7 +21,7 @@ from raycloak.coordinator.cli.budget import budget
 from raycloak.coordinator.cli.data import data
 from raycloak.coordinator.cli.init import init_command
 from raycloak.coordinator.cli.model import model
-from raycloak.coordinator.cli.options import AsJson, ConfigFile, Debug, Overrides
+from raycloak.coordinator.cli.options import AsJson, ConfigFile, Debug, Overrides, RunName
 from raycloak.coordinator.cli.options import execute as _execute
 from raycloak.coordinator.cli.package import package
 from raycloak.coordinator.cli.progress import EVERY_S, ProgressDisplay
@@ -209,21 +209,24 @@ def _show_done(output: Output, folder: "RunFolder", config: RunConfig) -> int:
 
 @app.command("replay")
 def replay_command(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of the run.", show_default=False)],
+    run: RunName,
     steps: Annotated[str, typer.Option(metavar="FIRST:END", help="Steps to compute again.", show_default=False)],
     workers: Annotated[int, typer.Option(help="Workers to compute them on.")] = 2,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Compute finished steps of a run again and compare their digests; charges nothing. Exit code 4 if one differs."""
-    _execute(as_json, debug, lambda output: _replay(output, run_dir, steps, workers))
+    _execute(as_json, debug, lambda output: _replay(output, run, steps, workers))
 
 
-def _replay(output: Output, run_dir: Path, steps: str, workers: int) -> int:
+def _replay(output: Output, run: str, steps: str, workers: int) -> int:
     from raycloak.coordinator.cli.tables import replay_table
+    from raycloak.coordinator.record.run_list import find_run
     from raycloak.coordinator.runs.replay import parse_steps, replay
 
-    outcome = replay(run_dir, parse_steps(steps), workers, output.announce)
+    # The steps first, which need no run to be wrong.
+    wanted = parse_steps(steps)
+    outcome = replay(find_run(run), wanted, workers, output.announce)
     output.result(asdict(outcome), replay_table(outcome))
     return 0
 

@@ -17,6 +17,10 @@ ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a dotted key; may be repeated.")
 ]
+RunName = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="Run directory, run name, beginning of an id, or 'last'.", show_default=False),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print exactly one JSON object on standard output.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 

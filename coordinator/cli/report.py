@@ -5,13 +5,13 @@ from typing import Annotated
 
 import typer
 
-from raycloak.coordinator.cli.options import AsJson, Debug, execute
+from raycloak.coordinator.cli.options import AsJson, Debug, RunName, execute
 from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import ConfigError
 
 
 def report_command(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of the run.", show_default=False)],
+    run: RunName,
     output: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="The page; default: report.html in the run directory.", show_default=False),
@@ -27,11 +27,12 @@ def report_command(
     debug: Debug = False,
 ) -> None:
     """Write the record of a run as one page: verdict, curves, evidence, incidents, limits. Reads the run alone."""
-    execute(as_json, debug, lambda to: _report(to, run_dir, output, pdf, eu_ai_act, model_card))
+    execute(as_json, debug, lambda to: _report(to, run, output, pdf, eu_ai_act, model_card))
 
 
-def _report(to: Output, run_dir: Path, output: Path | None, pdf: bool, eu_ai_act: bool, model_card: bool) -> int:
+def _report(to: Output, run: str, output: Path | None, pdf: bool, eu_ai_act: bool, model_card: bool) -> int:
     from raycloak.coordinator.console.tables import fields_table
+    from raycloak.coordinator.record.run_list import find_run
     from raycloak.coordinator.report.document import write_report
     from raycloak.coordinator.report.model_card import write_card
     from raycloak.coordinator.report.pdf import browser, print_pdf
@@ -41,6 +42,7 @@ def _report(to: Output, run_dir: Path, output: Path | None, pdf: bool, eu_ai_act
     if pdf:
         # Before the page, which would otherwise be all that a refused command leaves.
         browser()
+    run_dir = find_run(run)
     page = write_report(run_dir, output, eu_ai_act=eu_ai_act)
     written = {"report": page}
     if pdf:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from raycloak.coordinator.cli.options import AsJson, Debug, execute
+from raycloak.coordinator.cli.options import AsJson, Debug, RunName, execute
 from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import ConfigError
 
@@ -19,11 +19,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 runs = typer.Typer(help="The runs in RAYCLOAK_HOME: all of them, one in full, several beside each other.")
-
-RunName = Annotated[
-    str,
-    typer.Argument(metavar="RUN", help="Run directory, run name, beginning of an id, or 'last'.", show_default=False),
-]
 
 
 @runs.command("list")

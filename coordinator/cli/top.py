@@ -11,8 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raycloak.coordinator.cli.options import AsJson, Debug, execute
-from raycloak.coordinator.cli.runs import RunName
+from raycloak.coordinator.cli.options import AsJson, Debug, RunName, execute
 from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import ConfigError
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from raycloak.coordinator.cli.options import AsJson, Debug, execute
+from raycloak.coordinator.cli.options import AsJson, Debug, RunName, execute
 from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import RefusedError
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from raycloak.coordinator.proof.claims import Report
 
-RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of the run.", show_default=False)]
 TrustFile = Annotated[
     Path,
     typer.Option("--trust", metavar="FILE", help="Trust file, from another channel than the run.", show_default=False),
@@ -71,19 +70,20 @@ def _view(report: "Report") -> "RenderableType":
     return Group(table, limits, last)
 
 
-def bundle_command(run_dir: RunDir, out: NewFile, as_json: AsJson = False, debug: Debug = False) -> None:
+def bundle_command(run: RunName, out: NewFile, as_json: AsJson = False, debug: Debug = False) -> None:
     """Write the one file that an auditor of a run gets: its record and its account, signed by this site."""
-    execute(as_json, debug, lambda output: _bundle(output, run_dir, out))
+    execute(as_json, debug, lambda output: _bundle(output, run, out))
 
 
-def _bundle(output: Output, run_dir: Path, out: Path) -> int:
+def _bundle(output: Output, run: str, out: Path) -> int:
     import time
 
     from raycloak.coordinator.console.tables import fields_table, size_text
     from raycloak.coordinator.proof.bundle import write_bundle
     from raycloak.coordinator.proof.gather import gather, site_signer
+    from raycloak.coordinator.record.run_list import find_run
 
-    manifest, parts = gather(run_dir)
+    manifest, parts = gather(find_run(run))
     signer = site_signer()
     index = write_bundle(out, manifest.run_id, parts, signer, int(time.time()))
     size = out.stat().st_size
@@ -99,16 +99,17 @@ def _bundle(output: Output, run_dir: Path, out: Path) -> int:
     return 0
 
 
-def trust_command(run_dir: RunDir, out: NewFile, as_json: AsJson = False, debug: Debug = False) -> None:
+def trust_command(run: RunName, out: NewFile, as_json: AsJson = False, debug: Debug = False) -> None:
     """Write the trust file for auditors of a run. Hand it over on another channel than the bundle."""
-    execute(as_json, debug, lambda output: _trust(output, run_dir, out))
+    execute(as_json, debug, lambda output: _trust(output, run, out))
 
 
-def _trust(output: Output, run_dir: Path, out: Path) -> int:
+def _trust(output: Output, run: str, out: Path) -> int:
     from raycloak.coordinator.console.tables import fields_table
     from raycloak.coordinator.proof.gather import trust_of
+    from raycloak.coordinator.record.run_list import find_run
 
-    trust = trust_of(run_dir)
+    trust = trust_of(find_run(run))
     trust.save(out)
     facts = {
         "out": str(out),

@@ -138,7 +138,7 @@ def find_run(named: str) -> Path:
             directory's name. A name goes before a beginning.
 
     Raises:
-        ConfigError: ``run_unknown``, or ``run_ambiguous`` with the candidates.
+        ConfigError: ``run_unknown``, ``not_a_run`` for a folder that is none, or ``run_ambiguous`` with the candidates.
     """
     if "/" in named or (Path(named) / "run.json").exists():
         return RunFolder.open(Path(named)).path.absolute()
@@ -147,6 +147,9 @@ def find_run(named: str) -> Path:
         return paths[-1]
     whole = [path for path in paths if path.name == named]
     found = whole or _of_name(paths, named) or [path for path in paths if _begins(path, named)]
+    if named and not found and Path(named).is_dir():
+        # It is no run's, and the error says so of the folder: that is what was meant.
+        return RunFolder.open(Path(named)).path.absolute()
     if not found:
         raise ConfigError(
             "run_unknown",
