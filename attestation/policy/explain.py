@@ -29,9 +29,9 @@ def _never(policy: Policy) -> bool:
     return False
 
 
-def _low_floors(policy: Policy) -> bool:
-    given = policy.sev_snp.min_snp_svn
-    return any(given[name] < floor for name, floor in _SNP.min_snp_svn.items() if name in given)
+def _low_floors(rules: SnpRules) -> set[Generation]:
+    """Return the generations whose floor is below the default; where there is no default, a floor of 0 is none."""
+    return {name for name, floor in rules.min_snp_svn.items() if floor < _SNP.min_snp_svn.get(name, 1)}
 
 
 LAXER: Final[Mapping[str, Callable[[Policy], bool]]] = {
@@ -59,7 +59,7 @@ LAXER: Final[Mapping[str, Callable[[Policy], bool]]] = {
     "tdx.allow_debug": lambda p: p.tdx.allow_debug,
     "tdx.require_sept_ve_disable": lambda p: not p.tdx.require_sept_ve_disable,
     "sev_snp.allowed_generations": lambda p: not set(p.sev_snp.allowed_generations) <= set(_SNP.allowed_generations),
-    "sev_snp.min_snp_svn": _low_floors,
+    "sev_snp.min_snp_svn": lambda p: bool(_low_floors(p.sev_snp)),
     "sev_snp.min_boot_loader_svn": _never,
     "sev_snp.min_tee_svn": _never,
     "sev_snp.min_microcode_svn": _never,
@@ -226,7 +226,7 @@ def _sev_snp(policy: Policy) -> Iterator[Sentence]:
     yield _measurements("SEV-SNP", rules.measurements)
     admitted = [name for name in rules.allowed_generations if name in rules.min_snp_svn]
     floors = ", ".join(f"{name} from SNP firmware {rules.min_snp_svn[name]}" for name in admitted)
-    low = any(rules.min_snp_svn[name] < _SNP.min_snp_svn.get(name, 1) for name in admitted)
+    low = not _low_floors(rules).isdisjoint(admitted)
     yield Sentence("SEV-SNP", f"Processors: {floors or 'none'}.", warning=low or not admitted)
     yield from _other_floors(rules, admitted)
     if "Milan" in admitted:

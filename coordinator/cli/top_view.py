@@ -72,7 +72,7 @@ class Snapshot:
 
     @property
     def is_live(self) -> bool:
-        """Whether more may come: the picture of a run that is over does not change."""
+        """True if more may come: the picture of a run that is over does not change."""
         return self.state == "running"
 
 

@@ -286,11 +286,6 @@ def fetch(reference: Reference[T], deadline_s: float) -> T:
         raise ActorLost("unreachable") from None
 
 
-def fetch_all(references: Sequence[Reference[T]], deadline_s: float) -> list[T]:
-    """Return every value, in order; raises as :func:`fetch`."""
-    return [fetch(reference, deadline_s) for reference in references]
-
-
 def cluster_gpus() -> float:
     """Return the number of GPUs in the cluster, as Ray counts them."""
     resources = ray.cluster_resources()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""What sets runs apart: the fields of their configurations that differ, their results, and whether bytes are the same.
+"""The differences of runs: fields of their configurations, results, and whether they are the same bytes.
 
 Hides which figures of two runs may be set beside each other: epsilons of different accounts, data or deltas are no
 sums, and results on different splits are of different examples.

@@ -61,7 +61,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """What disturbed a run: ``time`` in Unix seconds, and a short phrase."""
+    """A disturbance of a run: ``time`` in Unix seconds, and a short phrase."""
 
     time: float
     says: str

@@ -33,7 +33,7 @@ if that cannot be told here."""
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """What a run directory says at one moment.
+    """The content of a run directory at one moment.
 
     Attributes:
         path: the directory.

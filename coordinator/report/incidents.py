@@ -1,4 +1,4 @@
-"""What went wrong in a run, or was refused, in the order in which the record has it."""
+"""The incidents of a run: failures, refusals and repeats, in the order in which the record has them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
