@@ -1,8 +1,8 @@
 """Time and memory of reading: ``python benchmarks/data.py reading`` and ``python benchmarks/data.py table --folder F``.
 
 ``reading`` takes recipes of examples/mnist on random examples of their shape. It times the vector of one virtual worker
-(draw, clipped sum, encoding, noise), and the part of it in which the dataset gives batches, from memory and from a
-scratch file in turn. A step of a run takes longer: it also masks, sends, adds and commits.
+(draw, clipped sum, encoding, noise), and the part of it in which the computation waits for examples, from memory and
+from a scratch file in turn. A step of a run takes longer: it also masks, sends, adds and commits.
 
 ``table`` writes a parquet table of ``--gigabytes`` to the folder, trains on it privately with two workers, and notes
 the largest resident memory of each process while it runs. Random floats do not compress, so the table on disk is
@@ -63,25 +63,27 @@ def main() -> None:
     print(text)
 
 
-class Timed:
-    """A dataset that adds up the time in which it gives batches."""
+class Waited:
+    """`raycloak.workers.inputs.rows.in_turn`, with the time in which the caller waits for examples added up."""
 
-    def __init__(self, inner) -> None:
-        self.inner, self.seconds = inner, 0.0
+    def __init__(self) -> None:
+        from raycloak.workers.inputs.rows import in_turn
 
-    def __len__(self) -> int:
-        return len(self.inner)
+        self._in_turn, self.seconds = in_turn, 0.0
 
-    def batch(self, ids):
-        began = time.perf_counter()
-        try:
-            return self.inner.batch(ids)
-        finally:
+    def __call__(self, dataset, groups):
+        batches, done = self._in_turn(dataset, groups), object()
+        while True:
+            began = time.perf_counter()
+            batch = next(batches, done)
             self.seconds += time.perf_counter() - began
+            if batch is done:
+                return
+            yield batch
 
 
 def reading() -> dict[str, object]:
-    """Return, for each recipe and place of its rows, the median share of a vector's time that is reading."""
+    """Return, for each recipe and place of its rows, the median share of a vector's time in which it waits for rows."""
     from raycloak.workers.gradients.numerics import pin_numerics
 
     pin_numerics(True, 1)
@@ -95,6 +97,7 @@ def _shares(name: str, shape: tuple[int, ...], dtype) -> Iterator[tuple[str, dic
     from raycloak.coordinator.config.run import load_config
     from raycloak.coordinator.planning.model_source import model_source
     from raycloak.coordinator.planning.plan import plan_mechanism
+    from raycloak.workers.gradients import clipping
     from raycloak.workers.gradients.clipping import GradientEngine
     from raycloak.workers.inputs import rows
     from raycloak.workers.inputs.models import build_model, loss_function, parameter_count, read_flat
@@ -105,9 +108,9 @@ def _shares(name: str, shape: tuple[int, ...], dtype) -> Iterator[tuple[str, dic
     rng = np.random.default_rng(1)
     features = rng.integers(0, 256, (60_000, *shape)).astype(dtype)
     chunks = [(features[start : start + 1000], rng.integers(0, 10, 1000)) for start in range(0, 60_000, 1000)]
-    datasets = {"memory": Timed(rows.gathered(chunks, "memory", 255.0))}
+    datasets = {"memory": rows.gathered(chunks, "memory", 255.0)}
     limit, rows.MEMORY_BYTES = rows.MEMORY_BYTES, 0
-    datasets["scratch file"] = Timed(rows.gathered(chunks, "scratch", 255.0))
+    datasets["scratch file"] = rows.gathered(chunks, "scratch", 255.0)
     rows.MEMORY_BYTES = limit
     module = build_model(model_source(config.model), folder, 0)
     mechanism = plan_mechanism(config, 60_000, parameter_count(module))
@@ -118,16 +121,17 @@ def _shares(name: str, shape: tuple[int, ...], dtype) -> Iterator[tuple[str, dic
     for computer in computers.values():
         computer.slice(0)  # Read once in a run, for its digest.
     times = {place: ([], []) for place in datasets}
+    waited = clipping.in_turn = Waited()
     for step in range(ROUNDS):
         # In turn, so that what else runs on the machine slows both.
-        for place, dataset in datasets.items():
-            dataset.seconds, began = 0.0, time.perf_counter()
+        for place in datasets:
+            waited.seconds, began = 0.0, time.perf_counter()
             computers[place].vector(0, keys, step, bytes(32), bytes(32), parameters)
             times[place][0].append(time.perf_counter() - began)
-            times[place][1].append(dataset.seconds)
+            times[place][1].append(waited.seconds)
     for place, (steps, reads) in times.items():
         share = median(read / step for step, read in zip(steps, reads, strict=True))
-        yield place, {"vector_seconds": median(steps), "reading_seconds": median(reads), "reading_share": share}
+        yield place, {"vector_seconds": median(steps), "waiting_seconds": median(reads), "waiting_share": share}
 
 
 def table(folder: Path, gigabytes: float) -> dict[str, object]:

@@ -17,8 +17,9 @@ from raycloak.workers.gradients.kept_state import KeptState
 from raycloak.workers.gradients.numerics import exact_sums
 from raycloak.workers.gradients.parts import Part
 from raycloak.workers.gradients.row_loss import RowLoss
-from raycloak.workers.inputs.datasets import Batch, Dataset
+from raycloak.workers.inputs.datasets import Dataset
 from raycloak.workers.inputs.models import LossFn, load_flat, trainable_tensors
+from raycloak.workers.inputs.rows import in_turn
 from raycloak.workers.terms.mechanism import Mechanism
 
 # These three carry the derivation in ClippedSum: a change of one needs a new derivation.
@@ -175,12 +176,7 @@ def micro_batches(
     padded = np.full(capacity, padding, dtype=np.int64)
     padded[: len(ids)] = ids
     valid = np.arange(capacity) < len(ids)
-    for start in range(0, capacity, rows):
-        features, labels = _read(dataset, padded[start : start + rows])
-        yield features, labels, valid[start : start + rows]
-
-
-def _read(dataset: Dataset, ids: NDArray[np.int64]) -> Batch:
-    features, labels = dataset.batch(ids)
-    assert len(features) == len(labels) == len(ids), "a batch has one row per id"
-    return features, labels
+    batches = in_turn(dataset, list(padded.reshape(-1, rows)))
+    for (features, labels), here in zip(batches, valid.reshape(-1, rows), strict=True):
+        assert len(features) == len(labels) == rows, "a batch has one row per id"
+        yield features, labels, here

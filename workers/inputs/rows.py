@@ -16,7 +16,8 @@ import itertools
 import os
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
@@ -84,6 +85,28 @@ def _emptied(held: list[Arrays]) -> Iterator[Arrays]:
         yield held.pop(0)
 
 
+def in_turn(dataset: Dataset, groups: Sequence[NDArray[np.int64]]) -> Iterator[Batch]:
+    """Yield the examples of each group of ids; the next group is read from a scratch file while the caller computes.
+
+    Every other dataset is read when its group is asked for. Memory gives rows at once. Code of a user may share
+    torch's generator, a connection or a setting with the model, so it never runs beside it.
+
+    Memory: two groups of a scratch file.
+
+    Raises:
+        DatasetError: as the dataset's ``batch``, in the turn of the group that could not be read.
+    """
+    if not isinstance(dataset, ScratchDataset) or len(groups) < 2:
+        yield from map(dataset.batch, groups)
+        return
+    with ThreadPoolExecutor(1, "raycloak-reader") as reader:
+        ahead = reader.submit(dataset.batch, groups[0])
+        for group in groups[1:]:
+            batch, ahead = ahead.result(), reader.submit(dataset.batch, group)
+            yield batch
+        yield ahead.result()
+
+
 class ScratchDataset:
     """A dataset in a scratch file; see the module, and `raycloak.workers.inputs.datasets.Dataset`.
 
@@ -119,17 +142,10 @@ class ScratchDataset:
         """
         if len(ids) and (ids.min() < 0 or ids.max() >= self._count):
             raise IndexError("an id is not one of the dataset's")
-        size, held, content = self._record, -1, memoryview(b"")
-        found = np.empty(len(ids) * size, np.uint8)
-        view = found.data
-        order = np.argsort(ids, kind="stable")
-        blocks, rows = np.divmod(ids[order], self._rows)
-        # Plain loops over memory: for one row of a block, numpy costs more than reading and decrypting it.
-        for place, block, row in zip(order.tolist(), blocks.tolist(), rows.tolist(), strict=True):
-            if block != held:
-                held, content = block, memoryview(self._block(block))
-            view[place * size : (place + 1) * size] = content[row * size : (row + 1) * size]
-        return self._conversion.of(*self._split(found.reshape(len(ids), size)))
+        numbers, rows = np.divmod(ids, self._rows)
+        asked, places = np.unique(numbers, return_inverse=True)
+        blocks = np.frombuffer(self._blocks(asked.tolist()), np.uint8).reshape(len(asked), self._rows, self._record)
+        return self._conversion.of(*self._split(blocks[places, rows]))
 
     def _split(self, records: NDArray[np.uint8]) -> Arrays:
         (first, shape, size), (second, label_shape, _) = self._parts
@@ -155,12 +171,19 @@ class ScratchDataset:
     def _append(self, number: int, records: NDArray[np.uint8]) -> None:
         self._file.write(self._cipher.encrypt(_nonce(number), records.tobytes(), None))
 
-    def _block(self, number: int) -> bytes:
-        rows = min(self._rows, self._count - number * self._rows)
+    def _blocks(self, numbers: list[int]) -> bytes:
+        """Return the records of the blocks, each as long as a whole one."""
+        file, decrypt, record = self._file.fileno(), self._cipher.decrypt, self._rows * self._record
+        whole = record + _TAG
         try:
-            place = number * (self._rows * self._record + _TAG)
-            content = os.pread(self._file.fileno(), rows * self._record + _TAG, place)
-            return self._cipher.decrypt(_nonce(number), content, None)
+            # One expression: for a block of one row, anything more in Python costs as much as reading or decrypting it.
+            # A whole block is asked for: the file ends with the last one, which may be shorter.
+            return b"".join(
+                [
+                    decrypt(_nonce(number), os.pread(file, whole, number * whole), None).ljust(record, b"\0")
+                    for number in numbers
+                ]
+            )
         except OSError as error:
             raise file_error("dataset_scratch", "read", tempfile.gettempdir(), error, DatasetError) from None
         except InvalidTag:

@@ -2,16 +2,18 @@
 
 import os
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from raycloak.metrics.errors import DatasetError
 from raycloak.workers.inputs import rows
-from raycloak.workers.inputs.datasets import Dataset, dataset_form, slice_digest
-from raycloak.workers.inputs.rows import ScratchDataset, gathered
+from raycloak.workers.inputs.datasets import Batch, Dataset, dataset_form, slice_digest
+from raycloak.workers.inputs.rows import ScratchDataset, gathered, in_turn
 
 
 def chunks(count: int, width: int = 5, of: int = 37, dtype: Any = np.float32) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -82,6 +84,50 @@ def test_every_read_returns_the_bytes_that_were_written_or_is_refused(monkeypatc
     os.ftruncate(descriptor, len(first))
     with pytest.raises(DatasetError, match="data_changed"):
         dataset.batch(np.array([2999]))
+
+
+def test_a_scratch_file_is_read_ahead_and_gives_the_bytes_of_memory(monkeypatch):
+    groups = [np.arange(start, start + 7) for start in (0, 2990, 400)]
+    in_memory = gathered(chunks(3000), "rows")
+    monkeypatch.setattr(rows, "MEMORY_BYTES", 100)
+    scratch = gathered(chunks(3000), "rows")
+    started, read = {int(group[0]): threading.Event() for group in groups}, ScratchDataset.batch
+    assert scratch.batch(groups[0][:0])[0].shape == in_memory.batch(groups[0][:0])[0].shape
+    with pytest.raises(IndexError):
+        list(in_turn(scratch, [groups[0], np.array([3000])]))
+
+    def watched(dataset: ScratchDataset, ids: NDArray[np.int64]) -> Batch:
+        started[int(ids[0])].set()
+        return read(dataset, ids)
+
+    monkeypatch.setattr(ScratchDataset, "batch", watched)
+    found = in_turn(scratch, groups)
+    expected = in_turn(in_memory, groups)
+    for next_one in (*groups[1:], None):
+        for part, other in zip(next(found), next(expected), strict=True):
+            assert part.dtype == other.dtype
+            assert part.tobytes() == other.tobytes()
+        # While this thread does nothing.
+        assert next_one is None or started[int(next_one[0])].wait(60)
+    assert next(found, None) is None
+
+
+def test_code_of_a_user_never_reads_beside_the_model():
+    calls: list[int] = []
+
+    class Own:
+        def __len__(self) -> int:
+            return 10
+
+        def batch(self, ids: NDArray[np.int64]) -> Batch:
+            calls.append(threading.get_ident())
+            return np.zeros((len(ids), 1)), np.zeros(len(ids))
+
+    batches = in_turn(Own(), [np.arange(3), np.arange(3)])
+    next(batches)
+    assert calls == [threading.get_ident()]
+    assert len(list(batches)) == 1
+    assert set(calls) == {threading.get_ident()}
 
 
 def test_a_disk_that_is_full_is_named(monkeypatch):
