@@ -37,6 +37,7 @@ PAGES = {
             "FailureConfig",
             "LedgerConfig",
             "LoggersConfig",
+            "MasksConfig",
             "MLflowConfig",
             "WandbConfig",
             "TensorBoardConfig",

@@ -11,6 +11,7 @@ from raycloak.attestation.appraisal.mutual import appraise_orchestrator
 from raycloak.attestation.attester.attester import Attester
 from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.keys import Secret
+from raycloak.attestation.core.mask_graph import MaskGraph
 from raycloak.attestation.core.messages import Envelope
 from raycloak.attestation.core.roster import Member, Roster
 from raycloak.attestation.trust.floors import SeenFacts
@@ -52,14 +53,19 @@ class Peers:
         self._seen.keep(appraisal.facts)
 
     def appraise(self, roster: Roster, presentations: Sequence[Envelope], admission: Admission) -> None:
-        """Appraise every member that the last roster did not have; a member without valid evidence refuses the step.
+        """Appraise the members that this worker deals with: itself, its neighbours in the mask graph, the aggregators.
+
+        Guarantee: no mask and no tag is ever made for a member without valid evidence. An appraisal is kept while its
+        member stays near.
 
         Raises:
             EvidenceError: ``peer_not_bound``, ``peer_expired``, ``key_not_bound``, or why evidence is refused.
         """
         shown = {digest(envelope.body): envelope for envelope in presentations}
         now = int(self._clock())
-        for member in roster.members:
+        own_id = self._attester.member_id
+        near = (roster.member(own_id), *MaskGraph(roster).neighbours(own_id), *roster.aggregators)
+        for member in near:
             known = self._appraisals.get(member.evidence_digest)
             if known is None:
                 if member.evidence_digest not in shown:
@@ -73,11 +79,9 @@ class Peers:
                 raise EvidenceError("peer_not_bound", f"the evidence shown for {member.member_id} is another member's")
             if (known.mask_key, known.identity_key) != (member.mask_key, member.identity_key):
                 raise EvidenceError("key_not_bound", f"the roster's keys of {member.member_id} are not its evidence's")
-        check_enrolment([self._appraisals[member.evidence_digest] for member in roster.members], admission.policy)
+        check_enrolment([self._appraisals[member.evidence_digest] for member in near], admission.policy)
         # Members present themselves again every epoch: appraisals of earlier evidence would pile up.
-        self._appraisals = {
-            member.evidence_digest: self._appraisals[member.evidence_digest] for member in roster.members
-        }
+        self._appraisals = {member.evidence_digest: self._appraisals[member.evidence_digest] for member in near}
 
     def _appraise(
         self, roster: Roster, member: Member, envelope: Envelope, admission: Admission, now: int
@@ -97,25 +101,27 @@ class Peers:
         return appraisal
 
     def meet(self, roster: Roster) -> None:
-        """Forget workers that the roster does not have, and agree on a secret with each newcomer."""
+        """Forget workers that the roster does not have, agree on a secret with each newcomer, and ratchet all secrets.
+
+        All, also those that no mask needs now: an old secret that was kept would tell the masks of earlier steps.
+        """
         own = roster.member(self._attester.member_id)
-        peers = {member.member_id: member for member in roster.workers if member.member_id != own.member_id}
         # By id and key: a replacement under an old id has another key, and needs another secret.
-        self._pairs = {
-            place: pair for place, pair in self._pairs.items() if place in {(i, m.mask_key) for i, m in peers.items()}
-        }
-        for peer_id, peer in peers.items():
-            if (peer_id, peer.mask_key) not in self._pairs:
-                self._pairs[peer_id, peer.mask_key] = PairSecret(
+        peers = {(each.member_id, each.mask_key): each for each in roster.workers if each.member_id != own.member_id}
+        self._pairs = {place: pair for place, pair in self._pairs.items() if place in peers}
+        for place, peer in peers.items():
+            if place not in self._pairs:
+                self._pairs[place] = PairSecret(
                     self._attester.agreement,
                     own,
                     peer,
                     run_id=roster.run_id,
                     manifest_digest=roster.manifest_digest,
                 )
+            self._pairs[place].advance_to(roster.ratchet)
 
     def masks(self, attempt: VerifiedAttempt) -> Sequence[Sequence[tuple[Secret, int]]]:
-        """Return (key, sign) towards every other worker, per range; see
+        """Return (key, sign) towards every neighbour, per range; see
         `raycloak.workers.vectors.masks.roster_masks`."""
         return roster_masks(
             {peer_id: pair for (peer_id, _), pair in self._pairs.items()},

@@ -13,6 +13,7 @@ import numpy as np
 from raycloak.attestation.attester.attester import Attester
 from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.keys import Purpose, Secret, derive
+from raycloak.attestation.core.mask_graph import check_circle
 from raycloak.attestation.core.messages import Envelope, seal
 from raycloak.attestation.core.roster import Query, Roster, open_roster
 from raycloak.attestation.keys.release import ExpectedRelease, KeyRelease, VirtualWorkerKeys, open_keys, open_slice_keys
@@ -150,6 +151,7 @@ class RunMember:
             # A lone worker has nobody to share a mask with.
             minimum_workers=2 if self._admission.secure_aggregation else 1,
         )
+        check_circle(roster, manifest.computation.releases)
         self._attester.require_own(roster.member(self._attester.member_id))
         return roster
 
@@ -254,7 +256,7 @@ class RunMember:
         return tuple(vectors), header
 
     def _masks(self, attempt: VerifiedAttempt, private: bool) -> Sequence[Sequence[tuple[Secret, int]]]:
-        """Return (key, sign) towards every peer, per range.
+        """Return (key, sign) towards every neighbour in the mask graph, per range.
 
         Without secure aggregation there are none for public data, nor for a lone worker, whose vector carries all
         the noise.

@@ -38,6 +38,7 @@ class Purpose(StrEnum):
     VECTOR_TAG = "raycloak/vector-tag/v1"
     PAIR = "raycloak/pair/v1"
     PAIR_RATCHET = "raycloak/pair-ratchet/v1"
+    MASK_CIRCLE = "raycloak/mask-circle/v1"
     MASK = "raycloak/mask/v1"
     PAYLOAD_TAG = "raycloak/payload-tag/v1"
     KNOWN_ANSWER = "raycloak/known-answer/v1"

@@ -43,6 +43,22 @@ class RosterMembers(Message):
     members: tuple[Member, ...]
 
 
+class MaskCircle(Message):
+    """The circle on which the workers of a roster stand, where not all pairs mask.
+
+    Attributes:
+        seed: nonce of the first roster with these workers; their order on the circle follows from it.
+        reach: each worker masks with so many nearest ones on either side.
+        colluding_workers: number of workers that the masks withstand, of those fixed before the seed was drawn.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/mask-circle/v1"
+
+    seed: bytes
+    reach: int
+    colluding_workers: int
+
+
 class Roster(Message):
     """One attempt of one step.
 
@@ -52,9 +68,10 @@ class Roster(Message):
         ratchet: number of steps committed in this session; pair secrets stand at this index.
         nonce: 32 random bytes, so that no two rosters share a digest.
         members: workers in the order of their ids, then the aggregator of each range in range order.
+        circle: says which pairs of workers mask; None for all pairs. See `raycloak.attestation.core.mask_graph`.
     """
 
-    DOMAIN: ClassVar[str] = "raycloak/roster/v1"
+    DOMAIN: ClassVar[str] = "raycloak/roster/v2"
 
     run_id: str
     manifest_digest: bytes
@@ -64,6 +81,7 @@ class Roster(Message):
     ratchet: int
     nonce: bytes
     members: tuple[Member, ...]
+    circle: MaskCircle | None = None
 
     @property
     def workers(self) -> tuple[Member, ...]:

@@ -25,8 +25,9 @@ from raycloak.attestation.appraisal.mutual import present_orchestrator
 from raycloak.attestation.attester.attester import EvidenceSource
 from raycloak.attestation.core.hybrid_signature import HybridSigner
 from raycloak.attestation.core.keys import IdentityKey, Purpose, Secret, derive
+from raycloak.attestation.core.mask_graph import MAX_ATTEMPTS_PER_STEP, draw_circle
 from raycloak.attestation.core.messages import Envelope, open_envelope, parse, seal
-from raycloak.attestation.core.roster import Member, Query, Roster, RosterMembers
+from raycloak.attestation.core.roster import MaskCircle, Member, Query, Roster, RosterMembers
 from raycloak.attestation.keys.release import RunKeys, commitments_digest
 from raycloak.attestation.keys.run_secret import create_secret, destroy_secret, kept_secret, load_secret, run_id_of
 from raycloak.attestation.orchestrator.admissions import Admissions
@@ -45,8 +46,6 @@ from raycloak.attestation.sealed.package_keys import run_recipient_key
 from raycloak.attestation.trust.channel import server_end
 from raycloak.metrics.errors import ConfigError, EvidenceError, ProtocolError
 
-# A step that is tried so often never ends. A standalone service takes the next step instead.
-MAX_ATTEMPTS_PER_STEP: Final = 4096
 # The form of `run_id_of`. Any other text could lead out of the folder.
 _RUN_ID: Final = re.compile(r"[0-9a-f]{16}")
 
@@ -233,6 +232,7 @@ class RunSession:
         self._terms = terms
         self._hosting = RunHosting()
         self._members: tuple[tuple[Member, ...], Document] | None = None
+        self._circle: tuple[object, MaskCircle | None] | None = None
         self.admission = Admissions(
             run.books, run_id=run.run_id, session=session, terms=terms, hosting=self._hosting, clock=run.now
         )
@@ -307,6 +307,7 @@ class RunSession:
             attempt = self._books.state.next_attempt(query, step)
             if attempt >= MAX_ATTEMPTS_PER_STEP:
                 raise ProtocolError("attempts_exhausted", f"step {step} was tried {attempt} times")
+            nonce = secrets.token_bytes(32)
             roster = Roster(
                 run_id=self.run.run_id,
                 manifest_digest=self._terms.manifest_digest,
@@ -314,8 +315,9 @@ class RunSession:
                 step=step,
                 attempt=attempt,
                 ratchet=self._books.state.ratchet,
-                nonce=secrets.token_bytes(32),
+                nonce=nonce,
                 members=members,
+                circle=self._circle_of(members, nonce),
             )
             document = self._document_of(members)
             self._books.state.keep_document(document)
@@ -328,12 +330,27 @@ class RunSession:
                 "ratchet": roster.ratchet,
                 "nonce": roster.nonce.hex(),
                 "members": document.name.hex(),
+                "circle": roster.circle.model_dump(mode="json") if roster.circle else None,
             }
             self._books.log.append("roster", body)
         # Signed after the transaction: the masks of an attempt that is not on disk could be used twice.
         signed = seal(roster, self.run.identity)
         self._hosting.rostered(hosting, signed)
         return signed
+
+    def _circle_of(self, members: tuple[Member, ...], nonce: bytes) -> MaskCircle | None:
+        """Return the circle of a roster: that of the one before, unless a worker came, went or presented anew.
+
+        A circle that stays spares each worker the appraisal of all others, one after the other. It must not outlast
+        its workers: whoever knows the order could choose who leaves or joins.
+        """
+        terms = self._terms.masks
+        if terms is None:
+            return None
+        workers = tuple((each.member_id, each.evidence_digest) for each in members if each.role == "worker")
+        if self._circle is None or self._circle[0] != workers:
+            self._circle = workers, draw_circle(nonce, len(workers), terms.colluding_workers, terms.releases)
+        return self._circle[1]
 
     def _document_of(self, members: tuple[Member, ...]) -> Document:
         """Return the members of a roster as a document; mostly they are the same as before."""

@@ -15,6 +15,19 @@ OBSERVER_PREFIX: Final = "observer-"
 
 
 @dataclass(frozen=True, slots=True)
+class SparseMasks:
+    """The terms of a mask graph in which not all pairs of workers mask.
+
+    Attributes:
+        colluding_workers: number of workers that it must withstand.
+        releases: of the whole run, over all its mechanisms.
+    """
+
+    colluding_workers: int
+    releases: int
+
+
+@dataclass(frozen=True, slots=True)
 class RunTerms:
     """The terms of a run: the policy that evidence is judged by, and the manifest that it is for.
 
@@ -27,6 +40,7 @@ class RunTerms:
             refused. At a key service members come one after the other, so a member that is still there has died.
         charged: whether the ledger had charged the run before this execution. Its keys have then been released before,
             and the books of the run must know of it.
+        masks: which pairs of workers mask in a large roster; None for all pairs.
         lasting: names of the members that are kept when their evidence expires; None for all but observers. A
             standalone service admits any name with accepted evidence, so it keeps only the members of its table.
     """
@@ -39,6 +53,7 @@ class RunTerms:
     displaces: bool = False
     lasting: frozenset[str] | None = None
     charged: bool = False
+    masks: SparseMasks | None = None
 
     @property
     def manifest_digest(self) -> bytes:

@@ -27,18 +27,21 @@ Bits = Annotated[int, typer.Option(help="Width of the ring, 32 or 64.")]
 def mask_command(
     params: Annotated[int, typer.Option(help="Coordinates of the vector.")] = 10_000_000,
     workers: Annotated[int, typer.Option(help="Workers of the roster.")] = 8,
+    colluding_workers: Annotated[
+        int | None, typer.Option(help="Number that a sparse mask graph withstands; also compares with 32 workers.")
+    ] = None,
     bits: Bits = 32,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Clamp, encode, mask and tag one worker's vector on one core, compared with bare ChaCha20 keystreams."""
-    execute(as_json, debug, lambda output: _bench_mask(output, params, workers, _ring_bits(bits)))
+    execute(as_json, debug, lambda output: _bench_mask(output, params, workers, _ring_bits(bits), colluding_workers))
 
 
-def _bench_mask(output: Output, params: int, workers: int, bits: Literal[32, 64]) -> int:
+def _bench_mask(output: Output, params: int, workers: int, bits: Literal[32, 64], colluding: int | None) -> int:
     from raycloak.coordinator.bench.mask import bench_mask
 
-    return _measured(output, "bench mask", bench_mask(params, workers, bits))
+    return _measured(output, "bench mask", bench_mask(params, workers, bits, colluding_workers=colluding))
 
 
 @bench.command("noise")

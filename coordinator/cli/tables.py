@@ -58,6 +58,7 @@ def plan_rows(plan: "Plan") -> list[tuple[str, str]]:
         *_slack_rows(plan),
         ("ring", f"{mechanism.ring_bits} bits, {rounded}"),
         ("masked bytes", f"{size_text(plan.bytes_per_step)} per step"),
+        *([("masks", plan.masks.text)] if plan.masks else []),
         ("data", sealed_text(plan.data_sealed)),
         ("data check", check_text(plan.data_check)),
         *([("evaluation data", evaluation_text(plan.evaluation_data))] if plan.evaluation_data else []),

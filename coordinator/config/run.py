@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_ar
 
 from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
+from raycloak.attestation.core.mask_graph import LARGEST_COMPLETE
 from raycloak.attestation.files.yaml_reader import parse_yaml, read_yaml
 from raycloak.coordinator.config.sections import (
     LOSS_OF_TASK,
@@ -27,6 +28,7 @@ from raycloak.coordinator.config.sections import (
     KeyServiceConfig,
     LedgerConfig,
     LoggersConfig,
+    MasksConfig,
     MeasurementsConfig,
     MetricsConfig,
     ModelConfig,
@@ -118,6 +120,7 @@ class RunConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     dp_config: DPConfig
     secure_aggregation: bool = True
+    masks: MasksConfig = MasksConfig()
     ring: RingConfig = RingConfig()
     aggregators: int = Field(default=1, gt=0)
     epoch_steps: int = Field(default=100, gt=0)
@@ -206,6 +209,25 @@ class RunConfig(Section):
             raise ValueError("measurements are noised and need dp_config.enabled; measure public data with evaluation")
         if self.dp_config.enabled and self.dp_config.colluding_workers >= max(self.fewest_workers - 1, 1):
             raise ValueError("colluding_workers must leave two honest workers out of min_workers")
+        return self
+
+    @model_validator(mode="after")
+    def _masks_withstand_it(self) -> Self:
+        colluding = self.masks.colluding_workers
+        if colluding is None:
+            return self
+        if not self.secure_aggregation:
+            raise ValueError("masks.colluding_workers needs secure_aggregation")
+        if self.num_workers <= LARGEST_COMPLETE:
+            raise ValueError(
+                f"masks.colluding_workers needs more than {LARGEST_COMPLETE} workers, and there are "
+                f"{self.num_workers}: leave it out, and all pairs mask, which withstands more"
+            )
+        if colluding > self.fewest_workers - 2:
+            raise ValueError(
+                f"masks.colluding_workers ({colluding}) must leave two honest workers out of min_workers "
+                f"({self.fewest_workers}): raise min_workers to {colluding + 2}"
+            )
         return self
 
     @model_validator(mode="after")

@@ -415,6 +415,17 @@ class RingConfig(Section):
     clamp: float | None = Field(default=None, gt=0)
 
 
+class MasksConfig(Section):
+    """The mask graph of a large run: which pairs of workers mask with each other.
+
+    Attributes:
+        colluding_workers: workers that may help the aggregator. Each worker then masks with as few others as withstand
+            that many; absent, all pairs mask, which withstands any number that leaves two. Needs more than 32 workers.
+    """
+
+    colluding_workers: int | None = Field(default=None, gt=0)
+
+
 class LedgerConfig(Section):
     """The ledger and the account that pay.
 

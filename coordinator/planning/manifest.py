@@ -6,11 +6,12 @@ from pathlib import Path
 from raycloak.attestation.core.evidence import CollateralBundle
 from raycloak.attestation.core.hybrid_signature import SignerPublic
 from raycloak.attestation.keys.halves import ServiceContract
-from raycloak.attestation.orchestrator.run_terms import RunTerms
+from raycloak.attestation.orchestrator.run_terms import RunTerms, SparseMasks
 from raycloak.attestation.policy.policy import Policy
 from raycloak.attestation.sealed.sealed_data import SealedSource
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.config.sections import RULES, SCHEDULES, OptimizerConfig
+from raycloak.coordinator.planning.masks import MaskPlan
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.user_code import source_digest
 from raycloak.workers.messages import WorkerFacts
@@ -123,6 +124,7 @@ def run_terms(
     sealed: SealedSource | None = None,
     evaluation: SealedSource | None = None,
     charged: bool = False,
+    masks: MaskPlan | None = None,
 ) -> RunTerms:
     """Return the orchestrator's view of ``manifest``; ``charged`` as in `RunTerms`."""
     return RunTerms(
@@ -132,4 +134,5 @@ def run_terms(
         sealed=sealed,
         evaluation=evaluation,
         charged=charged,
+        masks=SparseMasks(masks.colluding_workers, manifest.computation.releases) if masks else None,
     )

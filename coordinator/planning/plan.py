@@ -44,6 +44,7 @@ from raycloak.coordinator.planning.batches import (
     fixed_virtual_workers,
     hosted_at_most,
 )
+from raycloak.coordinator.planning.masks import MaskPlan, plan_masks
 from raycloak.coordinator.planning.measurements import (
     MechanismCost,
     Schedule,
@@ -104,6 +105,7 @@ class Plan:
         epsilon_by_accountant: of ``releases``, by four accountants; ``accountants_not_computed`` says why one is not
             there. Both are empty until `raycloak.coordinator.planning.cross_check.checked` has compared them.
         account: the account that will pay, as `raycloak plan` finds it; None in the plan that a run is made from.
+        masks: graph of the masks; None if all pairs mask.
         exact: False if operations without a deterministic kernel may run.
         data_sealed: whether the examples are encrypted for the run's policy, so that the driver cannot read them.
         data_check: digest of the owner's check that this very data passed; None if none is recorded.
@@ -131,6 +133,7 @@ class Plan:
     sensitivity_inflation: float
     bytes_per_step: int
     object_store_bytes: int
+    masks: MaskPlan | None
     exact: bool
     data_sealed: bool
     evaluation_data: Kept | None
@@ -206,6 +209,7 @@ def make_plan(
         sensitivity_inflation=mechanism.sensitivity / mechanism.max_grad_norm - 1,
         bytes_per_step=_masked_bytes(config, mechanism),
         object_store_bytes=_object_store_bytes(config, mechanism),
+        masks=plan_masks(config, run.mechanisms, keys_per_machine(config, mechanism.virtual_workers)),
         exact=not config.allow_nondeterministic,
         data_sealed=config.dataset is not None and config.dataset.kind == "sealed",
         evaluation_data=config.evaluation.kept if config.evaluation else None,

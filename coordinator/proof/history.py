@@ -17,7 +17,8 @@ from raycloak.attestation.appraisal.appraisal import Appraisal, appraise, open_p
 from raycloak.attestation.appraisal.enrolment import Enrolment, check_enrolment
 from raycloak.attestation.core.canonical import canonical_json
 from raycloak.attestation.core.evidence import CollateralBundle, Role
-from raycloak.attestation.core.roster import Member, Query, Roster, RosterMembers, check_roster
+from raycloak.attestation.core.mask_graph import check_circle
+from raycloak.attestation.core.roster import MaskCircle, Member, Query, Roster, RosterMembers, check_roster
 from raycloak.attestation.log.entries import Entry
 from raycloak.attestation.log.evidence_log import ExportedLog
 from raycloak.attestation.orchestrator.admissions import admitted_body
@@ -105,6 +106,7 @@ class _Roster(_Body):
     ratchet: int
     nonce: bytes
     members: bytes
+    circle: MaskCircle | None
 
 
 class Commit(_Body):
@@ -185,6 +187,7 @@ class History:
     _attempts: dict[tuple[Query, int], int] = field(default_factory=dict)
     _parsed: dict[bytes, RosterMembers] = field(default_factory=dict)
     _checked: set[tuple[bytes, int]] = field(default_factory=set)
+    _circles: dict[bytes, tuple[tuple[str, bytes], ...]] = field(default_factory=dict)
 
     def claim(self, kind: str) -> None:
         """Raise the first problem with records of ``kind``."""
@@ -321,6 +324,7 @@ class History:
             ratchet=body.ratchet,
             nonce=body.nonce,
             members=listed.members,
+            circle=body.circle,
         )
         if roster.digest() != body.roster_digest:
             raise _broken(entry, "the roster that its parts give has another digest")
@@ -338,6 +342,18 @@ class History:
                 raise _broken(entry, "not every slice of the data had been committed to")
             self._check_members(entry, roster.members, epoch)
             self._checked.add((body.members, epoch))
+        self._check_circle(entry, roster)
+
+    def _check_circle(self, entry: Entry, roster: Roster) -> None:
+        """Require the masks to withstand what the roster states, on a circle that was drawn after its workers."""
+        check_circle(roster, self.manifest.computation.releases)
+        if roster.circle is None:
+            return
+        workers = tuple((each.member_id, each.evidence_digest) for each in roster.workers)
+        if roster.circle.seed == roster.nonce:
+            self._circles[roster.nonce] = workers
+        elif self._circles.get(roster.circle.seed) != workers:
+            raise _broken(entry, "the circle of its workers was drawn before they were known")
 
     def _listed(self, entry: Entry, name: bytes) -> RosterMembers:
         document = self._document(entry, name, "members")

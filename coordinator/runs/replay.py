@@ -122,7 +122,8 @@ def _with_workers(config: RunConfig, workers: int) -> RunConfig:
     """Return the run's configuration for another number of workers, with the same batch size."""
     raw = config.model_dump(mode="json")
     raw |= {"num_workers": workers, "max_workers": None, "batch_size_per_worker": None}
-    raw |= {"expected_batch_size": config.batch_size, "metrics": {}}
+    # All pairs mask: that needs no number of workers, and withstands more.
+    raw |= {"expected_batch_size": config.batch_size, "metrics": {}, "masks": {}}
     if workers == 1:
         raw |= {"secure_aggregation": False}
     if config.dp_config.colluding_workers == 0:

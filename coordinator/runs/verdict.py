@@ -29,6 +29,9 @@ def verdict_of(
     plan, charged = finished.plan, finished.charged
     mechanism, delta, private = plan.mechanism, plan.delta, plan.mechanism.private
     one_worker = claimed_epsilon(plan, charged, finished.most_hosted) if private else None
+    if plan.masks is not None and finished.most_hosted > plan.masks.colluding_workers:
+        # Each of its virtual workers may have been hosted by a worker of its own: more than the masks withstand.
+        one_worker = None
     claimed = claimed_epsilon(plan, charged) if private else None
     # A rule that reads what was released is not blind.
     is_blind = private and ending != Ending.EARLY.value

@@ -110,7 +110,7 @@ def admit(
     _require_demanded(sealed, manifest)
     # Before any evidence: an account that refuses the run spares all members their presentation.
     _open_account(order, plan, manifest, paying)
-    terms = run_terms(manifest, session.policy, session.collateral, sealed, evaluation, _is_charged(order))
+    terms = run_terms(manifest, session.policy, session.collateral, sealed, evaluation, _is_charged(order), plan.masks)
     session.control.orchestrator.begin(terms, secrets.token_hex(16))
     ranges = split_ranges(facts.tensors, config.aggregators)
     membership = Membership.admit(founders, _terms(order, manifest), ranges, session.revocations, reporter.joined)

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from raycloak.attestation.core.mask_graph import MaskGraph
 from raycloak.attestation.core.messages import Envelope, parse
-from raycloak.attestation.core.roster import Query
+from raycloak.attestation.core.roster import Query, Roster
 from raycloak.coordinator.aggregation.aggregator import MeasureReport, ReduceReport, ReduceRequest, State
 from raycloak.coordinator.cluster.backend import ActorLost, Backend
 from raycloak.coordinator.cluster.control import Control, Pending
@@ -54,12 +55,12 @@ class Asked:
     """The answers that workers owe for one attempt.
 
     Attributes:
-        shown: the presentations that every worker has seen once it has answered.
+        shown: by member id, the presentations that a worker has seen once it has answered.
         answers: by member id.
     """
 
     roster: Envelope
-    shown: tuple[Envelope, ...]
+    shown: Mapping[str, Sequence[Envelope]]
     answers: Mapping[str, StepAnswer]
 
 
@@ -111,7 +112,11 @@ class Reduced:
 
 @dataclass(slots=True)
 class AttemptRunner:
-    """The attempts of a session, one after another."""
+    """The attempts of a session, one after another.
+
+    Attributes:
+        sparse_masks: whether a worker masks with its neighbours in the mask graph only.
+    """
 
     backend: Backend
     control: Control
@@ -119,10 +124,11 @@ class AttemptRunner:
     manifest: Manifest
     metrics: RunMetrics
     deadline_s: float
+    sparse_masks: bool
     traces: Traces
     _manifest_digest: bytes = field(init=False)
     _tags: dict[int, bytes] = field(default_factory=dict)
-    _seen: dict[str, tuple[Envelope, ...]] = field(default_factory=dict)
+    _seen: dict[str, frozenset[Envelope]] = field(default_factory=dict)
     _failures: MemberFailures = field(init=False)
 
     def __post_init__(self) -> None:
@@ -142,15 +148,26 @@ class AttemptRunner:
                 ledger has answered, and none if it refuses.
         """
         members = self.membership.members
-        # An aggregator outside the roster is not shown: a worker would forget its evidence, and need it again later.
-        absent = {actor.member_id for actor in members.aggregators[len(task.ranges) :]}
-        shown = tuple(proof for member_id, proof in members.presentations.items() if member_id not in absent)
-        answers = {}
+        shown, answers = self._shown(task, roster), {}
         for member_id in sorted(members.workers):
-            unseen = tuple(envelope for envelope in shown if envelope not in self._seen.get(member_id, ()))
+            seen = self._seen.get(member_id, frozenset())
+            unseen = tuple(envelope for envelope in shown[member_id] if envelope not in seen)
             request = StepRequest(roster, unseen, self.membership.hosts.commitments, task.ranges)
             answers[member_id] = members.workers[member_id].step(receipt, request, *model.parameters)
         return Asked(roster, shown, answers)
+
+    def _shown(self, task: Task, roster: Envelope) -> Mapping[str, Sequence[Envelope]]:
+        """Return, by worker, the presentations of the members whose evidence it appraises."""
+        members = self.membership.members
+        # An aggregator outside the roster is not shown: a worker would forget its evidence, and need it again later.
+        absent = {actor.member_id for actor in members.aggregators[len(task.ranges) :]}
+        shown = {member_id: each for member_id, each in members.presentations.items() if member_id not in absent}
+        if not self.sparse_masks:
+            return dict.fromkeys(members.workers, tuple(shown.values()))
+        graph = MaskGraph(parse(Roster, roster.body))
+        always = tuple(each for member_id, each in shown.items() if member_id not in members.workers)
+        near = {own: (own, *(each.member_id for each in graph.neighbours(own))) for own in members.workers}
+        return {own: (*always, *(shown[each] for each in ids)) for own, ids in near.items()}
 
     def announce(self, task: Task, model: Model, asked: Asked) -> None:
         """Have aggregators verify the workers' headers as soon as all are there, before any vector is bound.
@@ -197,7 +214,7 @@ class AttemptRunner:
             if reply.leaving:
                 self.membership.members.ask_to_leave(reply.member_id, "left")
         # Only after whole answers: a worker that failed may not have kept what it was shown.
-        self._seen = dict.fromkeys(answers, asked.shown)
+        self._seen = {member_id: frozenset(asked.shown[member_id]) for member_id in answers}
         vectors = tuple(tuple(answer.vectors[part.index] for answer in answers.values()) for part in task.ranges)
         return Answers(asked.roster, headers, vectors, tuple(replies.values()))
 

@@ -14,7 +14,7 @@ from raycloak.attestation.attester.attester import Attester
 from raycloak.attestation.core.evidence import Challenge
 from raycloak.attestation.core.keys import IdentityKey, Purpose, derive
 from raycloak.attestation.core.messages import Envelope, open_envelope, parse, seal
-from raycloak.attestation.core.roster import Member, Roster
+from raycloak.attestation.core.roster import MaskCircle, Member, Roster
 from raycloak.attestation.keys.release import KeyRelease
 from raycloak.attestation.orchestrator.data_commitments import DataCommitments
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
@@ -407,6 +407,12 @@ def test_a_roster_that_covers_wrongly_is_refused_by_the_worker_itself(still, ros
 )
 def test_a_roster_of_another_run_is_refused(still, roster, changes, code):
     assert still.code("worker-0", still.request(still.forged(roster, **changes))) == code
+
+
+def test_a_circle_that_leaves_out_too_many_masks_is_refused_by_the_worker_itself(still, roster, computed):
+    circle = MaskCircle(seed=bytes(32), reach=1, colluding_workers=1)
+    assert still.code("worker-0", still.request(still.forged(roster, circle=circle))) == "mask_graph"
+    assert computed == []
 
 
 def test_a_roster_that_the_orchestrator_did_not_sign_is_refused(still, roster):

@@ -161,6 +161,11 @@ class Computation(Message):
         """All mechanisms that the run may release by, the gradient's first."""
         return (self.mechanism, *(measurement.mechanism for measurement in self.measurements))
 
+    @property
+    def releases(self) -> int:
+        """The most releases that the run may make, by all its mechanisms."""
+        return sum(mechanism.steps for mechanism in self.mechanisms)
+
     def measurement(self, query: Query) -> Measurement:
         """Return the measurement with that query; ProtocolError ``query_unknown`` if the run has none."""
         for measurement in self.measurements:

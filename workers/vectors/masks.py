@@ -10,6 +10,7 @@ import numpy as np
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.keys import AgreementKey, Purpose, Secret, derive
+from raycloak.attestation.core.mask_graph import MaskGraph
 from raycloak.attestation.core.roster import Member, Roster
 from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.vectors.payload import VectorRange
@@ -113,22 +114,20 @@ def roster_masks(
     parameter_digest: bytes,
     ranges: Sequence[VectorRange],
 ) -> tuple[tuple[tuple[Secret, int], ...], ...]:
-    """Return the masks of ``own_id`` in an attempt: per range, one (key, sign) for every other worker of the roster.
+    """Return the masks of ``own_id`` in an attempt: per range, one (key, sign) for every neighbour in the mask graph.
 
     Guarantee: there is at least one mask per range, so no vector masked with the result is in clear.
 
     Args:
         ranges: how the whole vector is cut.
-        pairs: by peer id; each is advanced to the roster's ratchet index.
+        pairs: by peer id; those of neighbours are advanced to the roster's ratchet index.
 
     Raises:
         ProtocolError: ``roster_too_small`` without another worker, ``pair_missing``, ``roster_member`` or
             ``ratchet_behind``.
     """
-    if own_id not in (worker.member_id for worker in roster.workers):
-        raise ProtocolError("roster_member", f"{own_id} is not a worker in the roster of step {roster.step}")
+    peers = [peer.member_id for peer in MaskGraph(roster).neighbours(own_id)]
     roster_digest, cut = roster.digest(), cut_digest(ranges)
-    peers = [worker.member_id for worker in roster.workers if worker.member_id != own_id]
     if not peers:
         raise ProtocolError("roster_too_small", f"{own_id} is the only worker of step {roster.step}: nothing masks it")
     for peer in peers:

@@ -96,7 +96,7 @@ def bench_chaos(
                 last = chaos.finish()
                 notice(f"{len(chaos.kills)} signals sent in {last + 1} steps; the same steps undisturbed")
                 # The fewest that the noise was planned for: any number gives the same bytes, and fewer processes start.
-                fewest = (f"num_workers={config.fewest_workers}", f"min_workers={config.fewest_workers}")
+                fewest = (f"num_workers={config.fewest_workers}", f"min_workers={config.fewest_workers}", "masks={}")
                 few = replace(task, overrides=(*task.overrides, *fewest))
                 reference = _run(few, shutil.copytree(site, Path(folder) / "reference"), config, cluster)
                 try:

@@ -106,6 +106,26 @@ def test_colluding_workers_are_paid_for_with_more_noise():
     assert effective_noise_multiplier(cautious, 4) >= cautious.noise_multiplier
 
 
+def test_the_masks_of_a_large_run_are_planned_for_the_colluders_that_they_must_withstand():
+    many = {"num_workers": 64, "min_workers": 60, "virtual_workers": 64}
+    plan = make_plan(config(**many, masks={"colluding_workers": 10}), 1437, 4810)
+    assert plan.masks is not None
+    assert plan.masks.degree == 12
+    assert plan.masks.split_log2 is None, "two runs of six are more than ten"
+    told = "12 of 63 others for each worker; they withstand the aggregator with 10 workers"
+    assert told in dict(plan_rows(plan))["masks"]
+    more = {"num_workers": 200, "min_workers": 190, "virtual_workers": 200, "masks": {"colluding_workers": 66}}
+    plan = make_plan(config(**more), 1437, 4810)
+    assert plan.masks is not None
+    assert plan.masks.split_log2 is not None
+    assert -45 < plan.masks.split_log2 <= -40
+    with pytest.raises(ConfigError, match=r"mask_graph: to withstand 62 .* Leave masks.colluding_workers out"):
+        make_plan(config(**many | {"min_workers": 64}, masks={"colluding_workers": 62}), 1437, 4810)
+    dp = {"noise_multiplier": 10.0, "epsilon_cap": 8.0, "colluding_workers": 3}
+    with pytest.raises(ConfigError, match=r"mask_graph: dp_config.colluding_workers"):
+        make_plan(config(**many, masks={"colluding_workers": 2}, dp_config=dp), 1437, 4810)
+
+
 def test_colluders_who_may_host_everything_are_refused():
     dp = {"noise_multiplier": 10.0, "epsilon_cap": 8.0, "colluding_workers": 3}
     changed = config(num_workers=5, min_workers=5, virtual_workers=6, dp_config=dp)

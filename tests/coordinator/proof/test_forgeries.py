@@ -12,7 +12,7 @@ from safetensors.numpy import load, save
 from raycloak.attestation.core.canonical import canonical_json
 from raycloak.attestation.core.hybrid_signature import HybridSigner
 from raycloak.attestation.core.keys import IdentityKey
-from raycloak.attestation.core.roster import Roster, RosterMembers
+from raycloak.attestation.core.roster import MaskCircle, Roster, RosterMembers
 from raycloak.attestation.orchestrator.documents import Document, read_documents
 from raycloak.attestation.sealed.package_keys import TrustStore
 from raycloak.attestation.sealed.package_manifest import PackageManifest
@@ -394,23 +394,28 @@ def _last(entries: list, kind: str) -> int:
     return max(i for i, (each, _) in enumerate(entries) if each == kind)
 
 
-def _with_roster(record: Proved, change: Callable[[tuple], tuple]) -> dict[str, bytes]:
-    """Change the members of the last roster, and everything that follows from them."""
+def _with_roster(
+    record: Proved, change: Callable[[tuple], tuple] = lambda members: members, circle: MaskCircle | None = None
+) -> dict[str, bytes]:
+    """Change members or circle of the last roster, and everything that follows from them."""
     manifest, made = record.manifest, []
 
     def edit(entries):
         _, body = entries[_last(entries, "roster")]
         known = read_documents(record.lines("documents.jsonl"))[bytes.fromhex(body["members"])].open(RosterMembers)
         members = RosterMembers(members=change(known.members))
-        made.append(Document.of(members).encode())
+        if members != known:
+            made.append(Document.of(members).encode())
         roster = Roster(
             run_id=manifest.run_id,
             manifest_digest=manifest.digest(),
             nonce=bytes.fromhex(body["nonce"]),
             members=members.members,
+            circle=circle,
             **{name: body[name] for name in ("query", "step", "attempt", "ratchet")},
         )
         body |= {"members": members.digest().hex(), "digest": roster.digest().hex()}
+        body |= {"circle": circle.model_dump(mode="json") if circle else None}
 
     contents = relogged(record, edit)
     return contents | {"documents.jsonl": contents["documents.jsonl"] + joined(made)}
@@ -455,6 +460,11 @@ def a_roster_with_the_attackers_key(record, other):
         return (first.model_copy(update={"mask_key": bytes(range(32))}), *more)
 
     return _with_roster(record, change)
+
+
+@forgery("rosters", "workers masks? with|workers states")
+def a_roster_whose_workers_mask_with_too_few(record, other):
+    return _with_roster(record, circle=MaskCircle(seed=bytes(32), reach=1, colluding_workers=1))
 
 
 @forgery("rosters", "has another digest")

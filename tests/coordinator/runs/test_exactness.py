@@ -15,7 +15,7 @@ import pytest
 from raycloak.metrics.errors import BudgetError, RefusedError
 from raycloak.workers.inputs import rows
 from raycloak.workers.train_worker import TrainWorker
-from tests.protocol import FEW_FAILURES, RENYI, WholeRun, examples, trained, whole_run
+from tests.protocol import FEW_FAILURES, RENYI, WholeRun, examples, on, trained, whole_run
 
 WORKERS_AND_RANGES = [(1, 1), (2, 3), (3, 3), (5, 1), (8, 3)]
 ARRIVALS = {
@@ -68,6 +68,29 @@ def test_any_order_of_answers_gives_the_same_bytes(tmp_path, undisturbed, monkey
     run.train()
     assert order[:5] != sorted(order[:5]), "the answers come in another order than they were asked for"
     assert digests_everywhere(run) == undisturbed
+
+
+def test_48_workers_that_each_mask_with_a_few_give_the_bytes_of_two_though_one_dies(tmp_path):
+    settings = {"virtual_workers": 48, "steps": 2, "data": examples(96), "dp_config": RENYI}
+    few = trained(tmp_path / "2", num_workers=2, **settings)
+    many = whole_run(
+        tmp_path / "48",
+        num_workers=48,
+        min_workers=40,
+        masks={"colluding_workers": 2},
+        disturb=on("step", "worker-7", "dies", 1),
+        **settings,
+    )
+    many.train()
+    assert digests_everywhere(many) == few.digests
+    assert [member_id for member_id, _ in many.left] == ["worker-7"]
+    circles = [body["circle"] for kind, body in many.evidence if kind == "roster"]
+    # The worker that died takes the order of the circle with it.
+    assert len(circles) == 3
+    assert circles[0]["seed"] == circles[1]["seed"] != circles[2]["seed"]
+    assert {circle["colluding_workers"] for circle in circles} == {2}
+    for call in many.stage.calls("step"):
+        assert len(call.arguments[1].presentations) <= 2 * circles[0]["reach"] + 2, "neighbours, itself, the aggregator"
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "adafactor"])
