@@ -22,6 +22,7 @@ from raycloak.attestation.orchestrator.data_commitments import DataCommitments
 from raycloak.attestation.policy.key_policy import KeyKind
 from raycloak.metrics.errors import EvidenceError, ProtocolError
 from raycloak.workers.evaluation import SliceEvaluator
+from raycloak.workers.hosted_sum import HostedSum
 from raycloak.workers.messages import Admission, StepReply, StepRequest
 from raycloak.workers.peers import Peers
 from raycloak.workers.second_halves import SecondHalves
@@ -30,7 +31,6 @@ from raycloak.workers.terms.receipt import Receipt, check_receipt, data_root
 from raycloak.workers.vectors.masks import masked_sum
 from raycloak.workers.vectors.payload import VectorRange, VerifiedAttempt, payload_key, seal_header, tag_payload
 from raycloak.workers.vectors.ring import RingVector, ring_dtype
-from raycloak.workers.virtual_worker import EncodedVector
 from raycloak.workers.workload import PlannedWorkload
 
 
@@ -59,9 +59,8 @@ class RunMember:
         self._admission = admission
         self._watch = LogWatch()
         self._keys: dict[tuple[int, int], VirtualWorkerKeys] = {}
-        # Kept until another step or model is asked for: a new attempt masks them again without computing them.
-        self._vectors: dict[int, EncodedVector] = {}
-        self._vectors_of: tuple[Query, int, bytes, bytes] | None = None
+        # Kept until another step or model is asked for: a new attempt masks it again without computing it.
+        self._hosted = HostedSum()
         # The last answer, by the digest of its roster: a reply that was lost on its way is given again. Its vectors are
         # masked anew, with the same masks, since kept they would be as large as the model.
         self._last: tuple[bytes, StepReply, VerifiedAttempt] | None = None
@@ -216,28 +215,27 @@ class RunMember:
     def _advance(self, roster: Roster) -> None:
         """Take the position, forget departed peers and what other workers host now, agree with new peers.
 
-        Guarantee: keys and vectors of a virtual worker are dropped at the first roster that gives it to another.
+        Guarantee: keys of a virtual worker, and a sum with its vector, are dropped at the first roster that gives it to
+        another.
         """
         self._positions[roster.query] = (roster.step, roster.attempt)
         self._ratchet = roster.ratchet
         self._last = None
         own = roster.member(self._attester.member_id)
         self._keys = {place: keys for place, keys in self._keys.items() if place[1] in own.virtual_workers}
-        self._vectors = {v: vector for v, vector in self._vectors.items() if v in own.virtual_workers}
+        self._hosted.drop_all_but(own.virtual_workers)
         self._peers.meet(roster)
 
     def _compute(self, roster: Roster, model: bytes, root: bytes, flat: np.ndarray) -> None:
-        """Fill ``_vectors`` for all hosted virtual workers; vectors kept for this step are not computed again."""
-        if self._vectors_of != (roster.query, roster.step, model, root):
-            self._vectors, self._vectors_of = {}, (roster.query, roster.step, model, root)
+        """Add the vectors of all hosted virtual workers; those kept for this step are not computed again."""
+        hosted = roster.member(self._attester.member_id).virtual_workers
         computer = self.planned.computers[roster.query]
-        for v in roster.member(self._attester.member_id).virtual_workers:
-            if v not in self._vectors:
-                keys = self._key(roster, v)
-                self._vectors[v] = computer.vector(v, keys, roster.step, model, root, flat)
+        for v in self._hosted.missing(hosted, (roster.query, roster.step, model, root)):
+            # Given away at once: a name would keep a vector in memory while the next one is computed.
+            self._hosted.add(v, computer.vector(v, self._key(roster, v), roster.step, model, root, flat))
 
     def _mask(self, attempt: VerifiedAttempt) -> tuple[tuple[RingVector, ...], Envelope]:
-        """Sum the hosted vectors under the masks of each range, tag each for its aggregator, sign the header."""
+        """Mask the hosted sum in each range, tag each for its aggregator, sign the header."""
         own_id, roster = self._attester.member_id, attempt.roster
         own = roster.member(own_id).virtual_workers
         mechanism = self._admission.manifest.computation.mechanism_of(roster.query)
@@ -245,13 +243,12 @@ class RunMember:
         masks = self._masks(attempt, mechanism.private)
         vectors, tags = [], []
         for part, aggregator in zip(attempt.ranges, roster.aggregators, strict=True):
-            hosted = [self._vectors[v].values[part.offset : part.offset + part.length] for v in own]
             vector = np.empty(part.length, ring_dtype(attempt.ring_bits))
-            masked_sum(hosted, masks[part.index], vector)
+            masked_sum([self._hosted.words[part.offset : part.offset + part.length]], masks[part.index], vector)
             key = payload_key(self._attester.agreement, aggregator, attempt, range_index=part.index, sender=own_id)
             vectors.append(vector)
             tags.append(tag_payload(key, vector))
-        vector_tags = [self._vectors[v].tag for v in own]
+        vector_tags = [self._hosted.tags[v] for v in own]
         header = seal_header(attempt, own_id, self._attester.identity, vector_tags=vector_tags, payload_tags=tags)
         return tuple(vectors), header
 

@@ -39,6 +39,7 @@ from raycloak.workers.terms.manifest import Manifest, NumericsClass
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.terms.parameter_digest import check_same_tensors, frozen_digest, parameter_digest, tensor_digests
+from raycloak.workers.vectors.ring import noise_pays
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
 
 # Marks the known answer of a loss that does not run under vmap: its last bits may be others.
@@ -216,6 +217,9 @@ class PlannedWorkload:
         for field, (stated, found) in checks.items():
             if stated != found:
                 raise ProtocolError("manifest_mismatch", f"the manifest's {field} is not what this worker has")
+        # All were stated by the coordinator: a grid that is coarser than the noise pays for would show here alone.
+        if not all(_noise_pays(each) for each in (self.mechanism, *(each.mechanism for each in self.measurements))):
+            raise ProtocolError("manifest_mismatch", "the manifest's sigma does not pay for its grid step")
         if self.workload.slices.demand is not None:
             self.workload.slices.demand.require(manifest.stated)
 
@@ -223,6 +227,18 @@ class PlannedWorkload:
 def _numerics(setup: WorkerSetup, module: nn.Module) -> NumericsClass:
     mode = {"precision": setup.mode.precision, "gradient_checkpointing": setup.mode.gradient_checkpointing}
     return current_numerics(setup.device).model_copy(update={"model_libraries": libraries(module), **mode})
+
+
+def _noise_pays(mechanism: Mechanism) -> bool:
+    return not mechanism.private or noise_pays(
+        mechanism.sigma,
+        mechanism.gamma_log2,
+        max_grad_norm=mechanism.max_grad_norm,
+        dimension=mechanism.dimension,
+        virtual_workers=mechanism.virtual_workers,
+        noise_multiplier=mechanism.noise_multiplier,
+        honest_share=mechanism.honest_share,
+    )
 
 
 def _declared_classes(measurements: tuple[Measurement, ...]) -> int | None:

@@ -21,6 +21,9 @@ from raycloak.workers.terms.mechanism import AccountantName, Mechanism
 LARGEST_NOISE_MULTIPLIER = 2.0**14
 """Where the search ends: a target that needs more noise leaves nothing to learn."""
 
+ROUNDING_SHARE = 1e-3
+"""The share of epsilon that rounding to a coarser grid may take where noise is drawn faster for it."""
+
 # Share of the target to aim at, and share at which the search stops: the pld accountant jumps by up to 0.2 %, so a
 # search for 1 itself would overshoot it. Four trials are usual; the limit only ends a search that cannot settle.
 _AIM, _CLOSE, _MOST_TRIALS = 0.9988, 0.997, 16
@@ -92,6 +95,23 @@ def epsilon_against(
     return spent if slack.total <= SLACK_SHARE * delta else math.inf
 
 
+def rounding_cost(release: Release, inflation: float, delta: float) -> float:
+    """Return the share of epsilon that rounding to a grid takes from ``release``, at an account's ``delta``.
+
+    Its noise is in units of the sensitivity that rounding leaves. Over the sensitivity without rounding, the same noise
+    is larger by ``inflation``, and the share is what epsilon would be lower by. It is found by Renyi differential
+    privacy, whatever accountant pays: values of ``pld`` jump by more than the shares asked for.
+    """
+    exact = replace(release, noise_multiplier=release.noise_multiplier * (1 + inflation))
+    rounded = _near_epsilon((release,), delta)
+    return 1 - _near_epsilon((exact,), delta) / rounded if rounded else 0.0
+
+
+def affordable_rounding(release: Release, delta: float) -> Callable[[float], bool]:
+    """Return the test that `raycloak.workers.vectors.ring.fit_ring` asks: does it cost below ``ROUNDING_SHARE``?"""
+    return lambda inflation: rounding_cost(release, inflation, delta) < ROUNDING_SHARE
+
+
 def solve_noise_multiplier(
     target_epsilon: float,
     delta: float,
@@ -121,8 +141,7 @@ def solve_noise_multiplier(
         return composed_epsilon(releases, delta, accountant, orders) / target_epsilon
 
     def near_share(noise: float) -> float:
-        rdp = renyi.composed_rdp((*others, Release(sample_rate, noise, steps)), WHOLE_ORDERS)
-        return renyi.epsilon(rdp, accountant_delta(delta), WHOLE_ORDERS) / target_epsilon
+        return _near_epsilon((*others, Release(sample_rate, noise, steps)), delta) / target_epsilon
 
     # A tighter accountant refines the result, so its search only has to begin near it: few orders will do.
     enough = _smallest(share if accountant == "rdp" else near_share) or LARGEST_NOISE_MULTIPLIER
@@ -134,6 +153,12 @@ def solve_noise_multiplier(
             "Ask for a larger epsilon or fewer steps.",
         )
     return _tightened(share, enough)
+
+
+def _near_epsilon(releases: Releases, delta: float) -> float:
+    """Return epsilon by Renyi differential privacy at whole orders alone, which takes a millisecond."""
+    rdp = renyi.composed_rdp(releases, WHOLE_ORDERS)
+    return renyi.epsilon(rdp, accountant_delta(delta), WHOLE_ORDERS)
 
 
 def noise_with_cut(

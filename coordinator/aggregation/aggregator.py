@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,7 @@ from raycloak.workers.vectors.payload import (
 from raycloak.workers.vectors.ring import CACHE_BLOCK_BYTES, RingVector, decode, ring_dtype
 
 State = Mapping[str, np.ndarray]
+F = TypeVar("F", np.float32, np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +203,9 @@ class MaskedAggregator:
         started = time.perf_counter()
         verified = self._verified(request, updates=True)
         step = verified.roster.step
-        # Not named here: the rule lets the average go as soon as it has its own copy.
-        updated, new_state = self._part.rule.update(parameters, self._average(verified, binding, vectors), state, step)
+        # In float32, as the rule takes it: the decoded sum is then never in memory as a whole.
+        average = self._average(verified, binding, vectors, np.float32)
+        updated, new_state = self._part.rule.update(parameters, average, state, step)
         digests = tuple(tensor_digests(updated, self._part.range.tensors))
         return ReduceReport(self._part.range.index, digests, time.perf_counter() - started), updated, new_state
 
@@ -220,7 +223,7 @@ class MaskedAggregator:
             ProtocolError: the request itself does not match; ``query_unknown`` also for a training step.
         """
         started = time.perf_counter()
-        average = self._average(self._verified(request, updates=False), binding, vectors)
+        average = self._average(self._verified(request, updates=False), binding, vectors, np.float64)
         return MeasureReport(average, time.perf_counter() - started)
 
     def release(self, request: ReduceRequest, binding: Envelope, *vectors: RingVector) -> MeasureReport:
@@ -237,17 +240,18 @@ class MaskedAggregator:
             ProtocolError: the request itself does not match; ``query_mismatch`` for a measurement.
         """
         started = time.perf_counter()
-        average = self._average(self._verified(request, updates=True), binding, vectors)
+        average = self._average(self._verified(request, updates=True), binding, vectors, np.float64)
         return MeasureReport(average, time.perf_counter() - started)
 
-    def _average(self, verified: _Verified, binding: Envelope, vectors: Sequence[RingVector]) -> NDArray[np.float64]:
-        """Verify binding and vectors, decode the vectors' sum and divide it by the public divisor."""
+    def _average(
+        self, verified: _Verified, binding: Envelope, vectors: Sequence[RingVector], dtype: type[F]
+    ) -> NDArray[F]:
+        """Verify binding and vectors, decode the vectors' sum and divide it by the public divisor, in float64."""
         mechanism = self._part.manifest.computation.mechanism_of(verified.roster.query)
         self._check_binding(verified, binding)
         # All vectors are checked before a single word is added.
         self._check_vectors(verified, vectors)
-        average = decoded_sum(vectors, mechanism.ring_bits, mechanism.gamma_log2)
-        return np.divide(average, mechanism.expected_batch_size, out=average)
+        return decoded_average(vectors, mechanism.ring_bits, mechanism.gamma_log2, mechanism.expected_batch_size, dtype)
 
     def _open_roster(self, envelope: Envelope) -> Roster:
         manifest = self._part.manifest
@@ -343,15 +347,19 @@ def _naming(member_id: str) -> Iterator[None]:
         raise SenderError(error.code, error.message, error.remedy, member_id) from None
 
 
-def decoded_sum(vectors: Sequence[RingVector], bits: int, gamma_log2: int) -> NDArray[np.float64]:
-    """Return the decoded sum of equally long vectors, block by block: the ring words of the sum never exist as a whole.
+def decoded_average(
+    vectors: Sequence[RingVector], bits: int, gamma_log2: int, divisor: float, dtype: type[F]
+) -> NDArray[F]:
+    """Return the decoded sum of equally long vectors over ``divisor``, block by block: the sum never exists as a whole.
 
-    Guarantee: the bits of ``decode(ring_sum(vectors, bits), gamma_log2)``.
+    Guarantee: the bits of ``decode(ring_sum(vectors, bits), gamma_log2) / divisor`` in float64, rounded to ``dtype``; a
+    value beyond it becomes infinite.
     """
-    found, block = np.empty(len(vectors[0]), np.float64), CACHE_BLOCK_BYTES // 8
-    for start in range(0, len(found), block):
-        part = slice(start, start + block)
-        found[part] = decode(ring_sum([vector[part] for vector in vectors], bits), gamma_log2)
+    found, block = np.empty(len(vectors[0]), dtype), CACHE_BLOCK_BYTES // 8
+    with np.errstate(over="ignore"):
+        for start in range(0, len(found), block):
+            part = slice(start, start + block)
+            found[part] = decode(ring_sum([vector[part] for vector in vectors], bits), gamma_log2) / divisor
     return found
 
 

@@ -19,7 +19,8 @@ sees released values alone. It runs in the aggregator, against which every claim
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,15 @@ _SGD, _ADAM, _ADAMW, _ADAFACTOR = (
     _without_compiler(rule) for rule in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adafactor)
 )
 
+
+_ELEMENTWISE = ("sgd", "adam", "adamw")
+"""Rules by which a new value follows from the values at its own place alone, so that a tensor may be cut."""
+
+TURN = 2**22
+"""Values of a turn. A rule copies what it takes several times over, which is small beside the whole of a large range.
+
+A multiple of what a kernel takes at once: only the last values of a tensor are taken one by one, as without a cut.
+"""
 
 _STATE_TYPES = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool)
 _STATE_REMEDY = "Keep tensors in self.state[parameter], also the number of the step: torch.tensor(0.0)."
@@ -173,6 +183,7 @@ class Optimizer:
         self._total_steps = total_steps
         self._own = own_rule(spec, base) if ":" in spec.name else None
         self._factor = own_schedule(spec, base) if ":" in spec.schedule else None
+        self._turns = tuple(_turns(self._tensors, cuts=spec.name in _ELEMENTWISE))
 
     def rate(self, step: int) -> float:
         """Return the learning rate of ``step``, by the schedule of the run.
@@ -213,50 +224,40 @@ class Optimizer:
         """
         size = dimension(self._tensors)
         assert parameters.shape == averaged_gradient.shape == (size,), "vectors have the range's size"
-        # A value beyond float32 becomes infinite here, and is refused below.
-        with np.errstate(over="ignore"):
-            gradients = self._cut(averaged_gradient)
-        # The last reference, if the caller has kept none.
-        del averaged_gradient
-        leaves = self._cut(parameters)
-        for leaf, gradient in zip(leaves, gradients, strict=True):
-            leaf.grad = gradient
-        rules = self._stepped(leaves, state, step)
-        for leaf in leaves:
-            leaf.grad = None
-        del gradients
-        updated = np.concatenate([leaf.numpy().reshape(-1) for leaf in leaves])
-        new_state = self._state_of(rules, leaves)
-        if not all(np.isfinite(vector).all() for vector in (updated, *new_state.values())):
-            raise RunFailedError(
-                "non_finite_parameters",
-                f"the update of step {step} made a parameter or its moments infinite or not a number.",
-                "Lower optimizer.learning_rate, or raise expected_batch_size.",
-                step=step,
-            )
+        updated, rate = np.empty(size, np.float32), self.rate(step)
+        new_state: State = {}
+        for pieces in self._turns:
+            leaves = [_copied(parameters, piece) for piece in pieces]
+            # A value beyond float32 becomes infinite here, and is refused below.
+            with np.errstate(over="ignore"):
+                for leaf, piece in zip(leaves, pieces, strict=True):
+                    leaf.grad = _copied(averaged_gradient, piece)
+            rules = self._stepped(leaves, pieces, state, rate, step)
+            for leaf, piece, rule in zip(leaves, pieces, rules, strict=True):
+                leaf.grad = None
+                self._require_finite(leaf, step)
+                updated[piece.start : piece.start + piece.size] = leaf.numpy().reshape(-1)
+                self._keep(rule.state.get(leaf, {}), piece, new_state, step)
         return updated, new_state
 
-    def _cut(self, flat: NDArray[np.floating[Any]]) -> list[torch.Tensor]:
-        """Copy each tensor into memory of its own, so that kernels see the same alignment for any range."""
-        parts, start = [], 0
-        for tensor in self._tensors:
-            part = flat[start : start + tensor.size].reshape(tensor.shape)
-            parts.append(torch.from_numpy(part.astype(np.float32)))
-            start += tensor.size
-        return parts
-
-    def _stepped(self, leaves: list[torch.Tensor], state: Mapping[str, NDArray[Any]], step: int) -> list[Any]:
+    def _stepped(
+        self,
+        leaves: list[torch.Tensor],
+        pieces: Sequence["_Piece"],
+        state: Mapping[str, NDArray[Any]],
+        rate: float,
+        step: int,
+    ) -> list[Any]:
         """Return the rule of each leaf, after its step."""
-        rate = self.rate(step)
         if self._own is None:
             rules = [self._rule(leaves, rate)] * len(leaves)
-            self._restore(rules, leaves, state)
+            self._restore(rules, leaves, pieces, state)
             rules[0].step()
             return rules
         try:
             # One for each tensor, so that no rule can couple tensors and ranges change no byte.
             rules = [self._own([leaf], rate) for leaf in leaves]
-            self._restore(rules, leaves, state)
+            self._restore(rules, leaves, pieces, state)
             with torch.no_grad():
                 for rule in rules:
                     rule.step()
@@ -271,13 +272,21 @@ class Optimizer:
             ) from error
         return rules
 
-    def _restore(self, rules: list[Any], leaves: list[torch.Tensor], state: Mapping[str, NDArray[Any]]) -> None:
-        places = {tensor.name: index for index, tensor in enumerate(self._tensors)}
+    def _restore(
+        self,
+        rules: list[Any],
+        leaves: list[torch.Tensor],
+        pieces: Sequence["_Piece"],
+        state: Mapping[str, NDArray[Any]],
+    ) -> None:
+        fields: dict[str, dict[str, NDArray[Any]]] = {}
         for key, value in state.items():
             name, _, field = key.rpartition("/")
-            index = places[name]
-            # Copied, because torch updates the state in place and no argument may change.
-            rules[index].state[leaves[index]][field] = torch.from_numpy(value.copy())
+            fields.setdefault(name, {})[field] = value
+        for rule, leaf, piece in zip(rules, leaves, pieces, strict=True):
+            for field, value in fields.get(piece.tensor.name, {}).items():
+                # Copied, because torch updates the state in place and no argument may change.
+                rule.state[leaf][field] = torch.from_numpy(piece.of(value).copy())
 
     def _rule(self, leaves: list[torch.Tensor], rate: float) -> Any:
         spec = self._spec
@@ -296,21 +305,36 @@ class Optimizer:
                 return _ADAFACTOR(leaves, lr=rate, eps=epsilons, weight_decay=decay, foreach=False)
         raise ConfigError("optimizer", f"there is no update rule '{spec.name}'.", "See docs/configuration.md.")
 
-    def _state_of(self, rules: list[Any], leaves: list[torch.Tensor]) -> State:
-        """Return all state tensors by ``tensor name/field``, without unused fields.
+    def _keep(self, kept: Mapping[Any, Any], piece: "_Piece", state: State, step: int) -> None:
+        """Write what a rule keeps for a piece into the new ``state``, without unused fields.
 
         Raises:
-            RunFailedError: ``update_rule`` if a rule of the user's own keeps anything else.
+            RunFailedError: ``non_finite_parameters``; ``update_rule`` if a rule of the user's own keeps anything else.
         """
-        found: State = {}
-        for tensor, leaf, rule in zip(self._tensors, leaves, rules, strict=True):
-            for field, value in sorted(rule.state.get(leaf, {}).items(), key=lambda each: str(each[0])):
-                if self._own is not None:
-                    self._check_state(field, value)
-                    value = value.detach().clone()
-                if isinstance(value, torch.Tensor):
-                    found[f"{tensor.name}/{field}"] = value.numpy()
-        return found
+        for field, value in sorted(kept.items(), key=lambda each: str(each[0])):
+            if self._own is not None:
+                self._check_state(field, value)
+                value = value.detach().clone()
+            if not isinstance(value, torch.Tensor):
+                continue
+            self._require_finite(value, step)
+            key, whole = f"{piece.tensor.name}/{field}", piece.is_whole or value.ndim == 0
+            if whole:
+                state[key] = value.numpy()
+            else:
+                state.setdefault(key, np.empty(piece.tensor.shape, value.numpy().dtype)).reshape(-1)[
+                    piece.offset : piece.offset + piece.size
+                ] = value.numpy()
+
+    @staticmethod
+    def _require_finite(values: torch.Tensor, step: int) -> None:
+        if not np.isfinite(values.numpy()).all():
+            raise RunFailedError(
+                "non_finite_parameters",
+                f"the update of step {step} made a parameter or its moments infinite or not a number.",
+                "Lower optimizer.learning_rate, or raise expected_batch_size.",
+                step=step,
+            )
 
     def _check_state(self, field: object, value: object) -> None:
         """Require what a sealed package can hold: a resume would lose the rest."""
@@ -323,3 +347,52 @@ class Optimizer:
                 f"{self._spec.name} keeps '{field}' as {kind}, which a resume would lose: no sealed package holds it.",
                 _STATE_REMEDY,
             )
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A tensor of the range, or a stretch of one.
+
+    Attributes:
+        start: its place among the range's values. offset: among its tensor's.
+    """
+
+    tensor: TensorSpec
+    start: int
+    offset: int
+    size: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether it is all of its tensor."""
+        return self.size == self.tensor.size
+
+    def of(self, value: NDArray[Any]) -> NDArray[Any]:
+        """Return the piece of a state array; a number belongs to all pieces."""
+        if self.is_whole or value.ndim == 0:
+            return value
+        return value.reshape(-1)[self.offset : self.offset + self.size]
+
+
+def _turns(tensors: Sequence[TensorSpec], *, cuts: bool) -> Iterator[tuple[_Piece, ...]]:
+    """Yield the pieces that are updated together: up to `TURN` values, or one tensor that may not be cut."""
+    turn: list[_Piece] = []
+    start = held = 0
+    for tensor in tensors:
+        stretch = TURN if cuts else tensor.size
+        for offset in range(0, max(tensor.size, 1), max(stretch, 1)):
+            size = min(stretch, tensor.size - offset)
+            if turn and held + size > TURN:
+                yield tuple(turn)
+                turn, held = [], 0
+            turn.append(_Piece(tensor, start + offset, offset, size))
+            held += size
+        start += tensor.size
+    if turn:
+        yield tuple(turn)
+
+
+def _copied(flat: NDArray[np.floating[Any]], piece: _Piece) -> torch.Tensor:
+    """Copy a piece into memory of its own, so that kernels see the same alignment for any range."""
+    part = flat[piece.start : piece.start + piece.size].astype(np.float32)
+    return torch.from_numpy(part.reshape(piece.tensor.shape) if piece.is_whole else part)

@@ -39,7 +39,6 @@ def plan_table(plan: "Plan", more: Iterable[tuple[str, str]] = ()) -> Table:
 def plan_rows(plan: "Plan") -> list[tuple[str, str]]:
     """Return label and text of each line of a plan, in order."""
     mechanism = plan.mechanism
-    rounded = f"rounding adds {100 * plan.sensitivity_inflation:.2g} % to the sensitivity"
     return [
         ("noise multiplier", f"{mechanism.noise_multiplier:.4g}, clipping norm {mechanism.max_grad_norm:g}"),
         ("sample rate", f"{mechanism.sample_rate:.4g} of {mechanism.num_examples:,} examples, {_epochs_text(plan)}"),
@@ -56,7 +55,7 @@ def plan_rows(plan: "Plan") -> list[tuple[str, str]]:
         ("ε by step", ", ".join(f"{step}: {epsilon_text(value)}" for step, value in _some(plan.epsilon_curve))),
         ("batch", _batch_text(plan)),
         *_slack_rows(plan),
-        ("ring", f"{mechanism.ring_bits} bits, {rounded}"),
+        ("ring", _ring_text(plan)),
         ("masked bytes", f"{size_text(plan.bytes_per_step)} per step"),
         *([("masks", plan.masks.text)] if plan.masks else []),
         ("data", sealed_text(plan.data_sealed)),
@@ -66,6 +65,14 @@ def plan_rows(plan: "Plan") -> list[tuple[str, str]]:
         ("object store", f"{size_text(plan.object_store_bytes)} at most"),
         *(("warning", warning) for warning in plan.warnings),
     ]
+
+
+def _ring_text(plan: "Plan") -> str:
+    rounded = f"rounding adds {100 * plan.sensitivity_inflation:.2g} % to the sensitivity"
+    if not plan.base_draws:
+        return f"{plan.mechanism.ring_bits} bits, {rounded}"
+    draws = f"{plan.base_draws} base draws of noise a coordinate"
+    return f"{plan.mechanism.ring_bits} bits, {draws}, {rounded}, which takes {100 * plan.rounding_cost:.2g} % of ε"
 
 
 def _epochs_text(plan: "Plan") -> str:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from raycloak.attestation.core.roster import Query
 from raycloak.coordinator.accounting.batch_shape import physical_shape
-from raycloak.coordinator.accounting.calibration import composed_epsilon
+from raycloak.coordinator.accounting.calibration import affordable_rounding, composed_epsilon
 from raycloak.coordinator.accounting.releases import Release, Releases, releases_of
 from raycloak.coordinator.accounting.renyi import SMALLEST_NOISE_MULTIPLIER
 from raycloak.coordinator.config.run import RunConfig
@@ -152,6 +152,7 @@ def _measurement(config: RunConfig, section: Section, training: Mechanism, large
         virtual_workers=workers,
         noise_multiplier=noise,
         honest_share=training.honest_share,
+        affordable=affordable_rounding(Release(1.0, noise, _count(config, section)), config.dp_config.target_delta),
     )
     own = training.model_copy(
         update={

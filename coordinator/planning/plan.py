@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from raycloak.coordinator.accounting.accountants import AccountLimits, accountant_of
 from raycloak.coordinator.accounting.calibration import (
+    affordable_rounding,
     composed_curve,
     composed_epsilon,
     epsilon_against,
     noise_with_cut,
+    rounding_cost,
     solve_noise_multiplier,
 )
 from raycloak.coordinator.accounting.releases import Release, Releases, cut_at, releases_of
@@ -56,6 +58,7 @@ from raycloak.coordinator.planning.payer import PayingAccount, accountant_for, c
 from raycloak.metrics.errors import ConfigError, DatasetError, ModelError, RefusedError
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import AccountantName, Mechanism
+from raycloak.workers.vectors.noise import decompose
 from raycloak.workers.vectors.ring import RingFit, fit_ring
 
 if TYPE_CHECKING:
@@ -99,7 +102,9 @@ class Plan:
         rows_per_expected_row: rows that a step computes, over the expected batch size.
         delta_terms: what delta covers besides the accountant, all runs of the account together at most 1 % of it.
         epsilon_curve: (steps done, epsilon) pairs, the last at ``steps_within_cap``.
-        sensitivity_inflation: C'/C - 1, what rounding to the grid costs.
+        sensitivity_inflation: C'/C - 1, what rounding to the grid adds to the gradient's sensitivity.
+        rounding_cost: the share of epsilon that this takes; 0 where nothing is private.
+        base_draws: base draws of the gradient's noise for each coordinate; 0 where nothing is private.
         bytes_per_step: masked payload of all workers in one attempt.
         object_store_bytes: most that parameters, optimizer state and masked vectors of two attempts need at once.
         epsilon_by_accountant: of ``releases``, by four accountants; ``accountants_not_computed`` says why one is not
@@ -131,6 +136,8 @@ class Plan:
     delta_terms: DeltaSlack
     epsilon_curve: tuple[tuple[int, float], ...]
     sensitivity_inflation: float
+    rounding_cost: float
+    base_draws: int
     bytes_per_step: int
     object_store_bytes: int
     masks: MaskPlan | None
@@ -207,6 +214,8 @@ def make_plan(
         delta_terms=slack,
         epsilon_curve=_epsilon_curve(run, steps, measured, delta, orders),
         sensitivity_inflation=mechanism.sensitivity / mechanism.max_grad_norm - 1,
+        rounding_cost=_rounding_cost(mechanism, delta),
+        base_draws=decompose(mechanism.sigma).draws if mechanism.private else 0,
         bytes_per_step=_masked_bytes(config, mechanism),
         object_store_bytes=_object_store_bytes(config, mechanism),
         masks=plan_masks(config, run.mechanisms, keys_per_machine(config, mechanism.virtual_workers)),
@@ -251,7 +260,9 @@ def plan_mechanism(
     batch = choose_batch(config, BatchTerms(num_examples, sample_rate, releases, accountant, cap, largest_rows))
     noise = _noise_with_cut(config, releases, batch, num_examples, accountant) if private else 0.0
     honest_share = _honest_share(config, batch.virtual_workers)
-    ring = _ring(config, dimension, batch, noise, honest_share)
+    # The cut counts for little beside the rounding's share, and would take seconds.
+    release = Release(sample_rate, noise, config.planned_steps) if private else None
+    ring = _ring(config, dimension, batch, release, honest_share)
     return Mechanism(
         private=private,
         num_examples=num_examples,
@@ -386,12 +397,16 @@ def rows_per_expected_row(mechanism: Mechanism) -> float:
 
 
 def _ring(
-    config: RunConfig, dimension: int, batch: PhysicalBatch, noise_multiplier: float, honest_share: float
+    config: RunConfig, dimension: int, batch: PhysicalBatch, release: Release | None, honest_share: float
 ) -> RingFit:
-    """Return the ring; by default no batch of a virtual worker can reach its clamp, or none does in practice."""
-    private, norm = config.dp_config.enabled, config.dp_config.max_grad_norm
+    """Return the ring; by default no batch of a virtual worker can reach its clamp, or none does in practice.
+
+    Args:
+        release: the gradients, as the accountant counts them; None for data that is public.
+    """
+    norm = config.dp_config.max_grad_norm
     # All examples of the batch with their whole norm in one coordinate, and with one sign.
-    largest = batch.rows * batch.batches * (norm if private else PUBLIC_GRADIENT_BOUND)
+    largest = batch.rows * batch.batches * (norm if release else PUBLIC_GRADIENT_BOUND)
     clamp = config.ring.clamp or largest
     return fit_ring(
         max_grad_norm=norm,
@@ -399,10 +414,18 @@ def _ring(
         least_clamp=clamp if config.ring.clamp else largest / SPARE_CLAMP,
         dimension=dimension,
         virtual_workers=batch.virtual_workers,
-        noise_multiplier=noise_multiplier,
+        noise_multiplier=release.noise_multiplier if release else 0.0,
         honest_share=honest_share,
-        bits=64 if config.ring.bits == "auto" and not private else config.ring.bits,
+        bits=64 if config.ring.bits == "auto" and release is None else config.ring.bits,
+        affordable=affordable_rounding(release, config.dp_config.target_delta) if release else None,
     )
+
+
+def _rounding_cost(mechanism: Mechanism, delta: float) -> float:
+    if not mechanism.private:
+        return 0.0
+    release = Release(mechanism.sample_rate, mechanism.noise_multiplier, mechanism.steps)
+    return rounding_cost(release, mechanism.sensitivity / mechanism.max_grad_norm - 1, delta)
 
 
 def _slack(run: Schedule, cap: float, delta: float) -> DeltaSlack:

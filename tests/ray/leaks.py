@@ -77,7 +77,7 @@ def worker_needles(worker) -> dict[str, bytes]:
     for (peer, _), pair in worker._peers._pairs.items():
         needles |= key_needles(f"pair secret with {peer}", pair._secret.reveal())
     member = worker._stage
-    query, step, model, root = member._vectors_of
+    query, step, model, root = member._hosted._place
     assert query == "gradient", "the last thing computed was a training step"
     sizes, clear = [], []
     for (_, v), keys in member._keys.items():
@@ -85,8 +85,7 @@ def worker_needles(worker) -> dict[str, bytes]:
         needles |= found
         sizes.append(size)
         clear.append(total)
-    noised = [vector.values for vector in member._vectors.values()]
-    needles |= array_needles("unmasked sum of the hosted vectors", np.sum(noised, axis=0, dtype=noised[0].dtype))
+    needles |= array_needles("unmasked sum of the hosted vectors", member._hosted.words)
     needles |= array_needles("clear sum of the hosted sums", np.sum(clear, axis=0))
     return needles | number_needles("realised batch sizes", np.array(sizes))
 

@@ -221,6 +221,19 @@ def test_a_manifest_of_anything_but_what_runs_here_is_refused_by_name(still, fie
     assert error.value.code == "manifest_mismatch"
 
 
+def test_a_grid_that_the_noise_does_not_pay_for_is_refused(still, monkeypatch):
+    """Nothing else in a worker would tell: it was told this very mechanism when it computed its known answer."""
+    worker, computation = still.workers["worker-0"], still.manifest.computation
+    challenge = still.orchestrator.challenge("worker-0", "worker")
+    for change in ({"gamma_log2": still.mechanism.gamma_log2 - 1}, {"sigma": still.mechanism.sigma * (1 - 1e-9)}):
+        short = still.mechanism.model_copy(update=change)
+        stated = still.manifest.model_copy(update={"computation": computation.model_copy(update={"mechanism": short})})
+        monkeypatch.setattr(worker._stage.planned, "mechanism", short)
+        with pytest.raises(ProtocolError, match="sigma does not pay for its grid step") as error:
+            worker.present(challenge, replace(still.admission, manifest=stated))
+        assert error.value.code == "manifest_mismatch"
+
+
 def test_what_was_presented_stays_what_runs(still):
     worker, quiet = still.workers["worker-0"], still.mechanism.model_copy(update={"private": False})
     assert refused(worker.compute_known_answer, quiet) == "already_presented"

@@ -5,6 +5,7 @@ coordinate. The bounds used here are proved in `docs/proofs/002-ring-and-sensiti
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal
@@ -13,14 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raycloak.metrics.errors import ConfigError, ProtocolError
-from raycloak.workers.vectors.noise import MAX_SIGMA, MIN_SIGMA, ROUNDING_VARIANCE
+from raycloak.workers.vectors.noise import MAX_SIGMA, MIN_SIGMA, ROUNDING_VARIANCE, decompose
 
 RingBits = Literal[32, 64]
 RingVector = NDArray[np.uint32] | NDArray[np.uint64]
 FloatVector = NDArray[np.float32] | NDArray[np.float64]
 
-CACHE_BLOCK_BYTES = 1 << 17
-"""The size of one working block; three of them fit a core's level-2 cache with room to spare."""
+CACHE_BLOCK_BYTES = 1 << 18
+"""The size of one working block; three of them fit a level-2 cache of 1 MiB. Half the size costs 2 % of masking."""
 
 TAIL_DEVIATIONS = 16
 """The standard deviations of the whole noise that the capacity leaves room for."""
@@ -86,8 +87,11 @@ def fit_ring(
     honest_share: float,
     bits: Literal["auto", 32, 64] = "auto",
     least_clamp: float | None = None,
+    affordable: Callable[[float], bool] | None = None,
 ) -> RingFit:
-    """Return the finest grid on which ``virtual_workers`` clamped, noised vectors can be summed.
+    """Return a grid on which ``virtual_workers`` clamped, noised vectors can be summed.
+
+    It is the finest one, or the finest of those whose noise takes the fewest base draws at an affordable inflation.
 
     Guarantee: the sum of V clamped vectors cannot overflow, and overflows with noise only beyond 16 standard
     deviations of the whole noise: V·clamp/γ + V/2 + 16·σ·√V < 2^(bits-1). Noise pays for the rounded sensitivity:
@@ -102,6 +106,8 @@ def fit_ring(
         bits: ring width; ``auto`` takes 32 when the inflation is below 1 %, else 64.
         least_clamp: ``auto`` may halve the clamp down to this one where that keeps 32 bits; None keeps it whole. Any
             clamp is private; one that binds changes what is learned.
+        affordable: whether an inflation may be paid for fewer base draws; asked once for each number of draws, in
+            growing inflation. It has no say in the width. None keeps the finest grid.
 
     Raises:
         ConfigError: ``ring_capacity`` or ``ring_sigma``, with the numbers.
@@ -110,18 +116,28 @@ def fit_ring(
     assert noise_multiplier >= 0
     assert 0 < honest_share <= 1
     demand = _Demand(max_grad_norm, clamp, dimension, virtual_workers, noise_multiplier, honest_share)
-    if bits != "auto":
-        return _fit(demand, bits)
-    tried = demand
-    while tried.clamp >= (clamp if least_clamp is None else least_clamp):
-        try:
-            narrow = _fit(tried, 32)
-        except ConfigError:
-            narrow = None
-        if narrow is not None and narrow.inflation < AUTO_INFLATION:
-            return narrow
-        tried = replace(tried, clamp=tried.clamp / 2)
-    return _fit(demand, 64)
+    demand, finest = _auto_fit(demand, least_clamp or clamp) if bits == "auto" else (demand, _fit(demand, bits))
+    return finest if affordable is None or finest.sigma == 0 else _fewest_draws(demand, finest, affordable)
+
+
+def noise_pays(
+    sigma: float,
+    gamma_log2: int,
+    *,
+    max_grad_norm: float,
+    dimension: int,
+    virtual_workers: int,
+    noise_multiplier: float,
+    honest_share: float,
+) -> bool:
+    """Return whether noise of ``sigma`` ring units pays for the sensitivity that the grid step leaves, in floats.
+
+    The inequality of :func:`fit_ring`, with its arguments.
+    """
+    gamma = math.ldexp(1.0, gamma_log2)
+    sensitivity = max_grad_norm + gamma * math.sqrt(dimension)
+    needed = (noise_multiplier * sensitivity / gamma) ** 2 + ROUNDING_VARIANCE
+    return virtual_workers * honest_share * sigma**2 >= needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +176,15 @@ class _Demand:
         return sigma
 
     def _holds_in_floats(self, sigma: float, gamma_log2: int) -> bool:
-        gamma = math.ldexp(1.0, gamma_log2)
-        sensitivity = self.max_grad_norm + gamma * math.sqrt(self.dimension)
-        needed = (self.noise_multiplier * sensitivity / gamma) ** 2 + ROUNDING_VARIANCE
-        return self.virtual_workers * self.honest_share * sigma**2 >= needed
+        return noise_pays(
+            sigma,
+            gamma_log2,
+            max_grad_norm=self.max_grad_norm,
+            dimension=self.dimension,
+            virtual_workers=self.virtual_workers,
+            noise_multiplier=self.noise_multiplier,
+            honest_share=self.honest_share,
+        )
 
     def load(self, gamma_log2: int, sigma: float) -> int:
         """Return the largest magnitude that the decoded sum is sized for, in ring units, rounded up."""
@@ -187,8 +208,41 @@ def _fit(demand: _Demand, bits: RingBits) -> RingFit:
     raise _capacity(demand, bits, "No grid step holds the sum")
 
 
+def _auto_fit(demand: _Demand, least_clamp: float) -> tuple[_Demand, RingFit]:
+    """Return the finest grid in the narrowest ring that takes it, and the demand that it meets."""
+    tried = demand
+    while tried.clamp >= least_clamp:
+        try:
+            narrow = _fit(tried, 32)
+        except ConfigError:
+            narrow = None
+        if narrow is not None and narrow.inflation < AUTO_INFLATION:
+            return tried, narrow
+        tried = replace(tried, clamp=tried.clamp / 2)
+    return demand, _fit(demand, 64)
+
+
+def _fewest_draws(demand: _Demand, finest: RingFit, affordable: Callable[[float], bool]) -> RingFit:
+    """Return the fit with the fewest base draws whose inflation is affordable, on the finest grid for that number.
+
+    Noise takes a base draw less with each factor of about 150 by which the grid is coarser.
+    """
+    chosen, draws = finest, decompose(finest.sigma).draws
+    for gamma_log2 in range(finest.gamma_log2 + 1, _GAMMA_LOG2_LIMIT + 1):
+        sigma = demand.sigma(gamma_log2)
+        if draws == 1 or sigma < MIN_SIGMA or demand.clamp_units(gamma_log2) == 0:
+            break
+        fewer = decompose(sigma).draws
+        if fewer < draws:
+            inflation = demand.inflation(gamma_log2)
+            if inflation > LARGEST_INFLATION or not affordable(inflation):
+                break
+            chosen, draws = _accepted(demand, finest.bits, gamma_log2, sigma), fewer
+    return chosen
+
+
 def _accepted(demand: _Demand, bits: RingBits, gamma_log2: int, sigma: float) -> RingFit:
-    """Return the fit at this grid step, or raise the refusal that says why the finest step is still too coarse."""
+    """Return the fit at this grid step, or raise the refusal that says why it is too coarse."""
     inflation = demand.inflation(gamma_log2)
     units = demand.clamp_units(gamma_log2)
     if units == 0:

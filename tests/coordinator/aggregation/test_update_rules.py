@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from raycloak.coordinator.aggregation import update_rules
 from raycloak.coordinator.aggregation.ranges import split_ranges
 from raycloak.coordinator.aggregation.update_rules import Optimizer, State, learning_rate
 from raycloak.metrics.errors import ConfigError, RunFailedError
@@ -68,6 +69,19 @@ def trained(spec: OptimizerSpec, ranges: int) -> tuple[list[bytes], State]:
             parts[index], states[index] = rules[index].update(parts[index], cut, states[index], step)
         history.append(np.concatenate(parts).tobytes())
     return history, {key: value for state in states for key, value in state.items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tensors_that_are_updated_in_turns_and_stretches_give_the_bytes_of_whole_ones(name, monkeypatch):
+    whole = trained(spec_of(name), 1)
+    # 153 values become three stretches, the others share turns.
+    monkeypatch.setattr(update_rules, "TURN", 64)
+    cut = trained(spec_of(name), 1)
+    assert cut[0] == whole[0]
+    assert {key: value.tobytes() for key, value in cut[1].items()} == {
+        key: value.tobytes() for key, value in whole[1].items()
+    }
+    assert {key: value.shape for key, value in cut[1].items()} == {key: value.shape for key, value in whole[1].items()}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -327,11 +327,11 @@ def test_a_worker_drops_keys_and_vectors_of_what_a_roster_gives_to_another(tmp_p
     hand = HandRun(tmp_path)
     worker = hand.workers["worker-0"]
     hand.advance(hand.roster())
-    assert {v for _, v in worker._stage._keys} == {0, 3, 6} == set(worker._stage._vectors)
+    assert {v for _, v in worker._stage._keys} == {0, 3, 6} == set(worker._stage._hosted.tags)
     hosting = {**hand.hosting, "worker-0": (0, 3), "worker-2": (2, 5, 6)}
     hand.place({"worker-2": (6,)})
     hand.ask("worker-0", hand.request(hand.roster(1, hosting), 1))
-    assert {v for _, v in worker._stage._keys} == {0, 3} == set(worker._stage._vectors)
+    assert {v for _, v in worker._stage._keys} == {0, 3} == set(worker._stage._hosted.tags)
     assert hand.code("worker-0", hand.request(hand.roster(1), 1)) == "release_denied", "until they are sent again"
     hand.place({"worker-0": (6,)})
     assert hand.code("worker-0", hand.request(hand.roster(1), 1)) == "ok"

@@ -11,7 +11,7 @@ import pytest
 from scipy.stats import binom
 
 from raycloak.coordinator.accounting.batch_shape import least_within, overflow_bound, physical_shape
-from raycloak.coordinator.accounting.calibration import epsilon_of
+from raycloak.coordinator.accounting.calibration import composed_epsilon, epsilon_of
 from raycloak.coordinator.accounting.pld import cut_excess
 from raycloak.coordinator.accounting.releases import Cut, Release
 from raycloak.coordinator.accounting.renyi import SLACK_SHARE, accountant_delta, effective_noise_multiplier
@@ -26,6 +26,7 @@ from raycloak.coordinator.planning.outlook import with_account
 from raycloak.coordinator.planning.payer import PayingAccount, paying_account
 from raycloak.coordinator.planning.plan import make_plan, plan_mechanism
 from raycloak.metrics.errors import BudgetError, ConfigError, DatasetError, ModelError, RefusedError
+from raycloak.workers.vectors.noise import decompose
 
 README = Path(__file__).resolve().parents[3] / "README.md"
 DIGITS = {"kind": "digits"}
@@ -66,7 +67,8 @@ def test_the_demo_is_planned_to_its_target():
 def test_the_json_has_the_promised_fields_and_is_plain():
     fields = make_plan(config(), 1437, 4810).as_json()
     promised = (
-        "noise_multiplier sample_rate steps epsilon accountant ring_bits gamma sensitivity_inflation bytes_per_step"
+        "noise_multiplier sample_rate steps epsilon accountant ring_bits gamma sensitivity_inflation bytes_per_step "
+        "rounding_cost base_draws"
     )
     assert set(promised.split()) <= set(fields)
     assert json.loads(json.dumps(fields, allow_nan=False)) == json.loads(json.dumps(fields))
@@ -94,6 +96,32 @@ def test_noise_covers_the_rounded_sensitivity_and_the_rounding_variance():
     mechanism = plan_mechanism(config(), 1437, 4810)
     needed = (mechanism.noise_multiplier * mechanism.sensitivity / mechanism.gamma) ** 2 + 4
     assert mechanism.virtual_workers * mechanism.sigma**2 >= needed
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+@pytest.mark.parametrize(("dimension", "bits", "draws"), [(20, 32, 2), (4810, 32, 3), (4810, 64, 3), (10**8, 64, 4)])
+def test_noise_takes_the_fewest_base_draws_that_cost_below_a_thousandth_of_epsilon(accountant, dimension, bits, draws):
+    """The cost is checked against what the accountant itself says of the same noise without rounding."""
+    dp = {"noise_multiplier": 10.0, "epsilon_cap": 8.0, "accountant": accountant}
+    asked = config(ring={"bits": bits}, dp_config=dp)
+    plan = make_plan(asked, 1437, dimension)
+    assert plan.base_draws == draws == decompose(plan.mechanism.sigma).draws
+    assert 0 < plan.rounding_cost < 1e-3
+    release = Release(1.0, 10.0, 50)
+    larger = replace(release, noise_multiplier=10.0 * (1 + plan.sensitivity_inflation))
+    stated, exact = (composed_epsilon((each,), 1e-5, accountant) for each in (release, larger))
+    assert plan.rounding_cost == pytest.approx(1 - exact / stated, rel=0.2, abs=1e-5)
+
+
+def test_a_grid_too_costly_to_be_coarser_stays_the_finest():
+    plan = make_plan(config(ring={"bits": 32}), 1437, 10**7)
+    assert plan.rounding_cost > 1e-3
+    assert plan.base_draws == 3
+
+
+def test_public_data_needs_no_base_draws():
+    plan = make_plan(config(dp_config={"enabled": False}, dataset=DIGITS | {"public": True}), 1437, 4810)
+    assert (plan.base_draws, plan.rounding_cost) == (0, 0.0)
 
 
 def test_colluding_workers_are_paid_for_with_more_noise():

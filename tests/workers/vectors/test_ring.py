@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raycloak.metrics.errors import ConfigError, ProtocolError
+from raycloak.workers.vectors.noise import decompose
 from raycloak.workers.vectors.ring import (
     CACHE_BLOCK_BYTES,
     RingFit,
@@ -18,6 +19,7 @@ from raycloak.workers.vectors.ring import (
     decode,
     encode_into,
     fit_ring,
+    noise_pays,
     ring_dtype,
 )
 
@@ -237,9 +239,10 @@ def load(found: RingFit, virtual_workers: int) -> Fraction:
     noise=st.floats(0.3, 50),
     share=st.floats(0.1, 1),
     bits=st.sampled_from(("auto", *RINGS)),
+    most=st.sampled_from((None, 0.0, 1e-4, 1e-2, 1.0)),
 )
 def test_a_fit_keeps_capacity_and_pays_for_the_rounded_sensitivity(
-    virtual_workers, clamp, norm, dimension, noise, share, bits
+    virtual_workers, clamp, norm, dimension, noise, share, bits, most
 ):
     try:
         found = fit_ring(
@@ -250,6 +253,7 @@ def test_a_fit_keeps_capacity_and_pays_for_the_rounded_sensitivity(
             noise_multiplier=noise,
             honest_share=share,
             bits=bits,
+            affordable=None if most is None else lambda inflation: inflation <= most,
         )
     except ConfigError:
         assert bits == 32
@@ -265,6 +269,15 @@ def test_a_fit_keeps_capacity_and_pays_for_the_rounded_sensitivity(
     assert virtual_workers * Fraction(share) * Fraction(found.sigma * (1 - 1e-12)) ** 2 < exact
     assert found.inflation == pytest.approx(gamma * math.sqrt(dimension) / norm)
     assert clamp * (1 - 2.0**-22) - gamma < found.clamp <= clamp
+    assert noise_pays(
+        found.sigma,
+        found.gamma_log2,
+        max_grad_norm=norm,
+        dimension=dimension,
+        virtual_workers=virtual_workers,
+        noise_multiplier=noise,
+        honest_share=share,
+    )
 
 
 def test_the_clamp_is_a_float32_on_the_grid():
@@ -281,6 +294,41 @@ def test_the_grid_is_the_finest_that_fits():
     assert load(finer, BASE["virtual_workers"]) >= 2**31
     wide = fit(bits=64)
     assert 2**39 < wide.sigma <= 2**40
+
+
+@pytest.mark.parametrize("bits", RINGS)
+@pytest.mark.parametrize("most", [1e-7, 1e-5, 1e-4, 1e-3, 1e-2, 1.0])
+def test_noise_takes_the_fewest_draws_at_an_affordable_inflation_and_the_finest_grid_for_them(bits, most):
+    def draws(found: RingFit) -> int:
+        return decompose(found.sigma).draws
+
+    def at(gamma_log2: int) -> RingFit:
+        """Return the fit of this grid step: the clamp leaves no room for a finer one."""
+        return fit(bits=64, clamp=math.ldexp(2.0**59.9, gamma_log2))
+
+    finest, found = fit(bits=bits), fit(bits=bits, affordable=lambda inflation: inflation <= most)
+    assert found.bits == bits
+    assert at(found.gamma_log2).sigma == found.sigma
+    if found != finest:
+        assert found.inflation <= most
+        assert draws(at(found.gamma_log2 - 1)) > draws(found)
+    # The next number of draws would cost too much.
+    coarser = next((each for g in range(found.gamma_log2, -8) if draws(each := at(g)) < draws(found)), None)
+    assert coarser is None or coarser.inflation > most
+
+
+def test_affordable_rounding_has_no_say_in_the_width():
+    for dimension in (10**6, 10**8):
+        for clamp in (1.0, 1000.0):
+            wanted = {"dimension": dimension, "clamp": clamp}
+            assert fit(**wanted, affordable=lambda inflation: True).bits == fit(**wanted).bits
+
+
+@pytest.mark.parametrize("dimension", [10**6, 10**7, 10**8, 10**9])
+def test_a_billion_parameters_keep_32_bits_whatever_the_grid_may_cost(dimension):
+    wanted = {"dimension": dimension, "virtual_workers": 8, "clamp": 168.0, "least_clamp": 42.0}
+    for most in (0.0, 1e-4, 1e-3, 1.0):
+        assert fit(**wanted, affordable=lambda inflation, most=most: inflation <= most).bits == 32
 
 
 def test_capacity_is_met_at_v_and_the_ring_widened_or_refused_beyond():

@@ -1,0 +1,154 @@
+"""Bytes a parameter beside the model: ``python benchmarks/memory.py [--parameters N]``.
+
+Each case runs in a process of its own, at N and at N / 3 parameters, on one linear layer. The figure is the growth of
+the peak of resident memory from the smaller to the larger, over the growth of the parameters. What a process takes
+without parameters is in neither. Counted is what a step adds:
+
+    worker      the verified copy of the released parameters, clipped sums, ring words that are kept and that are sent,
+                gradients; by the number of virtual workers that it hosts. The model, and what its layers keep, are not.
+    aggregator  the average, the new parameters and the new state of the rule. Its inputs are not: they lie in the
+                object store, which has every vector, the parameters and the state.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import multiprocessing
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+CLASSES = 20
+HOSTED = (1, 2, 4)
+RULES = ("sgd", "adam")
+_M_MMAP_THRESHOLD = -3
+"""The number of that setting in glibc's malloc.h."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=int, default=30_000_000)
+    print(json.dumps(measured(parser.parse_args().parameters), indent=1))
+
+
+def measured(parameters: int, hosted: Sequence[int] = HOSTED, rules: Sequence[str] = RULES) -> dict[str, float]:
+    """Return bytes a parameter by case: ``worker, 2 hosted`` and ``aggregator, adam``."""
+    cases = {f"worker, {each} hosted": (worker, each) for each in hosted}
+    cases |= {f"aggregator, {each}": (aggregator, each) for each in rules}
+    sizes = parameters // 3 // CLASSES * CLASSES, parameters // CLASSES * CLASSES
+    found = {}
+    for name, (case, argument) in cases.items():
+        small, large = (_alone(case, size, argument) for size in sizes)
+        found[name] = (large - small) / (sizes[1] - sizes[0])
+    return found
+
+
+def worker(parameters: int, hosted: int) -> int:
+    """Return the bytes that the vectors of a step and their masking take, by the functions of a worker."""
+    import torch
+
+    from raycloak.attestation.core.keys import Secret
+    from raycloak.attestation.keys.release import VirtualWorkerKeys
+    from raycloak.coordinator.config.run import parse_config
+    from raycloak.coordinator.planning.plan import plan_mechanism
+    from raycloak.workers.gradients.clipping import GradientEngine
+    from raycloak.workers.gradients.numerics import pin_numerics
+    from raycloak.workers.hosted_sum import HostedSum
+    from raycloak.workers.inputs.datasets import ArrayDataset
+    from raycloak.workers.inputs.models import read_flat
+    from raycloak.workers.terms.parameter_digest import own_copy
+    from raycloak.workers.vectors.masks import masked_sum
+    from raycloak.workers.virtual_worker import VirtualWorkerComputer
+
+    pin_numerics()
+    config = parse_config(
+        {
+            "num_workers": 2,
+            "virtual_workers": max(HOSTED),
+            "expected_batch_size": 4,
+            "steps": 3,
+            "micro_batch_size": 1,
+            "dp_config": {"noise_multiplier": 10.0, "epsilon_cap": 8.0, "accountant": "rdp"},
+        }
+    )
+    examples = 16
+    mechanism = plan_mechanism(config, examples, parameters)
+    module = torch.nn.Linear(parameters // CLASSES, CLASSES, bias=False)
+    features = np.ones((examples, parameters // CLASSES), np.float32)
+    data = ArrayDataset(features, np.arange(examples) % CLASSES)
+    loss = torch.nn.CrossEntropyLoss(reduction="none")
+    computer = VirtualWorkerComputer(mechanism, GradientEngine(module, loss, mechanism), data)
+    keys = VirtualWorkerKeys(stream=Secret(bytes(32)), data=Secret(bytes(32)))
+    received = read_flat(module)
+
+    def step(number: int) -> None:
+        flat, kept = own_copy([received]), HostedSum()
+        for v in range(hosted):
+            kept.add(v, computer.vector(v, keys, number, bytes(32), bytes(32), flat))
+        del flat
+        out = np.empty_like(kept.words)
+        masked_sum([kept.words], [(Secret(bytes(32)), 1)], out)
+
+    # A first time, so that libraries' workspaces are there already.
+    step(0)
+    return _growth(lambda: step(1))
+
+
+def aggregator(parameters: int, rule: str) -> int:
+    """Return the bytes that the average of eight vectors and an update take, by the functions of an aggregator."""
+    from raycloak.coordinator.aggregation.aggregator import decoded_average
+    from raycloak.coordinator.aggregation.update_rules import Optimizer
+    from raycloak.coordinator.config.sections import OptimizerConfig
+    from raycloak.coordinator.planning.manifest import optimizer_spec
+    from raycloak.workers.gradients.numerics import pin_numerics
+    from raycloak.workers.terms.manifest import TensorSpec
+
+    pin_numerics()
+    optimizer = Optimizer(
+        optimizer_spec(OptimizerConfig(name=rule, momentum=0.9 if rule == "sgd" else 0.0), Path()),
+        [TensorSpec(name="weight", shape=(CLASSES, parameters // CLASSES))],
+        total_steps=3,
+    )
+    vectors = [np.ones(parameters, np.uint32)] * 8
+    start = np.ones(parameters, np.float32)
+
+    def step(state: object, number: int) -> object:
+        average = decoded_average(vectors, 32, -10, 4.0, np.float32)
+        return optimizer.update(start, average, state, number)
+
+    _, state = step(optimizer.initial_state(), 0)
+    return _growth(lambda: step(state, 1))
+
+
+def _growth(act: object) -> int:
+    """Return by how much resident memory grew at its peak while ``act`` ran."""
+    gc.collect()
+    # Memory that was freed must go back to the system, or growth into it would not be seen.
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    act()
+    return _status("VmHWM") - before
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(f"{field}:")).split()[1])
+
+
+def _alone(case: object, parameters: int, argument: object) -> int:
+    # Not forked: memory that this process holds free would hide what the case takes.
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=_prepare) as pool:
+        return pool.submit(case, parameters, argument).result()
+
+
+def _prepare() -> None:
+    # Blocks of 64 KiB and more go back to the system once freed. Left in the heap they would count, or not, by chance.
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
+
+
+if __name__ == "__main__":
+    main()
