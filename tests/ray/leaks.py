@@ -141,7 +141,7 @@ def _virtual_worker(worker, v, keys, step, model, root):
     encoded = np.empty(mechanism.dimension, ring_dtype(mechanism.ring_bits))
     encode_into(clear, computer._ring, encoded)
     again = computer.vector(v, keys, step, model, root, parameters)
-    assert again.tag == member._vectors[v].tag, "these are the values the worker used"
+    assert again.tag == member._hosted.tags[v], "these are the values the worker used"
     losses = _losses(workload, ids)
     needles = {}
     named = {"stream": keys.stream, "data": keys.data, "sampling": sampling, "noise": noise}
@@ -150,7 +150,7 @@ def _virtual_worker(worker, v, keys, step, model, root):
     needles |= array_needles(f"clear sum of {v}, float64", clear)
     needles |= array_needles(f"clear sum of {v}, float32", clear.astype(np.float32))
     needles |= array_needles(f"encoded sum of {v} without noise", encoded)
-    needles |= array_needles(f"encoded sum of {v} with noise", member._vectors[v].values)
+    needles |= array_needles(f"encoded sum of {v} with noise", again.values)
     needles |= number_needles(f"sampled ids of {v}", ids)
     needles |= array_needles(f"losses of {v}", losses.astype(np.float32))
     needles |= float_needles(f"mean loss of {v}", float(losses.mean()))

@@ -92,7 +92,7 @@ def _search_inside(worker, home, tests):
 
 def _plant(worker, home):
     """Leave in a worker's process what must not leave it."""
-    values = next(iter(worker._stage._vectors.values())).values
+    values = worker._stage._hosted.words
     (Path(home) / "planted").write_bytes(values.tobytes())
 
 
