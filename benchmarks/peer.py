@@ -12,21 +12,15 @@ import json
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
-from opacus import GradSampleModule
-from opacus.optimizers import DPOptimizer
-from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 
-from raycloak.coordinator.aggregation.update_rules import learning_rate
+from raycloak.coordinator.bench.opacus_steps import OpacusTraining
 from raycloak.coordinator.config.run import RunConfig, load_config
 from raycloak.coordinator.planning.dry_run import plan_of
-from raycloak.coordinator.planning.manifest import optimizer_spec
 from raycloak.coordinator.planning.model_source import model_source
 from raycloak.coordinator.planning.plan import Plan
-from raycloak.coordinator.planning.references import descriptor
 from raycloak.coordinator.training.public_evaluation import public_evaluator
-from raycloak.workers.inputs.models import build_model, loss_function, read_flat
+from raycloak.workers.inputs.models import read_flat
 
 
 def main() -> None:
@@ -36,8 +30,6 @@ def main() -> None:
     chosen = parser.parse_args()
     config, base = load_config(chosen.config, None), chosen.config.parent
     plan = plan_of(config, base)
-    # Planning checks the model under deterministic kernels; Opacus' users have torch's default.
-    torch.set_deterministic_debug_mode("default")
     threads = config.num_workers * config.threads_per_worker
     torch.set_num_threads(threads)
     torch.manual_seed(chosen.seed)
@@ -61,67 +53,11 @@ def main() -> None:
 
 def train(config: RunConfig, base: Path, plan: Plan) -> tuple[torch.nn.Module, float]:
     """The trained model, and the seconds that its steps took."""
-    mechanism, spec = plan.mechanism, optimizer_spec(config.optimizer, base)
-    dataset = descriptor(config.dataset).open(base)
-    module = build_model(model_source(config.model), base, config.seed)
-    loss_fn, _ = loss_function(config.loss, base)
-    trained = [tensor for tensor in module.parameters() if tensor.requires_grad]
-    rule, wrapped = update_rule(trained, spec), module
-    if mechanism.private:
-        # Its own check for buffers would refuse transformers that it computes correctly.
-        wrapped = GradSampleModule(module, loss_reduction="sum", strict=False)
-        rule = DPOptimizer(
-            rule,
-            noise_multiplier=mechanism.noise_multiplier,
-            max_grad_norm=mechanism.max_grad_norm,
-            expected_batch_size=mechanism.expected_batch_size,
-            loss_reduction="mean",
-        )
-    accumulate = _clipped if mechanism.private else _plain
-    sampler = UniformWithReplacementSampler(
-        num_samples=mechanism.num_examples, sample_rate=mechanism.sample_rate, steps=config.steps
-    )
+    training = OpacusTraining(config, base, plan.mechanism)
     started = time.perf_counter()
-    for step, ids in enumerate(sampler):
-        for group in rule.param_groups:
-            group["lr"] = learning_rate(spec, step, config.steps)
-        accumulate(wrapped, rule, loss_fn, dataset.batch(np.asarray(ids)), mechanism)
-        rule.step()
-        rule.zero_grad()
-    return module, time.perf_counter() - started
-
-
-def update_rule(trained, spec) -> torch.optim.Optimizer:
-    """The run's update rule, as torch has it."""
-    if spec.name == "sgd":
-        return torch.optim.SGD(trained, lr=spec.learning_rate, momentum=spec.momentum, weight_decay=spec.weight_decay)
-    rule = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[spec.name]
-    betas = (spec.beta1, spec.beta2)
-    return rule(trained, lr=spec.learning_rate, betas=betas, eps=spec.eps, weight_decay=spec.weight_decay)
-
-
-def _clipped(wrapped, optimizer, loss_fn, batch, mechanism) -> None:
-    """Clip and add up micro-batches, as Opacus' virtual steps do; the last one stays for the step itself."""
-    features, labels = batch
-    rows = mechanism.micro_batch_size
-    starts = range(0, len(features), rows)
-    for start in starts:
-        part = slice(start, start + rows)
-        loss_fn(wrapped(torch.from_numpy(features[part])), torch.from_numpy(labels[part])).sum().backward()
-        if start != starts[-1]:
-            optimizer.signal_skip_step()
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def _plain(module, _optimizer, loss_fn, batch, mechanism) -> None:
-    """Add up the gradients of all examples over the expected number of them."""
-    features, labels = batch
-    rows = mechanism.micro_batch_size
-    for start in range(0, len(features), rows):
-        part = slice(start, start + rows)
-        losses = loss_fn(module(torch.from_numpy(features[part])), torch.from_numpy(labels[part]))
-        (losses.sum() / mechanism.expected_batch_size).backward()
+    for _ in range(plan.mechanism.steps):
+        training.step()
+    return training.module, time.perf_counter() - started
 
 
 if __name__ == "__main__":

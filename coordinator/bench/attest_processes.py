@@ -88,11 +88,10 @@ class Child:
             pass
         raise RunFailedError("bench_failed", "a process of the bench did not answer", "See its traceback above.")
 
-    def ask(self) -> dict[str, float]:
-        """Return its present figures."""
-        self._pipe.send("figures")
-        figures: dict[str, float] = self.first()
-        return figures
+    def ask(self, question: Any = "figures") -> Any:
+        """Return its answer to a question: its present figures, unless something else is asked for."""
+        self._pipe.send(question)
+        return self.first()
 
 
 def cpu_seconds() -> float:

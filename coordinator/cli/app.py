@@ -296,21 +296,54 @@ def _discard(output: Output, run_dir: Path) -> int:
 
 @app.command()
 def plan(
-    config: ConfigFile,
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="YAML file of the run.", show_default=False)
+    ] = None,
     overrides: Overrides = None,
     trials: Annotated[
         int | None, typer.Option(metavar="K", help="Also show the cost of a search of K such runs.", min=1)
     ] = None,
+    scale: Annotated[
+        bool, typer.Option("--scale", help="Instead predict a step at other sizes from rates of this machine.")
+    ] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Show what CONFIG will spend and need, and refuse what cannot run; charges nothing."""
-    _execute(as_json, debug, lambda output: _plan(output, load_config(config, overrides), config.parent, trials))
+    if scale:
+        _execute(as_json, debug, lambda output: _scale(output, config, overrides or []))
+    else:
+        _execute(as_json, debug, lambda output: _plan(output, config, overrides, trials))
 
 
-def _plan(output: Output, config: RunConfig, config_dir: Path, trials: int | None) -> int:
+def _scale(output: Output, config: Path | None, overrides: list[str]) -> int:
+    from raycloak.coordinator.bench.calibration import calibrate, check
+    from raycloak.coordinator.cli.scale_tables import ScaleTables
+    from raycloak.coordinator.planning.scale import parse_scale, simulate
+
+    if config is not None:
+        raise ConfigError("usage", "--scale takes no CONFIG.", "Set sizes with --set; see docs/scale.md.")
+    assumed = parse_scale(overrides)
+    output.announce("measuring this machine, about a minute")
+    rates = calibrate(assumed.optimizer)
+    checked = check(rates)
+    found = simulate(assumed, rates)
+    fields = {
+        "assumed": assumed.model_dump(),
+        "rates": asdict(rates),
+        "check": asdict(checked),
+        "sizes": [asdict(each) for each in found],
+    }
+    output.result(fields, ScaleTables(assumed, found, checked))
+    return 0
+
+
+def _plan(output: Output, path: Path | None, overrides: list[str] | None, trials: int | None) -> int:
     from raycloak.coordinator.planning.first_look import first_look
 
+    if path is None:
+        raise ConfigError("usage", "no CONFIG is given.", "Name the YAML file of the run, or give --scale.")
+    config, config_dir = load_config(path, overrides), path.parent
     # Before the libraries of a plan, which take seconds to import.
     first_look(config, config_dir)
     from raycloak.coordinator.cli.tables import evidence_text, plan_table, search_rows

@@ -67,7 +67,8 @@ def step_command(
     config: ConfigFile,
     overrides: Overrides = None,
     against: Annotated[
-        str | None, typer.Option(metavar="PEER", help="bare-ray: a program of the same calls takes turns with it.")
+        str | None,
+        typer.Option(metavar="PEER", help="bare-ray (a program of the same calls) or opacus takes turns with it."),
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -79,9 +80,7 @@ def step_command(
 def _bench_step(output: Output, config: RunConfig, config_dir: Path, against: str | None) -> int:
     from raycloak.coordinator.bench.step import bench_step
 
-    if against not in (None, "bare-ray"):
-        raise ConfigError("bench_peer", f"a step has no peer '{against}'.", "Give bare-ray.")
-    return _measured(output, "bench step", bench_step(config, config_dir=config_dir, against_bare_ray=bool(against)))
+    return _measured(output, "bench step", bench_step(config, config_dir=config_dir, against=against))
 
 
 @bench.command("gradient")

@@ -332,7 +332,7 @@ def parse_config(raw: Any, overrides: list[str] | None = None) -> RunConfig:
     if not isinstance(raw, dict):
         raise ConfigError("config", "the configuration must be a mapping of fields.", "See docs/configuration.md.")
     for override in overrides or []:
-        _apply_override(raw, override)
+        apply_override(raw, override)
     return validated(RunConfig, raw)
 
 
@@ -413,7 +413,8 @@ def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
     return parse_config(read_yaml(path, "config"), overrides)
 
 
-def _apply_override(raw: dict[str, Any], override: str) -> None:
+def apply_override(raw: dict[str, Any], override: str) -> None:
+    """Set the field that ``dotted.key=value`` names; ConfigError ``config`` if it names none."""
     key, separator, value = override.partition("=")
     if not separator:
         raise ConfigError("config", f"--set {override}: expected dotted.key=value.", "For example --set steps=10.")

@@ -77,7 +77,9 @@ In a run of the SST-2 recipe (eps8) and in 20 steps of the Shakespeare recipe no
 largest possible one. Their models have fewer trained coordinates than those whose ring this concerns.
 """
 
-_STATE_TENSORS = {"sgd": 1, "adam": 2, "adamw": 2, "adafactor": 1}
+STATE_TENSORS = {"sgd": 1, "adam": 2, "adamw": 2, "adafactor": 1}
+"""Tensors of state of each built-in update rule, each as large as the parameters."""
+
 _OWN_STATE_TENSORS = 2  # assumed of a rule of the user's own: most keep one or two moments
 
 
@@ -496,7 +498,7 @@ def _masked_bytes(config: RunConfig, mechanism: Mechanism) -> int:
 
 
 def _object_store_bytes(config: RunConfig, mechanism: Mechanism) -> int:
-    tensors = 1 + _STATE_TENSORS.get(config.optimizer.name, _OWN_STATE_TENSORS)
+    tensors = 1 + STATE_TENSORS.get(config.optimizer.name, _OWN_STATE_TENSORS)
     return 2 * (tensors * 4 * mechanism.dimension + _masked_bytes(config, mechanism))
 
 

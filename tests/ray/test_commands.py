@@ -19,8 +19,10 @@ import pytest
 import torch
 
 import raycloak
+from raycloak.coordinator.bench import calibration
 from raycloak.coordinator.cli import app
 from raycloak.coordinator.config.run import load_config
+from raycloak.coordinator.planning.scale import Scale, ScaleConfig, simulate
 from raycloak.coordinator.runs.trainer import Trainer
 from tests.layout import PACKAGES, ROOT
 from tests.protocol import settle
@@ -217,3 +219,15 @@ def test_bench_step_measures_on_a_ledger_of_its_own(here, ray_cluster, raycloak_
     ratio = figures["control_overhead_ms"] / figures["bare_ray_ms"]
     assert figures["control_vs_bare_ray"] == pytest.approx(ratio)
     assert not (raycloak_home / "ledger.sqlite").exists()
+
+
+def test_rates_of_this_machine_predict_a_step_beyond_them(ray_cluster, monkeypatch):
+    # Small, so that the prediction is tried and not its quality, which the command prints.
+    for name, value in {"WORDS": 2**12, "CHECKED": 2**14, "FEW": 3, "MANY": 4}.items():
+        monkeypatch.setattr(calibration, name, value)
+    rates = calibration.calibrate("adam")
+    checked = calibration.check(rates)
+    assert (checked.workers, checked.parameters) == (2, 2**14 // 20 * 20)
+    assert checked.ratio == checked.predicted_seconds / checked.measured_seconds > 0
+    assert min(rates.words[32].mask, rates.words[64].averaged.each, rates.ledger_wall, rates.imports) > 0
+    assert all(isinstance(size, Scale) for size in simulate(ScaleConfig(workers=[8], parameters=[10**7]), rates))

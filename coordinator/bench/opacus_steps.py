@@ -1,0 +1,133 @@
+"""Plain Opacus training of a run's configuration, step by step: the peer of the whole product.
+
+Same model, initial parameters, data, sampling rate, Poisson sampling, clipping norm, noise multiplier, divisor, update
+rule and learning rates as the run; Opacus samples, clips and adds noise. It has no masks, ring, ledger or evidence.
+Where nothing is private it is plain torch.
+"""
+
+import time
+import warnings
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from raycloak.coordinator.accounting.opacus_modules import opacus_module
+from raycloak.coordinator.aggregation.update_rules import learning_rate
+from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.planning.manifest import optimizer_spec
+from raycloak.coordinator.planning.model_source import model_source
+from raycloak.coordinator.planning.references import descriptor
+from raycloak.metrics.errors import ConfigError
+from raycloak.workers.inputs.models import build_model, loss_function
+from raycloak.workers.terms.manifest import OptimizerSpec
+from raycloak.workers.terms.mechanism import Mechanism
+
+TORCH_RULES = ("sgd", "adam", "adamw")
+"""Update rules that torch has under these names, with the run's settings."""
+
+
+class OpacusTraining:
+    """A configuration's training in plain Opacus, in this process.
+
+    Args:
+        base: folder that relative paths and ``module:function`` names start from.
+        mechanism: of the run's plan.
+
+    Raises:
+        ConfigError: ``bench_peer`` for an update rule that torch does not have; as a run for data and model.
+    """
+
+    def __init__(self, config: RunConfig, base: Path, mechanism: Mechanism) -> None:
+        assert config.dataset is not None, "a peer trains on data that is named"
+        # Checks of a model choose deterministic kernels; Opacus' users have torch's default.
+        torch.set_deterministic_debug_mode("default")
+        self._mechanism, self._spec = mechanism, optimizer_spec(config.optimizer, base)
+        self._dataset = descriptor(config.dataset).open(base)
+        self.module = build_model(model_source(config.model), base, config.seed)
+        self._loss, _ = loss_function(config.loss, base)
+        self._rule, self._wrapped = _update_rule(self.module, self._spec), self.module
+        if mechanism.private:
+            # Its own check for buffers would refuse transformers that it computes correctly.
+            self._wrapped = opacus_module("opacus").GradSampleModule(self.module, loss_reduction="sum", strict=False)
+            self._rule = opacus_module("opacus.optimizers").DPOptimizer(
+                self._rule,
+                noise_multiplier=mechanism.noise_multiplier,
+                max_grad_norm=mechanism.max_grad_norm,
+                expected_batch_size=mechanism.expected_batch_size,
+                loss_reduction="mean",
+            )
+        self._batches = self._draws()
+        self._step = 0
+
+    def step(self) -> None:
+        """Draw a batch, sum its clipped gradients, add noise and update the parameters."""
+        for group in self._rule.param_groups:
+            group["lr"] = learning_rate(self._spec, self._step, self._mechanism.steps)
+        features, labels = self._dataset.batch(np.asarray(next(self._batches)))
+        rows = self._mechanism.micro_batch_size
+        starts = range(0, len(features), rows)
+        for start in starts:
+            part = slice(start, start + rows)
+            losses = self._loss(self._wrapped(torch.from_numpy(features[part])), torch.from_numpy(labels[part]))
+            if not self._mechanism.private:
+                losses = losses / self._mechanism.expected_batch_size
+            losses.sum().backward()  # type: ignore[no-untyped-call]
+            # As Opacus' virtual steps clip and add up; the last micro-batch stays for the step itself.
+            if self._mechanism.private and start != starts[-1]:
+                self._rule.signal_skip_step()
+                self._rule.step()
+                self._rule.zero_grad()
+        self._rule.step()
+        self._rule.zero_grad()
+        self._step += 1
+
+    def _draws(self) -> Iterator[list[int]]:
+        sampler = opacus_module("opacus.utils.uniform_sampler").UniformWithReplacementSampler
+        # Without an end: a bench may take more steps than the plan has.
+        while True:
+            yield from sampler(
+                num_samples=self._mechanism.num_examples,
+                sample_rate=self._mechanism.sample_rate,
+                steps=self._mechanism.steps,
+            )
+
+
+def _update_rule(module: nn.Module, spec: OptimizerSpec) -> Any:
+    """Return the run's update rule, as torch has it."""
+    if spec.name not in TORCH_RULES:
+        raise ConfigError(
+            "bench_peer",
+            f"plain torch has no update rule '{spec.name}'.",
+            f"Compare with one of {', '.join(TORCH_RULES)}.",
+        )
+    trained = [tensor for tensor in module.parameters() if tensor.requires_grad]
+    if spec.name == "sgd":
+        return torch.optim.SGD(trained, lr=spec.learning_rate, momentum=spec.momentum, weight_decay=spec.weight_decay)
+    rule = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[spec.name]
+    betas = (spec.beta1, spec.beta2)
+    return rule(trained, lr=spec.learning_rate, betas=betas, eps=spec.eps, weight_decay=spec.weight_decay)
+
+
+def take_steps(pipe: Connection, config: RunConfig, base: Path, mechanism: Mechanism) -> None:
+    """Be the peer's process: train on one core, and answer each number of steps with the seconds that each took."""
+    torch.set_num_threads(1)
+    # Torch warns of Opacus' hooks at every pass.
+    warnings.filterwarnings("ignore", "Full backward hook is firing")
+    training = OpacusTraining(config, base, mechanism)
+    pipe.send(None)
+    try:
+        while number := pipe.recv():
+            pipe.send([_seconds(training) for _ in range(number)])
+    except (EOFError, OSError):
+        return
+
+
+def _seconds(training: OpacusTraining) -> float:
+    began = time.perf_counter()
+    training.step()
+    return time.perf_counter() - began
