@@ -1,12 +1,17 @@
 """A bare Ray program with the actors and calls of a step and one durable write: the floor of what a step may cost.
 
 Hides the program. It keeps no promise: nothing is signed, masked, checked or charged, and an actor that dies ends it.
-Its messages have about the sizes of the product's.
+Its messages have about the sizes of the product's. Run as a script, it only starts: the floor of what a start may cost.
 """
 
+import json
+import signal
 import sqlite3
+import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Self
 
@@ -107,3 +112,36 @@ class BareProgram:
     @staticmethod
     def _wait(asked: Any) -> Any:
         return ray.get(asked, timeout=DEADLINE_S)
+
+
+class _Importer:
+    """An actor that only imports."""
+
+    def __init__(self, libraries: Sequence[str]) -> None:
+        for name in libraries:
+            import_module(name)
+
+    def is_up(self) -> bool:
+        return True
+
+
+def start(driver: Sequence[str], actors: Sequence[tuple[str, Sequence[str]]], num_cpus: int) -> None:
+    """Start Ray and actors that import libraries; say ``ready`` on standard error when all have them.
+
+    Args:
+        driver: libraries of this process, which it imports while the others start.
+        actors: the name of each one's class, and its libraries.
+    """
+    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    options: Any = ray.remote(num_cpus=0)
+    started = [options(type(name, (_Importer,), {})).remote(libraries) for name, libraries in actors]
+    for name in driver:
+        import_module(name)
+    ray.get([each.is_up.remote() for each in started], timeout=DEADLINE_S)
+    print("ready", file=sys.stderr, flush=True)  # noqa: T201 - its caller waits for it
+    # Until its caller has looked at the processes and ends it.
+    signal.pause()
+
+
+if __name__ == "__main__":
+    start(**json.loads(sys.argv[1]))

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from raycloak.coordinator.bench.chaos.chaos import Damage
     from raycloak.coordinator.bench.gradient import GradientBench, Spread
+    from raycloak.coordinator.bench.start import StartBench
 
 bench = typer.Typer(help="Measurements on this machine.")
 
@@ -81,6 +82,41 @@ def _bench_step(output: Output, config: RunConfig, config_dir: Path, against: st
     from raycloak.coordinator.bench.step import bench_step
 
     return _measured(output, "bench step", bench_step(config, config_dir=config_dir, against=against))
+
+
+@bench.command("start")
+def start_command(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    rounds: Annotated[int, typer.Option(help="Starts of each program, in turns.", min=1)] = 3,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Time CONFIG's run from its command to its first step, beside a bare Ray program of as many actors."""
+    execute(as_json, debug, lambda output: _bench_start(output, config, tuple(overrides or ()), rounds))
+
+
+def _bench_start(output: Output, path: Path, overrides: tuple[str, ...], rounds: int) -> int:
+    from raycloak.coordinator.bench.start import bench_start
+
+    result = bench_start(load_config(path, list(overrides)), path, overrides, rounds)
+    output.result(asdict(result), _start_table(result))
+    return 0
+
+
+def _start_table(result: "StartBench") -> "Table":
+    from raycloak.coordinator.console.tables import fields_table, value_text
+
+    rows = [
+        (name.replace("_", " "), value_text(value))
+        for name, value in asdict(result).items()
+        if not isinstance(value, dict)
+    ]
+    rows += [(f"phase: {name}", value_text(seconds)) for name, seconds in result.phases.items()]
+    for name, seconds in result.processes.items():
+        bare = value_text(result.bare_ray_processes.get(name, 0.0))
+        rows.append((f"processor s: {name}", f"{value_text(seconds)}, bare {bare}"))
+    return fields_table("bench start", rows)
 
 
 @bench.command("gradient")

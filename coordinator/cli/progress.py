@@ -1,7 +1,8 @@
 """The live progress of a run, from its first second: a bar on a terminal, and a line every few seconds elsewhere.
 
 The start has phases, each shown with how long it takes. Then every step shows its rate, the time that is left, and the
-budget. A log gets a line at every change of phase and every few seconds in between, also while nothing is finished.
+budget. A log gets a line at every change of phase, at the first step, and every few seconds in between, also while
+nothing is finished.
 """
 
 import threading
@@ -131,6 +132,7 @@ class ProgressDisplay:
         """Show ``report``; what was measured stays visible until it is measured again."""
         with self._lock:
             now = self._clock()
+            first = self._report is None
             if self._report is None:
                 # The first step is measured from where the phase of training began.
                 self._ends.append((self._phase[1], report.step - 1))
@@ -143,7 +145,7 @@ class ProgressDisplay:
             self._ends = [*self._ends, (now, report.step)][-_RATED - 1 :]
             if self._console.is_terminal:
                 self._bar.update(self._task, completed=report.step, total=report.steps, status=self._status(report))
-            elif report.step == report.steps or now - self._said_at >= self._every_s:
+            elif first or report.step == report.steps or now - self._said_at >= self._every_s:
                 self._say(self._step_line(report), now)
 
     def _tell_the_start(self) -> None:

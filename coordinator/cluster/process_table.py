@@ -1,5 +1,6 @@
-"""Reads the kernel's process table: processes, their parents, sessions and states."""
+"""Reads the kernel's process table: processes, their parents, sessions, states and processor time."""
 
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ class Process:
         state: the kernel's letter for its state.
         started: clock ticks since boot. With the pid, it names a process for good.
         title: command line, or the title that the process gave itself.
+        processor_s: processor seconds that it has used, with those of its children that have ended.
     """
 
     pid: int
@@ -24,6 +26,7 @@ class Process:
     state: str
     started: int
     title: str
+    processor_s: float
 
 
 def process_table(root: Path = PROCESS_TABLE) -> tuple[Process, ...]:
@@ -38,7 +41,8 @@ def _read(folder: Path) -> Process | None:
         title = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except (OSError, ValueError):
         return None
-    return Process(int(folder.name), int(fields[1]), int(fields[3]), fields[0], int(fields[19]), title)
+    processor_s = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return Process(int(folder.name), int(fields[1]), int(fields[3]), fields[0], int(fields[19]), title, processor_s)
 
 
 def descendants(ancestors: Collection[int], table: Sequence[Process]) -> list[Process]:

@@ -92,14 +92,15 @@ def test_a_log_has_each_phase_of_the_start_and_what_it_took():
     ]
 
 
-def test_a_log_gets_a_line_of_steps_every_ten_seconds_and_at_the_end():
+def test_a_log_gets_a_line_of_the_first_step_then_every_ten_seconds_and_at_the_end():
     watched = Watched()
     watched.phase("training")
     for step in range(1, 201):
         watched.step(step, after=0.5)
-    assert watched.lines[1] == f"digits 0:10 step 20 of 200 · 2.0 steps/s · 1:30 left · {STATUS} · 3 workers"
+    assert watched.lines[1].startswith("digits 0:00 step 1 of 200")
+    assert watched.lines[2] == f"digits 0:10 step 21 of 200 · 2.0 steps/s · 1:30 left · {STATUS} · 3 workers"
     assert watched.lines[-1] == f"digits 1:40 step 200 of 200 · 2.0 steps/s · {STATUS} · 3 workers"
-    assert len(watched.lines) == 1 + 10
+    assert len(watched.lines) == 1 + 1 + 10
 
 
 def test_the_rate_is_of_the_newest_steps():

@@ -10,7 +10,7 @@ from raycloak.coordinator.cluster.process_table import Process, descendants, pro
 
 
 def _entry(pid, title, *, parent=1):
-    return Process(pid, parent, parent, "S", pid, title)
+    return Process(pid, parent, parent, "S", pid, title, 0.0)
 
 
 def test_only_what_runs_below_the_raylets_is_found():

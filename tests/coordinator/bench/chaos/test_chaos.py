@@ -64,7 +64,7 @@ class PaperCluster:
 
     def victims(self, aggregators):
         roles = {"worker": self.pids, "aggregator": [21], "ledger": [31], "orchestrator": [41]}
-        return {role: [Process(pid, 1, 1, "S", pid, "") for pid in pids] for role, pids in roles.items()}
+        return {role: [Process(pid, 1, 1, "S", pid, "", 0.0) for pid in pids] for role, pids in roles.items()}
 
 
 def _steps(first, count, *, at, workers=4):

@@ -11,7 +11,7 @@ from raycloak.coordinator.cluster.worker_actor import TrainWorkerActor
 
 
 def _process(pid, title, *, state="S", started=None):
-    return Process(pid, 1, 1, state, pid if started is None else started, title)
+    return Process(pid, 1, 1, state, pid if started is None else started, title, 0.0)
 
 
 def test_the_classes_are_those_that_are_wired():
