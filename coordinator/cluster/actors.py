@@ -14,9 +14,10 @@ Rules of every actor:
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import ray
@@ -53,7 +54,11 @@ T = TypeVar("T")
 
 START_DEADLINE_S = 120.0
 """Time for a process to start and import. On a busy machine that takes tens of seconds."""
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+"""Hides every GPU from a process. NVML sees them all the same."""
 _WIRED = {EvidenceOrchestrator: OrchestratorActor, PrivacyLedger: LedgerActor}
+_inherited: dict[str, str] = {}
+"""Variables that every process of the present cluster has from its start; of a cluster of others, none is known."""
 
 
 def actor(cls: type, **options: Any) -> Any:
@@ -67,11 +72,14 @@ def actor(cls: type, **options: Any) -> Any:
     """
     environment = options.pop("environment", {})
     if not options.get("num_gpus") and not options.pop("sees_gpus", False):
-        environment = {"CUDA_VISIBLE_DEVICES": "", **environment}
+        environment = {**NO_GPU, **environment}
     settings = {"max_restarts": 0, "max_task_retries": 0, "num_cpus": 0, **options}
+    # Ray starts a process with variables of its own twice, for a quarter of a second of CPU.
+    if missing := {name: value for name, value in environment.items() if _inherited.get(name) != value}:
+        settings["runtime_env"] = {"env_vars": missing}
     if cls in _WIRED:
         settings["concurrency_groups"] = {"control": 1}
-    return ray.remote(**settings, runtime_env={"env_vars": environment})(_WIRED.get(cls, cls))
+    return ray.remote(**settings)(_WIRED.get(cls, cls))
 
 
 def on_this_node() -> NodeAffinitySchedulingStrategy:
@@ -292,10 +300,14 @@ def cluster_gpus() -> float:
     return float(resources.get("GPU", 0.0))
 
 
-def connect(num_cpus: int) -> bool:
+def connect(num_cpus: int, environment: Mapping[str, str] = MappingProxyType({})) -> bool:
     """Join the cluster of RAY_ADDRESS, or start a local one; returns whether this call connected.
 
     A local cluster gets a token of its own in the environment, so that nothing is written to the user's home.
+
+    Args:
+        environment: variables that every process of a local cluster inherits. An actor that needs just these starts
+            sooner; see :func:`actor`.
 
     Raises:
         ConfigError: ``ray_address`` or ``ray_unreachable``, within seconds.
@@ -315,18 +327,35 @@ def connect(num_cpus: int) -> bool:
     # Ray authenticates a new local cluster by token unless RAY_AUTH_MODE says otherwise.
     if not os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
         os.environ["RAY_AUTH_TOKEN"] = os.urandom(32).hex()
-    ray.init(
-        address="local",
-        num_cpus=num_cpus,
-        include_dashboard=False,
-        log_to_driver=False,
-        configure_logging=False,
-        # Ray would start processes ahead for tasks. There are none: every actor has a process of its own.
-        _system_config={"prestart_worker_first_driver": False},
-    )
+    with _variables(environment):
+        # Ray starts processes ahead, one per CPU. Actors without variables of their own take them.
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+        )
+    _inherited.update(environment)
     return True
+
+
+@contextmanager
+def _variables(environment: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of this process, which others inherit that are started meanwhile."""
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def disconnect() -> None:
     """Leave the cluster, which ends a local one; for the caller whose :func:`connect` returned True."""
+    _inherited.clear()
     ray.shutdown()

@@ -57,9 +57,13 @@ class Founders:
         _refuse_other_models(members, facts, chosen)
         return cls(members, replace(setup, contents=chosen.contents), chosen)
 
-    def known_answer(self, mechanism: Mechanism, measurements: tuple[Measurement, ...]) -> bytes:
-        """Return the known answer that most workers compute."""
-        answers = self.members.ask_workers(lambda worker: worker.compute_known_answer(mechanism, *measurements))
+    def known_answer(
+        self, mechanism: Mechanism, measurements: tuple[Measurement, ...], meanwhile: Callable[[], None]
+    ) -> bytes:
+        """Return the known answer that most workers compute; do something else while they do."""
+        answers = self.members.ask_workers(
+            lambda worker: worker.compute_known_answer(mechanism, *measurements), meanwhile
+        )
         if not answers:
             raise _nobody(self.members, "no worker computed the known answer")
         return _most_common(answers.values())

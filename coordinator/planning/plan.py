@@ -103,7 +103,6 @@ class Plan:
             own; None if that leaves no guarantee. Workers on one machine count as one: the verdict has their figure.
         rows_per_expected_row: rows that a step computes, over the expected batch size.
         delta_terms: what delta covers besides the accountant, all runs of the account together at most 1 % of it.
-        epsilon_curve: (steps done, epsilon) pairs, the last at ``steps_within_cap``.
         sensitivity_inflation: C'/C - 1, what rounding to the grid adds to the gradient's sensitivity.
         rounding_cost: the share of epsilon that this takes; 0 where nothing is private.
         base_draws: base draws of the gradient's noise for each coordinate; 0 where nothing is private.
@@ -136,7 +135,6 @@ class Plan:
     epsilon_one_worker: float | None
     rows_per_expected_row: float
     delta_terms: DeltaSlack
-    epsilon_curve: tuple[tuple[int, float], ...]
     sensitivity_inflation: float
     rounding_cost: float
     base_draws: int
@@ -153,6 +151,16 @@ class Plan:
     accountants_not_computed: dict[str, str] = field(default_factory=dict)
     account: "AccountOutlook | None" = None
 
+    @property
+    def epsilon_curve(self) -> tuple[tuple[int, float], ...]:
+        """Up to `CURVE_POINTS` pairs of steps done and epsilon, measurements included; the last at
+        ``steps_within_cap``. Computed for its reader: a run needs none and would wait for it."""
+        run, steps = Schedule(self.mechanism, self.measurements), self.steps_within_cap
+        points = sorted({max(1, round(steps * point / CURVE_POINTS)) for point in range(1, CURVE_POINTS + 1)})
+        releases = [run.releases(step, min(step, self.measured_within_cap)) for step in points]
+        values = composed_curve(releases, self.delta, self.mechanism.accountant, self.orders)
+        return tuple(zip(points, values, strict=True))
+
     def as_json(self) -> dict[str, Any]:
         """Return one flat object for ``raycloak plan --json``: the mechanism's fields, gamma, and the plan's."""
         own = asdict(self)
@@ -165,6 +173,7 @@ class Plan:
             "gamma": self.mechanism.gamma,
             "accountant_version": accountant_of(self.mechanism.accountant).version(),
             "accountant_delta": accountant_delta(self.delta),
+            "epsilon_curve": self.epsilon_curve,
             **own,
         }
 
@@ -214,7 +223,6 @@ def make_plan(
         epsilon_one_worker=one_worker if math.isfinite(one_worker) else None,
         rows_per_expected_row=rows_per_expected_row(mechanism),
         delta_terms=slack,
-        epsilon_curve=_epsilon_curve(run, steps, measured, delta, orders),
         sensitivity_inflation=mechanism.sensitivity / mechanism.max_grad_norm - 1,
         rounding_cost=_rounding_cost(mechanism, delta),
         base_draws=decompose(mechanism.sigma).draws if mechanism.private else 0,
@@ -482,15 +490,6 @@ def _refuse_prepaid(run: Schedule, reach: int, cap: float, delta: float, orders:
 def with_notes(plan: Plan, notes: tuple[str, ...]) -> Plan:
     """Return ``plan`` with sentences for its reader about how the model was built."""
     return replace(plan, warnings=(*plan.warnings, *(f"The model: {note}" for note in notes)))
-
-
-def _epsilon_curve(
-    run: Schedule, steps: int, measured: int, delta: float, orders: tuple[float, ...]
-) -> tuple[tuple[int, float], ...]:
-    """Return (steps, epsilon) at up to ``CURVE_POINTS`` points, measurements included; the last at ``steps``."""
-    points = sorted({max(1, round(steps * point / CURVE_POINTS)) for point in range(1, CURVE_POINTS + 1)})
-    releases = [run.releases(step, min(step, measured)) for step in points]
-    return tuple(zip(points, composed_curve(releases, delta, run.mechanism.accountant, orders), strict=True))
 
 
 def _masked_bytes(config: RunConfig, mechanism: Mechanism) -> int:

@@ -107,6 +107,10 @@ def test_a_new_project_is_trained_and_its_model_loaded_and_exported(here, run_py
     result = json.loads(done.stdout)
     assert result["steps"] == result["planned_steps"] == 69, "30 epochs"
     assert result["evaluation_accuracy"] >= 0.85
+    manifest = json.loads((Path(result["run_dir"]) / "manifest.json").read_text())
+    numerics = manifest["computation"]["numerics"]
+    assert numerics["threads"] == 1, "the processes of a Ray of its own inherit the variables of a worker"
+    assert "ONEDNN_MAX_CPU_ISA=AVX2" in numerics["cpu_capability"]
     with (run_python.folder / "own" / "public.csv").open() as file:
         rows = list(csv.reader(file))[1:]
     features = torch.tensor([[float(value) for value in row[:-1]] for row in rows])
