@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     )
     from raycloak.coordinator.training.hand_loop import HandLoop
     from raycloak.coordinator.training.reporting import MembershipReport, StepReport
-    from raycloak.workers.gradients.numerics import worker_environment
+    from raycloak.workers.gradients.environment import worker_environment
     from raycloak.workers.inputs.datasets import ArrayDataset, Dataset
     from raycloak.workers.inputs.descriptor import DatasetDescriptor
     from raycloak.workers.inputs.model_fixes import fix
@@ -158,7 +158,7 @@ _HOMES = {
     "start_platforms": "raycloak.coordinator.cluster.actors",
     "tunable": "raycloak.coordinator.runs.search",
     "vectors_digest": "raycloak.workers.terms.binding",
-    "worker_environment": "raycloak.workers.gradients.numerics",
+    "worker_environment": "raycloak.workers.gradients.environment",
 }
 
 __all__ = [

@@ -1,9 +1,14 @@
-"""The cost of importing: reporting, appraisal and the command line start without torch, Ray or Opacus."""
+"""The cost of importing: reporting, appraisal and the command line start without torch, Ray or Opacus.
+
+Each process of a run imports what it needs and no more.
+"""
 
 import json
 from pathlib import Path
 
 import pytest
+
+from raycloak.coordinator.bench.start import LIBRARIES
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ["opacus", "ray", "torch"]
@@ -60,3 +65,52 @@ def test_these_are_cheap_to_import(run_python):
 def test_the_check_sees_a_heavy_import(run_python):
     (run_python.folder / "heavy.py").write_text("import ray\n")
     assert _heavy_after(["heavy"], run_python) == ["ray"]
+
+
+LARGE = [
+    "dcap_qvl", "dp_accounting", "grpc", "matplotlib", "opacus", "pandas", "prometheus_client", "rich", "scipy",
+    "signxml", "sqlalchemy", "sympy", "torch", "transformers", "typer",
+]  # fmt: skip
+# In this order: what a process imports beside torch is seen after the others.
+PROCESSES = {
+    "NodePlatform": ("raycloak.coordinator.cluster.platform_actor", []),
+    "LedgerActor": ("raycloak.coordinator.cluster.ledger_actor", ["sqlalchemy"]),
+    "OrchestratorActor": (
+        "raycloak.coordinator.cluster.orchestrator_actor",
+        ["dcap_qvl", "grpc", "prometheus_client", "signxml"],
+    ),
+    "driver before Ray": (
+        "raycloak.coordinator.runs.ray_start",
+        ["dcap_qvl", "grpc", "prometheus_client", "rich", "signxml", "sqlalchemy"],
+    ),
+    "TrainWorkerActor": ("raycloak.coordinator.cluster.worker_actor", ["dcap_qvl", "signxml", "torch"]),
+    "MaskedAggregatorActor": ("raycloak.coordinator.cluster.aggregator_actor", ["signxml", "torch"]),
+}
+"""The module by which each process of a run begins, and the large libraries that it may import by that."""
+LATER = {"dp_accounting"}
+"""Libraries that a process imports while others start."""
+
+
+def test_each_process_of_a_run_imports_what_it_needs_and_no_more(run_python):
+    """Forked from one process, which pays for Ray and torch once."""
+    names = sorted({name.partition(".")[0] for libraries in LIBRARIES.values() for name in libraries} | set(LARGE))
+    code = (
+        "import importlib, json, os, sys, ray\n"
+        f"for role, (module, may) in {PROCESSES!r}.items():\n"
+        "    if 'torch' in may: import torch\n"
+        "    if os.fork() == 0:\n"
+        "        importlib.import_module(module)\n"
+        f"        print(json.dumps([role, [name for name in {names!r} if name in sys.modules]]), flush=True)\n"
+        "        os._exit(0)\n"
+        "    assert os.wait()[1] == 0\n"
+    )
+    done = run_python("-c", code)
+    assert done.code == 0, done.stderr
+    imported = dict(json.loads(line) for line in done.stdout.splitlines())
+    assert {role: [name for name in found if name in LARGE] for role, found in imported.items()} == {
+        role: may for role, (_, may) in PROCESSES.items()
+    }
+    # The floor of `bench start` holds nothing that the run does without.
+    for role in LIBRARIES.keys() & imported.keys():
+        needed = {name.partition(".")[0] for name in LIBRARIES[role]} - LATER
+        assert needed <= {*imported[role]}, role

@@ -19,7 +19,8 @@ import torch
 from raycloak.coordinator.bench.gradient_cases import Case
 from raycloak.coordinator.bench.gradient_methods import METHODS, Workload, choose_default_kernels
 from raycloak.metrics.errors import RunFailedError
-from raycloak.workers.gradients.numerics import pin_numerics, worker_environment
+from raycloak.workers.gradients.environment import worker_environment
+from raycloak.workers.gradients.numerics import pin_numerics
 
 _M_MMAP_THRESHOLD = -3
 """The number of that setting in glibc's malloc.h."""

@@ -29,7 +29,7 @@ LIBRARIES: Mapping[str, tuple[str, ...]] = {
         "typer", "rich.progress", "yaml", "pydantic", "cryptography.x509", "sqlalchemy", "prometheus_client", "numpy",
         "torch", "safetensors", "dp_accounting.pld.privacy_loss_distribution",
     ),
-    "OrchestratorActor": ("numpy", "pydantic", "cryptography.x509", "dcap_qvl", "signxml"),
+    "OrchestratorActor": ("pydantic", "cryptography.x509", "dcap_qvl", "signxml"),
     "LedgerActor": ("pydantic", "cryptography.x509", "sqlalchemy", "dp_accounting.pld.privacy_loss_distribution"),
     "NodePlatform": ("pydantic", "cryptography.x509"),
     "TrainWorkerActor": ("torch", "numpy", "pydantic", "cryptography.x509", "dcap_qvl", "signxml"),

@@ -133,34 +133,41 @@ def _train(
 ) -> int:
     from raycloak.coordinator.cluster.ray_address import check_address
     from raycloak.coordinator.planning.first_look import first_look
+    from raycloak.coordinator.record.folder import unfinished_run
 
     # Before the libraries of a run, which take seconds to import.
     first_look(config, config_dir or Path.cwd(), run_secret, resume)
     if address := os.environ.get("RAY_ADDRESS"):
         check_address(address)
+    if resume:
+        unfinished_run(config.name)
     with ProgressDisplay(output.progress, config.name, every_s) as display:
-        display.phase("loading libraries")
         with quickly():
-            from raycloak.coordinator.cli.verdict_table import verdict_table, verdict_text
-            from raycloak.coordinator.record.verdict import Verdict
-            from raycloak.coordinator.runs.trainer import Trainer
+            from raycloak.coordinator.runs.ray_start import ray_ahead
+        with ray_ahead(config, display.phase):
+            # While Ray starts processes ahead, which import as long.
+            display.phase("loading libraries")
+            with quickly():
+                from raycloak.coordinator.cli.verdict_table import verdict_table, verdict_text
+                from raycloak.coordinator.record.verdict import Verdict
+                from raycloak.coordinator.runs.trainer import Trainer
 
-        trainer = Trainer(
-            config,
-            config_dir=config_dir,
-            run_secret=run_secret,
-            resume=resume,
-            progress=display,
-            phase=display.phase,
-            notice=output.announce,
-            handle_signals=True,
-        )
-        try:
-            result = trainer.train()
-        except RaycloakError as error:
-            if error.result is not None:
-                output.preview(verdict_table(Verdict.of(error.result)))
-            raise
+            trainer = Trainer(
+                config,
+                config_dir=config_dir,
+                run_secret=run_secret,
+                resume=resume,
+                progress=display,
+                phase=display.phase,
+                notice=output.announce,
+                handle_signals=True,
+            )
+            try:
+                result = trainer.train()
+            except RaycloakError as error:
+                if error.result is not None:
+                    output.preview(verdict_table(Verdict.of(error.result)))
+                raise
     verdict = Verdict.of(result)
     print(verdict_text(verdict))  # noqa: T201 - standard output is the run's log here
     output.result({**result["metrics"], "run_dir": verdict.run_dir}, verdict_table(verdict))

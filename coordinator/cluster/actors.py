@@ -300,6 +300,11 @@ def cluster_gpus() -> float:
     return float(resources.get("GPU", 0.0))
 
 
+def is_connected() -> bool:
+    """Return whether this process is connected to a cluster."""
+    return ray.is_initialized()
+
+
 def connect(num_cpus: int, environment: Mapping[str, str] = MappingProxyType({})) -> bool:
     """Join the cluster of RAY_ADDRESS, or start a local one; returns whether this call connected.
 
@@ -312,7 +317,7 @@ def connect(num_cpus: int, environment: Mapping[str, str] = MappingProxyType({})
     Raises:
         ConfigError: ``ray_address`` or ``ray_unreachable``, within seconds.
     """
-    if ray.is_initialized():
+    if is_connected():
         return False
     # Every failure that matters is fetched; Ray would print the others among the run's lines.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")

@@ -14,7 +14,7 @@ from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.cluster.placement import Placement
 from raycloak.coordinator.cluster.remote import Actor, Aggregator, AggregatorActor, Reference, Worker, WorkerActor
 from raycloak.coordinator.cluster.worker_actor import TrainWorkerActor
-from raycloak.workers.gradients.numerics import worker_environment
+from raycloak.workers.gradients.environment import worker_environment
 
 T = TypeVar("T")
 

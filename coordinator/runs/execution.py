@@ -18,16 +18,7 @@ from raycloak.attestation.core.hybrid_signature import SignerPublic
 from raycloak.attestation.keys.run_secret import exposure
 from raycloak.attestation.service.serving_orchestrator import EvidenceOrchestrator
 from raycloak.coordinator.checkpoints.archive import Archive
-from raycloak.coordinator.cluster.actors import (
-    NO_GPU,
-    GpuSamplers,
-    alive_nodes,
-    ask,
-    cluster_gpus,
-    connect,
-    disconnect,
-    fetch,
-)
+from raycloak.coordinator.cluster.actors import GpuSamplers, alive_nodes, ask, cluster_gpus, disconnect, fetch
 from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.cluster.control import Control, Restart
 from raycloak.coordinator.cluster.placement import Placement
@@ -48,6 +39,7 @@ from raycloak.coordinator.record.folder import RunFolder, run_lock
 from raycloak.coordinator.record.outcome import Ending, Finished
 from raycloak.coordinator.runs.evidence_address import announce
 from raycloak.coordinator.runs.ray_session import Launched, launch
+from raycloak.coordinator.runs.ray_start import start_ray
 from raycloak.coordinator.runs.verdict import metrics_view, run_facts, verdict_of
 from raycloak.coordinator.training.assignment import Assignment, NewRun, Order, ReplayedRun, ResumedRun
 from raycloak.coordinator.training.callback_caller import CallbackCaller
@@ -68,7 +60,6 @@ from raycloak.metrics.events import EventWriter
 from raycloak.metrics.exporter import Exporter
 from raycloak.metrics.server import MetricsServer
 from raycloak.metrics.traces import OFF, UNRECORDED, Span, Traces, tracing
-from raycloak.workers.gradients.numerics import worker_environment
 from raycloak.workers.inputs.descriptor import DatasetDescriptor, export_in_memory
 from raycloak.workers.inputs.models import ModelSource
 from raycloak.workers.messages import WorkerSetup
@@ -208,14 +199,8 @@ class Execution:
 
     def _launch(self, stack: ExitStack, bind: str | None) -> Launched:
         """Join or start Ray, take the signals over from it, and start every process of a session."""
-        self._phase("connecting to Ray")
         with self._traces.span("connect"):
-            config = self._config
-            environment = worker_environment(config.cpu_capability, config.threads_per_worker)
-            # Ray counts the GPUs that it sees, so a run that uses some hides them from each process instead.
-            if not config.use_gpu:
-                environment |= NO_GPU
-            if connect(config.num_workers + 1, environment):
+            if start_ray(self._config, self._phase):
                 stack.callback(disconnect)
         # After Ray, which replaces the handler of SIGTERM when it starts.
         if self._handle_signals:

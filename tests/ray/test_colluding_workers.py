@@ -10,7 +10,7 @@ from raycloak.coordinator.bench.chaos.raylets import Node, Raylets
 from raycloak.coordinator.cluster.machine_names import MACHINE_LABEL
 from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.runs.demo import demo_config
-from raycloak.workers.gradients.numerics import worker_environment
+from raycloak.workers.gradients.environment import worker_environment
 
 HERE = Path(__file__).parent
 MACHINES = 3

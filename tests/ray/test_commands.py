@@ -61,7 +61,7 @@ def test_demo_prints_one_json_object_and_ends_with_a_private_accurate_model(run_
     assert written >= {"config.yaml", "manifest.json", "metrics.jsonl", "parameters.safetensors", "run.log"}
     verdict = json.loads((Path(result["run_dir"]) / "verdict.json").read_text())
     assert verdict == result
-    phases = ["loading libraries", "connecting to Ray", "starting workers", "opening data", "planning", "training"]
+    phases = ["connecting to Ray", "loading libraries", "starting workers", "opening data", "planning", "training"]
     told = [done.stderr.find(f" {phase}") for phase in phases]
     assert told == sorted(told), done.stderr
     assert -1 not in told

@@ -12,7 +12,7 @@ from raycloak.coordinator.cluster.process_table import process_table
 from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.config.sections import FailureConfig
 from raycloak.coordinator.runs.demo import demo_config
-from raycloak.workers.gradients.numerics import worker_environment
+from raycloak.workers.gradients.environment import worker_environment
 
 HERE = Path(__file__).parent
 DEADLINE_S = 120

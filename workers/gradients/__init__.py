@@ -1,6 +1,6 @@
 """Clipped sums: per-example gradients, their bound, the checks of a model, and the numerics class.
 
-Doors: clipping, gradient_parts, model_checks, model_report, numerics, row_loss, row_memory, sum_engines.
+Doors: clipping, environment, gradient_parts, model_checks, model_report, numerics, row_loss, row_memory, sum_engines.
 
 May import: `inputs` and the rooms below; `attestation`, `metrics`.
 """

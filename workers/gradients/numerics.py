@@ -19,48 +19,12 @@ from torch import nn
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.terms.manifest import NumericsClass
 
-# The names of oneDNN and MKL for the instruction sets that ATen calls avx2 and avx512.
-_KERNEL_CAPS = {
-    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
-    "avx512": {
-        "ATEN_CPU_CAPABILITY": "avx512",
-        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
-        "MKL_ENABLE_INSTRUCTIONS": "AVX512",
-    },
-    "default": {},
-}
 # Each of these chooses kernels, so processes that differ in one of them are of different classes.
 _DISPATCH_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "CUBLAS_WORKSPACE_CONFIG")
 
 
 ENGINE = "book-keeping/2"
 """How gradients are computed and added up (docs/proofs/006-clipped-gradients.md): a change of it changes last bits."""
-
-
-def worker_environment(cpu_capability: str, threads: int = 1) -> dict[str, str]:
-    """Return the environment variables that must be set before a process of the run imports torch.
-
-    They hold every library to one instruction set and one number of threads. A process that starts without them is in
-    another numerics class.
-
-    Args:
-        cpu_capability: ``avx2``, ``avx512`` or ``default`` (whatever the CPU has).
-        threads: of each worker.
-    """
-    return {
-        **_KERNEL_CAPS[cpu_capability],
-        # Without a fixed workspace cuBLAS is not deterministic, and torch refuses it.
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        # Where these are true, MKL and OpenMP take fewer threads for one product than for the next, as the machine is
-        # busy. A row that is measured on two threads and added on one has other bits, so nothing would bound it.
-        "MKL_DYNAMIC": "FALSE",
-        "OMP_DYNAMIC": "FALSE",
-        # The most that `threads_per_worker` may be. A lower limit of a node cuts threads that the class still states.
-        "OMP_THREAD_LIMIT": "1024",
-        "MKL_NUM_THREADS": str(threads),
-        "OMP_NUM_THREADS": str(threads),
-        "TORCHINDUCTOR_DETERMINISTIC": "1",
-    }
 
 
 def slow_products(module: nn.Module, device: str, cpu_capability: str) -> tuple[str, ...]:
@@ -70,7 +34,7 @@ def slow_products(module: nn.Module, device: str, cpu_capability: str) -> tuple[
     avx2 takes 0.2 s forward and 20 s backward.
 
     Args:
-        cpu_capability: as in :func:`worker_environment`, in any case of letters.
+        cpu_capability: as in `raycloak.workers.gradients.environment.worker_environment`, in any case of letters.
     """
     matrices = (tensor.dtype for tensor in module.parameters() if tensor.ndim > 1)
     if device != "cpu" or cpu_capability.lower() != "avx2" or torch.bfloat16 not in matrices:
@@ -85,7 +49,7 @@ def choose_kernels(deterministic: bool) -> None:
     """Choose deterministic kernels from now on; False lets an operation without one run, with a warning by torch.
 
     This is ``torch.use_deterministic_algorithms`` without its settings for the compiler, whose import takes more than a
-    second and which nothing here uses. A model that compiles itself finds them in :func:`worker_environment`.
+    second and which nothing here uses. A model that compiles itself finds them in the environment of a worker.
     """
     torch.set_deterministic_debug_mode("error" if deterministic else "warn")
 

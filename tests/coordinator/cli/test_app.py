@@ -4,6 +4,7 @@ import json
 import socket
 import sys
 import types
+from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
 
@@ -75,6 +76,8 @@ def trainer(monkeypatch):
     monkeypatch.setattr(FakeTrainer, "outcome", None)
     monkeypatch.setattr(FakeTrainer, "made", None)
     monkeypatch.setitem(sys.modules, "raycloak.coordinator.runs.trainer", types.SimpleNamespace(Trainer=FakeTrainer))
+    without_ray = types.SimpleNamespace(ray_ahead=lambda config, phase: nullcontext())
+    monkeypatch.setitem(sys.modules, "raycloak.coordinator.runs.ray_start", without_ray)
     return FakeTrainer
 
 
@@ -221,6 +224,7 @@ def test_a_run_that_fails_late_shows_what_it_came_to(raycloak, trainer, config_f
 
 def test_a_run_that_was_stopped_says_so_and_exits_with_4(raycloak, trainer, config_file, monkeypatch):
     monkeypatch.setitem(RESULT, "ending", "stopped")
+    run_named(config_file, "a" * 16, "stopped")
     code, out, _ = raycloak("run", str(config_file), "--resume")
     assert code == 4
     assert "stopped, resume with --resume" in out
@@ -341,7 +345,7 @@ def test_plan_refuses_evidence_that_could_not_be_judged_and_says_whose_is_admitt
 
 @pytest.mark.parametrize(
     ("command", "heavy"),
-    [("run", "raycloak.coordinator.runs.trainer"), ("plan", "raycloak.coordinator.planning.dry_run")],
+    [("run", "raycloak.coordinator.runs.ray_start"), ("plan", "raycloak.coordinator.planning.dry_run")],
 )
 def test_guarantee_plan_and_run_look_before_they_import(command, heavy, raycloak, config_file, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, heavy, None)

@@ -6,7 +6,7 @@ import pytest
 
 from raycloak.coordinator.cluster import actors
 from raycloak.coordinator.cluster.actors import NO_GPU, actor, connect, disconnect
-from raycloak.workers.gradients.numerics import worker_environment
+from raycloak.workers.gradients.environment import worker_environment
 
 WORKER = worker_environment("avx2")
 

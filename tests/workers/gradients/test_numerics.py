@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from raycloak.workers.gradients.numerics import current_numerics, pin_numerics, slow_products, worker_environment
+from raycloak.workers.gradients.environment import worker_environment
+from raycloak.workers.gradients.numerics import current_numerics, pin_numerics, slow_products
 from raycloak.workers.terms.manifest import NumericsClass
 
 ROOT = Path(__file__).resolve().parents[3]
