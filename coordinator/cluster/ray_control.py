@@ -20,7 +20,6 @@ from raycloak.coordinator.cluster.processes import ActorProcess, own_process
 from raycloak.coordinator.cluster.remote import Actor, Reference
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.metrics.errors import RunFailedError
-from raycloak.workers.terms.mechanism import AccountantName
 
 T = TypeVar("T")
 
@@ -37,7 +36,6 @@ class RayControl:
         orchestrator_folder: absolute folder of the orchestrator's state.
         witness: witness of the ledger, as `raycloak.coordinator.ledger.ledger.PrivacyLedger` takes it.
         bind: address that the orchestrator serves at, as `EvidenceOrchestrator` takes it.
-        accountant: the accountant that the run will most likely use; the ledger imports it ahead.
     """
 
     def __init__(
@@ -46,9 +44,7 @@ class RayControl:
         orchestrator_folder: str,
         witness: str | None = None,
         bind: str | None = None,
-        accountant: AccountantName = "pld",
     ) -> None:
-        self._accountant = accountant
         self._arguments: Mapping[ControlRole, tuple[Any, ...]] = {
             "ledger": (ledger_url, True, witness),
             "orchestrator": (orchestrator_folder, time.time, bind),
@@ -75,8 +71,6 @@ class RayControl:
                 ) from None
         found, key = self._open(self.actors["orchestrator"], secret_file, run_id)
         self._run = secret_file, found
-        # Not waited for: the import takes seconds of CPU, and overlaps with the workers' start.
-        ask(self.actors["ledger"].handle, PrivacyLedger.load_accountant, self._accountant)
         return found, key
 
     def control(self, deadline_s: float, max_restarts: int) -> Control:

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 from raycloak.attestation.core.messages import Envelope, seal
 from raycloak.attestation.core.roster import Query
-from raycloak.coordinator.accounting.accountants import accountant_of
+from raycloak.coordinator.accounting.accountants import AccountLimits, accountant_of
+from raycloak.coordinator.accounting.renyi import ORDERS, accountant_delta
 from raycloak.coordinator.ledger.accounts import (
     Standing,
     cap_change,
@@ -38,6 +39,7 @@ from raycloak.coordinator.ledger.rules import (
     check_cap,
     epsilon_at,
     now,
+    planned,
     registration,
     run_mismatch,
 )
@@ -82,6 +84,17 @@ class PrivacyLedger(LedgerReader):
         """Import what computes epsilon, which takes seconds. Calling it early spares a registration that wait."""
         with quickly():
             accountant_of(name).load()
+
+    def price(self, mechanisms: tuple[Mechanism, ...], epsilon_cap: float, delta: float, name: AccountantName) -> None:
+        """Compute what the registration of a run of these mechanisms will record, and remember it for a while.
+
+        Changes nothing. Calling it early spares a registration half a second.
+
+        Args:
+            epsilon_cap, delta: of the account.
+        """
+        if plan := planned(mechanisms):
+            accountant_of(name).quote(plan, AccountLimits(epsilon_cap, accountant_delta(delta), ORDERS))
 
     def open_account(
         self,

@@ -26,7 +26,6 @@ from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.evidence.sources import Guests, collateral_of, configured_policy
 from raycloak.coordinator.membership.crew import Crew, start_crew
-from raycloak.coordinator.planning.payer import accountant_for
 from raycloak.coordinator.training.assignment import Session
 
 
@@ -81,8 +80,7 @@ def launch(stack: ExitStack, config: RunConfig, base: Path, placement: Placement
     collateral = collateral_of(policy, config.collateral, base)
     ledger = config.ledger
     folder = str(home.home() / "orchestrator")
-    url, accountant = ledger.url or home.ledger_url(), accountant_for(config, None)
-    control = RayControl(url, folder, ledger.witness, bind, accountant)
+    control = RayControl(ledger.url or home.ledger_url(), folder, ledger.witness, bind)
     # Registered as soon as it runs, so that a later failure ends these processes too.
     stack.callback(control.close)
     sources: EvidenceSources = Guests(policy.gpus_per_worker if policy else 0)

@@ -27,7 +27,7 @@ from raycloak.coordinator.membership.membership import Membership
 from raycloak.coordinator.planning.cross_check import checked
 from raycloak.coordinator.planning.data_check import recorded_check
 from raycloak.coordinator.planning.manifest import build_computation, build_manifest, epochs, optimizer_spec, run_terms
-from raycloak.coordinator.planning.payer import PayingAccount, account_cap, account_of, existing_account
+from raycloak.coordinator.planning.payer import PayingAccount, account_cap, account_of, accountant_for, existing_account
 from raycloak.coordinator.planning.plan import Plan, keys_per_machine, make_plan, with_notes
 from raycloak.coordinator.planning.references import given_contract, require_other_content, sealed_terms
 from raycloak.coordinator.record.same_run import require_ledger, require_same_manifest
@@ -91,6 +91,8 @@ def admit(
     ledger = session.control.ledger.view()
     account = account_of(ledger, config, order.data, facts.dataset_fingerprint, session.run_id)
     paying = existing_account(ledger, config, account, session.run_id)
+    # Not awaited: it takes half a second, as the plan does.
+    session.control.ledger.load_accountant(accountant_for(config, paying))
     base = order.setup.base
     try_rule(optimizer_spec(config.optimizer, base), facts.tensors, config.planned_steps, base)
     dimension = sum(tensor.size for tensor in facts.tensors)
@@ -98,12 +100,8 @@ def admit(
     plan = with_notes(planned, facts.model_notes)
     reporter.planned(plan)
     reporter.to.phase("admitting workers")
-    compared: list[Plan] = []
-    # At once: each takes half a second, the one of the workers and the other of this process.
-    known_answer = founders.known_answer(
-        plan.mechanism, plan.measurements, meanwhile=lambda: compared.append(checked(plan))
-    )
-    plan = replace(compared[0], data_check=recorded_check(facts.dataset_fingerprint))
+    known_answer, plan = _compared(order, founders, plan)
+    plan = replace(plan, data_check=recorded_check(facts.dataset_fingerprint))
     if order.assignment.recorded is not None and not order.assignment.charges:
         # A replay measures nothing.
         metrics = order.assignment.recorded.computation.metrics
@@ -151,6 +149,27 @@ def _recorded_shape(order: Order) -> RunConfig:
     }
     # Parsed again, because there may now be more workers than virtual ones.
     return parse_config(config.model_dump(mode="json") | shape)
+
+
+def _compared(order: Order, founders: Founders, plan: Plan) -> tuple[bytes, Plan]:
+    """Return the known answer, and ``plan`` with what each accountant finds.
+
+    Workers, ledger and this process compute at the same time, each for up to half a second.
+
+    Raises:
+        RunFailedError: as `Founders.known_answer`.
+        RefusedError: ``accountants_disagree``.
+    """
+    compared: list[Plan] = []
+
+    def compare() -> None:
+        mechanisms = (plan.mechanism, *(each.mechanism for each in plan.measurements))
+        # Not awaited: the registration finds the price, or computes it.
+        order.session.control.ledger.price(mechanisms, plan.epsilon_cap, plan.delta, plan.mechanism.accountant)
+        compared.append(checked(plan))
+
+    known_answer = founders.known_answer(plan.mechanism, plan.measurements, compare)
+    return known_answer, compared[0]
 
 
 def _manifest(
