@@ -56,6 +56,19 @@ def charge(ledger: PrivacyLedger, step: int, query="gradient") -> float:
     return receipt_of(ledger, ledger.charge("run-a", step, PARAMETERS, MANIFEST, query)).charged_epsilon
 
 
+def test_a_run_that_was_priced_is_registered_without_another_computation_and_nothing_changes_before(
+    ledger: PrivacyLedger,
+):
+    before = ledger.view()
+    pld._on_grid.cache_clear()
+    pld._settled.cache_clear()
+    ledger.price((planned(),), CAP, DELTA, "pld")
+    assert ledger.view() == before
+    computed = pld._on_grid.cache_info().misses
+    register(ledger)
+    assert 0 < computed == pld._on_grid.cache_info().misses
+
+
 def test_an_account_is_held_with_the_accountant_it_was_opened_with(ledger: PrivacyLedger):
     assert [account.accountant for account in ledger.view().accounts] == ["pld"]
     ledger.open_account("own", CAP, DELTA, accountant="pld")
