@@ -100,7 +100,7 @@ def main(url, part):
         metrics = trainer.train()["metrics"]
     except RaycloakError as error:
         refusal = {"exit_code": error.exit_code, "code": error.code, "message": error.message}
-    nodes = sorted(machines())
+    nodes = sorted(node for node, name in machines().items() if name is not None)
     ray.shutdown()
     answer = {
         "refusal": refusal,

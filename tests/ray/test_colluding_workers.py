@@ -1,4 +1,4 @@
-"""Colluding workers are counted by machine: a run on three machines that is stopped, and resumed on a new cluster."""
+"""Colluding workers are counted by machine: a run on three machines that is stopped, and resumed on new nodes."""
 
 import json
 from collections import defaultdict
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raycloak.coordinator.bench.chaos.raylets import Node, Raylets
+from raycloak.coordinator.bench.chaos.raylets import Node
 from raycloak.coordinator.cluster.machine_names import MACHINE_LABEL
 from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.runs.demo import demo_config
@@ -17,25 +17,27 @@ MACHINES = 3
 
 
 @pytest.fixture
-def execute(ray_environment, postgres, run_python):
-    """Runs one execution of the run in a cluster of its own, whose nodes are on the same machines each time."""
+def execute(raylets, postgres, run_python):
+    """Runs one execution of the run on nodes of its own, which are on the same machines each time."""
     url = postgres.url()
 
-    def in_new_cluster(part):
-        with Raylets(ray_environment) as cluster:
-            for index in range(MACHINES):
-                cluster.add(Node(2, labels={MACHINE_LABEL: f"machine-{index}"}))
-            environment = {**cluster.environment, **worker_environment(parse_config(demo_config()).cpu_capability)}
+    def on_new_nodes(part):
+        nodes = [raylets.add(Node(2, labels={MACHINE_LABEL: f"machine-{index}"})) for index in range(MACHINES)]
+        try:
+            environment = {**raylets.environment, **worker_environment(parse_config(demo_config()).cpu_capability)}
             done = run_python(str(HERE / "colluding.py"), url, part, environment=environment)
+        finally:
+            for each in nodes:
+                each.kill()
         assert done.code == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
-    return in_new_cluster
+    return on_new_nodes
 
 
-def test_no_machine_gets_keys_of_more_virtual_workers_than_the_noise_allows_for_in_two_clusters(execute):
+def test_no_machine_gets_keys_of_more_virtual_workers_than_the_noise_allows_for_on_two_sets_of_nodes(execute):
     """The successor of a dead worker is on the same machine, and so is a worker of the resumed run, which has another
-    name there. All nodes of the second cluster are new to Ray."""
+    name there. All nodes of the second execution are new to Ray."""
     first, resumed = execute("first"), execute("resumed")
     assert first["killed"] == ["worker-0"]
     assert not {*first["nodes"]} & {*resumed["nodes"]}
