@@ -5,16 +5,20 @@ takes the ledger four seconds, since RDP alone needs no torch. Nothing here trai
 
 So :func:`opacus_module` puts a deferred package in the place of each of `DEFERRED`. Its own ``__init__`` runs, once,
 when it is asked for a name that no loaded module has given it. A user's ``opacus.PrivacyEngine`` works as ever.
+
+The base of the accountants imports the optimizers too, for annotations alone. It is loaded without them.
 """
 
+import builtins
 import sys
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec
 from threading import RLock
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 DEFERRED = ("opacus", "opacus.accountants", "opacus.accountants.analysis")
+BASE = "opacus.accountants.accountant"
 
 # Reentrant: the __init__ of one deferred package asks the others for names.
 _LOADING = RLock()
@@ -26,6 +30,8 @@ def opacus_module(name: str) -> Any:
     for package in DEFERRED:
         if package not in sys.modules:
             _defer(package)
+    if BASE not in sys.modules:
+        _load_base()
     return import_module(name)
 
 
@@ -54,12 +60,37 @@ class _DeferredPackage(ModuleType):
 
 
 def _defer(name: str) -> None:
+    package = _unloaded(name)
+    package.__class__ = _DeferredPackage
+    _enter(package)
+
+
+def _load_base() -> None:
+    """Load `BASE` with no optimizer in its annotations; no other module sees the difference."""
+    annotated = SimpleNamespace(DPOptimizer=Any)
+
+    def imported(name: str, *details: Any) -> Any:
+        return annotated if name == "opacus.optimizers" else __import__(name, *details)
+
+    module = _unloaded(BASE)
+    # Python takes the import of a module from its builtins.
+    vars(module)["__builtins__"] = {**vars(builtins), "__import__": imported}
+    assert module.__spec__ is not None, "it was made from one"
+    assert module.__spec__.loader is not None, "a module with a source has a loader"
+    module.__spec__.loader.exec_module(module)
+    _enter(module)
+
+
+def _unloaded(name: str) -> ModuleType:
     spec = find_spec(name)
     if spec is None:
         raise ModuleNotFoundError(f"No module named '{name}'", name=name)
-    package = module_from_spec(spec)
-    package.__class__ = _DeferredPackage
-    sys.modules[name] = package
-    parent, _, last = name.rpartition(".")
+    return module_from_spec(spec)
+
+
+def _enter(module: ModuleType) -> None:
+    """Let every import find ``module``."""
+    sys.modules[module.__name__] = module
+    parent, _, last = module.__name__.rpartition(".")
     if parent:
-        setattr(sys.modules[parent], last, package)
+        setattr(sys.modules[parent], last, module)

@@ -54,6 +54,13 @@ largest_rows(model, form, cross_entropy)
 PerExampleGradients(model, cross_entropy)(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
 found = {WATCHED} + [name for name in sys.modules if name.startswith('opacus.')]
 """
+CROSS_CHECK = f"""
+import sys, torch
+from raycloak.coordinator.accounting.releases import Release
+from raycloak.coordinator.planning.cross_check import cross_check
+assert cross_check((Release(0.1, 1.0, 10),), 1e-5).epsilon['opacus_prv'] > 0
+found = {WATCHED}
+"""
 UPDATES = f"""
 import sys, numpy as np
 from raycloak.coordinator.aggregation.update_rules import Optimizer
@@ -82,6 +89,9 @@ import opacus.accountants as package
 assert 'RDPAccountant' not in vars(package)
 first = package.RDPAccountant
 again = opacus_module('opacus.accountants').RDPAccountant
+from opacus.accountants.accountant import IAccountant
+from opacus.optimizers import DPOptimizer
+assert issubclass(first, IAccountant) and isinstance(DPOptimizer, type)
 found = [first is again, type(package).__name__, hasattr(package, 'no_such_name')]
 """
 OTHERS = "import scipy.optimize, scipy.special, scipy.stats, torch._dynamo, torch.distributed.tensor, torch.nn.parallel"
@@ -115,7 +125,7 @@ def answers(run_python_in, tmp_path_factory):
 
     The pieces that ask what else is imported find torch alone.
     """
-    alone = {"step": STEP, "updates": UPDATES}
+    alone = {"step": STEP, "updates": UPDATES, "cross-check": CROSS_CHECK}
     codes = {name: f"{BEFORE}{code}\nfound = found is ours" for name, code in USERS_IMPORTS.items()}
     codes |= {"init once": INIT_ONCE, "already": ALREADY}
     run = run_python_in(tmp_path_factory.mktemp("opacus"))
@@ -132,6 +142,10 @@ def test_a_worker_loads_neither_opacus_nor_a_compiler(answers):
 
 def test_an_update_loads_no_compiler(answers):
     assert answers["updates"] == ["torch"]
+
+
+def test_a_comparison_of_the_accountants_loads_no_optimizer(answers):
+    assert answers["cross-check"] == ["torch"]
 
 
 @pytest.mark.parametrize("way", USERS_IMPORTS)
